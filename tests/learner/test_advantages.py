@@ -111,8 +111,8 @@ OF_RESPONSES = ["group_zscore", "leave_one_out", *LOOP_BASELINES]
 def test_a_response_has_the_papers_advantage_on_all_its_tokens(name, penalties):
     rewards = loop_returns(penalties)
     expected = [[loop_response_advantage(name, rewards, i)] * LENGTHS[i] for i in ALL]
-    found = estimated(name, feedback(penalties))
-    np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
+    actual = estimated(name, feedback(penalties))
+    np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
 
 
 def loop_discounted(values, factor):
@@ -123,10 +123,10 @@ def loop_discounted(values, factor):
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["bare", "with KL in the reward"])
-def test_reward_to_go_sums_what_is_still_to_come(gamma, penalties):
+def test_reward_to_go_sums_the_rewards_that_follow(gamma, penalties):
     expected = [loop_discounted(own, gamma) for own in loop_token_rewards(penalties)]
-    found = estimated("reward_to_go", feedback(penalties), gamma=gamma)
-    np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
+    actual = estimated("reward_to_go", feedback(penalties), gamma=gamma)
+    np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
 
 
 def loop_gae(rewards, values, gamma, lam):
@@ -143,9 +143,9 @@ def loop_gae(rewards, values, gamma, lam):
 def test_gae_and_returns_have_a_lambda_each(gamma, policy, value):
     known, rewards = feedback(PENALTIES, VALUES), loop_token_rewards(PENALTIES)
     changes = {"gamma": gamma, "lambda_policy": policy, "lambda_value": value}
-    found = estimated("gae", known, **changes)
+    actual = estimated("gae", known, **changes)
     advantages = [loop_gae(rewards[i], VALUES[i], gamma, policy) for i in ALL]
-    np.testing.assert_allclose(found, placed(advantages, 0.0), **EXACT)
+    np.testing.assert_allclose(actual, placed(advantages, 0.0), **EXACT)
     gains = [loop_gae(rewards[i], VALUES[i], gamma, value) for i in ALL]
     expected = [[g + v for g, v in zip(gains[i], VALUES[i], strict=True)] for i in ALL]
     for whitened in (False, True):  # which returns never are
@@ -162,8 +162,8 @@ def test_length_adaptive_lambda_grows_with_the_response_and_is_never_negative(al
     rewards = loop_token_rewards(PENALTIES)
     expected = [loop_gae(rewards[i], VALUES[i], 0.99, lambdas[i]) for i in ALL]
     known = feedback(PENALTIES, VALUES)
-    found = estimated("length_adaptive_gae", known, gamma=0.99, lambda_alpha=alpha)
-    np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
+    actual = estimated("length_adaptive_gae", known, gamma=0.99, lambda_alpha=alpha)
+    np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
 
 
 def test_without_values_there_are_no_returns():
@@ -217,11 +217,11 @@ def test_preference_is_minus_the_gradient_of_dpos_loss(tokens, rubbish):
     trained = np.isin(INDEX, np.flatnonzero(tokens))
     known = feedback(trained=trained, log_ratios=placed(LOG_RATIOS, rubbish))
     assert known.tokens.tolist() == tokens
-    found = estimated("preference", known, preference_beta=0.3)
+    actual = estimated("preference", known, preference_beta=0.3)
     expected = placed(numerical_coefficients(pairs, 0.3), 0.0)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-11)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-11)
     for right, wrong in pairs:
-        assert (found[INDEX == right] > 0).all() and (found[INDEX == wrong] < 0).all()
+        assert (actual[INDEX == right] > 0).all() and (actual[INDEX == wrong] < 0).all()
 
 
 def test_a_preference_without_any_pair_has_no_coefficient():
@@ -232,10 +232,10 @@ def test_a_preference_without_any_pair_has_no_coefficient():
 @pytest.mark.parametrize("margin", [1e5, -1e5])
 def test_a_huge_margin_neither_overflows_nor_pulls_more_than_beta(margin):
     log_ratios = [[margin if CORRECT[i] else -margin] * LENGTHS[i] for i in ALL]
-    found = estimated("preference", feedback(log_ratios=placed(log_ratios, np.nan)))
+    actual = estimated("preference", feedback(log_ratios=placed(log_ratios, np.nan)))
     expected = 0.0 if margin > 0 else 0.1
-    np.testing.assert_allclose(np.abs(found[INDEX == 0]), expected)
-    assert np.isfinite(found).all()
+    np.testing.assert_allclose(np.abs(actual[INDEX == 0]), expected)
+    assert np.isfinite(actual).all()
 
 
 # --- whitening -------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ def loop_whitened(per_token):
 
 def test_whitening_makes_response_tokens_standard_and_leaves_the_rest_zero():
     values = draws(5.0)
-    found = whiten(placed(values, 1e9), INDEX >= 0)
-    np.testing.assert_allclose(found, placed(loop_whitened(values), 0.0), **EXACT)
+    actual = whiten(placed(values, 1e9), INDEX >= 0)
+    np.testing.assert_allclose(actual, placed(loop_whitened(values), 0.0), **EXACT)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4])
@@ -268,8 +268,8 @@ def test_reinforce_pp_whitens_over_tokens(name):
         rewards = loop_returns(PENALTIES)
         values = [[loop_response_advantage(name, rewards, i)] * LENGTHS[i] for i in ALL]
     algorithm = dataclasses.replace(dapo(), advantage=name, gamma=0.98, whiten=True)
-    found = estimate(algorithm, feedback(PENALTIES))[0]
-    np.testing.assert_allclose(found, placed(loop_whitened(values), 0.0), rtol=1e-6, atol=1e-7)
+    actual = estimate(algorithm, feedback(PENALTIES))[0]
+    np.testing.assert_allclose(actual, placed(loop_whitened(values), 0.0), rtol=1e-6, atol=1e-7)
 
 
 def test_estimators_coincide():
@@ -298,6 +298,6 @@ def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
     for name in ESTIMATORS:
         for whitened in (False, True):
             algorithm = dataclasses.replace(dapo(), advantage=name, whiten=whitened)
-            found, clean = estimate(algorithm, known(rubbish)), estimate(algorithm, known(0.0))
-            np.testing.assert_array_equal(found, clean, err_msg=name)
-            assert not found[0][INDEX < 0].any() and not found[1][INDEX < 0].any()
+            actual, clean = estimate(algorithm, known(rubbish)), estimate(algorithm, known(0.0))
+            np.testing.assert_array_equal(actual, clean, err_msg=name)
+            assert not actual[0][INDEX < 0].any() and not actual[1][INDEX < 0].any()

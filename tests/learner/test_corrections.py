@@ -44,9 +44,9 @@ def assert_corrected(algorithm, kinds=KINDS):
     for kind in kinds:
         batch, logprobs, responses = case(kind)
         expected = spread_coefficients(lambda own: loop_corrected(algorithm, own), batch, responses)
-        found = gradient(algorithm, batch, logprobs)
-        np.testing.assert_allclose(found, expected, **EXACT, err_msg=kind)
-        assert not found[batch.loss_weights == 0].any()
+        actual = gradient(algorithm, batch, logprobs)
+        np.testing.assert_allclose(actual, expected, **EXACT, err_msg=kind)
+        assert not actual[batch.loss_weights == 0].any()
 
 
 @pytest.mark.parametrize("pool", ["token", "product", "sequence"])
@@ -64,7 +64,7 @@ REJECTIONS = [
 
 
 @pytest.mark.parametrize("pool", ["token", "product", "sequence", "worst"])
-def test_rejection_takes_out_what_is_beyond_its_bounds(pool):
+def test_rejection_removes_ratios_beyond_its_bounds(pool):
     for low, high, of, sign in REJECTIONS:
         algorithm = changed(
             "grpo",
@@ -97,9 +97,9 @@ def test_rejected_tokens_keep_their_kl():
     batch, logprobs, _ = case("apart")
     nothing = {"rejection": "sequence", "rejection_low": 1e3, "rejection_high": 0.0}
     silent = dataclasses.replace(batch, advantages=np.zeros_like(batch.advantages))
-    found = gradient(changed("grpo", **nothing), batch, logprobs)
-    np.testing.assert_allclose(found, gradient(changed("grpo"), silent, logprobs), rtol=1e-12)
-    assert np.count_nonzero(found) > COUNT / 2
+    actual = gradient(changed("grpo", **nothing), batch, logprobs)
+    np.testing.assert_allclose(actual, gradient(changed("grpo"), silent, logprobs), rtol=1e-12)
+    assert np.count_nonzero(actual) > COUNT / 2
 
 
 def test_each_bound_reports_the_tokens_that_it_rejected():

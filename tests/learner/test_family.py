@@ -62,13 +62,13 @@ def test_in_float32_a_gradient_is_finite_and_close(name):
         narrow = jax.tree.map(
             lambda x: np.float32(x) if x.dtype == np.float64 else x, (batch, logprobs)
         )
-        found = jax.grad(
+        actual = jax.grad(
             lambda x, batch=narrow[0]: policy_objective(algorithm, batch, x, jnp.zeros_like(x))[0]
         )(narrow[1])
-        assert np.isfinite(found).all()
+        assert np.isfinite(actual).all()
         if kind == "apart":
             expected = spread_coefficients(LOOPS[name], batch, responses)
-            np.testing.assert_allclose(-found, expected, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(-actual, expected, rtol=1e-4, atol=1e-6)
 
 
 # --- methods that coincide -------------------------------------------------------------------
@@ -78,9 +78,9 @@ def assert_same(left, right, kind="apart", batch=None):
     """Two algorithms have the same gradient."""
     known, logprobs, _ = case(kind)
     batch = batch or known
-    found, expected = (gradient(algorithm, batch, logprobs) for algorithm in (left, right))
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
-    assert np.count_nonzero(found) > COUNT / 4
+    actual, expected = (gradient(algorithm, batch, logprobs) for algorithm in (left, right))
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
+    assert np.count_nonzero(actual) > COUNT / 4
 
 
 NO_KL = {"kl": "none", "kl_coefficient": 0.0, "reference": False}

@@ -41,22 +41,22 @@ def make_feedback(rewards=REWARDS, parts=None, weights=None):
 
 def per_response(algorithm, feedback):
     """The advantage of each response, in this file's order; None where it has no token."""
-    found, result = ESTIMATORS[algorithm.advantage](algorithm, feedback), [None] * len(REWARDS)
-    assert found.dtype == np.float64 and not found[feedback.response_index < 0].any()
+    actual, result = ESTIMATORS[algorithm.advantage](algorithm, feedback), [None] * len(REWARDS)
+    assert actual.dtype == np.float64 and not actual[feedback.response_index < 0].any()
     rounded = estimate(algorithm, feedback)[0]
-    np.testing.assert_array_equal(rounded, found.astype(np.float32))
+    np.testing.assert_array_equal(rounded, actual.astype(np.float32))
     for i, j in enumerate(ORDER):
-        own = set(found[feedback.response_index == i].tolist())
+        own = set(actual[feedback.response_index == i].tolist())
         assert len(own) == (LENGTHS[j] > 0)
         result[j] = own.pop() if own else None
     return result
 
 
 def assert_advantages(algorithm, feedback, expected):
-    found = per_response(algorithm, feedback)
+    actual = per_response(algorithm, feedback)
     for i in ALL:
-        if found[i] is not None:
-            np.testing.assert_allclose(found[i], expected[i], **EXACT, err_msg=str(i))
+        if actual[i] is not None:
+            np.testing.assert_allclose(actual[i], expected[i], **EXACT, err_msg=str(i))
 
 
 def estimator(name, **changes):
@@ -99,8 +99,8 @@ def test_opo_of_a_group_of_empty_responses_is_finite():
     rewards, groups = np.array([1.0, 0, 0.5, 0]), np.array([0, 0, 1, 1])
     index = np.array([[[0, 0, 1]]])
     known = gather_feedback(index, rewards, groups=groups, correct=rewards > 0.6)
-    found = ESTIMATORS["length_weighted_centre"](dapo(), known)
-    np.testing.assert_allclose(found, [[[1 / 3, 1 / 3, -2 / 3]]])
+    actual = ESTIMATORS["length_weighted_centre"](dapo(), known)
+    np.testing.assert_allclose(actual, [[[1 / 3, 1 / 3, -2 / 3]]])
 
 
 PARTS = np.random.default_rng(3).normal(size=(3, len(REWARDS)))
@@ -125,10 +125,10 @@ def test_gdpo_adds_the_zscores_of_the_parts_and_whitens_responses():
     sums = [math.fsum(w * s[i] for w, s in zip(weights, scores, strict=True)) for i in ALL]
     centre, scale = mean(sums), sample_std(sums)
     expected = [(x - centre) / scale for x in sums]
-    found = per_response(estimator("reward_parts"), make_feedback(parts=weighted, weights=weights))
+    actual = per_response(estimator("reward_parts"), make_feedback(parts=weighted, weights=weights))
     for i in ALL:
-        if found[i] is not None:
-            np.testing.assert_allclose(found[i], expected[i], rtol=1e-4, atol=1e-5)
+        if actual[i] is not None:
+            np.testing.assert_allclose(actual[i], expected[i], rtol=1e-4, atol=1e-5)
 
 
 def enumerated_sets(group, k):
@@ -179,8 +179,8 @@ def test_a_batch_of_equal_rewards_has_scaled_advantages_of_zero():
     for scale in SCALES:
         for reward in (0.0, 1.0, -1.0):
             feedback = make_feedback(np.full(len(REWARDS), reward))
-            found = per_response(estimator("group_centre", advantage_scale=scale), feedback)
-            assert not any(found)
+            actual = per_response(estimator("group_centre", advantage_scale=scale), feedback)
+            assert not any(actual)
     feedback = make_feedback(parts=[np.ones(len(REWARDS))], weights=[2.0])
     assert not any(per_response(estimator("reward_parts"), feedback))
 
@@ -196,8 +196,8 @@ def test_maxrl_divides_by_the_groups_mean_reward(shift):
         expected.append(centred[i] / m if m > 0 else 0.0)
     algorithm = estimator("group_centre", advantage_scale="mean")
     assert_advantages(algorithm, make_feedback(rewards), expected)
-    found = per_response(algorithm, make_feedback(rewards))
-    assert all(found[i] is None or found[i] * centred[i] >= 0 for i in ALL)
+    actual = per_response(algorithm, make_feedback(rewards))
+    assert all(actual[i] is None or actual[i] * centred[i] >= 0 for i in ALL)
 
 
 def test_gpg_scales_by_the_groups_with_signal():
@@ -225,5 +225,5 @@ def test_a_rounded_mean_counts_as_exact(scale, rewards, groups, expected):
     rewards = np.float64(rewards)
     index = np.arange(len(rewards))[None, None]
     known = gather_feedback(index, rewards, groups=np.array(groups), correct=rewards > 0.6)
-    found = ESTIMATORS["group_centre"](estimator("group_centre", advantage_scale=scale), known)
-    np.testing.assert_allclose(found[0, 0], expected, atol=1e-6)
+    actual = ESTIMATORS["group_centre"](estimator("group_centre", advantage_scale=scale), known)
+    np.testing.assert_allclose(actual[0, 0], expected, atol=1e-6)

@@ -91,7 +91,7 @@ def objective_gradient(algorithm, batch, logprobs):
 PLAIN = {"dynamic_sampling": False, "overlong_punishment": False}
 
 
-def test_dapo_with_its_changes_off_is_grpo_with_beta_zero():
+def test_dapo_without_its_changes_is_grpo_with_beta_zero():
     off = dataclasses.replace(
         dapo(), clip_high=0.2, aggregate="sequence_mean", dual_clip=0.0, **PLAIN
     )
@@ -99,13 +99,13 @@ def test_dapo_with_its_changes_off_is_grpo_with_beta_zero():
     assert off == dataclasses.replace(beta_zero, kl="none", reference=False)
     batches = [first_rows(make_update(algorithm)[0]) for algorithm in (off, beta_zero)]
     logprobs = batches[0].scored.rollouts.sampler_logprobs
-    found, expected = (
+    actual, expected = (
         objective_gradient(algorithm, batch, logprobs)
         for algorithm, batch in zip((off, beta_zero), batches, strict=True)
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     full = objective_gradient(dapo(), first_rows(make_update(dapo())[0]), logprobs)
-    assert np.abs(full - found).max() > 1e-3 and found.any()
+    assert np.abs(full - actual).max() > 1e-3 and actual.any()
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if PRESETS[n]().distillation == "none"])
@@ -122,17 +122,17 @@ def test_on_policy_the_policy_term_has_gradient_minus_weights_times_advantages(n
         return (weights * losses).sum(), {name: seen[name] for name in seen if name != "ratio"}
 
     with jax.enable_x64(True):
-        found, clipped = jax.grad(total, has_aux=True)(old)
-    np.testing.assert_allclose(found, -weights * batch.advantages, rtol=1e-9, atol=1e-15)
-    assert np.any(found) and not any(np.any(side) for side in clipped.values())
+        actual, clipped = jax.grad(total, has_aux=True)(old)
+    np.testing.assert_allclose(actual, -weights * batch.advantages, rtol=1e-9, atol=1e-15)
+    assert np.any(actual) and not any(np.any(side) for side in clipped.values())
 
 
 def test_rft_on_policy_descends_the_nll_of_right_responses():
     batch = first_rows(make_update(algorithms.rft())[0])
     right = np.isin(batch.scored.rollouts.response_index, np.flatnonzero(CORRECT))
     logprobs = batch.scored.rollouts.sampler_logprobs
-    found = objective_gradient(algorithms.rft(), batch, logprobs)
-    np.testing.assert_allclose(found, -1.0 * right / right.sum(), rtol=1e-6)
+    actual = objective_gradient(algorithms.rft(), batch, logprobs)
+    np.testing.assert_allclose(actual, -1.0 * right / right.sum(), rtol=1e-6)
 
 
 def test_dpo_on_policy_descends_the_mean_loss_over_pairs():
@@ -150,8 +150,8 @@ def test_dpo_on_policy_descends_the_mean_loss_over_pairs():
 
     with jax.enable_x64(True):
         expected = jax.grad(loss)(old)
-    found = objective_gradient(algorithm, batch, old)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)  # advantages are float32
+    actual = objective_gradient(algorithm, batch, old)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)  # advantages are float32
 
 
 # --- packing, microbatches, devices ----------------------------------------------------------
@@ -188,14 +188,14 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_packing_does_not_change_the_advantages_and_weights_of_a_response(name):
-    found = []
+    actual = []
     for shape in ((1, 16, 20), (12, 1, 40), (4, 4, 20)):
         batch, _ = make_update(PRESETS[name](), shape)
         index = batch.scored.rollouts.response_index
         values = dataclasses.replace(batch, scored=batch.scored.values)
-        found.append([array[index == i] for array in jax.tree.leaves(values) for i in range(10)])
-    for other in found[1:]:
-        for left, right in zip(other, found[0], strict=True):
+        actual.append([array[index == i] for array in jax.tree.leaves(values) for i in range(10)])
+    for other in actual[1:]:
+        for left, right in zip(other, actual[0], strict=True):
             np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-7)
 
 
@@ -204,20 +204,20 @@ def scores(tiny_params, one_device):
     """Log-probs of each response under the policy: old ones near them are hardly clipped."""
     learner = make_learner(one_device)
     rollouts, used = pack(SEGMENTS, 20, 16, 1)
-    found = np.asarray(learner.score(place(tiny_params, learner), rollouts, used).values)
-    return [found[rollouts.response_index == i] for i in range(len(LENGTHS))]
+    actual = np.asarray(learner.score(place(tiny_params, learner), rollouts, used).values)
+    return [actual[rollouts.response_index == i] for i in range(len(LENGTHS))]
 
 
 def assert_gradients_are_close(make, params, algorithm, meshes, **options):
     """Compare the whole batch on one device with pieces, in shorter rows, on eight devices."""
-    found = []
+    actual = []
     for shape, mesh in zip(((1, 8, 40), (4, 4, 20)), meshes, strict=True):
         learner = make(mesh, algorithm)
         batch, used = make_update(algorithm, shape, **options)
         assert (used == 1) == (shape[0] == 1)
-        found.append(jax.device_get(learner.gradient(place(params, learner), batch, used)))
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(found[0]))
-    assert_close(found[1], found[0], 1e-5)
+        actual.append(jax.device_get(learner.gradient(place(params, learner), batch, used)))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(actual[0]))
+    assert_close(actual[1], actual[0], 1e-5)
 
 
 @pytest.mark.parametrize("algorithm", DIFFERENT.values(), ids=DIFFERENT)

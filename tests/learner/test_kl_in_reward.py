@@ -28,7 +28,7 @@ def kl_along_the_penalty(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_a_penalty_that_leads_away_from_the_reference_is_refused_in_the_reward(name, capsys):
+def test_a_penalty_that_leads_away_from_the_reference_is_rejected_in_the_reward(name, capsys):
     """k2 and k3 also punish actions that are too rare, of which the reference wants more."""
     kls = kl_along_the_penalty(name)
     assert kls[0] == pytest.approx(0.676, abs=1e-3)

@@ -77,9 +77,9 @@ def test_weights_reproduce_the_nested_means(aggregate, trained):
     losses = [rng.normal(size=n).tolist() for n in TOKENS]
     arrays = [np.array(column) for column in (TOKENS, GROUPS, CORRECT)]
     weights = response_weights(algorithm, *arrays, BUDGET)
-    found = math.fsum(w * x for w, part in zip(weights, losses, strict=True) for x in part)
+    actual = math.fsum(w * x for w, part in zip(weights, losses, strict=True) for x in part)
     chosen = loop_chosen(trained)
-    np.testing.assert_allclose(found, loop_aggregate(aggregate, losses, chosen), **EXACT)
+    np.testing.assert_allclose(actual, loop_aggregate(aggregate, losses, chosen), **EXACT)
     assert np.flatnonzero(weights).tolist() == chosen
 
 
@@ -121,8 +121,8 @@ def of_responses(array, batch, first=0):
     return [array[index == first + i].tolist() for i in range(7)]
 
 
-def assert_responses(found, expected):
-    for left, right in zip(found, expected, strict=True):
+def assert_responses(actual, expected):
+    for left, right in zip(actual, expected, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-6)
 
 
@@ -274,22 +274,22 @@ EARNED = [1.0, -1.0, -1.0, 0.5, 2.0, -0.25, 0.0]
 
 def test_a_kl_in_the_reward_costs_every_token_its_k1():
     for preset, coefficient in ((algorithms.rloo(), 0.03), (algorithms.reinforce_pp(), 0.01)):
-        found, log_ratios = gathered(preset, EARNED)
+        actual, log_ratios = gathered(preset, EARNED)
         for i, n in enumerate(TOKENS):
-            costs = coefficient * log_ratios[found.response_index == i]
+            costs = coefficient * log_ratios[actual.response_index == i]
             expected = -costs
             expected[n - 1 :] += EARNED[i]
-            own = found.token_rewards[found.response_index == i]
+            own = actual.token_rewards[actual.response_index == i]
             np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-8)
-            np.testing.assert_allclose(found.rewards[i], EARNED[i] - math.fsum(costs), rtol=1e-6)
-        assert found.tokens.tolist() == TOKENS
-        assert not found.token_rewards[found.response_index < 0].any()
+            np.testing.assert_allclose(actual.rewards[i], EARNED[i] - math.fsum(costs), rtol=1e-6)
+        assert actual.tokens.tolist() == TOKENS
+        assert not actual.token_rewards[actual.response_index < 0].any()
 
 
 def test_without_a_kl_in_the_reward_the_reward_is_unchanged():
-    found, _ = gathered(algorithms.grpo(), EARNED)
-    assert found.rewards.tolist() == EARNED
-    assert np.count_nonzero(found.token_rewards) == 4  # three are empty or earned 0
+    actual, _ = gathered(algorithms.grpo(), EARNED)
+    assert actual.rewards.tolist() == EARNED
+    assert np.count_nonzero(actual.token_rewards) == 4  # three are empty or earned 0
 
 
 def test_whitening_is_over_the_tokens_that_carry_loss():
@@ -298,15 +298,15 @@ def test_whitening_is_over_the_tokens_that_carry_loss():
         algorithms.reinforce_pp_baseline(), overlong_filtering=True, token_weights="a:hook"
     )
     weights = [0.0, 2.0]
-    found, _ = gathered(algorithm, [*EARNED[:3], 1e3, *EARNED[4:]], weights)
+    actual, _ = gathered(algorithm, [*EARNED[:3], 1e3, *EARNED[4:]], weights)
     own = [s.token_weights for s in make_segments(weights=weights)]
     alive = [[i != 3 and w > 0 for w in weights] for i, weights in enumerate(own)]
     for i, mask in enumerate(alive):
-        np.testing.assert_array_equal(found.trained[found.response_index == i], mask)
-    advantages, _ = estimate(algorithm, found)
-    trained = advantages[found.trained]
-    assert len(trained) == sum(map(sum, alive)) and not advantages[~found.trained].any()
+        np.testing.assert_array_equal(actual.trained[actual.response_index == i], mask)
+    advantages, _ = estimate(algorithm, actual)
+    trained = advantages[actual.trained]
+    assert len(trained) == sum(map(sum, alive)) and not advantages[~actual.trained].any()
     np.testing.assert_allclose([trained.mean(), trained.std(ddof=1)], [0, 1], atol=1e-6)
-    assert feedback_metrics(algorithm, found, advantages, None)["advantage_std"] == pytest.approx(
+    assert feedback_metrics(algorithm, actual, advantages, None)["advantage_std"] == pytest.approx(
         trained.std()
     )

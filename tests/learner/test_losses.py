@@ -154,7 +154,7 @@ def assert_objective_is_the_loop(algorithm, case):
         return policy_objective(algorithm, batch, logprobs, entropy)[0]
 
     with jax.enable_x64(True):
-        value, found = jax.value_and_grad(total, argnums=(0, 1))(logprobs, entropy)
+        value, actual = jax.value_and_grad(total, argnums=(0, 1))(logprobs, entropy)
         assert value.dtype == np.float64
     terms = loop_terms(algorithm, batch, logprobs, entropy, logprobs)
     np.testing.assert_allclose(value, math.fsum(terms), **EXACT)
@@ -165,8 +165,8 @@ def assert_objective_is_the_loop(algorithm, case):
         lambda x: loop_terms(algorithm, batch, logprobs, x, logprobs), entropy
     )
     # Zeros too: the numerical gradient is 0 off the trained tokens, where rubbish stands.
-    np.testing.assert_allclose(found[0], by_logprobs, rtol=1e-6, atol=1e-11)
-    np.testing.assert_allclose(found[1], by_entropy, rtol=1e-6, atol=1e-11)
+    np.testing.assert_allclose(actual[0], by_logprobs, rtol=1e-6, atol=1e-11)
+    np.testing.assert_allclose(actual[1], by_entropy, rtol=1e-6, atol=1e-11)
 
 
 # Inside and outside either clip, beyond the dual clip, and beyond what exp survives.
@@ -273,12 +273,12 @@ def test_the_value_loss_and_its_gradient_are_ppos_loop(clip):
         return weights[0, i] * loss / 2
 
     with jax.enable_x64(True):
-        found, gradient = jax.value_and_grad(
+        actual, gradient = jax.value_and_grad(
             lambda values: critic_objective(algorithm, batch, values)[0]
         )(values)
     places = range(values.shape[1])
     np.testing.assert_allclose(
-        found, math.fsum(loop_loss(i, values[0, i]) for i in places), **EXACT
+        actual, math.fsum(loop_loss(i, values[0, i]) for i in places), **EXACT
     )
     for i in places:
         ends = [loop_loss(i, values[0, i] + sign * STEP) for sign in (1, -1)]

@@ -29,23 +29,23 @@ def places(updates, packing: Packing) -> int:
 
 def test_responses_over_half_a_row_get_longer_rows():
     updates = [segments([60 + i % 5 for i in range(96)])]
-    found = choose_rows(updates, SHORTEST, **FREE)
-    assert found.row_tokens > 100 and found.rows_per_microbatch % 2 == 0
-    assert found.row_tokens * found.rows_per_microbatch <= 800
-    assert places(updates, found) < 0.75 * places(updates, SHORTEST)
+    actual = choose_rows(updates, SHORTEST, **FREE)
+    assert actual.row_tokens > 100 and actual.rows_per_microbatch % 2 == 0
+    assert actual.row_tokens * actual.rows_per_microbatch <= 800
+    assert places(updates, actual) < 0.75 * places(updates, SHORTEST)
 
 
 @pytest.mark.parametrize("length", [100, 50, 25])
-def test_what_fills_the_shortest_rows_stays_there(length):
+def test_responses_that_fill_the_shortest_rows_stay_there(length):
     assert choose_rows([segments([length] * 64)], SHORTEST, **FREE) == SHORTEST
 
 
 def test_a_last_microbatch_that_is_nearly_empty_is_halved():
     long = Packing(row_tokens=600, rows_per_microbatch=8)
     updates = [segments([600] * 9)]
-    found = choose_rows(updates, long, **FREE)
-    assert found == Packing(row_tokens=600, rows_per_microbatch=4)
-    assert places(updates, found) == 12 * 600 < places(updates, long)
+    actual = choose_rows(updates, long, **FREE)
+    assert actual == Packing(row_tokens=600, rows_per_microbatch=4)
+    assert places(updates, actual) == 12 * 600 < places(updates, long)
 
 
 def test_no_row_is_longer_than_attention_allows():
@@ -56,7 +56,7 @@ def test_no_row_is_longer_than_attention_allows():
     assert choose_rows(updates, SHORTEST, **FREE | {"attention_tokens": 10.0}) == SHORTEST
 
 
-def test_no_batch_at_all_takes_the_shortest():
+def test_an_empty_batch_takes_the_shortest_rows():
     assert choose_rows([[]], SHORTEST, **FREE) == SHORTEST
 
 
@@ -70,7 +70,7 @@ def test_fill_counts_what_microbatches_compute():
     [["--config.packing.row_tokens=auto"], ["--config.packing.row_tokens", "auto"]],
     ids=["one word", "two"],
 )
-def test_auto_is_a_word_of_the_command_line(arguments):
+def test_auto_is_a_value_on_the_command_line(arguments):
     config = command_line.override(Config(), arguments)
     assert config.packing.row_tokens == -1
     longest = config.data.max_prompt_tokens + config.sampler.max_response_tokens
@@ -78,7 +78,7 @@ def test_auto_is_a_word_of_the_command_line(arguments):
     assert config.rows().row_tokens % 128 == 0 or longest <= 512
 
 
-def test_other_settings_and_examples_know_no_auto():
+def test_other_settings_and_examples_reject_auto():
     with pytest.raises(ConfigError, match="seed = 'auto'"):
         command_line.override(Config(), ["--config.seed=auto"])
     for kind in SftConfig, DpoConfig:

@@ -21,7 +21,9 @@ RL_PRESETS = [
 
 
 @pytest.mark.parametrize("preset", RL_PRESETS)
-def test_two_steps_of_a_preset_are_finite_and_move_what_it_trains(preset, base, alone, tmp_path):
+def test_two_steps_of_a_preset_are_finite_and_change_the_trained_models(
+    preset, base, alone, tmp_path
+):
     config = make_quick_config(base, tmp_path, preset)
     with open_run(config) as run:
         models = {"policy": lambda: run.state.learners.policy.params}

@@ -49,33 +49,31 @@ def distances(parts, params, groups) -> tuple[list[float], TrainState]:
     """KL to the reference before each of three updates, and where they led."""
     learner = parts.learners.policy
     params = jax.device_put(params, learner.shardings.params)
-    run, found = TrainerState(1, LearnerStates(learner.start(params)), SourceState()), []
+    run, actual = TrainerState(1, LearnerStates(learner.start(params)), SourceState()), []
     for _ in range(3):
         run, values = learn(parts, run, groups)
-        found.append(values["kl_reference"])
-    return found, run.learners.policy
+        actual.append(values["kl_reference"])
+    return actual, run.learners.policy
 
 
 def test_the_reference_stays_while_the_policy_moves_away_from_it(grpo_parts, tiny_params):
     groups = make_groups(grpo_parts.config)
-    found, state = distances(grpo_parts, tiny_params, groups)
+    actual, state = distances(grpo_parts, tiny_params, groups)
     assert_same(grpo_parts.learners.reference, tiny_params)
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, tiny_params)
     assert all(jax.tree.leaves(moved))
-    assert abs(found[0]) < 1e-9  # before the first update both are the same policy
-    assert 1e-6 < found[1] < found[2]
+    assert abs(actual[0]) < 1e-9  # before the first update both are the same policy
+    assert 1e-6 < actual[1] < actual[2]
 
 
-def test_where_all_rewards_are_equal_the_kl_pulls_the_policy_to_its_reference(
-    grpo_parts, tiny_params
-):
+def test_if_all_rewards_are_equal_the_kl_pulls_the_policy_to_its_reference(grpo_parts, tiny_params):
     groups = [
         dataclasses.replace(group, rewards=np.ones(len(group.completions)))
         for group in make_groups(grpo_parts.config)
     ]
     astray = jax.tree.map(lambda leaf: leaf * 1.1, tiny_params)
-    found, _ = distances(grpo_parts, astray, groups)
-    assert found[0] > 0.1 and max(found[1:]) < 0.5 * found[0]
+    actual, _ = distances(grpo_parts, astray, groups)
+    assert actual[0] > 0.1 and max(actual[1:]) < 0.5 * actual[0]
 
 
 def test_a_reference_folder_of_its_own_is_read(
@@ -109,7 +107,7 @@ def test_the_reference_is_held_in_the_compute_dtype_and_sharded_as_the_policy(
 
 
 @pytest.mark.slow
-def test_a_reference_of_another_shape_or_tokenizer_is_refused(
+def test_a_reference_of_another_shape_or_tokenizer_is_rejected(
     tiny_folder, other_folder, base, alone, tmp_path
 ):
     tokenizer = other_folder / "tokenizer.json"

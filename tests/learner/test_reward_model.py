@@ -63,7 +63,7 @@ def test_the_folder_is_a_sequence_classifier_with_one_label(score_folder, score_
 
 
 @pytest.mark.parametrize("mesh", ["one_device", "eight_devices"])
-def test_a_score_is_the_head_at_the_last_token_whatever_is_packed_beside(
+def test_a_score_is_the_head_at_the_last_token_however_responses_are_packed(
     mesh, request, tiny_folder, score_folder, expected
 ):
     model = load_reward_model(make_config(tiny_folder, score_folder), request.getfixturevalue(mesh))
@@ -94,8 +94,8 @@ def test_the_judge_gives_each_group_the_scores_of_its_own_responses(
     pending = [judge.submit(pair[0][0], tuple(done for _, done in pair)) for pair in pairs]
     groups = judge.groups(pending[:2]) + judge.groups([]) + judge.groups(pending[2:])
     judge.close()
-    found = np.concatenate([group.reward_parts["model"] for group in groups])
-    np.testing.assert_allclose(found, 0.5 * expected, atol=2e-5)
+    actual = np.concatenate([group.reward_parts["model"] for group in groups])
+    np.testing.assert_allclose(actual, 0.5 * expected, atol=2e-5)
     assert [group.prompt.index for group in groups] == list(range(6))
 
 

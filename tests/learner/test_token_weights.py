@@ -50,8 +50,8 @@ def test_the_hook_sees_a_group_and_the_number_of_a_response():
     wrong = (1, 5, 7)  # number 3 is empty
     for i, n in enumerate(LENGTHS):
         expected = 0.5 * np.arange(1, n + 1) / n / len(wrong) if i in wrong else np.zeros(n)
-        found = batch.loss_weights[rollouts.response_index == i]
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        actual = batch.loss_weights[rollouts.response_index == i]
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

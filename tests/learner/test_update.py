@@ -71,9 +71,9 @@ def test_packed_gradient_equals_the_papers_loop(changes, tiny_params, one_device
     algorithm = dataclasses.replace(algorithms.dapo(), **changes)
     learner = make_learner(one_device, algorithm)
     batch, used = make_batch(algorithm)
-    found = learner.gradient(place(tiny_params, learner), batch, used)
+    actual = learner.gradient(place(tiny_params, learner), batch, used)
     expected = jax.jit(jax.grad(functools.partial(loop_loss, algorithm=algorithm)))(tiny_params)
-    assert_close(found, expected, 1e-5)
+    assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ def test_update_on_eight_devices_equals_one(sizes, tiny_params, one_device_updat
     expected_params, expected_gradient, expected_metrics = one_device_updates
     params, gradient, metrics = two_updates(tiny_params, mesh)
     assert_close(gradient, expected_gradient, 1e-5)
-    for found, expected in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    for actual, expected in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=0)
     for name, mean in expected_metrics.items():
         if name != RATIO_HISTOGRAM:  # rounding moves a ratio over the edge of its bin
-            found = metrics[name].value()
-            np.testing.assert_allclose(found, mean.value(), rtol=2e-4, atol=1e-6)
+            actual = metrics[name].value()
+            np.testing.assert_allclose(actual, mean.value(), rtol=2e-4, atol=1e-6)
 
 
-def test_weights_and_moments_are_really_sharded(tiny_params, eight_devices):
+def test_weights_and_moments_are_sharded(tiny_params, eight_devices):
     """Bytes on each device are about total / (fsdp x tensor); norms and counters are whole."""
     learner = make_learner(eight_devices)
     state = learner.start(place(tiny_params, learner))
@@ -264,6 +264,6 @@ def test_arrays_are_less_than_twice_as_wide_as_their_use_and_of_few_widths():
     assert len(widths) == 5
 
 
-def test_a_segment_longer_than_a_row_is_refused():
+def test_a_segment_longer_than_a_row_is_rejected():
     with pytest.raises(ValueError, match="row_tokens = 10"):
         pack(SEGMENTS, 10, 4, 4)

@@ -181,15 +181,15 @@ def test_surplus_groups_change_no_mean_of_the_step():
     surplus = [group.prompt.index for group in collected.surplus]
     assert {4, 5, 6, 15} <= set(surplus) and min(surplus) == 4
     sampler.counts.tokens = 1000
-    found = rollout_metrics(collected, sampler.counts)
-    assert found["accuracy"] == 0.5 and found["reward"] == 0 and found["kept_fraction"] == 1
-    assert found["all_right_fraction"] == found["all_wrong_fraction"] == 0
-    assert found["response_tokens_mean"] == found["response_tokens_right"] == 10
-    assert found["reward_parts/rule"] == 0
+    actual = rollout_metrics(collected, sampler.counts)
+    assert actual["accuracy"] == 0.5 and actual["reward"] == 0 and actual["kept_fraction"] == 1
+    assert actual["all_right_fraction"] == actual["all_wrong_fraction"] == 0
+    assert actual["response_tokens_mean"] == actual["response_tokens_right"] == 10
+    assert actual["reward_parts/rule"] == 0
     # What judging cost counts whole.
-    assert found["surplus_groups"] == len(surplus) > 10
-    assert found["verdicts/direct"] == 2 * (4 + len(surplus))
-    assert found["sampled_to_kept_tokens"] == 1000 / (4 * 2 * 10)
+    assert actual["surplus_groups"] == len(surplus) > 10
+    assert actual["verdicts/direct"] == 2 * (4 + len(surplus))
+    assert actual["sampled_to_kept_tokens"] == 1000 / (4 * 2 * 10)
 
 
 def test_the_next_estimate_does_not_depend_on_order_of_arrival():

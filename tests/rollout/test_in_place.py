@@ -76,8 +76,8 @@ def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache):
         text = compiled.as_text()
         assert "all-reduce" in text  # what a burst cost is summed after it
         looped = [x for x in instructions(text) if x.looped]
-        found = [x.group for x in looped if x.operation.startswith(COLLECTIVES)]
-        assert max(found, default=0) == largest
+        actual = [x.group for x in looped if x.operation.startswith(COLLECTIVES)]
+        assert max(actual, default=0) == largest
 
 
 def test_devices_of_a_collective_are_counted_in_every_form():

@@ -158,16 +158,16 @@ def test_too_few_pages_are_rejected(one_device, eight_devices):
 def test_an_eight_bit_cache_stays_near_the_exact_one(dtype, tiny_params, one_device, eight_devices):
     """Few pages on eight devices and the slots of one device, if they exist, sample the same."""
     exact = sample(make_sampler(one_device), tiny_params, RAGGED, 3)
-    found = sample(paged(one_device, cache_dtype=dtype)[0], tiny_params, RAGGED, 3)
+    actual = sample(paged(one_device, cache_dtype=dtype)[0], tiny_params, RAGGED, 3)
     few, _ = paged(eight_devices, cache_dtype=dtype, pages=4 * 13)
-    assert tokens_of(sample(few, tiny_params, RAGGED, 3)) == tokens_of(found)
+    assert tokens_of(sample(few, tiny_params, RAGGED, 3)) == tokens_of(actual)
     if dtype == "int8":
         slots = sample(make_sampler(one_device, cache_dtype=dtype), tiny_params, RAGGED, 3)
-        assert tokens_of(slots) == tokens_of(found)
+        assert tokens_of(slots) == tokens_of(actual)
     gaps = [
         np.abs(a.sampler_logprobs[0] - b.sampler_logprobs[0])
         for index, group in exact.items()
-        for a, b in zip(group, found[index], strict=True)
+        for a, b in zip(group, actual[index], strict=True)
         if a.tokens[0] == b.tokens[0]
     ]
     assert len(gaps) > 30 and 1e-6 < np.mean(gaps) < 0.05
@@ -193,7 +193,7 @@ def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8, one_devi
     new = normal(slots, 1, kv_heads, head_dim), normal(slots, 1, kv_heads, head_dim)
     context = SlotContext(lengths[:, None] - 1, lengths > 0, tables)
     attend = PagedAttention(one_device, kernel=False)
-    found, cache = attend(queries, *new, context, PageCache(pages, scales), window)
+    actual, cache = attend(queries, *new, context, PageCache(pages, scales), window)
     options = {}
 
     def reference(queries, pages, *args, sm_scale, sliding_window, **others):
@@ -204,7 +204,7 @@ def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8, one_devi
 
     monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", reference)
     expected = read_pages_by_kernel(queries[:, 0], cache, tables, lengths, window)
-    np.testing.assert_allclose(found[:, 0], expected, atol=1e-5)
+    np.testing.assert_allclose(actual[:, 0], expected, atol=1e-5)
     assert options["k_scale"] == options["v_scale"] == (1.0 if int8 else None)
     assert options["num_kv_pages_per_block"] == width
     assert options["num_queries_per_block"] == slots

@@ -43,7 +43,7 @@ def trainer_routes(params, groups) -> dict[tuple[int, int], np.ndarray]:
     places = [(p, done) for p in SOME for done in groups[p.index]]
     segments = [Segment(p, done, i) for i, (p, done) in enumerate(places)]
     rows, used = pack(segments, 64, 4)
-    found = {}
+    actual = {}
     for microbatch in range(used):
         part = jax.tree.map(lambda x, m=microbatch: x[m], rows)
         arrays = part.tokens, part.segment_ids, part.positions
@@ -55,12 +55,12 @@ def trainer_routes(params, groups) -> dict[tuple[int, int], np.ndarray]:
             own = part.segment_ids[row] == segment
             index = part.response_index[row][own].max()
             prompt, done = places[index]
-            found[prompt.index, done.sample] = routes[row][own]
+            actual[prompt.index, done.sample] = routes[row][own]
             packed = part.routes[row][own]
             np.testing.assert_array_equal(packed[:-1], done.routes)
             assert (packed[-1] == -1).all()
         assert (part.routes[part.segment_ids == 0] == -1).all()
-    return found
+    return actual
 
 
 def test_routes_equal_those_of_a_training_pass(params, groups):
@@ -88,9 +88,9 @@ def test_routes_equal_those_of_a_training_pass(params, groups):
 )
 def test_routes_do_not_depend_on_sampler_settings(settings, params, groups, request):
     mesh = request.getfixturevalue("eight_devices" if "slots" in settings else "one_device")
-    found = sample(open_sampler(mesh, **settings), params, SOME)
+    actual = sample(open_sampler(mesh, **settings), params, SOME)
     for index, group in groups.items():
-        for done, again in zip(group, found[index], strict=True):
+        for done, again in zip(group, actual[index], strict=True):
             np.testing.assert_array_equal(done.tokens, again.tokens)
             np.testing.assert_array_equal(done.routes, again.routes)
 
@@ -115,13 +115,13 @@ def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups,
     sampler.begin(other, purpose=0, step=3, rule=rule)
     for group in partial:
         sampler.submit(group.prompt, 3, group)
-    found = {}
+    actual = {}
     while not sampler.idle:
-        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
     begun = [(group.prompt, response) for group in partial for response in group.begun]
     assert begun
     for prompt, before in begun:
-        done, whole = found[prompt.index][before.sample], groups[prompt.index][before.sample]
+        done, whole = actual[prompt.index][before.sample], groups[prompt.index][before.sample]
         np.testing.assert_array_equal(done.routes[: len(before.routes)], before.routes)
         np.testing.assert_array_equal(before.routes, whole.routes[: len(before.routes)])
         assert len(done.routes) == len(prompt.tokens) + len(done.tokens) - 1

@@ -49,8 +49,8 @@ def test_a_ring_holds_its_newest_tokens(length):
         ring = {}
         for position in range(last + 1):
             ring[position % length] = position
-        found = np.asarray(in_ring(length, jnp.array([[last]])))[0]
-        assert [ring.get(i, -1) for i in range(length)] == np.maximum(found, -1).tolist()
+        actual = np.asarray(in_ring(length, jnp.array([[last]])))[0]
+        assert [ring.get(i, -1) for i in range(length)] == np.maximum(actual, -1).tolist()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,21 +95,21 @@ def test_eight_devices_sample_what_one_does(layout, tokens):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_response_longer_than_its_ring_resumes(layout, one_device, tokens):
     """Prompt and response are longer than the ring then."""
-    params, found = params_of(MIXED), {}
+    params, actual = params_of(MIXED), {}
     sampler = open_sampler(one_device, MIXED, **LAYOUTS[layout])
     sampler.begin(params, purpose=0, step=2, rule=SamplingRule())
     for prompt in SOME:
         sampler.submit(prompt, 3)
     for _ in range(3):
-        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
     partial = sampler.suspend()
     assert any(len(done.tokens) > WINDOW for group in partial for done in group.begun)
     sampler.begin(params, purpose=0, step=2, rule=SamplingRule())
     for group in partial:
         sampler.submit(group.prompt, 3, group)
     while not sampler.idle:
-        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
-    assert tokens_of(found) == tokens
+        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+    assert tokens_of(actual) == tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

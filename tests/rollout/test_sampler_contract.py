@@ -237,9 +237,9 @@ def test_the_toy_sampler_trains_what_the_scheduler_trains(base, tmp_path, alone)
         changed = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
         assert any(jax.tree.leaves(changed))
     components.close()
-    for expected, found in zip(records["scheduler"], records["toy"], strict=True):
-        assert np.isfinite([group.rewards for group in found.rollouts.groups]).all()
-        for group, other in zip(expected.rollouts.groups, found.rollouts.groups, strict=True):
+    for expected, actual in zip(records["scheduler"], records["toy"], strict=True):
+        assert np.isfinite([group.rewards for group in actual.rollouts.groups]).all()
+        for group, other in zip(expected.rollouts.groups, actual.rollouts.groups, strict=True):
             assert group.prompt.index == other.prompt.index
             np.testing.assert_array_equal(group.rewards, other.rewards)
             for a, b in zip(group.completions, other.completions, strict=True):

@@ -219,7 +219,7 @@ def assert_gradient_is_the_loop(name, kind, **options):
     """Returns how many tokens have a gradient."""
     batch, logprobs, responses = case(kind, name in OF_SAMPLER, **options)
     expected = spread_coefficients(LOOPS[name], batch, responses)
-    found = gradient(PRESETS[name](), batch, logprobs)
-    np.testing.assert_allclose(found, expected, **EXACT, err_msg=kind)
-    assert not found[batch.loss_weights == 0].any()
+    actual = gradient(PRESETS[name](), batch, logprobs)
+    np.testing.assert_allclose(actual, expected, **EXACT, err_msg=kind)
+    assert not actual[batch.loss_weights == 0].any()
     return np.count_nonzero(expected)
