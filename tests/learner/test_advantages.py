@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from policy_loops import mean
 
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import (
@@ -81,10 +82,6 @@ def loop_token_rewards(penalties):
         if own:
             own[-1] += EARNED[i]
     return rewards
-
-
-def mean(numbers):
-    return math.fsum(numbers) / len(numbers)
 
 
 def loop_response_advantage(name, rewards, i):

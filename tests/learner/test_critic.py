@@ -112,10 +112,8 @@ def test_how_long_the_critic_learns_alone_is_the_presets_unless_set():
     for own in (0, 7):
         config.critic.pretrain_steps = own
         assert config.critic_pretrain_steps() == own and learning_rates(config, own)[0] > 0
-    others = set(algorithms.PRESETS) - {"vapo"}
-    assert not any(
-        Config(algorithm=algorithms.PRESETS[p]()).critic_pretrain_steps() for p in others
-    )
+    for preset in set(algorithms.PRESETS) - {"vapo"}:
+        assert not Config(algorithm=algorithms.PRESETS[preset]()).critic_pretrain_steps()
 
 
 def test_runs_from_before_the_setting_of_pretraining_resume_as_they_were():
@@ -210,17 +208,11 @@ def test_the_critic_learns_to_explain_the_rewards(tiny_folder, alone, tmp_path):
 # --- explained variance ----------------------------------------------------------------------
 
 INDEX = np.array([[-1, 0, 0, 0, -1, 1, 1, -1]])
-EARNED = np.array([1.0, -1.0])
 
 
 def explained(values: np.ndarray, returns: np.ndarray) -> float:
-    feedback = gather_feedback(
-        INDEX,
-        EARNED,
-        groups=np.array([0, 0]),
-        correct=np.array([True, False]),
-        values=values,
-    )
+    known = {"groups": np.array([0, 0]), "correct": np.array([True, False]), "values": values}
+    feedback = gather_feedback(INDEX, np.array([1.0, -1.0]), **known)
     measured = feedback_metrics(algorithms.ppo(), feedback, np.ones(INDEX.shape), returns)
     return measured["explained_variance"]
 
@@ -232,6 +224,3 @@ def test_explained_variance_compares_values_with_returns_on_responses_alone():
     assert explained(returns + off, returns) == 1
     assert explained(np.full(INDEX.shape, 3.0) + off, returns) == pytest.approx(0)
     assert explained(-returns + off, returns) == pytest.approx(-3)
-    noisy = returns + rng.normal(size=INDEX.shape)
-    expected = 1 - np.var((returns - noisy)[on]) / np.var(returns[on])
-    assert explained(noisy + off, returns) == pytest.approx(expected)

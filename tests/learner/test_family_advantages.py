@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from policy_loops import mean
 
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import ESTIMATORS, SCALES, estimate, gather_feedback
@@ -61,10 +62,6 @@ def assert_advantages(algorithm, feedback, expected):
 
 def estimator(name, **changes):
     return dataclasses.replace(dapo(), advantage=name, **changes)
-
-
-def mean(numbers):
-    return math.fsum(numbers) / len(numbers)
 
 
 def sample_std(numbers):

@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 from conftest import make_prompt
+from policy_loops import mean
 from small_runs import make_groups
 
 from dapo_jax import algorithms
@@ -27,10 +28,6 @@ TOKENS = [4, 1, 0, 7, 2, 0, 3]  # the group of 5 has no trained token at all
 GROUPS = [3, 3, 8, 8, 8, 5, 3]
 CORRECT = [True, False, True, True, False, True, False]
 BUDGET = 9
-
-
-def mean(numbers):
-    return math.fsum(numbers) / len(numbers)
 
 
 def loop_chosen(trained_responses):

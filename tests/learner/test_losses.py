@@ -7,9 +7,12 @@ import math
 import jax
 import numpy as np
 import pytest
+from command_lines import RL, load
+from policy_loops import cut
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
+from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.critic import critic_objective
 from dapo_jax.learner.losses import KL_ESTIMATORS, policy_loss, value_loss
@@ -79,10 +82,6 @@ def make_case(log_ratios, seed=0, rubbish=np.nan, old=True, whole=False):
     nll_weights = on_trained(rng.uniform(0, 0.3, count) * (np.arange(count) % 3 > 0), 0.0)
     batch = TrainBatch(scored, advantages, weights, nll_weights)
     return batch, on_trained(logprobs, fill), on_trained(rng.uniform(0, 2, count), fill)
-
-
-def cut(x, low, high):
-    return min(max(x, low), high)
 
 
 def loop_surrogate(algorithm, ratio, advantage):
@@ -249,6 +248,19 @@ def test_kl_estimates_and_their_gradients_are_the_formulas(name):
         np.testing.assert_allclose(slope, slopes[name], **EXACT)
 
 
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_only_k1_is_accepted_in_the_reward(name, capsys):
+    """k2 and k3 also punish actions that are rarer than the reference wants."""
+    arguments = f"{RL}:rloo", f"--config.algorithm.kl_estimator={name}"
+    if name == "k1":
+        load(Config, *arguments)
+        return
+    with pytest.raises(SystemExit):
+        load(Config, *arguments)
+    expected = f"kl_estimator = '{name}': must be 'k1' with algorithm.kl = 'reward'"
+    assert expected in capsys.readouterr().err
+
+
 # --- value loss ------------------------------------------------------------------------------
 
 
@@ -293,8 +305,8 @@ def test_a_value_within_the_clip_is_not_clipped_not_even_by_rounding(clip):
     old = np.float32(clip * (1 + 0.05 * rng.uniform(size=(8, 512))))
     values = np.float32(rng.uniform(0.1, 1.0, old.shape) * old)
     returns = np.float32(values + rng.normal(size=old.shape))
-    _, cut = value_loss(values, old, returns, clip)
-    assert not np.any(cut)
+    _, clipped = value_loss(values, old, returns, clip)
+    assert not np.any(clipped)
     moved = np.float32(old + 1.01 * clip)
-    _, cut = value_loss(moved, old, moved + clip, clip)  # the clipped value is farther off
-    assert np.all(cut)
+    _, clipped = value_loss(moved, old, moved + clip, clip)  # the clipped value is farther off
+    assert np.all(clipped)

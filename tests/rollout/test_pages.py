@@ -132,20 +132,6 @@ def test_abandoned_responses_free_their_pages(tiny_params, one_device, unpaged, 
     assert again == unpaged[SamplingRule()]
 
 
-@pytest.mark.slow
-def test_long_prompts_in_chunks_and_many_at_once_change_no_token(
-    tiny_params, one_device, eight_devices, unpaged
-):
-    whole = sample(make_sampler(one_device, prefill_prompts=1), tiny_params, RAGGED, 5)
-    assert tokens_of(whole) == unpaged[SamplingRule()]
-    for cache in ("slots", "paged"):
-        sampler = make_sampler(
-            eight_devices, cache=cache, prefill_chunk_tokens=5, prefill_prompts=3
-        )
-        assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
-        assert sampler.counts.prefills == len(RAGGED)
-
-
 def test_too_few_pages_are_rejected(one_device, eight_devices):
     with pytest.raises(ConfigError, match="sampler.pages = 11: must be 0.*at least 12"):
         paged(one_device, pages=11)

@@ -75,7 +75,7 @@ def tokens(one_device):
     "settings",
     [
         {"slots": 8, "burst": 7, "first_window_tokens": 2, "prefill_chunk_tokens": 3},
-        {"cache": "paged", "page_tokens": 4, "pages": 16},
+        {"cache": "paged", "page_tokens": 4, "pages": 16, "prefill_prompts": 4},
     ],
     ids=["growing", "few pages"],
 )
