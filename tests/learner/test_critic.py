@@ -11,7 +11,7 @@ from small_runs import equal, learn, make_quick_config, open_run, read_rows, sta
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Config, Critic, Model, Optimizer
 from dapo_jax.learner.advantages import gather_feedback
-from dapo_jax.learner.critic import critic_learner, scalar_config
+from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.learners import learning_rates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.reporting.metrics import feedback_metrics
@@ -19,7 +19,6 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.run.checkpointing.same_run import check_same_run, with_defaults
 from dapo_jax.run.components import build
 from dapo_jax.run.run import train
-from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.structs import Verdict
 
@@ -176,13 +175,6 @@ def test_a_critic_folder_that_does_not_fit_stops_before_anything_is_written(
     with pytest.raises(ConfigError, match=f"config.critic.folder = '{base}'.*shape"):
         train(config)
     assert not (tmp_path / "run").exists()
-
-
-def test_moments_of_the_critic_are_its_own_and_sharded(eight_devices):
-    learner = critic_learner(algorithms.ppo(), Optimizer(), scalar_config(TINY), eight_devices)
-    moments = learner.abstract_state.opt_state[1].mu
-    assert set(moments) == {"embedding", "final_norm", "layers", "score"}
-    assert moments["score"].sharding.spec == sharding.spec("embed")
 
 
 def test_the_critic_learns_to_explain_the_rewards(tiny_folder, alone, tmp_path):
