@@ -272,7 +272,7 @@ def test_reinforce_pp_whitens_over_tokens(name):
 def test_estimators_coincide():
     known = feedback(PENALTIES, VALUES)
     sizes = np.array([(GROUPS == group).sum() for group in GROUPS])
-    factors = placed([[size / (size - 1)] * n for size, n in zip(sizes, LENGTHS, strict=True)], 0)
+    factors = placed([[size / (size - 1)] * n for size, n in zip(sizes, LENGTHS, strict=True)], 0.0)
     centred = estimated("group_centre", known)
     np.testing.assert_allclose(estimated("leave_one_out", known), centred * factors, **EXACT)
     to_go = estimated("reward_to_go", known)

@@ -9,17 +9,14 @@ import pytest
 from policy_cases import (
     CASES,
     COUNT,
+    EXACT,
     case,
     changed,
     gradient,
     of_responses,
     spread_coefficients,
 )
-from policy_loops import (
-    LOOPS,
-    OF_SAMPLER,
-    assert_gradient_is_the_loop,
-)
+from policy_loops import LOOPS, OF_SAMPLER, assert_gradient_is_the_loop, loop_both_sides
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import PRESETS
