@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from policy_loops import mean
 
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import (
     ESTIMATORS,
-    broadcast_to_tokens,
     estimate,
     gather_feedback,
     whiten,
@@ -84,10 +84,6 @@ def loop_token_rewards(penalties):
     return rewards
 
 
-def mean(numbers):
-    return math.fsum(numbers) / len(numbers)
-
-
 def loop_response_advantage(name, rewards, i):
     """The advantage of response i, from the rewards of all."""
     group = [rewards[j] for j in ALL if GROUPS[j] == GROUPS[i]]
@@ -112,21 +108,8 @@ OF_RESPONSES = ["group_zscore", "leave_one_out", *LOOP_BASELINES]
 def test_a_response_has_the_papers_advantage_on_all_its_tokens(name, penalties):
     rewards = loop_returns(penalties)
     expected = [[loop_response_advantage(name, rewards, i)] * LENGTHS[i] for i in ALL]
-    found = estimated(name, feedback(penalties))
-    np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
-
-
-def test_a_group_without_variance_has_advantage_zero():
-    for name in ("group_zscore", "group_centre", "leave_one_out"):
-        found = estimated(name, feedback())
-        assert not found[(INDEX == 4) | (INDEX == 5)].any() and found.any()
-
-
-def test_an_empty_response_still_counts_in_its_groups_statistics():
-    earned = np.array([1.0, 0.0, 0.0])
-    known = {"groups": np.zeros(3, int), "correct": earned > 0}
-    found = gather_feedback(np.array([[[0, 1]]]), earned, **known)
-    np.testing.assert_allclose(estimated("group_centre", found), [[[2 / 3, -1 / 3]]])
+    actual = estimated(name, feedback(penalties))
+    np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
 
 
 def loop_discounted(values, factor):
@@ -137,10 +120,10 @@ def loop_discounted(values, factor):
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["bare", "with KL in the reward"])
-def test_reward_to_go_sums_what_is_still_to_come(gamma, penalties):
+def test_reward_to_go_sums_the_rewards_that_follow(gamma, penalties):
     expected = [loop_discounted(own, gamma) for own in loop_token_rewards(penalties)]
-    found = estimated("reward_to_go", feedback(penalties), gamma=gamma)
-    np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
+    actual = estimated("reward_to_go", feedback(penalties), gamma=gamma)
+    np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
 
 
 def loop_gae(rewards, values, gamma, lam):
@@ -157,9 +140,9 @@ def loop_gae(rewards, values, gamma, lam):
 def test_gae_and_returns_have_a_lambda_each(gamma, policy, value):
     known, rewards = feedback(PENALTIES, VALUES), loop_token_rewards(PENALTIES)
     changes = {"gamma": gamma, "lambda_policy": policy, "lambda_value": value}
-    found = estimated("gae", known, **changes)
+    actual = estimated("gae", known, **changes)
     advantages = [loop_gae(rewards[i], VALUES[i], gamma, policy) for i in ALL]
-    np.testing.assert_allclose(found, placed(advantages, 0.0), **EXACT)
+    np.testing.assert_allclose(actual, placed(advantages, 0.0), **EXACT)
     gains = [loop_gae(rewards[i], VALUES[i], gamma, value) for i in ALL]
     expected = [[g + v for g, v in zip(gains[i], VALUES[i], strict=True)] for i in ALL]
     for whitened in (False, True):  # which returns never are
@@ -176,8 +159,8 @@ def test_length_adaptive_lambda_grows_with_the_response_and_is_never_negative(al
     rewards = loop_token_rewards(PENALTIES)
     expected = [loop_gae(rewards[i], VALUES[i], 0.99, lambdas[i]) for i in ALL]
     known = feedback(PENALTIES, VALUES)
-    found = estimated("length_adaptive_gae", known, gamma=0.99, lambda_alpha=alpha)
-    np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
+    actual = estimated("length_adaptive_gae", known, gamma=0.99, lambda_alpha=alpha)
+    np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
 
 
 def test_without_values_there_are_no_returns():
@@ -231,11 +214,11 @@ def test_preference_is_minus_the_gradient_of_dpos_loss(tokens, rubbish):
     trained = np.isin(INDEX, np.flatnonzero(tokens))
     known = feedback(trained=trained, log_ratios=placed(LOG_RATIOS, rubbish))
     assert known.tokens.tolist() == tokens
-    found = estimated("preference", known, preference_beta=0.3)
+    actual = estimated("preference", known, preference_beta=0.3)
     expected = placed(numerical_coefficients(pairs, 0.3), 0.0)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-11)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-11)
     for right, wrong in pairs:
-        assert (found[INDEX == right] > 0).all() and (found[INDEX == wrong] < 0).all()
+        assert (actual[INDEX == right] > 0).all() and (actual[INDEX == wrong] < 0).all()
 
 
 def test_a_preference_without_any_pair_has_no_coefficient():
@@ -246,10 +229,10 @@ def test_a_preference_without_any_pair_has_no_coefficient():
 @pytest.mark.parametrize("margin", [1e5, -1e5])
 def test_a_huge_margin_neither_overflows_nor_pulls_more_than_beta(margin):
     log_ratios = [[margin if CORRECT[i] else -margin] * LENGTHS[i] for i in ALL]
-    found = estimated("preference", feedback(log_ratios=placed(log_ratios, np.nan)))
+    actual = estimated("preference", feedback(log_ratios=placed(log_ratios, np.nan)))
     expected = 0.0 if margin > 0 else 0.1
-    np.testing.assert_allclose(np.abs(found[INDEX == 0]), expected)
-    assert np.isfinite(found).all()
+    np.testing.assert_allclose(np.abs(actual[INDEX == 0]), expected)
+    assert np.isfinite(actual).all()
 
 
 # --- whitening -------------------------------------------------------------------------------
@@ -263,34 +246,38 @@ def loop_whitened(per_token):
 
 def test_whitening_makes_response_tokens_standard_and_leaves_the_rest_zero():
     values = draws(5.0)
-    found = whiten(placed(values, 1e9), INDEX >= 0)
-    np.testing.assert_allclose(found, placed(loop_whitened(values), 0.0), **EXACT)
+    actual = whiten(placed(values, 1e9), INDEX >= 0)
+    np.testing.assert_allclose(actual, placed(loop_whitened(values), 0.0), **EXACT)
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_whitening_less_than_two_tokens_gives_zeros(tokens):
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_whitening_equal_advantages_or_less_than_two_tokens_gives_zeros(tokens):
     on = np.arange(4)[None] < tokens
-    np.testing.assert_array_equal(whiten(np.where(on, 3.0, 0.0), on), np.zeros((1, 4)))
+    np.testing.assert_array_equal(whiten(np.where(on, 0.5, 0.0), on), np.zeros((1, 4)))
 
 
-def test_whitening_equal_advantages_gives_zeros():
-    assert not whiten(np.full((1, 4), 0.5), np.ones((1, 4), bool)).any()
-
-
-def test_reinforce_pp_whitens_reward_to_go_with_token_penalties():
-    expected = loop_whitened([loop_discounted(own, 0.98) for own in loop_token_rewards(PENALTIES)])
-    algorithm = dataclasses.replace(dapo(), advantage="reward_to_go", gamma=0.98, whiten=True)
-    found = estimate(algorithm, feedback(PENALTIES))[0]
-    np.testing.assert_allclose(found, placed(expected, 0.0), rtol=1e-6, atol=1e-7)
-
-
-def test_reinforce_pp_baseline_centres_in_groups_then_whitens_by_token():
+@pytest.mark.parametrize("name", ["reward_to_go", "group_centre"])
+def test_reinforce_pp_whitens_over_tokens(name):
     """Long responses weigh more in the batch's mean and variance: once per token."""
-    centred = [loop_response_advantage("group_centre", list(EARNED), i) for i in ALL]
-    expected = loop_whitened([[centred[i]] * LENGTHS[i] for i in ALL])
-    algorithm = dataclasses.replace(dapo(), advantage="group_centre", whiten=True)
-    found = estimate(algorithm, feedback())[0]
-    np.testing.assert_allclose(found, placed(expected, 0.0), rtol=1e-6, atol=1e-7)
+    if name == "reward_to_go":
+        values = [loop_discounted(own, 0.98) for own in loop_token_rewards(PENALTIES)]
+    else:
+        rewards = loop_returns(PENALTIES)
+        values = [[loop_response_advantage(name, rewards, i)] * LENGTHS[i] for i in ALL]
+    algorithm = dataclasses.replace(dapo(), advantage=name, gamma=0.98, whiten=True)
+    actual = estimate(algorithm, feedback(PENALTIES))[0]
+    np.testing.assert_allclose(actual, placed(loop_whitened(values), 0.0), rtol=1e-6, atol=1e-7)
+
+
+def test_estimators_coincide():
+    known = feedback(PENALTIES, VALUES)
+    sizes = np.array([(GROUPS == group).sum() for group in GROUPS])
+    factors = placed([[size / (size - 1)] * n for size, n in zip(sizes, LENGTHS, strict=True)], 0.0)
+    centred = estimated("group_centre", known)
+    np.testing.assert_allclose(estimated("leave_one_out", known), centred * factors, **EXACT)
+    to_go = estimated("reward_to_go", known)
+    whole = estimated("gae", known, lambda_policy=1.0)
+    np.testing.assert_allclose(whole, to_go - placed(VALUES, 0.0), **EXACT)
 
 
 # --- feedback --------------------------------------------------------------------------------
@@ -298,7 +285,7 @@ def test_reinforce_pp_baseline_centres_in_groups_then_whitens_by_token():
 
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf])
 def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
-    """Nor the rewards, nor the returns: what stands on prompts and padding means nothing."""
+    """Nor the rewards, nor the returns."""
 
     def known(fill):
         log_ratios = placed(LOG_RATIOS, fill)
@@ -308,41 +295,6 @@ def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
     for name in ESTIMATORS:
         for whitened in (False, True):
             algorithm = dataclasses.replace(dapo(), advantage=name, whiten=whitened)
-            found, clean = estimate(algorithm, known(rubbish)), estimate(algorithm, known(0.0))
-            np.testing.assert_array_equal(found, clean, err_msg=name)
-            assert not found[0][INDEX < 0].any() and not found[1][INDEX < 0].any()
-
-
-def test_responses_that_adjoin_in_a_row_stay_apart():
-    """No prompt stands between responses 5 and 6; neither hears of the other's reward."""
-    algorithm = dataclasses.replace(dapo(), advantage="reward_to_go")
-    found = ESTIMATORS["reward_to_go"](algorithm, feedback())
-    np.testing.assert_array_equal(found[1, 0, 1:6], [0.5, 0.5, 0.5, 0.5, -1.0])
-
-
-def test_a_response_that_fills_its_row_ends_there():
-    known = {"groups": np.zeros(1, int), "correct": np.ones(1, bool)}
-    found = gather_feedback(np.zeros((1, 1, 3), int), np.array([2.0]), **known)
-    np.testing.assert_array_equal(found.token_rewards, [[[0.0, 0.0, 2.0]]])
-
-
-def test_feedback_sums_penalties_and_puts_the_reward_on_the_last_token():
-    found = feedback(PENALTIES, log_ratios=placed(LOG_RATIOS, np.nan))
-    np.testing.assert_allclose(found.rewards, loop_returns(PENALTIES), **EXACT)
-    expected = placed(loop_token_rewards(PENALTIES), 0.0)
-    np.testing.assert_allclose(found.token_rewards, expected, **EXACT)
-    sums = [math.fsum(own) for own in LOG_RATIOS]
-    np.testing.assert_allclose(found.reference_log_ratios, sums, **EXACT)
-
-
-def test_what_belongs_to_a_response_is_spread_over_its_tokens_only():
-    index = np.array([[-1, 0, 0, -1, 1, -1]])
-    np.testing.assert_array_equal(
-        broadcast_to_tokens(np.array([2.0, -3.0]), index), [[0, 2, 2, 0, -3, 0]]
-    )
-
-
-def test_every_estimator_has_a_loop_in_this_file():
-    others = {"reward_to_go", "gae", "length_adaptive_gae", "one", "preference", "zero"}
-    in_the_other = {"length_weighted_centre", "reward_parts", "pass_at_k", "best_minus_second"}
-    assert set(ESTIMATORS) == set(OF_RESPONSES) | others | in_the_other
+            actual, clean = estimate(algorithm, known(rubbish)), estimate(algorithm, known(0.0))
+            np.testing.assert_array_equal(actual, clean, err_msg=name)
+            assert not actual[0][INDEX < 0].any() and not actual[1][INDEX < 0].any()

@@ -1,6 +1,5 @@
 """The critic beside the policy: where it starts, when it learns alone, and that it is resumed."""
 
-import dataclasses
 import shutil
 
 import jax
@@ -10,9 +9,9 @@ from conftest import TINY, make_completion, make_prompt
 from small_runs import equal, learn, make_quick_config, open_run, read_rows, start
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Checkpoint, Config, Critic, Mesh, Model, Optimizer
+from dapo_jax.config.experiment import Checkpoint, Config, Critic, Model, Optimizer
 from dapo_jax.learner.advantages import gather_feedback
-from dapo_jax.learner.critic import critic_learner, scalar_config
+from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.learners import learning_rates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.reporting.metrics import feedback_metrics
@@ -20,9 +19,8 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.run.checkpointing.same_run import check_same_run, with_defaults
 from dapo_jax.run.components import build
 from dapo_jax.run.run import train
-from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, leaves
-from dapo_jax.structs import Group, Verdict
+from dapo_jax.structs import Verdict
 
 STEPS, ALONE = 3, 1
 VALUE_METRICS = ("value_loss", "value_gradient_norm", "value_clip_fraction", "explained_variance")
@@ -41,6 +39,7 @@ def make_ppo(base, run_dir) -> Config:
         run_dir,
         "ppo",
         total_steps=STEPS,
+        model=Model(folder=str(base), freeze_layers=0.5),
         critic=Critic(
             pretrain_steps=ALONE, optimizer=Optimizer(learning_rate=1e-3, warmup_steps=0)
         ),
@@ -82,6 +81,7 @@ def test_the_critic_learns_alone_before_the_policy_moves(finished):
     assert equal(alone["policy"], start["policy"])
     assert not equal(alone["critic"].params, start["critic"].params)
     assert int(alone["policy"].update_count) == 0 and int(alone["critic"].update_count) == 2
+    assert "frozen_layers" not in alone["policy"].params
     assert "loss" not in rows[0] and rows[0]["learning_rate"] == 0
     # the policy's own warm-up begins when it does
     assert [row["learning_rate"] for row in rows[1:]] == [5e-4, 1e-3] and "loss" in rows[1]
@@ -111,26 +111,21 @@ def test_how_long_the_critic_learns_alone_is_the_presets_unless_set():
     for own in (0, 7):
         config.critic.pretrain_steps = own
         assert config.critic_pretrain_steps() == own and learning_rates(config, own)[0] > 0
-    others = set(algorithms.PRESETS) - {"vapo"}
-    assert not any(
-        Config(algorithm=algorithms.PRESETS[p]()).critic_pretrain_steps() for p in others
-    )
+    for preset in set(algorithms.PRESETS) - {"vapo"}:
+        assert not Config(algorithm=algorithms.PRESETS[preset]()).critic_pretrain_steps()
 
 
-def test_runs_older_than_the_presets_pretraining_go_on_as_they_were():
+def test_runs_from_before_the_setting_of_pretraining_resume_as_they_were():
     def settings(make, steps):
         config = Config(algorithm=make(), critic=Critic(pretrain_steps=steps))
         return {name: value for name, _, value in leaves(config)}
 
-    for make, own in ((algorithms.grpo, -1), (algorithms.vapo, 5)):
-        old = settings(make, max(own, 0))
+    for make, steps in ((algorithms.grpo, -1), (algorithms.vapo, 5)):
+        old = settings(make, max(steps, 0))
         del old["algorithm.critic_pretrain_steps"]
-        if make is algorithms.grpo:  # whose critic nothing reads
-            old["critic.optimizer.learning_rate"] = 1e-3
-        check_same_run(settings(make, own), with_defaults(old))
+        check_same_run(settings(make, steps), with_defaults(old))
     with pytest.raises(ConfigError, match="pretrain_steps = 50, but the run was made with 0"):
-        old = settings(algorithms.vapo, 0)
-        check_same_run(settings(algorithms.vapo, -1), old)
+        check_same_run(settings(algorithms.vapo, -1), settings(algorithms.vapo, 0))
     check_same_run(settings(algorithms.vapo, 50), settings(algorithms.vapo, -1))
 
 
@@ -141,20 +136,23 @@ def make_tiny(folder, critic_folder="") -> Config:
     return config
 
 
-def test_a_critic_from_a_policy_has_its_layers_and_a_head_of_zeros(tiny_folder, tiny_params):
-    config = make_tiny(tiny_folder)
-    config.model.freeze_layers = 0.5  # of the policy alone
+def first_critic(config):
     parts = build(config)
     critic = jax.device_get(parts.critic_params())
     parts.close()
+    return critic
+
+
+def test_a_critic_from_a_policy_has_its_layers_and_a_head_of_zeros(tiny_folder, tiny_params):
+    config = make_tiny(tiny_folder)
+    config.model.freeze_layers = 0.5  # of the policy alone
+    critic = first_critic(config)
     np.testing.assert_array_equal(critic.pop("score"), np.zeros(TINY.embed))
     jax.tree.map(np.testing.assert_array_equal, critic, jax.device_get(tiny_params))
 
 
 def test_a_critic_from_a_reward_model_has_its_head(tiny_folder, score_folder, score_params):
-    parts = build(make_tiny(tiny_folder, score_folder))
-    critic = jax.device_get(parts.critic_params())
-    parts.close()
+    critic = first_critic(make_tiny(tiny_folder, score_folder))
     jax.tree.map(np.testing.assert_array_equal, critic, jax.device_get(score_params))
 
 
@@ -170,103 +168,43 @@ def test_a_critic_of_an_untied_policy_leaves_its_vocabulary_head_behind(
     assert set(critic) == set(tiny_params) | {"score"}
 
 
-@pytest.mark.parametrize(("name", "words"), [("absent", "config.json"), ("other", "shape")])
 def test_a_critic_folder_that_does_not_fit_stops_before_anything_is_written(
-    name, words, base, tiny_folder, alone, tmp_path
+    base, tiny_folder, alone, tmp_path
 ):
-    folder = base if name == "other" else tmp_path / name
-    config = make_quick_config(tiny_folder, tmp_path / "run", "ppo", critic=Critic(str(folder)))
-    with pytest.raises(ConfigError, match=f"config.critic.folder = '{folder}'.*{words}"):
+    config = make_quick_config(tiny_folder, tmp_path / "run", "ppo", critic=Critic(str(base)))
+    with pytest.raises(ConfigError, match=f"config.critic.folder = '{base}'.*shape"):
         train(config)
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_critic_none_is_held(tiny_folder):
-    config = make_tiny(tiny_folder)
-    config.algorithm = algorithms.dapo()
+def test_the_critic_learns_to_explain_the_rewards(tiny_folder, alone, tmp_path):
+    """The first token of a response decides whether it is right."""
+    config = make_ppo(tiny_folder, tmp_path)
     parts = build(config)
-    parts.close()
-    assert parts.learners.critic is None
-
-
-def test_moments_of_the_critic_are_its_own_and_sharded(eight_devices):
-    learner = critic_learner(algorithms.ppo(), Optimizer(), scalar_config(TINY), eight_devices)
-    moments = learner.abstract_state.opt_state[1].mu
-    assert set(moments) == {"embedding", "final_norm", "layers", "score"}
-    assert moments["score"].sharding.spec == sharding.spec("embed")
-
-
-def make_groups(config: Config) -> list[Group]:
-    """Responses whose first token tells whether they are right."""
     groups = []
     for i in range(config.rollout.prompts_per_step):
         right = [(i + j) % 3 == 0 for j in range(config.rollout.samples_per_prompt)]
         done = tuple(make_completion([20 if r else 10, 5 + j, 7]) for j, r in enumerate(right))
         verdicts = tuple(Verdict(r, "1") for r in right)
         groups.append(reward_group(config, make_prompt(i, [3, 4]), done, verdicts))
-    return groups
-
-
-def test_the_critic_learns_to_explain_what_it_can_know(tiny_folder, alone, tmp_path):
-    config = make_ppo(tiny_folder, tmp_path)
-    parts = build(config)
-    run = start(parts, critic=True)
-    seen = []
+    run, seen = start(parts, critic=True), []
     for _ in range(15):  # always step 0, where the critic learns alone
-        run, values = learn(parts, run, make_groups(config))
+        run, values = learn(parts, run, groups)
         seen.append((values["explained_variance"], values["value_loss"]))
     parts.close()
-    # Two of three tokens come after the telling one, which can't be known itself.
+    # Two of three tokens come after the deciding one, which cannot be known itself.
     assert abs(seen[0][0]) < 1e-6 and seen[-1][0] > 0.5
     assert seen[-1][1] < 0.5 * seen[0][1]
-
-
-@pytest.mark.slow
-def test_ppo_with_frozen_layers_resumes_on_eight_devices(base, tmp_path):
-    """Sharded, with a reference, a critic and a frozen stack of layers in the checkpoint."""
-    model = Model(folder=str(base), freeze_layers=0.5)
-    config = dataclasses.replace(make_ppo(base, tmp_path), mesh=Mesh(2, 2, 2), model=model)
-    with open_run(config) as run:
-        start = host(run)
-        while run.state.step < STEPS:
-            run.step()
-        finished = host(run)
-    assert "frozen_layers" not in finished["policy"].params
-    assert not equal(start["policy"].params, finished["policy"].params)
-    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
-    with open_run(config) as run:
-        assert run.state.step == STEPS - 1
-        run.step()
-        jax.tree.map(np.testing.assert_array_equal, host(run), finished)
-
-
-@pytest.mark.slow
-def test_ppo_on_one_device_and_on_eight_trains_alike(base, finished, tmp_path):
-    config = dataclasses.replace(make_ppo(base, tmp_path), mesh=Mesh(2, 2, 2), total_steps=2)
-    with open_run(config) as run:
-        run.step()
-        run.step()
-    one, eight = read_rows(finished[0])[:2], read_rows(tmp_path)
-    for left, right in zip(one, eight, strict=True):
-        assert left["accuracy"] == right["accuracy"]
-        for name in ("value_loss", "value_gradient_norm", "advantage_std"):
-            assert left[name] == pytest.approx(right[name], rel=1e-3)
 
 
 # --- explained variance ----------------------------------------------------------------------
 
 INDEX = np.array([[-1, 0, 0, 0, -1, 1, 1, -1]])
-EARNED = np.array([1.0, -1.0])
 
 
 def explained(values: np.ndarray, returns: np.ndarray) -> float:
-    feedback = gather_feedback(
-        INDEX,
-        EARNED,
-        groups=np.array([0, 0]),
-        correct=np.array([True, False]),
-        values=values,
-    )
+    known = {"groups": np.array([0, 0]), "correct": np.array([True, False]), "values": values}
+    feedback = gather_feedback(INDEX, np.array([1.0, -1.0]), **known)
     measured = feedback_metrics(algorithms.ppo(), feedback, np.ones(INDEX.shape), returns)
     return measured["explained_variance"]
 
@@ -278,6 +216,3 @@ def test_explained_variance_compares_values_with_returns_on_responses_alone():
     assert explained(returns + off, returns) == 1
     assert explained(np.full(INDEX.shape, 3.0) + off, returns) == pytest.approx(0)
     assert explained(-returns + off, returns) == pytest.approx(-3)
-    noisy = returns + rng.normal(size=INDEX.shape)
-    expected = 1 - np.var((returns - noisy)[on]) / np.var(returns[on])
-    assert explained(noisy + off, returns) == pytest.approx(expected)

@@ -7,14 +7,17 @@ import types
 import numpy as np
 import pytest
 from conftest import make_prompt
+from policy_loops import mean
+from small_runs import make_groups
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
+from dapo_jax.config.experiment import Config, Packing, Rollout
 from dapo_jax.learner.advantages import Estimates, estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
-from dapo_jax.learner.minibatches import Minibatches, make_batch
-from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.minibatches import Minibatches, make_batch, make_train_batches, split_groups
+from dapo_jax.learner.packing import Segment, pack, pack_updates
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.structs import Completion
@@ -25,10 +28,6 @@ TOKENS = [4, 1, 0, 7, 2, 0, 3]  # the group of 5 has no trained token at all
 GROUPS = [3, 3, 8, 8, 8, 5, 3]
 CORRECT = [True, False, True, True, False, True, False]
 BUDGET = 9
-
-
-def mean(numbers):
-    return math.fsum(numbers) / len(numbers)
 
 
 def loop_chosen(trained_responses):
@@ -75,25 +74,20 @@ def test_weights_reproduce_the_nested_means(aggregate, trained):
     losses = [rng.normal(size=n).tolist() for n in TOKENS]
     arrays = [np.array(column) for column in (TOKENS, GROUPS, CORRECT)]
     weights = response_weights(algorithm, *arrays, BUDGET)
-    found = math.fsum(w * x for w, part in zip(weights, losses, strict=True) for x in part)
+    actual = math.fsum(w * x for w, part in zip(weights, losses, strict=True) for x in part)
     chosen = loop_chosen(trained)
-    np.testing.assert_allclose(found, loop_aggregate(aggregate, losses, chosen), **EXACT)
+    np.testing.assert_allclose(actual, loop_aggregate(aggregate, losses, chosen), **EXACT)
     assert np.flatnonzero(weights).tolist() == chosen
 
 
 @pytest.mark.parametrize("trained", TRAINED_RESPONSES)
 @pytest.mark.parametrize("aggregate", LOSS_WEIGHTS)
-def test_a_minibatch_without_trained_tokens_has_no_weights(aggregate, trained):
+def test_a_minibatch_without_trained_responses_has_no_weights(aggregate, trained):
     algorithm = dataclasses.replace(dapo(), aggregate=aggregate, trained_responses=trained)
-    zeros = np.zeros(7, int)
-    weights = response_weights(algorithm, zeros, np.array(GROUPS), np.array(CORRECT), BUDGET)
-    np.testing.assert_array_equal(weights, zeros)
-
-
-def test_nothing_right_leaves_nothing_to_imitate():
-    arrays = np.array(TOKENS), np.array(GROUPS), np.zeros(7, bool)
-    for preset in (algorithms.rft(), algorithms.dpo()):
-        assert not response_weights(preset, *arrays, BUDGET).any()
+    groups, tokens = np.array(GROUPS), np.array(TOKENS)
+    assert not response_weights(algorithm, 0 * tokens, groups, np.array(CORRECT), BUDGET).any()
+    if trained != "all":
+        assert not response_weights(algorithm, tokens, groups, np.zeros(7, bool), BUDGET).any()
 
 
 # --- packed minibatches ----------------------------------------------------------------------
@@ -124,8 +118,8 @@ def of_responses(array, batch, first=0):
     return [array[index == first + i].tolist() for i in range(7)]
 
 
-def assert_responses(found, expected):
-    for left, right in zip(found, expected, strict=True):
+def assert_responses(actual, expected):
+    for left, right in zip(actual, expected, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-6)
 
 
@@ -150,11 +144,6 @@ def test_truncated_responses_leave_loss_and_counts_only_with_overlong_filtering(
         if filtering:
             expected[3] = [0.0] * 7
         assert_responses(of_responses(batch.loss_weights, batch), expected)
-
-
-def test_filtering_every_response_leaves_zeros():
-    algorithm = dataclasses.replace(dapo(), overlong_filtering=True)
-    assert not packed(make_segments(truncated=range(7)), algorithm).loss_weights.any()
 
 
 def test_token_weights_stand_on_their_tokens_and_zeros_leave_the_counts():
@@ -189,11 +178,8 @@ def test_positive_nll_is_a_mean_over_the_trained_tokens_of_right_responses():
         for i, s in enumerate(segments)
     ]
     assert_responses(of_responses(batch.nll_weights, batch), expected)
-
-
-def test_positive_nll_of_a_minibatch_with_nothing_right_is_zero():
-    segments = [s._replace(correct=False) for s in make_segments()]
-    assert not packed(segments, algorithms.vapo()).nll_weights.any()
+    wrong = packed([s._replace(correct=False) for s in segments], algorithm)
+    assert not wrong.nll_weights.any()
 
 
 def test_the_value_loss_is_a_mean_over_trained_tokens_whatever_the_aggregate():
@@ -203,6 +189,56 @@ def test_the_value_loss_is_a_mean_over_trained_tokens_whatever_the_aggregate():
     batch = packed(make_segments(truncated={3}), algorithm, returns=True)
     expected = [[0.0 if i == 3 else 1 / 10] * n for i, n in enumerate(TOKENS)]
     assert_responses(of_responses(batch.value_weights, batch), expected)
+
+
+# --- a last minibatch with fewer groups than planned -------------------------------------------
+
+PLANNED = 8  # groups of a minibatch, of two responses with three tokens each
+
+
+def planned_batch(algorithm, groups, planned=PLANNED):
+    """The minibatch of those groups, with advantages, returns and weights of every kind."""
+    segments = [
+        Segment(
+            make_prompt(g, [2]),
+            Completion(np.full(3, 3), np.zeros(3, np.float32), False, 0, ""),
+            2 * g + j,
+            j == 0,
+            np.full(3, 0.5 + j) if algorithm.token_weights else None,
+        )
+        for g in groups
+        for j in range(2)
+    ]
+    rollouts, _ = pack(segments, 11, 2, 8)
+    zeros, scored = np.zeros(rollouts.tokens.shape), ScoredBatch(rollouts, None)
+    return make_batch(scored, segments, Estimates(zeros, zeros), algorithm, BUDGET, planned)
+
+
+WEIGHED = ("loss_weights", "nll_weights", "value_weights")
+
+
+@pytest.mark.parametrize("aggregate", LOSS_WEIGHTS)
+def test_a_group_weighs_the_same_in_a_minibatch_with_fewer_groups_than_planned(aggregate):
+    """Of nine groups, eight are planned for a minibatch: the ninth has an eighth of its weight."""
+    algorithm = dataclasses.replace(algorithms.vapo(), aggregate=aggregate, token_weights="a:hook")
+    full, lone = planned_batch(algorithm, range(8)), planned_batch(algorithm, [8])
+    unplanned = planned_batch(algorithm, range(8), None)
+    for name in WEIGHED:
+        weights = getattr(full, name)
+        np.testing.assert_allclose(getattr(lone, name).sum(), weights.sum() / PLANNED, rtol=1e-6)
+        np.testing.assert_array_equal(getattr(unplanned, name), weights)
+
+
+def test_the_last_minibatch_of_a_starved_step_is_weighed_as_planned():
+    rollout = Rollout(prompts_per_step=4, samples_per_prompt=2, updates_per_rollout=2)
+    config = Config(algorithm=dapo(), rollout=rollout)
+    segments = split_groups(config, make_groups(config)[:3])
+    rollouts, used = pack_updates(segments, Packing(32, 4))
+    estimates = Estimates(np.zeros(rollouts.tokens.shape))
+    minibatches = Minibatches(segments, rollouts, used)
+    batches = make_train_batches(config, minibatches, ScoredBatch(rollouts, None), estimates)
+    sums = [batch.loss_weights.sum() for batch in batches]
+    np.testing.assert_allclose(sums, [1, 0.5], rtol=1e-6)
 
 
 # --- what the feedback is made of ------------------------------------------------------------
@@ -235,54 +271,39 @@ EARNED = [1.0, -1.0, -1.0, 0.5, 2.0, -0.25, 0.0]
 
 def test_a_kl_in_the_reward_costs_every_token_its_k1():
     for preset, coefficient in ((algorithms.rloo(), 0.03), (algorithms.reinforce_pp(), 0.01)):
-        found, log_ratios = gathered(preset, EARNED)
+        actual, log_ratios = gathered(preset, EARNED)
         for i, n in enumerate(TOKENS):
-            costs = coefficient * log_ratios[found.response_index == i]
+            costs = coefficient * log_ratios[actual.response_index == i]
             expected = -costs
             expected[n - 1 :] += EARNED[i]
-            own = found.token_rewards[found.response_index == i]
+            own = actual.token_rewards[actual.response_index == i]
             np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-8)
-            np.testing.assert_allclose(found.rewards[i], EARNED[i] - math.fsum(costs), rtol=1e-6)
-        assert found.tokens.tolist() == TOKENS
-        assert not found.token_rewards[found.response_index < 0].any()
+            np.testing.assert_allclose(actual.rewards[i], EARNED[i] - math.fsum(costs), rtol=1e-6)
+        assert actual.tokens.tolist() == TOKENS
+        assert not actual.token_rewards[actual.response_index < 0].any()
 
 
-def test_without_a_kl_in_the_reward_a_response_is_told_what_it_earned():
-    found, _ = gathered(algorithms.grpo(), EARNED)
-    assert found.rewards.tolist() == EARNED
-    assert np.count_nonzero(found.token_rewards) == 4  # three are empty or earned 0
+def test_without_a_kl_in_the_reward_the_reward_is_unchanged():
+    actual, _ = gathered(algorithms.grpo(), EARNED)
+    assert actual.rewards.tolist() == EARNED
+    assert np.count_nonzero(actual.token_rewards) == 4  # three are empty or earned 0
 
 
-def test_preferences_go_by_the_sum_of_a_responses_log_ratios():
-    algorithm = dataclasses.replace(algorithms.dpo(), overlong_filtering=True)
-    found, log_ratios = gathered(algorithm, EARNED)
-    sums = [math.fsum(log_ratios[found.response_index == i]) for i in range(7)]
-    np.testing.assert_allclose(found.reference_log_ratios, sums, rtol=1e-5, atol=1e-6)
-    assert found.tokens.tolist() == [4, 1, 0, 0, 2, 0, 3]  # the truncated one can't be in a pair
-
-
-@pytest.mark.parametrize("weights", [None, [0.0, 2.0]], ids=["filtered", "and weighed 0"])
-def test_whitening_is_over_the_tokens_that_carry_loss(weights):
-    """Response 3, the longest, is cut off and filtered; its advantage is far from the others'."""
+def test_whitening_is_over_the_tokens_that_carry_loss():
+    """Response 3, the longest, is truncated and filtered; its advantage is far from the others'."""
     algorithm = dataclasses.replace(
         algorithms.reinforce_pp_baseline(), overlong_filtering=True, token_weights="a:hook"
     )
-    found, _ = gathered(algorithm, [*EARNED[:3], 1e3, *EARNED[4:]], weights)
+    weights = [0.0, 2.0]
+    actual, _ = gathered(algorithm, [*EARNED[:3], 1e3, *EARNED[4:]], weights)
     own = [s.token_weights for s in make_segments(weights=weights)]
-    alive = [
-        [i != 3 and (w is None or w[t] > 0) for t in range(TOKENS[i])] for i, w in enumerate(own)
-    ]
+    alive = [[i != 3 and w > 0 for w in weights] for i, weights in enumerate(own)]
     for i, mask in enumerate(alive):
-        np.testing.assert_array_equal(found.trained[found.response_index == i], mask)
-    advantages, _ = estimate(algorithm, found)
-    trained = advantages[found.trained]
-    assert len(trained) == sum(map(sum, alive)) and not advantages[~found.trained].any()
+        np.testing.assert_array_equal(actual.trained[actual.response_index == i], mask)
+    advantages, _ = estimate(algorithm, actual)
+    trained = advantages[actual.trained]
+    assert len(trained) == sum(map(sum, alive)) and not advantages[~actual.trained].any()
     np.testing.assert_allclose([trained.mean(), trained.std(ddof=1)], [0, 1], atol=1e-6)
-    assert feedback_metrics(algorithm, found, advantages, None)["advantage_std"] == pytest.approx(
+    assert feedback_metrics(algorithm, actual, advantages, None)["advantage_std"] == pytest.approx(
         trained.std()
     )
-    # The group's mean is of all its responses, as published, whatever carries loss.
-    plain = dataclasses.replace(algorithm, whiten=False)
-    centred = estimate(plain, found)[0]
-    mean_reward = np.mean([*EARNED[:3], 1e3, *EARNED[4:]])
-    np.testing.assert_allclose(centred[found.response_index == 0], EARNED[0] - mean_reward)

@@ -49,33 +49,31 @@ def distances(parts, params, groups) -> tuple[list[float], TrainState]:
     """KL to the reference before each of three updates, and where they led."""
     learner = parts.learners.policy
     params = jax.device_put(params, learner.shardings.params)
-    run, found = TrainerState(1, LearnerStates(learner.start(params)), SourceState()), []
+    run, actual = TrainerState(1, LearnerStates(learner.start(params)), SourceState()), []
     for _ in range(3):
         run, values = learn(parts, run, groups)
-        found.append(values["kl_reference"])
-    return found, run.learners.policy
+        actual.append(values["kl_reference"])
+    return actual, run.learners.policy
 
 
 def test_the_reference_stays_while_the_policy_moves_away_from_it(grpo_parts, tiny_params):
     groups = make_groups(grpo_parts.config)
-    found, state = distances(grpo_parts, tiny_params, groups)
+    actual, state = distances(grpo_parts, tiny_params, groups)
     assert_same(grpo_parts.learners.reference, tiny_params)
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, tiny_params)
     assert all(jax.tree.leaves(moved))
-    assert abs(found[0]) < 1e-9  # before the first update both are the same policy
-    assert 1e-6 < found[1] < found[2]
+    assert abs(actual[0]) < 1e-9  # before the first update both are the same policy
+    assert 1e-6 < actual[1] < actual[2]
 
 
-def test_where_all_rewards_are_equal_the_kl_pulls_the_policy_to_its_reference(
-    grpo_parts, tiny_params
-):
+def test_if_all_rewards_are_equal_the_kl_pulls_the_policy_to_its_reference(grpo_parts, tiny_params):
     groups = [
         dataclasses.replace(group, rewards=np.ones(len(group.completions)))
         for group in make_groups(grpo_parts.config)
     ]
     astray = jax.tree.map(lambda leaf: leaf * 1.1, tiny_params)
-    found, _ = distances(grpo_parts, astray, groups)
-    assert found[0] > 0.1 and max(found[1:]) < 0.5 * found[0]
+    actual, _ = distances(grpo_parts, astray, groups)
+    assert actual[0] > 0.1 and max(actual[1:]) < 0.5 * actual[0]
 
 
 def test_a_reference_folder_of_its_own_is_read(
@@ -88,24 +86,28 @@ def test_a_reference_folder_of_its_own_is_read(
     assert_same(parts.first_params(), tiny_params)
 
 
-@pytest.mark.parametrize("preset", ["dapo", "vapo", "gspo", "reinforce", "rft", "dr_grpo"])
-def test_no_reference_is_held_where_nobody_asks_it(preset, tiny_folder, alone, tmp_path):
-    parts = build(make_quick_config(tiny_folder, tmp_path, preset))
+def test_neither_reference_nor_critic_is_held_without_a_use(tiny_folder, alone, tmp_path):
+    parts = build(make_quick_config(tiny_folder, tmp_path, "dapo"))
     parts.close()
-    assert parts.learners.reference is None
+    assert parts.learners.reference is None and parts.learners.critic is None
 
 
-def test_the_reference_is_held_in_the_compute_dtype(tiny_folder, alone, tmp_path):
-    compute = Compute(dtype="bfloat16")
-    parts = build(make_quick_config(tiny_folder, tmp_path, "dpo", compute=compute))
+def test_the_reference_is_held_in_the_compute_dtype_and_sharded_as_the_policy(
+    tiny_folder, tmp_path
+):
+    changes = {"compute": Compute(dtype="bfloat16"), "mesh": Mesh(2, 2, 2)}
+    parts = build(make_quick_config(tiny_folder, tmp_path, "dpo", **changes))
     parts.close()
-    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(parts.learners.reference)}
-    assert dtypes == {"bfloat16", "float32"}  # norms stay float32
+    leaves = jax.tree.leaves(parts.learners.reference)
+    assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16", "float32"}  # norms stay float32
     assert parts.learners.reference["embedding"].dtype == "bfloat16"
+    places = jax.tree.leaves(parts.learners.policy.shardings.params)
+    for leaf, place in zip(leaves, places, strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
 @pytest.mark.slow
-def test_a_reference_of_another_shape_or_tokenizer_is_refused(
+def test_a_reference_of_another_shape_or_tokenizer_is_rejected(
     tiny_folder, other_folder, base, alone, tmp_path
 ):
     tokenizer = other_folder / "tokenizer.json"
@@ -115,14 +117,3 @@ def test_a_reference_of_another_shape_or_tokenizer_is_refused(
         config = make_quick_config(tiny_folder, tmp_path, "grpo", model=model)
         with pytest.raises(ConfigError, match=f"model.reference_folder = '{folder}'.*{words}"):
             build(config)
-
-
-def test_the_reference_is_sharded_as_the_policy_is(tiny_folder, tmp_path):
-    parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", mesh=Mesh(2, 2, 2)))
-    parts.close()
-    for leaf, place in zip(
-        jax.tree.leaves(parts.learners.reference),
-        jax.tree.leaves(parts.learners.policy.shardings.params),
-        strict=True,
-    ):
-        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)

@@ -63,7 +63,7 @@ def test_the_folder_is_a_sequence_classifier_with_one_label(score_folder, score_
 
 
 @pytest.mark.parametrize("mesh", ["one_device", "eight_devices"])
-def test_a_score_is_the_head_at_the_last_token_whatever_is_packed_beside(
+def test_a_score_is_the_head_at_the_last_token_however_responses_are_packed(
     mesh, request, tiny_folder, score_folder, expected
 ):
     model = load_reward_model(make_config(tiny_folder, score_folder), request.getfixturevalue(mesh))
@@ -94,47 +94,37 @@ def test_the_judge_gives_each_group_the_scores_of_its_own_responses(
     pending = [judge.submit(pair[0][0], tuple(done for _, done in pair)) for pair in pairs]
     groups = judge.groups(pending[:2]) + judge.groups([]) + judge.groups(pending[2:])
     judge.close()
-    found = np.concatenate([group.reward_parts["model"] for group in groups])
-    np.testing.assert_allclose(found, 0.5 * expected, atol=2e-5)
+    actual = np.concatenate([group.reward_parts["model"] for group in groups])
+    np.testing.assert_allclose(actual, 0.5 * expected, atol=2e-5)
     assert [group.prompt.index for group in groups] == list(range(6))
 
 
-def copy_with(folder, target, change) -> str:
-    """A copy of a folder whose tensors went through `change`."""
-    shutil.copytree(folder, target)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors")
-    return str(target)
-
-
-def refuse(policy, folder, mesh) -> str:
+def rejection(policy, folder, mesh) -> str:
     with pytest.raises(ConfigError) as caught:
         load_reward_model(make_config(policy, folder), mesh)
     return str(caught.value)
 
 
-def test_a_folder_without_a_head_of_one_label_is_refused(
+def test_a_folder_without_a_head_of_one_label_is_rejected(
     tiny_folder, score_folder, one_device, tmp_path
 ):
-    assert "score.weight: missing" in refuse(tiny_folder, tiny_folder, one_device)
+    assert "score.weight: missing" in rejection(tiny_folder, tiny_folder, one_device)
+    folder = tmp_path / "labels"
+    shutil.copytree(score_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["score.weight"] = np.repeat(tensors["score.weight"], 2, axis=0)
+    save_file(tensors, folder / "model.safetensors")
+    message = rejection(tiny_folder, folder, one_device)
+    assert "score.weight: shape (2, 32), expected (1, 32)" in message
 
-    def add_label(tensors):
-        tensors["score.weight"] = np.repeat(tensors["score.weight"], 2, axis=0)
 
-    folder = copy_with(score_folder, tmp_path / "labels", add_label)
-    assert "score.weight: shape (2, 32), expected (1, 32)" in refuse(
-        tiny_folder, folder, one_device
-    )
-
-
-def test_a_folder_with_another_tokenizer_is_refused(
+def test_a_folder_with_another_tokenizer_is_rejected(
     tiny_folder, score_folder, one_device, tmp_path
 ):
     folder = tmp_path / "other"
     shutil.copytree(score_folder, folder)
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace("again", "gaina"))
-    message = refuse(tiny_folder, folder, one_device)
+    message = rejection(tiny_folder, folder, one_device)
     assert message.startswith(f"config.reward.model_folder = '{folder}'")
     assert "tokenizer" in message and str(tiny_folder) in message

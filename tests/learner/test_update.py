@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from learners import (
     ADVANTAGES,
-    BUDGET,
-    LENGTHS,
     RNG,
     SEGMENTS,
     assert_close,
@@ -26,8 +24,6 @@ from learners import (
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Optimizer
-from dapo_jax.learner.batches import ScoredBatch
-from dapo_jax.learner.losses import response_weights
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import assign_rows, pack, padded_microbatches
 from dapo_jax.learner.ratio_quantiles import EDGES, RATIO_HISTOGRAM
@@ -39,7 +35,7 @@ def microbatches_of(row_tokens: int, rows: int) -> int:
 
 
 def loop_loss(params, algorithm):
-    """DAPO's equation 8, its released code's mean, or GRPO's; response by response, unpacked."""
+    """DAPO's equation 8 or its released code's mean; response by response, unpacked."""
     terms, groups = [], []
     for segment, advantage in zip(SEGMENTS, ADVANTAGES, strict=True):
         prompt, response = segment.prompt.tokens, segment.completion.tokens
@@ -60,9 +56,7 @@ def loop_loss(params, algorithm):
             [t for t, g in zip(terms, groups, strict=True) if g == own] for own in set(groups)
         ]
         return jnp.mean(jnp.stack([jnp.mean(jnp.concatenate(parts)) for parts in members]))
-    if algorithm.aggregate == "token_mean":
-        return jnp.mean(jnp.concatenate(terms))
-    return jnp.mean(jnp.stack([term.mean() for term in terms]))
+    return jnp.mean(jnp.concatenate(terms))
 
 
 @pytest.mark.parametrize(
@@ -70,30 +64,21 @@ def loop_loss(params, algorithm):
     [
         {"aggregate": "token_mean_per_group"},
         {"overlong_filtering": True},
-        # Of presets, GRPO's too: test_family.py.
-        pytest.param(
-            {"aggregate": "sequence_mean", "clip_high": 0.2, "dual_clip": 0.0},
-            marks=pytest.mark.slow,
-        ),
     ],
-    ids=["equation 8", "dapo, filtered", "grpo"],
+    ids=["equation 8", "filtered"],
 )
 def test_packed_gradient_equals_the_papers_loop(changes, tiny_params, one_device):
     algorithm = dataclasses.replace(algorithms.dapo(), **changes)
     learner = make_learner(one_device, algorithm)
     batch, used = make_batch(algorithm)
-    found = learner.gradient(place(tiny_params, learner), batch, used)
+    actual = learner.gradient(place(tiny_params, learner), batch, used)
     expected = jax.jit(jax.grad(functools.partial(loop_loss, algorithm=algorithm)))(tiny_params)
-    assert_close(found, expected, 1e-5)
+    assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize(
     ("rows", "row_tokens"),
-    [
-        (1, 20),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 20), (8, 20))),
-        (2, 40),
-    ],
+    [(1, 20), (2, 40)],
 )
 def test_any_split_and_packing_gives_the_same_gradient(rows, row_tokens, tiny_params, one_device):
     learner = make_learner(one_device)
@@ -125,85 +110,60 @@ def one_device_updates(tiny_params, one_device):
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param((2, 2, 1, 2), id="tensor", marks=pytest.mark.slow),
         pytest.param((1, 2, 4, 1), id="decode_tensor, so all fsdp", marks=pytest.mark.slow),
-        pytest.param((1, 2, 2, 2), id="both", marks=pytest.mark.slow),
+        pytest.param((1, 2, 2, 2), id="decode_tensor and tensor", marks=pytest.mark.slow),
         pytest.param((8, 1, 1, 1), id="data alone"),
     ],
 )
 def test_update_on_eight_devices_equals_one(sizes, tiny_params, one_device_updates):
     data, fsdp, decode_tensor, tensor = sizes
     mesh = sharding.make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
-    one, one_gradient, one_metrics = one_device_updates
-    eight, eight_gradient, eight_metrics = two_updates(tiny_params, mesh)
-    assert_close(eight_gradient, one_gradient, 1e-5)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), eight, one)
-    for name, mean in one_metrics.items():
+    expected_params, expected_gradient, expected_metrics = one_device_updates
+    params, gradient, metrics = two_updates(tiny_params, mesh)
+    assert_close(gradient, expected_gradient, 1e-5)
+    for actual, expected in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=0)
+    for name, mean in expected_metrics.items():
         if name != RATIO_HISTOGRAM:  # rounding moves a ratio over the edge of its bin
-            found = eight_metrics[name].value()
-            np.testing.assert_allclose(found, mean.value(), rtol=2e-4, atol=1e-6)
+            actual = metrics[name].value()
+            np.testing.assert_allclose(actual, mean.value(), rtol=2e-4, atol=1e-6)
 
 
-def test_weights_and_moments_are_really_sharded(tiny_params, eight_devices):
+def test_weights_and_moments_are_sharded(tiny_params, eight_devices):
     """Bytes on each device are about total / (fsdp x tensor); norms and counters are whole."""
     learner = make_learner(eight_devices)
     state = learner.start(place(tiny_params, learner))
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     for device in jax.devices():
-        here = sum(
+        held = sum(
             shard.data.nbytes
             for leaf in jax.tree.leaves(state)
             for shard in leaf.addressable_shards
             if shard.device == device
         )
-        assert total / 4 <= here <= total / 4 * 1.1
+        assert total / 4 <= held <= total / 4 * 1.1
 
 
-def test_the_compiled_step_holds_the_collectives(eight_devices):
-    learner = make_learner(eight_devices)
-    batch, used = make_batch()
-    batch = sharding.put(eight_devices, batch, None, "batch")
-    with sharding.activate(eight_devices):
-        lowered = learner._update.lower(learner.abstract_state, {}, batch, used, 1e-3)
-        text = lowered.compile().as_text()
-    assert re.search(r"= \S+ all-gather\(", text), "weights are not gathered over fsdp"
-    assert re.search(r"= .*(all-reduce|reduce-scatter)\(", text), "gradients are not added up"
-
-
-def test_devices_that_share_rows_alone_meet_once_an_update():
+def test_data_parallel_devices_synchronise_once_per_update():
     mesh = sharding.make_mesh(-1, 1, 1)
     learner, (batch, _) = make_learner(mesh), make_batch(rows=8, microbatches=2)
     text = learner.lower("update", batch).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 
-def test_replicas_of_several_devices_meet_once_an_update():
-    """In the loop over microbatches they exchange what one replica alone does, but for bins."""
+def test_replicas_of_several_devices_synchronise_once_per_update():
+    """The loop over microbatches has the collectives of a single replica, except for bins."""
     looped, all_reduces = [], []
     for data in (1, 2):
         mesh = sharding.make_mesh(data, 2, 2, devices=jax.devices()[: 4 * data])
         learner, (batch, _) = make_learner(mesh), make_batch(rows=2 * data, microbatches=4)
         text = learner.lower("update", batch).compile().as_text()
         made = hlo_arrays.instructions(text)
-        large = [one for one in made if math.prod(one.shape) > len(EDGES) + 1 and one.group != 1]
+        large = [x for x in made if math.prod(x.shape) > len(EDGES) + 1 and x.group != 1]
         looped.append(hlo_arrays.collectives(large, looped=True))
         all_reduces.append(len(re.findall(r" all-reduce(?:-start)?\(", text)))
     assert looped[0] == looped[1] != []
     assert all_reduces[1] > all_reduces[0]
-
-
-def test_without_old_logprobs_the_ratio_is_exactly_one(tiny_params, one_device):
-    learner = make_learner(one_device)
-    params = place(tiny_params, learner)
-    batch, used = make_batch()
-    scores = learner.score(params, batch.scored.rollouts, used).values
-    on_policy = dataclasses.replace(batch, scored=ScoredBatch(batch.scored.rollouts, None))
-    scored = dataclasses.replace(batch, scored=ScoredBatch(batch.scored.rollouts, scores))
-    assert_close(
-        learner.gradient(params, on_policy, used), learner.gradient(params, scored, used), 1e-5
-    )
-    _, (metrics, _) = learner.update(learner.start(params), on_policy, used, 1e-3)
-    assert all(metrics[f"clip_fraction_{side}"].value() == 0 for side in ("low", "high", "dual"))
 
 
 def test_rows_beyond_the_used_microbatches_are_never_read(tiny_params, one_device):
@@ -291,30 +251,19 @@ def test_every_segment_is_in_one_row_and_no_row_is_too_long():
         assert sorted(i for members in rows for i in members) == list(range(len(lengths)))
 
 
-def test_arrays_are_as_wide_as_their_use_and_compile_few_times(
-    tiny_params, one_device, fresh_programs
-):
-    learner = make_learner(one_device)
-    params, widths = place(tiny_params, learner), set()
+def test_arrays_are_less_than_twice_as_wide_as_their_use_and_of_few_widths():
+    """A program is compiled for each width."""
+    widths = set()
     for count in range(1, 14):
         segments = make_segments([14] * count)  # one per row
         rollouts, used = pack(segments, 20, 1)
         width = len(rollouts.tokens)
         assert used == count and used <= width < 2 * used
         assert width == padded_microbatches([segments, segments[:1]], 20, 1)
-        learner.score(params, rollouts, used)
         widths.add(width)
-    assert learner._score._cache_size() == len(widths) == 5
+    assert len(widths) == 5
 
 
-def test_a_segment_longer_than_a_row_is_refused():
+def test_a_segment_longer_than_a_row_is_rejected():
     with pytest.raises(ValueError, match="row_tokens = 10"):
         pack(SEGMENTS, 10, 4, 4)
-
-
-def test_weights_add_up_to_one_over_all_microbatches():
-    batch, _ = make_batch()
-    np.testing.assert_allclose(batch.loss_weights.sum(), 1, rtol=1e-6)
-    lengths, correct = np.array(LENGTHS), np.ones(len(LENGTHS), bool)
-    expected = response_weights(algorithms.dapo(), lengths, lengths, correct, BUDGET) * lengths
-    np.testing.assert_allclose(expected.sum(), 1)

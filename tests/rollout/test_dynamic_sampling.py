@@ -1,6 +1,5 @@
 """Dynamic sampling with scripted lengths and rewards: which groups are kept, in which order."""
 
-import json
 from concurrent.futures import Future
 
 import pytest
@@ -12,7 +11,6 @@ from dapo_jax.config.experiment import Config, Data, Rollout
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.metrics import rollout_metrics
-from dapo_jax.reporting.sinks import write_rollouts
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.dynamic_sampling import (
@@ -27,7 +25,7 @@ from dapo_jax.structs import Interrupted, Verdict
 
 
 class ScriptedPool:
-    """Decides that `right(index)` of each group's responses are correct."""
+    """Decides that the first `right(index)` responses of each group are correct."""
 
     def __init__(self, right):
         self._right = right
@@ -35,8 +33,8 @@ class ScriptedPool:
     def submit_group(self, prompt, completions):
         futures = [Future() for _ in completions]
         for i, future in enumerate(futures):
-            verdict = Verdict(i < self._right(prompt.index), "1", decided="direct")
-            future.set_result(verdict)
+            correct = i < self._right(prompt.index)
+            future.set_result(Verdict(correct, "1", decided="direct"))
         return futures
 
 
@@ -93,8 +91,7 @@ def test_the_first_qualifying_groups_in_data_order_are_kept():
 
 
 def test_no_prompt_is_requested_twice_or_lost_between_steps():
-    config_right = lambda i: 1 if i % 2 else 0  # noqa: E731
-    collected, prompts, _ = run(config_right)
+    collected, prompts, _ = run(lambda i: i % 2)
     assert indices(collected) == [1, 3, 5, 7]
     assert next(prompts).index == 8
 
@@ -125,9 +122,12 @@ def test_starved_sampling_stops_after_its_rounds(right, kind):
 
 
 def test_a_starved_step_trains_on_the_groups_there_are():
-    collected, _, _ = run(lambda i: 1 if i in (3, 7) else 2, max_sample_rounds=2)
+    collected, _, _ = run(
+        lambda i: 1 if i in (3, 7) else 2, bursts=lambda i: 1 + i % 3, max_sample_rounds=2
+    )
     assert indices(collected) == [3, 7] and collected.starved
     assert collected.next_position == 8
+    assert not collected.surplus and len(collected.judged) == 8
 
 
 def test_a_starved_run_stops_with_its_counts_if_configured():
@@ -153,8 +153,8 @@ def test_dropped_prompts_are_counted_once():
     data = Data(train_problems=100, max_prompt_tokens=9, overlong_prompts="drop")
     prompts = PromptStream(data, 0, arithmetic_tokenizer())
     collected = [run(lambda i: 1, prompts=prompts)[0] for _ in range(3)]
-    assert all(one.asked_prompts > 4 for one in collected)  # the surplus is asked for again
-    dropped = sum(one.dropped_prompts for one in collected)
+    assert all(step.asked_prompts > 4 for step in collected)  # the surplus is asked for again
+    dropped = sum(step.dropped_prompts for step in collected)
     assert prompts.position == 12 + dropped and dropped > 0
 
 
@@ -181,15 +181,15 @@ def test_surplus_groups_change_no_mean_of_the_step():
     surplus = [group.prompt.index for group in collected.surplus]
     assert {4, 5, 6, 15} <= set(surplus) and min(surplus) == 4
     sampler.counts.tokens = 1000
-    found = rollout_metrics(collected, sampler.counts)
-    assert found["accuracy"] == 0.5 and found["reward"] == 0 and found["kept_fraction"] == 1
-    assert found["all_right_fraction"] == found["all_wrong_fraction"] == 0
-    assert found["response_tokens_mean"] == found["response_tokens_right"] == 10
-    assert found["reward_parts/rule"] == 0
+    actual = rollout_metrics(collected, sampler.counts)
+    assert actual["accuracy"] == 0.5 and actual["reward"] == 0 and actual["kept_fraction"] == 1
+    assert actual["all_right_fraction"] == actual["all_wrong_fraction"] == 0
+    assert actual["response_tokens_mean"] == actual["response_tokens_right"] == 10
+    assert actual["reward_parts/rule"] == 0
     # What judging cost counts whole.
-    assert found["surplus_groups"] == len(surplus) > 10
-    assert found["verdicts/direct"] == 2 * (4 + len(surplus))
-    assert found["sampled_to_kept_tokens"] == 1000 / (4 * 2 * 10)
+    assert actual["surplus_groups"] == len(surplus) > 10
+    assert actual["verdicts/direct"] == 2 * (4 + len(surplus))
+    assert actual["sampled_to_kept_tokens"] == 1000 / (4 * 2 * 10)
 
 
 def test_the_next_estimate_does_not_depend_on_order_of_arrival():
@@ -197,20 +197,3 @@ def test_the_next_estimate_does_not_depend_on_order_of_arrival():
     hurried, _, _ = with_fast_finishers()
     even, _, _ = run(lambda i: 1 if i < 6 else 2, fraction=0.25)
     assert hurried.kept_fraction == even.kept_fraction == next_kept_fraction(0.25, 4, 4, 4)
-
-
-def test_the_rollouts_file_marks_the_surplus(tmp_path):
-    collected, _, _ = with_fast_finishers()
-    write_rollouts(tmp_path, 1, collected)
-    lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    said = {line["index"]: line["surplus"] for line in map(json.loads, lines)}
-    judged = collected.judged + collected.surplus
-    assert said == {g.prompt.index: g.prompt.index >= 4 for g in judged}
-    assert len(lines) == 2 * len(judged)
-
-
-def test_a_starved_step_has_no_surplus():
-    collected, _, _ = run(
-        lambda i: 1 if i in (3, 7) else 2, bursts=lambda i: 1 + i % 3, max_sample_rounds=2
-    )
-    assert collected.starved and not collected.surplus and len(collected.judged) == 8

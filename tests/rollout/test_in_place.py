@@ -47,24 +47,17 @@ def made_anew(text: str, elements: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-def test_slots_are_updated_in_place(tiny_params, one_device, cache_dtype):
-    compiled, cache = compiled_burst(
-        one_device, tiny_params, cache="slots", cache_dtype=cache_dtype
-    )
-    text = compiled.as_text()
-    assert "scatter" in text
-    if cache_dtype == "auto":
-        assert not made_anew(text, cache.values.size)
-        size = cache.values.size * cache.values.dtype.itemsize
-        assert compiled.memory_analysis().temp_size_in_bytes < size
+def test_slots_are_updated_in_place(tiny_params, one_device):
+    compiled, cache = compiled_burst(one_device, tiny_params, cache="slots")
+    assert "scatter" in compiled.as_text()
+    assert not made_anew(compiled.as_text(), cache.values.size)
+    assert compiled.memory_analysis().temp_size_in_bytes < cache.values.nbytes
 
 
 def test_pages_are_updated_in_place(tiny_params, one_device):
     # Many more pages than the slots' tables name, or what attention reads would have their size.
-    compiled, cache = compiled_burst(
-        one_device, tiny_params, cache="paged", page_tokens=8, pages=2000
-    )
+    settings = {"cache": "paged", "page_tokens": 8, "pages": 2000}
+    compiled, cache = compiled_burst(one_device, tiny_params, **settings)
     assert not made_anew(compiled.as_text(), cache.pages.size)
 
 
@@ -75,9 +68,9 @@ def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache):
         compiled, _ = compiled_burst(mesh, tiny_params, cache=cache, page_tokens=8)
         text = compiled.as_text()
         assert "all-reduce" in text  # what a burst cost is summed after it
-        looped = [one for one in instructions(text) if one.looped]
-        found = [one.group for one in looped if one.operation.startswith(COLLECTIVES)]
-        assert max(found, default=0) == largest
+        looped = [x for x in instructions(text) if x.looped]
+        actual = [x.group for x in looped if x.operation.startswith(COLLECTIVES)]
+        assert max(actual, default=0) == largest
 
 
 def test_devices_of_a_collective_are_counted_in_every_form():

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import math
-import re
 
 import hlo_arrays
 import jax
@@ -24,11 +23,10 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import inference
 from dapo_jax.model.decode_attention import PromptContext, attend_prompt
 from dapo_jax.model.decoder import abstract_params, for_decoding
-from dapo_jax.model.layers import Adapters, Projection
+from dapo_jax.model.layers import Adapters
 from dapo_jax.model.param_paths import summed_axes
 from dapo_jax.model.quantisation import int8_product, to_int8
 from dapo_jax.model.trainable import MATRICES, is_trained
-from dapo_jax.rollout.weight_transfer import Loader
 from dapo_jax.run.run import train
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
@@ -93,22 +91,22 @@ def test_int8_weights_are_close_and_give_the_logits_of_rounded_weights(kind, one
     _, loaded = make_engine(config, one_device, params)
     _, exact = make_engine(config, one_device, params, weights_dtype="auto")
     jax.tree.map(np.testing.assert_array_equal, params, before)
-    found, weights = (flatten(jax.device_get(tree)) for tree in (loaded, exact))
+    actual, weights = (flatten(jax.device_get(tree)) for tree in (loaded, exact))
     matrices = {path for path in weights if summed_axes(path)}
     assert len(matrices) == 7 * config.layers + (not config.tie_embeddings)
-    assert found.keys() == weights.keys() | {path + "_scale" for path in matrices}
+    assert actual.keys() == weights.keys() | {path + "_scale" for path in matrices}
     for path, weight in weights.items():
         if path not in matrices:
-            np.testing.assert_array_equal(found[path], weight)
+            np.testing.assert_array_equal(actual[path], weight)
             continue
-        whole, scale = found[path], found[path + "_scale"]
+        whole, scale = actual[path], actual[path + "_scale"]
         assert whole.dtype == jnp.int8 and scale.dtype == jnp.float32
         assert scale.shape == weight.shape[-scale.ndim :] and scale.size < weight.size
         largest = np.abs(weight).max(tuple(range(weight.ndim - scale.ndim)))
         np.testing.assert_allclose(scale, largest / 127, rtol=1e-6)
         assert (np.abs(whole * scale - weight) <= scale / 2 * (1 + 1e-5)).all()
     logits, rounded, right = (
-        last_logits(tree, config) for tree in (loaded, dequantise(found, config), exact)
+        last_logits(tree, config) for tree in (loaded, dequantise(actual, config), exact)
     )
     np.testing.assert_allclose(logits, rounded, atol=1e-4 * np.abs(right).max())
     error = np.linalg.norm(logits - right) / np.linalg.norm(right)
@@ -124,19 +122,14 @@ def test_weights_do_not_depend_on_devices_or_layers_per_call(one_device):
     _, by_layers = make_engine(config, mesh, spread, load_layers=1)
     for loaded in (at_once, by_layers):
         jax.tree.map(np.testing.assert_array_equal, loaded, expected)
-        shapes = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.shape, loaded)
-        layer = shapes["layers"][0]
-        assert layer["query"]["kernel"] == (32, 4 // 2, 8)
-        assert layer["query"]["kernel_scale"] == (4 // 2, 8)  # cut as the channels are
-        assert layer["gate"]["kernel_scale"] == (64 // 2,)
-        assert layer["out"]["kernel"] == (4 // 2, 8, 32)
-        assert layer["out"]["kernel_scale"] == layer["down"]["kernel_scale"] == (32,)
-        assert shapes["head"] == (32, 32 // 2) and shapes["head_scale"] == (32 // 2,)
+    layer = at_once["layers"][0]
+    scale = layer["query"]["kernel_scale"].addressable_shards[0]
+    assert scale.data.shape == (4 // 2, 8)  # cut as the channels are
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int8_products"])
 def test_slots_and_pages_on_one_and_four_devices_sample_the_same(dtype, one_device):
-    params, found = random_params(UNTIED), []
+    params, actual = random_params(UNTIED), []
     prompt = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
     for mesh, cache in (
         (one_device, "slots"),
@@ -147,10 +140,10 @@ def test_slots_and_pages_on_one_and_four_devices_sample_the_same(dtype, one_devi
         prefix = engine.prefill(params=loaded, padded_tokens=prompt, true_length=6)
         state = engine.insert(prefix, engine.init_decode_state(), 2)
         state, _ = engine.generate(loaded, state)
-        found += engine.fetch_responses(state, [2])
-    assert len(set(found[0].tokens.tolist())) > 1
-    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
-    np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=1e-4)
+        actual += engine.fetch_responses(state, [2])
+    assert len(set(actual[0].tokens.tolist())) > 1
+    np.testing.assert_array_equal(actual[0].tokens, actual[1].tokens)
+    np.testing.assert_allclose(actual[0].logprobs, actual[1].logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
@@ -164,67 +157,13 @@ def test_int8_products_equal_products_of_rounded_factors(pieces):
     product = functools.partial(
         int8_product, matrix=matrix, scale=scale, dtype=jnp.float32, pieces=pieces
     )
-    found = np.asarray(product(jnp.asarray(rows, jnp.float32)))
+    actual = np.asarray(product(jnp.asarray(rows, jnp.float32)))
     largest = np.abs(rows).max(axis=1, keepdims=True) / 127
     rounded = np.round(rows / np.where(largest, largest, 1)) * largest
     exact = rounded @ (np.asarray(matrix, float) * np.asarray(scale, float))
-    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)
-    assert np.abs(found - rows @ weights).max() > 1e-3
-    np.testing.assert_array_equal(found[1:2], product(jnp.asarray(rows[1:2], jnp.float32)))
-
-
-def test_devices_add_int8_products_in_float32():
-    mesh = make_mesh(1, 1, 4, jax.devices()[:4])
-    layer = Projection((64,), ("mlp", "embed"), jnp.float32, int8_products=True)
-    params = {"kernel": jnp.ones((32, 64), jnp.int8), "kernel_scale": jnp.ones(64)}
-    places = {
-        "kernel": sharding.sharding(mesh, "mlp", "embed", column=sharding.DECODING),
-        "kernel_scale": sharding.sharding(mesh, None),
-    }
-    params, x = jax.device_put(params, places), jnp.arange(64.0).reshape(1, 2, 32) - 20
-    x = jax.device_put(x, sharding.sharding(mesh, None, None, "mlp", column=sharding.DECODING))
-    with sharding.activate(mesh, sharding.DECODING):
-        apply = jax.jit(lambda params, x: layer.apply({"params": params}, x))
-        text, found = apply.lower(params, x).compile().as_text(), apply(params, x)
-    assert re.search(r" f32\[[\d,]*64\]\S* all-reduce\(", text)
-    assert not re.search(r" (s32\S* all-reduce|s8\S* all-gather)\(", text)
-    np.testing.assert_allclose(found[0, :, 0], jnp.sum(x[0], axis=1), atol=1)
-
-
-def test_products_are_rounded_only_with_int8_products(one_device):
-    params, logits = random_params(UNTIED), {}
-    for dtype in "auto", "int8", "int8_products":
-        engine, loaded = make_engine(UNTIED, one_device, params, weights_dtype=dtype)
-        logits[dtype] = np.asarray(last_logits(loaded, engine.config))
-    more, less = (
-        np.linalg.norm(logits[dtype] - logits["auto"]) for dtype in ("int8_products", "int8")
-    )
-    assert less < more < 0.1 * np.linalg.norm(logits["auto"])
-
-
-def test_matrices_need_half_the_bytes_of_bfloat16(one_device):
-    sizes = dict(vocab=50_000, layers=4, embed=3584, heads=28, kv_heads=4, head_dim=128, mlp=18_944)
-    config = dataclasses.replace(UNTIED, dtype=jnp.bfloat16, **sizes)
-    boxed = abstract_params(config)
-    loaders = (
-        Loader(
-            config,
-            one_device,
-            one_device,
-            flatten_dict(boxed, sep="/"),
-            Sampler(weights_dtype=dtype),
-        )
-        for dtype in ("auto", "int8")
-    )
-    exact, rounded = (
-        sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize
-            for path, leaf in loader.abstract(sharding.unbox(boxed)).items()
-            if path != "embedding"
-        )
-        for loader in loaders
-    )
-    assert 0.5 < rounded / exact < 0.501
+    np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-6)
+    assert np.abs(actual - rows @ weights).max() > 1e-3
+    np.testing.assert_array_equal(actual[1:2], product(jnp.asarray(rows[1:2], jnp.float32)))
 
 
 def test_served_weights_are_rounded(byte_folder, alone):
@@ -258,5 +197,5 @@ def test_a_tpu_reads_int8_inside_its_products(monkeypatch):
         if leaf.dtype == jnp.int8
     }
     assert len(matrices) == 4  # query and out; key and value; those of the MLP; the head
-    casts = [one for one in made if one.dtype != "s8" and math.prod(one.shape) in matrices]
+    casts = [x for x in made if x.dtype != "s8" and math.prod(x.shape) in matrices]
     assert not casts, list(map(str, casts))

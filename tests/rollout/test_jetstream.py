@@ -72,16 +72,26 @@ def test_a_slot_stops_at_its_budget(byte_engine, byte_responses):
 # --- JetStream's orchestrator -----------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("interleaved", [True, False])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("cache", "interleaved"),
+    [
+        ("paged", True),
+        pytest.param("slots", True, marks=SLOW),
+        pytest.param("slots", False, marks=SLOW),
+    ],
+)
 def test_jetstreams_orchestrator_drives_the_engine(
-    byte_folder, alone, byte_engine, byte_responses, interleaved
+    byte_folder, alone, byte_engine, byte_responses, cache, interleaved
 ):
     engine, params, _ = byte_engine
+    if cache == "paged":
+        engine, params, _ = server.load_served(make_serve_config(byte_folder, cache="paged"))
     prefiller = engine
     if not interleaved:
-        config = make_serve_config(byte_folder, slots=1)
-        prefiller = server.load_served(config)[0]
+        prefiller = server.load_served(make_serve_config(byte_folder, slots=1))[0]
     driver = jetstream_server.orchestrator.Driver(
         prefill_engines=[prefiller],
         generate_engines=[engine],
@@ -89,24 +99,15 @@ def test_jetstreams_orchestrator_drives_the_engine(
         generate_params=[params],
         interleaved_mode=interleaved,
     )
-    content = messages.DecodeRequest.TextContent
-    answers = orchestrate(
-        driver,
-        *(
-            messages.DecodeRequest(text_content=content(text=prompt), max_tokens=BUDGET)
-            for prompt in PROMPTS
-        ),
-        messages.DecodeRequest(text_content=content(text="3+4="), max_tokens=3),
-        messages.DecodeRequest(
-            token_content=messages.DecodeRequest.TokenContent(token_ids=TOKENIZER.encode("?")),
-            max_tokens=BUDGET,
-        ),
-    )
-    wanted = [byte_responses[prompt] for prompt in PROMPTS] + [
-        byte_responses["3+4="][:3],
-        byte_responses["?"],
-    ]
-    assert [ids for _, ids in answers] == wanted
+    request, text = messages.DecodeRequest, messages.DecodeRequest.TextContent
+    requests = [request(text_content=text(text=p), max_tokens=BUDGET) for p in PROMPTS]
+    requests.append(request(text_content=text(text="3+4="), max_tokens=3))
+    ids = request.TokenContent(token_ids=TOKENIZER.encode("?"))
+    requests.append(request(token_content=ids, max_tokens=BUDGET))
+    answers = orchestrate(driver, *requests)
+    expected = [byte_responses[prompt] for prompt in PROMPTS]
+    expected += [byte_responses["3+4="][:3], byte_responses["?"]]
+    assert [ids for _, ids in answers] == expected
     assert answers[-1][0] == ""  # a client that sends ids decodes by itself
     assert driver.live is False
 

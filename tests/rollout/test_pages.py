@@ -9,14 +9,11 @@ import samplers
 from conftest import make_prompt
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
-from orchestrated import orchestrate
-from samplers import GREEDY, sample, tokens_of
-from served import BUDGET, PROMPTS, make_serve_config, messages
+from samplers import GREEDY, TOKENIZER, sample, tokens_of
 
-from dapo_jax.commands.serve import jetstream_server, server
 from dapo_jax.config.experiment import Config, Sampler
-from dapo_jax.model import decode_attention
 from dapo_jax.model.caches import PageCache
+from dapo_jax.model.decode_attention import PagedAttention, SlotContext, read_pages_by_kernel
 from dapo_jax.model.training_attention import Window
 from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageGeometry, PageTable
 from dapo_jax.rollout.scheduler import Scheduler
@@ -28,13 +25,23 @@ RAGGED = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(1 + 3 * i % 17)]) 
 LONGEST, RESPONSE = 17, 30
 
 
+SIZES = {
+    "slots": 8,
+    "response": RESPONSE,
+    "prompt": LONGEST,
+    "width": 4,
+    "first_window_tokens": 16,
+    "page_tokens": 4,
+}
+
+
 def make_sampler(mesh, **settings) -> Scheduler:
-    sizes = {"slots": 8, "response": RESPONSE, "prompt": LONGEST, "width": 4}
-    return samplers.make_sampler(mesh, **sizes | {"first_window_tokens": 16} | settings)
+    return samplers.make_sampler(mesh, **SIZES | settings)
 
 
-def paged(mesh, **settings) -> Scheduler:
-    return make_sampler(mesh, cache="paged", page_tokens=4, **settings)
+def paged(mesh, **settings) -> tuple[Scheduler, PageTable]:
+    engine = samplers.make_engine(mesh, **SIZES | {"cache": "paged"} | settings)
+    return Scheduler(engine, TOKENIZER, seed=5), engine.pages
 
 
 def held_pages(table: PageTable) -> int:
@@ -46,21 +53,17 @@ def held_pages(table: PageTable) -> int:
     return len(held)
 
 
-def watch(sampler) -> list[int]:
+def watch(sampler, table) -> list[int]:
     """Check the page table after every burst; return how many pages were held then."""
     held, burst = [], sampler.decode_burst
 
     def checked():
         done = burst()
-        held.append(held_pages(pages_of(sampler)))
+        held.append(held_pages(table))
         return done
 
     sampler.decode_burst = checked
     return held
-
-
-def pages_of(sampler) -> PageTable:
-    return sampler._engine.pages
 
 
 @pytest.fixture(scope="module")
@@ -77,81 +80,56 @@ def unpaged(tiny_params, one_device):
     "rule", [SamplingRule(), pytest.param(GREEDY, marks=pytest.mark.slow)], ids=["drawn", "greedy"]
 )
 def test_pages_and_slots_sample_the_same_tokens(tiny_params, one_device, unpaged, rule):
-    sampler = paged(one_device)
-    held = watch(sampler)
+    sampler, table = paged(one_device)
+    held = watch(sampler, table)
     assert tokens_of(sample(sampler, tiny_params, RAGGED, 5, rule)) == unpaged[rule]
     assert sampler.counts.prefills == len(RAGGED) and sampler.counts.put_back_tokens == 0
     assert max(held) > 8 and held[-1] == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pages", [12, 17, 30])
-def test_responses_that_lost_their_pages_are_sampled_again(tiny_params, one_device, unpaged, pages):
-    sampler = paged(one_device, pages=pages)
-    held = watch(sampler)
+@pytest.mark.parametrize(
+    ("mesh", "slots", "pages"),
+    [("one_device", 8, 12), ("one_device", 8, 30), ("eight_devices", 16, 4 * 13)],
+)
+def test_responses_that_lost_their_pages_are_sampled_again(
+    mesh, slots, pages, tiny_params, unpaged, request
+):
+    """Replicas have separate pages."""
+    sampler, table = paged(request.getfixturevalue(mesh), slots=slots, pages=pages)
+    held = watch(sampler, table)
     assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
     assert sampler.counts.put_back_tokens > 0
     assert sampler.counts.responses == 5 * len(RAGGED)
     assert max(held) > pages // 2 and held[-1] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pages", [0, 4 * 13])
-def test_replicas_have_separate_pages(tiny_params, eight_devices, unpaged, pages):
-    sampler = paged(eight_devices, slots=16, pages=pages)
-    watch(sampler)
-    assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
-    assert (sampler.counts.put_back_tokens > 0) == (pages > 0)
-
-
 def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_device):
     prompt = make_prompt(0, [3 + j % 9 for j in range(LONGEST)])
-    sampler = paged(one_device, slots=8, burst=1)
+    sampler, table = paged(one_device, slots=8, burst=1)
     sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
     sampler.submit(prompt, 8)
     sampler.decode_burst()
     # Sixteen tokens before the one that is fed: four pages of all, and one each.
-    assert held_pages(pages_of(sampler)) <= 4 + 8
-    table = pages_of(sampler)
+    assert held_pages(table) <= 4 + 8
     rows = [table.pages_of(slot) for slot in table.slots]
     assert len({tuple(row[:4]) for row in rows}) == 1
     assert len({row[4] for row in rows}) == len(rows) > 1
 
 
-@pytest.mark.parametrize(
-    "end", ["abandon", *(pytest.param(end, marks=pytest.mark.slow) for end in ("release", "begin"))]
-)
+@pytest.mark.parametrize("end", ["abandon", pytest.param("release", marks=pytest.mark.slow)])
 def test_abandoned_responses_free_their_pages(tiny_params, one_device, unpaged, end):
-    sampler = paged(one_device, pages=12)
+    sampler, table = paged(one_device, pages=12)
     sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
     for prompt in RAGGED:
         sampler.submit(prompt, 3)
     for _ in range(3):
         sampler.decode_burst()
-    table = pages_of(sampler)
     assert held_pages(table) > 0
-    if end == "begin":
-        sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
-    else:
-        getattr(sampler, end)()
+    getattr(sampler, end)()
     assert held_pages(table) == 0
     again = tokens_of(sample(sampler, tiny_params, RAGGED, 5))
     assert again == unpaged[SamplingRule()]
-
-
-@pytest.mark.slow
-def test_long_prompts_in_chunks_and_many_at_once_change_no_token(
-    tiny_params, one_device, eight_devices, unpaged
-):
-    whole = sample(make_sampler(one_device, prefill_prompts=1), tiny_params, RAGGED, 5)
-    assert tokens_of(whole) == unpaged[SamplingRule()]
-    for cache in ("slots", "paged"):
-        sampler = make_sampler(
-            eight_devices, cache=cache, page_tokens=4, prefill_chunk_tokens=5, prefill_prompts=3
-        )
-        assert sampler._engine.prefill_width == 4  # one for each replica
-        assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
-        assert sampler.counts.prefills == len(RAGGED)
 
 
 def test_too_few_pages_are_rejected(one_device, eight_devices):
@@ -162,102 +140,73 @@ def test_too_few_pages_are_rejected(one_device, eight_devices):
 
 
 @pytest.mark.slow
-def test_an_eight_bit_cache_stays_near_the_exact_one(tiny_params, one_device):
-    """Log-probs of the same draws move a little; pages and slots hold the same numbers."""
+@pytest.mark.parametrize("dtype", ["int8", "int8_per_head"])
+def test_an_eight_bit_cache_stays_near_the_exact_one(dtype, tiny_params, one_device, eight_devices):
+    """Few pages on eight devices and the slots of one device, if they exist, sample the same."""
     exact = sample(make_sampler(one_device), tiny_params, RAGGED, 3)
-    slots = sample(make_sampler(one_device, cache_dtype="int8"), tiny_params, RAGGED, 3)
-    pages = sample(paged(one_device, cache_dtype="int8"), tiny_params, RAGGED, 3)
-    assert tokens_of(slots) == tokens_of(pages)
-    gaps = []
-    for index, group in exact.items():
-        for a, b in zip(group, slots[index], strict=True):
-            same = min(len(a), len(b))
-            same = next((i for i in range(same) if a.tokens[i] != b.tokens[i]), same)
-            gaps.append(np.abs(a.sampler_logprobs[:same] - b.sampler_logprobs[:same]))
-    gaps = np.concatenate(gaps)
-    assert len(gaps) > 100 and 1e-6 < gaps.mean() < 0.05
-
-
-@pytest.mark.slow
-def test_pages_with_a_scale_per_head_stay_near_the_exact_ones(
-    tiny_params, one_device, eight_devices
-):
-    """However many devices and pages there are, and whatever was put back for want of them."""
-    exact = sample(paged(one_device), tiny_params, RAGGED, 3)
-    found = sample(paged(one_device, cache_dtype="int8_per_head"), tiny_params, RAGGED, 3)
-    few = paged(eight_devices, cache_dtype="int8_per_head", pages=4 * 13)
-    assert tokens_of(sample(few, tiny_params, RAGGED, 3)) == tokens_of(found)
-    first = [
+    actual = sample(paged(one_device, cache_dtype=dtype)[0], tiny_params, RAGGED, 3)
+    few, _ = paged(eight_devices, cache_dtype=dtype, pages=4 * 13)
+    assert tokens_of(sample(few, tiny_params, RAGGED, 3)) == tokens_of(actual)
+    if dtype == "int8":
+        slots = sample(make_sampler(one_device, cache_dtype=dtype), tiny_params, RAGGED, 3)
+        assert tokens_of(slots) == tokens_of(actual)
+    gaps = [
         np.abs(a.sampler_logprobs[0] - b.sampler_logprobs[0])
         for index, group in exact.items()
-        for a, b in zip(group, found[index], strict=True)
+        for a, b in zip(group, actual[index], strict=True)
         if a.tokens[0] == b.tokens[0]
     ]
-    assert len(first) > 30 and 1e-6 < np.mean(first) < 0.05
-
-
-def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byte_responses):
-    engine, params, _ = server.load_served(make_serve_config(byte_folder, cache="paged"))
-    driver = jetstream_server.orchestrator.Driver(
-        prefill_engines=[engine],
-        generate_engines=[engine],
-        prefill_params=[params],
-        generate_params=[params],
-        interleaved_mode=True,
-    )
-    content = messages.DecodeRequest.TextContent
-    requests = [
-        messages.DecodeRequest(text_content=content(text=prompt), max_tokens=BUDGET)
-        for prompt in PROMPTS * 2
-    ]
-    answers = orchestrate(driver, *requests)
-    assert [ids for _, ids in answers] == [byte_responses[prompt] for prompt in PROMPTS] * 2
-    held_pages(engine.pages)
+    assert len(gaps) > 30 and 1e-6 < np.mean(gaps) < 0.05
 
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("window", [None, Window(5)])
-def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8):
+def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8, one_device, monkeypatch):
     """Head order, window and scale are those that the TPU's kernel receives."""
     rng = np.random.default_rng(0)
     slots, width, size, kv_heads, head_dim, heads = 4, 3, 8, 2, 128, 6
-    pages = jnp.asarray(rng.normal(size=(20, size, 2 * kv_heads, head_dim)))
-    cache = PageCache(pages)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    pages, scales = normal(20, size, 2 * kv_heads, head_dim), None
     if int8:
-        whole = jnp.round(pages * 30).astype(jnp.int8)
-        cache = PageCache(whole, jnp.asarray(rng.uniform(0.01, 0.1, 2 * kv_heads), jnp.float32))
+        pages = jnp.round(pages * 30).astype(jnp.int8)
+        scales = jnp.asarray(rng.uniform(0.01, 0.1, 2 * kv_heads), jnp.float32)
     tables = rng.permutation(np.arange(1, 20))[: slots * width].reshape(slots, width)
     tables, lengths = jnp.asarray(tables, jnp.int32), jnp.asarray([1, 8, 13, 24], jnp.int32)
-    queries = jnp.asarray(rng.normal(size=(slots, heads, head_dim)))
-    told = {}
+    queries = normal(slots, 1, heads, head_dim)
+    new = normal(slots, 1, kv_heads, head_dim), normal(slots, 1, kv_heads, head_dim)
+    context = SlotContext(lengths[:, None] - 1, lengths > 0, tables)
+    attend = PagedAttention(one_device, kernel=False)
+    actual, cache = attend(queries, *new, context, PageCache(pages, scales), window)
+    options = {}
 
-    def reference(*args, sm_scale, sliding_window, **options):
-        told.update(options)
-        options = {"sm_scale": sm_scale, "sliding_window": sliding_window}
-        queries, pages, *args = args
-        args = queries, pages.astype(queries.dtype), *args
-        return kernel.ref_ragged_paged_attention(*args, **options)
+    def reference(queries, pages, *args, sm_scale, sliding_window, **others):
+        options.update(others)
+        scaled = {"sm_scale": sm_scale, "sliding_window": sliding_window}
+        pages = pages.astype(queries.dtype)
+        return kernel.ref_ragged_paged_attention(queries, pages, *args, **scaled)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragged_paged_attention, "ragged_paged_attention", reference)
-        expected = decode_attention.read_pages_by_kernel(queries, cache, tables, lengths, window)
-    found = decode_attention._gather_pages(queries, cache, tables, lengths, window)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert told["k_scale"] == told["v_scale"] == (1.0 if int8 else None)
-    assert told["num_kv_pages_per_block"] == width and told["num_queries_per_block"] == slots
+    monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", reference)
+    expected = read_pages_by_kernel(queries[:, 0], cache, tables, lengths, window)
+    np.testing.assert_allclose(actual[:, 0], expected, atol=1e-5)
+    assert options["k_scale"] == options["v_scale"] == (1.0 if int8 else None)
+    assert options["num_kv_pages_per_block"] == width
+    assert options["num_queries_per_block"] == slots
 
 
 @pytest.mark.parametrize("field", ["cache_dtype", "weights_dtype"])
 def test_uncorrected_rounding_gives_a_warning(field):
-    told = []
-    progress = types.SimpleNamespace(warn=told.append)
+    warnings = []
+    progress = types.SimpleNamespace(warn=warnings.append)
     config = Config(sampler=Sampler(**{field: "int8"}))
     warn_about_rounding(config, progress)
-    assert len(told) == 1 and field in told[0] and "importance_cap = 0" in told[0]
+    assert len(warnings) == 1 and field in warnings[0] and "importance_cap = 0" in warnings[0]
     config.algorithm.importance_cap = 2.0
     warn_about_rounding(config, progress)
     warn_about_rounding(Config(), progress)
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 # --- the page table alone -------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """The sampler records the routes that the trainer computes on the same tokens."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from samplers import PROMPTS, TOKENIZER, make_engine, make_sampler, sample, tokens_of
+from samplers import PROMPTS, TOKENIZER, make_sampler, sample
 
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model.decoder import init_params
@@ -16,8 +15,7 @@ from dapo_jax.model.experts import ROUTES
 from dapo_jax.model.logprobs import hidden_states
 from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.runtime import sharding
-from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.runtime.sharding import unbox
 from dapo_jax.structs import PartialGroup, SamplingRule
 
 MOE = dataclasses.replace(
@@ -40,34 +38,34 @@ def groups(params, one_device):
     return sample(open_sampler(one_device), params, SOME)
 
 
-def of_trainer(params, groups) -> dict[tuple[int, int], np.ndarray]:
+def trainer_routes(params, groups) -> dict[tuple[int, int], np.ndarray]:
     """Routes of a forward pass over packed rows, by prompt and sample; and those packed there."""
     places = [(p, done) for p in SOME for done in groups[p.index]]
     segments = [Segment(p, done, i) for i, (p, done) in enumerate(places)]
     rows, used = pack(segments, 64, 4)
-    found = {}
+    actual = {}
     for microbatch in range(used):
-        one = jax.tree.map(lambda x, m=microbatch: x[m], rows)
-        arrays = one.tokens, one.segment_ids, one.positions
+        part = jax.tree.map(lambda x, m=microbatch: x[m], rows)
+        arrays = part.tokens, part.segment_ids, part.positions
         records = jax.jit(lambda *a: hidden_states(params, MOE, *a, record=[ROUTES])[1])(*arrays)
         routes = np.asarray(records.routes)
-        for row, number in np.argwhere(one.positions == 0):
-            if not (segment := one.segment_ids[row, number]):
+        for row, number in np.argwhere(part.positions == 0):
+            if not (segment := part.segment_ids[row, number]):
                 continue
-            own = one.segment_ids[row] == segment
-            index = one.response_index[row][own].max()
+            own = part.segment_ids[row] == segment
+            index = part.response_index[row][own].max()
             prompt, done = places[index]
-            found[prompt.index, done.sample] = routes[row][own]
-            packed = one.routes[row][own]
+            actual[prompt.index, done.sample] = routes[row][own]
+            packed = part.routes[row][own]
             np.testing.assert_array_equal(packed[:-1], done.routes)
             assert (packed[-1] == -1).all()
-        assert (one.routes[one.segment_ids == 0] == -1).all()
-    return found
+        assert (part.routes[part.segment_ids == 0] == -1).all()
+    return actual
 
 
 def test_routes_equal_those_of_a_training_pass(params, groups):
     """In float32; of two experts with the same probability either may be taken."""
-    expected, compared = of_trainer(params, groups), 0
+    expected, compared = trainer_routes(params, groups), 0
     for prompt in SOME:
         for done in groups[prompt.index]:
             wanted = expected[prompt.index, done.sample]
@@ -78,29 +76,22 @@ def test_routes_equal_those_of_a_training_pass(params, groups):
     assert len(np.unique(np.concatenate([g.routes for g in groups[0]]))) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"cache": "paged", "page_tokens": 4}, marks=pytest.mark.slow),
-        pytest.param({"slots": 16, "burst": 7}, marks=pytest.mark.slow),
-        pytest.param({"prefill_chunk_tokens": 3}, marks=pytest.mark.slow),
-        pytest.param({"prefill_prompts": 4}, marks=pytest.mark.slow),
+        {"cache": "paged", "page_tokens": 4},
+        {"prefill_chunk_tokens": 3, "prefill_prompts": 4, "burst": 7},
+        {"slots": 8},
     ],
-    ids=["pages", "slots", "chunks", "prefilled together"],
+    ids=["pages", "chunks", "eight devices"],
 )
-def test_routes_do_not_depend_on_sampler_settings(settings, params, groups, one_device):
-    found = sample(open_sampler(one_device, **settings), params, SOME)
+def test_routes_do_not_depend_on_sampler_settings(settings, params, groups, request):
+    mesh = request.getfixturevalue("eight_devices" if "slots" in settings else "one_device")
+    actual = sample(open_sampler(mesh, **settings), params, SOME)
     for index, group in groups.items():
-        for done, again in zip(group, found[index], strict=True):
+        for done, again in zip(group, actual[index], strict=True):
             np.testing.assert_array_equal(done.tokens, again.tokens)
-            np.testing.assert_array_equal(done.routes, again.routes)
-
-
-@pytest.mark.slow
-def test_routes_of_eight_devices_equal_those_of_one(params, groups, eight_devices):
-    found = sample(open_sampler(eight_devices, slots=8), params, SOME)
-    for index, group in groups.items():
-        for done, again in zip(group, found[index], strict=True):
             np.testing.assert_array_equal(done.routes, again.routes)
 
 
@@ -122,15 +113,15 @@ def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups,
     partial = unpack_partial(arrays, records, places.__getitem__, TOKENIZER.decode)
     other = jax.tree.map(lambda x: x + 0.3 * jnp.sign(x), params)
     sampler.begin(other, purpose=0, step=3, rule=rule)
-    for one in partial:
-        sampler.submit(one.prompt, 3, one)
-    found = {}
+    for group in partial:
+        sampler.submit(group.prompt, 3, group)
+    actual = {}
     while not sampler.idle:
-        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
-    begun = [(one.prompt, response) for one in partial for response in one.begun]
+        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+    begun = [(group.prompt, response) for group in partial for response in group.begun]
     assert begun
     for prompt, before in begun:
-        done, whole = found[prompt.index][before.sample], groups[prompt.index][before.sample]
+        done, whole = actual[prompt.index][before.sample], groups[prompt.index][before.sample]
         np.testing.assert_array_equal(done.routes[: len(before.routes)], before.routes)
         np.testing.assert_array_equal(before.routes, whole.routes[: len(before.routes)])
         assert len(done.routes) == len(prompt.tokens) + len(done.tokens) - 1
@@ -145,22 +136,3 @@ def test_no_routes_are_recorded_by_default(params, one_device):
     assert rows.routes is None
     arrays, _ = pack_partial([PartialGroup(SOME[0], 0, (done,))])
     assert "routes" not in arrays
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["slots", "paged"])
-def test_experts_stay_sharded_while_sampling(cache, params, groups):
-    """Tokens go to the experts' devices and sums come back; a TPU's compiler would gather experts
-    in every decode step where the program leaves that to it."""
-    mesh = make_mesh(1, 1, 2, expert=4)
-    places = sharding.tree_shardings(mesh, jax.eval_shape(lambda: init_params(MOE, KEY)))
-    engine = make_engine(mesh, slots=8, cache=cache, config=MOE)
-    found = sample(Scheduler(engine, TOKENIZER, seed=5), jax.device_put(params, places), SOME)
-    assert tokens_of(found) == tokens_of(groups)
-    weights = engine.load_params(jax.device_put(params, places))
-    columns = engine.layout.columns(engine.cache_tokens)
-    state = engine.init_decode_state()
-    lowered = engine.programs.generate.lower(weights, state, rule=SamplingRule(), columns=columns)
-    whole = rf"\[{MOE.experts},({MOE.embed},{MOE.mlp}|{MOE.mlp},{MOE.embed})\]"
-    assert lowered.as_text().count("reduce_scatter") >= MOE.layers
-    assert not re.search(whole, lowered.compile().as_text())

@@ -49,8 +49,8 @@ def test_a_ring_holds_its_newest_tokens(length):
         ring = {}
         for position in range(last + 1):
             ring[position % length] = position
-        found = np.asarray(in_ring(length, jnp.array([[last]])))[0]
-        assert [ring.get(i, -1) for i in range(length)] == np.maximum(found, -1).tolist()
+        actual = np.asarray(in_ring(length, jnp.array([[last]])))[0]
+        assert [ring.get(i, -1) for i in range(length)] == np.maximum(actual, -1).tolist()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -66,51 +66,50 @@ def test_greedy_decoding_equals_the_whole_forward_pass(config, layout, one_devic
     assert max(len(done) for (done,) in groups.values()) > 2 * WINDOW
 
 
+@pytest.fixture(scope="module")
+def tokens(one_device):
+    return tokens_of(sample(open_sampler(one_device, MIXED), params_of(MIXED), SOME))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"cache": "paged", "page_tokens": 4}, marks=pytest.mark.slow),
-        {"slots": 8, "burst": 7, "first_window_tokens": 2},
-        pytest.param({"prefill_chunk_tokens": 3, "prefill_prompts": 4}, marks=pytest.mark.slow),
-        {"cache": "paged", "page_tokens": 4, "pages": 16},
+        {"slots": 8, "burst": 7, "first_window_tokens": 2, "prefill_chunk_tokens": 3},
+        {"cache": "paged", "page_tokens": 4, "pages": 16, "prefill_prompts": 4},
     ],
-    ids=["pages", "growing", "chunks", "few pages"],
+    ids=["growing", "few pages"],
 )
-def test_tokens_do_not_depend_on_the_layout(settings, one_device):
-    params = params_of(MIXED)
-    expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
-    assert tokens_of(sample(open_sampler(one_device, MIXED, **settings), params, SOME)) == expected
+def test_tokens_do_not_depend_on_the_layout(settings, one_device, tokens):
+    sampler = open_sampler(one_device, MIXED, **settings)
+    assert tokens_of(sample(sampler, params_of(MIXED), SOME)) == tokens
 
 
 @pytest.mark.parametrize("layout", [pytest.param("slots", marks=pytest.mark.slow), "pages"])
-def test_eight_devices_sample_what_one_does(layout, one_device):
+def test_eight_devices_sample_what_one_does(layout, tokens):
     mesh, params = make_mesh(2, 2, 2), params_of(MIXED)
-    expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
     sharded = open_sampler(mesh, MIXED, slots=8, **LAYOUTS[layout])
-    assert tokens_of(sample(sharded, place(params, MIXED, mesh), SOME)) == expected
+    assert tokens_of(sample(sharded, place(params, MIXED, mesh), SOME)) == tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_response_longer_than_its_ring_resumes(layout, one_device):
+def test_a_response_longer_than_its_ring_resumes(layout, one_device, tokens):
     """Prompt and response are longer than the ring then."""
-    params = params_of(MIXED)
-    expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
+    params, actual = params_of(MIXED), {}
     sampler = open_sampler(one_device, MIXED, **LAYOUTS[layout])
-    found = {}
     sampler.begin(params, purpose=0, step=2, rule=SamplingRule())
     for prompt in SOME:
         sampler.submit(prompt, 3)
     for _ in range(3):
-        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
     partial = sampler.suspend()
-    assert any(len(one.tokens) > WINDOW for group in partial for one in group.begun)
+    assert any(len(done.tokens) > WINDOW for group in partial for done in group.begun)
     sampler.begin(params, purpose=0, step=2, rule=SamplingRule())
-    for one in partial:
-        sampler.submit(one.prompt, 3, one)
+    for group in partial:
+        sampler.submit(group.prompt, 3, group)
     while not sampler.idle:
-        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
-    assert tokens_of(found) == expected
+        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+    assert tokens_of(actual) == tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,7 +9,6 @@ import pytest
 import scipy.stats
 from conftest import TINY
 from samplers import (
-    END,
     GREEDY,
     PROMPTS,
     TOKENIZER,
@@ -18,10 +17,10 @@ from samplers import (
     make_engine,
     make_sampler,
     sample,
+    tokens_of,
 )
 
 from dapo_jax.model.logprobs import token_logprobs
-from dapo_jax.rollout.requests import pad_prompt
 from dapo_jax.rollout.sampling import (
     SamplingRules,
     invert_cdf,
@@ -62,17 +61,11 @@ def test_recorded_logprobs_equal_those_of_the_trainer(tiny_params, one_device):
             np.testing.assert_allclose(done.sampler_logprobs, expected, atol=1e-4)
 
 
-def test_a_response_depends_neither_on_devices_nor_on_other_responses(
-    tiny_params, one_device, eight_devices
-):
-    crowded = sample(make_sampler(one_device, slots=4), tiny_params)
+def test_a_response_does_not_depend_on_devices(tiny_params, one_device, eight_devices):
+    alone = sample(make_sampler(one_device, slots=4), tiny_params)
     sharded = sample(make_sampler(eight_devices, slots=8), tiny_params)
-    alone = sample(make_sampler(one_device, slots=1), tiny_params, [PROMPTS[4]])
-    for index, group in crowded.items():
-        for i, done in enumerate(group):
-            assert done.tokens.tolist() == sharded[index][i].tokens.tolist()
-    assert [c.tokens.tolist() for c in alone[4]] == [c.tokens.tolist() for c in crowded[4]]
-    drawn = {tuple(done.tokens.tolist()) for group in crowded.values() for done in group}
+    assert tokens_of(alone) == tokens_of(sharded)
+    drawn = {tuple(done.tokens.tolist()) for group in alone.values() for done in group}
     assert len(drawn) > len(PROMPTS) * 2  # samples of a prompt differ
 
 
@@ -83,38 +76,6 @@ def test_prompts_are_prefilled_once_and_slots_stay_full(tiny_params, one_device)
     assert counts.prefills == len(PROMPTS)
     assert counts.responses == 8 * len(PROMPTS)
     assert counts.slot_steps > 0 and counts.occupancy >= 0.85
-
-
-def test_the_end_token_stays_and_a_full_budget_is_truncated(tiny_params, one_device):
-    groups = sample(make_sampler(one_device, response=6), tiny_params, samples=4)
-    done = [completion for group in groups.values() for completion in group]
-    assert {c.truncated for c in done} == {True, False}
-    for completion in done:
-        ends = completion.tokens[-1] == END
-        assert completion.truncated != ends
-        assert END not in completion.tokens[:-1]
-        assert len(completion) == 6 or ends
-
-
-def test_the_engine_runs_with_jetstream_signatures_only(tiny_params, one_device):
-    """prefill, insert(prefix, state, slot), generate, with JetStream's signatures alone."""
-    engine = make_engine(one_device, slots=2, burst=1)
-    params = engine.load_params(tiny_params)
-    state = engine.init_decode_state()
-    prompt = PROMPTS[3]
-    padded = pad_prompt(prompt.tokens, engine.max_prefill_length, 0)
-    prefix = engine.prefill(params=params, padded_tokens=padded, true_length=len(prompt.tokens))
-    state = engine.insert(prefix, state, 1)
-    del prefix
-    drawn = []
-    for _ in range(4):
-        state, result = engine.generate(params, state, rule=GREEDY)
-        data = result.convert_to_numpy().get_result_at_slot(1)
-        assert data.valid.all()
-        drawn.append(int(data.tokens[0, 0]))
-    assert data.lengths.tolist() == [4]
-    assert drawn == greedy_loop(tiny_params, prompt.tokens.tolist(), 4)
-    assert not result.convert_to_numpy().get_result_at_slot(0).valid.any()
 
 
 def test_a_prompt_over_the_limit_is_rejected(tiny_params, one_device):
@@ -165,8 +126,6 @@ def first_token(tiny_params, one_device):
     "rule",
     [
         SamplingRule(temperature=0.6),
-        pytest.param(SamplingRule(temperature=1.5, top_k=5), marks=pytest.mark.slow),
-        pytest.param(SamplingRule(temperature=1.2, top_p=0.8), marks=pytest.mark.slow),
         SamplingRule(temperature=1.3, top_p=0.9, top_k=7),
     ],
 )
@@ -185,24 +144,6 @@ def test_twenty_thousand_samples_of_the_engine_follow_the_rule(first_token, rule
 
 
 # --- drawing --------------------------------------------------------------------------------
-
-
-def test_samples_follow_the_softmax():
-    logits = jax.random.normal(jax.random.key(0), (1, 300)) * 2
-    count = 20_000
-    keys = jax.random.split(jax.random.key(1), count)
-    rule = SamplingRule(temperature=0.9)
-    draw_all = jax.jit(
-        lambda: sample_tokens(jnp.tile(logits, (count, 1)), keys, jnp.zeros(count, int), rule)
-    )
-    tokens, logprobs = draw_all()
-    expected = np.asarray(jax.nn.softmax(logits[0] / 0.9)) * count
-    observed = np.bincount(tokens, minlength=300)
-    likely = expected > 5
-    chi = ((observed - expected)[likely] ** 2 / expected[likely]).sum()
-    degrees = likely.sum()
-    assert chi < degrees + 5 * np.sqrt(2 * degrees)
-    np.testing.assert_allclose(np.exp(logprobs[:9]) * count, expected[tokens[:9]], rtol=1e-4)
 
 
 def test_a_token_without_mass_is_never_sampled():
@@ -240,7 +181,7 @@ def test_slots_with_different_rules_sample_as_with_one_rule():
     np.testing.assert_array_equal(alone, tokens[::5])
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
 def test_keys_of_several_prompts_equal_single_keys(seed):
     def folded(purpose, step, index):
         key = jax.random.key(seed)

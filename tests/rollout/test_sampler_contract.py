@@ -8,7 +8,7 @@ import pytest
 from conftest import TINY, make_prompt
 from samplers import END, TOKENIZER, make_engine
 from scripted_sampler import ScriptedSampler
-from small_runs import make_quick_config
+from small_runs import equal, make_quick_config
 from toy_sampler import ToySampler
 
 from dapo_jax.commands.plan.cost_model import Costs
@@ -233,13 +233,11 @@ def test_the_toy_sampler_trains_what_the_scheduler_trains(base, tmp_path, alone)
         for _ in range(config.total_steps):
             state, record = train_step(trainer, state)
             records[name].append(record)
-        after = jax.device_get(state.learners.policy.params)
-        changed = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
-        assert any(jax.tree.leaves(changed))
+        assert not equal(before, jax.device_get(state.learners.policy.params))
     components.close()
-    for expected, found in zip(records["scheduler"], records["toy"], strict=True):
-        assert np.isfinite([group.rewards for group in found.rollouts.groups]).all()
-        for group, other in zip(expected.rollouts.groups, found.rollouts.groups, strict=True):
+    for expected, actual in zip(records["scheduler"], records["toy"], strict=True):
+        assert np.isfinite([group.rewards for group in actual.rollouts.groups]).all()
+        for group, other in zip(expected.rollouts.groups, actual.rollouts.groups, strict=True):
             assert group.prompt.index == other.prompt.index
             np.testing.assert_array_equal(group.rewards, other.rewards)
             for a, b in zip(group.completions, other.completions, strict=True):

@@ -24,15 +24,15 @@ SIGNS = (1.3, -0.7, 0.0, -2.1, 0.4, -1.0, 1.0)
 
 def lay_out():
     """Per response its row, segment, first column and tokens."""
-    found, row, column, segment = [], 0, 0, 1
+    actual, row, column, segment = [], 0, 0, 1
     while row < ROWS:
-        n = LENGTHS[len(found) % len(LENGTHS)]
+        n = LENGTHS[len(actual) % len(LENGTHS)]
         if column + 2 + n > COLUMNS:
             row, column, segment = row + 1, 0, 1
             continue
-        found.append((row, segment, column + 2, n))
+        actual.append((row, segment, column + 2, n))
         column, segment = column + 2 + n, segment + 1
-    return found
+    return actual
 
 
 LAYOUT = lay_out()

@@ -151,33 +151,20 @@ def drifts_of(response):
     return differences(response.old, response.q)
 
 
-def loop_corrected(response, weights):
-    return [c * w for c, w in zip(loop_ppo(response), weights, strict=True)]
+def pool_ratios(pool, xs):
+    """The ratio that is bounded, on each token of a response."""
+    ratios = [bounded_exp(x) for x in xs]
+    if pool in ("token", "worst"):
+        return ratios
+    if pool == "least":
+        return [min(ratios)] * len(xs)
+    return [bounded_exp(mean(xs) if pool == "sequence" else math.fsum(xs))] * len(xs)
 
 
-def loop_tis(response, cap=2.0):
-    return loop_corrected(response, [min(bounded_exp(x), cap) for x in drifts_of(response)])
-
-
-def loop_sequence_tis(response, cap=2.0):
-    weight = min(bounded_exp(math.fsum(drifts_of(response))), cap)
-    return loop_corrected(response, [weight] * len(response.p))
-
-
-def loop_icepop(response, low=0.5, high=5.0):
-    """2510.18855, equation 3: M(rho) = rho inside the bounds, else 0."""
-    ratios = [bounded_exp(x) for x in drifts_of(response)]
-    return loop_corrected(response, [r if low <= r <= high else 0.0 for r in ratios])
-
-
-def loop_sequence_mis(response, low=0.999, high=1.001):
-    keep = low <= bounded_exp(mean(drifts_of(response))) <= high
-    return loop_corrected(response, [float(keep)] * len(response.p))
-
-
-def loop_worst_token_mis(response, low=1e-4):
-    keep = all(bounded_exp(x) >= low for x in drifts_of(response))
-    return loop_corrected(response, [float(keep)] * len(response.p))
+def loop_corrected(response, pool, weight):
+    """PPO's coefficients times a weight of the ratio of the old policy to the sampler."""
+    ratios = pool_ratios(pool, drifts_of(response))
+    return [c * weight(r) for c, r in zip(loop_ppo(response), ratios, strict=True)]
 
 
 def loop_deepseek(response, low=0.9, beta=0.04):
@@ -211,11 +198,18 @@ LOOPS = {
     "gpg": lambda response: response.advantages,
     "maxrl": lambda response: response.advantages,
     "lite_ppo": loop_ppo,
-    "tis": loop_tis,
-    "sequence_tis": loop_sequence_tis,
-    "icepop": loop_icepop,
-    "sequence_mis": loop_sequence_mis,
-    "worst_token_mis": loop_worst_token_mis,
+    "tis": functools.partial(loop_corrected, pool="token", weight=lambda r: min(r, 2.0)),
+    "sequence_tis": functools.partial(loop_corrected, pool="product", weight=lambda r: min(r, 2.0)),
+    # 2510.18855, equation 3: M(rho) = rho inside the bounds, else 0.
+    "icepop": functools.partial(
+        loop_corrected, pool="token", weight=lambda r: r if 0.5 <= r <= 5.0 else 0.0
+    ),
+    "sequence_mis": functools.partial(
+        loop_corrected, pool="sequence", weight=lambda r: float(0.999 <= r <= 1.001)
+    ),
+    "worst_token_mis": functools.partial(
+        loop_corrected, pool="least", weight=lambda r: float(r >= 1e-4)
+    ),
     "deepseek_v3p2": loop_deepseek,
 }
 OF_SAMPLER = ("dppo_tv", "dppo_kl", "prime_rl", "ipo")  # their old log-probs are the sampler's
@@ -225,7 +219,7 @@ def assert_gradient_is_the_loop(name, kind, **options):
     """Returns how many tokens have a gradient."""
     batch, logprobs, responses = case(kind, name in OF_SAMPLER, **options)
     expected = spread_coefficients(LOOPS[name], batch, responses)
-    found = gradient(PRESETS[name](), batch, logprobs)
-    np.testing.assert_allclose(found, expected, **EXACT, err_msg=kind)
-    assert not found[batch.loss_weights == 0].any()
+    actual = gradient(PRESETS[name](), batch, logprobs)
+    np.testing.assert_allclose(actual, expected, **EXACT, err_msg=kind)
+    assert not actual[batch.loss_weights == 0].any()
     return np.count_nonzero(expected)
