@@ -15,9 +15,9 @@ import argparse
 import json
 from typing import Any
 
+import bench
 import jax.numpy as jnp
 import numpy as np
-from arguments import read_arguments
 
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.simulate import Simulation
@@ -83,7 +83,7 @@ def serve(args: argparse.Namespace, law: AssumedWorkload, **cache: Any) -> dict[
 
 
 def main() -> None:
-    args = read_arguments(
+    args = bench.read_arguments(
         __doc__,
         gib=71.6,  # of a chip for the cache
         chip="v5p",

@@ -13,7 +13,7 @@ import argparse
 import json
 from typing import NamedTuple
 
-from arguments import read_arguments
+import bench
 from pages import SHAPE
 
 from dapo_jax import algorithms
@@ -80,7 +80,7 @@ def ours(law: AssumedWorkload, options: argparse.Namespace, kind: str) -> Cost:
 
 
 def main() -> None:
-    options = read_arguments(
+    options = bench.read_arguments(
         __doc__,
         prompts=32,  # groups of a step
         samples=16,
@@ -92,7 +92,7 @@ def main() -> None:
         steps=48,
         kept=[0.2, 0.3, 0.4, 0.5],
     )
-    print("| kept | ideal | rounds | " + " | ".join(KINDS) + " |\n|---" + "|---" * 5 + "|")
+    bench.print_table(["kept", "ideal", "rounds", *KINDS])
     for kept in options.kept:
         law = AssumedWorkload(
             options.median,
@@ -107,7 +107,7 @@ def main() -> None:
         ideal = costs["none"].ideal
         cells = [f"{rounds:.2f} ({against_ideal:.2f})"]
         cells += [f"{cost.drawn:.2f} ({cost.drawn / ideal:.2f})" for cost in costs.values()]
-        print(f"| {kept} | {ideal:.2f} | " + " | ".join(cells) + " |")
+        bench.print_row([kept, f"{ideal:.2f}", *cells])
         steps = {f"{kind} steps": round(cost.decode_steps) for kind, cost in costs.items()}
         print(json.dumps({"kept": kept} | steps))
 
