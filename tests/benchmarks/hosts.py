@@ -101,10 +101,10 @@ class Programs(simulated_engine.SimulatedPrograms):
 
     def __init__(self, *args: Any, drawn: np.ndarray, **named: Any):
         super().__init__(*args, **named)
-        width = self._settings.max_response_tokens
-        self._drawn = np.resize(drawn, len(drawn) + width)
+        self._drawn = np.resize(drawn, len(drawn) + self._settings.max_response_tokens)
         logprobs = -np.random.default_rng(0).exponential(0.5, len(self._drawn))
-        self._logprobs, self._places = logprobs.astype(np.float32), len(drawn)
+        self._logprobs = logprobs.astype(np.float32)
+        self._places = len(drawn)
 
     def rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Return rows with a piece of the text and its end."""
@@ -219,7 +219,7 @@ def step(
         feedback = make_feedback(config, packed, scored, batch.groups)
         estimates = estimate(config.algorithm, feedback)
         collections.deque(make_train_batches(config, packed, scored, estimates), maxlen=0)
-        return feedback, estimates.advantages, estimates.returns
+        return feedback, *estimates
 
     learned = watch.wrap("feedback", feed_back)()
     record = StepRecord(0, Rollout(batch, sampler.counts, 1.0), packed, *learned)
@@ -228,7 +228,7 @@ def step(
     log, batch = config.log, dataclasses.replace(batch, traces=traces)
     storage.drain()
     write = behind.wrap("rollouts JSON", write_rollouts)
-    write(folder, 1, batch, log.token_groups, tokenizer, log.rollouts_keep)
+    write(folder, 1, batch, log.token_groups, tokenizer)
     tokens = sum(len(response) for group in batch.groups for response in group.completions)
     files = len(list(folder.glob("groups/*/*.npz")))
     return {"tokens": tokens, "bursts": sampler.counts.bursts, "files": files}

@@ -44,10 +44,9 @@ def test_a_model_of_a_bucket_is_a_setting_and_nothing_is_downloaded_unasked(clou
     places = "--model=gs://b/models/Qwen", "--data=gs://b/data"
     cloud.runs("--keep", *places, f"--token-file={token}")
     assert not list(cloud.folder.glob("workers/*/dapo_jax_token"))  # nobody there needs it
-    arguments = cloud.starts()[0]["arguments"]
-    assert {"--config.model.folder=gs://b/models/Qwen", "--config.data.folder=gs://b/data"} <= set(
-        arguments
-    )
+    arguments = set(cloud.starts()[0]["arguments"])
+    assert "--config.model.folder=gs://b/models/Qwen" in arguments
+    assert "--config.data.folder=gs://b/data" in arguments
     assert not list(cloud.folder.glob("downloads.*"))
 
 
@@ -70,14 +69,9 @@ def test_models_on_a_worker_outlive_a_new_commit(cloud, interrupted):
     if interrupted:  # between the two renames of an installation
         (base / "tree.id").unlink()
         tree.rename(base / "tree.old")
-    old = cloud.tree / "launch/versions.txt"
-    git = ["git", "-C", str(cloud.tree), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, "mv", "setup.py", "other.py"], check=True)
-    old.write_text(old.read_text() + "\n")
     (cloud.tree / "setup.py").write_text("new")
-    subprocess.run([*git, "rm", "-q", "-r", "--cached", "other.py"], check=True)
-    subprocess.run([*git, "add", "setup.py", "launch"], check=True)
-    subprocess.run([*git, "commit", "-qm", "b"], check=True)
+    git = ["git", "-C", str(cloud.tree), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "commit", "-qam", "b"], check=True)
     cloud.runs()
     assert (tree / "models/Qwen/model.safetensors").read_text() == "weights"
     assert (tree / ".hidden").read_text() == "mine" and (tree / "setup.py").read_text() == "new"

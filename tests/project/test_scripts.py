@@ -178,6 +178,7 @@ def test_ways_to_learn_from_a_teacher_are_compared(tmp_path, run_here):
 
 TINY = [
     "--config.total_steps=2",
+    "--config.algorithm.importance_cap=2",
     "--config.compute.scan_unroll=1",
     "--config.rollout.prompts_per_step=4",
     "--config.rollout.samples_per_prompt=4",
