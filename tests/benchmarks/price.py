@@ -25,6 +25,7 @@ from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 
 ROUND = 3  # batches; 1,536 prompts for 512
 FIRST_STEPS = 4  # until the estimate of the kept fraction has settled
+LENGTHS = 30.0, 0.7, 256  # median, spread of the logarithm, limit
 KINDS = ("none", "unfinished", "all")
 
 
@@ -57,14 +58,12 @@ class Cost(NamedTuple):
 
 
 def ours(law: AssumedWorkload, options: argparse.Namespace, kind: str) -> Cost:
-    budget, samples = options.max_response, options.samples
+    samples = options.samples
     config = Config(
         algorithm=algorithms.dapo(),
         data=Data(max_prompt_tokens=law.max_prompt_tokens),
         rollout=Rollout(options.prompts, samples, carry_over=kind),
-        sampler=Sampler(
-            slots=options.slots, burst_tokens=options.burst, max_response_tokens=budget
-        ),
+        sampler=Sampler(slots=options.slots, burst_tokens=8, max_response_tokens=LENGTHS[2]),
     )
     mesh = named_mesh(Mesh(fsdp=1), "cpu", 1)
     simulation = Simulation(config, SHAPE, mesh, law, Costs())
@@ -85,19 +84,13 @@ def main() -> None:
         prompts=32,  # groups of a step
         samples=16,
         slots=256,
-        burst=8,
-        median=30.0,
-        spread=0.7,
-        max_response=256,
         steps=48,
         kept=[0.2, 0.3, 0.4, 0.5],
     )
     bench.print_table(["kept", "ideal", "rounds", *KINDS])
     for kept in options.kept:
         law = AssumedWorkload(
-            options.median,
-            options.spread,
-            options.max_response,
+            *LENGTHS,
             prompt_median_tokens=10,
             max_prompt_tokens=32,
             beta=beta_from_kept(0.8, kept, options.samples),

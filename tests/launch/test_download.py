@@ -23,19 +23,20 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
-        path, closed = self.path.partition("?")[0], False
+        path = self.path.partition("?")[0]
         for name, files in REPOS.items():
-            closed = name == "a/closed" and self.headers.get("Authorization") != f"Bearer {TOKEN}"
+            if name == "a/closed" and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                continue
             kind = "" if name.startswith("datasets/") else "models/"
-            if path.startswith(f"/api/{kind}{name}/") and not closed:
+            if path.startswith(f"/api/{kind}{name}/"):
                 rows = [
                     {"type": "file", "path": f, "rfilename": f, "size": len(c), "oid": "0" * 40}
                     for f, c in files.items()
                 ]
-                told = {"id": name, "sha": "1" * 40, "siblings": rows}
-                return self.answer(json.dumps(rows if "/tree/" in path else told).encode())
-            file = path.partition(f"/{name}/resolve/{'1' * 40}/")[2]
-            if path.startswith(f"/{name}/resolve/") and file in files and not closed:
+                info = {"id": name, "sha": "1" * 40, "siblings": rows}
+                return self.answer(json.dumps(rows if "/tree/" in path else info).encode())
+            file = path.removeprefix(f"/{name}/resolve/{'1' * 40}/")
+            if file in files:
                 return self.answer(files[file])
         self.answer(b"", self.server.refusal)
 
@@ -55,7 +56,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Print nothing."""
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ HOSTILE = [
     "; touch {0} #",
     "",
     "*",
-    "\\$HOME\n-- --yes",
+    "$HOME\n--yes",
 ]
 
 

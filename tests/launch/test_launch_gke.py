@@ -11,15 +11,7 @@ from clouds import STUBS, output_of, wait_for
 
 RUN = ("run", "--name=big", "--image=host/p/dapo:1", "--type=v5p", "--topology=4x4x4", "--slices=2")
 TRAINER = ("--", "--config=x", "--config.run_dir=gs://b/r")
-HOSTILE = [
-    "$(touch trap)",
-    "$HOME $$(A)",
-    "a: \"b\" \\ 'c' # d",
-    "- {e: f}",
-    "",
-    "two\nlines\t",
-    "é *",
-]
+HOSTILE = ["$(touch trap)", "$HOME $$(A)", "a: \"b\" \\ 'c' # d", "- {e: f}", "", "two\nlines\té *"]
 
 
 def launch(cloud, *words: str, expect: int = 0) -> str:
