@@ -34,9 +34,3 @@ def test_this_machine_is_installed_and_flagged_for_its_devices(
 ])  # fmt: skip
 def test_flags_that_mean_nothing_here_stop_before_installing(cloud, words, text):
     assert text in run_here(cloud, *words, expect=2) and not (cloud.folder / "pip.log").exists()
-
-
-def test_help_is_the_head_of_the_script(cloud):
-    said = run_here(cloud, "--help")
-    assert "--tpu[=GENERATION]" in said and "nothing is started again." in said
-    assert "set -" not in said

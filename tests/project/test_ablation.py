@@ -70,42 +70,6 @@ def test_every_figure_in_the_text_of_the_page_stands_in_a_table():
     assert len(figures) > 30 and not [figure for figure in figures if figure not in shown]
 
 
-def test_what_the_notebook_says_of_the_runs_holds():
-    def added(after, before, outcome=measured.accuracy):
-        pair = (measured.runs(name, measured.LADDER_SEEDS) for name in (after, before))
-        return measured.difference(*pair, outcome)
-
-    def mean(name, column, at=slice(-3, None)):
-        return np.nanmean([run.columns[column][at] for run in measured.all_runs(name)])
-
-    _, filtering, clip_higher, punishment, token_level, dynamic = measured.LADDER
-    assert added(filtering, "1_naive").high < 0 < added(punishment, clip_higher).low
-    assert added(clip_higher, filtering, measured.speed).low > 0
-    for at in (slice(None), slice(-3, None)):  # alike all along, and at the end
-        entropies = mean(clip_higher, "entropy", at), mean(filtering, "entropy", at)
-        assert entropies[0] == pytest.approx(entropies[1], abs=0.005)
-    assert mean(filtering, "up_clipped_probability", slice(1, 5)) < 0.2
-    assert mean(clip_higher, "clip_fraction_high", slice(None)) < mean(
-        filtering, "clip_fraction_high", slice(None)
-    )
-    for rung in measured.LADDER:
-        assert mean(rung, "all_right_fraction") > 3 * mean(rung, "all_right_fraction", slice(3))
-        assert mean(rung, "all_wrong_fraction", slice(1)) > 0.55
-        assert all(run.take_off is not None for run in measured.all_runs(rung))
-    for after, before in ((token_level, punishment), ("token_level", "none")):
-        assert mean(after, "entropy") < mean(before, "entropy")
-        assert mean(after, "truncated_fraction") < mean(before, "truncated_fraction")
-    assert added(token_level, punishment).low > 0 and added(dynamic, token_level).low > 0
-    assert mean(dynamic, "sampled_tokens", slice(None)) > mean(
-        token_level, "sampled_tokens", slice(None)
-    )
-    for knob in ("token_level", "dynamic_sampling", "clip_higher"):
-        assert measured.contrast((knob,)).low > 0
-    alone = measured.contrast(("overlong_punishment",))
-    assert alone.low < 0 < alone.high
-    assert measured.contrast(("token_level", "overlong_punishment")).high < 0
-
-
 def test_a_run_is_measured_from_end_to_end(tmp_path, monkeypatch, alone):
     """The figures of a small run are counted again from what it wrote."""
     whole = two_strategies.get_config
