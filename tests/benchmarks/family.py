@@ -45,6 +45,14 @@ def base_policy(root: pathlib.Path, seed: int) -> pathlib.Path:
     return bench.sft(root / f"base_{seed}", f"--config={bench.BASE}", f"--config.seed={seed}")
 
 
+def trained_tokens(row: dict) -> float:
+    return row.get("trained_tokens_per_second", 0.0) * row.get("seconds_update", 0.0)
+
+
+def sampled_tokens(row: dict) -> float:
+    return row.get("sampled_to_kept_tokens", 0.0) * trained_tokens(row)
+
+
 def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
     """Return the figures of a run."""
     given = folder / "arguments.txt"
@@ -54,8 +62,6 @@ def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
     given.write_text("\n".join(arguments))
     summary = json.loads((folder / "summary.json").read_text())
     late = rows[min(FIRST_STEPS, len(rows) - 1) :]
-    trained = [row["trained_tokens_per_second"] * row["seconds_update"] for row in rows]
-    ratios = [row["sampled_to_kept_tokens"] for row in rows]
     names = "skipped_updates", "value_skipped_updates"
     return rows[-1] | {
         "before": before["heldout_accuracy"],
@@ -64,8 +70,9 @@ def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
         "skipped": sum(row.get(name, 0.0) > 0 for row in rows for name in names),
         "megabytes": sum(summary["megabytes_per_device"].values()),
         "seconds_step": statistics.median(row["seconds_step"] for row in late),
-        "decode_steps": statistics.mean(row["decode_steps"] for row in late),
-        "sampled_to_trained": sum(map(float.__mul__, ratios, trained)) / sum(trained),
+        "decode_steps": statistics.mean(row.get("decode_steps", 0.0) for row in late),
+        "sampled_to_trained": sum(map(sampled_tokens, rows))
+        / max(1.0, sum(map(trained_tokens, rows))),
         "policy_lag": statistics.mean(row.get("policy_lag", 0.0) for row in late),
     }
 

@@ -216,7 +216,7 @@ def check_python_script(words: list[str]) -> str:
     script, arguments = ROOT / words[0], words[1:]
     if not script.is_file():
         return f"no such file: {words[0]}"
-    if "ArgumentParser" not in script.read_text():
+    if not re.search("ArgumentParser|read_arguments", script.read_text()):
         flags = [word for word in arguments if word.startswith("-")]
         return f"it takes no flags: {flags}" if flags else ""
     return refusal(
