@@ -79,22 +79,24 @@ def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
 
 def supervised(root: pathlib.Path, base: pathlib.Path, seed: int) -> dict:
     """Return the figures of a supervised run on worked examples without mistakes."""
-    folder = root / f"sft_{seed}"
+    folder, kept = root / f"sft_{seed}", root / f"sft_{seed}.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
     started = time.perf_counter()
     given = f"--config={bench.SFT}", f"--config.seed={seed + OTHER_SUMS}", f"--config.start={base}"
     bench.sft(folder, *given)
     seconds = time.perf_counter() - started
-    scores = {
-        path: bench.evaluate(
-            root / f"sft_{seed}_{name}",
-            f"--config.seed={seed}",
-            f"--config.model.folder={path}",
-        )
-        for name, path in (("before", base), ("after", folder))
+    policy = f"--config.seed={seed}", f"--config.model.folder={folder}"
+    start = f"--config.seed={seed}", f"--config.model.folder={base}"
+    before = bench.evaluate(root / f"sft_{seed}_before", *start)
+    figures = bench.evaluate(root / f"sft_{seed}_after", *policy) | {
+        "before": before["heldout_accuracy"],
+        "steps": runpy.run_path(bench.SFT)["get_config"]().total_steps,
+        "seconds": seconds,
+        "skipped": 0,
     }
-    steps = runpy.run_path(bench.SFT)["get_config"]().total_steps
-    made = {"before": scores[base]["heldout_accuracy"], "seconds": seconds, "steps": steps}
-    return scores[folder] | made | {"skipped": 0}
+    kept.write_text(json.dumps(figures))
+    return figures
 
 
 def cells(runs: list[dict], formats: dict[str, str]) -> list[str]:

@@ -87,8 +87,8 @@ def download(hub, folder: pathlib.Path, *flags: str, token: str = "") -> tuple[i
 
 def test_model_and_data_are_downloaded_once_and_the_command_is_told(hub, tmp_path):
     flags = "--model=a/model", "--data=a/sums"
-    code, said = download(hub, tmp_path, *flags)
-    assert code == 0 and "trainer --config=x --config.model.folder=models/model" in said, said
+    code, output = download(hub, tmp_path, *flags)
+    assert code == 0 and "trainer --config=x --config.model.folder=models/model" in output, output
     folder = tmp_path / "models/model"
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert not (folder / "pytorch_model.bin").exists()
@@ -99,9 +99,9 @@ def test_model_and_data_are_downloaded_once_and_the_command_is_told(hub, tmp_pat
 
 
 def test_the_token_opens_what_is_closed_and_is_gone_afterwards(hub, tmp_path):
-    code, said = download(hub, tmp_path, "--model=a/closed", token=TOKEN)
-    assert code == 0 and "--config.model.folder=models/closed" in said, said
-    assert TOKEN not in said and not (tmp_path / "token").exists()
+    code, output = download(hub, tmp_path, "--model=a/closed", token=TOKEN)
+    assert code == 0 and "--config.model.folder=models/closed" in output, output
+    assert TOKEN not in output and not (tmp_path / "token").exists()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,6 @@ def test_the_token_opens_what_is_closed_and_is_gone_afterwards(hub, tmp_path):
 )
 def test_a_refusal_is_final_and_a_hub_that_is_down_is_not(hub, tmp_path, name, refusal, code, text):
     hub.refusal = refusal
-    got, said = download(hub, tmp_path, f"--model={name}")
-    assert got == code and text in said and "trainer" not in said, said
+    got, output = download(hub, tmp_path, f"--model={name}")
+    assert got == code and text in output and "trainer" not in output, output
     assert not (tmp_path / "token").exists()

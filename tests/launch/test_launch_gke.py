@@ -35,8 +35,8 @@ def container(cloud) -> dict:
 
 
 def test_a_jobset_of_two_slices_is_made_and_watched(cloud):
-    said = launch(cloud, *RUN, "--spot", "--tries=4", *TRAINER)
-    assert [line for line in said.splitlines() if line.startswith("attempt")] == [
+    output = launch(cloud, *RUN, "--spot", "--tries=4", *TRAINER)
+    assert [line for line in output.splitlines() if line.startswith("attempt")] == [
         f"attempt 0 line {i}" for i in range(3)
     ]
     spec = manifest(cloud)["spec"]
@@ -58,17 +58,17 @@ def test_a_jobset_of_two_slices_is_made_and_watched(cloud):
 
 def test_the_cluster_starts_again_and_the_new_pod_is_followed(cloud):
     cloud.plays(jobset=[{"code": 75}, {"cut": 2}])
-    said = launch(cloud, *RUN, *TRAINER)
-    assert "started again by the cluster: 1 of 9 times" in said and "launch: done" in said
-    lines = [line for line in said.splitlines() if line.startswith("attempt")]
+    output = launch(cloud, *RUN, *TRAINER)
+    assert "started again by the cluster: 1 of 9 times" in output and "launch: done" in output
+    lines = [line for line in output.splitlines() if line.startswith("attempt")]
     assert lines == [f"attempt {a} line {i}" for a in range(2) for i in range(3)]  # each once
 
 
 @pytest.mark.parametrize("code", [3, 1])
 def test_a_failed_jobset_ends_with_the_trainers_code(cloud, code):
     cloud.plays(jobset=[{"code": code}])
-    said = launch(cloud, *RUN, "--tries=2", *TRAINER, expect=code)
-    assert said.count("started again") == (1 if code == 1 else 0)
+    output = launch(cloud, *RUN, "--tries=2", *TRAINER, expect=code)
+    assert output.count("started again") == (1 if code == 1 else 0)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -130,10 +130,10 @@ def test_ctrl_c_deletes_the_jobset(cloud):
 
 
 def test_a_dry_run_prints_the_manifest_and_calls_nothing(cloud):
-    said = launch(cloud, *RUN, "--dry-run", *TRAINER)
-    assert not calls(cloud, "create") and "kubectl --namespace=default create -f -" in said
+    output = launch(cloud, *RUN, "--dry-run", *TRAINER)
+    assert not calls(cloud, "create") and "kubectl --namespace=default create -f -" in output
     launch(cloud, *RUN, *TRAINER)
-    assert (cloud.folder / "manifest.yaml").read_text() in said
+    assert (cloud.folder / "manifest.yaml").read_text() in output
     kept = {"name": "JAX_COMPILATION_CACHE_DIR", "value": "gs://b/jax_cache"}
     assert container(cloud)["env"] == [kept]
 
@@ -145,8 +145,8 @@ def test_a_dry_run_prints_the_manifest_and_calls_nothing(cloud):
     (["--config.run_dir=runs/a"], "--config.run_dir = 'runs/a'"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
-    said = launch(cloud, *RUN, "--config.run_dir=gs://b", *words, expect=2)
-    assert text in said and not calls(cloud, "create")
+    output = launch(cloud, *RUN, "--config.run_dir=gs://b", *words, expect=2)
+    assert text in output and not calls(cloud, "create")
 
 
 def on_gpus(cloud, *words: str, expect: int = 0) -> str:
@@ -156,9 +156,9 @@ def on_gpus(cloud, *words: str, expect: int = 0) -> str:
 
 def test_a_run_on_gpus_is_started_again_and_ends(cloud):
     cloud.plays(runs=[{"code": 75, "at": 2}, {}])
-    said = on_gpus(cloud)
-    assert "launch: 2 GPU(s)" in said and "from step 2" in said
-    assert "try 1 of 3: ended with exit code 75" in said
+    output = on_gpus(cloud)
+    assert "launch: 2 GPU(s)" in output and "from step 2" in output
+    assert "try 1 of 3: ended with exit code 75" in output
     assert "jax_cache" in cloud.starts()[0]["env"]["JAX_COMPILATION_CACHE_DIR"]
     assert "[cuda]" in (cloud.folder / "pip.log").read_text()
 
@@ -189,6 +189,6 @@ def test_a_machine_without_gpus_is_refused(cloud):
 
 
 def test_a_dry_run_on_gpus_starts_nothing(cloud):
-    said = on_gpus(cloud, "--dry-run")
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in said and "-m dapo_jax train" in said
+    output = on_gpus(cloud, "--dry-run")
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in output and "-m dapo_jax train" in output
     assert not cloud.starts() and not (cloud.tree / ".venv").exists()
