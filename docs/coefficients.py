@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image, PngImagePlugin
 
 from dapo_jax.algorithms import preset
+from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.policy import policy_objective
-from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
 
 PICTURE = pathlib.Path(__file__).with_name("coefficients.png")
 OLD = 0.05  # probability before the step, which decides where tv and kl end
@@ -41,7 +41,7 @@ def coefficients(name: str, sign: float, ratios: np.ndarray = RATIOS) -> np.ndar
     shape = (1, len(ratios))
     zeros, ones = jnp.zeros(shape, int), jnp.ones(shape)
     old = jnp.full(shape, np.log(OLD))
-    rollouts = Rollouts(zeros, jnp.arange(len(ratios))[None] + 1, zeros, zeros, old)
+    rollouts = PackedRows(zeros, jnp.arange(len(ratios))[None] + 1, zeros, zeros, old)
     batch = TrainBatch(ScoredBatch(rollouts, old), sign * ones, ones)
 
     def loss(logprobs):

@@ -20,7 +20,7 @@ FIRST_STEPS = 2  # compile
 
 
 def step_figures(step: Step) -> dict[str, float]:
-    """Figures of a simulated step for a table or JSON."""
+    """Return figures of a simulated step for a table or JSON."""
     names = "asked judged kept surplus kept_tokens rounds rows fill utilisation".split()
     sampled = "prefills tokens abandoned_tokens put_back_tokens".split()
     return (
@@ -45,7 +45,7 @@ def replay(
     folder: pathlib.Path,
     steps: int,
 ) -> list[Step]:
-    """The run's first steps again, with the groups that it judged.
+    """Simulate the run's first steps with the groups that it judged.
 
     Responses that were stopped were never written: others of their step stand in for them.
     """
@@ -56,9 +56,9 @@ def replay(
 def fit(
     rows: Sequence[Counts], seconds: Sequence[float] | np.ndarray, names: Sequence[str]
 ) -> dict[str, float]:
-    """Costs of those names, none below 0, under which the counts come nearest to the seconds.
+    """Fit costs of those names, none below 0, to seconds by least absolute deviations.
 
-    Least absolute deviations: a step in which the machine did something else counts for little.
+    So a step in which the machine did something else counts for little.
     """
     used = np.array([[row.get(name, 0.0) for name in names] for row in rows])
     count = len(used)
@@ -71,15 +71,13 @@ def fit(
 def calibrate(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, folder: pathlib.Path
 ) -> Costs:
-    """Costs on the machine of a run, from its own settings, `metrics.jsonl` and `rollouts/`.
+    """Return the costs of a run's machine, from its settings, `metrics.jsonl` and `rollouts/`.
 
-    Learning goes by tokens alone: the steps of one setting hardly differ, so that what a call adds
-    could not be told from noise. Prefilling a token costs what scoring one does, the same
-    arithmetic, and so does a slot's share of a decode step at most: one setting of slots can't tell
-    it from the step's own, which is what is left over. What the host did while it did not wait for
-    decoding goes by bursts, responses and rollouts. The first steps, which compile, are left out.
+    Learning counts by tokens alone: the steps of one setting hardly differ. A prefilled token costs
+    what a scored one does, and so does a slot's share of a decode step at most. The host's other
+    work counts by bursts, responses and rollouts. The first steps, which compile, are left out.
 
-    Raises `ConfigError` where the run has too few steps.
+    Raises `ConfigError` if the run has too few steps.
     """
     lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["step"] > 0]

@@ -1,182 +1,149 @@
-"""Train the embedded task with every preset and print the table of docs/results.md.
+"""Train the embedded task with every preset and print the tables of docs/results.md.
 
     python tests/benchmarks/family.py --seeds 3 --folder runs/family
+    python tests/benchmarks/family.py --presets dapo --vary rollout.carry_over=none,unfinished,all
 
 The command can be repeated after an interruption: finished runs are used again, and a trainer's run
-resumes from its checkpoint. Runs are sequential. Their seconds include imports (`sft`) or
-evaluations (the others). Other arguments go to the trainer; take another folder for a quick look:
-
-    python tests/benchmarks/family.py --seeds 1 --folder /tmp/look --config.total_steps=2
+resumes from its checkpoint. Runs are sequential, and alternate, so that other work on the machine
+affects all alike. `--vary` runs every preset with each value of a setting. `--base` is the start of
+all runs, in place of a base policy for each seed. Other arguments go to the trainer. Decode steps
+and seconds per step leave out the first steps, which compile.
 """
 
-import contextlib
-import io
 import json
 import pathlib
 import runpy
 import statistics
-import subprocess
 import sys
 import time
 
-from arguments import read_arguments
+import bench
 
 from dapo_jax.algorithms import PRESETS
 
-BASE, SFT, RL = (f"configs/arithmetic{name}.py" for name in ("_base", "_sft", ""))
 WITHOUT_TEACHER = [name for name, make in PRESETS.items() if make().distillation == "none"]
 OTHER_SUMS = 1000  # added to the seed of supervised runs, for other examples than the base's
-COLUMNS = {
-    "heldout_accuracy": 3,
-    "steps": 0,
-    "heldout_entropy": 3,
-    "heldout_response_tokens": 1,
-    "seconds": 0,
+FIRST_STEPS = 3
+FIGURES = {
+    "steps": "{:.0f}",
+    "heldout_entropy": "{:.3f}",
+    "heldout_response_tokens": "{:.1f}",
+    "seconds": "{:.0f}",
 }
-
-
-def python(module: str, *arguments: object) -> str:
-    """Run a command of the project in a process, and return its output."""
-    command = ["python", "-m", "dapo_jax", module, *map(str, arguments)]
-    print("$", *command, file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, *command[1:]], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{done.stdout}exit code {done.returncode}: {' '.join(command)}")
-    return done.stdout
-
-
-def here(module: str, *arguments: object) -> str:
-    """Run a command within this process, which imports and compiles once for all commands."""
-    from dapo_jax.__main__ import entry
-
-    arguments_before, output = sys.argv, io.StringIO()
-    sys.argv = [f"dapo-jax {module}", *map(str, arguments)]
-    print("$", *sys.argv, file=sys.stderr, flush=True)
-    try:
-        with contextlib.redirect_stdout(output):
-            code = entry(module)()
-    finally:
-        sys.argv = arguments_before
-    if code:
-        raise SystemExit(f"{output.getvalue()}exit code {code}: {module}")
-    return output.getvalue()
+COSTS = {
+    "megabytes": "{:.1f}",
+    "seconds_step": "{:.2f}",
+    "decode_steps": "{:.0f}",
+    "sampled_to_trained": "{:.2f}",
+    "policy_lag": "{:.2f}",
+    "kl_sampler_trainer": "{:.5f}",
+}
 
 
 def base_policy(root: pathlib.Path, seed: int) -> pathlib.Path:
     """Return the base policy of a seed; train it if it is missing."""
-    folder = root / f"base_{seed}"
-    if not folder.exists():
-        python("sft", f"--config={BASE}", f"--config.seed={seed}", f"--config.out={folder}")
-    return folder
+    return bench.sft(root / f"base_{seed}", f"--config={bench.BASE}", f"--config.seed={seed}")
 
 
-def trained(folder: pathlib.Path, seed: int, *arguments: str) -> list[dict]:
-    """Return all rows of the run in a folder; run it on the base policy if it is missing."""
-    if not (folder / "summary.json").exists():
-        python(
-            "train",
-            f"--config={RL}",
-            f"--config.seed={seed}",
-            f"--config.model.folder={base_policy(folder.parent, 0)}",
-            f"--config.run_dir={folder}",
-            *arguments,
-        )
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def trained_tokens(row: dict) -> float:
+    return row.get("trained_tokens_per_second", 0.0) * row.get("seconds_update", 0.0)
 
 
-def reinforced(root: pathlib.Path, preset: str, seed: int, extra: list[str]) -> dict:
-    """Return a run's first and last rows, its steps, seconds, and skipped updates."""
-    folder = root / f"{preset}_{seed}"
-    arguments = [
-        f"--config={RL}:{preset}",
-        f"--config.seed={seed}",
-        f"--config.model.folder={base_policy(root, seed)}",
-        f"--config.run_dir={folder}",
-        *extra,
-    ]
-    made_by = folder / "arguments.txt"
-    if not (folder / "summary.json").exists():
-        python("train", *arguments)
-        made_by.write_text("\n".join(arguments))
-    elif made_by.read_text() != "\n".join(arguments):
+def sampled_tokens(row: dict) -> float:
+    return row.get("sampled_to_kept_tokens", 0.0) * trained_tokens(row)
+
+
+def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
+    """Return the figures of a run."""
+    given = folder / "arguments.txt"
+    if given.exists() and given.read_text() != "\n".join(arguments):
         raise SystemExit(f"{folder} was made with other arguments; take another --folder")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    before, *rows = bench.train(folder, preset, *arguments)
+    given.write_text("\n".join(arguments))
     summary = json.loads((folder / "summary.json").read_text())
-    skipped = sum(
-        row.get(name, 0.0) > 0
-        for row in rows
-        for name in ("skipped_updates", "value_skipped_updates")
-    )
-    timed = {"steps": summary["steps"], "seconds": summary["seconds"], "skipped": skipped}
-    memory = {"megabytes": sum(summary["megabytes_per_device"].values())}
-    step = statistics.median(row["seconds_step"] for row in rows[1:])
-    return {"before": rows[0], "after": rows[-1] | timed} | memory | {"seconds_step": step}
+    late = rows[min(FIRST_STEPS, len(rows) - 1) :]
+    names = "skipped_updates", "value_skipped_updates"
+    return rows[-1] | {
+        "before": before["heldout_accuracy"],
+        "steps": summary["steps"],
+        "seconds": summary["seconds"],
+        "skipped": sum(row.get(name, 0.0) > 0 for row in rows for name in names),
+        "megabytes": sum(summary["megabytes_per_device"].values()),
+        "seconds_step": statistics.median(row["seconds_step"] for row in late),
+        "decode_steps": statistics.mean(row.get("decode_steps", 0.0) for row in late),
+        "sampled_to_trained": sum(map(sampled_tokens, rows))
+        / max(1.0, sum(map(trained_tokens, rows))),
+        "policy_lag": statistics.mean(row.get("policy_lag", 0.0) for row in late),
+    }
 
 
-def supervised(root: pathlib.Path, seed: int) -> dict:
-    """Return the same of a supervised run on worked examples without mistakes."""
-    folder, row = root / f"sft_{seed}", root / f"sft_{seed}.json"
-    if not row.exists():
-        base = base_policy(root, seed)
-        started = time.perf_counter()
-        python(
-            "sft",
-            f"--config={SFT}",
-            f"--config.seed={seed + OTHER_SUMS}",
-            f"--config.start={base}",
-            f"--config.out={folder}",
-        )
-        seconds = time.perf_counter() - started
-        found = {}
-        for name, path in ("before", base), ("after", folder):
-            printed = python(
-                "evaluate",
-                f"--config={RL}",
-                f"--config.seed={seed}",
-                f"--config.model.folder={path}",
-                f"--config.run_dir={folder}_scores",
-            )
-            found[name] = json.loads(printed.splitlines()[-1])
-        steps = runpy.run_path(SFT)["get_config"]().total_steps
-        found["after"] |= {"steps": steps, "seconds": seconds, "skipped": 0}
-        row.write_text(json.dumps(found))
-    return json.loads(row.read_text())
+def supervised(root: pathlib.Path, base: pathlib.Path, seed: int) -> dict:
+    """Return the figures of a supervised run on worked examples without mistakes."""
+    folder, kept = root / f"sft_{seed}", root / f"sft_{seed}.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    started = time.perf_counter()
+    given = f"--config={bench.SFT}", f"--config.seed={seed + OTHER_SUMS}", f"--config.start={base}"
+    bench.sft(folder, *given)
+    seconds = time.perf_counter() - started
+    policy = f"--config.seed={seed}", f"--config.model.folder={folder}"
+    start = f"--config.seed={seed}", f"--config.model.folder={base}"
+    before = bench.evaluate(root / f"sft_{seed}_before", *start)
+    figures = bench.evaluate(root / f"sft_{seed}_after", *policy) | {
+        "before": before["heldout_accuracy"],
+        "steps": runpy.run_path(bench.SFT)["get_config"]().total_steps,
+        "seconds": seconds,
+        "skipped": 0,
+    }
+    kept.write_text(json.dumps(figures))
+    return figures
 
 
-def table_row(preset: str, runs: list[dict]) -> str:
-    """Return a row of the table: means over the seeds, with each accuracy."""
-
-    def mean(end: str, column: str) -> str:
-        return f"{statistics.mean(run[end][column] for run in runs):.{COLUMNS[column]}f}"
-
-    before, *after = mean("before", "heldout_accuracy"), *(mean("after", c) for c in COLUMNS)
-    each = " ".join(f"{run['after']['heldout_accuracy']:.3f}" for run in runs)
-    after[0] = f"**{after[0]}** ({each})"
-    return f"| `{preset}` | {before} | " + " | ".join(after) + " |"
+def cells(runs: list[dict], formats: dict[str, str]) -> list[str]:
+    """Return the means over the seeds."""
+    means = {name: statistics.mean(run.get(name, float("nan")) for run in runs) for name in formats}
+    return [form.format(means[name]) for name, form in formats.items()]
 
 
 def main() -> int:
     """Return the exit code: 1 if an update had a gradient that was not finite."""
-    options, extra = read_arguments(
-        __doc__, others=True, seeds=3, folder=pathlib.Path("runs/family"), presets=WITHOUT_TEACHER
+    options, extra = bench.read_arguments(
+        __doc__,
+        others=True,
+        seeds=3,
+        folder=pathlib.Path("runs/family"),
+        presets=WITHOUT_TEACHER,
+        vary="",  # SETTING=VALUE,VALUE
+        base="",
     )
-    found = {
-        (preset, seed): supervised(options.folder, seed)
-        if preset == "sft"
-        else reinforced(options.folder, preset, seed, extra)
-        for seed in range(options.seeds)
-        for preset in options.presets
-    }
-    print("| preset | accuracy before | after | steps | entropy | mean length | seconds |")
-    print("|---|---|---|---|---|---|---|")
-    for preset in options.presets:
-        print(table_row(preset, [found[preset, seed] for seed in range(options.seeds)]))
-    print("\n| preset | models and optimizers, MB per device | seconds per step |\n|---|---|---|")
-    for preset in options.presets:
+    root = options.folder
+    name, _, values = options.vary.partition("=")
+    arms = [(preset, value) for preset in options.presets for value in values.split(",")]
+    runs = {arm: [] for arm in arms}
+    for seed in range(options.seeds):
+        base = options.base or base_policy(root, seed)
+        for preset, value in arms:
+            varied = [f"--config.{name}={value}"] if name else []
+            start = [f"--config.seed={seed}", f"--config.model.folder={base}"]
+            folder = root / "_".join(filter(None, (preset, value, str(seed))))
+            if preset == "sft":
+                run = supervised(root, pathlib.Path(base), seed)
+            else:
+                run = reinforced(folder, preset, [*start, *varied, *extra])
+            runs[preset, value].append(run)
+    bench.print_table(["preset", "before", "after", *FIGURES])
+    for (preset, value), each in runs.items():
+        before = statistics.mean(run["before"] for run in each)
+        after = [run["heldout_accuracy"] for run in each]
+        scores = " ".join(f"{score:.3f}" for score in after)
+        accuracy = f"{before:.3f}", f"**{statistics.mean(after):.3f}** ({scores})"
+        bench.print_row([f"`{preset}` {value}".strip(), *accuracy, *cells(each, FIGURES)])
+    print()
+    bench.print_table(["preset", *COSTS])
+    for (preset, value), each in runs.items():
         if preset != "sft":
-            step = statistics.mean(found[preset, s]["seconds_step"] for s in range(options.seeds))
-            print(f"| `{preset}` | {found[preset, 0]['megabytes']:.1f} | {step:.2f} |")
-    skipped = {f"{p} {s}": n for (p, s), run in found.items() if (n := run["after"]["skipped"])}
+            bench.print_row([f"`{preset}` {value}".strip(), *cells(each, COSTS)])
+    skipped = {arm: n for arm, each in runs.items() if (n := sum(r["skipped"] for r in each))}
     print(f"\nsteps with a gradient that was not finite: {skipped or 'none'}")
     return 1 if skipped else 0
 

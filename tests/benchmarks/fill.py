@@ -6,6 +6,7 @@
 devices; fixed rows have 544 tokens, 16 per microbatch. No model runs.
 """
 
+import bench
 import numpy as np
 
 from dapo_jax.config.experiment import Packing
@@ -42,13 +43,13 @@ def split(lengths: np.ndarray) -> list[list[Segment]]:
 
 
 def main() -> None:
-    print("| response lengths | set | auto | its rows, a microbatch |\n|---|---|---|---|")
+    bench.print_table(["response lengths", "set", "auto", "its rows, a microbatch"])
     for name, lengths in laws(np.random.default_rng(0)).items():
         updates = split(lengths)
         chosen = choose_rows(updates, SET, DEVICES, 10**6, ATTENTION_TOKENS)
         shares = [fill(*pack_updates(updates, packing)) for packing in (SET, chosen)]
         shape = f"{chosen.rows_per_microbatch} of {chosen.row_tokens:,} tokens"
-        print(f"| {name} | {shares[0]:.0%} | {shares[1]:.0%} | {shape} |")
+        bench.print_row([name, *(f"{share:.0%}" for share in shares), shape])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ and if unfinished answers are wrong.
 import re
 import sys
 
+import bench
+
 from dapo_jax.data.sources import read_problems
 from dapo_jax.structs import Problem
 from dapo_jax.verifier import is_equivalent
@@ -37,8 +39,9 @@ def echoes(problems: list[Problem]) -> tuple[int, int]:
 
 def main() -> int:
     """Return the exit code: 1 if any answer is not correct."""
-    names = "file problems malformed itself boxed solution unfinished echo finished".split()
-    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+    bench.print_table(
+        "file problems malformed itself boxed solution unfinished echo finished".split()
+    )
     failures = []
     for path in sys.argv[1:]:
         loaded = read_problems((path,), path, 10)
@@ -61,7 +64,7 @@ def main() -> int:
                     failures.append((path, problem.id, f"{shape} unfinished", problem.answer))
         rates = [f"{sum(t)} of {len(t)}" for t in tries.values()]
         row = [path, len(loaded.problems), loaded.counts["malformed"], *rates, unfinished]
-        print("| " + " | ".join(map(str, [*row, *echoes(loaded.problems)])) + " |")
+        bench.print_row([*row, *echoes(loaded.problems)])
     for failure in failures:
         print(*failure)
     return 1 if failures else 0

@@ -13,14 +13,12 @@ import argparse
 import dataclasses
 import json
 import os
-import pathlib
 import resource
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+
+import bench
 
 SIZES = {
     "limit": (128, 256, 512, 1024, 2048, 4096),
@@ -41,159 +39,107 @@ NAMES = {
 GRID_VOCABULARIES, GRID_LIMITS = (512, 32_768, 152_064), (128, 1024, 4096)
 MICROBATCH_TOKENS, MEGA = 1280, 1e6
 ENOUGH_SECONDS = 2.0  # of timing, for a point that takes less
-LIMIT = 128  # of a response, where another size is changed
+HEADS = ("", "", "rollout, tokens/s", "update, tokens/s", "update adds, MB a device", "process, MB")
 
 
-def setup(axis: str, size: int):
-    """Return the shape and the workload of a point."""
-    from ours import DECODER, Workload
+def make_workload(axis: str, size: int, smoke: bool):
+    """Return the workload of a point."""
+    from ours import DECODER, SMOKE_DECODER, Workload
 
-    limit = size if axis == "limit" else LIMIT
-    devices = size if axis == "devices" else 2
-    group = size if axis == "group" else 8
-    slots = size if axis == "slots" else 64 if axis == "group" else 16
+    sizes = {"limit": 8 if smoke else 128, "devices": 2, "group": 8, axis: size}
+    slots = sizes.get("slots", 64 if axis == "group" else 16)
     responses = 2 * slots if axis == "slots" else slots
-    rows = max(devices, MICROBATCH_TOKENS // (limit + 32) // devices * devices)
-    decoder = dataclasses.replace(
-        DECODER,
-        vocab=size if axis == "vocab" else DECODER.vocab,
-        layers=size if axis == "layers" else DECODER.layers,
+    group = min(sizes["group"], responses)
+    devices = sizes["devices"]
+    rows = MICROBATCH_TOKENS // (sizes["limit"] + 32) // devices * devices
+    decoder = SMOKE_DECODER if smoke else DECODER
+    changed = {name: sizes[name] for name in ("vocab", "layers") if name in sizes}
+    return Workload(
+        responses // group,
+        sizes["limit"],
+        ragged=False,
+        rows_per_microbatch=max(devices, rows),
+        group=group,
+        slots=slots,
+        decoder=dataclasses.replace(decoder, **changed),
     )
-    group = min(group, responses)
-    workload = Workload(
-        responses // group, limit, False, rows_per_microbatch=rows, group=group, slots=slots
-    )
-    return decoder, workload
 
 
-def shrink() -> None:
-    """Choose the smallest shape and few tokens, and time each call once."""
-    global LIMIT, ENOUGH_SECONDS
-    import ours
-
-    ours.DECODER, LIMIT, ENOUGH_SECONDS = ours.SMOKE_DECODER, 8, 1e-6
+def added_megabytes(calls) -> float:
+    """Return the megabytes that the compiled update adds to its arguments on one device."""
+    compiled = calls.learner.lower("update", calls.batch).compile()
+    return round(compiled.memory_analysis().temp_size_in_bytes / MEGA, 1)
 
 
-def open_parts(decoder, workload):
-    """Return the parts of a run, and its parameters."""
-    from ours import RandomPrompts, make_config, write_folder
-
-    from dapo_jax.run.components import build
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_folder(pathlib.Path(folder), decoder)
-        parts = build(make_config(pathlib.Path(folder), workload, decoder.layers))
-        parts = dataclasses.replace(parts, prompts=RandomPrompts())
-        return parts, parts.first_params()
-
-
-def added_bytes(parts, batch) -> int:
-    """Return the bytes that the compiled update adds to its arguments on one device."""
-    compiled = parts.learners.policy.lower("update", batch).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-def fastest(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of the fastest call after one that compiles, and its result."""
+def fastest(work: Callable[[], float], enough: float) -> float:
+    """Return the tokens per second of the fastest call after one that compiles."""
     work()
-    best, spent = float("inf"), 0.0
-    while spent < ENOUGH_SECONDS:
+    best = spent = 0.0
+    while spent < enough:
         started = time.perf_counter()
-        result = work()
+        tokens = work()
         seconds = time.perf_counter() - started
-        best, spent = min(best, seconds), spent + seconds
-    return best, result
+        best = max(best, tokens / seconds)
+        spent += seconds
+    return best
 
 
-def measure(axis: str, size: int) -> dict:
-    """Measure tokens a second of rollout and update, and memory, in this process."""
-    import jax
-    from ours import draw_within, make_batch, rollout
+def measure(axis: str, size: int, smoke: bool) -> None:
+    """Print the tokens a second of rollout and update, and memory, of this process."""
+    from ours import opened
 
-    from dapo_jax.rollout import decode_step
-
-    decoder, workload = setup(axis, size)
-    decode_step.sample_tokens = draw_within(workload)
-    parts, params = open_parts(decoder, workload)
-    rollout_seconds, tokens = fastest(lambda: rollout(parts, params, 0, workload))
-    batch, used, trained = make_batch(workload)
-    state = parts.learners.policy.start(params)
-
-    def update() -> None:
-        nonlocal state
-        state, (means, _) = parts.learners.policy.update(state, batch, used, 1e-5)
-        jax.block_until_ready((state, means))
-
-    update_seconds, _ = fastest(update)
-    added = added_bytes(parts, batch)
-    parts.close()
-    return {
-        "axis": axis,
-        "size": size,
-        "rollout_tokens_per_s": round(tokens / rollout_seconds),
-        "update_tokens_per_s": round(trained / update_seconds),
-        "update_added_mb": round(added / MEGA, 1),
-        "microbatch_tokens": workload.rows_per_microbatch * workload.row_tokens,
-        "process_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
-    }
+    workload = make_workload(axis, size, smoke)
+    enough = 1e-6 if smoke else ENOUGH_SECONDS
+    with opened(workload) as calls:
+        line = {
+            "axis": axis,
+            "size": size,
+            "rollout_tokens_per_s": round(fastest(calls.rollout, enough)),
+            "update_tokens_per_s": round(fastest(calls.update, enough)),
+            "update_added_mb": added_megabytes(calls),
+            "microbatch_tokens": workload.rows_per_microbatch * workload.row_tokens,
+            "process_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
+        }
+    print(json.dumps(line), flush=True)
 
 
-def grid(most: int) -> None:
+def grid(most: int, smoke: bool) -> None:
     """Print a line per pair of vocabulary and limit, compiled for one row per device."""
-    from ours import DECODER, Workload, make_batch
+    from ours import opened
 
     for vocab in GRID_VOCABULARIES:
         for limit in GRID_LIMITS:
-            if max(vocab, limit) > most:
-                continue
-            workload = Workload(1, limit, False, rows_per_microbatch=2, group=2, slots=2)
-            parts, _ = open_parts(dataclasses.replace(DECODER, vocab=vocab), workload)
-            added = added_bytes(parts, make_batch(workload)[0]) / MEGA
-            parts.close()
-            line = {"vocab": vocab, "row_tokens": limit + 32, "update_added_mb": round(added, 1)}
-            print(json.dumps(line), flush=True)
+            if max(vocab, limit) <= most:
+                workload = dataclasses.replace(
+                    make_workload("vocab", vocab, smoke),
+                    prompts=1,
+                    new_tokens=limit,
+                    rows_per_microbatch=2,
+                    group=2,
+                    slots=2,
+                )
+                with opened(workload) as calls:
+                    added = added_megabytes(calls)
+                line = {"vocab": vocab, "row_tokens": limit + 32, "update_added_mb": added}
+                print(json.dumps(line), flush=True)
 
 
-def in_a_process(arguments: list[str], devices: int) -> list[dict]:
-    """Run this script with those arguments; return its JSON lines."""
+def in_a_process(axis: str, size: int, smoke: bool) -> list[dict]:
+    """Return the JSON lines of a point, or of the grid, measured in a separate process."""
+    devices = size if axis == "devices" else 2
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={devices}"  # the last such flag counts
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-    )
-    if done.returncode:
-        raise SystemExit(f"{arguments}\nfailed:\n{done.stderr[-3000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    command = [sys.executable, __file__, "--point", axis, str(size), *["--smoke"] * smoke]
+    return bench.json_lines(command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
 
 
-def table(points: list[dict]) -> str:
-    """Return all points as Markdown."""
-    lines = [
-        "| | | rollout, tokens/s | update, tokens/s | update adds, MB a device | process, MB |",
-        "|---|---|---|---|---|---|",
-    ]
-    for p in points:
-        speeds = f"{p['rollout_tokens_per_s']:,} | {p['update_tokens_per_s']:,}"
-        memory = f"{p['update_added_mb']:,.0f} | {p['process_mb']:,}"
-        lines.append(f"| {NAMES[p['axis']]} | {p['size']:,} | {speeds} | {memory} |")
-    return "\n".join(lines)
-
-
-def grid_table(points: list[dict]) -> str:
-    """Return a table with a row per vocabulary and a column per row length."""
+def print_grid(points: list[dict]) -> None:
+    """Print a table with a row per vocabulary and a column per row length."""
     lengths = sorted({p["row_tokens"] for p in points})
-    cells = {(p["vocab"], p["row_tokens"]): p["update_added_mb"] for p in points}
-    lines = [
-        "| vocabulary | " + " | ".join(f"rows of {n:,} tokens" for n in lengths) + " |",
-        "|---" * (len(lengths) + 1) + "|",
-    ]
+    cells = {(p["vocab"], p["row_tokens"]): f"{p['update_added_mb']:,.0f} MB" for p in points}
+    bench.print_table(["vocabulary", *(f"rows of {n:,} tokens" for n in lengths)])
     for vocab in sorted({p["vocab"] for p in points}):
-        row = " | ".join(f"{cells[vocab, n]:,.0f} MB" for n in lengths)
-        lines.append(f"| {vocab:,} | {row} |")
-    return "\n".join(lines)
+        bench.print_row([f"{vocab:,}", *(cells[vocab, n] for n in lengths)])
 
 
 def plot(points: list[dict], path: str) -> None:
@@ -203,28 +149,27 @@ def plot(points: list[dict], path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    lines = {
+        "tokens/s": {"rollout_tokens_per_s": "rollout", "update_tokens_per_s": "update"},
+        "MB": {"process_mb": "process", "update_added_mb": "update adds"},
+    }
     axes = list(dict.fromkeys(p["axis"] for p in points))
-    figure, rows = plt.subplots(
+    figure, panels = plt.subplots(
         2, len(axes), figsize=(3.1 * len(axes), 5.6), squeeze=False, sharex="col"
     )
-    for column, axis in enumerate(axes):
-        of_axis = [p for p in points if p["axis"] == axis]
-        sizes = [p["size"] for p in of_axis]
-        above, below = rows[0][column], rows[1][column]
-        for key, label in ("rollout", "rollout"), ("update", "update"):
-            above.plot(sizes, [p[f"{key}_tokens_per_s"] for p in of_axis], "o-", label=label)
-        for key, label in ("process_mb", "process"), ("update_added_mb", "update adds"):
-            below.plot(sizes, [p[key] for p in of_axis], "o-", label=label)
-        below.set_xlabel(NAMES[axis])
-        for panel in above, below:
+    for row, (unit, labels) in zip(panels, lines.items(), strict=True):
+        for panel, axis in zip(row, axes, strict=True):
+            of_axis = [p for p in points if p["axis"] == axis]
+            sizes = [p["size"] for p in of_axis]
+            for key, label in labels.items():
+                panel.plot(sizes, [p[key] for p in of_axis], "o-", label=label)
             panel.set_xscale("log", base=2)
             panel.set_ylim(bottom=0)
             panel.grid(alpha=0.3)
-        below.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45)
-    rows[0][0].set_ylabel("tokens/s")
-    rows[1][0].set_ylabel("MB")
-    rows[0][0].legend()
-    rows[1][0].legend()
+            panel.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45)
+            panel.set_xlabel(NAMES[axis] if unit == "MB" else "")
+        row[0].set_ylabel(unit)
+        row[0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=90)
 
@@ -237,26 +182,24 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=10**9, help="leave larger sizes out")
     parser.add_argument("--plot", help="a PNG to write")
     parser.add_argument("--smoke", action="store_true", help="everything small: does it run?")
-    parser.add_argument("--one", nargs=2, metavar=("AXIS", "SIZE"), help=argparse.SUPPRESS)
+    parser.add_argument("--point", nargs=2, metavar=("AXIS", "SIZE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    small = ["--smoke"] if args.smoke else []
-    if args.one:
-        if args.smoke:
-            shrink()
-        axis, size = args.one[0], int(args.one[1])
-        return grid(size) if axis == "grid" else print(json.dumps(measure(axis, size)))
+    if args.point:
+        axis, size = args.point[0], int(args.point[1])
+        return grid(size, args.smoke) if axis == "grid" else measure(axis, size, args.smoke)
     points = []
     for axis in args.axes:
         for size in SIZES.get(axis, ()):
             if size <= args.most:
-                devices = size if axis == "devices" else 2
-                points += in_a_process(["--one", axis, str(size), *small], devices)
-                print(json.dumps(points[-1]), flush=True)
-    if points:
-        print(table(points))
+                points += in_a_process(axis, size, args.smoke)
+    bench.print_table(HEADS)
+    for p in points:
+        figures = [p[f"{name}_tokens_per_s"] for name in ("rollout", "update")]
+        figures += [round(p["update_added_mb"]), p["process_mb"]]
+        bench.print_row([NAMES[p["axis"]], f"{p['size']:,}", *(f"{n:,}" for n in figures)])
     if "grid" in args.axes:
-        pairs = in_a_process(["--one", "grid", str(args.most), *small], 2)
-        print("\n" + grid_table(pairs))
+        print()
+        print_grid(in_a_process("grid", args.most, args.smoke))
     if args.plot:
         plot(points, args.plot)
     return None

@@ -15,6 +15,7 @@ Prints a table, and a JSON line with the costs of `commands/plan/cost_model.py`.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import json
@@ -25,8 +26,8 @@ import tempfile
 import time
 from typing import Any
 
+import bench
 import numpy as np
-from arguments import read_arguments
 from etils import epath
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -100,10 +101,10 @@ class Programs(simulated_engine.SimulatedPrograms):
 
     def __init__(self, *args: Any, drawn: np.ndarray, **named: Any):
         super().__init__(*args, **named)
-        width = self._settings.max_response_tokens
-        self._drawn = np.resize(drawn, len(drawn) + width)
+        self._drawn = np.resize(drawn, len(drawn) + self._settings.max_response_tokens)
         logprobs = -np.random.default_rng(0).exponential(0.5, len(self._drawn))
-        self._logprobs, self._places = logprobs.astype(np.float32), len(drawn)
+        self._logprobs = logprobs.astype(np.float32)
+        self._places = len(drawn)
 
     def rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Return rows with a piece of the text and its end."""
@@ -117,45 +118,48 @@ class Programs(simulated_engine.SimulatedPrograms):
         return rows
 
 
-class OtherProcesses:
-    """Messages of other processes, in place of `processes._gather`."""
+def replace_network(watch: Stopwatch, count: int) -> list[dict]:
+    """Replace the messages of other processes; only this process's own work for them counts.
 
-    def __init__(self, count: int):
-        self._count, self.verdicts = count, [{} for _ in range(count)]
+    Returns the verdicts of each process, which the judge fills.
+    """
+    verdicts: list[dict] = [{} for _ in range(count)]
 
-    def watch(self, stopwatch: Stopwatch) -> None:
-        """Replace the network; only this process's own work for messages counts."""
-        processes.count = lambda: self._count
-        processes._gather = stopwatch.wrap("(others)", self)
-        processes.all_gather_json = stopwatch.wrap("messages", processes.all_gather_json)
+    def answer(message: str) -> list[str]:
+        name, value = json.loads(message)
+        values = [["", own] for own in verdicts] if name == "verdicts" else [value] * count
+        return [json.dumps([name, value]) for value in values]
 
-    def __call__(self, message: bytes) -> list[bytes]:
-        name, answer = json.loads(message)
-        answers = [["", theirs] for theirs in self.verdicts]
-        answers = answers if name == "verdicts" else [answer] * self._count
-        return [json.dumps([name, theirs]).encode() for theirs in answers]
+    send = watch.wrap("(others)", answer)
+
+    def all_gather_json(value: Any, name: str) -> list[Any]:
+        return [json.loads(reply)[1] for reply in send(json.dumps([name, value]))]
+
+    processes.count = lambda: count
+    processes.all_gather_json = watch.wrap("messages", all_gather_json)
+    return verdicts
 
 
 class Judge(simulated_engine.SimulatedJudge):
     """Simulated judge; every process has the verdicts of its own prompts."""
 
-    def __init__(self, others: OtherProcesses, tokenizer: Tokenizer, *args: Any):
+    def __init__(self, verdicts: list[dict], tokenizer: Tokenizer, *args: Any):
         super().__init__(*args)
-        self._others, self._decode_all = others, tokenizer.decode_all
+        self._verdicts = verdicts
+        self._decode_all = tokenizer.decode_all
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Any:
         return super().submit(prompt, with_texts(completions, self._decode_all))
 
     def groups(self, pending: list) -> list:
-        groups, owners = super().groups(pending), [group.prompt.index for group in pending]
-        verdicts = [[dataclasses.asdict(one) for one in group.verdicts] for group in groups]
-        others = self._others.verdicts
-        for theirs in others:
-            theirs.clear()
+        groups = super().groups(pending)
+        owners = [group.prompt.index for group in pending]
+        verdicts = [[dataclasses.asdict(verdict) for verdict in g.verdicts] for g in groups]
+        for own in self._verdicts:
+            own.clear()
         for i, owner in enumerate(owners):
-            others[owner % len(others)][str(i)] = verdicts[i]
-        found = processes.map_over_hosts(owners, verdicts.__getitem__, "verdicts")
-        assert found == verdicts
+            self._verdicts[owner % len(self._verdicts)][str(i)] = verdicts[i]
+        assert processes.map_over_hosts(owners, verdicts.__getitem__, "verdicts") == verdicts
         return groups
 
 
@@ -193,8 +197,7 @@ def step(
         setattr(engine.programs, name, method)
     sampler = Scheduler(engine, tokenizer, config.seed)
     sampler.begin(None, purpose=SAMPLE_FOR_TRAINING, step=0, rule=SamplingRule())
-    others = OtherProcesses(options.processes)
-    others.watch(watch)
+    verdicts = replace_network(watch, options.processes)
     folder, storage = epath.Path(config.run_dir), Storage()
     storage.attempt = behind.wrap("journal", storage.attempt)
     journal = RolloutJournal(folder, "benchmark", storage, tokenizer.decode)
@@ -202,7 +205,7 @@ def step(
         open_collection(config, 0.5, 0, (), 0),
         simulated_engine.SimulatedPrompts(workload),
         sampler,
-        Judge(others, tokenizer, config, workload, record),
+        Judge(verdicts, tokenizer, config, workload, record),
         CollectionHooks(
             on_scored=watch.wrap("journal", journal.add),
             on_burst=lambda _: processes.all_gather_json("", "signals"),
@@ -215,26 +218,24 @@ def step(
     def feed_back() -> tuple:
         feedback = make_feedback(config, packed, scored, batch.groups)
         estimates = estimate(config.algorithm, feedback)
-        for _ in make_train_batches(config, packed, scored, estimates):
-            pass
-        return feedback, advantages, returns
+        collections.deque(make_train_batches(config, packed, scored, estimates), maxlen=0)
+        return feedback, *estimates
 
-    found = watch.wrap("feedback", feed_back)()
-    record = StepRecord(0, Rollout(batch, sampler.counts, 1.0), packed, *found)
+    learned = watch.wrap("feedback", feed_back)()
+    record = StepRecord(0, Rollout(batch, sampler.counts, 1.0), packed, *learned)
     watch.wrap("metrics", measure)(config, record, Clock())
     traces = watch.wrap("traces", trace)(config, record)
     log, batch = config.log, dataclasses.replace(batch, traces=traces)
     storage.drain()
-    listed = behind.wrap("rollouts JSON", write_rollouts)
-    listed(folder, 1, batch, log.token_groups, tokenizer, log.rollouts_keep)
+    write = behind.wrap("rollouts JSON", write_rollouts)
+    write(folder, 1, batch, log.token_groups, tokenizer)
     tokens = sum(len(response) for group in batch.groups for response in group.completions)
     files = len(list(folder.glob("groups/*/*.npz")))
     return {"tokens": tokens, "bursts": sampler.counts.bursts, "files": files}
 
 
 def main() -> None:
-    """Prints seconds by part."""
-    options = read_arguments(
+    options = bench.read_arguments(
         __doc__,
         responses=8192,
         processes=1,  # of which this is the first
@@ -245,13 +246,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(options, folder)
         counts = step(config, options, watch, behind)
-    print("| part | on | devices wait, s | beside them, s |\n|---|---|---|---|")
+    bench.print_table(["part", "on", "devices wait, s", "beside them, s"])
     parts = {name: spent for name, spent in watch.seconds.items() if name[0] != "("}
     later = {name: parts.pop(name) for name in BESIDE} | behind.seconds
     for name in parts | later:
-        spent = f"{parts.get(name, 0.0):.2f} | {later.get(name, 0.0):.2f}"
-        print(f"| {name} | {'process 0' if name in FIRST else 'every process'} | {spent} |")
-    print(f"| together | | {sum(parts.values()):.2f} | {sum(later.values()):.2f} |")
+        spent = [f"{seconds.get(name, 0.0):.2f}" for seconds in (parts, later)]
+        bench.print_row([name, "process 0" if name in FIRST else "every process", *spent])
+    bench.print_row(["together", "", *(f"{sum(s.values()):.2f}" for s in (parts, later))])
     tokens = counts["tokens"]
     each = {
         "SLOT": parts["scheduling"] / counts["bursts"] / config.sampler.slots,

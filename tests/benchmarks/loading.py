@@ -7,7 +7,6 @@ On a CPU the parameters are host memory themselves, so their bytes are taken off
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import subprocess
@@ -37,16 +36,15 @@ EXPERTS = dataclasses.replace(
 )
 
 
-def write(folder: pathlib.Path, config: DecoderConfig, dtype: str) -> None:
+def write(folder: pathlib.Path, config: DecoderConfig) -> None:
     """Write a random folder of that shape, with files of at most 1 GB."""
     folder.mkdir(parents=True)
-    draw, shapes = np.random.default_rng(0), param_paths.param_shapes(config)
-    random = functools.partial(draw.standard_normal, dtype=np.float32)
+    rng = np.random.default_rng(0)
     leaves = (
-        (path, save_huggingface.layers_of(path, jax.device_put(random(shape))))
-        for path, shape in shapes.items()
+        (path, save_huggingface.layers_of(path, jax.device_put(rng.standard_normal(shape, "f4"))))
+        for path, shape in param_paths.param_shapes(config).items()
     )
-    save_huggingface.save_weights(folder, leaves, config, dtype, max_shard_gb=1.0)
+    save_huggingface.save_weights(folder, leaves, config, "float32", max_shard_gb=1.0)
     (folder / "config.json").write_text(json.dumps(decoder_to_json(config)))
 
 
@@ -60,16 +58,16 @@ def measure(folder: pathlib.Path) -> dict[str, float]:
     """Load the folder onto one device; return sizes in 10^6 bytes."""
     mesh = make_mesh(1, 1, 1, jax.devices()[:1])
     config = load_huggingface.read_config(folder)
-    before, started = memory("VmRSS"), time.perf_counter()
+    before = memory("VmRSS")
+    started = time.perf_counter()
     params = load_huggingface.load_params(folder, config, mesh)
-    seconds, arrays = time.perf_counter() - started, jax.tree.leaves(params)
-    held = sum(array.nbytes for array in arrays)
-    layers = params["layers"]
-    largest = max(*(a[0].nbytes for a in jax.tree.leaves(layers)), params["embedding"].nbytes)
+    seconds = time.perf_counter() - started
+    held = sum(array.nbytes for array in jax.tree.leaves(params))
+    layers = jax.tree.leaves(params["layers"])
+    largest = max(*(a[0].nbytes for a in layers), params["embedding"].nbytes)
     itemsize = {"float32": 4}.get(load_huggingface.stored_dtype(folder), 2)
-    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return {
-        "files": files / 1e6,
+        "files": sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e6,
         "params": held / 1e6,
         "beyond_params": (memory("VmHWM") - before - held) / 1e6,
         "largest_tensor": largest / 4 * itemsize / 1e6,
@@ -79,13 +77,14 @@ def measure(folder: pathlib.Path) -> dict[str, float]:
 
 def main() -> None:
     """Measure in a process that has not written the folder."""
-    folder, kind = pathlib.Path(sys.argv[1]), "".join(sys.argv[2:3])
-    if kind != "measure":
-        if not folder.exists():
-            write(folder, EXPERTS if kind == "experts" else SHAPE, "float32")
-        subprocess.run([sys.executable, __file__, str(folder), "measure"], check=True)
-    else:
+    folder = pathlib.Path(sys.argv[1])
+    kind = "".join(sys.argv[2:3])
+    if kind == "measure":
         print(json.dumps({name: round(value, 1) for name, value in measure(folder).items()}))
+        return
+    if not folder.exists():
+        write(folder, EXPERTS if kind == "experts" else SHAPE)
+    subprocess.run([sys.executable, __file__, str(folder), "measure"], check=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Times rollout, update and whole step of dapo_jax on the peers' model and workloads.
 
     python tests/benchmarks/ours.py --workload uniform --repeats 5
+    python tests/benchmarks/ours.py --only update --profile
 
 4.2 M parameters, float32, prompts of 32 tokens, 64 slots, entropy computed in the update.
 
@@ -11,14 +12,19 @@
 
 Prints a JSON line per measurement, with the arithmetic of the matrix products alone over a product
 of two square matrices timed in the same process; the first (compiling) call is reported apart.
+`--profile` prints the seconds of one call by kind of operation, from JAX's profiler. They are
+processor seconds: two devices that compute at once count twice. `waiting` is the cores' idle time.
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
+import gzip
 import json
 import os
 import pathlib
+import re
 import statistics
 import tempfile
 import time
@@ -29,14 +35,14 @@ os.environ.setdefault(
     "XLA_FLAGS", f"--xla_force_host_platform_device_count={1 << os.cpu_count().bit_length() - 1}"
 )
 
+import bench
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dapo_jax import algorithms
-from dapo_jax.config.experiment import (
+from dapo_jax import (
     Checkpoint,
     Compute,
     Config,
@@ -48,6 +54,7 @@ from dapo_jax.config.experiment import (
     Packing,
     Rollout,
     Sampler,
+    algorithms,
 )
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.learners import LearnerStates
@@ -58,7 +65,7 @@ from dapo_jax.rollout import decode_step
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, sample_tokens
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run import step_record
-from dapo_jax.run.components import Components, build
+from dapo_jax.run.components import build
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.structs import Completion, Prompt, SamplingRule
 from dapo_jax.train import TrainerState, train_step
@@ -77,15 +84,21 @@ DECODER = DecoderConfig(
     tie_embeddings=False,
 )
 SMOKE_DECODER = dataclasses.replace(DECODER, layers=1, embed=32, head_dim=8, mlp=64)
+# The first match counts; a fusion is named after its operations.
+KINDS = (
+    ("matrix products", re.compile(r"dot|gemm|convolution|ynn")),
+    ("exchange between devices", re.compile(r"all-|reduce-scatter|collective|permute")),
+    ("exponentials: softmax, SiLU", re.compile(r"exponential|exp|logistic|softmax")),
+    ("draws: keys, sorts, arg max", re.compile(r"threefry|rng|sort|argmax|cumsum|shift|xor")),
+    ("copies and places", re.compile(r"copy|slice|gather|scatter|concatenate|pad|transpose|cache")),
+    ("sums and norms", re.compile(r"reduce|rsqrt")),
+)
+PARENTS = re.compile(r"^(while|call|conditional|ThunkExecutor|Thunk|custom-call-start)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Sizes of a step; a row of the update holds one of the longest responses.
-
-    Attributes:
-        matmul: side of the square matrices that are timed beside it.
-    """
+    """Sizes of a step; a row of the update holds one of the longest responses."""
 
     prompts: int
     new_tokens: int  # at most
@@ -94,18 +107,42 @@ class Workload:
     group: int = GROUP
     slots: int = SLOTS
     decoder: DecoderConfig = DECODER
-    matmul: int = 2048
+    matmul: int = 2048  # side of the square matrices that are timed beside it
+    keep_groups: bool = False  # the shapes of a run that keeps groups; nothing is written
 
     @property
     def row_tokens(self) -> int:
         return PROMPT_TOKENS + self.new_tokens
 
     def limits(self, normal):
-        """Tokens of responses by standard normal numbers."""
+        """Return the tokens of responses by standard normal numbers."""
         if not self.ragged:
             return jnp.full(normal.shape, self.new_tokens)
         drawn = jnp.ceil(MEDIAN_TOKENS * jnp.exp(SPREAD * normal))
         return jnp.minimum(drawn, self.new_tokens).astype(int)
+
+    def draw(self, logits, keys, positions, rule):
+        """Draw as the sampler does, but end each response at its own limit and nowhere else."""
+        tokens, logprobs = sample_tokens(logits, keys, positions, rule)
+        apart = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, 2**31 - 1)))
+        last = positions + 1 >= self.limits(apart(keys))
+        return jnp.where(last, END, jnp.where(tokens == END, OTHER, tokens)), logprobs
+
+    def config(self, folder: str) -> Config:
+        """Return one update per rollout batch, as the peers have it; nothing is filtered."""
+        return Config(
+            algorithm=dataclasses.replace(algorithms.dapo(), dynamic_sampling=False),
+            model=Model(folder=folder),
+            compute=Compute(scan_unroll=self.decoder.layers),
+            data=Data(max_prompt_tokens=PROMPT_TOKENS),
+            rollout=Rollout(self.prompts, self.group, updates_per_rollout=1),
+            sampler=Sampler(slots=self.slots, burst_tokens=32, max_response_tokens=self.new_tokens),
+            optimizer=Optimizer(learning_rate=1e-5),
+            packing=Packing(self.row_tokens, self.rows_per_microbatch),
+            mesh=Mesh(data=-1, fsdp=1),
+            checkpoint=Checkpoint(keep_groups=self.keep_groups),
+            log=Log(tensorboard=False),
+        )
 
 
 WORKLOADS = {
@@ -115,20 +152,8 @@ WORKLOADS = {
 }
 
 
-def draw_within(workload: Workload):
-    """The sampler's draw, with the end where a response's own limit is and nowhere else."""
-
-    def within(logits, keys, positions, rule):
-        tokens, logprobs = sample_tokens(logits, keys, positions, rule)
-        apart = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, 2**31 - 1)))
-        last = positions + 1 >= workload.limits(apart(keys))
-        return jnp.where(last, END, jnp.where(tokens == END, OTHER, tokens)), logprobs
-
-    return within
-
-
 class RandomPrompts:
-    """32 random tokens each, endlessly; stands in for the data, which is not measured."""
+    """Endless prompts of 32 random tokens, in place of the data, which is not measured."""
 
     position = 0
 
@@ -138,101 +163,18 @@ class RandomPrompts:
         return Prompt(self.position - 1, str(self.position), "", tokens.astype(np.int32), "1", "")
 
 
-def write_folder(folder: pathlib.Path, decoder: DecoderConfig = DECODER) -> None:
-    """A random model, of the peers' shape unless another is given; a word for each token."""
-    save_huggingface.save_folder(
-        folder, nn.unbox(init_params(decoder, jax.random.key(0))), decoder, (END,)
-    )
+def write_folder(folder: pathlib.Path, decoder: DecoderConfig) -> None:
+    """Write a random model and a tokenizer with a word for each token."""
+    params = nn.unbox(init_params(decoder, jax.random.key(0)))
+    save_huggingface.save_folder(folder, params, decoder, (END,))
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(decoder.vocab)}, "t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
     words.save(str(folder / "tokenizer.json"))
 
 
-def make_config(
-    folder: pathlib.Path,
-    workload: Workload,
-    layers: int = DECODER.layers,
-    keep_groups: bool = False,
-) -> Config:
-    """One update per rollout batch, as the peers do; nothing filtered, everything trained."""
-    algorithm = algorithms.dapo()
-    algorithm.dynamic_sampling = False
-    return Config(
-        algorithm=algorithm,
-        model=Model(folder=str(folder)),
-        compute=Compute(scan_unroll=layers),
-        data=Data(max_prompt_tokens=PROMPT_TOKENS),
-        rollout=Rollout(workload.prompts, workload.group, updates_per_rollout=1),
-        sampler=Sampler(
-            slots=workload.slots, burst_tokens=32, max_response_tokens=workload.new_tokens
-        ),
-        optimizer=Optimizer(learning_rate=1e-5),
-        packing=Packing(workload.row_tokens, workload.rows_per_microbatch),
-        mesh=Mesh(data=-1, fsdp=1),
-        checkpoint=Checkpoint(keep_groups=keep_groups),
-        log=Log(tensorboard=False),
-    )
-
-
-def matmul_flops(side: int) -> float:
-    """FLOP/s of a square product, the best of a few: this machine's, now, on all its cores."""
-    a = jnp.asarray(np.random.default_rng(0).normal(size=(side, side)), jnp.float32)
-    product, best = jax.jit(jnp.dot), float("inf")
-    for _ in range(6):
-        started = time.perf_counter()
-        product(a, a).block_until_ready()
-        best = min(best, time.perf_counter() - started)
-    return 2 * side**3 / best
-
-
-def measure(name: str, run, repeats: int, flops_per_token: float, workload: str) -> None:
-    """Prints the median of `repeats` calls after a first one that compiles and a warm-up.
-
-    `run` returns the tokens that it handled.
-    """
-    started = time.perf_counter()
-    run()
-    first = time.perf_counter() - started
-    run()
-    seconds, tokens = [], []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        tokens.append(run())
-        seconds.append(time.perf_counter() - started)
-    speed = statistics.median(n / s for n, s in zip(tokens, seconds, strict=True))
-    peak = matmul_flops(WORKLOADS[workload].matmul)
-    line = {
-        "framework": "dapo_jax",
-        "workload": workload,
-        "bench": name,
-        "median_s": round(statistics.median(seconds), 4),
-        "tokens_per_s": round(speed, 1),
-        "all_s": [round(s, 4) for s in seconds],
-        "first_call_s": round(first, 2),
-        "gflops": round(speed * flops_per_token / 1e9, 1),
-        "matmul_gflops": round(peak / 1e9, 1),
-    }
-    print(json.dumps(line), flush=True)
-
-
-def rollout(parts: Components, params, step: int, workload: Workload) -> int:
-    """All responses of a step; returns their tokens."""
-    sampler, prompts = parts.sampler, RandomPrompts()
-    sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
-    for _ in range(workload.prompts):
-        sampler.submit(next(prompts), workload.group)
-    while not sampler.idle:
-        sampler.decode_burst()
-    assert sampler.counts.responses == workload.prompts * workload.group
-    assert sampler.counts.prefills == workload.prompts
-    tokens = sampler.counts.tokens
-    sampler.release()
-    return tokens
-
-
 def make_batch(workload: Workload) -> tuple[TrainBatch, int, int]:
-    """Packed rows of a step's responses with random advantages; how many microbatches, tokens."""
+    """Return rows of a step's responses with random advantages; the microbatches; the tokens."""
     rng, prompts, segments = np.random.default_rng(0), RandomPrompts(), []
     responses = workload.prompts * workload.group
     for i, count in enumerate(np.asarray(workload.limits(rng.normal(size=responses)))):
@@ -247,55 +189,128 @@ def make_batch(workload: Workload) -> tuple[TrainBatch, int, int]:
     return TrainBatch(ScoredBatch(rollouts, None), advantages, weights), used, tokens
 
 
-@contextlib.contextmanager
-def measured(
-    name: str, rows: int = 0, keep_groups: bool = False
-) -> Iterator[dict[str, Callable[[], float]]]:
-    """What is timed of a workload, by name; each call returns the tokens that it handled.
+class Calls:
+    """The calls that are timed; each returns the tokens that it handled."""
 
-    Args:
-        rows: per microbatch; 0: the workload's own.
-        keep_groups: the shapes of a run that keeps groups; nothing is written.
-    """
-    workload = WORKLOADS[name]
-    if rows:
-        workload = dataclasses.replace(workload, rows_per_microbatch=rows)
-    decode_step.sample_tokens = draw_within(workload)
-    with tempfile.TemporaryDirectory() as folder:
-        write_folder(pathlib.Path(folder), workload.decoder)
-        layers = workload.decoder.layers
-        parts = build(make_config(pathlib.Path(folder), workload, layers, keep_groups))
-        parts = dataclasses.replace(parts, prompts=RandomPrompts())
-        params = parts.first_params()
-    steps = iter(range(10**9))
-    learner, trainer = parts.learners.policy, parts.trainer()
-    policy = learner.start(jax.tree.map(lambda leaf: leaf.copy(), params))
-    run = TrainerState(0, LearnerStates(policy), SourceState(kept_fraction=1.0))
-    batch, used, tokens = make_batch(workload)
+    def __init__(self, workload: Workload):
+        self.workload = workload
+        decode_step.sample_tokens = workload.draw
+        with tempfile.TemporaryDirectory() as folder:
+            write_folder(pathlib.Path(folder), workload.decoder)
+            parts = build(workload.config(folder))
+            self.parts = dataclasses.replace(parts, prompts=RandomPrompts())
+            self.params = parts.first_params()
+        self.learner = parts.learners.policy
+        self.batch, self.used, self.tokens = make_batch(workload)
+        self.rollouts = 0
+        self.run: TrainerState | None = None
 
-    def update() -> float:
-        nonlocal run
-        policy, (metrics, _) = learner.update(run.learners.policy, batch, used, 1e-5)
-        run = dataclasses.replace(run, learners=LearnerStates(policy))
-        jax.block_until_ready((policy, metrics))
+    def state(self) -> TrainerState:
+        if self.run is None:
+            policy = self.learner.start(jax.tree.map(lambda leaf: leaf.copy(), self.params))
+            self.run = TrainerState(0, LearnerStates(policy), SourceState(kept_fraction=1.0))
+        return self.run
+
+    def rollout(self) -> int:
+        """Sample all responses of a step."""
+        sampler, prompts = self.parts.sampler, RandomPrompts()
+        rule = SamplingRule()
+        sampler.begin(self.params, purpose=SAMPLE_FOR_TRAINING, step=self.rollouts, rule=rule)
+        self.rollouts += 1
+        for _ in range(self.workload.prompts):
+            sampler.submit(next(prompts), self.workload.group)
+        while not sampler.idle:
+            sampler.decode_burst()
+        assert sampler.counts.responses == self.workload.prompts * self.workload.group
+        tokens = sampler.counts.tokens
+        sampler.release()
         return tokens
 
-    def step() -> float:
-        nonlocal run
+    def update(self) -> int:
+        state = self.state()
+        policy, (metrics, _) = self.learner.update(
+            state.learners.policy, self.batch, self.used, 1e-5
+        )
+        self.run = dataclasses.replace(state, learners=LearnerStates(policy))
+        jax.block_until_ready((policy, metrics))
+        return self.tokens
+
+    def step(self) -> float:
         clock = Clock()
         with clock.running():
-            run, record = train_step(trainer, run)
-        values = step_record.measure(parts.config, record, clock)
-        jax.block_until_ready(run.learners.policy)
-        assert values["trained_groups"] == workload.prompts
-        return workload.prompts * workload.group * values["response_tokens_mean"]
+            self.run, record = train_step(self.parts.trainer(), self.state())
+        values = step_record.measure(self.parts.config, record, clock)
+        jax.block_until_ready(self.run.learners.policy)
+        assert values["trained_groups"] == self.workload.prompts
+        return self.workload.prompts * self.workload.group * values["response_tokens_mean"]
 
-    yield {
-        "rollout": lambda: rollout(parts, params, next(steps), workload),
-        "update": update,
-        "step": step,
+
+@contextlib.contextmanager
+def opened(workload: Workload) -> Iterator[Calls]:
+    calls = Calls(workload)
+    yield calls
+    calls.parts.close()
+
+
+def matmul_flops(side: int) -> float:
+    """Return the FLOP/s of a square product, the best of a few, on all cores."""
+    a = jnp.asarray(np.random.default_rng(0).normal(size=(side, side)), jnp.float32)
+    product, best = jax.jit(jnp.dot), float("inf")
+    for _ in range(6):
+        started = time.perf_counter()
+        product(a, a).block_until_ready()
+        best = min(best, time.perf_counter() - started)
+    return 2 * side**3 / best
+
+
+def measure(call: Callable[[], float], repeats: int) -> dict[str, float | list[float]]:
+    """Return the median of the calls after a first one that compiles and a warm-up."""
+    started = time.perf_counter()
+    call()
+    first = time.perf_counter() - started
+    call()
+    seconds, tokens = [], []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        tokens.append(call())
+        seconds.append(time.perf_counter() - started)
+    speed = statistics.median(n / s for n, s in zip(tokens, seconds, strict=True))
+    return {
+        "median_s": round(statistics.median(seconds), 4),
+        "tokens_per_s": round(speed, 1),
+        "all_s": [round(s, 4) for s in seconds],
+        "first_call_s": round(first, 2),
     }
-    parts.close()
+
+
+def seconds_by_kind(folder: str) -> dict[str, float]:
+    """Return the seconds of the operations in the trace of a folder."""
+    (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+    seconds: collections.Counter[str] = collections.Counter()
+    for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+        name = event.get("args", {}).get("hlo_op", "")
+        if event.get("ph") == "X" and name and not PARENTS.match(name):
+            kind = next((kind for kind, names in KINDS if names.search(name)), "other elementwise")
+            seconds[kind] += event["dur"] / 1e6
+    return dict(seconds)
+
+
+def profile(name: str, call: Callable[[], float]) -> None:
+    """Print the seconds of one call by kind of operation."""
+    call()
+    call()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            started = time.perf_counter()
+            call()
+            wall = time.perf_counter() - started
+        seconds = seconds_by_kind(folder)
+    cores = min(os.cpu_count() or 1, 2)
+    seconds["waiting"] = cores * wall - sum(seconds.values())
+    print(f"{name}: {wall:.2f} s on {jax.device_count()} devices")
+    bench.print_table(["operations", "processor seconds", "share"])
+    for kind, value in sorted(seconds.items(), key=lambda item: -item[1]):
+        bench.print_row([kind, f"{value:.3f}", f"{value / (cores * wall):.0%}"])
 
 
 def main() -> None:
@@ -307,17 +322,27 @@ def main() -> None:
     parser.add_argument("--only", default="rollout,update,step")
     parser.add_argument("--keep_groups", action="store_true", help="as such a run samples")
     parser.add_argument("--rows", type=int, default=0, help="per microbatch; 0: the workload's")
+    parser.add_argument("--profile", action="store_true", help="seconds by kind of operation")
     args = parser.parse_args()
-    decoder = WORKLOADS[args.workload].decoder
-    shapes = jax.tree.leaves(jax.eval_shape(lambda: init_params(decoder, jax.random.key(0))))
-    products = 2 * sum(leaf.size for leaf in shapes if leaf.ndim > 1)
-    products -= 2 * VOCAB * decoder.embed  # the embedding is looked up
-    # Forward and backward; of a step's tokens each is drawn, scored and trained on.
-    passes = {"rollout": 1, "update": 3, "step": 5}
-    with measured(args.workload, args.rows, args.keep_groups) as calls:
+    workload = dataclasses.replace(WORKLOADS[args.workload], keep_groups=args.keep_groups)
+    if args.rows:
+        workload = dataclasses.replace(workload, rows_per_microbatch=args.rows)
+    with opened(workload) as calls:
+        products = 2 * sum(leaf.size for leaf in jax.tree.leaves(calls.params) if leaf.ndim > 1)
+        products -= 2 * VOCAB * workload.decoder.embed  # the embedding is looked up
+        # Forward and backward; of a step's tokens each is drawn, scored and trained on.
+        passes = {"rollout": 1, "update": 3, "step": 5}
         for name in args.only.split(","):
-            flops = passes[name] * products
-            measure(name, calls[name], args.repeats, flops, args.workload)
+            call = getattr(calls, name)
+            if args.profile:
+                profile(name, call)
+                continue
+            line = {"framework": "dapo_jax", "workload": args.workload, "bench": name}
+            line |= measure(call, args.repeats)
+            gflops = line["tokens_per_s"] * passes[name] * products / 1e9
+            line["gflops"] = round(gflops, 1)
+            line["matmul_gflops"] = round(matmul_flops(workload.matmul) / 1e9, 1)
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

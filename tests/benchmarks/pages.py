@@ -15,9 +15,8 @@ import argparse
 import json
 from typing import Any
 
+import bench
 import jax.numpy as jnp
-import numpy as np
-from arguments import read_arguments
 
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.simulate import Simulation
@@ -28,51 +27,55 @@ from dapo_jax.model.decoder import DecoderConfig
 
 GIB = 2**30
 BANDWIDTHS = {"v5p": 2.5e12, "v6e": 1.5e12}  # bytes a second that programs reach (assumed)
-TRAINING_EFFICIENCY = 0.4  # fraction of the peak that prefill reaches (assumed)
+PARAMETERS = 32.76e9
+TOKEN_BYTES = 64 * 2 * 8 * 128 * 2  # of all heads
+OVERHEAD_SECONDS = 1.5e-3  # of a decode step
+GROUP, PAGE_TOKENS = 16, 128
 SHAPE = DecoderConfig(  # only the cache's shape counts
     vocab=2, layers=1, embed=128, heads=8, kv_heads=8, head_dim=128, mlp=1, dtype=jnp.bfloat16
 )
 
 
-def rule_of_thumb(args: argparse.Namespace, slots: int) -> Costs:
+def rule_of_thumb(args: argparse.Namespace) -> Costs:
     """Return costs of decoding from a chip's speed.
 
-    A decode step reads the weights (2 bytes each), or multiplies all slots by them if that takes
-    longer, and then the cache. A prefilled token takes 2 operations per parameter.
+    Only memory counts: a decode step reads the weights (2 bytes each) and then the cache.
     """
-    bandwidth, flops = BANDWIDTHS[args.chip], args.teraflops * 1e12
-    weights = 2 * args.parameters * 1e9 / args.tensor  # bytes on a chip, operations per token
-    return Costs(
-        load=weights / bandwidth,
-        prefill_token=weights / (TRAINING_EFFICIENCY * flops),
-        decode_step=args.overhead / 1e3 + max(weights / bandwidth, slots * weights / flops),
-        read_token=args.token_bytes / args.tensor / bandwidth,
-    )
+    bandwidth = BANDWIDTHS[args.chip]
+    load = 2 * PARAMETERS / args.tensor / bandwidth
+    read = TOKEN_BYTES / args.tensor / bandwidth
+    return Costs(load=load, decode_step=OVERHEAD_SECONDS + load, read_token=read)
 
 
-def serve(args: argparse.Namespace, law: AssumedWorkload, **cache: Any) -> dict[str, Any]:
-    """Sample all responses with a cache of `slots` and `pages` per replica."""
-    replicas, slots = args.replicas, cache["slots"]
+def serve(args: argparse.Namespace, slots: int, pages: int, reads: str) -> dict[str, Any]:
+    """Sample all responses with a cache of `slots` and `pages` per replica; no pages: slots."""
     config = Config(
         data=Data(max_prompt_tokens=args.max_prompt),
-        rollout=Rollout(samples_per_prompt=args.group),
+        rollout=Rollout(samples_per_prompt=GROUP),
         sampler=Sampler(
-            slots=slots * replicas,
-            burst_tokens=args.burst,
+            slots=slots * args.replicas,
+            burst_tokens=64,
             max_response_tokens=args.max_response,
             first_window_tokens=args.max_prompt + args.max_response,
-            cache="paged" if "pages" in cache else "slots",
-            pages=cache.get("pages", 0) * replicas,
-            page_tokens=args.page_tokens,
+            cache="paged" if pages else "slots",
+            pages=pages * args.replicas,
+            page_tokens=PAGE_TOKENS,
         ),
     )
-    costs = rule_of_thumb(args, slots)
-    mesh = named_mesh(Mesh(fsdp=replicas, tensor=args.tensor), "tpu", replicas * args.tensor)
-    simulation = Simulation(config, SHAPE, mesh, law, costs, reads=cache["reads"])
-    step = simulation.sample(args.responses // args.group)
+    law = AssumedWorkload(
+        args.median,
+        0.9,
+        args.max_response,
+        prompt_median_tokens=150.0,
+        max_prompt_tokens=args.max_prompt,
+    )
+    chips = args.replicas * args.tensor
+    mesh = named_mesh(Mesh(fsdp=args.replicas, tensor=args.tensor), "tpu", chips)
+    simulation = Simulation(config, SHAPE, mesh, law, rule_of_thumb(args), reads=reads)
+    step = simulation.sample(args.responses // GROUP)
     return {
         "side_by_side_mean": round(step.sampled.occupancy * slots, 1),
-        "side_by_side_most": max(burst.running for burst in step.bursts) // replicas,
+        "side_by_side_most": max(burst.running for burst in step.bursts) // args.replicas,
         "decode_steps": int(step.counts["decode_step"]),
         "redrawn_share": round(step.sampled.put_back_tokens / step.sampled.tokens, 4),
         "seconds": round(step.rollout_seconds),
@@ -83,45 +86,25 @@ def serve(args: argparse.Namespace, law: AssumedWorkload, **cache: Any) -> dict[
 
 
 def main() -> None:
-    args = read_arguments(
+    args = bench.read_arguments(
         __doc__,
         gib=71.6,  # of a chip for the cache
         chip="v5p",
-        overhead=1.5,  # of a decode step, in ms
-        teraflops=np.inf,  # of a chip; inf: only memory counts
-        parameters=32.76,  # billions
-        token_bytes=64 * 2 * 8 * 128 * 2,  # of all heads
         tensor=4,  # chips of a replica
         replicas=1,
-        page_tokens=128,
         slots=[128, 192, 244, 320],
-        burst=64,
         responses=2048,  # of all replicas
-        group=16,
         median=2900.0,
-        spread=0.9,
-        prompt_median=150.0,
         max_prompt=2048,
         max_response=20_480,
-        seed=0,
     )
-    law = AssumedWorkload(
-        args.median,
-        args.spread,
-        args.max_response,
-        prompt_median_tokens=args.prompt_median,
-        max_prompt_tokens=args.max_prompt,
-        seed=args.seed,
-    )
-    tokens = int(args.gib * GIB * args.tensor // args.token_bytes)
+    tokens = int(args.gib * GIB * args.tensor // TOKEN_BYTES)
     whole = tokens // (args.max_prompt + args.max_response)
-    caches = [("slots", {"slots": whole}, "window"), ("ragged", {"slots": whole}, "existing")]
-    pages = tokens // args.page_tokens
-    caches += [("paged", {"slots": n, "pages": pages}, "auto") for n in args.slots]
-    for name, sizes, reads in caches:
-        print(
-            json.dumps({"cache": name} | sizes | serve(args, law, reads=reads, **sizes)), flush=True
-        )
+    caches = [("slots", whole, 0, "window"), ("ragged", whole, 0, "existing")]
+    caches += [("paged", slots, tokens // PAGE_TOKENS, "auto") for slots in args.slots]
+    for name, slots, pages, reads in caches:
+        line = {"cache": name, "slots": slots, "pages": pages}
+        print(json.dumps(line | serve(args, slots, pages, reads)), flush=True)
 
 
 if __name__ == "__main__":

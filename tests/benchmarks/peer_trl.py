@@ -43,7 +43,7 @@ def make_model():
 
 
 def make_tokenizer():
-    """A word for each token."""
+    """Make a tokenizer with a word for each token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

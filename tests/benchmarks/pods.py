@@ -17,7 +17,6 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leave a TPU of this machine alone
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
@@ -26,7 +25,7 @@ from hlo_arrays import contents
 
 from dapo_jax.commands.plan.chips import GIB, parse
 from dapo_jax.commands.plan.compile_programs import Compiler, limit
-from dapo_jax.commands.plan.programs import Layout, Program, lay_out, programs
+from dapo_jax.commands.plan.programs import Layout, lay_out, programs
 from dapo_jax.commands.plan.published_shapes import config_values
 from dapo_jax.config.experiment import (
     Compute,
@@ -55,18 +54,12 @@ class Run:
     remat: str = "full"
     row_tokens: int = 22_528
     microbatches: int = 8
-    rows: int = 1  # per microbatch and batch shard
     slots: int = 4  # per replica
     pages: int = 0  # per replica; 0: enough for full slots
     prompt_tokens: int = 2_048
     load_layers: int = 0
     cache: str = "paged"
-    chunk_tokens: int = 1_024
-    attention: str = "auto"
     programs: str = PROGRAMS
-    layers: int = 0  # the number of layers; 0: the model's
-    weights: str = "auto"  # dtype of the decoding weights
-    cache_dtype: str = "auto"
 
     def config(self, folder: str) -> Config:
         """Return the config for a model folder."""
@@ -74,12 +67,7 @@ class Run:
         replicas = mesh.data * mesh.fsdp
         return Config(
             model=Model(folder=folder),
-            compute=Compute(
-                dtype="bfloat16",
-                remat=self.remat,
-                attention=self.attention,
-                logprob_chunk_tokens=self.chunk_tokens,
-            ),
+            compute=Compute(dtype="bfloat16", remat=self.remat, logprob_chunk_tokens=1_024),
             data=Data(max_prompt_tokens=self.prompt_tokens),
             rollout=Rollout(samples_per_prompt=min(16, self.slots)),
             evaluation=Evaluation(samples_per_problem=1),
@@ -91,18 +79,15 @@ class Run:
                 first_window_tokens=self.row_tokens,
                 cache=self.cache,
                 load_layers=self.load_layers,
-                weights_dtype=self.weights,
-                cache_dtype=self.cache_dtype,
             ),
             mesh=mesh,
-            packing=Packing(self.row_tokens, self.rows * replicas * mesh.decode_tensor),
+            packing=Packing(self.row_tokens, replicas * mesh.decode_tensor),
         )
 
     def lay_out(self) -> Layout:
         """Lay the run out from a folder that has only a config.json."""
         values = dict(config_values(f"Qwen2.5-{self.model}") or config_values("Qwen2.5-0.5B"))
         values |= TINY if self.model == "tiny" else {}
-        values |= {"num_hidden_layers": self.layers} if self.layers else {}
         with tempfile.TemporaryDirectory() as folder:
             (pathlib.Path(folder) / "config.json").write_text(json.dumps(values))
             return lay_out(self.config(folder), parse(self.topology))
@@ -121,20 +106,13 @@ RUNS = (
 )
 
 
-def wanted(run: Run, layout: Layout) -> Iterator[Program]:
-    """Yield the programs that the run names, in the order of PROGRAMS."""
-    by_name = {program.name: program for program in programs(layout, run.microbatches)}
-    for name in PROGRAMS.split(","):
-        if name in run.programs.split(","):
-            yield by_name[name]
-
-
 def measure(run: Run, as_json: bool) -> None:
     """Print a line per program, and what its text contains."""
     layout = run.lay_out()
     texts: dict[str, str] = {}
     compiler, most = Compiler(layout, None, texts.__setitem__), limit(layout)
-    for program in wanted(run, layout):
+    by_name = {program.name: program for program in programs(layout, run.microbatches)}
+    for program in map(by_name.__getitem__, run.programs.split(",")):
         compiled = compiler.measure(program)
         lists = contents(layout, program, texts[program.name]) if program.name in texts else {}
         sizes = {name: round(size / GIB, 2) for name, size in compiled.parts().items()}

@@ -13,7 +13,7 @@ import argparse
 import json
 from typing import NamedTuple
 
-from arguments import read_arguments
+import bench
 from pages import SHAPE
 
 from dapo_jax import algorithms
@@ -25,6 +25,7 @@ from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 
 ROUND = 3  # batches; 1,536 prompts for 512
 FIRST_STEPS = 4  # until the estimate of the kept fraction has settled
+LENGTHS = 30.0, 0.7, 256  # median, spread of the logarithm, limit
 KINDS = ("none", "unfinished", "all")
 
 
@@ -57,14 +58,12 @@ class Cost(NamedTuple):
 
 
 def ours(law: AssumedWorkload, options: argparse.Namespace, kind: str) -> Cost:
-    budget, samples = options.max_response, options.samples
+    samples = options.samples
     config = Config(
         algorithm=algorithms.dapo(),
         data=Data(max_prompt_tokens=law.max_prompt_tokens),
         rollout=Rollout(options.prompts, samples, carry_over=kind),
-        sampler=Sampler(
-            slots=options.slots, burst_tokens=options.burst, max_response_tokens=budget
-        ),
+        sampler=Sampler(slots=options.slots, burst_tokens=8, max_response_tokens=LENGTHS[2]),
     )
     mesh = named_mesh(Mesh(fsdp=1), "cpu", 1)
     simulation = Simulation(config, SHAPE, mesh, law, Costs())
@@ -80,24 +79,18 @@ def ours(law: AssumedWorkload, options: argparse.Namespace, kind: str) -> Cost:
 
 
 def main() -> None:
-    options = read_arguments(
+    options = bench.read_arguments(
         __doc__,
         prompts=32,  # groups of a step
         samples=16,
         slots=256,
-        burst=8,
-        median=30.0,
-        spread=0.7,
-        max_response=256,
         steps=48,
         kept=[0.2, 0.3, 0.4, 0.5],
     )
-    print("| kept | ideal | rounds | " + " | ".join(KINDS) + " |\n|---" + "|---" * 5 + "|")
+    bench.print_table(["kept", "ideal", "rounds", *KINDS])
     for kept in options.kept:
         law = AssumedWorkload(
-            options.median,
-            options.spread,
-            options.max_response,
+            *LENGTHS,
             prompt_median_tokens=10,
             max_prompt_tokens=32,
             beta=beta_from_kept(0.8, kept, options.samples),
@@ -107,7 +100,7 @@ def main() -> None:
         ideal = costs["none"].ideal
         cells = [f"{rounds:.2f} ({against_ideal:.2f})"]
         cells += [f"{cost.drawn:.2f} ({cost.drawn / ideal:.2f})" for cost in costs.values()]
-        print(f"| {kept} | {ideal:.2f} | " + " | ".join(cells) + " |")
+        bench.print_row([kept, f"{ideal:.2f}", *cells])
         steps = {f"{kind} steps": round(cost.decode_steps) for kind, cost in costs.items()}
         print(json.dumps({"kept": kept} | steps))
 

@@ -15,8 +15,8 @@ import pathlib
 import runpy
 import statistics
 
-from arguments import read_arguments
-from calibrate import FIRST_STEPS, calibrate, replay, step_figures
+import bench
+from calibrate import FIRST_STEPS, calibrate, step_figures
 
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.simulate import Simulation, Step
@@ -27,7 +27,6 @@ from dapo_jax.run.compute import numerics, open_mesh
 from dapo_jax.run.run import open_run
 from dapo_jax.runtime.signals import Signals
 
-ARITHMETIC = pathlib.Path(__file__).parents[2] / "configs/arithmetic.py"
 SEEDS = 3  # of the law; the prediction is a median over them too
 COMPARED = (
     "seconds_decode",
@@ -41,13 +40,16 @@ COMPARED = (
 
 def make_config(options: argparse.Namespace, name: str, slots: int, samples: int) -> Config:
     """Return the config of a run with nothing but its steps."""
-    config = runpy.run_path(str(ARITHMETIC))["get_config"]()
-    config.run_dir, config.total_steps = str(options.folder / name), options.steps
+    config = runpy.run_path(bench.RL)["get_config"]()
+    config.run_dir = str(options.folder / name)
+    config.total_steps = options.steps
     config.model = Model(folder=str(options.base))
     config.data = Data(max_terms=options.terms, max_prompt_tokens=16, heldout_problems=0)
-    config.rollout.prompts_per_step, config.rollout.samples_per_prompt = options.prompts, samples
+    config.rollout.prompts_per_step = options.prompts
+    config.rollout.samples_per_prompt = samples
     config.sampler.slots = slots
-    config.checkpoint, config.evaluation = Checkpoint(every_steps=0), Evaluation(every_steps=0)
+    config.checkpoint = Checkpoint(every_steps=0)
+    config.evaluation = Evaluation(every_steps=0)
     config.log = Log(show_group_every_steps=0, tensorboard=False)
     return config
 
@@ -101,7 +103,7 @@ def predict(config: Config, model: tuple, law: pathlib.Path, costs: Costs) -> li
 
 
 def main() -> None:
-    options = read_arguments(
+    options = bench.read_arguments(
         __doc__,
         base="dapo_jax:arithmetic_base",
         folder=pathlib.Path("runs/simulate"),
@@ -116,26 +118,21 @@ def main() -> None:
     configs = [make_config(options, f"slots_{s}_samples_{g}", s, g) for s, g in settings]
     if not all((pathlib.Path(config.run_dir) / "summary.json").exists() for config in configs):
         run_in_turn(configs)
-    seen = configs[0]
-    mesh = open_mesh(seen.mesh, seen.packing.rows_per_microbatch)
-    numbers = numerics(seen.compute, mesh, seen.packing.row_tokens)
+    fitted = configs[0]
+    mesh = open_mesh(fitted.mesh, fitted.packing.rows_per_microbatch)
+    numbers = numerics(fitted.compute, mesh, fitted.packing.row_tokens)
     model = load_huggingface.read_config(str(options.base), **numbers), mesh
-    folder = pathlib.Path(seen.run_dir)
-    costs = calibrate(seen, *model, folder)
+    folder = pathlib.Path(fitted.run_dir)
+    costs = calibrate(fitted, *model, folder)
     result = {"costs": {k: v for k, v in dataclasses.asdict(costs).items() if v}}
-    again = [
-        step_figures(step)["decode_steps"] for step in replay(seen, *model, folder, options.steps)
-    ]
-    result["replayed_decode_steps"] = again[FIRST_STEPS:]
-    result["decode_steps"] = [row["decode_steps"] for row in measured(seen)]
-    print("| slots | G | | measured | predicted | off |\n|---|---|---|---|---|---|")
+    bench.print_table(["slots", "G", "", "measured", "predicted", "off"])
     for config, (s, g) in zip(configs, settings, strict=True):
         real, virtual = measured(config), predict(config, model, folder, costs)
         for name in COMPARED:
             actual = statistics.median(row[name] for row in real)
             predicted = statistics.median(row[name] for row in virtual)
             error = predicted / actual - 1
-            print(f"| {s} | {g} | {name} | {actual:.4g} | {predicted:.4g} | {error:+.1%} |")
+            bench.print_row([s, g, name, f"{actual:.4g}", f"{predicted:.4g}", f"{error:+.1%}"])
             result[f"{s}/{g}/{name}"] = error
     print(json.dumps(result))
 

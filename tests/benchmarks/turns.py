@@ -16,7 +16,7 @@ import itertools
 import os
 import time
 
-from arguments import read_arguments
+import bench
 from talk import SECONDS, TURNS
 
 from dapo_jax.commands import checks
@@ -25,6 +25,8 @@ from dapo_jax.environments.sessions import Environments
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.components import build
 from dapo_jax.structs import Prompt, SamplerCounts, SamplingRule
+
+HEADS = "a step,bursts,caches,busy while work waits,whole,waited,again,rollout".split(",")
 
 
 def make_config(args: argparse.Namespace, wait: int, keep: bool) -> Config:
@@ -72,7 +74,7 @@ def rollout(config: Config, step_seconds: float) -> tuple[float, SamplerCounts]:
 
 
 def main() -> None:
-    args = read_arguments(
+    args = bench.read_arguments(
         __doc__,
         seconds=[0.0, 0.1],  # of a step of the environment
         wait=[1, 8],  # bursts
@@ -93,19 +95,16 @@ def main() -> None:
     for _ in range(args.rounds):
         for seconds, wait, keep in rows:
             results[seconds, wait, keep].append(rollout(make_config(args, wait, keep), seconds))
-    print("| a step | bursts | caches | busy while work waits | whole | waited | again | rollout |")
-    print("|---|---|---|---|---|---|---|---|")
+    bench.print_table(HEADS)
     for (seconds, wait, keep), runs in results.items():
         taken, counts = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
         turns = counts.turns
         assert turns is not None
         whole = counts.tokens / (counts.decode_steps * args.slots)
         again = turns.prefilled_again_tokens / counts.responses
-        print(
-            f"| {seconds:g} s | {wait} | {'kept' if keep else 'prefilled'} | "
-            f"{counts.occupancy:.2f} | {whole:.2f} | {turns.wait_seconds:.1f} s | "
-            f"{again:.0f} tokens each | {taken:.1f} s |"
-        )
+        setting = f"{seconds:g} s", wait, "kept" if keep else "prefilled"
+        shares = f"{counts.occupancy:.2f}", f"{whole:.2f}", f"{turns.wait_seconds:.1f} s"
+        bench.print_row([*setting, *shares, f"{again:.0f} tokens each", f"{taken:.1f} s"])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import random
 import time
 
-from arguments import read_arguments
+import bench
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.pool import RewardPool
@@ -78,7 +78,7 @@ def math_verify(pairs: list[tuple[str, str]], workers: int) -> tuple[float, int]
 
 
 def main() -> None:
-    options = read_arguments(__doc__, responses=8192, characters=24_000, workers=2, rounds=3)
+    options = bench.read_arguments(__doc__, responses=8192, characters=24_000, workers=2, rounds=3)
     judges = {"dapo_jax": ours}
     try:
         import math_verify as _  # noqa: F401

@@ -23,19 +23,20 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
-        path, closed = self.path.partition("?")[0], False
+        path = self.path.partition("?")[0]
         for name, files in REPOS.items():
-            closed = name == "a/closed" and self.headers.get("Authorization") != f"Bearer {TOKEN}"
+            if name == "a/closed" and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                continue
             kind = "" if name.startswith("datasets/") else "models/"
-            if path.startswith(f"/api/{kind}{name}/") and not closed:
+            if path.startswith(f"/api/{kind}{name}/"):
                 rows = [
                     {"type": "file", "path": f, "rfilename": f, "size": len(c), "oid": "0" * 40}
                     for f, c in files.items()
                 ]
-                told = {"id": name, "sha": "1" * 40, "siblings": rows}
-                return self.answer(json.dumps(rows if "/tree/" in path else told).encode())
-            file = path.partition(f"/{name}/resolve/{'1' * 40}/")[2]
-            if path.startswith(f"/{name}/resolve/") and file in files and not closed:
+                info = {"id": name, "sha": "1" * 40, "siblings": rows}
+                return self.answer(json.dumps(rows if "/tree/" in path else info).encode())
+            file = path.removeprefix(f"/{name}/resolve/{'1' * 40}/")
+            if file in files:
                 return self.answer(files[file])
         self.answer(b"", self.server.refusal)
 
@@ -55,7 +56,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -86,8 +87,8 @@ def download(hub, folder: pathlib.Path, *flags: str, token: str = "") -> tuple[i
 
 def test_model_and_data_are_downloaded_once_and_the_command_is_told(hub, tmp_path):
     flags = "--model=a/model", "--data=a/sums"
-    code, said = download(hub, tmp_path, *flags)
-    assert code == 0 and "trainer --config=x --config.model.folder=models/model" in said, said
+    code, output = download(hub, tmp_path, *flags)
+    assert code == 0 and "trainer --config=x --config.model.folder=models/model" in output, output
     folder = tmp_path / "models/model"
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert not (folder / "pytorch_model.bin").exists()
@@ -98,9 +99,9 @@ def test_model_and_data_are_downloaded_once_and_the_command_is_told(hub, tmp_pat
 
 
 def test_the_token_opens_what_is_closed_and_is_gone_afterwards(hub, tmp_path):
-    code, said = download(hub, tmp_path, "--model=a/closed", token=TOKEN)
-    assert code == 0 and "--config.model.folder=models/closed" in said, said
-    assert TOKEN not in said and not (tmp_path / "token").exists()
+    code, output = download(hub, tmp_path, "--model=a/closed", token=TOKEN)
+    assert code == 0 and "--config.model.folder=models/closed" in output, output
+    assert TOKEN not in output and not (tmp_path / "token").exists()
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,6 @@ def test_the_token_opens_what_is_closed_and_is_gone_afterwards(hub, tmp_path):
 )
 def test_a_refusal_is_final_and_a_hub_that_is_down_is_not(hub, tmp_path, name, refusal, code, text):
     hub.refusal = refusal
-    got, said = download(hub, tmp_path, f"--model={name}")
-    assert got == code and text in said and "trainer" not in said, said
+    got, output = download(hub, tmp_path, f"--model={name}")
+    assert got == code and text in output and "trainer" not in output, output
     assert not (tmp_path / "token").exists()

@@ -1,6 +1,7 @@
-"""The shape of the house: one direction of imports, short files, short functions."""
+"""The structure of the library: the direction of imports, short functions, settings in use."""
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -17,45 +18,35 @@ from dapo_jax.config.experiment import (
 from dapo_jax.runtime.settings import leaves
 
 ROOT = pathlib.Path(__file__).parents[2]
-SOURCES = sorted(p for p in (ROOT / "dapo_jax").rglob("*.py") if p.name != "__init__.py")
+LIBRARY = ROOT / "dapo_jax"
+SOURCES = sorted(LIBRARY.rglob("*.py"))
+MAX_ARROWS = 70  # imports between top-level packages
+MAX_FUNCTION_LINES = 60
+LONG = {"commands/serve/server.py:answer"}  # a handler of one request from beginning to end
 
-# Top floor of the library; an entry imports only from those before it.
-FLOORS = (
+# The top-level packages; each imports only from those before it.
+PACKAGES = (
     "structs contracts runtime config algorithms verifier rewards data environments model rollout "
     "learner train reporting run commands"
 ).split()
-
-# What only reinforcement learning reads does not count.
-OFFLINE_ROOMS = (
-    "run.supervised.common run.supervised.training run.supervised.resume "
-    "data.supervised run.compute learner.update learner.policy "
-    "learner.optimizer runtime.sharding "
-    "model.training_attention model.decoder model.trainable"
-).split()
-ROOMS_OF = {
-    SftConfig: ["run.supervised.sft", "data.arithmetic", *OFFLINE_ROOMS],
-    DpoConfig: ["run.supervised.dpo", *OFFLINE_ROOMS],
-    ExportConfig: ["run.export", "run.hub", "reporting.model_card"],
-    ServeConfig: [
-        "commands.serve.server",
-        "commands.serve.access",
-        "commands.serve.budgets",
-        "run.compute",
-    ],
-    ReportConfig: ["commands.report", "reporting.page.page"],
-}
+PRIVATE = re.compile(r"jax\._src|orbax\.[\w.]*_src|ctypes|_getframe")
 
 
-def room(path: pathlib.Path) -> str:
-    return ".".join(path.relative_to(ROOT / "dapo_jax").with_suffix("").parts)
+@functools.cache
+def tree_of(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imported_entries(path: pathlib.Path) -> set[str]:
-    """Entries of the top floor that a file imports from."""
+def package_of(path: pathlib.Path) -> str:
+    return path.relative_to(LIBRARY).parts[0].removesuffix(".py")
+
+
+def imported_packages(path: pathlib.Path) -> set[str]:
+    """Return the top-level packages that a file imports from."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dapo_jax."):
-            names.add((node.module or "").split(".")[1])
+            names.add(node.module.split(".")[1])
         elif isinstance(node, ast.ImportFrom) and node.module == "dapo_jax":
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -63,65 +54,82 @@ def imported_entries(path: pathlib.Path) -> set[str]:
     return names
 
 
-def test_the_top_floor_is_what_the_order_names():
-    entries = {p.stem for p in (ROOT / "dapo_jax").iterdir() if p.is_dir() or p.suffix == ".py"}
-    assert entries - {"__init__", "__main__", "__pycache__"} == set(FLOORS)
+def arrows() -> set[tuple[str, str]]:
+    """Return the pairs of different packages of which the first imports from the second."""
+    pairs = {(package_of(path), name) for path in SOURCES for name in imported_packages(path)}
+    return {(user, used) for user, used in pairs if user != used and user in PACKAGES}
 
 
-@pytest.mark.parametrize("entry", FLOORS)
-def test_an_entry_imports_only_from_those_before_it(entry):
-    before = {*FLOORS[: FLOORS.index(entry)], entry}
-    for path in SOURCES:
-        if room(path).split(".")[0] == entry:
-            assert imported_entries(path) <= before, path
+def test_every_package_is_in_the_order():
+    entries = {p.stem for p in LIBRARY.iterdir() if p.is_dir() or p.suffix == ".py"}
+    assert entries - {"__init__", "__main__", "__pycache__"} == set(PACKAGES)
 
 
-def test_only_the_engines_side_and_the_server_import_jetstream():
+def test_packages_import_only_from_those_before_them_and_from_few():
+    upward = {(a, b) for a, b in arrows() if PACKAGES.index(a) < PACKAGES.index(b)}
+    assert not upward
+    assert len(arrows()) <= MAX_ARROWS
+
+
+def test_only_the_engine_and_the_server_import_jetstream():
     users = {
-        room(path) for path in SOURCES if re.search(r"(from|import) jetstream", path.read_text())
+        path.relative_to(LIBRARY).as_posix()
+        for path in SOURCES
+        if re.search(r"(from|import) jetstream", path.read_text(encoding="utf-8"))
     }
     assert users == {
-        "rollout.jetstream_api",
-        "commands.serve.jetstream_server",
+        "rollout/jetstream_api.py",
+        "commands/serve/jetstream_server.py",
     }
 
 
-@pytest.mark.parametrize("folder", ["dapo_jax", "configs", "tests", "notebooks"])
-def test_functions_stay_short(folder):
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                length = node.end_lineno - node.lineno + 1
-                assert length <= 60, f"{path}:{node.name} has {length} lines"
-
-
-def test_the_algorithm_reads_in_eighty_lines():
-    text = (ROOT / "dapo_jax/train.py").read_text()
-    lengths = {
-        node.name: node.end_lineno - node.body[1].lineno + 1  # without its docstring
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef)
+def test_the_library_uses_no_private_interface():
+    users = {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in SOURCES
+        for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))
     }
-    assert len(text.splitlines()) <= 90 and lengths["train_step"] <= 20
+    assert not users
 
 
-KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ServeConfig, ReportConfig)
-# What a section is called where it is not called by its name.
-CALLED = {"architecture": ("shape",)}
+def test_functions_stay_short():
+    long = set()
+    for folder in ("dapo_jax", "configs", "tests", "notebooks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(tree_of(path)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES:
+                        long.add(f"{path.relative_to(ROOT)}:{node.name}")
+    assert long <= {f"dapo_jax/{name}" for name in LONG}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_setting_has_a_reader(kind):
-    # A setting that its own config resolves is read; one that is only checked is not.
-    checkers = ("config.algorithm", "config.validation", "algorithms")
-    readers = [path for path in SOURCES if not room(path).startswith(checkers)]
-    if kind in ROOMS_OF:
-        readers = [path for path in readers if room(path) in ROOMS_OF[kind]]
-    code = "\n".join(path.read_text() for path in readers)
+def test_a_training_step_stays_readable():
+    steps = (
+        node for node in tree_of(LIBRARY / "train.py").body if isinstance(node, ast.FunctionDef)
+    )
+    (step,) = (node for node in steps if node.name == "train_step")
+    assert step.end_lineno - step.lineno + 1 <= 25
+
+
+def readers() -> list[pathlib.Path]:
+    """Return the modules that use settings: not those that only declare, preset or check them."""
+    resolves = LIBRARY / "config/experiment.py"
+    passive = ("config", "algorithms")
+    return [path for path in SOURCES if package_of(path) not in passive or path == resolves]
+
+
+@pytest.mark.parametrize(
+    "kind", [Config, SftConfig, DpoConfig, ExportConfig, ServeConfig, ReportConfig]
+)
+def test_every_setting_has_a_reader_and_an_explanation(kind):
+    nodes = [node for path in readers() for node in ast.walk(tree_of(path))]
+    attributes = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    # A table of thresholds names its settings.
+    named = {node.value for node in nodes if isinstance(node, ast.Constant)}
     for name, field, _ in leaves(kind()):
-        section = name.split(".")[-2] if "." in name else "config"
-        owners = "|".join((section, *CALLED.get(section, ()), "self", "settings"))
-        read = rf"\b_?(?:{owners})\.{field.name}\b"
-        assert re.search(read, code), f"nothing reads config.{name}"
+        assert field.name in attributes or name in named, f"nothing reads config.{name}"
         assert field.metadata["explanation"]

@@ -61,11 +61,11 @@ def test_a_session(base, tmp_path):
     execute(notebook, tmp_path)
     results, printed = [], []
     for cell in notebook.cells[1:]:
-        shown = [o for o in cell.outputs if o["output_type"] == "execute_result"]
-        results += [output["data"]["text/plain"] for output in shown]
-        streams = [o for o in cell.outputs if o["output_type"] == "stream"]
-        assert len(shown) + len(streams) == len(cell.outputs)  # no widget of a live line
-        printed.append("".join(output["text"] for output in streams))
+        kinds = {"execute_result": [], "stream": []}  # no widget of a live line
+        for output in cell.outputs:
+            kinds[output["output_type"]].append(output)
+        results += [output["data"]["text/plain"] for output in kinds["execute_result"]]
+        printed.append("".join(output["text"] for output in kinds["stream"]))
     tip, finished, last = results
     assert "slots: int = 128" in tip and "Responses decoded side by side. Above 0." in tip
     assert "Result(run_dir='run', summary={'steps': 2" in finished and len(finished) < 500

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, what an index shows of it, and that it trains outside a checkout."""
+"""The wheel: its files, its metadata, and training from it outside a checkout."""
 
 import email
 import importlib.metadata
@@ -23,7 +23,6 @@ REPOSITORY = re.search(r'^REPOSITORY = "(.+)"$', (ROOT / "setup.py").read_text()
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> pathlib.Path:
-    """Wheel of a copy of this checkout, which nothing that is built here can get into."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in PACKED:
         shutil.copy(ROOT / name, source)
@@ -50,45 +49,42 @@ def metadata(wheel: pathlib.Path) -> email.message.Message:
 
 def test_code_configs_and_policies_are_in_it_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     tracked = subprocess.check_output(
         ["git", "ls-files", "dapo_jax", "configs", "launch/env.sh"], cwd=ROOT, text=True
     )
     files = {name for name in tracked.split() if not name.endswith(".png")}
-    assert found == {re.sub("^(configs|launch)/", r"dapo_jax/\1/", name) for name in files}
+    assert packed == {re.sub("^(configs|launch)/", r"dapo_jax/\1/", name) for name in files}
     assert wheel.stat().st_size < 4e6
 
 
-def test_an_index_is_told_licence_authors_and_links(wheel):
+def test_the_metadata_has_licence_authors_and_links(wheel):
     about = metadata(wheel)
     assert about["License-Expression"] == "Apache-2.0" and about["License-File"] == "LICENSE"
     assert about["Author"] and about["Keywords"] and about["Requires-Python"] == ">=3.11"
-    assert not [one for one in about.get_all("Classifier") if one.startswith("License ::")]
-    links = [one.split(", ")[1] for one in about.get_all("Project-URL")]
+    assert not any(text.startswith("License ::") for text in about.get_all("Classifier"))
+    links = [text.split(", ")[1] for text in about.get_all("Project-URL")]
     assert len(links) >= 3 and all(link.startswith(REPOSITORY) for link in links)
 
 
 def test_links_of_the_description_lead_to_files_of_the_repository(wheel):
     tokens = MarkdownIt("commonmark").enable("table").parse(metadata(wheel).get_payload())
     inline = [child for token in tokens for child in token.children or ()]
-    links = [one.attrGet("href") or one.attrGet("src") for one in inline]
-    links = [link for link in links if link]
+    links = [link for t in inline if (link := t.attrGet("href") or t.attrGet("src"))]
     assert all(re.match("https://|#", link) for link in links), links
     own = [link.removeprefix(REPOSITORY) for link in links if link.startswith(REPOSITORY)]
     paths = [re.fullmatch(r"/(blob|raw)/main/([^#]+)(#.*)?", link)[2] for link in own]
     assert "configs/arithmetic_dapo.png" in paths and all((ROOT / path).exists() for path in paths)
-    assert f"{REPOSITORY}/raw/main/configs/arithmetic_dapo.png" in links
 
 
 def test_the_repository_has_one_address():
-    """What names another is a page of a fork that forgot one."""
     tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
     own = re.compile(
         r"https://(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/dapo[_-]jax)"
     )
-    for name in filter(None, tracked):
-        text = (ROOT / name).read_bytes().decode("utf-8", "ignore")
-        assert {f"https://github.com/{one}" for one in own.findall(text)} <= {REPOSITORY}, name
+    for path in filter(None, tracked):
+        text = (ROOT / path).read_bytes().decode("utf-8", "ignore")
+        assert {f"https://github.com/{name}" for name in own.findall(text)} <= {REPOSITORY}, path
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Every script of the repository does its work on something small: what nothing runs breaks."""
+"""Every script of the repository works on something small."""
 
 import importlib
 import json
@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -16,9 +15,9 @@ ONE_DEVICE = " --xla_force_host_platform_device_count=1"  # the last such flag c
 
 
 def run(script: str, *arguments: object) -> str:
-    """What the script prints. Fails where it does."""
+    """Return what a script prints. Fail if it does."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / script), *map(str, arguments)],
+        [sys.executable, str(ROOT / "tests" / script), *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -28,153 +27,9 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
-def test_attacks_on_the_verifier_are_refused():
-    told = run("tests/verifier/attack_verifier.py", "--golds", 12, "--every", 5)
-    totals = json.loads(told.splitlines()[-1])
-    assert totals["attacks"] > 500 and totals["accepted"] == totals["killed"] == 0
-
-
-def test_the_fuzzer_finds_nothing():
-    assert "nothing did harm" in run("tests/verifier/fuzz_verifier.py", "--minutes", 0.02)
-
-
-def test_gold_answers_equal_themselves(tmp_path):
-    rows = [
-        {"problem": "Add $1+1$.", "answer": "2", "solution": r"It is \boxed{2}."},
-        {"problem": "Factor $x^2-1$.", "answer": "(x-1)(x+1)", "solution": r"\boxed{(x+1)(x-1)}"},
-    ]
-    path = tmp_path / "few.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = run("tests/benchmarks/gold.py", path)
-    assert "| 2 | 0 | 2 of 2 | 2 of 2 | 2 of 2 | 0 | 2 | 0 |" in told
-
-
-def test_the_verifiers_benchmark_times_it():
-    arguments = ("--responses", 64, "--characters", 500, "--workers", 1)
-    told = run("tests/benchmarks/verifier.py", *arguments)
-    lines = [json.loads(line) for line in told.splitlines() if line[0] == "{"]
-    assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
-
-
-def test_loading_is_measured_on_a_folder():
-    folder = ROOT / "tests/fixtures/models/qwen3"
-    assert json.loads(run("tests/benchmarks/loading.py", folder, "measure"))["files"] > 0
-
-
-def test_responses_side_by_side_are_counted():
-    sizes = ("--gib", 0.5, "--max_response", 2000, "--max_prompt", 100, "--median", 200)
-    told = run("tests/benchmarks/pages.py", *sizes, "--responses", 64, "--slots", 8, 16)
-    slots, ragged, few, many = map(json.loads, told.splitlines())
-    assert slots["side_by_side_most"] == slots["slots"] < few["slots"]
-    assert many["decode_steps"] < few["decode_steps"] < slots["decode_steps"]
-    assert many["seconds"] < few["seconds"] < ragged["seconds"] <= slots["seconds"]
-
-
-def test_the_hosts_part_of_a_step_is_measured():
-    told = run("tests/benchmarks/hosts.py", "--responses", 64, "--tokens", 60, "--processes", 3)
-    told = told.splitlines()
-    found = json.loads(told[-1])
-    assert found["tokens"] > 1000 and found["files"] > 0 and found["bursts"] > 4
-    assert min(found["costs"].values()) > 0
-    assert sum(line.endswith("|") and "process" in line for line in told) == 9
-    assert found["seconds"]["messages"] > 0
-    assert found["beside"]["journal"] > found["seconds"]["journal"]
-
-
-def test_the_price_of_dynamic_sampling_is_held_against_the_ideal():
-    sizes = ("--prompts", 8, "--samples", 4, "--slots", 16, "--steps", 6, "--kept", 0.4)
-    table = run("tests/benchmarks/price.py", *sizes).splitlines()
-    rounds, none, _, carried = (float(cell.split()[0]) for cell in table[2].split("|")[3:-1])
-    assert 1 < carried < max(none, rounds)  # so few steps say no more
-
-
-def test_our_benchmark_and_the_comparison_run():
-    sizes = ("--only", "update", "--workload", "smoke")
-    told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1, *sizes)
-    first, *table = told.splitlines()
-    step = json.loads(first)["dapo_jax"]["update"]
-    assert step["median_s"] > 0 and 0 < step["gflops"] < step["matmul_gflops"]
-    assert len(table) == 3 and table[-1].startswith("| smoke | update |")
-
-
-@pytest.mark.parametrize(
-    "peer, install", [("trl", "trl==1.16.0"), ("tunix", "google-tunix==0.1.7")]
-)
-def test_a_peers_script_says_what_to_install(peer, install):
-    script = ROOT / f"tests/benchmarks/peer_{peer}.py"
-    command = [sys.executable, str(script), "--repeats", "1"]
-    told = subprocess.run(command, capture_output=True, text=True)
-    assert told.returncode == 1 and told.stdout == "" and "Traceback" not in told.stderr
-    assert (
-        told.stderr.startswith(f"peer_{peer}.py: ")
-        and "pip install" in told.stderr
-        and install in told.stderr
-    )
-    command = [sys.executable, str(script), "--only", "rolout"]
-    told = subprocess.run(command, capture_output=True, text=True)
-    assert told.returncode == 2 and "rolout: is none of rollout, update, step" in told.stderr
-    help_text = run(f"tests/benchmarks/peer_{peer}.py", "--help")
-    assert "--new-tokens" in help_text and "--repeats" in help_text
-
-
-def test_rows_are_fuller_where_they_are_chosen():
-    rows = run("tests/benchmarks/fill.py").splitlines()[2:]
-    shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
-    assert len(shares) == 5 and all(chosen >= given for given, chosen in shares)
-
-
-def test_growth_is_measured_and_drawn(tmp_path):
-    picture = tmp_path / "growth.png"
-    sizes = ("--axes", "vocab", "grid", "--most", 512, "--smoke")
-    told = run("tests/benchmarks/growth.py", *sizes, "--plot", picture)
-    assert "| vocabulary | 512 |" in told and "rows of 160 tokens |" in told
-    assert picture.stat().st_size > 10_000
-
-
-def test_seconds_go_to_kinds_of_operations():
-    told = run("tests/benchmarks/operations.py", "--only", "rollout", "--workload", "smoke")
-    assert "| matrix products |" in told and "| waiting |" in told
-
-
-def test_rollouts_of_several_turns_are_timed():
-    _, _, *rows = run("tests/benchmarks/turns.py", "--smoke").splitlines()
-    assert [row.split("|")[3].strip() for row in rows] == ["prefilled", "kept"]
-    assert [float(row.split("|")[7].split()[0]) > 0 for row in rows] == [True, False]
-
-
-def test_router_replay_is_measured(tmp_path, run_here):
-    sizes = ("--base_steps", 2, "--prompts", 1, "--arithmetic", "float32")
-    told = run_here("experts", "ratios", "--folder", tmp_path, *sizes)
-    assert told.splitlines()[-1].startswith("| float32 | 0.00 % | 0.00 % | 0.00 % |")
-
-
-def test_fused_products_are_timed():
-    assert run("tests/benchmarks/fused.py", "--calls", 2).count("x)") == 4
-
-
-def test_the_real_workload_has_the_law_that_it_says(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")
-    ours = importlib.import_module("ours")
-    real, normal = ours.WORKLOADS["real"], np.random.default_rng(0).normal(size=100_000)
-    limits = np.asarray(real.limits(normal))
-    assert limits.max() == 512 and limits.min() > 0 and abs(limits.mean() - 128) < 2
-    assert set(np.asarray(ours.WORKLOADS["uniform"].limits(normal))) == {128}
-
-
-@pytest.mark.slow
-def test_seconds_of_other_settings_are_predicted(base, tmp_path):
-    sizes = ("--steps", 4, "--prompts", 8, "--slots", 32, 16, "--samples", 4, 3, "--terms", 3)
-    told = run("tests/benchmarks/simulate.py", "--base", base, "--folder", tmp_path, *sizes)
-    off = json.loads(told.splitlines()[-1])
-    assert abs(off["16/4/decode_steps"]) < 0.5 and abs(off["32/3/tokens"]) < 0.5
-    assert off["costs"]["update_token"] > 0 and "| 16 | 4 | seconds_step |" in told
-
-
 @pytest.fixture
 def run_here(monkeypatch, capsys, alone):
-    """Calls a benchmark of whole runs, whose commands run in this process too: what it prints."""
-    family = importlib.import_module("family")
-    monkeypatch.setattr(family, "python", family.here)
+    """Calls the main function of a benchmark in this process; returns what it prints."""
     monkeypatch.chdir(ROOT)
 
     def call(name: str, *arguments: object) -> str:
@@ -185,8 +40,136 @@ def run_here(monkeypatch, capsys, alone):
     return call
 
 
+def test_attacks_on_the_verifier_are_refused():
+    output = run("verifier/attack_verifier.py", "--golds", 12, "--every", 5)
+    totals = json.loads(output.splitlines()[-1])
+    assert totals["attacks"] > 500 and totals["accepted"] == totals["killed"] == 0
+
+
+def test_the_fuzzer_finds_nothing():
+    assert "nothing did harm" in run("verifier/fuzz_verifier.py", "--minutes", 0.02)
+
+
+def test_gold_answers_equal_themselves(tmp_path):
+    rows = [
+        {"problem": "Add $1+1$.", "answer": "2", "solution": r"It is \boxed{2}."},
+        {"problem": "Factor $x^2-1$.", "answer": "(x-1)(x+1)", "solution": r"\boxed{(x+1)(x-1)}"},
+    ]
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = run("benchmarks/gold.py", path)
+    assert "| 2 | 0 | 2 of 2 | 2 of 2 | 2 of 2 | 0 | 2 | 0 |" in output
+
+
+def test_the_verifier_is_timed():
+    output = run("benchmarks/verifier.py", "--responses", 64, "--characters", 500, "--workers", 1)
+    lines = [json.loads(line) for line in output.splitlines() if line[0] == "{"]
+    assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
+
+
+def test_loading_is_measured_on_a_folder():
+    folder = ROOT / "tests/fixtures/models/qwen3"
+    assert json.loads(run("benchmarks/loading.py", folder, "measure"))["files"] > 0
+
+
+def test_pages_decode_more_responses_at_once():
+    sizes = ("--gib", 0.5, "--max_response", 2000, "--max_prompt", 100, "--median", 200)
+    output = run("benchmarks/pages.py", *sizes, "--responses", 64, "--slots", 8, 16)
+    slots, ragged, few, many = map(json.loads, output.splitlines())
+    assert slots["side_by_side_most"] == slots["slots"] < few["slots"]
+    assert many["decode_steps"] < few["decode_steps"] < slots["decode_steps"]
+    assert many["seconds"] < few["seconds"] < ragged["seconds"] <= slots["seconds"]
+
+
+def test_the_hosts_part_of_a_step_is_measured():
+    output = run("benchmarks/hosts.py", "--responses", 64, "--tokens", 60, "--processes", 3)
+    lines = output.splitlines()
+    figures = json.loads(lines[-1])
+    assert figures["tokens"] > 1000 and figures["files"] > 0 and figures["bursts"] > 4
+    assert min(figures["costs"].values()) > 0
+    assert sum(line.endswith("|") and "process" in line for line in lines) == 9
+    assert figures["seconds"]["messages"] > 0
+    assert figures["beside"]["journal"] > figures["seconds"]["journal"]
+
+
+def test_the_price_of_dynamic_sampling_is_compared_with_the_ideal():
+    sizes = ("--prompts", 8, "--samples", 4, "--slots", 16, "--steps", 6, "--kept", 0.4)
+    table = run("benchmarks/price.py", *sizes).splitlines()
+    rounds, none, _, carried = (float(cell.split()[0]) for cell in table[2].split("|")[3:-1])
+    assert 1 < carried < max(none, rounds)  # so few steps show no more
+
+
+def test_our_benchmark_and_the_comparison_run():
+    sizes = ("--only", "update", "--workload", "smoke")
+    output = run("benchmarks/compare.py", "--rounds", 1, "--repeats", 1, *sizes)
+    first, *table = output.splitlines()
+    step = json.loads(first)["dapo_jax"]["update"]
+    assert step["median_s"] > 0 and 0 < step["gflops"] < step["matmul_gflops"]
+    assert len(table) == 3 and table[-1].startswith("| smoke | update |")
+
+
+@pytest.mark.parametrize(
+    "peer, package", [("trl", "trl==1.16.0"), ("tunix", "google-tunix==0.1.7")]
+)
+def test_a_peers_script_names_what_to_install_and_checks_its_arguments(peer, package):
+    command = [sys.executable, str(ROOT / f"tests/benchmarks/peer_{peer}.py")]
+    done = subprocess.run([*command, "--repeats", "1"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith(f"peer_{peer}.py: ")
+    assert "pip install" in done.stderr and package in done.stderr
+    done = subprocess.run([*command, "--only", "rolout"], capture_output=True, text=True)
+    assert done.returncode == 2 and "rolout: is none of rollout, update, step" in done.stderr
+
+
+def test_chosen_rows_are_fuller():
+    rows = run("benchmarks/fill.py").splitlines()[2:]
+    shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
+    assert len(shares) == 5 and all(chosen >= given for given, chosen in shares)
+
+
+def test_growth_is_measured_and_drawn(tmp_path):
+    picture = tmp_path / "growth.png"
+    sizes = ("--axes", "vocab", "grid", "--most", 512, "--smoke")
+    output = run("benchmarks/growth.py", *sizes, "--plot", picture)
+    assert "| vocabulary | 512 |" in output and "rows of 160 tokens |" in output
+    assert picture.stat().st_size > 10_000
+
+
+def test_seconds_go_to_kinds_of_operations():
+    output = run("benchmarks/ours.py", "--profile", "--only", "rollout", "--workload", "smoke")
+    assert "| matrix products |" in output and "| waiting |" in output
+
+
+def test_rollouts_of_several_turns_are_timed():
+    _, _, *rows = run("benchmarks/turns.py", "--smoke").splitlines()
+    assert [row.split("|")[3].strip() for row in rows] == ["prefilled", "kept"]
+    assert [float(row.split("|")[7].split()[0]) > 0 for row in rows] == [True, False]
+
+
+def test_router_replay_is_measured(tmp_path, run_here):
+    sizes = ("--base_steps", 2, "--prompts", 1, "--arithmetic", "float32")
+    output = run_here("experts", "--folder", tmp_path, *sizes)
+    assert output.splitlines()[-1].startswith("| float32 | 0.00 % | 0.00 % | 0.00 % |")
+
+
+@pytest.mark.slow
+def test_seconds_of_other_settings_are_predicted(base, tmp_path):
+    sizes = ("--steps", 4, "--prompts", 8, "--slots", 32, 16, "--samples", 4, 3, "--terms", 3)
+    output = run("benchmarks/simulate.py", "--base", base, "--folder", tmp_path, *sizes)
+    off = json.loads(output.splitlines()[-1])
+    assert abs(off["16/4/decode_steps"]) < 0.5 and abs(off["32/3/tokens"]) < 0.5
+    assert off["costs"]["update_token"] > 0 and "| 16 | 4 | seconds_step |" in output
+
+
+def test_ways_to_learn_from_a_teacher_are_compared(tmp_path, run_here):
+    table = run_here("distil", "--smoke", "--folder", tmp_path).splitlines()[4:]
+    arms = [line.split("|")[1].strip() for line in table]
+    assert arms[2:] == ["dapo", "distilled", "both", "imitated"] and len(arms) == 6
+
+
 TINY = [
     "--config.total_steps=2",
+    "--config.algorithm.importance_cap=2",
     "--config.compute.scan_unroll=1",
     "--config.rollout.prompts_per_step=4",
     "--config.rollout.samples_per_prompt=4",
@@ -205,19 +188,9 @@ TINY = [
 ]
 
 
-def test_ways_to_learn_from_a_teacher_are_compared(tmp_path, run_here):
-    table = run_here("distil", "--smoke", "--folder", tmp_path).splitlines()[2:]
-    arms = [line.split("|")[1].strip() for line in table[2:]]
-    assert arms[2:] == ["dapo", "distilled", "both", "imitated"] and len(arms) == 6
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "row"),
-    [
-        ("family", ["--presets", "dapo"], "| `dapo` |"),
-        ("carry_over", ["--kinds", "all"], "| all |"),
-    ],
-)
-def test_tables_of_runs_are_made(script, arguments, row, base, tmp_path, run_here):
+def test_presets_and_values_of_a_setting_are_compared(base, tmp_path, run_here):
     shutil.copytree(base, tmp_path / "base_0")
-    assert row in run_here(script, "--seeds", 1, "--folder", tmp_path, *arguments, *TINY)
+    varied = ("--presets", "dapo", "--vary", "rollout.carry_over=none,all")
+    output = run_here("family", "--seeds", 1, "--folder", tmp_path, *varied, *TINY)
+    assert output.count("| `dapo` none |") == output.count("| `dapo` all |") == 2
+    assert "not finite: none" in output

@@ -1,4 +1,4 @@
-"""A cloud for the tests of launch/: stubs that play in a folder and record what they are asked."""
+"""A cloud for the tests of launch/: stubs that work in a folder and record their calls."""
 
 import contextlib
 import json
@@ -11,12 +11,13 @@ import time
 
 ROOT = pathlib.Path(__file__).parents[2]
 STUBS = ROOT / "tests/launch/stubs"
+AT = ("--name=dapo", "--zone=us-east5-b")
 # The stubs' `python3`: one that pyenv stands before takes ten times as long to start.
 INTERPRETER = pathlib.Path(sys.executable).resolve().parent
 
 
 def make_checkout(folder: pathlib.Path) -> pathlib.Path:
-    """A repository of launch/ alone, small to pack, whose HEAD does not move beside us."""
+    """Make a repository of launch/ alone, which is small to pack."""
     git = f"git -C {folder} -c user.name=a -c user.email=a@b"
     line = f"cp -r {ROOT}/launch {ROOT}/setup.py {folder} && {git} init -q && {git} add . && "
     subprocess.run(line + f"{git} commit -qm a", shell=True, check=True)
@@ -24,7 +25,7 @@ def make_checkout(folder: pathlib.Path) -> pathlib.Path:
 
 
 class Cloud:
-    """A folder that the stubs play in, and what they recorded there."""
+    """A folder in which the stubs work, and what they recorded there."""
 
     def __init__(self, folder: pathlib.Path, checkout: pathlib.Path):
         self.folder = folder
@@ -55,12 +56,12 @@ class Cloud:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(line, cwd=self.tree, env=environment, **pipes, **options)
 
+    def call(self, *words: str, expect: int = 0, **options: str) -> str:
+        """Return what a script prints. Fail if the exit code is another."""
+        return output_of(self.start(*words, **options), expect)
+
     def does(self, action: str, *words: str, expect: int = 0) -> str:
-        """What the command says. Fails where the exit code is another."""
-        process = self.start(action, "--name=dapo", "--zone=us-east5-b", *words)
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == expect, said
-        return said
+        return self.call(action, *AT, *words, expect=expect)
 
     def runs(self, *words: str, expect: int = 0, folder: str = "gs://b/r") -> str:
         trainer = ["--", "--config=x", f"--config.run_dir={folder}"]
@@ -69,19 +70,19 @@ class Cloud:
     def calls(self, *verb: str) -> list[list[str]]:
         path = self.folder / "calls.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        found = [[w for w in json.loads(line) if w != "alpha"][2:] for line in lines]
-        return [call for call in found if call[: len(verb)] == list(verb)]
+        calls = [[w for w in json.loads(line) if w != "alpha"][2:] for line in lines]
+        return [call for call in calls if call[: len(verb)] == list(verb)]
 
     def starts(self, worker: int = 0) -> list[dict]:
         path = self.folder / "starts.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [one for one in map(json.loads, lines) if one["worker"] == worker]
+        return [start for start in map(json.loads, lines) if start["worker"] == worker]
 
     def exists(self) -> bool:
         return (self.folder / "node.json").exists()
 
     def is_training(self) -> bool:
-        """Whether a trainer of this folder is alive."""
+        """Return whether a trainer of this folder is alive."""
         mine = f"STUB={self.folder}\0".encode()
         for process in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -89,6 +90,13 @@ class Cloud:
                     if mine in (process / "environ").read_bytes():
                         return True
         return False
+
+
+def output_of(process: subprocess.Popen, expect: int = 0) -> str:
+    """Return what a process prints until it ends. Fail if the exit code is another."""
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == expect, output
+    return output
 
 
 def wait_for(what) -> None:

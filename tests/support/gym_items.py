@@ -20,7 +20,7 @@ def gold(item: dict) -> str:
     return str(next(text for text in [item["answer"], *examples, ""] if text is not None))
 
 
-# Constant answers that slow tests and tests/benchmarks/gym_tasks.py probe each task with.
+# Constant answers that slow tests probe each task with.
 QUESTION = "the question's own text"
 CONSTANTS = (
     *("", " ", "\n", ".", ",", "-", "=", "0", "1", "-1", "2", "10", "0.5", "1/2", "0,0", "0 0"),

@@ -34,8 +34,11 @@ class Instruction(NamedTuple):
     def bytes(self) -> int:
         return math.prod(self.shape) * BYTES.get(self.dtype, 1)
 
+    def label(self, operation: str) -> str:
+        return f"{operation} {self.dtype}[{','.join(map(str, self.shape))}]"
+
     def __str__(self) -> str:
-        return f"{self.operation} {self.dtype}[{','.join(map(str, self.shape))}]"
+        return self.label(self.operation)
 
 
 def instructions(text: str) -> list[Instruction]:
@@ -124,7 +127,7 @@ def collectives(
         sized = sizes is None or sizes & set(array.shape)
         if operation in COLLECTIVES and named and sized and array.looped >= looped:
             group = f" over {array.group}" if array.group else ""
-            names.append(f"{array._replace(operation=operation)}{group}")
+            names.append(f"{array.label(operation)}{group}")
     return _counted(names)
 
 

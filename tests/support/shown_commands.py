@@ -1,9 +1,9 @@
-"""The commands that documentation shows, and what would be said against each.
+"""The commands that documentation shows, and the problems of each.
 
 A command is a line of a ```bash fence, a line after "$ " in any other, or inline code that begins
-like one; flags of runs may stand alone (`--config.seed=1`). `CHECKS` load settings, read arguments
-and look for files; they start nothing. A fence with what no check knows needs a word that says why
-nobody tries it here: ```bash hardware, cloud or network.
+like a command; flags of runs may stand alone (`--config.seed=1`). `CHECKS` load settings, read
+arguments and look for files; they start nothing. A fence with a command that no check knows needs
+the reason: ```bash hardware, cloud or network.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from dapo_jax.runtime.settings import leaves
 
 ROOT = pathlib.Path(__file__).parents[2]
 SETUP = (ROOT / "setup.py").read_text()
-NOT_HERE = {"torch"}  # what a script of the repository needs and tests do without
+NOT_HERE = {"torch"}  # a package that a script of the repository needs and tests do without
 SHELLS = {"bash", "sh", "shell"}
 MARKERS = {"hardware", "cloud", "network"}
 KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ServeConfig, ReportConfig)
 FILE = "configs/arithmetic.py"
 PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}
-# Where flags stand alone, one of these commands has to take them.
+# If flags stand alone, one of these commands has to take them.
 BASES = (
     f"train --config={FILE}",
     f"train --config={FILE}:ppo",
@@ -58,13 +58,13 @@ TOOLS = {
 
 
 def tokens_of(page: pathlib.Path) -> list[Token]:
-    """The blocks of a page and what stands in its lines."""
-    found = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
-    return [one for block in found for one in (block, *(block.children or ()))]
+    """Return the blocks of a page, each followed by its inline tokens."""
+    blocks = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+    return [token for block in blocks for token in (block, *(block.children or ()))]
 
 
 def split_commands(text: str) -> Iterator[list[str]]:
-    """The commands of shell text as words, without comments, here-documents and variables."""
+    """Yield the commands of shell text as words, without comments, here-documents, variables."""
     text = re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.DOTALL | re.MULTILINE)
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
@@ -80,7 +80,7 @@ def split_commands(text: str) -> Iterator[list[str]]:
 
 
 def commands_of(page: pathlib.Path) -> Iterator[tuple[list[str], str]]:
-    """The commands of a page, each with what excuses it where no check knows it, or nothing."""
+    """Yield the commands of a page, each with the reason why it needs no check, or ""."""
     for token in tokens_of(page):
         if token.type == "fence":
             language, *markers = token.info.lower().split() or [""]
@@ -94,11 +94,11 @@ def commands_of(page: pathlib.Path) -> Iterator[tuple[list[str], str]]:
 
 
 class Accepted(Exception):
-    """The command line was read, and found good."""
+    """The command line was read and is valid."""
 
 
 def and_stop(function: Callable) -> Callable:
-    """The same function, which asks no door of folders, and nothing comes after it."""
+    """Return a function that raises `Accepted` after the call, without the check of folders."""
 
     def read(*arguments, **options):
         options.pop("door", None)
@@ -109,13 +109,12 @@ def and_stop(function: Callable) -> Callable:
 
 
 def refusal(arguments: list[str], owner: object, readers: str, work: Callable[[], object]) -> str:
-    """What a program says against its command line.
+    """Return the error message of a program about its command line.
 
-    Args:
-        owner, readers: what reads it, and is stopped then.
+    `readers` are names of functions of `owner`, after which the program is stopped.
     """
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+    errors = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
         patch.setattr(sys, "argv", ["program", *arguments])
         for reader in readers.split():
             patch.setattr(owner, reader, and_stop(getattr(owner, reader)))
@@ -125,7 +124,7 @@ def refusal(arguments: list[str], owner: object, readers: str, work: Callable[[]
         except Accepted:
             return ""
         except SystemExit as error:
-            text = said.getvalue().strip() if error.code else ""
+            text = errors.getvalue().strip() if error.code else ""
             extra = "without the package" in text and "pip install 'dapo_jax[" in text
             return "" if extra else text  # of an extra that tests do without
         except ModuleNotFoundError as error:
@@ -148,19 +147,19 @@ def check_command(words: list[str]) -> str:
 
 
 def check_flags(words: list[str]) -> str:
-    """Flags alone: one of the commands takes them. Without a value, the name is all there is."""
+    """Check flags alone: a command takes them. Without a value, only the name is checked."""
     if any(word.startswith("--config=") for word in words):
         return check_command(["dapo-jax", "train", *words])
     known = {f"--config.{name}" for kind in KINDS for name, _, _ in leaves(kind())}
     bare = [word.rstrip("=") for word in words if re.fullmatch(r"[^=]*=?", word)]
     if bare:
         return "".join(f"{name}: no such setting" for name in bare if name not in known)
-    said = [check_command(["dapo-jax", *base.split(), *words]) for base in BASES]
-    return "" if "" in said else said[0]
+    problems = [check_command(["dapo-jax", *base.split(), *words]) for base in BASES]
+    return "" if "" in problems else problems[0]
 
 
 def selects(expression: str, files: list[pathlib.Path]) -> bool:
-    """Whether `-k expression` leaves a test of these files, as far as their names tell."""
+    """Return whether `-k expression` selects a test of these files by its name."""
     matcher = Expression.compile(expression)
     names = [
         f"{file.name}::{name}".lower()
@@ -194,21 +193,21 @@ def check_pytest(words: list[str]) -> str:
 
 
 def check_shell_script(words: list[str]) -> str:
-    """`bash X.sh`: its own flags stand in its text, and a run's are those of a run."""
+    """Check `bash X.sh`: its text has its own flags, and the others are those of a run."""
     script, arguments = ROOT / words[1], words[2:]
     if not script.is_file():
         return f"no such file: {words[1]}"
     if words[1] == "tests/run.sh":
         return check_pytest(["pytest", *arguments])
-    own = [one for one in arguments if one.startswith("--") and not one.startswith("--config")]
-    run = [one for one in arguments if one.startswith("--config")]
+    run = [word for word in arguments if word.startswith("--config")]
+    own = [word for word in arguments if word.startswith("--") and word not in run]
     text = script.read_text() + (ROOT / "launch/lib.sh").read_text()
-    for flag in {one.partition("=")[0] for one in own} - {"--"}:
+    for flag in {word.partition("=")[0] for word in own} - {"--"}:
         if not re.search(rf"{flag}(=\*)?( \||\))", text):
             return f"{words[1]} has no flag {flag}"
     if not run:
         return ""
-    default = [] if any(one.startswith("--config=") for one in run) else [f"--config={FILE}"]
+    default = [] if any(word.startswith("--config=") for word in run) else [f"--config={FILE}"]
     return check_command(["dapo-jax", "train", *default, *run])
 
 
@@ -217,8 +216,8 @@ def check_python_script(words: list[str]) -> str:
     script, arguments = ROOT / words[0], words[1:]
     if not script.is_file():
         return f"no such file: {words[0]}"
-    if "ArgumentParser" not in script.read_text():
-        flags = [one for one in arguments if one.startswith("-")]
+    if not re.search("ArgumentParser|read_arguments", script.read_text()):
+        flags = [word for word in arguments if word.startswith("-")]
         return f"it takes no flags: {flags}" if flags else ""
     return refusal(
         arguments,
@@ -229,25 +228,19 @@ def check_python_script(words: list[str]) -> str:
 
 
 def check_pip(words: list[str]) -> str | None:
-    """pip installs this project, with extras that it has. Of other packages nothing is known."""
-    *_, wanted = words
-    found = re.fullmatch(r"(?:dapo_jax|\.)(?:\[([\w,]+)\])?", wanted)
-    if words[1] != "install" or not found:
+    """Check the extras of this project; None for another package."""
+    project = re.fullmatch(r"(?:dapo_jax|\.)(?:\[([\w,]+)\])?", words[-1])
+    if words[1] != "install" or not project:
         return None
-    extras = (found[1] or "").split(",") if found[1] else []
+    extras = project[1].split(",") if project[1] else []
     missing = [extra for extra in extras if f'"{extra}": [' not in SETUP]
     return f"no such extra: {missing}" if missing else ""
 
 
 def check_tool(words: list[str]) -> str:
-    """A program of a package that setup.py names."""
+    """Check a program of a package that setup.py names."""
     unknown = set(words[1:]) - TOOLS[words[0]]
     return f"{words[0]}: unknown here: {unknown}" if unknown else ""
-
-
-def check_nothing(words: list[str]) -> str:
-    """What makes small files of the reader's own."""
-    return ""
 
 
 CHECKS: dict[str, Callable[[list[str]], str | None]] = {
@@ -258,7 +251,7 @@ CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     r"[\w/]+\.py": check_python_script,
     r"pip": check_pip,
     "|".join(TOOLS): check_tool,
-    r"cat|echo|mkdir|printf": check_nothing,
+    r"cat|echo|mkdir|printf": lambda words: "",
 }
 BEGINS_A_COMMAND = re.compile(
     r"([A-Z_]+=\S+ )*((\S*/)?python3?|dapo-jax|bash|pytest|pip|"
@@ -268,7 +261,7 @@ BEGINS_A_COMMAND = re.compile(
 
 
 def what_is_wrong(words: list[str]) -> str | None:
-    """What a check has against a command; None where no check knows it."""
+    """Return the problem of a command or ""; None if no check knows it."""
     if re.fullmatch(r"(.*/)?python3?", words[0]):
         words = words[2:] if words[1:2] == ["-m"] else words[1:]
     elif words[0].startswith((".venv/bin/", "./")):
