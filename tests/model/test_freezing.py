@@ -92,14 +92,6 @@ def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device,
         np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
 
 
-def test_decoding_weights_are_the_layers_in_their_order(tiny_params, one_device):
-    apart = split(tiny_params)
-    frozen = {"frozen_layers": apart.pop("frozen_layers")}
-    half = make_sampler(HALF, one_device, frozen)._engine.load_params(apart)
-    whole = make_sampler(TINY, one_device)._engine.load_params(tiny_params)
-    jax.tree.map(np.testing.assert_array_equal, half, whole)
-
-
 def test_a_written_folder_is_the_same_with_frozen_layers(
     tiny_folder, tiny_params, eight_devices, tmp_path
 ):
@@ -143,10 +135,3 @@ def test_a_run_freezes_the_fraction_of_its_config(tiny_folder, tiny_params, alon
     assert all(jax.tree.leaves(shared))
     moments = parts.learners.policy.abstract_state.opt_state[1].mu
     assert set(moments) == set(tiny_params) and moments["layers"]["up"]["kernel"].shape[0] == 1
-
-
-def test_a_fraction_that_freezes_no_layer_is_rejected_at_validation(tiny_folder, alone, tmp_path):
-    model = Model(folder=str(tiny_folder), freeze_layers=0.4)
-    config = make_quick_config(tiny_folder, tmp_path, model=model)
-    with pytest.raises(ConfigError, match="model.freeze_layers = 0.4.*policy of 2 layers"):
-        build(config)

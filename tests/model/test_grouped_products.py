@@ -66,13 +66,6 @@ def test_blocks_give_the_products_and_gradients_of_ragged_dot(sizes):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
-def test_a_cpu_has_blocks_and_a_tpu_the_operation():
-    arrays = jnp.zeros((64, 8)), jnp.zeros((4, 8, 8)), jnp.zeros(4, jnp.int32)
-    traced = jax.jit(grouped_product).trace(*arrays)
-    assert "ragged_dot" not in traced.lower(lowering_platforms=("cpu",)).as_text()
-    assert "ragged_dot" in traced.lower(lowering_platforms=("tpu",)).as_text()
-
-
 def test_the_gradient_by_matrices_is_a_kernel_on_tpu():
     arrays = jnp.zeros((256, 128)), jnp.zeros((4, 128, 128)), jnp.zeros(4, jnp.int32)
 

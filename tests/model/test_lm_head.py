@@ -1,17 +1,13 @@
 """Output head, sharded by vocabulary and in chunks, against a whole softmax."""
 
-import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
 
-from dapo_jax.model.decoder import init_params
 from dapo_jax.model.lm_head import head_logprobs
-from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
 
@@ -65,25 +61,6 @@ def test_sharding_does_not_change_the_results(sizes, chunk_tokens):
     with sharding.activate(mesh):
         actual = with_gradients(head_logprobs, 0.8, chunk_tokens)(hidden, head)
     assert_same(actual, with_gradients(by_definition, 0.8)(HIDDEN, HEAD))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_decoder_on_a_mesh_equals_one_device(tied, one_device, eight_devices):
-    config = dataclasses.replace(TINY, tie_embeddings=tied)
-    params = sharding.unbox(init_params(config, KEYS[4]))
-    tokens = jax.random.randint(KEYS[2], (4, 12), 0, TINY.vocab)
-    ids, positions = jnp.ones_like(tokens), jnp.tile(jnp.arange(12), (4, 1))
-
-    def loss(params):
-        options = {"temperature": 1.0, "chunk_tokens": 5}
-        logprobs, entropy = token_logprobs(params, config, tokens, ids, positions, **options)
-        return jnp.sum(jnp.sin(logprobs) + 0.1 * entropy)
-
-    actual = []
-    for mesh in (one_device, eight_devices):
-        with sharding.activate(mesh):
-            actual.append(jax.jit(jax.value_and_grad(loss))(params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *actual)
 
 
 def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks():

@@ -114,14 +114,6 @@ def test_an_update_on_eight_devices_equals_one(tiny_folder, one_device, eight_de
     assert_close(*states, 1e-5)
 
 
-def test_moments_are_those_of_the_adapters_alone(tiny_folder, eight_devices):
-    learner = make_lora_learner(tiny_folder, eight_devices)
-    state = learner.start(fresh_adapters(DECODER, eight_devices, 0))
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim) == 2 * count
-    assert all(path[-1].startswith("lora_") for path in flatten_dict(state.params))
-
-
 def test_frozen_parameters_are_held_in_the_compute_dtype(tiny_folder, tiny_params, eight_devices):
     half = dataclasses.replace(DECODER, dtype=jnp.bfloat16)
     frozen = flatten_dict(load_frozen(tiny_folder, half, eight_devices), sep="/")
@@ -143,24 +135,6 @@ def test_decoding_samples_like_the_merged_model(
         assert a.tokens.tolist() == b.tokens.tolist()
         np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-4)
     assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(actual, base, strict=True))
-
-
-def test_the_decoding_copy_of_the_base_is_made_once(tiny_folder, one_device, monkeypatch):
-    sampler = make_sampler(DECODER, one_device, load_frozen(tiny_folder, DECODER, one_device))
-    weights, moved = sampler._engine.programs.weights, []
-    load = weights.load_trained
-    monkeypatch.setattr(
-        weights, "load_trained", lambda params: moved.append(params) or load(params)
-    )
-    seen = []
-    for seed in (1, 2):
-        sample(sampler, fresh_adapters(DECODER, one_device, seed))
-        sampler.release()
-        seen.append(dict(sampler.resident()))
-    assert all(seen[0][path] is array for path, array in seen[1].items())
-    assert {path.rpartition("/")[2] for path in seen[0]} >= {"embedding", "kernel"}
-    assert all(path[-1].startswith("lora_") for tree in moved for path in flatten_dict(tree))
-    assert len(moved) == 2
 
 
 @pytest.fixture(scope="module")
@@ -280,20 +254,6 @@ def test_a_run_starts_from_adapters_that_its_reference_has_too(run, tmp_path):
         open_run(config).__enter__()
 
 
-@pytest.mark.slow
-def test_the_evaluation_of_a_run_is_that_of_its_exported_folder(run, tmp_path):
-    config, _, _ = run
-    export(ExportConfig(run=config.run_dir, out=str(tmp_path / "out")))
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout_problems=8))
-    of_run = evaluate(config)
-    whole = {"lora": Lora(), "model": Model(folder=str(tmp_path / "out"))}
-    of_folder = evaluate(dataclasses.replace(config, **whole), from_folder=True)
-    assert of_run.pop("policy").endswith("step 2") and of_folder.pop("policy")
-    assert of_run == pytest.approx(of_folder, abs=1e-5)
-    with pytest.raises(ConfigError, match="lora.rank = 2: must be 3, as in the run"):
-        evaluate(dataclasses.replace(config, lora=Lora(rank=2)))
-
-
 def change_weights(folder):
     """Flips a bit in the middle of the weights' file."""
     path = folder / "model.safetensors"
@@ -342,8 +302,3 @@ def test_invalid_settings_are_rejected(changes, words, tiny_folder, tmp_path, al
         changes = changes | {"model": Model(folder=str(tiny_folder), freeze_layers=0.5)}
     with pytest.raises(ConfigError, match=words):
         build(make_quick_config(tiny_folder, tmp_path, **changes))
-
-
-def test_only_the_matrices_asked_for_have_adapters(one_device):
-    some = choose_trained(TINY, 0.0, Lora(rank=2, targets="query, down"))
-    assert set(fresh_adapters(some, one_device, 0)["layers"]) == {"query", "down"}

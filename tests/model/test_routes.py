@@ -110,20 +110,6 @@ def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
     np.testing.assert_allclose(balance(even), 1, atol=1e-6)
 
 
-def test_descent_along_the_balance_evens_the_load():
-    def balance(params):
-        seen = SEGMENTS > 0
-        _, records = hidden_states(params, MOE, TOKENS, SEGMENTS, PLACES, record=[BALANCE])
-        return jnp.sum(jnp.where(seen, records.balance, 0)) / seen.sum() / MOE.layers
-
-    params, step = PARAMS, jax.jit(jax.value_and_grad(balance))
-    first, _ = step(params)
-    for _ in range(60):
-        value, gradient = step(params)
-        params = jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient)
-    assert first > 1.05 and value < 1 + 0.5 * (first - 1)
-
-
 @pytest.mark.parametrize("sizes", [{"expert": 4, "tensor": 2, "fsdp": 1}, {"fsdp": 4, "tensor": 2}])
 def test_replay_is_the_same_on_a_mesh(sizes):
     hidden, routes = record()
