@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import MOE
+from learners import assert_close
 
 from dapo_jax.model.decoder import Decoder, init_params
 from dapo_jax.model.experts import NAMES, mix, route
@@ -18,17 +19,15 @@ from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
-MOE = dataclasses.replace(
-    TINY, mlp=16, experts=8, experts_per_token=3, normalise_experts=True, family="qwen3_moe"
-)
+MOE = dataclasses.replace(MOE, experts_per_token=3, normalise_experts=True)
 SILU = ACTIVATIONS["silu"]
-RNG, KEY = np.random.default_rng(0), jax.random.key(0)
+RNG = np.random.default_rng(0)
 TOKENS, PER_TOKEN, EXPERTS, WIDTH, INNER = 12, 3, 8, 6, 5
 SHAPES = [(EXPERTS, WIDTH, INNER), (EXPERTS, WIDTH, INNER), (EXPERTS, INNER, WIDTH)]
 
 
 def arrays():
-    """Tokens, logits and matrices of experts, of which one is nobody's and one is everybody's."""
+    """Return tokens, logits and matrices of experts; no token takes expert 2, all take 5."""
     draws = (0.3 * RNG.normal(size=shape).astype("f") for shape in SHAPES)
     matrices = dict(zip(NAMES, draws, strict=True))
     logits = RNG.normal(size=(1, TOKENS, EXPERTS)).astype("f")
@@ -36,45 +35,37 @@ def arrays():
     return RNG.normal(size=(TOKENS, WIDTH)).astype("f"), logits, matrices
 
 
-def assert_near(found, expected, tolerance=1e-5):
-    def check(a, b):
-        assert np.abs(np.asarray(a) - b).max() <= tolerance * np.abs(b).max()
+def gradients(function, *arrays):
+    """Return value and gradients of a function of arrays, as a program."""
 
-    jax.tree.map(check, jax.device_get(found), jax.device_get(expected))
+    def loss(*arrays):
+        return jnp.sum(jnp.sin(function(*arrays)))
 
-
-def loop(x, chances, matrices, logits, normalise):
-    """Each token through its likeliest experts, one after another; `logits` are no tracers."""
-    best = np.argsort(-logits[0], axis=1)[:, :PER_TOKEN]
-    out = []
-    for token, row, own in zip(x, chances[0], best, strict=True):
-        weights = jax.nn.softmax(row)[own]
-        weights = weights / weights.sum() if normalise else weights
-        gate, up, down = (matrices[name] for name in NAMES)
-        each = [(jax.nn.silu(token @ gate[e]) * (token @ up[e])) @ down[e] for e in own]
-        out.append(sum(w * one for w, one in zip(weights, each, strict=True)))
-    return jnp.stack(out)
+    argnums = tuple(range(len(arrays)))
+    return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=argnums))(*arrays))
 
 
 @pytest.mark.parametrize("normalise", [True, False])
 def test_experts_and_their_gradients_are_those_of_a_loop(normalise):
     x, logits, matrices = arrays()
+    best = np.argsort(-logits[0], axis=1)[:, :PER_TOKEN]
 
     def grouped(x, logits, matrices):
         weights, chosen, _ = route(logits, PER_TOKEN, normalise)
         return mix(x, weights[0], chosen[0], matrices, SILU)
 
-    def gradients(function):
-        def loss(*arrays):
-            return jnp.sum(jnp.sin(function(*arrays)))
+    def loop(x, logits, matrices):
+        gate, up, down = (matrices[name] for name in NAMES)
+        out = []
+        for token, row, own in zip(x, logits[0], best, strict=True):
+            weights = jax.nn.softmax(row)[own]
+            weights = weights / weights.sum() if normalise else weights
+            each = [(jax.nn.silu(token @ gate[e]) * (token @ up[e])) @ down[e] for e in own]
+            out.append(sum(weight * part for weight, part in zip(weights, each, strict=True)))
+        return jnp.stack(out)
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, logits, matrices)
-
-    found, expected = (
-        gradients(grouped),
-        gradients(lambda x, chances, matrices: loop(x, chances, matrices, logits, normalise)),
-    )
-    assert_near(found, expected)
+    expected = gradients(loop, x, logits, matrices)
+    assert_close(gradients(grouped, x, logits, matrices), expected, 1e-5)
 
 
 def test_int8_experts_have_a_scale_for_each_of_their_channels():
@@ -86,32 +77,9 @@ def test_int8_experts_have_a_scale_for_each_of_their_channels():
         whole[name], whole[name + SCALE] = quantise(jnp.asarray(matrix), jnp.int8, axis)
         rounded[name] = whole[name] * jnp.expand_dims(whole[name + SCALE], axis)
     assert whole[NAMES[2] + SCALE].shape == (EXPERTS, WIDTH)
-    found, expected = (mix(x, weights, chosen, m, SILU) for m in (whole, rounded))
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    mixed, expected = (mix(x, weights, chosen, m, SILU) for m in (whole, rounded))
+    np.testing.assert_allclose(mixed, expected, atol=1e-4)
     assert scaled_axes("layers/moe/router/kernel") == ()
-
-
-@pytest.fixture(scope="module")
-def moe_params():
-    return unbox(init_params(MOE, jax.random.key(0)))
-
-
-def gradients_on(mesh, params):
-    tokens = jax.random.randint(jax.random.key(1), (8, 16), 2, 32)
-    segments = jnp.repeat(jnp.array([[1] * 9 + [2] * 5 + [0] * 2]), 8, axis=0)
-    places = jnp.broadcast_to(jnp.arange(16), (8, 16))
-
-    def loss(params):
-        hidden = Decoder(MOE).apply({"params": params}, tokens, segments, places)
-        return jnp.sum(jnp.sin(hidden) * (segments > 0)[..., None])
-
-    with sharding.activate(mesh):
-        return jax.jit(jax.value_and_grad(loss))(params)
-
-
-@pytest.fixture(scope="module")
-def on_one_device(one_device, moe_params):
-    return gradients_on(one_device, moe_params)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +89,23 @@ def on_one_device(one_device, moe_params):
         pytest.param({"fsdp": 1, "tensor": 2, "expert": 4}, marks=pytest.mark.slow),
     ],
 )
-def test_eight_devices_with_experts_apart_equal_one(sizes, moe_params, on_one_device):
-    mesh = make_mesh(1, **sizes)
-    places = sharding.tree_shardings(mesh, jax.eval_shape(lambda: init_params(MOE, KEY)))
-    params = jax.device_put(moe_params, places)
+def test_gradients_on_eight_devices_with_cut_experts_equal_one_device(sizes, one_device):
+    tokens = jax.random.randint(jax.random.key(1), (8, 16), 2, 32)
+    segments = jnp.repeat(jnp.array([[1] * 9 + [2] * 5 + [0] * 2]), 8, axis=0)
+    places = jnp.broadcast_to(jnp.arange(16), (8, 16))
+
+    def hidden(params):
+        states = Decoder(MOE).apply({"params": params}, tokens, segments, places)
+        return states * (segments > 0)[..., None]
+
+    boxed, mesh = init_params(MOE, jax.random.key(0)), make_mesh(1, **sizes)
+    with sharding.activate(one_device):
+        expected = gradients(hidden, unbox(boxed))
+    params = jax.device_put(unbox(boxed), sharding.tree_shardings(mesh, boxed))
     gate = params["layers"]["moe"]["expert_gate"]["kernel"].addressable_shards[0].data.shape
     assert gate[1] == MOE.experts // sizes["expert"]
-    assert_near(gradients_on(mesh, params), on_one_device)
+    with sharding.activate(mesh):
+        assert_close(gradients(hidden, params), expected, 1e-5)
 
 
 def test_no_array_has_a_place_for_each_pair_of_token_and_expert():

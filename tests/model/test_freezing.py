@@ -81,7 +81,6 @@ def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, after, before)))
 
 
-@pytest.mark.slow
 def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device, eight_devices):
     apart = split(tiny_params)
     frozen = {"frozen_layers": apart.pop("frozen_layers")}

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import load_huggingface, published_tensors
-from dapo_jax.runtime.settings import LARGEST_TEXT, ConfigError
+from dapo_jax.runtime.settings import MAX_TEXT_BYTES, ConfigError
 
 SECONDS = 20.0
 WEIGHTS, TOKENS = "model.safetensors", "tokenizer.json"
@@ -122,7 +122,7 @@ HOSTILE = {
     "config: a device": (replace(CONFIG, lambda p: p.symlink_to("/dev/zero")), "a device"),
     "config: a folder": (replace(CONFIG, pathlib.Path.mkdir), "a folder: must be a file"),
     "config: gigabytes": (
-        lambda folder: os.truncate(folder / CONFIG, LARGEST_TEXT + 1),
+        lambda folder: os.truncate(folder / CONFIG, MAX_TEXT_BYTES + 1),
         "67,108,865 bytes, more than 67,108,864",
     ),
     "config: digits without end": (write(CONFIG, '{"vocab_size": ' + "9" * 9999 + "}"), "digits"),

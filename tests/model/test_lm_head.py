@@ -17,7 +17,7 @@ HIDDEN = jax.random.normal(KEYS[0], (ROWS, LENGTH, WIDTH))
 HEAD = jax.random.normal(KEYS[1], (WIDTH, VOCAB))
 TARGETS = jax.random.randint(KEYS[2], (ROWS, LENGTH), 0, VOCAB)
 WEIGHTS = jax.random.normal(KEYS[3], (2, ROWS, LENGTH))
-MESHES = [(2, 2, 1, 2), (1, 2, 2, 2), (1, 2, 4, 1), (1, 1, 1, 8), (8, 1, 1, 1)]
+MESHES = [(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8)]
 
 
 def by_definition(hidden, head, targets, temperature):
@@ -37,11 +37,8 @@ def with_gradients(function, *options):
 
 
 def assert_same(actual, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6),
-        jax.device_get(actual),
-        jax.device_get(expected),
-    )
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -70,8 +67,7 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks(
     with sharding.activate(mesh):
         lowered = with_gradients(head_logprobs, 1.0, 2).lower(hidden, head)
     text = lowered.as_text()
-    loops = text.count("stablehlo.while")
-    assert loops == 2  # over the chunks, forward and backward
+    assert text.count("stablehlo.while") == 2  # over the chunks, forward and backward
     gathers = re.findall(r"stablehlo.all_gather.*?-> tensor<(\S+)>", text, re.S)
     assert gathers == ["16x24xbf16"] * 2
     scatters = re.findall(r"stablehlo.reduce_scatter.*?-> tensor<(\S+)>", text, re.S)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import MOE
 
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, Experts, route, route_dtype
@@ -15,9 +15,7 @@ from dapo_jax.model.training_attention import Context
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
-MOE = dataclasses.replace(
-    TINY, mlp=16, experts=8, experts_per_token=3, normalise_experts=True, family="qwen3_moe"
-)
+MOE = dataclasses.replace(MOE, experts_per_token=3, normalise_experts=True)
 ROWS, LENGTH, SEEN = 2, 12, 10
 TOKENS = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 2, 32)
 SEGMENTS = jnp.repeat(jnp.array([[1] * 6 + [2] * 4 + [0] * 2]), ROWS, axis=0)
