@@ -193,7 +193,6 @@ def test_a_hostile_folder_raises_a_clear_error(name, tiny_folder, tmp_path, one_
     assert message.count("\n") <= 1002 and len(message) < 100_000
 
 
-MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
 # Other fields that a folder needs so that a number is read.
 
 
