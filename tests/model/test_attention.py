@@ -129,16 +129,16 @@ def test_a_window_masks_what_a_loop_masks(slides, tokens):
     np.testing.assert_array_equal(training_attention.packed_mask(jnp.asarray(ids), window), mask)
 
 
+@pytest.mark.parametrize("sinks", [None, jnp.array([0.5, -1.0, 3.0, 0.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("name", ["blocked", "splash"])
-def test_one_program_attends_in_sliding_layers_and_in_full_ones(name, monkeypatch, by_plain):
+def test_one_program_attends_in_sliding_layers_and_in_full_ones(name, sinks, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
-    arrays, ids, full = by_plain
-    sliding = results("plain", arrays, ids, window=training_attention.Window(100))
-    mesh = make_mesh(2, 2, 2)
-    for slides, expected in ((True, sliding), (False, full)):
+    arrays, ids, mesh = inputs(256), ragged_ids(256), make_mesh(2, 2, 2)
+    for slides, static in ((True, training_attention.Window(100)), (False, None)):
+        expected = results("plain", arrays, ids, None, static, sinks)
         window = training_attention.Window(100, jnp.array(slides))
-        assert_equal(results(name, arrays, ids, mesh, window), expected)
+        assert_equal(results(name, arrays, ids, mesh, window, sinks), expected)
 
 
 def gradient_program(config: decoder.DecoderConfig, length: int, mesh):

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from conftest import MOE
 from learners import assert_close
+from test_sinks import GPT_OSS, random_params
 
-from dapo_jax.model.decoder import Decoder, init_params
+from dapo_jax.model.decoder import Decoder, abstract_params
 from dapo_jax.model.experts import NAMES, mix, route
-from dapo_jax.model.layers import ACTIVATIONS, SCALE
+from dapo_jax.model.layers import ACTIVATIONS, BIAS, SCALE
 from dapo_jax.model.param_paths import scaled_axes
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.runtime.sharding import make_mesh
 
 MOE = dataclasses.replace(MOE, experts_per_token=3, normalise_experts=True)
 SILU = ACTIVATIONS["silu"]
@@ -45,22 +46,46 @@ def gradients(function, *arrays):
     return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=argnums))(*arrays))
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_experts_and_their_gradients_are_those_of_a_loop(normalise):
+def silu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def clipped_swish(gate, up):
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+    return gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "normalise"), [(silu, True), (silu, False), (clipped_swish, True)]
+)
+def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     x, logits, matrices = arrays()
     best = np.argsort(-logits[0], axis=1)[:, :PER_TOKEN]
+    if inner is clipped_swish:  # as in gpt-oss, with biases and some values beyond 7
+        matrices = {name: 10 * array for name, array in matrices.items()}
+        biases = {
+            name + BIAS: RNG.normal(size=(EXPERTS, array.shape[2])).astype("f")
+            for name, array in matrices.items()
+        }
+        matrices |= biases
 
     def grouped(x, logits, matrices):
         weights, chosen, _ = route(logits, PER_TOKEN, normalise)
-        return mix(x, weights[0], chosen[0], matrices, SILU)
+        return mix(x, weights[0], chosen[0], matrices, ACTIVATIONS[inner.__name__])
 
     def loop(x, logits, matrices):
-        gate, up, down = (matrices[name] for name in NAMES)
+        def product(x, name, expert):
+            bias = matrices[name + BIAS][expert] if name + BIAS in matrices else 0
+            return x @ matrices[name][expert] + bias
+
         out = []
         for token, row, own in zip(x, logits[0], best, strict=True):
             weights = jax.nn.softmax(row)[own]
             weights = weights / weights.sum() if normalise else weights
-            each = [(jax.nn.silu(token @ gate[e]) * (token @ up[e])) @ down[e] for e in own]
+            gate, up, down = NAMES
+            each = [
+                product(inner(product(token, gate, e), product(token, up, e)), down, e) for e in own
+            ]
             out.append(sum(weight * part for weight, part in zip(weights, each, strict=True)))
         return jnp.stack(out)
 
@@ -83,29 +108,30 @@ def test_int8_experts_have_a_scale_for_each_of_their_channels():
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("config", "sizes"),
     [
-        {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2},
-        pytest.param({"fsdp": 1, "tensor": 2, "expert": 4}, marks=pytest.mark.slow),
+        (MOE, {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2}),
+        (GPT_OSS, {"fsdp": 1, "tensor": 2, "expert": 4}),  # adds each bias once
     ],
+    ids=lambda value: getattr(value, "family", None),
 )
-def test_gradients_on_eight_devices_with_cut_experts_equal_one_device(sizes, one_device):
+def test_gradients_on_eight_devices_with_cut_experts_equal_one_device(config, sizes, one_device):
     tokens = jax.random.randint(jax.random.key(1), (8, 16), 2, 32)
     segments = jnp.repeat(jnp.array([[1] * 9 + [2] * 5 + [0] * 2]), 8, axis=0)
     places = jnp.broadcast_to(jnp.arange(16), (8, 16))
 
     def hidden(params):
-        states = Decoder(MOE).apply({"params": params}, tokens, segments, places)
+        states = Decoder(config).apply({"params": params}, tokens, segments, places)
         return states * (segments > 0)[..., None]
 
-    boxed, mesh = init_params(MOE, jax.random.key(0)), make_mesh(1, **sizes)
+    params, mesh = random_params(config), make_mesh(1, **sizes)
     with sharding.activate(one_device):
-        expected = gradients(hidden, unbox(boxed))
-    params = jax.device_put(unbox(boxed), sharding.tree_shardings(mesh, boxed))
+        expected = gradients(hidden, params)
+    params = jax.device_put(params, sharding.tree_shardings(mesh, abstract_params(config)))
     gate = params["layers"]["moe"]["expert_gate"]["kernel"].addressable_shards[0].data.shape
-    assert gate[1] == MOE.experts // sizes["expert"]
+    assert gate[1] == config.experts // sizes["expert"]
     with sharding.activate(mesh):
-        assert_close(gradients(hidden, params), expected, 1e-5)
+        assert_close(gradients(hidden, params), expected, 2e-5)
 
 
 def test_no_array_has_a_place_for_each_pair_of_token_and_expert():

@@ -193,9 +193,6 @@ def test_a_hostile_folder_raises_a_clear_error(name, tiny_folder, tmp_path, one_
     assert message.count("\n") <= 1002 and len(message) < 100_000
 
 
-# Other fields that a folder needs so that a number is read.
-
-
 def test_lengths_in_tokenizer_json_are_ignored(tiny_folder, tmp_path):
     """A tokenizer.json may say to cut texts at 2 tokens, or to fill them up to millions."""
     folder = shutil.copytree(tiny_folder, tmp_path / "model")

@@ -12,14 +12,10 @@ from test_attention import assert_equal, inputs, ragged_ids, results
 
 from dapo_jax.commands.plan.simulated_engine import named_mesh
 from dapo_jax.config.experiment import Mesh, Sampler
-from dapo_jax.model import blockwise_attention, splash_attention
+from dapo_jax.model import blockwise_attention
 from dapo_jax.model.decoder import abstract_params
-from dapo_jax.model.experts import NAMES, Experts, mix
-from dapo_jax.model.layers import ACTIVATIONS, BIAS
-from dapo_jax.model.training_attention import Window
 from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
 from dapo_jax.rollout.slot_cache import SlotLayout
-from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
 SINKS = jnp.array([0.5, -1.0, 3.0, 0.0])  # of four query heads
@@ -39,10 +35,10 @@ GPT_OSS = dataclasses.replace(  # every switch of the family
 )
 
 
-def random_params():
+def random_params(config=GPT_OSS):
     """Return random parameters: no bias or sink is zero, and some gates are clipped."""
     random, flat = np.random.default_rng(1), {}
-    for path, leaf in flatten_dict(unbox(abstract_params(GPT_OSS)), sep="/").items():
+    for path, leaf in flatten_dict(unbox(abstract_params(config)), sep="/").items():
         drawn = {"kernel": 0.4, "scale": 0.2}.get(path.split("/")[-1], 0.5)
         drawn *= random.normal(size=leaf.shape) * (4 if "expert_gate/" in path else 1)
         flat[path] = jnp.asarray(drawn + path.endswith("scale"), jnp.float32)
@@ -84,60 +80,8 @@ def test_sinks_and_their_gradients_are_those_of_one_more_column(name, sizes, mon
     assert_equal(results(name, arrays, ids, mesh, sinks=SINKS), expected)
 
 
-@pytest.mark.parametrize("name", ["blocked", "splash"])
-def test_sinks_of_sliding_layers_equal_plain(name, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
-    monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
-    arrays, ids, window = inputs(256), ragged_ids(256), Window(100, jnp.array(True))
-    expected = results("plain", arrays, ids, None, window, SINKS)
-    assert_equal(results(name, arrays, ids, make_mesh(2, 2, 2), window, SINKS), expected)
-
-
 def test_slots_pages_and_scores_equal_training(params, one_device):
     assert_decoding_equals_training(params, GPT_OSS, one_device)
-
-
-def test_experts_with_biases_and_clipped_gates_are_those_of_a_loop():
-    random = np.random.default_rng(0)
-    shapes = [(4, 6, 5), (4, 6, 5), (4, 5, 6)]
-    matrices = {
-        name: 3 * random.normal(size=shape) for name, shape in zip(NAMES, shapes, strict=True)
-    }
-    matrices |= {name + BIAS: random.normal(size=(4, x.shape[2])) for name, x in matrices.items()}
-    x, weights = random.normal(size=(7, 6)), random.random((7, 2))
-    chosen = np.array([[0, 1], [1, 0], [2, 0], [0, 2], [1, 2], [2, 1], [0, 1]])  # none takes 3
-    expected, clipped = np.zeros_like(x), 0
-    for token, (own, both) in enumerate(zip(weights, chosen, strict=True)):
-        for weight, expert in zip(own, both, strict=True):
-            gate, up = (
-                x[token] @ matrices[name][expert] + matrices[name + BIAS][expert]
-                for name in NAMES[:2]
-            )
-            clipped += (gate > 7).sum() + (np.abs(up) > 7).sum()
-            gate, up = np.minimum(gate, 7), np.minimum(np.maximum(up, -7), 7)
-            inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-            out = inner @ matrices[NAMES[2]][expert] + matrices[NAMES[2] + BIAS][expert]
-            expected[token] += weight * out
-    matrices = {name: jnp.asarray(array, jnp.float32) for name, array in matrices.items()}
-    arrays = jnp.asarray(x, jnp.float32), jnp.asarray(weights, jnp.float32), jnp.asarray(chosen)
-    found = mix(*arrays, matrices, ACTIVATIONS["clipped_swish"])
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert clipped > 5
-
-
-def test_experts_with_biases_on_eight_devices_are_those_of_one(params):
-    """A bias is added once, on whatever devices an expert and its width are."""
-    layer = jax.tree.map(lambda stack: stack[0], params["layers"]["moe"])
-    x = jax.random.normal(jax.random.key(2), (8, 16, GPT_OSS.embed))
-
-    def loss(layer):
-        return jnp.sum(jnp.sin(Experts(GPT_OSS).apply({"params": layer}, x)))
-
-    found = []
-    for mesh in (make_mesh(1, 1, 1, jax.devices()[:1]), make_mesh(1, 1, 2, expert=4)):
-        with sharding.activate(mesh):
-            found.append(jax.jit(jax.value_and_grad(loss))(layer))
-    assert_equal(found[1], found[0], 2e-5)
 
 
 def test_no_kernel_without_sinks_reads_the_pages():
