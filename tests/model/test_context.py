@@ -46,29 +46,6 @@ def test_splash_over_cut_rows_equals_plain(window, monkeypatch):
     assert_equal(results("splash", arrays, ids, mesh, window), expected)
 
 
-def test_devices_attend_from_an_early_and_a_late_piece(eight_devices):
-    """Together each sees as many keys as any other."""
-    starts = []
-    mesh = make_mesh(1, 1, 1, context=8)
-
-    def attend(queries, keys, values, ids, first):
-        jax.debug.callback(lambda start: starts.append(int(start)), first)
-        return queries
-
-    cut = jax.P(None, "context")
-    rows = np.arange(64.0).reshape(1, 32, 1, 2)
-    run = jax.shard_map(
-        functools.partial(training_attention.attend_in_context, attend, ("context",)),
-        mesh=mesh,
-        in_specs=(cut, cut, cut, jax.P()),
-        out_specs=cut,
-        check_vma=False,
-    )
-    np.testing.assert_array_equal(jax.jit(run)(rows, rows, rows, np.ones((1, 32))), rows)
-    jax.effects_barrier()
-    assert sorted(starts) == list(range(0, 32, 2))
-
-
 def train(config, mesh):
     """Return log-probs, loss and gradient of packed rows."""
     learner = policy_learner(
