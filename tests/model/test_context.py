@@ -1,10 +1,8 @@
 """Rows whose length is cut over devices: attention, log-probs, loss and gradient of one device."""
 
 import dataclasses
-import functools
 
 import jax
-import numpy as np
 import pytest
 from conftest import MOE, TINY
 from learners import assert_close, make_batch, place
@@ -14,7 +12,7 @@ from test_windows import GEMMA
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Config, Data, Mesh, Optimizer, Packing, Sampler
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.model import blockwise_attention, splash_attention, training_attention
+from dapo_jax.model import blockwise_attention, splash_attention
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import Window
 from dapo_jax.run.compute import numerics, open_mesh

@@ -83,10 +83,11 @@ def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
             weights = jax.nn.softmax(row)[own]
             weights = weights / weights.sum() if normalise else weights
             gate, up, down = NAMES
-            each = [
-                product(inner(product(token, gate, e), product(token, up, e)), down, e) for e in own
-            ]
-            out.append(sum(weight * part for weight, part in zip(weights, each, strict=True)))
+            mixed = 0
+            for weight, expert in zip(weights, own, strict=True):
+                hidden = inner(product(token, gate, expert), product(token, up, expert))
+                mixed += weight * product(hidden, down, expert)
+            out.append(mixed)
         return jnp.stack(out)
 
     expected = gradients(loop, x, logits, matrices)

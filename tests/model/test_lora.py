@@ -25,7 +25,6 @@ from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.components import build, load_frozen
 from dapo_jax.run.evaluation.evaluate import evaluate
 from dapo_jax.run.export import export
-from dapo_jax.run.state import resident_megabytes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule
 

@@ -45,9 +45,8 @@ def test_a_policy_that_does_not_ship_is_refused_with_those_that_do(tmp_path, mon
         with pytest.raises(ConfigError, match=r"config\.start = .*dapo_jax:arithmetic_base"):
             model_path(name, "start")
     model = "--config.model.folder=dapo_jax:arithmetic"
-    code, output = run(
-        "train", [RL, f"--config.run_dir={tmp_path}/run", model], monkeypatch, capsys
-    )
+    line = [RL, f"--config.run_dir={tmp_path}/run", model]
+    code, output = run("train", line, monkeypatch, capsys)
     assert code == 2 and "did you mean dapo_jax:arithmetic_base?" in output
     assert output.count("\n") == 1 and not (tmp_path / "run").exists()
 
