@@ -40,8 +40,6 @@ def scaled(rope):
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
 SLIDES = {"use_sliding_window": True}
 
 

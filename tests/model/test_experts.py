@@ -62,12 +62,10 @@ def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     x, logits, matrices = arrays()
     best = np.argsort(-logits[0], axis=1)[:, :PER_TOKEN]
     if inner is clipped_swish:  # as in gpt-oss, with biases and some values beyond 7
-        matrices = {name: 10 * array for name, array in matrices.items()}
-        biases = {
-            name + BIAS: RNG.normal(size=(EXPERTS, array.shape[2])).astype("f")
-            for name, array in matrices.items()
-        }
-        matrices |= biases
+        for name in NAMES:
+            matrices[name] = 10 * matrices[name]
+            shape = EXPERTS, matrices[name].shape[2]
+            matrices[name + BIAS] = RNG.normal(size=shape).astype("f")
 
     def grouped(x, logits, matrices):
         weights, chosen, _ = route(logits, PER_TOKEN, normalise)
@@ -91,7 +89,8 @@ def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
         return jnp.stack(out)
 
     expected = gradients(loop, x, logits, matrices)
-    assert_close(gradients(grouped, x, logits, matrices), expected, 1e-5)
+    tolerance = 1e-4 if inner is clipped_swish else 1e-5
+    assert_close(gradients(grouped, x, logits, matrices), expected, tolerance)
 
 
 def test_int8_experts_have_a_scale_for_each_of_their_channels():

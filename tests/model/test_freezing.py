@@ -110,11 +110,7 @@ def test_a_run_freezes_the_fraction_of_its_config(tiny_folder, tiny_params, alon
     parts.close()
     for params in (join(parts.frozen, parts.first_params()), parts.learners.reference):
         jax.tree.map(np.testing.assert_array_equal, params, split(tiny_params))
-    shared = jax.tree.map(
-        lambda a, b: a is b,
-        parts.learners.reference["frozen_layers"],
-        parts.frozen["frozen_layers"],
-    )
-    assert all(jax.tree.leaves(shared))
+    frozen, kept = (x["frozen_layers"] for x in (parts.learners.reference, parts.frozen))
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (frozen, kept)), strict=True))
     moments = parts.learners.policy.abstract_state.opt_state[1].mu
     assert set(moments) == set(tiny_params) and moments["layers"]["up"]["kernel"].shape[0] == 1

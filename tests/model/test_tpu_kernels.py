@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, make_prompt
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
 from paged_slots import SIZE, WIDTH, Slots, decode, make_slots, normal
 from samplers import TOKENIZER, sample
 from tpu_interpreter import interpret, interpreted
@@ -232,22 +231,6 @@ def test_ragged_kernel_has_no_race(one_device):
     result, races = interpret(decode(one_device), *slots.arrays(BFLOAT16), detect_races=True)
     assert races == [False]
     assert_decodes(slots, result, None, 3.9e-3)
-
-
-def test_a_copy_that_nobody_waits_for_is_found(monkeypatch, one_device):
-    """The interpreter's own proof: a kernel that reads too early races, or reads NaN."""
-    copies = ragged_kernel.MultiPageAsyncCopyDescriptor
-    monkeypatch.setattr(copies, "wait", lambda self: self._vmem_buf)
-    arrays = make_slots(4, 2, 128, FEW, BFLOAT16).arrays(BFLOAT16)
-    early = {"dma_execution_mode": "eager", "detect_races": True}
-    jax.clear_caches()
-    try:
-        _, races = interpret(decode(one_device), *arrays, **early)
-        (mixed, _), _ = interpret(decode(one_device), *arrays)
-    finally:  # of the kernel's trace
-        jax.clear_caches()
-    assert races == [True]
-    assert np.isnan(np.asarray(mixed, np.float32)).any()
 
 
 # --- megablox: gradients by experts' matrices ----------------------------------------------------
