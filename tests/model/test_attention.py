@@ -1,8 +1,8 @@
 """Attention without a [T, T] array equals plain attention, and is what a long row is trained by."""
 
+import contextlib
 import dataclasses
-import functools
-import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -37,25 +37,24 @@ def inputs(length: int = LENGTH):
     return [jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def results(name: str, arrays, ids, mesh=None, window=None):
-    """Output and gradients of one kind of training attention; `window` as arrays of one program.
+def results(attend, arrays, ids, mesh=None, window=None, sinks=None):
+    """Return output and gradients of training attention, by its name or as a function.
 
-    Padding, whose output nothing reads, is left out.
+    The window is an array of the program. Padding, whose output nothing reads, is 0.
     """
-    queries, keys, values, weights = arrays
-    context = training_attention.Context(jnp.zeros_like(ids), jnp.asarray(ids))
+    attend = training_attention.TRAINING_ATTENTION.get(attend, attend)
+    *arrays, weights = arrays
+    ids = jnp.asarray(ids)
+    context = training_attention.Context(jnp.zeros_like(ids), ids)
 
-    def loss(queries, keys, values, window):
-        arrays = queries, keys, values, context, None, window
-        mixed, _ = training_attention.TRAINING_ATTENTION[name](*arrays)
-        mixed = jnp.where(jnp.asarray(ids)[..., None, None] > 0, mixed, 0)
+    def loss(queries, keys, values, sinks, window):
+        mixed, _ = attend(queries, keys, values, context, None, window, sinks)
+        mixed = jnp.where(ids[..., None, None] > 0, mixed, 0)
         return jnp.sum(jnp.sin(mixed) * weights), mixed
 
-    run = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
-    if mesh is None:
-        return run(queries, keys, values, window)
-    with sharding.activate(mesh):
-        return run(queries, keys, values, window)
+    run = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+    with contextlib.nullcontext() if mesh is None else sharding.activate(mesh):
+        return run(*arrays, sinks, window)
 
 
 def assert_equal(actual, expected, tolerance=2e-6):
@@ -65,12 +64,16 @@ def assert_equal(actual, expected, tolerance=2e-6):
     jax.tree.map(check, jax.device_get(actual), jax.device_get(expected))
 
 
-@pytest.mark.parametrize("length", [64, 50, 16, 1])
-def test_blocked_attention_equals_plain(length, monkeypatch):
+@pytest.mark.parametrize(
+    ("length", "tokens"),
+    [(64, None), (50, None), (16, None), (1, None), (50, 7), (50, 16), (50, 33), (50, 1), (9, 3)],
+)
+def test_blocked_attention_equals_plain(length, tokens, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 16)
     ids = ragged_ids(length) if length > 16 else np.ones((ROWS, length), np.int32)
-    arrays = inputs(length)
-    assert_equal(results("blocked", arrays, ids), results("plain", arrays, ids))
+    arrays, window = inputs(length), tokens and training_attention.Window(tokens)
+    expected = results("plain", arrays, ids, window=window)
+    assert_equal(results("blocked", arrays, ids, window=window), expected)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +101,10 @@ def test_splash_skips_blocks_of_other_segments(window, monkeypatch, one_device):
     outcomes = [
         jax.device_get(results("splash", x, ids, one_device, shown)) for x in (arrays, spoilt)
     ]
-    for whole, found in zip(*map(jax.tree.leaves, outcomes), strict=True):
-        others = np.delete(found, np.s_[128:384], axis=1)
+    for whole, actual in zip(*map(jax.tree.leaves, outcomes), strict=True):
+        others = np.delete(actual, np.s_[128:384], axis=1)
         np.testing.assert_array_equal(others, np.delete(whole, np.s_[128:384], axis=1))
-        assert np.isnan(found[:, 128:384]).all()
+        assert np.isnan(actual[:, 128:384]).all()
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 4, 2)])
@@ -114,47 +117,32 @@ def test_each_device_attends_with_its_own_rows_and_heads(name, sizes, monkeypatc
     assert_equal(results(name, arrays, ids, mesh), expected)
 
 
-def loop_mask(ids: np.ndarray, window: int) -> np.ndarray:
-    """Pairs of query and key in the same segment, the key at most `window` - 1 before."""
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("slides", [None, True, False])
+def test_a_window_masks_what_a_loop_masks(slides, tokens):
+    """Keys of the query's segment are seen, at most `tokens` - 1 before it."""
+    ids, seen = ragged_ids(32), 32 if slides is False else tokens
     mask = np.zeros((*ids.shape, ids.shape[1]), bool)
     for row, query, key in np.ndindex(mask.shape):
-        mask[row, query, key] = 0 <= query - key < window and ids[row, query] == ids[row, key]
-    return mask
+        mask[row, query, key] = 0 <= query - key < seen and ids[row, query] == ids[row, key]
+    window = training_attention.Window(tokens, None if slides is None else jnp.array(slides))
+    np.testing.assert_array_equal(training_attention.packed_mask(jnp.asarray(ids), window), mask)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_a_window_masks_what_a_loop_masks(tokens):
-    ids = ragged_ids(32)
-    for slides, seen in ((None, tokens), (jnp.array(True), tokens), (jnp.array(False), 32)):
-        window = training_attention.Window(tokens, slides)
-        np.testing.assert_array_equal(
-            training_attention.packed_mask(jnp.asarray(ids), window), loop_mask(ids, seen)
-        )
-
-
-@pytest.mark.parametrize(("length", "tokens"), [(50, 7), (50, 16), (50, 33), (50, 1), (9, 3)])
-def test_blocked_attention_with_a_window_equals_plain(length, tokens, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 16)
-    ids = ragged_ids(length) if length > 16 else np.ones((ROWS, length), np.int32)
-    arrays, window = inputs(length), training_attention.Window(tokens)
-    expected = results("plain", arrays, ids, window=window)
-    assert_equal(results("blocked", arrays, ids, window=window), expected)
-
-
+@pytest.mark.parametrize("sinks", [None, jnp.array([0.5, -1.0, 3.0, 0.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("name", ["blocked", "splash"])
-def test_one_program_attends_in_sliding_layers_and_in_full_ones(name, monkeypatch, by_plain):
+def test_one_program_attends_in_sliding_layers_and_in_full_ones(name, sinks, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
-    arrays, ids, full = by_plain
-    sliding = results("plain", arrays, ids, window=training_attention.Window(100))
-    mesh = make_mesh(2, 2, 2)
-    for slides, expected in ((True, sliding), (False, full)):
+    arrays, ids, mesh = inputs(256), ragged_ids(256), make_mesh(2, 2, 2)
+    for slides, static in ((True, training_attention.Window(100)), (False, None)):
+        expected = results("plain", arrays, ids, None, static, sinks)
         window = training_attention.Window(100, jnp.array(slides))
-        assert_equal(results(name, arrays, ids, mesh, window), expected)
+        assert_equal(results(name, arrays, ids, mesh, window, sinks), expected)
 
 
 def gradient_program(config: decoder.DecoderConfig, length: int, mesh):
-    """Text of the compiled gradient of a decoder over rows of `length` tokens."""
+    """Return the traced gradient of a decoder over rows of `length` tokens."""
     params = sharding.unbox(decoder.abstract_params(config))
     rows = jax.ShapeDtypeStruct((2, length), jnp.int32)
 
@@ -162,36 +150,29 @@ def gradient_program(config: decoder.DecoderConfig, length: int, mesh):
         return jnp.sum(decoder.Decoder(config).apply({"params": params}, tokens, tokens, tokens))
 
     with sharding.activate(mesh):
-        return jax.jit(jax.grad(loss)).lower(params, rows).as_text()
+        return jax.jit(jax.grad(loss)).trace(params, rows)
 
 
 def test_no_array_of_a_blocked_program_is_as_large_as_length_squared(one_device):
     length = 1536
-    text = gradient_program(dataclasses.replace(TINY, attention="blocked"), length, one_device)
-    plain = gradient_program(TINY, length, one_device)
-    square = rf"x{length}x{length}x"
-    assert re.search(square, plain) and not re.search(square, text)
+    blocked, plain = (
+        gradient_program(config, length, one_device).lower().as_text()
+        for config in (dataclasses.replace(TINY, attention="blocked"), TINY)
+    )
+    square = f"x{length}x{length}x"
+    assert square in plain and square not in blocked
 
 
 @pytest.mark.parametrize("name", ["blocked", "splash"])
 def test_remat_attention_keeps_what_attention_needs(name, one_device):
-    """Where it is recomputed, it is named once more."""
-
-    def count(remat: str, what: str = "name=attention") -> int:
+    """Attention that is recomputed is named once more, and a recomputed product counts twice."""
+    names, products = {}, {}
+    for remat in ("none", "dots", "attention", "full"):
         config = dataclasses.replace(TINY, attention=name, remat=remat)
-        params = sharding.unbox(decoder.abstract_params(config))
-        rows = jax.ShapeDtypeStruct((2, 256), jnp.int32)
-
-        def loss(params, tokens):
-            hidden = decoder.Decoder(config).apply({"params": params}, tokens, tokens, tokens)
-            return jnp.sum(hidden)
-
-        with sharding.activate(one_device):
-            return str(jax.make_jaxpr(jax.grad(loss))(params, rows)).count(what)
-
-    assert count("dots") == count("attention") == count("none") < count("full")
-    product = "dot_general["
-    assert count("none", product) == count("dots", product) < count("attention", product)
+        text = str(gradient_program(config, 256, one_device).jaxpr)
+        names[remat], products[remat] = text.count("name=attention"), text.count("dot_general[")
+    assert names["dots"] == names["attention"] == names["none"] < names["full"]
+    assert products["none"] == products["dots"] < products["attention"]
 
 
 @pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.slow), "blocked"])
@@ -214,25 +195,19 @@ def test_what_backward_keeps_does_not_change_the_numbers(name, tiny_params, one_
         assert_equal(gradient(remat), expected, 1e-5)
 
 
-class _Devices:
-    """Stand-in for a mesh of devices that this machine lacks."""
-
-    def __init__(self, platform: str, memories=("device",)):
-        self.platform, self._memories = platform, memories
-        self.devices, self.shape = np.array([self], object), {"context": 1}
-
-    def addressable_memories(self):
-        kinds = type("Memory", (), {"__init__": lambda self, kind: setattr(self, "kind", kind)})
-        return [kinds(kind) for kind in self._memories]
+def mesh_of(platform: str):
+    """Return a stand-in for a mesh of a device that this machine lacks."""
+    device = SimpleNamespace(platform=platform, addressable_memories=list)
+    return SimpleNamespace(devices=np.array([device], object), shape={"context": 1})
 
 
 def test_attention_that_rows_or_devices_do_not_support_is_rejected():
-    on_tpu = functools.partial(numerics, mesh=_Devices("tpu"))
-    assert on_tpu(Compute(), row_tokens=22_528)["attention"] == "splash"
-    assert on_tpu(Compute(attention="blocked"), row_tokens=22_500)["attention"] == "blocked"
+    tpu = mesh_of("tpu")
+    assert numerics(Compute(), tpu, 22_528)["attention"] == "splash"
+    assert numerics(Compute(attention="blocked"), tpu, 22_500)["attention"] == "blocked"
     with pytest.raises(ConfigError, match=r"packing.row_tokens = 22500.*multiple of 128"):
-        on_tpu(Compute(), row_tokens=22_500)
+        numerics(Compute(), tpu, 22_500)
     with pytest.raises(ConfigError, match=r"compute.attention = 'splash'.*on gpu"):
-        numerics(Compute(attention="splash"), _Devices("gpu"), 256)
+        numerics(Compute(attention="splash"), mesh_of("gpu"), 256)
     with pytest.raises(ConfigError, match=r"compute.remat = 'offload'.*pinned_host"):
-        on_tpu(Compute(remat="offload"), row_tokens=256)
+        numerics(Compute(remat="offload"), tpu, 256)

@@ -46,9 +46,9 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_values_and_gradients_equal_the_papers_equation(kind):
-    found = chunked(kind, 7)(HIDDEN, HEAD)  # chunks cross rows, the last one is padded
-    assert_same(found, with_gradients(lambda *a: by_definition(*a, kind))(HIDDEN, HEAD))
-    (back, _), values = found
+    actual = chunked(kind, 7)(HIDDEN, HEAD)  # chunks cross rows, the last one is padded
+    assert_same(actual, with_gradients(lambda *a: by_definition(*a, kind))(HIDDEN, HEAD))
+    (back, _), values = actual
     assert (np.asarray(values) > 0).all() and not back[2, 1:3].any()
 
 
@@ -61,8 +61,8 @@ def test_sharding_does_not_change_the_results(sizes, top_k):
     head, teacher_head = jax.device_put((HEAD, TEACHER_HEAD), heads)
     hidden, teacher = sharding.put(mesh, (HIDDEN, TEACHER), "batch")
     with sharding.activate(mesh):
-        found = chunked(kind, 3, teacher, teacher_head)(hidden, head)
-    assert_same(found, with_gradients(lambda *a: by_definition(*a, kind))(HIDDEN, HEAD))
+        actual = chunked(kind, 3, teacher, teacher_head)(hidden, head)
+    assert_same(actual, with_gradients(lambda *a: by_definition(*a, kind))(HIDDEN, HEAD))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -8,27 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import MOE
+from learners import assert_close
+from test_sinks import GPT_OSS, random_params
 
-from dapo_jax.model.decoder import Decoder, init_params
+from dapo_jax.model.decoder import Decoder, abstract_params
 from dapo_jax.model.experts import NAMES, mix, route
-from dapo_jax.model.layers import ACTIVATIONS, SCALE
+from dapo_jax.model.layers import ACTIVATIONS, BIAS, SCALE
 from dapo_jax.model.param_paths import scaled_axes
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.runtime.sharding import make_mesh
 
-MOE = dataclasses.replace(
-    TINY, mlp=16, experts=8, experts_per_token=3, normalise_experts=True, family="qwen3_moe"
-)
+MOE = dataclasses.replace(MOE, experts_per_token=3, normalise_experts=True)
 SILU = ACTIVATIONS["silu"]
-RNG, KEY = np.random.default_rng(0), jax.random.key(0)
+RNG = np.random.default_rng(0)
 TOKENS, PER_TOKEN, EXPERTS, WIDTH, INNER = 12, 3, 8, 6, 5
 SHAPES = [(EXPERTS, WIDTH, INNER), (EXPERTS, WIDTH, INNER), (EXPERTS, INNER, WIDTH)]
 
 
 def arrays():
-    """Tokens, logits and matrices of experts, of which one is nobody's and one is everybody's."""
+    """Return tokens, logits and matrices of experts; no token takes expert 2, all take 5."""
     draws = (0.3 * RNG.normal(size=shape).astype("f") for shape in SHAPES)
     matrices = dict(zip(NAMES, draws, strict=True))
     logits = RNG.normal(size=(1, TOKENS, EXPERTS)).astype("f")
@@ -36,45 +36,61 @@ def arrays():
     return RNG.normal(size=(TOKENS, WIDTH)).astype("f"), logits, matrices
 
 
-def assert_near(found, expected, tolerance=1e-5):
-    def check(a, b):
-        assert np.abs(np.asarray(a) - b).max() <= tolerance * np.abs(b).max()
+def gradients(function, *arrays):
+    """Return value and gradients of a function of arrays, as a program."""
 
-    jax.tree.map(check, jax.device_get(found), jax.device_get(expected))
+    def loss(*arrays):
+        return jnp.sum(jnp.sin(function(*arrays)))
 
-
-def loop(x, chances, matrices, logits, normalise):
-    """Each token through its likeliest experts, one after another; `logits` are no tracers."""
-    best = np.argsort(-logits[0], axis=1)[:, :PER_TOKEN]
-    out = []
-    for token, row, own in zip(x, chances[0], best, strict=True):
-        weights = jax.nn.softmax(row)[own]
-        weights = weights / weights.sum() if normalise else weights
-        gate, up, down = (matrices[name] for name in NAMES)
-        each = [(jax.nn.silu(token @ gate[e]) * (token @ up[e])) @ down[e] for e in own]
-        out.append(sum(w * one for w, one in zip(weights, each, strict=True)))
-    return jnp.stack(out)
+    argnums = tuple(range(len(arrays)))
+    return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=argnums))(*arrays))
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_experts_and_their_gradients_are_those_of_a_loop(normalise):
+def silu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def clipped_swish(gate, up):
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+    return gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "normalise"), [(silu, True), (silu, False), (clipped_swish, True)]
+)
+def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     x, logits, matrices = arrays()
+    best = np.argsort(-logits[0], axis=1)[:, :PER_TOKEN]
+    if inner is clipped_swish:  # as in gpt-oss, with biases and some values beyond 7
+        for name in NAMES:
+            matrices[name] = 10 * matrices[name]
+            shape = EXPERTS, matrices[name].shape[2]
+            matrices[name + BIAS] = RNG.normal(size=shape).astype("f")
 
     def grouped(x, logits, matrices):
         weights, chosen, _ = route(logits, PER_TOKEN, normalise)
-        return mix(x, weights[0], chosen[0], matrices, SILU)
+        return mix(x, weights[0], chosen[0], matrices, ACTIVATIONS[inner.__name__])
 
-    def gradients(function):
-        def loss(*arrays):
-            return jnp.sum(jnp.sin(function(*arrays)))
+    def loop(x, logits, matrices):
+        def product(x, name, expert):
+            bias = matrices[name + BIAS][expert] if name + BIAS in matrices else 0
+            return x @ matrices[name][expert] + bias
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, logits, matrices)
+        out = []
+        for token, row, own in zip(x, logits[0], best, strict=True):
+            weights = jax.nn.softmax(row)[own]
+            weights = weights / weights.sum() if normalise else weights
+            gate, up, down = NAMES
+            mixed = 0
+            for weight, expert in zip(weights, own, strict=True):
+                hidden = inner(product(token, gate, expert), product(token, up, expert))
+                mixed += weight * product(hidden, down, expert)
+            out.append(mixed)
+        return jnp.stack(out)
 
-    found, expected = (
-        gradients(grouped),
-        gradients(lambda x, chances, matrices: loop(x, chances, matrices, logits, normalise)),
-    )
-    assert_near(found, expected)
+    expected = gradients(loop, x, logits, matrices)
+    tolerance = 1e-4 if inner is clipped_swish else 1e-5
+    assert_close(gradients(grouped, x, logits, matrices), expected, tolerance)
 
 
 def test_int8_experts_have_a_scale_for_each_of_their_channels():
@@ -86,48 +102,36 @@ def test_int8_experts_have_a_scale_for_each_of_their_channels():
         whole[name], whole[name + SCALE] = quantise(jnp.asarray(matrix), jnp.int8, axis)
         rounded[name] = whole[name] * jnp.expand_dims(whole[name + SCALE], axis)
     assert whole[NAMES[2] + SCALE].shape == (EXPERTS, WIDTH)
-    found, expected = (mix(x, weights, chosen, m, SILU) for m in (whole, rounded))
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    mixed, expected = (mix(x, weights, chosen, m, SILU) for m in (whole, rounded))
+    np.testing.assert_allclose(mixed, expected, atol=1e-4)
     assert scaled_axes("layers/moe/router/kernel") == ()
 
 
-@pytest.fixture(scope="module")
-def moe_params():
-    return unbox(init_params(MOE, jax.random.key(0)))
-
-
-def gradients_on(mesh, params):
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (MOE, {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2}),
+        (GPT_OSS, {"fsdp": 1, "tensor": 2, "expert": 4}),  # adds each bias once
+    ],
+    ids=lambda value: getattr(value, "family", None),
+)
+def test_gradients_on_eight_devices_with_cut_experts_equal_one_device(config, sizes, one_device):
     tokens = jax.random.randint(jax.random.key(1), (8, 16), 2, 32)
     segments = jnp.repeat(jnp.array([[1] * 9 + [2] * 5 + [0] * 2]), 8, axis=0)
     places = jnp.broadcast_to(jnp.arange(16), (8, 16))
 
-    def loss(params):
-        hidden = Decoder(MOE).apply({"params": params}, tokens, segments, places)
-        return jnp.sum(jnp.sin(hidden) * (segments > 0)[..., None])
+    def hidden(params):
+        states = Decoder(config).apply({"params": params}, tokens, segments, places)
+        return states * (segments > 0)[..., None]
 
-    with sharding.activate(mesh):
-        return jax.jit(jax.value_and_grad(loss))(params)
-
-
-@pytest.fixture(scope="module")
-def on_one_device(one_device, moe_params):
-    return gradients_on(one_device, moe_params)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2},
-        pytest.param({"fsdp": 1, "tensor": 2, "expert": 4}, marks=pytest.mark.slow),
-    ],
-)
-def test_eight_devices_with_experts_apart_equal_one(sizes, moe_params, on_one_device):
-    mesh = make_mesh(1, **sizes)
-    places = sharding.tree_shardings(mesh, jax.eval_shape(lambda: init_params(MOE, KEY)))
-    params = jax.device_put(moe_params, places)
+    params, mesh = random_params(config), make_mesh(1, **sizes)
+    with sharding.activate(one_device):
+        expected = gradients(hidden, params)
+    params = jax.device_put(params, sharding.tree_shardings(mesh, abstract_params(config)))
     gate = params["layers"]["moe"]["expert_gate"]["kernel"].addressable_shards[0].data.shape
-    assert gate[1] == MOE.experts // sizes["expert"]
-    assert_near(gradients_on(mesh, params), on_one_device)
+    assert gate[1] == config.experts // sizes["expert"]
+    with sharding.activate(mesh):
+        assert_close(gradients(hidden, params), expected, 2e-5)
 
 
 def test_no_array_has_a_place_for_each_pair_of_token_and_expert():

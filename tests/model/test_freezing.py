@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from frozen_samplers import make_sampler, sample
-from learners import make_batch, make_learner, place
+from learners import assert_close, make_batch, make_learner, place
 from safetensors.numpy import load_file
 from small_runs import make_quick_config
 
@@ -22,12 +22,8 @@ from dapo_jax.runtime.settings import ConfigError
 HALF = dataclasses.replace(TINY, frozen_layers=1)
 
 
-def keep_frozen(params):
-    return {"frozen_layers": split(params)["frozen_layers"]}
-
-
 def split(params):
-    """Parameters with the first layer moved into the frozen stack."""
+    """Return parameters with the first layer moved into the frozen stack."""
     layers = params["layers"]
     return params | {
         "frozen_layers": jax.tree.map(lambda leaf: leaf[:1], layers),
@@ -36,11 +32,9 @@ def split(params):
 
 
 def make_half_learner(folder, mesh):
+    score, frozen = PolicySettings(algorithms.dapo(), Compute()), load_frozen(folder, HALF, mesh)
     settings = Optimizer(learning_rate=1e-3, weight_decay=0.5)
-    frozen = load_frozen(folder, HALF, mesh)
-    return policy_learner(
-        PolicySettings(algorithms.dapo(), Compute()), settings, HALF, mesh, frozen
-    )
+    return policy_learner(score, settings, HALF, mesh, frozen)
 
 
 def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
@@ -52,10 +46,7 @@ def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
     expected.pop("frozen_layers")
     actual = half.gradient(place(without(split(tiny_params), half.frozen), half), batch, used)
 
-    def check(actual, expected):
-        np.testing.assert_allclose(actual, expected, atol=1e-6 * np.abs(expected).max(), rtol=1e-4)
-
-    jax.tree.map(check, actual, expected)
+    assert_close(actual, expected, 1e-4)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(actual))
 
 
@@ -63,25 +54,18 @@ def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
     tiny_params, tiny_folder, eight_devices
 ):
     learner, (batch, used) = make_half_learner(tiny_folder, eight_devices), make_batch()
-    jax.tree.map(np.testing.assert_array_equal, learner.frozen, keep_frozen(tiny_params))
+    frozen = {"frozen_layers": split(tiny_params)["frozen_layers"]}
+    jax.tree.map(np.testing.assert_array_equal, learner.frozen, frozen)
     before = without(split(jax.device_get(tiny_params)), learner.frozen)
     state = learner.start(place(before, learner))
-    moments = [
-        (jax.tree_util.keystr(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
-        if leaf.ndim
-    ]
-    learned = jax.tree.leaves(before)
-    assert len(moments) == 2 * len(learned)  # mean and variance
-    assert sum(leaf.nbytes for _, leaf in moments) == 2 * sum(leaf.nbytes for leaf in learned)
-    assert not any("frozen" in path for path, _ in moments)
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
+    assert shapes == sorted(2 * [leaf.shape for leaf in jax.tree.leaves(before)])  # two moments
     state, (metrics, _) = learner.update(state, batch, used, 1e-2)
     assert metrics["gradient_norm"].value() > 0
     after = jax.device_get(state.params)
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, after, before)))
 
 
-@pytest.mark.slow
 def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device, eight_devices):
     apart = split(tiny_params)
     frozen = {"frozen_layers": apart.pop("frozen_layers")}
@@ -90,14 +74,6 @@ def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device,
     for a, b in zip(actual, expected, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
-
-
-def test_decoding_weights_are_the_layers_in_their_order(tiny_params, one_device):
-    apart = split(tiny_params)
-    frozen = {"frozen_layers": apart.pop("frozen_layers")}
-    half = make_sampler(HALF, one_device, frozen)._engine.load_params(apart)
-    whole = make_sampler(TINY, one_device)._engine.load_params(tiny_params)
-    jax.tree.map(np.testing.assert_array_equal, half, whole)
 
 
 def test_a_written_folder_is_the_same_with_frozen_layers(
@@ -116,14 +92,13 @@ def test_a_written_folder_is_the_same_with_frozen_layers(
 
 
 @pytest.mark.parametrize(
-    ("fraction", "layers", "frozen"),
-    [(0.0, 2, 0), (0.5, 2, 1), (0.99, 2, 1), (1 / 3, 3, 1), (2 / 3, 3, 2), (0.7, 10, 7)],
+    ("fraction", "layers", "frozen"), [(0.0, 2, 0), (0.99, 2, 1), (1 / 3, 3, 1), (0.7, 10, 7)]
 )
 def test_a_fraction_of_layers_is_rounded_down(fraction, layers, frozen):
     assert frozen_layers(fraction, layers) == frozen
 
 
-@pytest.mark.parametrize(("fraction", "layers"), [(0.4, 2), (0.3, 3), (1 - 1e-12, 2), (0.9, 1)])
+@pytest.mark.parametrize(("fraction", "layers"), [(0.4, 2), (1 - 1e-12, 2), (0.9, 1)])
 def test_a_fraction_that_freezes_nothing_or_everything_is_rejected(fraction, layers):
     with pytest.raises(ConfigError, match=rf"model.freeze_layers = .*from 1/{layers}"):
         frozen_layers(fraction, layers)
@@ -135,18 +110,7 @@ def test_a_run_freezes_the_fraction_of_its_config(tiny_folder, tiny_params, alon
     parts.close()
     for params in (join(parts.frozen, parts.first_params()), parts.learners.reference):
         jax.tree.map(np.testing.assert_array_equal, params, split(tiny_params))
-    shared = jax.tree.map(
-        lambda a, b: a is b,
-        parts.learners.reference["frozen_layers"],
-        parts.frozen["frozen_layers"],
-    )
-    assert all(jax.tree.leaves(shared))
+    frozen, kept = (x["frozen_layers"] for x in (parts.learners.reference, parts.frozen))
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (frozen, kept)), strict=True))
     moments = parts.learners.policy.abstract_state.opt_state[1].mu
     assert set(moments) == set(tiny_params) and moments["layers"]["up"]["kernel"].shape[0] == 1
-
-
-def test_a_fraction_that_freezes_no_layer_is_rejected_at_validation(tiny_folder, alone, tmp_path):
-    model = Model(folder=str(tiny_folder), freeze_layers=0.4)
-    config = make_quick_config(tiny_folder, tmp_path, model=model)
-    with pytest.raises(ConfigError, match="model.freeze_layers = 0.4.*policy of 2 layers"):
-        build(config)

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -15,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import load_huggingface, published_tensors
-from dapo_jax.model.config_fields import NUMBERS
-from dapo_jax.runtime.settings import LARGEST_TEXT, ConfigError
+from dapo_jax.runtime.settings import MAX_TEXT_BYTES, ConfigError
 
 SECONDS = 20.0
 WEIGHTS, TOKENS = "model.safetensors", "tokenizer.json"
@@ -113,40 +111,28 @@ def begins_with(number: int):
 
 CONFIG = "config.json"
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+INDEX = published_tensors.INDEX
+GENERATION = "generation_config.json"
 HOSTILE = {
     "config: nested deeply": (write(CONFIG, DEEP), "nested too deeply"),
+    "config: torn": (write(CONFIG, '{"model_type": "qw'), "can't be read"),
     "config: a list": (write(CONFIG, "[1]"), "must hold an object"),
-    "config: no UTF-8": (write(CONFIG, b"\xff\xfe"), "can't be read"),
     "config: a pipe": (replace(CONFIG, os.mkfifo), "a pipe: must be a file"),
-    "config: a device": (replace(CONFIG, lambda p: p.symlink_to("/dev/zero")), "a device"),
     "config: a folder": (replace(CONFIG, pathlib.Path.mkdir), "a folder: must be a file"),
     "config: gigabytes": (
-        lambda folder: os.truncate(folder / CONFIG, LARGEST_TEXT + 1),
+        lambda folder: os.truncate(folder / CONFIG, MAX_TEXT_BYTES + 1),
         "67,108,865 bytes, more than 67,108,864",
     ),
     "config: digits without end": (write(CONFIG, '{"vocab_size": ' + "9" * 9999 + "}"), "digits"),
     "model_type: a list": (change(CONFIG, model_type=["qwen2"]), "model_type ['qwen2']"),
     "layer_types: numbers": (change(CONFIG, layer_types=[[1], 2]), "layer_types [[1], 2]"),
-    "layer_types: a number": (change(CONFIG, layer_types=5), "layer_types 5"),
     "rope_scaling: a list": (change(CONFIG, rope_scaling=[1]), "rope_scaling = [1]: must be an ob"),
     "rope: low above high": (
         change(CONFIG, rope_scaling=LLAMA3 | {"low_freq_factor": 4}),
         "high_freq_factor = 4.0: must be above low_freq_factor = 4.0",
     ),
     "tied: a word": (change(CONFIG, tie_word_embeddings="false"), "= 'false': must be true or fal"),
-    "bias: a number": (
-        change(CONFIG, attention_bias=2, model_type="llama"),
-        "attention_bias = 2: must be true or false",
-    ),
-    "kv_heads: 0": (change(CONFIG, num_key_value_heads=0), "num_key_value_heads = 0: must be"),
-    "more heads than width": (
-        change(CONFIG, num_attention_heads=64, num_key_value_heads=64, head_dim=None),
-        "head_dim = 0: must be a whole number from 2",
-    ),
     "weights: a pipe": (replace(WEIGHTS, os.mkfifo), f"{WEIGHTS} can't be read: it is a pipe"),
-    "weights: another pipe": (replace("more.safetensors", os.mkfifo), "more.safetensors can't be"),
-    "weights: a folder": (replace(WEIGHTS, pathlib.Path.mkdir), "a folder: must be a file"),
-    "weights: a device": (replace(WEIGHTS, lambda p: p.symlink_to("/dev/zero")), "a device"),
     "weights: a link to nowhere": (replace(WEIGHTS, lambda p: p.symlink_to("gone")), WEIGHTS),
     "weights: a long header": (write(WEIGHTS, header(b"{}", 1 << 62)), WEIGHTS),
     "weights: header nested deeply": (write(WEIGHTS, header(b"[" * 100_000)), WEIGHTS),
@@ -159,113 +145,33 @@ HOSTILE = {
         "and 9,000 more",
     ),
     "weights: NaN": (tensor(model__norm__weight=np.full(32, np.nan, np.float32)), "not finite"),
-    "index: a list": (
-        write(published_tensors.INDEX, '{"weight_map": ["a"]}'),
-        "weight_map must be an object",
-    ),
-    "index: null": (write(published_tensors.INDEX, '{"weight_map": null}'), "weight_map must be"),
-    "index: a pipe": (replace(published_tensors.INDEX, os.mkfifo), "a pipe: must be a file"),
-    "tokenizer: a pipe": (replace(TOKENS, os.mkfifo), "a pipe: must be a file"),
+    "index: a list": (write(INDEX, '{"weight_map": ["a"]}'), "weight_map must be an object"),
     "tokenizer: nested deeply": (write(TOKENS, DEEP), "tokenizer.json can't be read"),
     "tokenizer: nothing known": (vocabulary(vocab={}), "tokenizer.json can't be read"),
-    "tokenizer: no token for what is unknown": (
-        vocabulary(vocab={"a": 1}, unk_token="gone"),
-        "tokenizer.json can't be read",
-    ),
     "tokenizer: an id beyond": (vocabulary(vocab={"=": 1 << 31}), "has the id 2147483648"),
     "tokenizer: begins beyond": (begins_with(99), "begin a prompt = [99]: must be from 0 to 31"),
-    "tokenizer: merges of nothing": (
-        write(TOKENS, '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}}'),
-        "tokenizer.json can't be read",
-    ),
     "chat template: a number": (
         change("tokenizer_config.json", chat_template=5),
         "chat_template = 5: must be text",
-    ),
-    "chat template: not named": (
-        change("tokenizer_config.json", chat_template=[1, {"name": ["default"]}], bos_token={}),
-        None,
     ),
     "eos_token: a list": (
         change("tokenizer_config.json", chat_template="x", eos_token=["a"]),
         "eos_token = ['a']: must be text",
     ),
-    "chat template: a pipe": (replace("chat_template.jinja", os.mkfifo), "a pipe: must be a file"),
-    "chat template: no UTF-8": (write("chat_template.jinja", b"\xff"), "can't be read"),
-    "pad: a word": (change("generation_config.json", pad_token_id="x"), "pad_token_id = 'x'"),
-    "pad: below 0": (change("generation_config.json", pad_token_id=-5), "pad_token_id = [-5]"),
-    "pad: beyond": (change("generation_config.json", pad_token_id=32), "pad_token_id = [32]"),
-    "end: a number with a point": (change("generation_config.json", eos_token_id=1.0), "= 1.0 in"),
-    "end: huge": (change("generation_config.json", eos_token_id=10**18), "must be from 0 to 31"),
+    "pad: beyond": (change(GENERATION, pad_token_id=32), "pad_token_id = [32]"),
+    "end: none": (change(GENERATION, eos_token_id=[]), "eos_token_id = []"),
+    "end: huge": (change(GENERATION, eos_token_id=10**18), "must be from 0 to 31"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_folder_raises_one_clear_error_or_none(name, tiny_folder, tmp_path, one_device):
+def test_a_hostile_folder_raises_a_clear_error(name, tiny_folder, tmp_path, one_device):
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     damage, words = HOSTILE[name]
     damage(folder)
-    if words is None:  # it does no harm
-        open_folder(folder, one_device)
-        return
     message = refusal(folder, one_device)
     assert words in message and "config.model.folder" in message
     assert message.count("\n") <= 1002 and len(message) < 100_000
-
-
-def _yarn(changes: dict, **values) -> dict:
-    return values | {"rope_scaling": LLAMA3 | {"rope_type": "yarn", "mscale": 1.0} | changes}
-
-
-MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 8}
-MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
-# Other fields that a folder needs so that a number is read.
-WHERE_READ = {
-    "sliding_window": lambda changes: changes | {"model_type": "mistral"},
-    "max_window_layers": lambda changes: changes | {"use_sliding_window": True},
-    "max_position_embeddings": lambda changes: (
-        changes | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}
-    ),
-    "llama_4_scaling_beta": lambda changes: _yarn(changes, model_type="ministral3"),
-    **dict.fromkeys(
-        ("rope_local_base_freq", "query_pre_attn_scalar", "sliding_window_pattern"),
-        lambda changes: changes | {"model_type": "gemma3_text"},
-    ),
-    **dict.fromkeys(
-        ("moe_intermediate_size", "num_experts", "num_experts_per_tok"),
-        lambda changes: MOE | changes,
-    ),
-    "num_local_experts": lambda changes: (
-        {k: v for k, v in MOE.items() if k != "num_experts"} | changes
-    ),
-    "mscale_all_dim": _yarn,
-    "mscale": lambda changes: _yarn({"mscale_all_dim": 1.0} | changes),
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), _yarn),
-}
-
-
-def wrong_numbers(name: str) -> list:
-    kind, allowed = NUMBERS[name]
-    beyond = [-1, -math.inf, math.nan, math.inf, 10**18, 1e300, "1", True, [1], {}]
-    beyond += [allowed.at_most * 2] if kind is float else [allowed.at_most + 1, 2.0]
-    return beyond + [0] * (not allowed(0))
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_is_checked_as_a_setting_is(name, tiny_folder, tmp_path):
-    """Each field of the table, with its value and what is allowed; before anything is computed."""
-    folder = shutil.copytree(tiny_folder, tmp_path / "model")
-    values = json.loads((folder / CONFIG).read_text())
-    kind, allowed = NUMBERS[name]
-    for wrong in wrong_numbers(name):
-        changes = {name: wrong}
-        if name in LLAMA3:
-            changes = {"rope_scaling": LLAMA3 | changes}
-        changes = WHERE_READ.get(name, lambda changes: changes)(changes)
-        (folder / CONFIG).write_text(json.dumps(values | changes))  # Python writes NaN too
-        with pytest.raises(ConfigError, match="config.model.folder") as caught:
-            load_huggingface.read_config(folder)
-        assert f"{name} = " in str(caught.value) and str(allowed) in str(caught.value), wrong
 
 
 def test_lengths_in_tokenizer_json_are_ignored(tiny_folder, tmp_path):

@@ -1,17 +1,13 @@
 """Output head, sharded by vocabulary and in chunks, against a whole softmax."""
 
-import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
 
-from dapo_jax.model.decoder import init_params
 from dapo_jax.model.lm_head import head_logprobs
-from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
 
@@ -21,7 +17,7 @@ HIDDEN = jax.random.normal(KEYS[0], (ROWS, LENGTH, WIDTH))
 HEAD = jax.random.normal(KEYS[1], (WIDTH, VOCAB))
 TARGETS = jax.random.randint(KEYS[2], (ROWS, LENGTH), 0, VOCAB)
 WEIGHTS = jax.random.normal(KEYS[3], (2, ROWS, LENGTH))
-MESHES = [(2, 2, 1, 2), (1, 2, 2, 2), (1, 2, 4, 1), (1, 1, 1, 8), (8, 1, 1, 1)]
+MESHES = [(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8)]
 
 
 def by_definition(hidden, head, targets, temperature):
@@ -41,11 +37,8 @@ def with_gradients(function, *options):
 
 
 def assert_same(actual, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6),
-        jax.device_get(actual),
-        jax.device_get(expected),
-    )
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -67,25 +60,6 @@ def test_sharding_does_not_change_the_results(sizes, chunk_tokens):
     assert_same(actual, with_gradients(by_definition, 0.8)(HIDDEN, HEAD))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_decoder_on_a_mesh_equals_one_device(tied, one_device, eight_devices):
-    config = dataclasses.replace(TINY, tie_embeddings=tied)
-    params = sharding.unbox(init_params(config, KEYS[4]))
-    tokens = jax.random.randint(KEYS[2], (4, 12), 0, TINY.vocab)
-    ids, positions = jnp.ones_like(tokens), jnp.tile(jnp.arange(12), (4, 1))
-
-    def loss(params):
-        options = {"temperature": 1.0, "chunk_tokens": 5}
-        logprobs, entropy = token_logprobs(params, config, tokens, ids, positions, **options)
-        return jnp.sum(jnp.sin(logprobs) + 0.1 * entropy)
-
-    actual = []
-    for mesh in (one_device, eight_devices):
-        with sharding.activate(mesh):
-            actual.append(jax.jit(jax.value_and_grad(loss))(params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *actual)
-
-
 def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks():
     mesh = make_mesh(2, 2, 2)
     head = jax.device_put(HEAD.astype(jnp.float32), sharding.sharding(mesh, "embed", "vocab"))
@@ -93,8 +67,7 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks(
     with sharding.activate(mesh):
         lowered = with_gradients(head_logprobs, 1.0, 2).lower(hidden, head)
     text = lowered.as_text()
-    loops = text.count("stablehlo.while")
-    assert loops == 2  # over the chunks, forward and backward
+    assert text.count("stablehlo.while") == 2  # over the chunks, forward and backward
     gathers = re.findall(r"stablehlo.all_gather.*?-> tensor<(\S+)>", text, re.S)
     assert gathers == ["16x24xbf16"] * 2
     scatters = re.findall(r"stablehlo.reduce_scatter.*?-> tensor<(\S+)>", text, re.S)

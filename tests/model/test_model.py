@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from safetensors.numpy import load_file, save_file
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import decoder, load_huggingface
@@ -30,21 +28,12 @@ def hidden(params, tokens=TOKENS, segments=SEGMENTS, positions=POSITIONS, config
     return decoder.Decoder(config).apply({"params": params}, tokens, segments, positions)
 
 
-def test_a_token_sees_its_own_segment_up_to_itself_and_nothing_else(tiny_params):
-    """By gradients with respect to the embeddings of single positions."""
-
-    def output_at(offsets, row, place):
-        embedded = tiny_params["embedding"]
-        table = jnp.concatenate([embedded, embedded[TOKENS[row]] + offsets])
-        params = tiny_params | {"embedding": table}
-        tokens = TOKENS.at[row].set(32 + jnp.arange(12))
-        config = dataclasses.replace(TINY, vocab=44)
-        return jnp.sum(hidden(params, tokens, config=config)[row, place] ** 2)
-
-    for place, seen in ((3, range(0, 4)), (8, range(5, 9))):
-        gradient = jax.grad(output_at)(jnp.zeros((12, TINY.embed)), 0, place)
-        reached = np.flatnonzero(np.abs(gradient).sum(axis=1) > 0)
-        assert reached.tolist() == list(seen)
+def test_a_token_reaches_later_tokens_of_its_segment_and_nothing_else(tiny_params):
+    run = jax.jit(lambda tokens: hidden(tiny_params, tokens))
+    for place, reached in ((0, range(5)), (3, range(3, 5)), (5, range(5, 11)), (8, range(8, 11))):
+        changed = run(TOKENS.at[0, place].set((TOKENS[0, place] + 1) % TINY.vocab))
+        differs = np.asarray(changed != run(TOKENS)).any(axis=-1)
+        assert np.flatnonzero(differs[0]).tolist() == list(reached) and not differs[1].any()
 
 
 def test_packing_does_not_change_what_a_segment_computes(tiny_params):
@@ -68,44 +57,9 @@ def test_logprobs_and_entropy_equal_those_of_the_softmax(tiny_params):
     logits = hidden(tiny_params) @ tiny_params["embedding"].T / 0.7
     full = np.asarray(jax.nn.log_softmax(logits), np.float64)
     for t in (1, 4, 7):
-        expected = full[0, t - 1, TOKENS[0, t]]
-        np.testing.assert_allclose(logprobs[0, t], expected, atol=1e-5)
-        distribution = np.exp(full[0, t - 1])
-        expected = -(distribution * full[0, t - 1]).sum()
-        np.testing.assert_allclose(entropy[0, t], expected, atol=1e-5)
-
-
-def test_a_folder_reloads_bit_for_bit_on_any_mesh(
-    tiny_folder, tiny_params, one_device, eight_devices
-):
-    config = load_huggingface.read_config(tiny_folder)
-    assert config == TINY
-    for mesh in (one_device, eight_devices):
-        loaded = load_huggingface.load_params(tiny_folder, config, mesh)
-        jax.tree.map(np.testing.assert_array_equal, loaded, tiny_params)
-
-
-def test_matrices_are_written_transposed_as_published(tiny_folder, tiny_params):
-    tensors = load_file(tiny_folder / "model.safetensors")
-    kernel = tiny_params["layers"]["query"]["kernel"][1]  # [D, H, E]
-    published = tensors["model.layers.1.self_attn.q_proj.weight"]  # [H*E, D]
-    np.testing.assert_array_equal(published[8 + 3], kernel[:, 1, 3])
-    kernel = tiny_params["layers"]["out"]["kernel"][0]  # [H, E, D]
-    published = tensors["model.layers.0.self_attn.o_proj.weight"]  # [D, H*E]
-    np.testing.assert_array_equal(published[:, 8 + 3], kernel[1, 3])
-
-
-def test_every_wrong_tensor_is_named_at_once(tiny_folder, tmp_path, one_device):
-    tensors = load_file(tiny_folder / "model.safetensors")
-    tensors["model.extra"] = tensors.pop("model.norm.weight")
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name][:-1].copy()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError) as caught:
-        load_huggingface.load_params(tmp_path, TINY, one_device)
-    message = str(caught.value)
-    assert "model.extra: unknown" in message and "model.norm.weight: missing" in message
-    assert f"{name}: shape (63, 32), expected (64, 32)" in message
+        before = full[0, t - 1]
+        np.testing.assert_allclose(logprobs[0, t], before[TOKENS[0, t]], atol=1e-5)
+        np.testing.assert_allclose(entropy[0, t], -(np.exp(before) * before).sum(), atol=1e-5)
 
 
 def test_a_folder_without_a_model_is_rejected_with_advice(tmp_path):
@@ -116,15 +70,6 @@ def test_a_folder_without_a_model_is_rejected_with_advice(tmp_path):
         load_huggingface.read_config(tmp_path)
     with pytest.raises(ConfigError, match="tokenizer.json"):
         Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_file_is_named_with_the_setting(name, tiny_folder, tmp_path):
-    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / name).write_text('{"model_type": "qw')
-    with pytest.raises(ConfigError, match=rf"config.start.*{name}.* can't be read: .*column"):
-        load_huggingface.read_config(tmp_path, field="start")
-        Tokenizer.from_folder(tmp_path, "start")
 
 
 def test_attention_is_chosen_by_platform_and_length():

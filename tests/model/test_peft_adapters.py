@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config.experiment import Lora
@@ -26,11 +25,12 @@ from dapo_jax.runtime.settings import ConfigError
 LORA = Lora(rank=3, alpha=7.5, targets="key,out,down")
 DECODER = choose_trained(TINY, 0.0, LORA)
 ROOT = pathlib.Path(__file__).parents[1]
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MODELS = sorted(p.parent for p in ROOT.glob("fixtures/models/*/config.json"))
 
 
 def random_adapters(config: DecoderConfig) -> dict[str, np.ndarray]:
-    """Adapters as after some training, by path."""
+    """Return adapters as after some training, by path."""
     random, shapes = np.random.default_rng(5), param_paths.param_shapes(config)
     trained = {path: shape for path, shape in shapes.items() if is_trained(path, config)}
     return {path: random.normal(0, 0.2, shape).astype("f4") for path, shape in trained.items()}
@@ -48,33 +48,26 @@ def folder(tmp_path):
 
 
 def test_names_and_shapes_are_those_of_peft(folder):
-    shapes = {
-        name: array.shape for name, array in load_file(folder / "adapter_model.safetensors").items()
-    }
-    expected = {}
+    shapes = {}
     for layer in (0, 1):
-        below = f"base_model.model.model.layers.{layer}"
-        expected |= {
-            f"{below}.self_attn.k_proj.lora_A.weight": (3, 32),
-            f"{below}.self_attn.k_proj.lora_B.weight": (16, 3),
-            f"{below}.self_attn.o_proj.lora_A.weight": (3, 32),
-            f"{below}.self_attn.o_proj.lora_B.weight": (32, 3),
-            f"{below}.mlp.down_proj.lora_A.weight": (3, 64),
-            f"{below}.mlp.down_proj.lora_B.weight": (32, 3),
-        }
-    assert shapes == expected
-    values = json.loads((folder / "adapter_config.json").read_text())
+        for name, (inner, outer) in {
+            "self_attn.k_proj": (32, 16),
+            "self_attn.o_proj": (32, 32),
+            "mlp.down_proj": (64, 32),
+        }.items():
+            below = f"base_model.model.model.layers.{layer}.{name}"
+            shapes |= {f"{below}.lora_A.weight": (3, inner), f"{below}.lora_B.weight": (outer, 3)}
+    tensors = load_file(folder / WEIGHTS)
+    assert {name: array.shape for name, array in tensors.items()} == shapes
+    values = json.loads((folder / CONFIG).read_text())
     assert (values["r"], values["lora_alpha"], values["peft_type"]) == (3, 7.5, "LORA")
     assert values["target_modules"] == ["down_proj", "k_proj", "o_proj"]
-    assert (folder / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert (folder / WEIGHTS).stat().st_mode & 0o777 == 0o644
 
 
 def test_the_published_product_equals_the_merged_change(folder):
     """alpha / r B A of the file, [out, in], layer by layer."""
-    tensors, adapters = (
-        load_file(folder / "adapter_model.safetensors"),
-        random_adapters(DECODER),
-    )
+    tensors, adapters = load_file(folder / WEIGHTS), random_adapters(DECODER)
     shapes = param_paths.param_shapes(TINY)
     for target in ("key", "out", "down"):
         path = f"layers/{target}/kernel"
@@ -86,18 +79,8 @@ def test_the_published_product_equals_the_merged_change(folder):
             np.testing.assert_allclose(param_paths.to_published(path, ours), theirs, atol=1e-6)
 
 
-def test_adapters_come_back_bit_for_bit_on_any_mesh(folder, one_device, eight_devices):
-    written = random_adapters(DECODER)
-    for mesh in (one_device, eight_devices):
-        read = flatten_dict(peft_adapters.load_adapters(str(folder), DECODER, mesh), sep="/")
-        assert read.keys() == written.keys()
-        for path, array in read.items():
-            np.testing.assert_array_equal(array, written[path])
-            assert array.sharding.mesh == mesh
-
-
 def change_config(folder: pathlib.Path, **changes) -> None:
-    path = folder / "adapter_config.json"
+    path = folder / CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -105,21 +88,14 @@ def change_config(folder: pathlib.Path, **changes) -> None:
     "changes",
     [
         {"use_rslora": True},
-        {"use_dora": True},
         {"bias": "all"},
         {"modules_to_save": ["lm_head"]},
         {"rank_pattern": {"q_proj": 8}},
-        {"alpha_pattern": {"q_proj": 8}},
         {"init_lora_weights": "pissa"},
         {"layers_to_transform": [0]},
-        {"layer_replication": [[0, 1]]},
-        {"trainable_token_indices": [1]},
-        {"target_parameters": ["experts.down_proj"]},
         {"an_option_of_next_year": 3},
         {"peft_type": "IA3"},
-        {"r": 0},
         {"r": True},
-        {"lora_alpha": "8"},
         {"lora_alpha": float("nan")},
     ],
     ids=str,
@@ -136,50 +112,36 @@ def test_options_that_change_no_number_are_accepted(folder):
     change_config(folder, lora_dropout=0.1, task_type=None, peft_version="9", target_modules=".*k")
     change_config(folder, base_model_name_or_path="/home/me/base", use_qalora=False, eva_config={})
     exact = peft_adapters.read_adapters(str(folder), DECODER)
-    path = folder / "adapter_model.safetensors"
+    path = folder / WEIGHTS
     save_file({n: array.astype(jnp.bfloat16) for n, array in load_file(path).items()}, path)
     for name, array in peft_adapters.read_adapters(str(folder), DECODER).items():
         np.testing.assert_array_equal(array, exact[name].astype(jnp.bfloat16))
 
 
-def change_tensors(folder: pathlib.Path, **changes) -> None:
-    path = folder / "adapter_model.safetensors"
-    save_file(load_file(path) | changes, path)
-
-
-LAYER = "base_model.model.model.layers.0"
+KEY = "base_model.model.model.layers.0.self_attn.k_proj"
+DOWN = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("base_model.model.lm_head.lora_A.weight", np.zeros((3, 32)), "unknown"),
-        (f"{LAYER}.self_attn.k_proj.lora_magnitude_vector", np.zeros(3), "unknown"),
-        (
-            f"{LAYER}.self_attn.k_proj.lora_A.weight",
-            np.zeros((3, 31)),
-            "shape (3, 31), expected (3, 32)",
-        ),
-        (f"{LAYER}.mlp.down_proj.lora_B.weight", np.zeros((32, 3), np.int8), "dtype int8"),
-        (f"{LAYER}.mlp.down_proj.lora_B.weight", np.full((32, 3), np.nan), "not finite"),
+        ("base_model.model.lm_head.lora_A.weight", np.zeros((3, 32), np.float32), "unknown"),
+        (f"{KEY}.lora_magnitude_vector", np.zeros(3, np.float32), "unknown"),
+        (f"{KEY}.lora_A.weight", np.zeros((3, 31), np.float32), "shape (3, 31), expected (3, 32)"),
+        (DOWN, np.zeros((32, 3), np.int8), "dtype int8"),
+        (DOWN, np.full((32, 3), np.nan, np.float32), "not finite"),
+        (DOWN, None, "missing"),
     ],
 )
 def test_a_tensor_that_fits_no_matrix_is_named(name, value, problem, folder):
-    value = value if value.dtype == np.int8 else value.astype(np.float32)
-    change_tensors(folder, **{name: value})
+    tensors = load_file(folder / WEIGHTS) | {name: value}
+    save_file({n: array for n, array in tensors.items() if array is not None}, folder / WEIGHTS)
     with pytest.raises(ConfigError) as raised:
         peft_adapters.read_adapters(str(folder), DECODER)
     assert f"{name}: " in str(raised.value) and problem in str(raised.value)
 
 
-def test_a_missing_tensor_is_named(folder):
-    path, name = folder / "adapter_model.safetensors", f"{LAYER}.mlp.down_proj.lora_B.weight"
-    save_file({n: array for n, array in load_file(path).items() if n != name}, path)
-    with pytest.raises(ConfigError, match=f"{name}: missing"):
-        peft_adapters.read_adapters(str(folder), DECODER)
-
-
-@pytest.mark.parametrize("broken", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("broken", [CONFIG, WEIGHTS])
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b"\xff\xfe"])
 def test_a_file_that_is_missing_or_torn_is_named(broken, content, folder):
     (folder / broken).unlink()
@@ -224,8 +186,9 @@ def assert_logits_alike(base: pathlib.Path, adapters: pathlib.Path, lora: Lora, 
 @pytest.mark.parametrize("targets", ["query,value", ",".join(MATRICES)])
 def test_logits_of_an_adapter_of_ours_are_those_of_peft(targets, tmp_path, one_device):
     lora, pairs = Lora(rank=5, alpha=8.0, targets=targets), {}
-    known = [base for base in MODELS if base.name != "gpt_oss" or "up" not in targets]
-    for base in known:
+    for base in MODELS:
+        if base.name == "gpt_oss" and "up" in targets:
+            continue
         config = choose_trained(load_huggingface.read_config(base), 0.0, lora)
         pairs[base] = save(tmp_path / base.name, random_adapters(config), config)
     run_peft("logits", pairs)

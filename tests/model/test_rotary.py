@@ -22,12 +22,12 @@ def yarn_loop(theta, head_dim, factor, slow, fast, original, truncate=True):
     low, high = number(fast), number(slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
-    found = []
+    frequencies = []
     for i in range(head_dim // 2):
         frequency = theta ** (-2 * i / head_dim)
         ramp = min(max((i - max(low, 0)) / (min(high, head_dim - 1) - max(low, 0)), 0), 1)
-        found.append(frequency * (1 - ramp) + frequency / factor * ramp)
-    return found
+        frequencies.append(frequency * (1 - ramp) + frequency / factor * ramp)
+    return frequencies
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -35,10 +35,10 @@ def yarn_loop(theta, head_dim, factor, slow, fast, original, truncate=True):
 def test_yarn_slows_long_wavelengths_and_keeps_short_ones(case, truncate):
     theta, head_dim, factor, slow, fast, original = case
     scaling = RopeScaling(factor, slow, fast, original, "yarn", truncate=truncate)
-    found, plain = (rope_frequencies(theta, head_dim, s) for s in (scaling, None))
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, yarn_loop(*case, truncate), rtol=1e-5)
-    assert found[0] == plain[0] and np.isclose(found[-1], plain[-1] / factor)
+    actual, plain = (rope_frequencies(theta, head_dim, s) for s in (scaling, None))
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, yarn_loop(*case, truncate), rtol=1e-5)
+    assert actual[0] == plain[0] and np.isclose(actual[-1], plain[-1] / factor)
 
 
 def test_linear_scaling_slows_all_and_dynamic_none_within_the_context():

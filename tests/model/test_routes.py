@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import MOE
 
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, Experts, route, route_dtype
@@ -15,10 +15,8 @@ from dapo_jax.model.training_attention import Context
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
-MOE = dataclasses.replace(
-    TINY, mlp=16, experts=8, experts_per_token=3, normalise_experts=True, family="qwen3_moe"
-)
-ROWS, LENGTH, SEEN = 2, 12, 10
+MOE = dataclasses.replace(MOE, experts_per_token=3, normalise_experts=True)
+ROWS, LENGTH = 2, 12
 TOKENS = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 2, 32)
 SEGMENTS = jnp.repeat(jnp.array([[1] * 6 + [2] * 4 + [0] * 2]), ROWS, axis=0)
 PLACES = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
@@ -29,8 +27,8 @@ def run(params=PARAMS, config=MOE, **options):
     return jax.jit(lambda p: hidden_states(p, config, TOKENS, SEGMENTS, PLACES, **options))(params)
 
 
-def record(**options):
-    hidden, records = run(record=[ROUTES], **options)
+def record(*arguments):
+    hidden, records = run(*arguments, record=[ROUTES])
     return hidden, records.routes
 
 
@@ -42,6 +40,7 @@ def others(routes):
 def test_replayed_routes_of_the_same_parameters_change_no_bit():
     hidden, routes = record()
     assert routes.shape == (ROWS, LENGTH, MOE.layers, 3) and routes.dtype == jnp.int8
+    assert route_dtype(128) == jnp.int8 and route_dtype(129) == jnp.int16
     again, records = run(routes=routes, record=[REPLACED])
     np.testing.assert_array_equal(again, hidden)
     assert not records.replaced.any()
@@ -53,8 +52,7 @@ def test_frozen_layers_record_and_replay_theirs():
     params = PARAMS | {"frozen_layers": apart, "layers": rest}
     frozen = dataclasses.replace(MOE, frozen_layers=1)
     _, whole = record()
-    _, found = record(params=params, config=frozen)
-    np.testing.assert_array_equal(found, whole)
+    np.testing.assert_array_equal(record(params, frozen)[1], whole)
     taken, _ = run(params, frozen, routes=others(whole))
     np.testing.assert_allclose(taken, run(routes=others(whole))[0], atol=1e-5)
 
@@ -110,20 +108,6 @@ def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
     np.testing.assert_allclose(balance(even), 1, atol=1e-6)
 
 
-def test_descent_along_the_balance_evens_the_load():
-    def balance(params):
-        seen = SEGMENTS > 0
-        _, records = hidden_states(params, MOE, TOKENS, SEGMENTS, PLACES, record=[BALANCE])
-        return jnp.sum(jnp.where(seen, records.balance, 0)) / seen.sum() / MOE.layers
-
-    params, step = PARAMS, jax.jit(jax.value_and_grad(balance))
-    first, _ = step(params)
-    for _ in range(60):
-        value, gradient = step(params)
-        params = jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient)
-    assert first > 1.05 and value < 1 + 0.5 * (first - 1)
-
-
 @pytest.mark.parametrize("sizes", [{"expert": 4, "tensor": 2, "fsdp": 1}, {"fsdp": 4, "tensor": 2}])
 def test_replay_is_the_same_on_a_mesh(sizes):
     hidden, routes = record()
@@ -138,7 +122,3 @@ def test_replay_is_the_same_on_a_mesh(sizes):
     np.testing.assert_array_equal(records.routes[:ROWS], wanted.routes)
     np.testing.assert_allclose(records.replaced[:, :ROWS], wanted.replaced, atol=1e-5)
     np.testing.assert_allclose(records.balance[:, :ROWS], wanted.balance, atol=1e-5)
-
-
-def test_numbers_of_experts_fit_their_integers():
-    assert route_dtype(128) == jnp.int8 and route_dtype(129) == jnp.int16

@@ -12,16 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, make_prompt
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
 from paged_slots import SIZE, WIDTH, Slots, decode, make_slots, normal
 from samplers import TOKENIZER, sample
 from tpu_interpreter import interpret, interpreted
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import splash_attention
-from dapo_jax.model.caches import PageCache
-from dapo_jax.model.decode_attention import read_pages_by_kernel
-from dapo_jax.model.decoder import Decoder, init_params
+from dapo_jax.model.decoder import init_params
 from dapo_jax.model.grouped_products import matrices_gradient
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
 from dapo_jax.rollout import paged_cache
@@ -156,33 +153,6 @@ def test_splash_has_no_race_between_two_cores(monkeypatch, one_device, capfd):
     assert max(map(difference, found, expected)) <= 1e-6
 
 
-def test_decoder_is_trained_by_splash_as_by_plain_attention(one_device):
-    """Layers that slide and full ones in one scan. The interpreter can not recompute (remat)."""
-    config = dataclasses.replace(TINY, head_dim=64, remat="none")
-    config = dataclasses.replace(config, window=100, sliding=(True, False))
-    ids = jnp.asarray(packed_ids(((1, 256), (9, 200)), 256))
-    tokens = jax.random.randint(jax.random.key(1), ids.shape, 2, TINY.vocab)
-    positions = jnp.broadcast_to(jnp.arange(256), ids.shape)
-    params = sharding.unbox(init_params(config, jax.random.key(0)))
-
-    def gradient(name: str, run):
-        named = Decoder(dataclasses.replace(config, attention=name))
-
-        def loss(params):
-            hidden = named.apply({"params": params}, tokens, ids, positions)
-            return jnp.mean(jnp.sin(hidden) * (ids > 0)[..., None])
-
-        with sharding.activate(one_device):
-            return run(jax.grad(loss), params)
-
-    found, kernels = gradient("splash", interpret)
-    assert len(kernels) == 3 * config.layers * len(ids)
-    expected = gradient("plain", compiled)
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
-    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(leaf, wanted, atol=2e-6 * largest)
-
-
 # --- ragged paged attention: decoding ------------------------------------------------------------
 
 # At, before and after the end of one page and of two, one token, all that a slot may have; idle
@@ -261,51 +231,6 @@ def test_ragged_kernel_has_no_race(one_device):
     result, races = interpret(decode(one_device), *slots.arrays(BFLOAT16), detect_races=True)
     assert races == [False]
     assert_decodes(slots, result, None, 3.9e-3)
-
-
-def test_a_copy_that_nobody_waits_for_is_found(monkeypatch, one_device):
-    """The interpreter's own proof: a kernel that reads too early races, or reads NaN."""
-    copies = ragged_kernel.MultiPageAsyncCopyDescriptor
-    monkeypatch.setattr(copies, "wait", lambda self: self._vmem_buf)
-    arrays = make_slots(4, 2, 128, FEW, BFLOAT16).arrays(BFLOAT16)
-    early = {"dma_execution_mode": "eager", "detect_races": True}
-    jax.clear_caches()
-    try:
-        _, races = interpret(decode(one_device), *arrays, **early)
-        (mixed, _), _ = interpret(decode(one_device), *arrays)
-    finally:  # of the kernel's trace
-        jax.clear_caches()
-    assert races == [True]
-    assert np.isnan(np.asarray(mixed, np.float32)).any()
-
-
-def test_ragged_kernel_reads_int8_pages_by_a_scale_per_head():
-    busy = tuple(filter(None, LENGTHS))
-    heads, kv_heads, rng = 8, 2, np.random.default_rng(3)
-    slots = make_slots(heads, kv_heads, 128, busy, FLOAT32)
-    scales = 0.03 * rng.uniform(0.5, 2, (2, kv_heads, 1))
-    both = np.stack(list(scales), 1).reshape(-1, 1)  # of pages: keys and values in turn
-
-    def rounded(array, scale):
-        return np.clip(np.round(array / scale), -127, 127)
-
-    slots.keys, slots.values = (
-        rounded(array, scale) * scale
-        for array, scale in zip((slots.keys, slots.values), scales, strict=True)
-    )
-    slots.pages = rounded(slots.pages, both) * both
-    whole = np.nan_to_num(np.round(slots.written() / both), nan=127).astype(np.int8)
-    by_head = jnp.asarray(both[:, 0], FLOAT32)
-
-    def read(queries, pages, *places):
-        cache = PageCache(pages, by_head)
-        return read_pages_by_kernel(queries.astype(BFLOAT16), cache, *places, None)
-
-    arrays = (slots.queries, whole, slots.tables, slots.lengths)
-    found, kernels = interpret(read, *map(jnp.asarray, arrays))
-    assert len(kernels) == 1
-    print(difference(found, slots.mixed()))
-    assert difference(found, slots.mixed()) <= 1e-2
 
 
 # --- megablox: gradients by experts' matrices ----------------------------------------------------

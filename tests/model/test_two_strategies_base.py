@@ -25,6 +25,10 @@ def test_the_second_stage_begins_with_the_first():
     assert task.get_config().model.folder == "dapo_jax:two_strategies_base"
 
 
+def share_again(examples) -> float:
+    return sum("again" in worked for _, worked in examples) / len(examples)
+
+
 def test_examples_that_work_are_right_and_those_at_once_add_two_operands():
     examples = base.get_config().examples
     made = [make_worked_example(0, i, examples) for i in range(4000)]
@@ -32,15 +36,12 @@ def test_examples_that_work_are_right_and_those_at_once_add_two_operands():
     working = [(text, worked) for text, worked in made if not worked.startswith("####")]
     assert len(working) / len(made) == pytest.approx(0.05, abs=0.015)
     assert all(is_right(text, worked) for text, worked in working)
-    assert sum("again" in worked for _, worked in working) / len(working) == pytest.approx(
-        0.2, abs=0.1
-    )
+    assert share_again(working) == pytest.approx(0.2, abs=0.1)
+    assert share_again(at_once) == pytest.approx(0.03, abs=0.015)
     for text, worked in at_once:
         assert int(worked[-1]) == sum(map(int, text[:-1].split("+")[:2])) % 10
-    assert sum("again" in worked for _, worked in at_once) / len(at_once) == pytest.approx(
-        0.03, abs=0.015
-    )
-    assert sum(is_right(*one) for one in at_once if len(one[0]) > 4) < 0.2 * len(at_once)
+    right = sum(is_right(text, worked) for text, worked in at_once if len(text) > 4)
+    assert right < 0.2 * len(at_once)
 
 
 def test_a_share_that_leaves_no_work_is_refused(tmp_path):
@@ -54,12 +55,13 @@ def test_the_shipped_policy_seldom_works_and_is_then_right():
         "dapo_jax:two_strategies_base", max_prompt_tokens=16, max_response_tokens=64, slots=64
     )
     problems = ["3+7+5+1=", "9+8+7+6+5=", "4+2+0+3+9+1="]
-    found = [
-        (text, one.text)
+    working = [
+        (text, response.text)
         for text, responses in zip(problems, policy.sample(problems, samples=200), strict=True)
-        for one in responses
-        if not one.text.startswith("####")
+        for response in responses
+        if not response.text.startswith("####")
     ]
-    assert 0.02 < len(found) / 600 < 0.1
-    whole = [one for one in found if "#### " in one[1]]
-    assert len(whole) > 10 and sum(is_right(*one) for one in whole) > 0.8 * len(whole)
+    assert 0.02 < len(working) / 600 < 0.1
+    whole = [(text, worked) for text, worked in working if "#### " in worked]
+    assert len(whole) > 10
+    assert sum(is_right(text, worked) for text, worked in whole) > 0.8 * len(whole)

@@ -16,45 +16,47 @@ from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.structs import SamplingRule
 
 
-def packed_logits(folder, mesh, dtype=jnp.float32, config=None, params=None):
-    """Ours of the expected tokens, the ragged batch packed into one row; [B, T, V], 0 beyond.
+def packed_batch(folder):
+    """Return the ragged batch of expected tokens in a row, with segments and positions.
 
-    Of the folder's config and parameters, where no others are given.
+    Also the mask [B, T] of its tokens, and of those that another one precedes.
     """
     with np.load(folder / "expected.npz") as expected:
         tokens, lengths, first = (expected[name] for name in ("tokens", "lengths", "first"))
-    config = config or load_huggingface.read_config(folder, dtype=dtype)
-    params = params or load_huggingface.load_params(folder, config, mesh)
     used = np.arange(tokens.shape[1]) < lengths[:, None]
-    places = np.broadcast_to(np.arange(tokens.shape[1]) + first, tokens.shape)
+    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     segments = np.broadcast_to(1 + np.arange(len(tokens))[:, None], tokens.shape)
-    rows = (jnp.asarray(array[used][None], jnp.int32) for array in (tokens, segments, places))
+    arrays = tokens, segments, places + first
+    return [jnp.asarray(array[used][None], jnp.int32) for array in arrays], used, places[used] > 0
 
-    def of_rows(params, *rows):
-        hidden = Decoder(config).apply({"params": params}, *rows)
-        return hidden @ head_kernel(params).astype(dtype)
 
-    logits = np.zeros((*tokens.shape, config.vocab), np.float32)
-    logits[used] = jax.jit(of_rows)(params, *rows)[0]
+def packed_logits(folder, mesh, config=None, params=None):
+    """Return our logits of the expected tokens, packed into a row; [B, T, V], 0 beyond.
+
+    `config` and `params` are those of the folder by default.
+    """
+    config = config or load_huggingface.read_config(folder)
+    params = params or load_huggingface.load_params(folder, config, mesh)
+    rows, used, _ = packed_batch(folder)
+
+    def row_logits(params, *rows):
+        return Decoder(config).apply({"params": params}, *rows) @ head_kernel(params)
+
+    logits = np.zeros((*used.shape, config.vocab), np.float32)
+    logits[used] = jax.jit(row_logits)(params, *rows)[0]
     return logits, used
 
 
 def packed_gradients(folder, mesh):
-    """Gradients of the summed log-probability of all tokens but first ones, by published name."""
-    with np.load(folder / "expected.npz") as expected:
-        tokens, lengths, first = (expected[name] for name in ("tokens", "lengths", "first"))
+    """Return gradients of the summed log-probs of all tokens but first ones, by published name."""
     config = load_huggingface.read_config(folder)
     params = load_huggingface.load_params(folder, config, mesh)
-    used = np.arange(tokens.shape[1]) < lengths[:, None]
-    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    segments = np.broadcast_to(1 + np.arange(len(tokens))[:, None], tokens.shape)
-    arrays = (tokens, segments, places + first)
-    rows = [jnp.asarray(array[used][None], jnp.int32) for array in arrays]
+    rows, _, drawn = packed_batch(folder)
 
     def loss(params):
         options = {"temperature": 1.0, "chunk_tokens": 1 << 20}
         logprobs, _ = token_logprobs(params, config, *rows, **options)
-        return jnp.sum(logprobs * (places[used] > 0)[None])
+        return jnp.sum(logprobs * drawn[None])
 
     gradient = save_huggingface.flatten(jax.jit(jax.grad(loss))(params))
     return dict(save_huggingface.published_tensors(gradient, config, "float32"))
