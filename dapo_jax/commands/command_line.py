@@ -189,7 +189,8 @@ def load(
         checks.check(config)
         check_output(config)
     except ConfigError as error:
-        _exit_with_error(locate(error, file))
+        overridden = any(text.startswith(f"--config.{error.field}=") for text in arguments)
+        _exit_with_error(str(error) if overridden else locate(error, file))
     return config
 
 

@@ -13,6 +13,7 @@ import pathlib
 import signal
 import sys
 import threading
+import time
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ PROCESSES = "DAPO_PROCESSES"
 PROCESS_ID = "DAPO_PROCESS_ID"
 JOIN_TIMEOUT_SECONDS = 300
 HEARTBEAT_TIMEOUT_SECONDS = 15  # then JAX aborts the processes that wait for a dead one
+EXIT_SECONDS = 3  # processes that fail for the same reason print and exit within
 PEER_LOST = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
 CACHE_DIR = "jax_compilation_cache_dir"
 MIN_COMPILE_SECONDS = "jax_persistent_cache_min_compile_time_secs"
@@ -194,7 +196,7 @@ def _run(work: Callable[[], int], alone: str) -> int:
         return work()
     if alone:
         print_error(f"error: {alone} runs in one process, but {count()} were started")
-        exit_process(2)
+        _exit_after_others(2)
     try:
         code = work()
     except BaseException as error:
@@ -207,10 +209,17 @@ def _run(work: Callable[[], int], alone: str) -> int:
                 "resume from the newest checkpoint"
             )
     if code:
-        exit_process(code)
+        _exit_after_others(code)
     all_gather_json("done", "the end")
     jax.distributed.shutdown()
     return 0
+
+
+def _exit_after_others(code: int) -> None:
+    """Exit; process 0, which runs the coordination service, first gives the others time to exit."""
+    if is_first():
+        time.sleep(EXIT_SECONDS)
+    exit_process(code)
 
 
 def _exit_on_signal(number: int, _: Any) -> None:

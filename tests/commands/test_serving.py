@@ -20,6 +20,7 @@ from served import (
 )
 
 from dapo_jax.commands.serve import server as serve
+from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -167,7 +168,8 @@ def test_a_taken_port_is_named_before_a_model_is_loaded(field, server):
 def test_sampled_responses_differ_and_a_seed_repeats_them(byte_folder, same_engine, monkeypatch):
     runs = []
     for _ in range(2):
-        monkeypatch.setattr(same_engine, "_served", iter(range(99)))
+        keys = (sample_key(0, SAMPLE_FOR_SERVING, 0, i) for i in range(99))
+        monkeypatch.setattr(same_engine, "_arrival_keys", keys)
         with serving(make_serve_config(byte_folder, temperature=1.0)) as server:
             runs.append([server.client.ask("3+4=", 12)[1] for _ in range(6)])
     assert runs[0] == runs[1]

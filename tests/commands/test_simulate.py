@@ -253,7 +253,7 @@ def draw_all(run, prompts: int) -> Known:
     parts.prompts.position = 0
     asked = [next(parts.prompts) for _ in range(prompts)]
     for prompt in asked:
-        parts.sampler.submit(prompt, run.config.rollout.samples_per_prompt)
+        parts.sampler.submit(prompt, parts.config.rollout.samples_per_prompt)
     done = []
     while not parts.sampler.idle:
         done += [parts.judge.submit(*group) for group in parts.sampler.decode_burst()]

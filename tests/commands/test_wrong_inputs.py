@@ -20,7 +20,7 @@ CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
 FLAGS = [
     ("train", [], ["a config is required", "arithmetic, ", "dapo-jax train arithmetic"]),
     ("train", ["--config=notes.txt"], ["notes.txt", ".py file", "config.json"]),
-    ("train", ["--config=plain.py:dapo"], ["plain.py", "takes nothing after a colon"]),
+    ("train", ["--config=plain.py:dapo"], ["plain.py", "takes no argument"]),
     ("train", [MAIN, "--config.seeed=1"], ["config.seeed", "did you mean seed"]),
     ("train", [MAIN, "--config.sampler=3"], ["config.sampler", "a section"]),
     ("train", [MAIN, "--config.total_steps=0"], ["total_steps", "0", "above 0"]),

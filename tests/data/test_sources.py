@@ -14,6 +14,7 @@ from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.sources import Sources, parse_sources
+from dapo_jax.rewards import gym
 from dapo_jax.runtime.settings import ConfigError
 
 TOKENIZER = arithmetic_tokenizer()
@@ -264,7 +265,7 @@ def test_gym_tasks_bring_problems_and_their_own_score(monkeypatch, settings):
 
 def test_without_the_package_a_gym_task_says_how_to_get_it(monkeypatch, settings):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dapo_jax\[gym\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'reasoning-gym=="):
         PromptStream(settings("gym:leg_counting"), 0, TOKENIZER)
 
 

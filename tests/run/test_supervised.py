@@ -200,9 +200,9 @@ REFUSED = {  # command, overrides, and what the message names: field, value, wha
     "held out": ("sft", f"{OWN} {START} data.heldout_examples=-2", "heldout_examples -2 -1"),
     "overlong": ("sft", f"{OWN} {START} data.overlong=shrink", "data.overlong 'shrink' drop cut"),
     "template": ("sft", f"{OWN} {START} data.template=chatml", "data.template 'chatml' chat"),
-    "shots": ("dpo", f"{OWN} {START} data.template=few_shot", "data.template 'few_shot' another"),
+    "shots": ("dpo", f"{OWN} {START} data.template=few_shot", "data.template 'few_shot' not"),
     "field": ("sft", f"{OWN} {START} data.fields=gold=a", "data.fields 'gold=a' messages response"),
-    "half a form": ("sft", f"{OWN} {START} data.fields=prompt=a", "data.fields 'prompt=a' whole"),
+    "half a form": ("sft", f"{OWN} {START} data.fields=prompt=a", "data.fields 'prompt=a' forms"),
     "fields of pairs": (
         "dpo",
         f"{OWN} {START} data.fields=prompt=a,chosen=b",

@@ -207,7 +207,7 @@ def test_context_joins_fsdp_where_devices_sample_apart():
 
 def test_samplers_without_their_pieces_at_hand_are_refused():
     """Three chips of each host sample, each with another quarter, and one has a quarter."""
-    said = "sampler_share = 0.75: must be 0, 0.5, or a share that gives.* tensor = 4 of each"
+    said = "sampler_share = 0.75: must be 0, 0.5, or a fraction that gives.* tensor = 4 devices"
     with pytest.raises(ConfigError, match=said):
         open_meshes(Mesh(tensor=4, sampler_share=0.75), 48, devices=hosts_of_four(16))
     learning, _ = open_meshes(Mesh(tensor=4, sampler_share=0.25), 48, devices=hosts_of_four(16))

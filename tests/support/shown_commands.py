@@ -101,7 +101,7 @@ def and_stop(function: Callable) -> Callable:
     """Return a function that raises `Accepted` after the call, without the check of folders."""
 
     def read(*arguments, **options):
-        options.pop("door", None)
+        options.pop("check_output", None)
         function(*arguments, **options)
         raise Accepted
 
