@@ -220,11 +220,12 @@ def _claimed(place: OutputFolder, exclusive: bool = True) -> Iterator[None]:
 def _remove_if_empty(folder: pathlib.Path, created: list[pathlib.Path], is_new: bool) -> None:
     """Remove the mark of an empty folder, and the folders that were created for it."""
     with contextlib.suppress(OSError):
-        if is_new and not _entries(folder):
+        if is_new and folder.exists() and not _entries(folder):
             (folder / LOCK).unlink(missing_ok=True)
             (folder / MARK).unlink(missing_ok=True)
         for path in created:
-            path.rmdir()
+            if path.exists():
+                path.rmdir()
 
 
 @contextlib.contextmanager
