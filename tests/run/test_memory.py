@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from command_lines import RL, run
 from conftest import TINY
 from small_runs import make_quick_config
 
@@ -50,14 +49,6 @@ def test_what_can_not_fit_is_refused_with_the_estimate(name, tiny_folder, alone,
     config = make_quick_config(tiny_folder, tmp_path / "run", **changes)
     with pytest.raises(ConfigError, match=said):
         build(config)
-
-
-def test_the_command_says_so_in_a_line(tiny_folder, alone, tmp_path, monkeypatch, capsys):
-    flags = [f"--config.model.folder={tiny_folder}", f"--config.run_dir={tmp_path}/run"]
-    flags.append("--config.sampler.slots=100000000")
-    code, said = run("train", [RL, *flags], monkeypatch, capsys)
-    assert code == 2 and said.startswith("error: config.sampler.slots") and said.count("\n") == 1
-    assert not (tmp_path / "run").exists()
 
 
 def test_serving_refuses_slots_beyond_memory(byte_folder, alone):

@@ -10,10 +10,8 @@ from safetensors.numpy import load_file
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax.commands.model_folders import check_folder
-from dapo_jax.config.experiment import Config, DpoConfig, Lora, Optimizer, SftConfig
-from dapo_jax.config.files import read_config
+from dapo_jax.config.experiment import DpoConfig, Lora, Optimizer, SftConfig
 from dapo_jax.config.validation import validate
-from dapo_jax.run.evaluation.evaluate import evaluate
 from dapo_jax.run.supervised.dpo import prefer
 from dapo_jax.run.supervised.sft import make_base
 from dapo_jax.runtime.settings import ConfigError
@@ -107,18 +105,3 @@ def test_a_folder_of_adapters_asks_for_its_rank():
     config = SftConfig(total_steps=1, start="base", lora=Lora(folder="adapters"))
     with pytest.raises(ConfigError, match="lora.rank = 0: must be r of adapters/adapter_config"):
         validate(config)
-
-
-@pytest.mark.slow
-def test_adapters_learn_the_embedded_task(tmp_path):
-    config = read_config(SftConfig, "arithmetic_sft")
-    config.out, config.total_steps, config.lora = str(tmp_path / "out"), 60, Lora(rank=16)
-    config.optimizer.learning_rate = 5e-3
-    make_base(config)
-    rl = read_config(Config, "arithmetic")
-    rl.data.heldout_problems, scores = 128, []
-    for number, folder in enumerate((config.start, config.out)):
-        rl.model.folder, rl.run_dir = folder, str(tmp_path / f"run{number}")
-        scores.append(evaluate(rl, from_folder=True)["heldout_accuracy"])
-    print("held-out accuracy before and after:", scores)
-    assert scores[0] < 0.65 and scores[1] > 0.8

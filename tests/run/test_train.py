@@ -2,8 +2,6 @@
 
 import json
 import os
-import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,22 +10,19 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
-from disks import Disk
 from small_runs import (
     ROOT,
     STEPS,
     learn,
     make_config,
-    make_quick_config,
     read_rollouts,
     read_rows,
     start,
 )
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Checkpoint, Log, Mesh, Sampler
+from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.same_run import check_same_run
 from dapo_jax.run.components import build
 from dapo_jax.run.evaluation.evaluate import evaluate
@@ -41,16 +36,6 @@ def finished(base, tmp_path_factory):
     """An uninterrupted run on eight virtual devices, and its summary."""
     run_dir = tmp_path_factory.mktemp("finished")
     return run_dir, train(make_config(base, run_dir))
-
-
-def final_params(base, run_dir):
-    parts = build(make_config(base, run_dir))
-    checkpoints = Checkpoints(run_dir, Checkpoint())
-    state, record = checkpoints.state(parts.learners.policy.abstract_state), checkpoints.record()
-    parts.close()
-    checkpoints.close()
-    place = record.progress.position, record.progress.kept_fraction
-    return jax.device_get(state), {"step": record.step, "place": place}
 
 
 def test_a_run_leaves_what_people_look_for(finished):
@@ -111,18 +96,6 @@ def save_and_die(self, record, states):
         os.kill(os.getpid(), signal.SIGKILL)
 checkpoints.Checkpoints.save = save_and_die
 """
-TERM_IN_STEP = """
-from dapo_jax.rollout import dynamic_sampling as filtering
-burst = filtering.Collection.read_verdicts
-bursts = 0
-def read(self, judge):
-    global bursts
-    bursts += 1
-    if bursts == 9:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return burst(self, judge)
-filtering.Collection.read_verdicts = read
-"""
 
 
 def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
@@ -160,90 +133,6 @@ def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, 
     )
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert record == expected_record
-
-
-def test_a_damaged_checkpoint_costs_only_the_steps_after_the_one_before(
-    base, finished, tmp_path, capsys
-):
-    """One bit of the newest is flipped: its step is done again, and all is as it was."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(finished[0], run_dir)
-    files = (run_dir / f"checkpoints/{STEPS}/state").rglob("*")
-    path = max(filter(pathlib.Path.is_file, files), key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-    train(make_config(base, run_dir))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"checkpoints/{STEPS} is damaged" in shown and f"after step {STEPS - 1}" in shown
-    assert read_rows(run_dir) == read_rows(finished[0])
-    for folder in "rollouts", "evaluations":
-        assert read_rollouts(run_dir, folder) == read_rollouts(finished[0], folder)
-    (state, record), (expected, expected_record) = (
-        final_params(base, one) for one in (run_dir, finished[0])
-    )
-    jax.tree.map(np.testing.assert_array_equal, state, expected)
-    assert record == expected_record
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_while_its_disk_is_full(base, tmp_path, alone, capfd):
-    disk = Disk(tmp_path / "disk", "size=9m")
-    config = make_quick_config(base, disk.folder / "run", total_steps=5, log=Log(0))
-    config.checkpoint.every_steps = 1
-
-    def on_step(step, _):
-        if step == 1:
-            disk.fill()
-        elif step == 3:
-            disk.free()
-
-    try:
-        summary = train(config, on_step)
-        run_dir = disk.folder / "run"
-        assert summary and summary["steps"] == 5
-        assert [row["step"] for row in read_rows(run_dir)] == [1, 2, 3, 4, 5]
-        with Checkpoints(run_dir) as checkpoints:
-            assert checkpoints.latest_step() == 5
-        shown = capfd.readouterr()
-        warnings = [line for line in shown.out.splitlines() if "could not be written" in line]
-        assert "Traceback" not in shown.err + shown.out
-        assert any("the checkpoint could not be written" in line for line in warnings)
-        assert len(warnings) <= 4  # of the checkpoint, rows, events and rollouts, once each
-    finally:
-        disk.close()
-
-
-TERM_GROUP_IN_EVALUATION = """
-from dapo_jax.rollout.scheduler import Scheduler
-os.setpgrp()
-submit, sent = Scheduler.submit_each, []
-def submit_and_stop(self, prompt, samples):
-    submit(self, prompt, samples)
-    evaluating = self._decoding.purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
-    if evaluating and not sent:
-        sent.append(True)
-        os.killpg(0, signal.SIGTERM)
-Scheduler.submit_each = submit_and_stop
-"""
-
-
-@pytest.mark.parametrize(
-    "patch",
-    [TERM_IN_STEP, TERM_GROUP_IN_EVALUATION],
-    ids=["step", "eval"],
-)
-@pytest.mark.slow
-def test_sigterm_saves_says_how_to_go_on_and_exits_zero(patch, base, finished, tmp_path):
-    stopped = run_child(base, tmp_path, patch.replace("RUN", str(tmp_path)))
-    assert stopped.returncode == 0, stopped.stderr
-    assert "stopped by SIGTERM" in stopped.stdout and "The same command resumes" in stopped.stdout
-    done = len(read_rows(tmp_path)) - 1
-    assert done < STEPS
-    killed = run_child(base, tmp_path, KILL_AFTER_STEP)  # before the next checkpoint is complete
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    train(make_config(base, tmp_path))
-    assert read_rows(tmp_path) == read_rows(finished[0])
 
 
 def test_a_run_does_not_go_on_with_other_settings(base, finished):
@@ -296,19 +185,6 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     _, values = learn(parts, run, empty)
     assert values["empty_updates"] == 2 and all(np.isfinite(list(values.values())))
     parts.close()
-
-
-@pytest.mark.slow
-def test_an_all_truncated_run_warns_and_takes_no_step(base, tmp_path, capsys):
-    """No response can end within two tokens: everything is cut off, wrong and filtered."""
-    algorithm = algorithms.grpo()
-    algorithm.overlong_filtering = True
-    sampler = Sampler(slots=32, burst_tokens=2, max_response_tokens=2)
-    config = make_config(base, tmp_path, algorithm=algorithm, sampler=sampler, total_steps=1)
-    train(config)
-    row = read_rows(tmp_path)[1]
-    assert row["empty_updates"] == 2 and row["truncated_fraction"] == 1 and "loss" not in row
-    assert "2 updates had no trained token" in capsys.readouterr().out
 
 
 def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):

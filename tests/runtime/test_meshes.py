@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY
-from flax.traverse_util import flatten_dict
 from samplers import place
 
 from dapo_jax.commands.serve.engine import ServedEngine
@@ -78,18 +77,6 @@ def test_loading_by_layers_gives_what_loading_at_once_gives(load_layers):
     assert all(jax.tree.leaves(same))
 
 
-def test_loading_by_layers_compiles_twice_at_most_for_a_stack(one_device, fresh_programs):
-    config = dataclasses.replace(TINY, layers=7)
-    params = sharding.unbox(decoder.init_params(config, jax.random.key(0)))
-    engine = make_engine(one_device, config, load_layers=3)
-    engine.load_params(params)
-    stacks = {path.partition("/")[0] for path in flatten_dict(params, sep="/")}
-    assert stacks == {"embedding", "final_norm", "layers"}
-    assert (
-        engine.programs.weights.load_trained._load_layers.cache_info().currsize == 2 + 2
-    )  # 3 and 1 layers; the two others
-
-
 def test_the_door_refuses_a_mesh_that_only_training_or_decoding_fits():
     with pytest.raises(ConfigError, match="rows_per_microbatch = 4.*decode_tensor = 8"):
         open_mesh(Mesh(decode_tensor=4), rows_per_microbatch=4)
@@ -107,23 +94,6 @@ def test_a_name_that_does_not_divide_is_left_out():
         )
     assert even.addressable_shards[0].data.shape == (1, 3)
     assert odd.addressable_shards[0].data.shape == (1, 7)
-
-
-@pytest.mark.parametrize(("devices", "waits"), [(1, 0), (2, 3)])
-def test_few_prefills_and_inserts_are_under_way_on_devices_of_a_cpu(
-    devices, waits, tiny_params, monkeypatch
-):
-    """With many, XLA's client has no thread left for those that others wait for."""
-    mesh = make_mesh(1, devices, 1, devices=jax.devices()[:devices])
-    engine, waited = make_engine(mesh), []
-    params = engine.load_params(place(tiny_params, TINY, mesh))
-    state = engine.init_decode_state()
-    wait = jax.block_until_ready
-    monkeypatch.setattr(jax, "block_until_ready", lambda made: waited.append(made) or wait(made))
-    for _ in range(6):
-        prefix = engine.prefill(params=params, padded_tokens=PROMPT, true_length=6)
-        state = engine.insert(prefix, state, slot=0)
-    assert len(waited) == waits
 
 
 @dataclasses.dataclass(frozen=True)

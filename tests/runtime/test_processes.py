@@ -120,33 +120,6 @@ def test_what_one_process_finds_all_know_and_lost_ones_are_stopped(tmp_path):
         )
 
 
-BESIDE = """
-import os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-import jax
-from dapo_jax.runtime import processes
-make, used = jax.make_array_from_process_local_data, []
-def watch(place, *arguments):
-    used.append(place.device_set)
-    return make(place, *arguments)
-def work():
-    jax.make_array_from_process_local_data = watch
-    assert processes.all_gather_json(processes.index(), "all") == [0, 1]
-    sampling = [jax.local_devices(process_index=i)[1] for i in range(2)]
-    processes.exchange_on(sampling[::-1])
-    assert processes.all_gather_json(processes.index(), "some") == [0, 1]
-    assert used == [set(jax.devices()), set(sampling)], used
-    return 0
-sys.exit(processes.run(work))
-"""
-
-
-def test_messages_go_over_devices_that_sample(tmp_path):
-    """On the others they would wait for an update."""
-    for ended in Several(tmp_path, [sys.executable, "-c", BESIDE], 2).wait(60):
-        assert ended.code == 0, ended.err
-
-
 LOSE = """
 import os, signal, sys
 from dapo_jax.runtime import processes
