@@ -10,15 +10,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
-from small_runs import (
-    ROOT,
-    STEPS,
-    learn,
-    make_config,
-    read_rollouts,
-    read_rows,
-    start,
-)
+from several import final_state
+from small_runs import ROOT, STEPS, learn, make_config, read_rollouts, read_rows, start
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Mesh, Sampler
@@ -62,16 +55,10 @@ def test_a_run_leaves_what_people_look_for(finished):
     assert rows[-1]["heldout_pass_at_k"] >= rows[-1]["heldout_accuracy"] > 0
 
 
-def test_one_device_and_eight_train_alike(base, finished, tmp_path):
-    """The same job on one device: same responses in the first step, nearly the same gradient."""
-    config = make_config(base, tmp_path, mesh=Mesh(1, 1, 1), total_steps=1)
-    devices = jax.devices
-    jax.devices = lambda *a: devices(*a)[:1]
-    try:
-        train(config)
-    finally:
-        jax.devices = devices
-    one, eight = read_rows(tmp_path)[1], read_rows(finished[0])[1]
+def test_one_device_and_eight_train_alike(base, finished, alone, tmp_path):
+    train(make_config(base, tmp_path, mesh=Mesh(1, 1, 1), total_steps=1))
+    one = read_rows(tmp_path)[1]
+    eight = read_rows(finished[0])[1]
     assert one["response_tokens_mean"] == eight["response_tokens_mean"]
     assert one["accuracy"] == eight["accuracy"]
     np.testing.assert_allclose(one["gradient_norm"], eight["gradient_norm"], rtol=1e-3)
@@ -79,39 +66,31 @@ def test_one_device_and_eight_train_alike(base, finished, tmp_path):
 
 # Patches run inside the child: a process that kills itself at a chosen place.
 KILL_AFTER_STEP = """
-from dapo_jax.reporting import console as progress
-show = progress.Progress.step
+from dapo_jax.reporting.console import Progress
+show = Progress.step
 def step(self, number, *rest):
     show(self, number, *rest)
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-progress.Progress.step = step
+Progress.step = step
 """
 KILL_DURING_SAVE = """
-from dapo_jax.run.checkpointing import checkpoints
-save = checkpoints.Checkpoints.save
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+save = Checkpoints.save
 def save_and_die(self, record, states):
     save(self, record, states)
     if record.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-checkpoints.Checkpoints.save = save_and_die
+Checkpoints.save = save_and_die
 """
-
-
-def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
-    code = (
-        "import os, signal, sys\n"
-        "import conftest\n"
-        f"{patch}\n"
-        "from small_runs import make_config\n"
-        "from dapo_jax.run.run import train\n"
-        "from dapo_jax.runtime import processes\n"
-        f"config = make_config({str(base)!r}, {str(run_dir)!r})\n"
-        "sys.exit(processes.run(lambda: bool(train(config)) * 0))\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+CHILD = """
+import os, signal, sys
+import conftest
+from small_runs import make_config
+from dapo_jax.run.run import train
+{patch}
+train(make_config({base!r}, {run_dir!r}))
+"""
 
 
 @pytest.mark.parametrize(
@@ -120,17 +99,17 @@ def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
     ids=["step", "save"],
 )
 def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, tmp_path, capsys):
-    killed = run_child(base, tmp_path, patch)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    expected_dir, _ = finished
+    code = CHILD.format(patch=patch, base=str(base), run_dir=str(tmp_path))
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
     train(make_config(base, tmp_path))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"after step {resumed_after}" in shown
-    assert read_rows(tmp_path) == read_rows(finished[0])
+    assert f"after step {resumed_after}" in " ".join(capsys.readouterr().out.split())
+    assert read_rows(tmp_path) == read_rows(expected_dir)
     for folder in "rollouts", "evaluations":
-        assert read_rollouts(tmp_path, folder) == read_rollouts(finished[0], folder)
-    (state, record), (expected, expected_record) = (
-        final_params(base, run_dir) for run_dir in (tmp_path, finished[0])
-    )
+        assert read_rollouts(tmp_path, folder) == read_rollouts(expected_dir, folder)
+    state, record = final_state(base, tmp_path)
+    expected, expected_record = final_state(base, expected_dir)
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert record == expected_record
 
@@ -142,12 +121,12 @@ def test_a_run_does_not_go_on_with_other_settings(base, finished):
         train(config)
     settings = {name: value for name, _, value in leaves(make_config(base, "elsewhere"))}
     check_same_run(settings | {"mesh.data": 1, "total_steps": 99, "log.rollouts": False}, settings)
-    with pytest.raises(ConfigError, match="total_steps = 99"):
-        linear = settings | {"optimizer.schedule": "linear"}
-        check_same_run(linear | {"total_steps": 99}, linear)
-    with pytest.raises(ConfigError, match="total_steps = 99"):
-        critics = settings | {"algorithm.critic": True, "critic.optimizer.schedule": "cosine"}
-        check_same_run(critics | {"total_steps": 99}, critics)
+    for schedule in (
+        {"optimizer.schedule": "linear"},
+        {"algorithm.critic": True, "critic.optimizer.schedule": "cosine"},
+    ):
+        with pytest.raises(ConfigError, match="total_steps = 99"):
+            check_same_run(settings | schedule | {"total_steps": 99}, settings | schedule)
 
 
 def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_path):
@@ -189,12 +168,8 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
 
 def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):
     """No response can end within two tokens, so every answer is wrong."""
-    config = make_config(
-        base,
-        tmp_path,
-        sampler=Sampler(slots=32, burst_tokens=2, max_response_tokens=2),
-        total_steps=1,
-    )
+    sampler = Sampler(slots=32, burst_tokens=2, max_response_tokens=2)
+    config = make_config(base, tmp_path, sampler=sampler, total_steps=1)
     config.rollout.max_sample_rounds = 2
     train(config)
     row = read_rows(tmp_path)[1]
