@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from evaluations import PROBLEMS, SAMPLES, make_evaluation, run_evaluation
 from responses import respond
-from small_runs import ROOT, make_quick_config, open_run
+from small_runs import ROOT
 
 from dapo_jax.commands.evaluate import main
-from dapo_jax.config.experiment import Data, Evaluation, Sampler
+from dapo_jax.config.experiment import Data, Evaluation
 from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.evaluation.evaluate import params_digest
 from dapo_jax.run.evaluation.response_file import ResponseFile
@@ -212,16 +212,3 @@ def test_a_short_flag_is_checked_as_the_setting_it_stands_for(capsys):
     with pytest.raises(SystemExit):
         run_command("--help")
     assert "--model=" in capsys.readouterr().out
-
-
-def test_the_start_asks_whether_template_and_verifier_agree(base, tmp_path, alone, capsys):
-    """Here of a few responses to training prompts: there are no held-out problems."""
-    cut = Sampler(slots=16, burst_tokens=2, max_response_tokens=2)
-    with open_run(make_quick_config(base, tmp_path / "cut", sampler=cut)) as run:
-        run.begin()
-    shown = capsys.readouterr().out
-    assert "no answer was found in 100% of 16 responses" in shown
-    assert "config.data.template = 'none'" in shown and "config.reward.verifier" in shown
-    with open_run(make_quick_config(base, tmp_path / "fine")) as run:
-        run.begin()
-    assert "no answer was found" not in capsys.readouterr().out

@@ -19,7 +19,6 @@ from dapo_jax.run.run import finished
 from dapo_jax.run.run import train as train_run
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
-from dapo_jax.runtime.storage.output_folder import RUN, check_free
 from dapo_jax.runtime.storage.retries import (
     REPEAT_SECONDS,
     UNSAVED,
@@ -181,19 +180,6 @@ def test_responses_that_cannot_be_read_are_drawn_again(tmp_path):
     (tmp_path / "settings.json").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="can't go on: .* choose another folder by --out"):
         ResponseFile(tmp_path, {"seed": 0}, {})
-
-
-@pytest.mark.parametrize("name", ["rollouts", "checkpoints", "tensorboard", "evaluations"])
-def test_a_file_where_a_run_has_a_folder_is_refused(name, tmp_path):
-    (tmp_path / ".dapo_jax.json").write_text('{"kind": "run"}')
-    check_free("run_dir", str(tmp_path), RUN)
-    (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=f"{name}' is a file, but a run has a folder"):
-        check_free("run_dir", str(tmp_path), RUN)
-    os.unlink(tmp_path / name)
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match="metrics.jsonl' is a folder, but a run has a file"):
-        check_free("run_dir", str(tmp_path), RUN)
 
 
 # --- data and code -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from kept_groups import differing, make_kept
+from kept_groups import SETTINGS, differing, make_kept
 from small_runs import (
     make_groups,
     make_quick_config,

@@ -9,10 +9,12 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import TINY
 from disks import limited
 from output_folders import ROOT, snapshot
 from safetensors.numpy import save_file
 
+from dapo_jax.model import save_huggingface
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.output_folder import LOCK, MARK, TRAINED, check_free, replace
 
@@ -56,7 +58,7 @@ def test_a_folder_with_files_of_others_is_rejected_and_kept(place, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["content", "folder", "link"])
-def test_a_file_that_somebody_changed_is_theirs(change, tmp_path):
+def test_a_changed_file_is_kept(change, tmp_path):
     write(tmp_path / "out", "old")
     path = tmp_path / "out/a.bin"
     os.rename(path, tmp_path / "kept")
@@ -72,7 +74,7 @@ def test_a_file_that_somebody_changed_is_theirs(change, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_what_comes_in_while_it_is_written_is_kept_and_the_result_too(tmp_path):
+def test_a_file_that_appears_during_the_write_is_kept_and_so_is_the_result(tmp_path):
     out = tmp_path / "out"
     write(out, "old")
     with pytest.raises(ConfigError, match="also holds 'notes.txt'.*complete in '.*unfinished'"):
@@ -169,3 +171,18 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(every, tmp_pa
         assert done.returncode == -signal.SIGKILL, done.stderr
     assert contents(out) == new and kills > 8
     assert missing <= 1
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_files_have_the_modes_that_the_umask_allows(umask, tiny_params, tmp_path):
+    before = os.umask(umask)
+    try:
+        with replace("out", str(tmp_path / "out"), TRAINED) as folder:
+            save_huggingface.save_weights(folder, save_huggingface.flatten(tiny_params), TINY)
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "out", *(tmp_path / "out").iterdir()]
+    assert len(paths) > 2
+    for path in paths:
+        whole = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == whole & ~umask, path
