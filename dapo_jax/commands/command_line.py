@@ -187,7 +187,9 @@ def load(
         checks.check(config)
         door(config)
     except ConfigError as error:
-        _print_error(locate(error, file))
+        flags = [argument.partition("=")[0] for argument in arguments]
+        is_overridden = f"--config.{error.field}" in flags  # the file is not to blame
+        _print_error(str(error) if is_overridden else locate(error, file))
         raise SystemExit(2) from None
     return config
 

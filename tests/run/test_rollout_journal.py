@@ -2,7 +2,9 @@
 
 import functools
 import threading
+import time
 
+import jax
 import numpy as np
 import pytest
 from kept_groups import SETTINGS, differing, make_kept
