@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import gc
-import types
 import weakref
 
 import jax
@@ -104,9 +103,12 @@ def test_a_config_that_changes_afterwards_changes_no_program(tiny_params, one_de
     assert equal(of_first, gradient(learner(Config()))) and not equal(of_first, of_changed)
 
 
+class Programs:
+    """Stands for programs."""
+
+
 def make(*arguments, **options):
-    """Return an object that stands for programs."""
-    return types.SimpleNamespace(arguments=arguments, options=options)
+    return Programs()
 
 
 def test_values_are_compared_and_not_the_objects_or_how_they_print(one_device, eight_devices):

@@ -164,7 +164,7 @@ def test_meshes_that_do_not_fit_slices_or_hosts_are_rejected():
     """Three chips of each host sample, each with another quarter, and one has a quarter."""
     with pytest.raises(ConfigError, match="mesh.data = 1: must be a multiple of the 2 slices"):
         make_mesh(1, -1, 1, two_slices())
-    said = "sampler_share = 0.75: must be 0, 0.5, or a share that gives.* tensor = 4 of each"
+    said = "sampler_share = 0.75: must be 0, 0.5, or a fraction that gives.* tensor = 4 devices"
     with pytest.raises(ConfigError, match=said):
         open_meshes(Mesh(tensor=4, sampler_share=0.75), 48, devices=hosts_of_four(16))
     learning, _ = open_meshes(Mesh(tensor=4, sampler_share=0.25), 48, devices=hosts_of_four(16))
