@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,9 @@ from dapo_jax.run.checkpointing.integrity import COMMITTED
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = "gs://bucket/run"
 STEPS = 4
+TENSORFLOW_LOG = re.compile(
+    r"GOOGLE_AUTH_TOKEN|absl::InitializeLog|^[IWE]\d{4} |^\d{4}-\d\d-\d\d |^To enable"
+)
 SLOWEST = 240  # seconds of a run; one that waits for ever ends here
 
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl")
@@ -71,7 +75,7 @@ def finish(process, code=0):
         out, err = process.communicate(timeout=SLOWEST)
     finally:
         process.kill()
-    err = "".join(line for line in err.splitlines(True) if "GOOGLE_AUTH_TOKEN" not in line)
+    err = "".join(line for line in err.splitlines(True) if not TENSORFLOW_LOG.search(line))
     assert process.returncode == code, out + err
     assert "Traceback" not in out + err
     return out, err
