@@ -19,7 +19,13 @@ from dapo_jax.runtime.nonfinite import EXIT_CODE, NotFinite
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.storage.output_folder import RUN, check_free
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
-from dapo_jax.runtime.storage.retries import UNSAVED, is_bucket_error, is_refusal, reason
+from dapo_jax.runtime.storage.retries import (
+    UNSAVED,
+    is_bucket_error,
+    is_refusal,
+    reason,
+    suppress_storage_errors,
+)
 
 WORKERS_PER_CORE = 64  # each has its own processes, most of which wait for other machines
 FOLDERS = (
@@ -83,7 +89,10 @@ def check_run(config: Config) -> None:
     """Raise `ConfigError` if run_dir must not be written, or data or models are missing."""
     check_free("run_dir", config.run_dir, RUN)
     check_sources(config.data)
-    if not folder_at(config.run_dir, "checkpoints").exists():  # a resumed run keeps its models
+    is_resumed = True  # also if its bucket does not answer: the run reports that itself
+    with suppress_storage_errors():
+        is_resumed = folder_at(config.run_dir, "checkpoints").exists()
+    if not is_resumed:  # a resumed run keeps its models
         check_warmup(config)
         check_models(config)
 

@@ -1,7 +1,6 @@
 """The evaluate command: output, resumption, rejection and stop."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,12 +11,10 @@ import numpy as np
 import pytest
 from evaluations import PROBLEMS, SAMPLES, make_evaluation, run_evaluation
 from responses import respond
-from small_runs import ROOT, make_quick_config, open_run
+from small_runs import ROOT
 
-from dapo_jax.commands import command_line
 from dapo_jax.commands.evaluate import main
-from dapo_jax.config.experiment import Data, Evaluation, Sampler
-from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.config.experiment import Data, Evaluation
 from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.evaluation.evaluate import params_digest
 from dapo_jax.run.evaluation.heldout import ResponseFile
@@ -69,7 +66,7 @@ def test_evaluation_writes_a_line_per_response_and_a_report(whole, base):
     assert list(report["pass_at_k"]) == ["1", "2", "4"]
 
 
-KILLED = """
+ENDED = """
 import os, signal, sys
 import conftest, jax
 devices = jax.devices
@@ -77,22 +74,35 @@ jax.devices = lambda *args: devices(*args)[:1]
 from evaluations import make_evaluation, run_evaluation
 from dapo_jax.run.evaluation.heldout import ResponseFile
 append = ResponseFile.append
-def append_and_die(self, response):
+def append_and_end(self, response):
     append(self, response)
     if len(self.responses) == 40:
-        self.path.open('a').write('{"problem": "cut o')
-        os.kill(os.getpid(), signal.SIGKILL)
-ResponseFile.append = append_and_die
+        if sys.argv[3] == "SIGKILL":
+            self.path.open('a').write('{"problem": "cut o')
+        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+ResponseFile.append = append_and_end
 run_evaluation(make_evaluation(sys.argv[1], sys.argv[2]))
 """
 
 
-def test_killed_evaluation_resumes_to_the_same_result(whole, base, tmp_path, alone, capsys):
-    killed = subprocess.run([sys.executable, "-c", KILLED, base, tmp_path], cwd=ROOT)
-    assert killed.returncode == -signal.SIGKILL
-    assert len(out(tmp_path).splitlines()) == 41
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_an_evaluation_that_was_ended_goes_on_to_what_an_uninterrupted_one_gives(
+    name, whole, base, tmp_path, alone, capsys
+):
+    command = [sys.executable, "-c", ENDED, base, tmp_path, name]
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if name == "SIGKILL":
+        assert ended.returncode == -signal.SIGKILL
+        count = len(out(tmp_path).splitlines()) - 1
+        assert count == 40
+    else:
+        assert "stopped by SIGINT" in ended.stdout
+        assert "The same command resumes" in ended.stdout
+        count = len(out(tmp_path).splitlines())
+        assert 40 <= count < PROBLEMS * SAMPLES
     assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)
-    assert f"40 of {PROBLEMS * SAMPLES} responses are there already" in capsys.readouterr().out
+    text = f"{count} of {PROBLEMS * SAMPLES} responses are there already"
+    assert text in capsys.readouterr().out
 
 
 def test_cut_line_loses_only_itself(tmp_path):
@@ -102,28 +112,6 @@ def test_cut_line_loses_only_itself(tmp_path):
         file.append(respond(index, 0, True))
         with file.path.open("a") as raw:
             raw.write('{"problem": "cut o')
-
-
-def test_signal_keeps_responses_and_prints_how_to_resume(
-    whole, base, tmp_path, alone, capsys, monkeypatch
-):
-    """After four bursts of 8 tokens the first 16 slots have finished their 24, the last not."""
-    decode, bursts = Scheduler.decode_burst, []
-
-    def decode_and_stop(self):
-        bursts.append(decode(self))
-        if len(bursts) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return bursts[-1]
-
-    monkeypatch.setattr(Scheduler, "decode_burst", decode_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        run_evaluation(make_evaluation(base, tmp_path))
-    output = capsys.readouterr().out
-    assert "stopped by SIGINT" in output and "The same command resumes" in output
-    before = len(out(tmp_path).splitlines())
-    assert 16 <= before < PROBLEMS * SAMPLES
-    assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)
 
 
 def test_a_larger_k_samples_only_what_is_missing(whole, base, tmp_path, alone, monkeypatch):
@@ -226,22 +214,3 @@ def test_a_short_flag_is_checked_as_the_setting_it_stands_for(capsys):
     with pytest.raises(SystemExit):
         run_command("--help")
     assert "--model=" in capsys.readouterr().out
-    assert command_line.spell_out(["--k=3", "-k", "3", "k=3"], {"k": "a.b"}) == [
-        "--config.a.b=3",
-        "--config.a.b",
-        "3",
-        "k=3",
-    ]
-
-
-def test_the_start_asks_whether_template_and_verifier_agree(base, tmp_path, alone, capsys):
-    """Here of a few responses to training prompts: there are no held-out problems."""
-    cut = Sampler(slots=16, burst_tokens=2, max_response_tokens=2)
-    with open_run(make_quick_config(base, tmp_path / "cut", sampler=cut)) as run:
-        run.begin()
-    shown = capsys.readouterr().out
-    assert "no answer was found in 100% of 16 responses" in shown
-    assert "config.data.template = 'none'" in shown and "config.reward.verifier" in shown
-    with open_run(make_quick_config(base, tmp_path / "fine")) as run:
-        run.begin()
-    assert "no answer was found" not in capsys.readouterr().out

@@ -18,7 +18,6 @@ from dapo_jax.run.evaluation.heldout import ResponseFile
 from dapo_jax.run.run import train as train_run
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
-from dapo_jax.runtime.storage.output_folder import RUN, check_free
 from dapo_jax.runtime.storage.retries import (
     REPEAT_SECONDS,
     UNSAVED,
@@ -51,7 +50,7 @@ def test_a_broken_line_costs_only_itself(bad, tmp_path):
     assert (tmp_path / f"metrics.jsonl{BROKEN}").read_bytes() == bad
 
 
-def test_what_was_deleted_is_noticed(tmp_path):
+def test_deleted_rows_and_rollouts_are_named(tmp_path):
     writer = MetricRows(tmp_path, 0)
     (tmp_path / "rollouts").mkdir()
     for step in 1, 2, 5:
@@ -67,31 +66,26 @@ def test_what_was_deleted_is_noticed(tmp_path):
     assert spell([1, 3, 5, 7, 9, 11, 13]) == "1, 3, 5, 7, 9, 2 more"
 
 
-DAMAGES = {
-    "cut off": lambda content: content[:-4],
-    "empty": lambda content: b"",
-    "zeros": lambda content: b"\0" * len(content),
-    "a line": lambda content: content.replace(b"{", b"[", 1),
-    "not text": lambda content: b"\xff" + content,
-}
+RECORDS = ("rollouts/step_000001.jsonl", "evaluations/step_000002.jsonl", "config.json")
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize(
-    "name", ["rollouts/step_000001.jsonl", "evaluations/step_000002.jsonl", "config.json"]
+    "content", [b'{"a', b"", b"\0" * 9, b'["a": 1}\n', b'\xff{"a": 1}\n'], ids=repr
 )
-def test_what_was_damaged_is_noticed(name, damage, tmp_path):
+def test_damaged_records_are_named(content, tmp_path):
     MetricRows(tmp_path, 0).on_row(1, {"reward": 0.0})
-    for other in "rollouts/step_000001.jsonl", "evaluations/step_000002.jsonl", "config.json":
-        (tmp_path / other).parent.mkdir(exist_ok=True)
-        (tmp_path / other).write_text('{"a": 1}\n')
+    for name in RECORDS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1}\n')
     assert describe_gaps(tmp_path, 1, Log()) == []
-    (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
-    (said,) = describe_gaps(tmp_path, 1, Log())
-    assert "damaged" in said and name.split("/")[-1] in said
+    for name in RECORDS:
+        (tmp_path / name).write_bytes(content)
+        (warning,) = describe_gaps(tmp_path, 1, Log())
+        assert "damaged" in warning and name.split("/")[-1] in warning
+        (tmp_path / name).write_text('{"a": 1}\n')
 
 
-def test_a_record_that_can_not_be_read_ends_nothing(tmp_path):
+def test_a_folder_in_the_place_of_a_record_is_a_warning(tmp_path):
     (tmp_path / "rollouts/step_000001.jsonl").mkdir(parents=True)
     (tmp_path / "config.json").mkdir()
     MetricRows(tmp_path, 0).on_row(1, {"reward": 0.0})
@@ -99,9 +93,7 @@ def test_a_record_that_can_not_be_read_ends_nothing(tmp_path):
     assert "config.json is damaged" in settings and "step_000001.jsonl" in rollouts
 
 
-def test_a_finished_run_notices_a_torn_row_and_writes_damaged_settings_again(
-    base, alone, tmp_path, capsys
-):
+def test_a_finished_run_notices_a_torn_row(base, alone, tmp_path, capsys):
     config = make_quick_config(base, tmp_path, updates=1, log=Log(rollouts_keep=1))
     train_run(config)
     assert len(list((tmp_path / "rollouts").iterdir())) == 1
@@ -131,51 +123,54 @@ def test_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, monkeypatch):
+def test_lines_that_a_full_disk_refused_are_written_later(tmp_path):
     """A write is cut in the middle of a line; nothing of that line stays, and no line is lost."""
-    path, said = tmp_path / "metrics.jsonl", []
-    storage = Storage(said.append)
-    writer = MetricRows(tmp_path, 0, storage)
-    events = TensorBoardEvents(tmp_path, 0, storage)
-    for sink in writer, events:
-        sink.on_row(0, {"reward": 0.0})
-    whole = path.read_bytes()
+    path = tmp_path / "metrics.jsonl"
+    warnings = []
+    storage = Storage(warnings.append)
+    sinks = [MetricRows(tmp_path, 0, storage), TensorBoardEvents(tmp_path, 0, storage)]
+
+    def write_row(step):
+        for sink in sinks:
+            sink.on_row(step, {"reward": 0.0})
+
+    write_row(0)
+    complete = path.read_bytes()
     with limited(path, 5):
-        for step in 1, 2:
-            for sink in writer, events:
-                sink.on_row(step, {"reward": 0.0})
-            assert path.read_bytes() == whole
-    assert len(said) == 2 and said[0].startswith("metrics.jsonl could not be written: File too")
-    assert said[1].startswith("TensorBoard's file could not be written")
-    for sink in writer, events:
-        sink.on_row(3, {"reward": 0.0})
+        write_row(1)
+        write_row(2)
+        assert path.read_bytes() == complete
+    assert [text.split(":")[0] for text in warnings] == [
+        "metrics.jsonl could not be written",
+        "TensorBoard's file could not be written",
+    ]
+    write_row(3)
     assert [line["step"] for line in objects(path)] == [0, 1, 2, 3]
     (event_file,) = (tmp_path / "tensorboard").iterdir()
-    found = [
-        (event.step, len(event.summary.value)) for event in EventFileLoader(str(event_file)).Load()
-    ]
-    assert found == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 1)]  # its version, a restart, rows
-    assert len(said) == 4 and said[2] == "metrics.jsonl can be written again"
-    # Of the same trouble nothing is said for a while, then again.
-    now = [0.0]
+    events = EventFileLoader(str(event_file)).Load()
+    values = [(event.step, len(event.summary.value)) for event in events]
+    assert values == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 1)]  # version, restart, rows
+    assert len(warnings) == 4 and warnings[2] == "metrics.jsonl can be written again"
+
+
+def test_a_failure_is_reported_again_after_a_while(monkeypatch):
+    now, warnings = [0.0], []
     monkeypatch.setattr("dapo_jax.runtime.storage.retries.time.monotonic", lambda: now[0])
-    storage = Storage(said.append)
-    for seconds in 0.0, 1.0, REPEAT_SECONDS + 1:
+    storage = Storage(warnings.append)
+    for seconds, count in (0.0, 1), (1.0, 1), (REPEAT_SECONDS + 1, 2):
         now[0] = seconds
         storage.report_failure("it", "full")
-    assert len(said) == 6
+        assert len(warnings) == count
 
 
-def test_what_the_program_does_wrong_is_no_trouble_of_storage(tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        Storage().attempt("it", lambda: 1 / 0)
-    growing = AppendFile(tmp_path / "gone" / "file")
-    growing.add(b"x")
-    growing.write()  # its folder was deleted
+def test_lines_go_into_a_new_folder_if_theirs_was_deleted(tmp_path):
+    lines = AppendFile(tmp_path / "gone" / "file")
+    lines.add(b"x")
+    lines.write()
     assert (tmp_path / "gone/file").read_bytes() == b"x"
 
 
-def test_responses_that_can_t_be_read_are_drawn_again(tmp_path):
+def test_responses_that_cannot_be_read_are_drawn_again(tmp_path):
     said = []
     ResponseFile(tmp_path, {"seed": 0}, {})
     (tmp_path / "responses.jsonl").write_bytes(b"{}\n\xff\n[1]\n")
@@ -184,19 +179,6 @@ def test_responses_that_can_t_be_read_are_drawn_again(tmp_path):
     (tmp_path / "settings.json").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="can't resume: .* choose another folder by --out"):
         ResponseFile(tmp_path, {"seed": 0}, {})
-
-
-@pytest.mark.parametrize("name", ["rollouts", "checkpoints", "tensorboard", "evaluations"])
-def test_a_file_where_a_run_has_a_folder_is_refused(name, tmp_path):
-    (tmp_path / ".dapo_jax.json").write_text('{"kind": "run"}')
-    check_free("run_dir", str(tmp_path), RUN)
-    (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=f"{name}' is a file, but a run has a folder"):
-        check_free("run_dir", str(tmp_path), RUN)
-    os.unlink(tmp_path / name)
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match="metrics.jsonl' is a folder, but a run has a file"):
-        check_free("run_dir", str(tmp_path), RUN)
 
 
 # --- data and code -----------------------------------------------------------------------------
@@ -209,24 +191,19 @@ def write_problems(path, problems):
     path.write_text("\n".join(rows))
 
 
-@pytest.fixture(scope="module")
-def begun(tiny_folder, tmp_path_factory):
+@pytest.fixture
+def begun(tiny_folder, tmp_path, alone):
     """A run of a file of problems that has saved before its first step, and what made it."""
-    folder = tmp_path_factory.mktemp("begun")
-    write_problems(folder / "sums.jsonl", PROBLEMS)
+    source = tmp_path / "sums.jsonl"
+    write_problems(source, PROBLEMS)
 
     def config(changed="refuse"):
-        data = Data(source=str(folder / "sums.jsonl"), max_prompt_tokens=8, changed=changed)
-        return make_quick_config(tiny_folder, folder / "run", data=data)
+        data = Data(source=str(source), max_prompt_tokens=8, changed=changed)
+        return make_quick_config(tiny_folder, tmp_path / "run", data=data)
 
-    with pytest.MonkeyPatch.context() as patch:
-        import jax
-
-        devices = jax.devices
-        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
-        with open_run(config()) as run:
-            run.keep()
-    return folder / "sums.jsonl", config
+    with open_run(config()) as run:
+        run.keep()
+    return source, config
 
 
 CHANGES = {
@@ -238,25 +215,25 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_run_does_not_go_on_with_other_data(name, begun, alone, capsys):
-    path, config = begun
+def test_a_run_does_not_go_on_with_other_data(name, begun):
+    source, config = begun
     problems, said = CHANGES[name]
-    try:
-        write_problems(path, problems)
-        with pytest.raises(ConfigError, match=f"changed = 'refuse': .*({said})") as refused:
-            with open_run(config()):
-                pass
-        assert "--config.data.changed=allow" in str(refused.value)
-        assert len(str(refused.value).splitlines()) == 1
-        if name == "dropped":
-            with open_run(config("allow")) as run:
-                assert run.state.step == 0
-            assert "held out now may have been trained on" in capsys.readouterr().out
-    finally:
-        write_problems(path, PROBLEMS)
-    if name == "dropped":
+    write_problems(source, problems)
+    with pytest.raises(ConfigError, match=f"changed = 'refuse': .*({said})") as refused:
         with open_run(config()):
-            assert "held out now" not in capsys.readouterr().out
+            pass
+    assert "--config.data.changed=allow" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_other_data_may_be_allowed(begun, capsys):
+    source, config = begun
+    with open_run(config()):
+        assert "held out now" not in capsys.readouterr().out
+    write_problems(source, PROBLEMS[5:])
+    with open_run(config("allow")) as run:
+        assert run.state.step == 0
+    assert "held out now may have been trained on" in capsys.readouterr().out
 
 
 def test_changed_code_of_a_hook_is_a_warning(tiny_folder, tmp_path, alone, write_module, capsys):

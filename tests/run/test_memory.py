@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from command_lines import RL, run
 from conftest import TINY
 from small_runs import make_quick_config
 
@@ -52,17 +51,7 @@ def test_run_beyond_memory_is_rejected_with_the_estimate(name, tiny_folder, alon
         build(config)
 
 
-def test_command_prints_one_line(tiny_folder, alone, tmp_path, monkeypatch, capsys):
-    flags = [f"--config.model.folder={tiny_folder}", f"--config.run_dir={tmp_path}/run"]
-    flags.append("--config.sampler.slots=100000000")
-    code, message = run("train", [RL, *flags], monkeypatch, capsys)
-    assert (
-        code == 2 and message.startswith("error: config.sampler.slots") and message.count("\n") == 1
-    )
-    assert not (tmp_path / "run").exists()
-
-
-def test_serving_rejects_slots_beyond_memory(byte_folder, alone):
+def test_serving_refuses_slots_beyond_memory(byte_folder, alone):
     config = ServeConfig(model=str(byte_folder), slots=10**8)
     with pytest.raises(ConfigError, match="config.slots = 100000000 .* serving takes at least"):
         server.load_served(config)

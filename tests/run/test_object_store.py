@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -22,8 +24,10 @@ from dapo_jax.run.checkpointing.integrity import COMMITTED
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = "gs://bucket/run"
 STEPS = 4
+TENSORFLOW_LOG = re.compile(
+    r"GOOGLE_AUTH_TOKEN|absl::InitializeLog|^[IWE]\d{4} |^\d{4}-\d\d-\d\d |^To enable"
+)
 SLOWEST = 240  # seconds of a run; one that waits for ever ends here
-FLAKY = fake_gcs.Faults(latency=0.05, share=0.08)
 
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl")
 
@@ -71,7 +75,7 @@ def finish(process, code=0):
         out, err = process.communicate(timeout=SLOWEST)
     finally:
         process.kill()
-    err = "".join(line for line in err.splitlines(True) if "GOOGLE_AUTH_TOKEN" not in line)
+    err = "".join(line for line in err.splitlines(True) if not TENSORFLOW_LOG.search(line))
     assert process.returncode == code, out + err
     assert "Traceback" not in out + err
     return out, err
@@ -95,23 +99,20 @@ def download(store, folder, name="run/"):
     return folder
 
 
-def saved_arrays(run_dir, step):
-    """Parameters and moments of a checkpoint."""
-    return ocp.PyTreeCheckpointHandler().restore(run_dir / "checkpoints" / str(step) / "state")
+def saved_arrays(run_dir):
+    """Parameters and moments of the last checkpoint."""
+    return ocp.PyTreeCheckpointHandler().restore(run_dir / f"checkpoints/{STEPS}/state")
 
 
-def check_same(store, local, folder, steps=STEPS):
+def check_same(store, local, folder):
     """That the run on the bucket left what the one on a disk did."""
     run_dir = download(store, folder)
     assert read_rows(run_dir) == read_rows(local)
     assert read_rollouts(run_dir) == read_rollouts(local)
     assert read_rollouts(run_dir, "evaluations") == read_rollouts(local, "evaluations")
-    mine, theirs = saved_arrays(run_dir, steps), saved_arrays(local, steps)
-    jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+    jax.tree.map(np.testing.assert_array_equal, saved_arrays(run_dir), saved_arrays(local))
     names = {path.name for path in local.iterdir() if not path.name.startswith(".")}
     assert {path.name for path in run_dir.iterdir()} == names
-    for name in "config.json", "summary.json":
-        assert json.loads((run_dir / name).read_text()).keys()
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["3", "4"]
     assert not [key for key in store.objects["bucket"] if ".tmp" in key or "/.dapo" in key]
 
@@ -148,35 +149,18 @@ def test_a_bucket_that_fails_now_and_then_keeps_checkpoints_and_lines(store):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [fake_gcs.Faults(), FLAKY], ids=["sound", "flaky"])
-def test_a_run_on_a_bucket_is_the_run_on_a_disk(faults, command, local, store, tmp_path):
-    store.faults = dataclasses.replace(faults)
+def test_a_run_on_a_bucket_is_the_run_on_a_disk(command, local, store, tmp_path):
+    store.faults = fake_gcs.Faults(latency=0.05, share=0.08)
     out, err = finish(start(command, store))
-    assert "could not be written" not in out + err
+    assert "could not be written" not in out + err and store.failed
     check_same(store, local, tmp_path / "copy")
-    assert bool(store.failed) == bool(faults.share)
 
 
-def killed_at(store, process, text, method="POST"):
-    """Kills it when a request of that kind comes."""
-
-    def kill(asked, name):
-        if asked == method and text in name:
-            process.kill()
-
-    store.before = kill
-    process.communicate()
-    store.before = lambda method, name: None
-    assert process.returncode == -9
-
-
+# The object and the request at which the run is killed.
 MOMENTS = {
-    "the first file of a save": ("checkpoints/2/", "POST"),
     "its arrays": ("checkpoints/2/state/ocdbt", "POST"),
-    "its list": ("checkpoints/3/checksums.json", "POST"),
     "its mark": ("checkpoints/3/commit_success.txt", "POST"),
     "removing an older one": ("checkpoints/1/", "DELETE"),
-    "a row": ("metrics.jsonl", "POST"),
     "rollouts": ("rollouts/step_000003.jsonl", "POST"),
 }
 
@@ -185,44 +169,39 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_run_goes_on_from_the_bucket(moment, command, local, store, tmp_path):
     text, method = MOMENTS[moment]
-    killed_at(store, start(command, store), text, method)
-    finish(start(command, store))
-    check_same(store, local, tmp_path / "copy")
+    keeps_groups = moment == "rollouts"
+    command = [*command, f"--config.checkpoint.keep_groups={keeps_groups}"]
+    process = start(command, store)
 
+    def kill(asked, name):
+        if asked == method and text in name:
+            process.kill()
 
-@pytest.mark.slow
-def test_groups_that_are_kept_are_read_back(command, local, store, tmp_path):
-    command = [*command, "--config.checkpoint.keep_groups=true"]
-    killed_at(store, start(command, store), "rollouts/step_000003.jsonl")
-    names = list(store.objects["bucket"])
-    assert any("run/groups/" in name for name in names)
+    store.before = kill
+    process.communicate()
+    store.before = lambda method, name: None
+    assert process.returncode == -signal.SIGKILL
+    assert any("run/groups/" in name for name in store.objects["bucket"]) == keeps_groups
     finish(start(command, store))
+    if not keeps_groups:
+        check_same(store, local, tmp_path / "copy")
+        return
     copy = download(store, tmp_path / "copy")
     assert not [key for key in store.objects["bucket"] if "/groups/" in key]
-    jax.tree.map(np.testing.assert_array_equal, saved_arrays(copy, 4), saved_arrays(local, 4))
+    jax.tree.map(np.testing.assert_array_equal, saved_arrays(copy), saved_arrays(local))
 
 
 # --- a bucket that is away or refuses ----------------------------------------------------------
 
 
-# The request at which it begins, and what could not be written when it ends.
-OUTAGES = {
-    "a save begins": ("checkpoints/4/state/", "the checkpoint"),
-    "a save in the background": ("checkpoints/4/state/ocdbt", "rollouts/"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("outage", OUTAGES)
-def test_an_outage_stops_saving_but_not_the_run(outage, command, store, tmp_path):
-    """Nothing answers for a while."""
-    begins, ends = OUTAGES[outage]
-    gone = []
+def test_an_outage_stops_saving_but_not_the_run(command, store, tmp_path):
+    """Nothing answers from a save in the background until the rollouts could not be written."""
 
     def leave(method, name):
-        if method == "POST" and begins in name and not gone:
-            gone.append(name)
+        if method == "POST" and "checkpoints/4/state/ocdbt" in name:
             store.faults.away = True
+            store.before = lambda method, name: None
 
     store.before = leave
     flags = ["--config.total_steps=16", "--config.checkpoint.every_steps=2"]
@@ -230,10 +209,10 @@ def test_an_outage_stops_saving_but_not_the_run(outage, command, store, tmp_path
     timer = threading.Timer(SLOWEST, process.kill)
     timer.daemon = True
     timer.start()
-    said = []
+    lines = []
     for line in process.stdout:
-        said.append(line)
-        if f"{ends} could not be written" in line:
+        lines.append(line)
+        if "rollouts/ could not be written" in line:
             store.faults.away = False
     finish(process)
     # Of a save that failed something may stay until the next start, but not its mark.
@@ -241,30 +220,26 @@ def test_an_outage_stops_saving_but_not_the_run(outage, command, store, tmp_path
     assert sorted(key.split("/")[2] for key in marks) == ["14", "16"]
     rows = read_rows(download(store, tmp_path / "copy"))
     assert [row["step"] for row in rows] == list(range(17))
-    told = [line.split(" could not be")[0] for line in said if "could not be written" in line]
-    again = [line.split(" can be")[0] for line in said if "can be written again" in line]
-    assert f"warning: {ends}" in told and len(told) == len(set(told)) and set(again) == set(told)
-
-
-REFUSED = {
-    "everything": ("GET", "PUT", "POST", "DELETE"),
-    "writing": ("PUT", "POST", "DELETE"),
-    "removing": ("DELETE",),
-}
+    failed = [line.split(" could not be")[0] for line in lines if "could not be written" in line]
+    again = [line.split(" can be")[0] for line in lines if "can be written again" in line]
+    assert "warning: rollouts/" in failed and len(failed) == len(set(failed))
+    assert set(again) == set(failed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_bucket_that_refuses_is_one_line(what, command, store):
-    store.faults.forbidden = REFUSED[what]
-    _, err = finish(start(command, store), code=2)
-    assert len(err.splitlines()) == 1 and "403" in err and "gs://bucket/run" in err
-
-
-@pytest.mark.slow
-def test_a_bucket_that_is_not_there_is_one_line(command, store):
-    _, err = finish(start([*command, "--config.run_dir=gs://other/run"], store), code=2)
-    assert len(err.splitlines()) == 1 and "404" in err and "gs://other/run" in err
+@pytest.mark.parametrize(
+    ("forbidden", "run_dir", "status"),
+    [
+        (("GET", "PUT", "POST", "DELETE"), RUN, "403"),
+        (("PUT", "POST", "DELETE"), RUN, "403"),
+        (("DELETE",), RUN, "403"),
+        ((), "gs://other/run", "404"),
+    ],
+)
+def test_a_bucket_that_refuses_is_one_line(forbidden, run_dir, status, command, store):
+    store.faults.forbidden = forbidden
+    _, err = finish(start([*command, f"--config.run_dir={run_dir}"], store), code=2)
+    assert len(err.splitlines()) == 1 and status in err and run_dir in err
 
 
 @pytest.mark.slow
@@ -275,42 +250,6 @@ def test_a_run_does_not_begin_anew_where_its_bucket_does_not_answer(command, sto
     _, err = finish(start(command, store), code=74)
     assert len(err.splitlines()) == 1 and "gs://bucket/run" in err
     assert {name: one.content for name, one in store.objects["bucket"].items()} == before
-
-
-# --- damage ------------------------------------------------------------------------------------
-
-
-def flip(content):
-    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
-
-
-DAMAGE = {
-    "flipped": (flip, "is not what was written"),
-    "truncated": (lambda content: content[:100], "has 100 bytes, not"),
-    "empty": (lambda content: b"", "has 0 bytes, not"),
-    "missing": (lambda content: None, "No such file or directory"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_object_costs_the_newest_checkpoint(name, command, local, store, tmp_path):
-    spoil, text = DAMAGE[name]
-    finish(start([*command, "--config.total_steps=3"], store))
-    objects = store.objects["bucket"]
-    arrays = [key for key in objects if key.startswith("run/checkpoints/3/state/ocdbt")]
-    largest = max(arrays, key=lambda key: len(objects[key].content))
-    content = spoil(objects[largest].content)
-    objects.pop(largest) if content is None else store.write("bucket", largest, content)
-    out, err = finish(start(command, store))
-    assert " ".join((out + err).split()).count("checkpoints/3 is damaged") == 1
-    assert text in " ".join((out + err).split())
-    assert [key for key in objects if key.startswith("run/damaged_checkpoints/3/state")]
-    # Beside that it left what ended with the third step.
-    for key in [key for key in objects if "damaged_checkpoints" in key or "step_000003.j" in key]:
-        if "rollouts" not in key:
-            del objects[key]
-    check_same(store, local, tmp_path / "copy")
 
 
 # --- other commands ----------------------------------------------------------------------------

@@ -1,19 +1,14 @@
 """Groups of a step that was killed are read back, and make the step that they would have made."""
 
 import functools
-import glob
-import random
-import shutil
-import subprocess
-import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 from kept_groups import SETTINGS, differing, make_kept
 from small_runs import (
-    ROOT,
     make_groups,
     make_quick_config,
     read_rollouts,
@@ -22,7 +17,6 @@ from small_runs import (
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Rollout
-from dapo_jax.rollout import dynamic_sampling
 from dapo_jax.rollout.dynamic_sampling import recall
 from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal
 from dapo_jax.run.run import train
@@ -162,101 +156,44 @@ def used(run_dir):
     }
 
 
-def is_the_same(run_dir, expected) -> None:
-    assert without_costs(run_dir) == without_costs(expected)
-    assert used(run_dir) == used(expected)
-    assert not (run_dir / FOLDER).exists()
-
-
-def stop_after(groups: int, monkeypatch) -> None:
-    """Kills the run once so many groups of a step are judged and written down."""
-    read = dynamic_sampling.Collection.read_verdicts
-
-    def stop_or_read(self, judge):
-        if len(self._scored) >= groups:
-            raise Killed
-        read(self, judge)
-
-    monkeypatch.setattr(dynamic_sampling.Collection, "read_verdicts", stop_or_read)
-
-
-def wait_for_groups(run_dir, seconds: float = 20.0) -> None:
-    """Wait until the background thread of a run that `Killed` ended has written its groups."""
-    ends = time.monotonic() + seconds
-    while not files(run_dir):
-        assert time.monotonic() < ends, "no group was written"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     "setting",
-    ["experts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "pages"))],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "experts")) for name in SETTINGS],
 )
 def test_a_step_that_kept_groups_ends_with_the_same_bits(
-    setting, tiny_folder, moe_folder, score_folder, alone, tmp_path, monkeypatch
+    setting, tiny_folder, moe_folder, score_folder, tmp_path, monkeypatch
 ):
     """Windows would have grown, and what waits and runs is another each time."""
+    devices = jax.devices()[: 2 if setting == "two devices" else 1]
+    monkeypatch.setattr(jax, "devices", lambda *args: devices)
     policy = moe_folder if setting == "experts" else tiny_folder
     make = functools.partial(make_kept, setting, policy, score_folder)
     train(make(tmp_path / "whole"))
-    for groups in 1, 3, 5:
+    add = RolloutJournal.add
+
+    def add_or_stop(self, groups):
+        """End the run as a kill does, once a group more is in a file."""
+        before = files_of(tmp_path / "run")
+        add(self, groups)
+        if not groups:
+            return
+        ends = time.monotonic() + 20
+        while files_of(tmp_path / "run") == before:
+            assert time.monotonic() < ends, "no group was written"
+            time.sleep(0.05)
+        raise Killed
+
+    for _ in range(3):
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            stop_after(groups, patch)
+            patch.setattr(RolloutJournal, "add", add_or_stop)
             train(make(tmp_path / "run"))
-        wait_for_groups(tmp_path / "run")
     train(make(tmp_path / "run"))
     assert differing(tmp_path / "run", tmp_path / "whole") == []
-    is_the_same(tmp_path / "run", tmp_path / "whole")
+    assert without_costs(tmp_path / "run") == without_costs(tmp_path / "whole")
+    assert used(tmp_path / "run") == used(tmp_path / "whole")
+    assert not (tmp_path / "run" / FOLDER).exists()
     prefills, whole = (read_rows(tmp_path / name)[-2]["prefills"] for name in ("run", "whole"))
-    assert prefills < whole  # what was finished is not drawn again
-
-
-def files(run_dir) -> set[str]:
-    """Files of groups, also while the run removes some."""
-    return set(glob.glob(f"{run_dir}/{FOLDER}/*/*.npz"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_forty_kills_over_settings_change_no_bit(
-    setting, tiny_folder, moe_folder, score_folder, tmp_path
-):
-    folders = str(moe_folder if setting == "experts" else tiny_folder), str(score_folder)
-    code = (
-        "import sys, conftest\n"
-        "from kept_groups import make_kept\n"
-        "from dapo_jax.run.run import train\n"
-        "import jax\n"
-        "setting, *folders, count = sys.argv[1:]\n"
-        "devices = jax.devices\n"
-        "jax.devices = lambda *args: devices(*args)[: int(count)]\n"
-        "train(make_kept(setting, *folders, total_steps=3))\n"
-    )
-    count = "2" if setting == "two devices" else "1"
-
-    def start(run_dir) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-c", code, setting, *folders, str(run_dir), count], cwd=ROOT
-        )
-
-    assert start(tmp_path / "whole").wait() == 0
-    rng, kills, run_dir = random.Random(setting), 0, tmp_path / "run"
-    while kills < 5:
-        child, wanted = start(run_dir), rng.randint(1, 7)
-        known = files(run_dir)
-        while child.poll() is None:  # so many new files of groups, and a moment
-            if len(files(run_dir) - known) >= wanted:
-                time.sleep(rng.uniform(0, 0.2))
-                child.kill()
-                break
-            time.sleep(0.005)
-        if child.wait() == 0:  # done before: once more
-            shutil.rmtree(run_dir)
-        else:
-            kills += 1
-    assert start(run_dir).wait() == 0
-    assert differing(run_dir, tmp_path / "whole") == []
-    is_the_same(run_dir, tmp_path / "whole")
+    assert prefills < whole  # finished groups are not sampled again
 
 
 def test_carry_over_takes_groups_as_they_come_and_so_keeps_none(tiny_folder, tmp_path):

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MOE
-from kept_groups import make_kept
 from learners import make_batch
-from small_runs import equal, make_quick_config, read_rows
+from small_runs import equal, make_quick_config
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Optimizer
@@ -91,25 +90,6 @@ def test_the_balance_loss_is_added_in_the_weight_of_the_tokens(learner_of):
     assert other - loss == pytest.approx(0.5 * means[BALANCE].value(), rel=1e-4)
     apart = jax.tree.map(lambda a, b: np.abs(a - b).max(), gradient, moved)
     assert apart["layers"]["moe"]["router"]["kernel"] > 1e-4
-
-
-def make_config(replay, moe_folder, score_folder, run_dir, **changes):
-    config = make_kept("plain", moe_folder, score_folder, run_dir, replay=replay, **changes)
-    config.optimizer = Optimizer(learning_rate=0.02, warmup_steps=0)
-    return config
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replay", ["none", "old", "sampler"])
-def test_a_run_measures_what_it_replays(replay, moe_folder, score_folder, alone, tmp_path):
-    """A first update, in float32, would choose the same experts; the second one others."""
-    train(make_config(replay, moe_folder, score_folder, tmp_path))
-    first = read_rows(tmp_path)[0]
-    assert 1 < first[BALANCE] < MOE.experts
-    if replay == "none":
-        assert REPLACED not in first
-    else:
-        assert 0 < first[REPLACED] < 0.5
 
 
 @pytest.mark.parametrize("name", ["router_replay", "router_balance_coefficient"])

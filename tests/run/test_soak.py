@@ -7,7 +7,7 @@ import pytest
 from served import free_port, make_serve_config, serving
 from small_runs import make_quick_config
 from soak_clients import MODEL, Clients
-from soak_server import MAX_GROWTH, Held, Progress, load, soak
+from soak_server import MAX_GROWTH, Held, soak
 
 from dapo_jax.config.experiment import Checkpoint, Evaluation, Log, Rollout
 from dapo_jax.run.run import train
@@ -33,21 +33,6 @@ def test_a_server_outlives_rude_clients_and_answers_the_others(ports, capsys):
     soak(os.getpid(), clients, range(80), threads=2, every=40)
     assert clients.said.count("rude") > 2 and len(set(clients.said)) == 7
     assert "80 requests" in capsys.readouterr().out
-
-
-def test_latencies_are_printed(ports, capsys):
-    load(ports, [1, 3], seconds=0.2)
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "clients",
-        "1",
-        "3",
-    ]
-
-
-def test_a_soak_goes_on_where_the_same_command_stopped(tmp_path):
-    Progress(tmp_path / "build" / "soak.json", [100, 0]).note(40)
-    assert Progress(tmp_path / "build" / "soak.json", [100, 0]).done == 40
-    assert Progress(tmp_path / "build" / "soak.json", [100, 1]).done == 0
 
 
 @pytest.mark.slow

@@ -119,10 +119,8 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
 
 
-def test_a_policy_learns_its_users_examples_and_goes_on_from_there(
-    tiny_folder, request, tmp_path, capsys
-):
-    request.getfixturevalue("alone")
+@pytest.mark.usefixtures("alone")
+def test_a_policy_learns_its_users_examples_and_goes_on_from_there(tiny_folder, tmp_path, capsys):
     config = SftConfig(**settings(tmp_path, example_rows(), tiny_folder, examples_per_step=28))
     make_base(config)
     told = capsys.readouterr().out
@@ -137,8 +135,8 @@ def test_a_policy_learns_its_users_examples_and_goes_on_from_there(
     assert read_metrics(config.out)[0]["heldout_nll"] == pytest.approx(rows[-1]["heldout_nll"])
 
 
-def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, request, tmp_path, capsys):
-    request.getfixturevalue("alone")
+@pytest.mark.usefixtures("alone")
+def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, tmp_path, capsys):
     config = DpoConfig(**settings(tmp_path, pair_rows(), tiny_folder, pairs_per_step=28))
     config.data.passes = 8.0
     preferences.prefer(config)
@@ -187,20 +185,14 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-OWN, START = "data.source=own.jsonl", "start=somewhere"
+OWN = "data.source=own.jsonl"
+START = "start=somewhere"
 REFUSED = {  # command, overrides, and what the message names: field, value, what is allowed
-    "sft on nothing": ("sft", "seed=1", "total_steps 0 above 0"),
+    "no data": ("sft", "seed=1", "total_steps 0 above 0"),
     "no start": ("sft", OWN, "start '' a model folder 'own.jsonl'"),
     "no pairs": ("dpo", START, "data.source '' a file"),
-    "no start for pairs": ("dpo", OWN, "start '' a model folder"),
-    "beta": ("dpo", f"{OWN} {START} beta=0", "beta 0.0 above 0"),
-    "steps": ("dpo", f"{OWN} {START} total_steps=-1", "total_steps -1 at least 0"),
-    "pairs": ("dpo", f"{OWN} {START} pairs_per_step=0", "pairs_per_step 0 above 0"),
-    "passes": ("sft", f"{OWN} {START} data.passes=0", "data.passes 0.0 above 0"),
-    "held out": ("sft", f"{OWN} {START} data.heldout_examples=-2", "heldout_examples -2 -1"),
-    "overlong": ("sft", f"{OWN} {START} data.overlong=shrink", "data.overlong 'shrink' drop cut"),
-    "template": ("sft", f"{OWN} {START} data.template=chatml", "data.template 'chatml' chat"),
-    "shots": ("dpo", f"{OWN} {START} data.template=few_shot", "data.template 'few_shot' not"),
+    "range": ("dpo", f"{OWN} {START} beta=0", "beta 0.0 above 0"),
+    "choice": ("sft", f"{OWN} {START} data.overlong=shrink", "data.overlong 'shrink' drop cut"),
     "field": ("sft", f"{OWN} {START} data.fields=gold=a", "data.fields 'gold=a' messages response"),
     "half a form": ("sft", f"{OWN} {START} data.fields=prompt=a", "data.fields 'prompt=a' forms"),
     "fields of pairs": (
@@ -213,26 +205,17 @@ REFUSED = {  # command, overrides, and what the message names: field, value, wha
         f"{OWN} {START} data.fields=system=s,chosen=a,rejected=b",
         "data.fields 'system=s,chosen=a,rejected=b' system 'none'",
     ),
-    # what nothing reads
+    # settings that nothing reads
     "passes by steps": ("sft", f"{OWN} {START} total_steps=9 data.passes=1", "data.passes 1.0 3.0"),
     "system": ("dpo", f"{OWN} {START} data.system_prompt=Hi", "data.system_prompt 'Hi' 'none'"),
-    "budget": ("sft", f"{OWN} {START} max_response_tokens=9", "max_response_tokens 9 160"),
-    "terms": ("sft", f"{OWN} {START} examples.max_terms=4", "examples.max_terms 4 9 'own.jsonl'"),
     "shape": ("sft", f"{OWN} {START} architecture.layers=9", "architecture.layers 9 3 start"),
-    "generated fields": (
-        "sft",
-        "total_steps=9 data.fields=messages=a",
-        "data.fields 'messages=a' ",
-    ),
-    "generated held out": ("sft", "total_steps=9 data.heldout_examples=4", "heldout_examples 4 -1"),
-    "generated template": ("sft", "total_steps=9 data.template=r1", "data.template 'r1' 'none'"),
+    "generated": ("sft", "total_steps=9 data.template=r1", "data.template 'r1' 'none'"),
     "no such file": ("sft", f"{OWN} {START}", "data.source 'own.jsonl' file"),
-    "no such pairs": ("dpo", f"{OWN} {START}", "data.source 'own.jsonl' file"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_wrong_settings_stop_at_the_door(name, capsys, tmp_path, monkeypatch):
+def test_wrong_settings_are_rejected_on_one_line(name, capsys, tmp_path, monkeypatch):
     command, overrides, words = REFUSED[name]
     monkeypatch.chdir(tmp_path)
     line = [f"--config.{text}" for text in overrides.split()]

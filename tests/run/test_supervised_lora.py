@@ -1,6 +1,5 @@
 """Supervised training and offline pairs with low-rank adapters: learning, folders, settings."""
 
-import dataclasses
 import json
 import pathlib
 
@@ -10,10 +9,8 @@ from safetensors.numpy import load_file
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax.commands.model_folders import check_folder
-from dapo_jax.config.experiment import Config, DpoConfig, Lora, Optimizer, SftConfig
-from dapo_jax.config.files import read_config
+from dapo_jax.config.experiment import DpoConfig, Lora, Optimizer, SftConfig
 from dapo_jax.config.validation import validate
-from dapo_jax.run.evaluation.evaluate import evaluate
 from dapo_jax.run.supervised.dpo import prefer
 from dapo_jax.run.supervised.sft import make_base
 from dapo_jax.runtime.settings import ConfigError
@@ -65,23 +62,22 @@ def test_adapters_come_to_prefer_the_chosen_answers(tiny_folder, alone, tmp_path
     assert rows[0]["heldout_preference_loss"] == pytest.approx(np.log(2), abs=1e-12)
     assert rows[-1]["heldout_preference_accuracy"] > 0.5
     assert_merged(config.out, tiny_folder)
-    # With the adapters as start and the base as reference, the margins are those of the end.
-    again = make_config("dpo", tmp_path, tiny_folder, reference=str(tiny_folder))
-    again.lora = dataclasses.replace(LORA, folder=f"{config.out}.adapter")
-    again.out, again.total_steps, again.optimizer.learning_rate = str(tmp_path / "b"), 1, 1e-12
-    prefer(again)
-    margins = [rows[-1], read_metrics(again.out)[0]]
-    losses = [row["heldout_preference_loss"] for row in margins]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     values = json.loads((tmp_path / "out.adapter/adapter_config.json").read_text())
     assert values["base_model_name_or_path"] == tiny_folder.name and values["r"] == 4
 
 
-@pytest.mark.parametrize("lora", [Lora(rank=2), Lora(rank=-1), Lora(alpha=1.0)])
-def test_adapters_of_nothing_are_refused(lora):
-    config = SftConfig(total_steps=1, lora=lora)
-    with pytest.raises(ConfigError, match=f"lora.*{lora.rank or 'alpha'}.*must be"):
-        validate(config)
+@pytest.mark.parametrize(
+    ("start", "lora", "words"),
+    [
+        ("", Lora(rank=2), "lora.*2.*must be"),
+        ("", Lora(rank=-1), "lora.*-1.*must be"),
+        ("", Lora(alpha=1.0), "lora.*alpha.*must be"),
+        ("base", Lora(folder="here"), "lora.rank = 0: must be r of here/adapter_config"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_are_refused(start, lora, words):
+    with pytest.raises(ConfigError, match=words):
+        validate(SftConfig(total_steps=1, start=start, lora=lora))
 
 
 def test_an_unknown_matrix_is_refused_before_anything_is_loaded(tiny_folder, alone, tmp_path):
@@ -94,31 +90,9 @@ def test_an_unknown_matrix_is_refused_before_anything_is_loaded(tiny_folder, alo
     assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_for_adapters_that_holds_something_else_is_refused(command, tmp_path):
+def test_a_folder_for_adapters_that_holds_something_else_is_refused(tmp_path):
     (tmp_path / "out.adapter").mkdir()
     (tmp_path / "out.adapter/mine.txt").write_text("keep")
-    config = make_config(command, tmp_path, "nowhere")
+    config = make_config("dpo", tmp_path, "nowhere")
     with pytest.raises(ConfigError, match="config.out = '.*out.adapter': must be a new or empty"):
         check_folder(config)
-
-
-def test_a_folder_of_adapters_asks_for_its_rank():
-    config = SftConfig(total_steps=1, start="base", lora=Lora(folder="adapters"))
-    with pytest.raises(ConfigError, match="lora.rank = 0: must be r of adapters/adapter_config"):
-        validate(config)
-
-
-@pytest.mark.slow
-def test_adapters_learn_the_embedded_task(tmp_path):
-    config = read_config(SftConfig, "arithmetic_sft")
-    config.out, config.total_steps, config.lora = str(tmp_path / "out"), 60, Lora(rank=16)
-    config.optimizer.learning_rate = 5e-3
-    make_base(config)
-    rl = read_config(Config, "arithmetic")
-    rl.data.heldout_problems, scores = 128, []
-    for number, folder in enumerate((config.start, config.out)):
-        rl.model.folder, rl.run_dir = folder, str(tmp_path / f"run{number}")
-        scores.append(evaluate(rl, from_folder=True)["heldout_accuracy"])
-    print("held-out accuracy before and after:", scores)
-    assert scores[0] < 0.65 and scores[1] > 0.8

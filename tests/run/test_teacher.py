@@ -10,7 +10,7 @@ from teachers import LARGE, write_teacher
 
 from dapo_jax import algorithms
 from dapo_jax.commands import checks
-from dapo_jax.config.experiment import Config, Lora, Mesh, Model, Packing, Rollout, Teacher
+from dapo_jax.config.experiment import Config, Lora, Mesh, Packing, Rollout, Teacher
 from dapo_jax.config.validation import validate
 from dapo_jax.run import components, memory
 from dapo_jax.run.components import build
@@ -105,9 +105,11 @@ def test_int8_teacher_gives_similar_scores_in_a_quarter_of_the_memory(
     assert exact != near and abs(near - exact) < 0.05 * abs(exact)
 
 
-def test_other_tokenizer_or_smaller_vocabulary_is_rejected_before_loading(
+def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
     tiny_folder, large_folder, alone, tmp_path, monkeypatch
 ):
+    with pytest.raises(ConfigError, match=r"config\.teacher\.folder"):
+        checks.check_models(make(tiny_folder, tmp_path / "nothing", tmp_path))
     small = write_teacher(tmp_path / "small", tiny_folder, dataclasses.replace(LARGE, vocab=24))
     other = write_teacher(tmp_path / "other", tiny_folder)
     tokenizer = other / "tokenizer.json"
@@ -116,12 +118,6 @@ def test_other_tokenizer_or_smaller_vocabulary_is_rejected_before_loading(
     for folder, words in ((other, "tokenizer"), (small, "at least the policy's 32 tokens")):
         with pytest.raises(ConfigError, match=f"teacher.folder = '{folder}'.*{words}"):
             build(make(tiny_folder, folder, tmp_path))
-
-
-def test_folder_without_weights_is_rejected(tiny_folder, tmp_path):
-    config = make(tiny_folder, tmp_path / "nothing", tmp_path)
-    with pytest.raises(ConfigError, match=r"config\.teacher\.folder"):
-        checks.check_models(config)
 
 
 @pytest.mark.parametrize(
@@ -140,26 +136,22 @@ def test_folder_without_weights_is_rejected(tiny_folder, tmp_path):
 )
 def test_settings_that_contradict_a_teacher_are_rejected(preset, changes, field):
     algorithm = dataclasses.replace(algorithms.preset(preset), **changes)
-    teacher = Teacher() if algorithm.distillation == "none" else Teacher(folder="elsewhere")
-    rollout = Rollout(updates_per_rollout=1)
-    config = Config(
-        algorithm=algorithm, model=Model(folder="here"), teacher=teacher, rollout=rollout
-    )
+    folder = "" if algorithm.distillation == "none" else "elsewhere"
+    config = Config(algorithm=algorithm, teacher=Teacher(folder=folder))
+    config.model.folder = "here"
+    config.rollout.updates_per_rollout = 1
     with pytest.raises(ConfigError, match=rf"config\.algorithm\.{field} = "):
         validate(config)
 
 
-def test_teacher_folder_is_set_only_with_a_teacher():
-    for preset, folder in (("gkd", ""), ("dapo", "elsewhere")):
-        teacher, rollout = Teacher(folder=folder), Rollout(updates_per_rollout=1)
-        algorithm = algorithms.preset(preset)
-        config = Config(algorithm=algorithm, teacher=teacher, rollout=rollout)
-        with pytest.raises(ConfigError, match=rf"config\.teacher\.folder = '{folder}'"):
-            validate(config)
+@pytest.mark.parametrize(("preset", "folder"), [("gkd", ""), ("dapo", "elsewhere")])
+def test_a_teacher_is_named_if_and_only_if_it_is_used(preset, folder):
+    config = Config(algorithm=algorithms.preset(preset), teacher=Teacher(folder=folder))
+    config.rollout.updates_per_rollout = 1
+    with pytest.raises(ConfigError, match=rf"config\.teacher\.folder = '{folder}'"):
+        validate(config)
 
 
-@pytest.mark.parametrize("changes", [{"lag": 1}, {"updates_per_rollout": 4}])
-def test_divergence_alone_needs_no_off_policy_correction(changes):
-    settings = {"updates_per_rollout": 1} | changes
-    teacher = Teacher(folder="elsewhere")
-    validate(Config(algorithm=algorithms.gkd(), teacher=teacher, rollout=Rollout(**settings)))
+@pytest.mark.parametrize("rollout", [Rollout(updates_per_rollout=4), Rollout(lag=1)])
+def test_a_divergence_alone_needs_no_correction_for_other_policies_tokens(rollout):
+    validate(Config(algorithm=algorithms.gkd(), teacher=Teacher(folder="there"), rollout=rollout))

@@ -2,8 +2,6 @@
 
 import json
 import os
-import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,22 +10,12 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
-from disks import Disk
-from small_runs import (
-    ROOT,
-    STEPS,
-    learn,
-    make_config,
-    make_quick_config,
-    read_rollouts,
-    read_rows,
-    start,
-)
+from several import final_state
+from small_runs import ROOT, STEPS, learn, make_config, read_rollouts, read_rows, start
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Checkpoint, Log, Mesh, Sampler
+from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.same_run import check_same_run
 from dapo_jax.run.components import build
 from dapo_jax.run.evaluation.evaluate import evaluate
@@ -41,16 +29,6 @@ def finished(base, tmp_path_factory):
     """An uninterrupted run on eight virtual devices, and its summary."""
     run_dir = tmp_path_factory.mktemp("finished")
     return run_dir, train(make_config(base, run_dir))
-
-
-def final_params(base, run_dir):
-    parts = build(make_config(base, run_dir))
-    checkpoints = Checkpoints(run_dir, Checkpoint())
-    state, record = checkpoints.state(parts.learners.policy.abstract_state), checkpoints.record()
-    parts.close()
-    checkpoints.close()
-    place = record.progress.position, record.progress.kept_fraction
-    return jax.device_get(state), {"step": record.step, "place": place}
 
 
 def test_a_run_leaves_what_people_look_for(finished):
@@ -77,16 +55,10 @@ def test_a_run_leaves_what_people_look_for(finished):
     assert rows[-1]["heldout_pass_at_k"] >= rows[-1]["heldout_accuracy"] > 0
 
 
-def test_one_device_and_eight_train_alike(base, finished, tmp_path):
-    """The same job on one device: same responses in the first step, nearly the same gradient."""
-    config = make_config(base, tmp_path, mesh=Mesh(1, 1, 1), total_steps=1)
-    devices = jax.devices
-    jax.devices = lambda *a: devices(*a)[:1]
-    try:
-        train(config)
-    finally:
-        jax.devices = devices
-    one, eight = read_rows(tmp_path)[1], read_rows(finished[0])[1]
+def test_one_device_and_eight_train_alike(base, finished, alone, tmp_path):
+    train(make_config(base, tmp_path, mesh=Mesh(1, 1, 1), total_steps=1))
+    one = read_rows(tmp_path)[1]
+    eight = read_rows(finished[0])[1]
     assert one["response_tokens_mean"] == eight["response_tokens_mean"]
     assert one["accuracy"] == eight["accuracy"]
     np.testing.assert_allclose(one["gradient_norm"], eight["gradient_norm"], rtol=1e-3)
@@ -94,51 +66,31 @@ def test_one_device_and_eight_train_alike(base, finished, tmp_path):
 
 # Patches run inside the child: a process that kills itself at a chosen place.
 KILL_AFTER_STEP = """
-from dapo_jax.reporting import console as progress
-show = progress.Progress.step
+from dapo_jax.reporting.console import Progress
+show = Progress.step
 def step(self, number, *rest):
     show(self, number, *rest)
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-progress.Progress.step = step
+Progress.step = step
 """
 KILL_DURING_SAVE = """
-from dapo_jax.run.checkpointing import checkpoints
-save = checkpoints.Checkpoints.save
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+save = Checkpoints.save
 def save_and_die(self, record, states):
     save(self, record, states)
     if record.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-checkpoints.Checkpoints.save = save_and_die
+Checkpoints.save = save_and_die
 """
-TERM_IN_STEP = """
-from dapo_jax.rollout import dynamic_sampling as filtering
-burst = filtering.Collection.read_verdicts
-bursts = 0
-def read(self, judge):
-    global bursts
-    bursts += 1
-    if bursts == 9:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return burst(self, judge)
-filtering.Collection.read_verdicts = read
+CHILD = """
+import os, signal, sys
+import conftest
+from small_runs import make_config
+from dapo_jax.run.run import train
+{patch}
+train(make_config({base!r}, {run_dir!r}))
 """
-
-
-def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
-    code = (
-        "import os, signal, sys\n"
-        "import conftest\n"
-        f"{patch}\n"
-        "from small_runs import make_config\n"
-        "from dapo_jax.run.run import train\n"
-        "from dapo_jax.runtime import processes\n"
-        f"config = make_config({str(base)!r}, {str(run_dir)!r})\n"
-        "sys.exit(processes.run(lambda: bool(train(config)) * 0))\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
 
 
 @pytest.mark.parametrize(
@@ -147,103 +99,19 @@ def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
     ids=["step", "save"],
 )
 def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, tmp_path, capsys):
-    killed = run_child(base, tmp_path, patch)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    expected_dir, _ = finished
+    code = CHILD.format(patch=patch, base=str(base), run_dir=str(tmp_path))
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
     train(make_config(base, tmp_path))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"after step {resumed_after}" in shown
-    assert read_rows(tmp_path) == read_rows(finished[0])
+    assert f"after step {resumed_after}" in " ".join(capsys.readouterr().out.split())
+    assert read_rows(tmp_path) == read_rows(expected_dir)
     for folder in "rollouts", "evaluations":
-        assert read_rollouts(tmp_path, folder) == read_rollouts(finished[0], folder)
-    (state, record), (expected, expected_record) = (
-        final_params(base, run_dir) for run_dir in (tmp_path, finished[0])
-    )
+        assert read_rollouts(tmp_path, folder) == read_rollouts(expected_dir, folder)
+    state, record = final_state(base, tmp_path)
+    expected, expected_record = final_state(base, expected_dir)
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert record == expected_record
-
-
-def test_a_damaged_checkpoint_costs_only_the_steps_after_the_one_before(
-    base, finished, tmp_path, capsys
-):
-    """One bit of the newest is flipped: its step is done again, and all is as it was."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(finished[0], run_dir)
-    files = (run_dir / f"checkpoints/{STEPS}/state").rglob("*")
-    path = max(filter(pathlib.Path.is_file, files), key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-    train(make_config(base, run_dir))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"checkpoints/{STEPS} is damaged" in shown and f"after step {STEPS - 1}" in shown
-    assert read_rows(run_dir) == read_rows(finished[0])
-    for folder in "rollouts", "evaluations":
-        assert read_rollouts(run_dir, folder) == read_rollouts(finished[0], folder)
-    (state, record), (expected, expected_record) = (
-        final_params(base, one) for one in (run_dir, finished[0])
-    )
-    jax.tree.map(np.testing.assert_array_equal, state, expected)
-    assert record == expected_record
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_while_its_disk_is_full(base, tmp_path, alone, capfd):
-    disk = Disk(tmp_path / "disk", "size=9m")
-    config = make_quick_config(base, disk.folder / "run", total_steps=5, log=Log(0))
-    config.checkpoint.every_steps = 1
-
-    def on_step(step, _):
-        if step == 1:
-            disk.fill()
-        elif step == 3:
-            disk.free()
-
-    try:
-        summary = train(config, on_step)
-        run_dir = disk.folder / "run"
-        assert summary and summary["steps"] == 5
-        assert [row["step"] for row in read_rows(run_dir)] == [1, 2, 3, 4, 5]
-        with Checkpoints(run_dir) as checkpoints:
-            assert checkpoints.latest_step() == 5
-        shown = capfd.readouterr()
-        warnings = [line for line in shown.out.splitlines() if "could not be written" in line]
-        assert "Traceback" not in shown.err + shown.out
-        assert any("the checkpoint could not be written" in line for line in warnings)
-        assert len(warnings) <= 4  # of the checkpoint, rows, events and rollouts, once each
-    finally:
-        disk.close()
-
-
-TERM_GROUP_IN_EVALUATION = """
-from dapo_jax.rollout.scheduler import Scheduler
-os.setpgrp()
-submit, sent = Scheduler.submit_each, []
-def submit_and_stop(self, prompt, samples):
-    submit(self, prompt, samples)
-    evaluating = self._decoding.purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
-    if evaluating and not sent:
-        sent.append(True)
-        os.killpg(0, signal.SIGTERM)
-Scheduler.submit_each = submit_and_stop
-"""
-
-
-@pytest.mark.parametrize(
-    "patch",
-    [TERM_IN_STEP, TERM_GROUP_IN_EVALUATION],
-    ids=["step", "eval"],
-)
-@pytest.mark.slow
-def test_sigterm_saves_says_how_to_go_on_and_exits_zero(patch, base, finished, tmp_path):
-    stopped = run_child(base, tmp_path, patch.replace("RUN", str(tmp_path)))
-    assert stopped.returncode == 0, stopped.stderr
-    assert "stopped by SIGTERM" in stopped.stdout and "The same command resumes" in stopped.stdout
-    done = len(read_rows(tmp_path)) - 1
-    assert done < STEPS
-    killed = run_child(base, tmp_path, KILL_AFTER_STEP)  # before the next checkpoint is complete
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    train(make_config(base, tmp_path))
-    assert read_rows(tmp_path) == read_rows(finished[0])
 
 
 def test_a_run_does_not_go_on_with_other_settings(base, finished):
@@ -253,12 +121,12 @@ def test_a_run_does_not_go_on_with_other_settings(base, finished):
         train(config)
     settings = {name: value for name, _, value in leaves(make_config(base, "elsewhere"))}
     check_same_run(settings | {"mesh.data": 1, "total_steps": 99, "log.rollouts": False}, settings)
-    with pytest.raises(ConfigError, match="total_steps = 99"):
-        linear = settings | {"optimizer.schedule": "linear"}
-        check_same_run(linear | {"total_steps": 99}, linear)
-    with pytest.raises(ConfigError, match="total_steps = 99"):
-        critics = settings | {"algorithm.critic": True, "critic.optimizer.schedule": "cosine"}
-        check_same_run(critics | {"total_steps": 99}, critics)
+    for schedule in (
+        {"optimizer.schedule": "linear"},
+        {"algorithm.critic": True, "critic.optimizer.schedule": "cosine"},
+    ):
+        with pytest.raises(ConfigError, match="total_steps = 99"):
+            check_same_run(settings | schedule | {"total_steps": 99}, settings | schedule)
 
 
 def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_path):
@@ -298,27 +166,10 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     parts.close()
 
 
-@pytest.mark.slow
-def test_an_all_truncated_run_warns_and_takes_no_step(base, tmp_path, capsys):
-    """No response can end within two tokens: everything is cut off, wrong and filtered."""
-    algorithm = algorithms.grpo()
-    algorithm.overlong_filtering = True
-    sampler = Sampler(slots=32, burst_tokens=2, max_response_tokens=2)
-    config = make_config(base, tmp_path, algorithm=algorithm, sampler=sampler, total_steps=1)
-    train(config)
-    row = read_rows(tmp_path)[1]
-    assert row["empty_updates"] == 2 and row["truncated_fraction"] == 1 and "loss" not in row
-    assert "2 updates had no trained token" in capsys.readouterr().out
-
-
 def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):
     """No response can end within two tokens, so every answer is wrong."""
-    config = make_config(
-        base,
-        tmp_path,
-        sampler=Sampler(slots=32, burst_tokens=2, max_response_tokens=2),
-        total_steps=1,
-    )
+    sampler = Sampler(slots=32, burst_tokens=2, max_response_tokens=2)
+    config = make_config(base, tmp_path, sampler=sampler, total_steps=1)
     config.rollout.max_sample_rounds = 2
     train(config)
     row = read_rows(tmp_path)[1]

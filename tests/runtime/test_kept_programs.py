@@ -57,11 +57,6 @@ def results(folder):
     return read_rows(folder), read_rollouts(folder), weights
 
 
-def bytes_on_devices() -> int:
-    gc.collect()
-    return sum(array.nbytes for array in jax.live_arrays())
-
-
 @pytest.mark.slow
 def test_a_second_run_compiles_nothing_and_has_the_bits_of_a_first_one(base, tmp_path, alone):
     """And what is kept for it holds no parameters."""
@@ -76,10 +71,12 @@ def test_a_second_run_compiles_nothing_and_has_the_bits_of_a_first_one(base, tmp
     assert other["_update_fn"] == 1 and not other["_generate"], "only the learner is another one"
     forget_programs()
     jax.clear_caches()  # as in a new process
-    before = bytes_on_devices()
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
     with counted() as fresh:
         dapo_jax.train(make_config(base, tmp_path / "fresh"))
-    kept = bytes_on_devices() - before
+    gc.collect()
+    kept = sum(array.nbytes for array in jax.live_arrays()) - before
     assert all(fresh[name] for name in ("_update_fn", "_generate", "_prefill")), fresh
     rows, rollouts, weights = results(tmp_path / "first")
     assert kept < 10_000 < sum(weight.nbytes for weight in weights.values())
@@ -106,15 +103,12 @@ def test_a_config_that_changes_afterwards_changes_no_program(tiny_params, one_de
     assert equal(of_first, gradient(learner(Config()))) and not equal(of_first, of_changed)
 
 
-class Made:
+class Programs:
     """Stands for programs."""
-
-    def __init__(self, *arguments, **options):
-        self.arguments, self.options = arguments, options
 
 
 def make(*arguments, **options):
-    return Made(*arguments, **options)
+    return Programs()
 
 
 def test_values_are_compared_and_not_the_objects_or_how_they_print(one_device, eight_devices):

@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from dapo_jax.commands.checks import guarded
-from dapo_jax.runtime import limits
 
 ROOT = pathlib.Path(__file__).parents[2]
 BASE = f"--config={ROOT}/configs/arithmetic_base.py"
@@ -34,18 +33,12 @@ def command(folder, *before: str, addresses: int | None = None) -> subprocess.Co
     )
 
 
-@pytest.mark.parametrize("megabytes", [400, 1000, 1500, 2900])
+@pytest.mark.parametrize("megabytes", [400, 2900])
 def test_too_few_addresses_are_one_line(megabytes, tmp_path):
     done = command(tmp_path, addresses=megabytes << 20)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
     assert done.stderr.startswith(f"error: ulimit -v = {megabytes << 10}: must be unlimited")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_as_many_addresses_as_the_line_asks_for_are_enough(tmp_path):
-    done = command(tmp_path, addresses=limits.MIN_ADDRESS_SPACE)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +47,7 @@ def test_as_many_addresses_as_the_line_asks_for_are_enough(tmp_path):
         (MemoryError(), "error: not enough memory (in fail, "),
         (MemoryError("Unable to allocate 9 GiB"), "not enough memory: Unable to allocate 9 GiB"),
         (RuntimeError("can't start new thread"), "a limit of this machine is reached: can't"),
-        (
-            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
-            "a limit of",
-        ),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "a limit of"),
         (OSError(errno.EMFILE, "Too many open files"), "reached: [Errno 24] Too many open files"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating\n"), "memory: RESOURCE_EXH"),
     ],

@@ -6,7 +6,6 @@ import io
 import json
 import pathlib
 import shutil
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +18,13 @@ from small_runs import make_quick_config, open_run, read_rows
 
 from dapo_jax.commands import checks
 from dapo_jax.commands.replay import replay
-from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, SftConfig
+from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer
 from dapo_jax.config.files import read_config
-from dapo_jax.learner.batches import Mean
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.run.checkpointing import checkpoints
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
 from dapo_jax.run.run import train
-from dapo_jax.run.supervised.resume import ResumePoint
-from dapo_jax.run.supervised.training import TrainingLog
 from dapo_jax.runtime.nonfinite import NotFinite, count_skipped, describe
 from dapo_jax.runtime.settings import ConfigError
 
@@ -181,18 +177,6 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
         with checkpoints.Checkpoints(config.run_dir) as saved:
             with pytest.raises(NotFinite, match=f"checkpoints/3: {moment}"):
                 saved.state(run.components.learners.policy.abstract_state)
-
-
-def test_a_supervised_run_that_only_skips_stops(tmp_path):
-    taken = {name: Mean(1.0, 1.0) for name in ("skipped_updates", "skipped_for_gradient")}
-    config = SftConfig(out=str(tmp_path / "out"))
-    task = SimpleNamespace(steps=9, labels={})
-    with ResumePoint(config, {}) as resume:
-        log = TrainingLog("sft", resume, task, max_skipped_steps=2)
-        for step in range(1, 3):
-            log.add(step, {}, taken)
-        with pytest.raises(NotFinite, match="2 steps in a row took no update: the gradient"):
-            log.add(3, {}, taken)
 
 
 def test_a_command_exits_4(capsys):

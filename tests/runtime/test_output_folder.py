@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from output_folders import COMMANDS, KINDS, ROOT, call, snapshot
+from output_folders import COMMANDS, ROOT, call, snapshot
 
 from dapo_jax.config.experiment import Config, Evaluation
 from dapo_jax.run.evaluation.evaluate import claim_folder
@@ -28,8 +28,6 @@ from dapo_jax.runtime.storage.output_folder import (
     replace,
 )
 
-each_command = pytest.mark.parametrize("command", COMMANDS)
-
 
 def make_somebodys(path):
     (path / "chapters").mkdir(parents=True)
@@ -43,9 +41,15 @@ def make_file(path):
     return path
 
 
-def make_other(path, kind):
+def make_marked(path, mark):
     path.mkdir()
-    (path / MARK).write_text(json.dumps({"kind": kind, "files": {}}))
+    (path / MARK).write_text(mark)
+    return path
+
+
+def make_run(path, name, is_folder):
+    make_marked(path, '{"kind": "run"}')
+    (path / name).mkdir() if is_folder else (path / name).touch()
     return path
 
 
@@ -54,37 +58,45 @@ def make_link(path):
     return path
 
 
-def make_broken(path):
-    make_other(path, RUN)
-    (path / MARK).write_text('{"kind": "ru')
-    return path
-
-
 BAD = {
     "somebodys": (make_somebodys, "holds 'chapters' and no mark of dapo_jax"),
     "file": (make_file, "is a file"),
     "below_a_file": (lambda path: make_file(path) / "run", "is a file"),
     "linked": (make_link, "target' holds 'chapters'"),
-    "of_another_kind": (lambda path: make_other(path, None), "is marked as:"),
-    "broken_mark": (make_broken, "can't be read"),
+    "of_another_kind": (lambda path: make_marked(path, '{"kind": "trained model"}'), "marked as:"),
+    "file_in_a_run": (
+        lambda path: make_run(path, "rollouts", False),
+        "rollouts' is a file, but a run has a folder",
+    ),
+    "folder_in_a_run": (
+        lambda path: make_run(path, "metrics.jsonl", True),
+        "metrics.jsonl' is a folder, but a run has a file",
+    ),
+    "broken_mark": (lambda path: make_marked(path, '{"kind": "ru'), "can't be read"),
 }
 
 
-@each_command
 @pytest.mark.parametrize("bad", BAD)
-def test_a_folder_that_is_not_its_own_is_refused_untouched(bad, command, tmp_path, capsys):
+def test_a_folder_that_is_not_its_own_is_refused_untouched(bad, tmp_path):
     make, words = BAD[bad]
     folder = make(tmp_path / "mine")
-    if bad == "of_another_kind":
-        other = TRAINED if KINDS[command] != TRAINED else EXPORTED
-        (folder / MARK).write_text(json.dumps({"kind": other}))
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match="must be a new or empty") as refused:
+        check_free("run_dir", str(folder), RUN)
+    assert words in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_names_its_setting_and_refuses_a_folder_of_others(command, tmp_path, capsys):
+    folder = make_somebodys(tmp_path / "mine")
     before = snapshot(tmp_path)
     assert call(command, folder) == 2
     message = capsys.readouterr().err
-    assert len(message.splitlines()) == 1 and words in message, message
     flag = COMMANDS[command][2].removeprefix("--").removeprefix("config.").rstrip("=")
     setting = "evaluation.out" if command == "evaluate" else flag
     assert message.startswith(f"error: config.{setting} = {str(folder)!r}: must be a new or empty")
+    assert len(message.splitlines()) == 1 and "holds 'chapters'" in message
     assert snapshot(tmp_path) == before
 
 
@@ -98,27 +110,19 @@ finally:
 """
 
 
-@pytest.mark.parametrize("command", ["sft", "train", "evaluate", "export"])
-def test_the_real_command_refuses_before_any_work(command, tmp_path):
+def test_the_real_command_refuses_before_any_work(tmp_path):
     make_somebodys(tmp_path / "mine")
     before = snapshot(tmp_path)
-    _, arguments, flag = COMMANDS[command]
-    line = [sys.executable, "-c", REAL, command, *arguments, f"{flag}{tmp_path}/mine"]
+    _, arguments, flag = COMMANDS["train"]
+    line = [sys.executable, "-c", REAL, "train", *arguments, f"{flag}{tmp_path}/mine"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "nothing was opened\n"
     assert len(done.stderr.splitlines()) == 1 and "holds 'chapters'" in done.stderr
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("command", ["sft", "train", "evaluate_below", "export"])
-def test_an_empty_name_is_no_folder(command, capsys):
-    assert call(command, "") == 2
-    message = capsys.readouterr().err
-    assert " = '': must be " in message and len(message.splitlines()) == 1
-
-
-@each_command
-def test_a_place_where_nothing_can_be_made_is_one_line(command, saved_run, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["train", "export"])
+def test_a_folder_that_cannot_be_created_is_one_line(command, saved_run, tmp_path, capsys):
     """Root may write a read-only folder, but nobody can make one in /proc."""
     parent = pathlib.Path("/proc")
     if os.geteuid():
@@ -129,15 +133,15 @@ def test_a_place_where_nothing_can_be_made_is_one_line(command, saved_run, tmp_p
     assert "can't be written" in message and len(message.splitlines()) == 1, message
 
 
-@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "circle"])
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "circle", ""])
 def test_a_name_that_no_folder_can_have_is_refused(name, tmp_path):
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(ConfigError, match="config.run_dir = .*must be a new or empty folder"):
-        with claim("run_dir", f"{tmp_path}/{name}", RUN):
+        with claim("run_dir", name and f"{tmp_path}/{name}", RUN):
             pass
 
 
-def test_neither_home_nor_the_folder_one_is_in_is_taken_however_empty(tmp_path, monkeypatch):
+def test_neither_home_nor_the_current_folder_is_used_even_if_empty(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -149,7 +153,7 @@ def test_neither_home_nor_the_folder_one_is_in_is_taken_however_empty(tmp_path, 
     check_free("run_dir", ".", RUN)  # a run may be resumed from inside its folder
 
 
-def test_what_was_begun_in_vain_leaves_no_trace(tmp_path):
+def test_an_empty_folder_is_removed_at_the_end(tmp_path):
     with pytest.raises(ZeroDivisionError), claim("run_dir", tmp_path / "a/b", RUN):
         assert (tmp_path / "a/b" / MARK).exists()
         raise ZeroDivisionError
@@ -202,22 +206,14 @@ def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_a_kill(
         holder.stdout.close()
 
 
-@each_command
-def test_each_command_is_refused_where_another_process_writes(command, saved_run, tmp_path, capsys):
-    folder, kind = tmp_path / "out", KINDS[command]
-    with contextlib.ExitStack() as stack:
-        if command in ("sft", "dpo", "export"):
-            stack.enter_context(replace("out", str(folder), kind))
-        elif command == "evaluate_below":
-            below = "evaluations/arithmetic_base_arithmetic_T1_p1"
-            stack.enter_context(claim("run_dir", str(folder), RUN, exclusive=False))
-            stack.enter_context(claim("run_dir", str(folder), EVALUATION, below))
-        else:
-            stack.enter_context(claim("out", str(folder), kind))
-        assert call(command, folder, run_dir=saved_run[0]) == 2
-        message = capsys.readouterr().err
-        assert f"is being written by process {os.getpid()} on" in message
-        assert len(message.splitlines()) == 1
+@pytest.mark.parametrize("kind", [RUN, EVALUATION, TRAINED, EXPORTED])
+def test_a_folder_that_another_process_writes_is_refused(kind, tmp_path):
+    folder = str(tmp_path / "out")
+    write = replace if kind in (TRAINED, EXPORTED) else claim
+    words = f"is being written by process {os.getpid()} on"
+    with write("out", folder, kind), pytest.raises(ConfigError, match=words):
+        with write("out", folder, kind):
+            pass
 
 
 def test_an_evaluation_writes_beside_a_run_that_trains(tmp_path):

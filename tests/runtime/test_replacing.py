@@ -3,19 +3,18 @@
 import errno
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
+from conftest import TINY
 from disks import limited
-from output_folders import ROOT, call, snapshot
+from output_folders import ROOT, snapshot
 from safetensors.numpy import save_file
 
-from dapo_jax.run import export
+from dapo_jax.model import save_huggingface
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.output_folder import LOCK, MARK, TRAINED, check_free, replace
 
@@ -59,7 +58,7 @@ def test_a_folder_with_files_of_others_is_rejected_and_kept(place, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["content", "folder", "link"])
-def test_a_file_that_somebody_changed_is_theirs(change, tmp_path):
+def test_a_changed_file_is_kept(change, tmp_path):
     write(tmp_path / "out", "old")
     path = tmp_path / "out/a.bin"
     os.rename(path, tmp_path / "kept")
@@ -75,7 +74,7 @@ def test_a_file_that_somebody_changed_is_theirs(change, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_what_comes_in_while_it_is_written_is_kept_and_the_result_too(tmp_path):
+def test_a_file_that_appears_during_the_write_is_kept_and_so_is_the_result(tmp_path):
     out = tmp_path / "out"
     write(out, "old")
     with pytest.raises(ConfigError, match="also holds 'notes.txt'.*complete in '.*unfinished'"):
@@ -174,58 +173,16 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(every, tmp_pa
     assert missing <= 1
 
 
-@pytest.mark.slow
-def test_an_export_replaces_an_export_but_not_the_model_of_its_run(saved_run, tmp_path, capsys):
-    run_dir, _ = saved_run
-    assert call("export", tmp_path / "out", run_dir) == 0
-    first = snapshot(tmp_path / "out")
-    assert call("export", tmp_path / "out", run_dir) == 0
-    assert snapshot(tmp_path / "out").keys() == first.keys()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copy2)
-    capsys.readouterr()
-    with mock.patch.object(export, "check_frozen"), pytest.raises(ConfigError, match="the run ne"):
-        asked = export.ExportConfig(run_dir, str(tmp_path / "copy"), model=str(tmp_path / "copy"))
-        export.export(asked)
-    assert call("sft", tmp_path / "out") == 2
-    assert "is marked as: exported model" in capsys.readouterr().err
-
-
-WRITE_EVERYTHING = """
-import os, pathlib, sys
-import conftest, jax
-devices = jax.devices
-jax.devices = lambda *args: devices(*args)[:1]
-from small_runs import *
-from dapo_jax.run.evaluation.evaluate import evaluate
-from dapo_jax.config.experiment import ExportConfig
-from dapo_jax.run.export import export
-from dapo_jax.run.run import train
-shape = Architecture(layers=1, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
-shared = dict(packing=Packing(row_tokens=64, rows_per_microbatch=8), mesh=Mesh(1, 1, 1))
-examples = dict(examples=Examples(max_terms=3), examples_per_step=8, max_response_tokens=24)
-data = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4)
-for umask in '022', '002', '077':
-    os.umask(int(umask, 8))
-    folder = pathlib.Path(sys.argv[1], umask)
-    for start in '', str(folder / 'base'):
-        out = str(folder / ('again' if start else 'base'))
-        sizes = dict(architecture=shape, total_steps=1) | examples | shared
-        make_base(SftConfig(out, start=start, **sizes))
-    config = make_quick_config(folder / 'base', folder / 'run', data=data, total_steps=1, log=Log())
-    train(config)
-    evaluate(config)
-    export(ExportConfig(config.run_dir, str(folder / 'exported'), max_shard_gb=1e-5))
-"""
-
-
-@pytest.mark.slow  # makes every kind of file there is
-def test_files_have_the_modes_that_the_umask_allows(tmp_path):
-    line = [sys.executable, "-c", WRITE_EVERYTHING, tmp_path]
-    subprocess.run(line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    for umask in "022", "002", "077":
-        written = [tmp_path / umask, *(tmp_path / umask).rglob("*")]
-        assert len(written) > 50
-        for path in written:
-            whole = 0o777 if path.is_dir() else 0o666
-            assert path.stat().st_mode & 0o777 == whole & ~int(umask, 8), path
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_files_have_the_modes_that_the_umask_allows(umask, tiny_params, tmp_path):
+    before = os.umask(umask)
+    try:
+        with replace("out", str(tmp_path / "out"), TRAINED) as folder:
+            save_huggingface.save_weights(folder, save_huggingface.flatten(tiny_params), TINY)
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "out", *(tmp_path / "out").iterdir()]
+    assert len(paths) > 2
+    for path in paths:
+        whole = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == whole & ~umask, path

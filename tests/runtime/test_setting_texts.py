@@ -8,7 +8,6 @@ import pytest
 
 import dapo_jax
 from dapo_jax.config.experiment import ServeConfig, SftConfig
-from dapo_jax.config.help import help_text
 from dapo_jax.runtime.rules import Choices
 
 SECTIONS = [
@@ -48,21 +47,6 @@ def test_help_shows_every_setting_with_type_default_sentence_and_range(kind):
             assert str(allowed) in text.lower()
     rendered = pydoc.plain(pydoc.render_doc(kind))
     assert all(f"{name}: " in rendered for name in shown)
-
-
-@EACH
-def test_the_signature_names_every_setting_with_its_plain_type(kind):
-    parameters = inspect.signature(kind).parameters
-    assert {name: p.annotation for name, p in parameters.items()} == {
-        field.name: field.type for field in dataclasses.fields(kind)
-    }
-
-
-def test_help_of_a_command_and_of_a_section_are_the_same_sentences():
-    shown = " ".join(help_text(dapo_jax.Config(), "", "sampler", {}).split())
-    for text in entries(dapo_jax.Sampler).values():
-        assert text.partition(" = ")[2].partition(" ")[2] in shown
-    assert "Above 0.0 and at most 1.0." in shown
 
 
 def test_a_representation_is_short_and_makes_the_section_again():

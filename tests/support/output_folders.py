@@ -20,7 +20,7 @@ from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.same_run import Record, frozen_content
 from dapo_jax.run.components import load_frozen, load_trained
 from dapo_jax.runtime.settings import leaves
-from dapo_jax.runtime.storage.output_folder import EVALUATION, EXPORTED, PREFERRING, RUN, TRAINED
+from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED
 
 ROOT = pathlib.Path(__file__).parents[2]
 RL = f"--config={ROOT}/configs/arithmetic.py"
@@ -38,21 +38,10 @@ COMMANDS = {
     ),
     "train": (train.main, [RL], "--config.run_dir="),
     "evaluate": (evaluate_main, [RL, MODEL], "--out="),
-    "evaluate_below": (
-        evaluate_main,
-        [RL, MODEL],
-        "--config.run_dir=",
-    ),
+    "evaluate_below": (evaluate_main, [RL, MODEL], "--config.run_dir="),
     "export": (model_folders.export, ["--run=RUN"], "--out="),
 }
-KINDS = {
-    "sft": TRAINED,
-    "dpo": PREFERRING,
-    "train": RUN,
-    "evaluate": EVALUATION,
-    "evaluate_below": RUN,
-    "export": EXPORTED,
-}
+KINDS = {"sft": TRAINED, "dpo": PREFERRING}
 
 
 def snapshot(folder: pathlib.Path) -> dict[str, tuple]:
