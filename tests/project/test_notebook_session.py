@@ -67,7 +67,7 @@ def test_a_session(base, tmp_path):
         results += [output["data"]["text/plain"] for output in kinds["execute_result"]]
         printed.append("".join(output["text"] for output in kinds["stream"]))
     tip, finished, last = results
-    assert "slots: int = 128" in tip and "Responses decoded side by side. Above 0." in tip
+    assert "slots: int = 128" in tip and "Responses decoded in parallel. Above 0." in tip
     assert "Result(run_dir='run', summary={'steps': 2" in finished and len(finished) < 500
     assert "<Policy run step 2: prompts of at most" in last
     assert "run_dir='run'" in last and "Critic" not in last
