@@ -55,7 +55,7 @@ def token_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Arr
 
 
 def no_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Array:
-    """Return 0, which is a ratio of 1: the plain policy gradient."""
+    """Return 0, a ratio of 1: the plain policy gradient."""
     return jnp.zeros_like(log_ratio)
 
 

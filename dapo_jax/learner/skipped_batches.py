@@ -1,4 +1,4 @@
-"""Files of batches with a skipped update, which `dapo-jax replay` computes again."""
+"""Files of batches with a skipped update, for `dapo-jax replay`."""
 
 import json
 from collections.abc import Sequence

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 EXIT_CODE = 4
-SHOWN = 3  # arrays by name; the others are counted
+MAX_SHOWN = 3  # arrays that an error names
 # Causes of a skipped update, by metric.
 REASONS = {
     "skipped_for_gradient": "the gradient",
     "skipped_for_moments": "an optimizer moment",
     "skipped_for_parameters": "a new parameter",
 }
-SKIPPED, PREFIXES = "skipped_updates", ("", "value_")  # of the policy, of the critic
+SKIPPED = "skipped_updates"
+PREFIXES = ("", "value_")  # of the metrics of the policy and of the critic
 
 
 class NotFinite(RuntimeError):
@@ -24,59 +25,59 @@ class NotFinite(RuntimeError):
 
 @jax.jit
 def _finite(leaf: jax.Array) -> jax.Array:
-    # Not by the largest number: for long arrays XLA:CPU's maximum of NaN and others is not NaN.
+    # A maximum does not work: XLA:CPU's maximum of a long array with NaN is not NaN.
     return jnp.all(jnp.isfinite(leaf))
 
 
 @jax.jit
 def _counts(leaves: list[jax.Array]) -> list[jax.Array]:
-    # float32: a stack of layers may have more values than an int32 counts.
+    # float32, because a stack of layers can have more values than int32 counts.
     return [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32) for leaf in leaves]
 
 
 def path_name(path: tuple) -> str:
-    """Name of an array by its path in a tree: `layers/query/kernel`, `mu/layers/query/kernel`."""
+    """Return the name of an array by its path in a tree, as `mu/layers/query/kernel`."""
     parts = (getattr(part, "key", getattr(part, "name", "")) for part in path)
     return "/".join(str(part) for part in parts if part != "")
 
 
 def describe(tree: Any) -> str:
-    """Names and counts of the arrays that hold NaN or infinity; empty where none does.
+    """List the arrays with NaN or infinity and their counts; "" if there are none.
 
-    Every process calls it.
+    A collective call.
     """
     named = jax.tree_util.tree_leaves_with_path(tree)
-    # One after the other, since XLA:CPU writes the intermediate array.
+    # One after the other, because XLA:CPU materialises the intermediate array.
     named = [(path, leaf) for path, leaf in named if not _finite(leaf)]
     counts = jax.device_get(_counts([leaf for _, leaf in named]))
     broken = [
         f"{path_name(path)} ({count:.0f} of {np.size(leaf)})"
         for (path, leaf), count in zip(named, counts, strict=True)
     ]
-    rest = len(broken) - SHOWN
-    return ", ".join(broken[:SHOWN]) + f" and {rest} more" * (rest > 0)
+    rest = len(broken) - MAX_SHOWN
+    return ", ".join(broken[:MAX_SHOWN]) + f" and {rest} more" * (rest > 0)
 
 
 def check_state(states: Mapping[str, Any], what: str) -> None:
-    """Raises `NotFinite` that names the parameters and moments at fault.
+    """Raise `NotFinite` if parameters or moments have NaN or infinity.
 
     Args:
-        states: `TrainState`s, or parameters alone, by entry of a checkpoint; None is passed over.
+        states: `TrainState`s or parameters, by entry of a checkpoint; None is ignored.
         what: beginning of the error.
     """
     for name, state in states.items():
         params, moments = getattr(state, "params", state), getattr(state, "opt_state", {})
         for kind, tree in ("parameters", params), ("optimizer moments", moments):
             if arrays := describe(tree):
-                whose = "the policy" if name == "state" else f"the {name}"
-                raise NotFinite(f"{what}: {kind} of {whose} are not finite: {arrays}")
+                owner = "the policy" if name == "state" else f"the {name}"
+                raise NotFinite(f"{what}: {kind} of {owner} are not finite: {arrays}")
 
 
 def count_skipped(before: dict[str, int], values: dict[str, float]) -> dict[str, int]:
-    """Steps in a row whose every update was skipped, by prefix of policy and critic.
+    """Count consecutive steps without a taken update, by prefix of policy and critic.
 
     Args:
-        values: metrics of the newest step; one without an update is not counted.
+        values: metrics of the newest step; a step without an update is not counted.
     """
     now = {prefix: values.get(f"{prefix}{SKIPPED}") for prefix in PREFIXES}
     return {
@@ -86,21 +87,21 @@ def count_skipped(before: dict[str, int], values: dict[str, float]) -> dict[str,
 
 
 def reasons(values: dict[str, float], prefix: str = "") -> str:
-    """Causes of the updates that a step skipped, in words."""
+    """Describe why a step skipped updates."""
     return " and ".join(text for name, text in REASONS.items() if values.get(prefix + name))
 
 
 def is_reason(name: str) -> bool:
-    """True if a metric counts a cause of skipped updates, of policy or critic."""
+    """Return True if a metric counts a reason of skipped updates."""
     return name.removeprefix("value_") in REASONS
 
 
 def check_skipped(count: int, limit: int, values: dict[str, float], prefix: str = "") -> None:
-    """Raises `NotFinite` where `limit` (0: never) steps in a row took no update.
+    """Raise `NotFinite` if `limit` consecutive steps (0: no limit) took no update.
 
     Args:
         values: metrics of the newest step.
-        prefix: of their names; a critic has one.
+        prefix: of the metric names of the critic.
     """
     if 0 < limit <= count:
         critic = prefix != ""
