@@ -1,6 +1,12 @@
 """Groups of a step that was killed are read back, and make the step that they would have made."""
 
 import functools
+import glob
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -33,6 +39,9 @@ KEEP = Checkpoint(every_steps=1, keep=9, keep_groups=True)
 
 class Killed(BaseException):
     """Stands for a SIGKILL, which leaves no time to save."""
+
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def opened(folder, identity="of this run", storage=None) -> RolloutJournal:
@@ -194,6 +203,53 @@ def test_a_step_that_kept_groups_ends_with_the_same_bits(
     assert not (tmp_path / "run" / FOLDER).exists()
     prefills, whole = (read_rows(tmp_path / name)[-2]["prefills"] for name in ("run", "whole"))
     assert prefills < whole  # finished groups are not sampled again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_forty_kills_over_settings_change_no_bit(
+    setting, tiny_folder, moe_folder, score_folder, tmp_path
+):
+    policy = str(moe_folder if setting == "experts" else tiny_folder)
+    count = "2" if setting == "two devices" else "1"
+    code = (
+        "import sys, conftest\n"
+        "from kept_groups import make_kept\n"
+        "from dapo_jax.run.run import train\n"
+        "import jax\n"
+        "setting, *folders, count = sys.argv[1:]\n"
+        "devices = jax.devices\n"
+        "jax.devices = lambda *args: devices(*args)[: int(count)]\n"
+        "train(make_kept(setting, *folders, total_steps=3))\n"
+    )
+
+    def start(run_dir: pathlib.Path) -> subprocess.Popen:
+        arguments = [setting, policy, str(score_folder), str(run_dir), count]
+        return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT)
+
+    assert start(tmp_path / "whole").wait() == 0
+    rng = random.Random(setting)
+    run_dir = tmp_path / "run"
+    written = f"{run_dir}/{FOLDER}/*/*.npz"
+    kills = 0
+    while kills < 5:
+        child = start(run_dir)
+        wanted = rng.randint(1, 7)
+        known = set(glob.glob(written))
+        while child.poll() is None:  # until some groups were written, and a moment longer
+            if len(set(glob.glob(written)) - known) >= wanted:
+                time.sleep(rng.uniform(0, 0.2))
+                child.kill()
+                break
+            time.sleep(0.005)
+        if child.wait() == 0:  # it finished before the kill
+            shutil.rmtree(run_dir)
+        else:
+            kills += 1
+    assert start(run_dir).wait() == 0
+    assert differing(run_dir, tmp_path / "whole") == []
+    assert without_costs(run_dir) == without_costs(tmp_path / "whole")
+    assert used(run_dir) == used(tmp_path / "whole")
 
 
 def test_carry_over_takes_groups_as_they_come_and_so_keeps_none(tiny_folder, tmp_path):

@@ -252,6 +252,13 @@ def test_a_process_that_is_lost_in_a_save_leaves_the_checkpoint_before(victim, b
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_however_many_processes_do_the_same(count, base, one, tmp_path):
+    train_with(base, tmp_path / "run", count)
+    assert_same_run(base, tmp_path / "run", one)
+
+
+@pytest.mark.slow
 def test_four_processes_are_gone_within_the_bound_and_two_go_on(base, one, tmp_path):
     victim = 2
     patch = send(IN_STEP_2, "SIGKILL", victim)
