@@ -9,6 +9,7 @@ import grpc
 import pytest
 from served import BUDGET, code_and_details, make_serve_config, serving, slow_down
 
+from dapo_jax.commands.serve import jetstream_server
 from dapo_jax.commands.serve import server as serve
 
 
@@ -56,14 +57,24 @@ def test_a_cancelled_request_gives_its_slot_back(
 ):
     gate = threading.Event()
     steps = slow_down(same_engine, monkeypatch, gate)
+    forgotten = threading.Semaphore(0)
+    forget = jetstream_server.Driver.forget
+
+    def count_forgotten(driver, request):
+        forget(driver, request)
+        forgotten.release()
+
+    monkeypatch.setattr(jetstream_server.Driver, "forget", count_forgotten)
     with serving(make_serve_config(byte_folder)) as server:
-        slots = same_engine.max_concurrent_decodes
-        calls = [server.client.stream("3+4=", BUDGET) for _ in range(slots)]
+        calls = [
+            server.client.stream("3+4=", BUDGET) for _ in range(same_engine.max_concurrent_decodes)
+        ]
         while not steps:
             threading.Event().wait(0.01)
         for call in calls:
             call.cancel()
-        threading.Event().wait(0.3)
+        for _ in calls:
+            assert forgotten.acquire(timeout=30)
         gate.set()
         assert server.client.ask("a", 2)[1] == byte_responses["a"][:2]
         assert len(steps) < BUDGET  # nobody waited for 24 tokens that nobody reads
