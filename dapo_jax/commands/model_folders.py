@@ -63,16 +63,14 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
 
 def train_model(config: SftConfig | DpoConfig) -> "Stopped | None":
     """Train on examples or pairs; return the early stop by a signal, if there was one."""
+    from dapo_jax.run.supervised.dpo import prefer
     from dapo_jax.run.supervised.resume import Stopped
+    from dapo_jax.run.supervised.sft import make_base
 
     try:
         if isinstance(config, SftConfig):
-            from dapo_jax.run.supervised.sft import make_base
-
             make_base(config)
         else:
-            from dapo_jax.run.supervised.dpo import prefer
-
             prefer(config)
     except Stopped as stopped:
         return stopped
@@ -96,16 +94,14 @@ def exit_code(config: SftConfig | DpoConfig) -> int:
 
 def sft() -> int:
     """Run `dapo-jax sft`. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
-    return command_line.run(
-        SftConfig, SFT_USAGE, exit_code, needs_file=False, check_output=check_folder
-    )
+    options = {"needs_file": False, "check_output": check_folder}
+    return command_line.run(SftConfig, SFT_USAGE, exit_code, **options)
 
 
 def dpo() -> int:
     """Run `dapo-jax dpo`, with the exit codes of `sft`."""
-    return command_line.run(
-        DpoConfig, DPO_USAGE, exit_code, needs_file=False, check_output=check_folder
-    )
+    options = {"needs_file": False, "check_output": check_folder}
+    return command_line.run(DpoConfig, DPO_USAGE, exit_code, **options)
 
 
 def export() -> int:
@@ -117,11 +113,5 @@ def export() -> int:
 
         export(config)
 
-    return command_line.run(
-        ExportConfig,
-        EXPORT_USAGE,
-        work,
-        names,
-        needs_file=False,
-        single_process="dapo-jax export",
-    )
+    options = {"needs_file": False, "single_process": "dapo-jax export"}
+    return command_line.run(ExportConfig, EXPORT_USAGE, work, names, **options)

@@ -18,9 +18,7 @@ class Chip:
         hbm_gib: memory; for a TPU the limit that its compiler enforces.
         ici_bytes_per_second: bytes sent to the neighbours, over all links, one way.
         ring_multiple: a dimension whose size is a multiple of this is a ring.
-        dimensions: number of dimensions of its topologies.
         config_name: the compiler's name for the chip's mode.
-        platform: JAX's name.
         dcn_bytes_per_second: bytes sent to other slices: the chip's part of its host's network.
     """
 
@@ -62,6 +60,10 @@ class Topology:
         return self.name if self.slices == 1 else f"{self.slices} x {self.name}"
 
     @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
     def chips(self) -> int:
         return self.slices * math.prod(self.shape)
 
@@ -82,8 +84,8 @@ def check_flag(valid: bool, flag: str, value: object, allowed: str) -> None:
 def parse(name: str, slices: int = 1) -> Topology:
     """Parse a topology such as `v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`."""
     kind, _, text = name.partition(":")
-    kinds = ", ".join(CHIPS)
-    check_flag(kind in CHIPS, "topology", name, f"KIND:SHAPE with a KIND of {kinds}")
+    allowed = f"KIND:SHAPE with a KIND of {', '.join(CHIPS)}, as in v5p:4x4x4"
+    check_flag(kind in CHIPS, "topology", name, allowed)
     chip = CHIPS[kind]
     example = {1: "8", 2: "4x4", 3: "4x4x4"}[chip.dimensions]
     numbers = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text)
