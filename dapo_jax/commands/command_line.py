@@ -106,6 +106,12 @@ def override(config: Any, arguments: list[str]) -> Any:
     return config
 
 
+def check_flag(fits: bool, flag: str, value: Any, allowed: str) -> None:
+    """Raise `ConfigError` that names a flag of a command, not a setting of the config."""
+    if not fits:
+        raise ConfigError(f"--{flag} = {value!r}: must be {allowed}")
+
+
 class FlagParser(argparse.ArgumentParser):
     """Parser of a command's flags that prints errors as one line."""
 

@@ -24,8 +24,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dapo_jax.commands.command_line import FlagParser
-from dapo_jax.runtime.settings import ConfigError, nearest
+from dapo_jax.commands.command_line import FlagParser, check_flag
+from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
 
 MODEL = "models/Qwen2.5-0.5B-Instruct"
@@ -111,32 +111,22 @@ class Selection(NamedTuple):
         return collections.Counter(read_gold("math_label", gold).kind for gold in golds)
 
 
-def check_flag(fits: bool, name: str, value: str, allowed: str) -> None:
-    """Raise `ConfigError` about a flag of this command if its value does not fit."""
-    if not fits:
-        raise ConfigError(f"--{name} = {value!r}: must be {allowed}")
-
-
 def read_first_rows(name: str) -> list[dict[str, Any]]:
     """Return the objects among the first rows of file `name`. Raises `ConfigError`."""
     from etils import epath
 
-    from dapo_jax.data.files import READERS, read_rows, split_suffix
+    from dapo_jax.config.experiment import Data
+    from dapo_jax.data.files import find_files, read_rows
 
-    allowed = f"a file that ends in {', '.join(READERS)}"
-    check_flag(bool(name), "data", name, f"{allowed}: dapo-jax init --data=FILE")
-    remote = "://" in name
-    supported = not remote or name.startswith("gs://")
-    check_flag(supported, "data", name, "a path of this machine or on gs://")
-    path = epath.Path(name)
-    siblings = [] if remote else [str(p) for p in pathlib.Path(name).parent.glob("*")]
-    missing = f"{allowed} (no such file{nearest(name, siblings, 0.7)})"
-    check_flag(path.exists(), "data", name, missing)
-    check_flag(not path.is_dir(), "data", name, f"{allowed}, not a folder")
-    check_flag(bool(split_suffix(path.name)[1]), "data", name, allowed)
-    check_flag(not set(name) & set(",=*?["), "data", name, "a name without , = * ? and [")
+    check_flag(bool(name), "data", name, "a file: dapo-jax init --data=FILE")
+    check_flag(not set(name) & set(",="), "data", name, "a name without , and =")
     try:
-        rows = [row for _, row in itertools.islice(read_rows(path), MAX_ROWS)]
+        files = find_files("data", name, Data().folder, "train")
+    except ConfigError as error:
+        raise ConfigError(f"--{str(error).removeprefix('config.')}") from None
+    every_row = itertools.chain.from_iterable(read_rows(epath.Path(file)) for file in files)
+    try:
+        rows = [row for _, row in itertools.islice(every_row, MAX_ROWS)]
     except ConfigError as error:
         raise ConfigError(f"--data = {name!r}: {error}") from None
     objects = [row for row in rows if isinstance(row, dict)]

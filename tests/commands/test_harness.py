@@ -68,7 +68,7 @@ def get_config():
 
 
 def write_problems(folder: pathlib.Path) -> pathlib.Path:
-    """Chains of two to four sums, with first steps to choose from, of which one is right."""
+    """Write chains of two to four sums, with first steps to choose from."""
     rows, drawn = [], {}
     for number in range(2 * PROBLEMS):
         problem = make_problem("harness", 0, number, 2, 4)

@@ -4,33 +4,24 @@ import dataclasses
 import math
 import re
 
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.commands.command_line import check_flag
 
 GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak figures of an accelerator.
+    """Peak figures of an accelerator."""
 
-    Attributes:
-        flops_per_second: matrix products in bfloat16.
-        hbm_gib: memory; for a TPU the limit that its compiler enforces.
-        ici_bytes_per_second: bytes sent to the neighbours, over all links, one way.
-        ring_multiple: a dimension whose size is a multiple of this is a ring.
-        config_name: the compiler's name for the chip's mode.
-        dcn_bytes_per_second: bytes sent to other slices: the chip's part of its host's network.
-    """
-
-    flops_per_second: float
-    hbm_gib: float
+    flops_per_second: float  # matrix products in bfloat16
+    hbm_gib: float  # for a TPU the limit that its compiler enforces
     hbm_bytes_per_second: float
-    ici_bytes_per_second: float
-    ring_multiple: int
+    ici_bytes_per_second: float  # to the neighbours, over all links, one way
+    ring_multiple: int  # a dimension whose size is a multiple of this is a ring
     dimensions: int
-    config_name: str = "default"
+    config_name: str = "default"  # the compiler's name for the chip's mode
     platform: str = "tpu"
-    dcn_bytes_per_second: float = math.inf
+    dcn_bytes_per_second: float = math.inf  # to other slices: its part of the host's network
 
 
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; resources.nvidia.com, data sheets of H100 SXM and
@@ -73,12 +64,6 @@ class Topology:
         each = math.prod(self.shape)
         eight = self.chip.platform != "tpu" or (each == 8 and self.chip.dimensions == 2)
         return self.slices * math.ceil(each / (8 if eight else 4))
-
-
-def check_flag(valid: bool, flag: str, value: object, allowed: str) -> None:
-    """Raise `ConfigError` that names a flag of the plan, not a setting of the config."""
-    if not valid:
-        raise ConfigError(f"--{flag} = {value!r}: must be {allowed}")
 
 
 def parse(name: str, slices: int = 1) -> Topology:

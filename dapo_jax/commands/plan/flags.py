@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from dapo_jax.commands.plan.chips import Chip, check_flag
+from dapo_jax.commands.command_line import check_flag
+from dapo_jax.commands.plan.chips import Chip
 from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     RecordedWorkload,

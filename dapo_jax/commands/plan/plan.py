@@ -7,7 +7,8 @@ import sys
 import time
 from typing import Any
 
-from dapo_jax.commands.plan.chips import GIB, check_flag, parse
+from dapo_jax.commands.command_line import check_flag
+from dapo_jax.commands.plan.chips import GIB, parse
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.programs import (
     SAMPLING,
@@ -23,7 +24,6 @@ from dapo_jax.commands.plan.programs import (
 from dapo_jax.commands.plan.roofline import (
     Lengths,
     estimate,
-    matrix_weights,
     measure_lengths,
     step_costs,
     training_mfu,
@@ -46,6 +46,13 @@ PHASES = {  # the simulator's costs in each phase of a step
     "update": ("update", "update_token"),
     "hosts": HOSTS,
 }
+SAMPLING_ADVICE = (
+    "lower config.sampler.slots, set config.sampler.pages, or raise config.mesh.decode_tensor"
+)
+TRAINING_ADVICE = (
+    "choose a stronger config.compute.remat, lower config.packing.rows_per_microbatch, or raise "
+    "config.mesh.tensor"
+)
 WEAKER = (
     "A GPU's compiler enforces no memory limit and no kernel was timed: a weaker proof than for a "
     "TPU."
@@ -117,9 +124,10 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
     """Return a Markdown table with aligned columns."""
     cells = [header, *[[str(cell) for cell in row] for row in rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
     lines = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    first, *rest = [f"| {' | '.join(line)} |" for line in lines]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    return "\n".join([first, f"|{rule}|", *rest])
 
 
 def _program_record(plan: Plan, program: CompiledProgram, settings: PlanSettings) -> dict:
@@ -159,8 +167,6 @@ def _step_record(plan: Plan, settings: PlanSettings) -> dict[str, Any] | None:
             for name, parts in PHASES.items()
         },
         "seconds_step": seconds,
-        "tokens_per_second": step.sampled.tokens / rollout,
-        "trained_tokens_per_second": step.kept_tokens / update if update else 0.0,
         "update_mfu": mfu_of_full_rows * step.fill,
         "update_mfu_of_full_rows": mfu_of_full_rows,
         "slot_utilisation": step.utilisation,
@@ -202,42 +208,32 @@ def record(plan: Plan, settings: PlanSettings) -> dict[str, Any]:
 def changes(plan: Plan) -> list[str]:
     """Return a line per program that does not fit: how much is missing, and what to change."""
     lines = []
-    for program in plan.measured.values():
-        if program.fits(plan.limit):
-            continue
+    for name, program in plan.measured.items():
         state = sum(v for k, v in program.alive.items() if k not in ("cache", "prompts"))
+        advice = TRAINING_ADVICE
         if state > plan.limit:
             advice = f"the arrays that stay on a chip take {state / GIB:.1f} GiB alone: more chips"
             advice += ", a smaller model, or config.lora.rank"
-        elif program.name == "load":
+        elif name == "load":
             advice = "set config.sampler.load_layers to load fewer layers at once"
-        elif program.name in SAMPLING:
-            advice = "lower config.sampler.slots, set config.sampler.pages, or raise "
-            advice += "config.mesh.decode_tensor"
-        else:
-            advice = "choose a stronger config.compute.remat, lower "
-            advice += "config.packing.rows_per_microbatch, or raise config.mesh.tensor"
-        missing = (program.together - plan.limit) / GIB
-        lines.append(f"- {program.name}: {missing:.2f} GiB too much; {advice}")
+        elif name in SAMPLING:
+            advice = SAMPLING_ADVICE
+        if not program.fits(plan.limit):
+            missing = (program.together - plan.limit) / GIB
+            lines.append(f"- {name}: {missing:.2f} GiB too much; {advice}")
     return lines
 
 
 def _headline(plan: Plan) -> str:
-    """Return model, topology, sizes and compiler."""
-    layout, topology = plan.layout, plan.layout.topology
-    config, mesh = layout.config, layout.mesh
+    """Return model, topology and compiler."""
+    topology, mesh, sampling = plan.layout.topology, plan.layout.mesh, plan.layout.sampling_mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
-    lines = [
-        f"{config.model.folder} ({matrix_weights(layout.decoder) / 1e9:.2f} G weights that tokens "
-        f"meet) on {topology}, {topology.chips} chips: {sizes or 'one device'}",
-        f"rows of {config.rows().row_tokens:,} tokens, {config.packing.rows_per_microbatch} a "
-        f"microbatch, remat {config.compute.remat!r}, {config.compute.dtype}; "
-        f"{config.sampler.slots} slots",
-        f"compiled by {versions()} in {plan.seconds:.0f} s; nothing ran on a device",
-    ]
-    if layout.sampling_mesh is not mesh:
-        lines.insert(1, f"{mesh.size} chips learn, {layout.sampling_mesh.size} sample")
-    return "\n".join(lines + [WEAKER] * (topology.chip.platform != "tpu"))
+    if sampling is not mesh:
+        sizes += f" learn, {sampling.size} chips sample"
+    model = plan.layout.config.model.folder
+    line = f"{model} on {topology}, {topology.chips} chips: {sizes or 'one device'}"
+    compiler = f"compiled by {versions()} in {plan.seconds:.0f} s; nothing ran on a device"
+    return "\n".join([line, compiler, *[WEAKER] * (topology.chip.platform != "tpu")])
 
 
 def _memory_table(figures: dict[str, Any]) -> str:
@@ -251,11 +247,8 @@ def _memory_table(figures: dict[str, Any]) -> str:
         cells = [f"{size:.2f}" if size else "" for size in sizes]
         fits = "yes" if program["fits"] else "NO"
         rows.append([name, *cells, f"{program['together_bytes'] / GIB:.2f}", fits])
-    limit = figures["limit_bytes"] / GIB
-    title = f"HBM of a chip in GiB, of {limit:.2f} that programs may use:\n\n"
-    host = max(program["host_bytes"] for program in programs.values())
-    host_line = f"\n{host / GIB:.2f} GiB of a host's memory for each chip." if host else ""
-    return title + table(["program", *names, "together", "fits"], rows) + host_line
+    title = f"HBM of a chip in GiB, of {figures['limit_bytes'] / GIB:.2f} that programs may use:"
+    return f"{title}\n\n{table(['program', *names, 'together', 'fits'], rows)}"
 
 
 def _roofline_table(figures: dict[str, Any]) -> str:
@@ -283,8 +276,8 @@ def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str
     size = checkpoint_bytes(config, plan.layout.decoder)
     price = ""
     if settings.price:
-        price = f"; {step['dollars_step']:,.2f} dollars a step, {step['dollars']:,.0f} in all, at "
-        price += f"{settings.price:g} a chip-hour"
+        price = f"; at {settings.price:g} dollars a chip-hour {step['dollars_step']:,.2f} a step "
+        price += f"and {step['dollars']:,.0f} in all"
     lines = [
         f"MFU of the update {step['update_mfu']:.0%}, of full rows "
         f"{step['update_mfu_of_full_rows']:.0%} ({settings.flops:.0%} of the peak, assumed, x "

@@ -262,11 +262,9 @@ def cache_folder() -> pathlib.Path:
 
 
 class Compiler:
-    """Compiler of a layout's programs.
+    """Compiler of a layout's programs, with a cache of results in `folder`, if there is one.
 
-    Args:
-        folder: of cached results by program text; None: no cache.
-        inspect: called with the name and the compiled text of a program that was not cached.
+    `inspect` is called with the name and the compiled text of a program that was not cached.
     """
 
     def __init__(

@@ -81,8 +81,7 @@ def host_costs(config: Config, hosts: int) -> Counts:
     """Return the costs of host work, by field of `Costs`.
 
     They were fitted to `python tests/benchmarks/hosts.py`, a step of 8,192 responses of 4k tokens
-    on an AMD EPYC (the table is in docs/performance.md). More processes do not make them smaller.
-    Decoding texts, 1.4e-7 s a token, overlaps the next burst and costs nothing.
+    on an AMD EPYC (docs/performance.md). Decoding texts overlaps the next burst and costs nothing.
     """
     costs = {
         "host_slot": 9.2e-7,  # scheduling, refilling, filter
@@ -171,10 +170,7 @@ class _Chip:
 
 
 def named_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
-    """Return a mesh of devices that only have names; nothing can be computed on it.
-
-    Raises `ConfigError` if its product is not the number of chips.
-    """
+    """Return a mesh of devices that only have names. Raises `ConfigError` for a wrong product."""
     shape = sharding.mesh_shape(**mesh_sizes(settings), devices=chips)
     devices = np.empty(chips, object)
     devices[:] = [_Chip(i, platform) for i in range(chips)]
@@ -193,14 +189,9 @@ class Text:
 class SimulatedPrograms:
     """`rollout.engine_programs.Programs` that only count, with host arrays and shapes of caches.
 
-    A simulated prompt's tokens are its position in the data.
-
-    Args:
-        shape, mesh, layout, trainer: as for `EnginePrograms`.
-        record: the current step; a simulation replaces it before each step.
-        samples: responses of a group.
-        reads: part of the cache that attention reads in a decode step: 'window' (all positions of
-            all slots), 'existing' (only stored tokens), or 'auto': as the layout's attention.
+    A simulated prompt's tokens are its position in the data. In a decode step, attention reads all
+    positions of all slots (`reads` = 'window'), only stored tokens ('existing'), or what the layout
+    does ('auto').
     """
 
     def __init__(
@@ -236,20 +227,16 @@ class SimulatedPrograms:
 
     def empty(self, *, window: int) -> DecodeState:
         zeros = np.zeros(self._slots, np.int64)
-        arrays: dict[str, Any] = dict(  # of the host instead of the devices
-            caches=jax.eval_shape(lambda: self._layout.empty(window)),
-            tables=None,
-            last_token=zeros,
-            length=zeros,
-            generated=zeros,
-            active=np.zeros(self._slots, bool),
-            key=None,
-            tokens=np.zeros((self._slots, 1), np.int32),
-            logprobs=np.zeros((self._slots, 1), np.float32),
-            busy_slot_steps=np.int64(0),
-            slot_steps=np.int64(0),
-        )
-        return DecodeState(**arrays)
+        arrays: dict[str, Any] = dict.fromkeys(("last_token", "length", "generated"), zeros)
+        arrays |= {
+            "caches": jax.eval_shape(lambda: self._layout.empty(window)),
+            "active": np.zeros(self._slots, bool),
+            "tokens": np.zeros((self._slots, 1), np.int32),
+            "logprobs": np.zeros((self._slots, 1), np.float32),
+            "busy_slot_steps": np.int64(0),
+            "slot_steps": np.int64(0),
+        }
+        return DecodeState(**arrays, tables=None, key=cast(Any, None))
 
     def grow(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=jax.eval_shape(lambda: self._layout.empty(window)))
@@ -446,7 +433,6 @@ class Simulation:
         judge = SimulatedJudge(self._config, record)
         before = self._kept_fraction, record.step, self._carried, self.position
         collection = open_collection(self._config, *before)
-
         hooks = CollectionHooks(on_scored=lambda groups: meter.save_groups(_tokens(groups)))
         collected = collect(collection, self._prompts, self.sampler, judge, hooks)
         meter.add_behind(host_listed=_tokens([*collected.judged, *collected.surplus]))

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from dapo_jax.commands.plan.chips import Topology, check_flag
+from dapo_jax.commands.command_line import check_flag
+from dapo_jax.commands.plan.chips import Topology
 from dapo_jax.runtime.settings import ConfigError
 
 # The environment variable that holds a compiler's flags. Only these variables are passed to
