@@ -238,7 +238,6 @@ def _count_tokens(model: str, texts: list[str]) -> list[int]:
 
 
 def _quote(text: str) -> str:
-    """Return a text as a Python literal in double quotes."""
     return json.dumps(text, ensure_ascii=False)
 
 

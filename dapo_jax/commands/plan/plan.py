@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 import time
@@ -15,7 +16,6 @@ from dapo_jax.commands.plan.programs import (
     CompiledProgram,
     Compiler,
     Layout,
-    cache_folder,
     lay_out,
     limit,
     programs,
@@ -84,7 +84,10 @@ def make_compiler(layout: Layout, settings: PlanSettings) -> Compiler:
     """Return a compiler with the cache folder that the settings name."""
     if settings.cache == "none":
         return Compiler(layout, None)
-    folder = cache_folder() if settings.cache == "auto" else pathlib.Path(settings.cache)
+    folder = pathlib.Path(settings.cache)
+    if settings.cache == "auto":
+        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        folder = pathlib.Path(base) / "dapo_jax" / "plan"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -131,7 +134,6 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
 
 
 def _program_record(plan: Plan, program: CompiledProgram, settings: PlanSettings) -> dict:
-    """Return bytes and seconds of a program."""
     chip = settings.reached(plan.layout.topology.chip)
     unit = estimate(plan.layout, program, plan.lengths)
     seconds, phases = unit.each.seconds(chip), unit.seconds(chip)
@@ -225,7 +227,6 @@ def changes(plan: Plan) -> list[str]:
 
 
 def _headline(plan: Plan) -> str:
-    """Return model, topology and compiler."""
     topology, mesh, sampling = plan.layout.topology, plan.layout.mesh, plan.layout.sampling_mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     if sampling is not mesh:
@@ -237,7 +238,6 @@ def _headline(plan: Plan) -> str:
 
 
 def _memory_table(figures: dict[str, Any]) -> str:
-    """Return the table of GiB of a chip by program and part."""
     programs = figures["programs"]
     names = dict.fromkeys(name for program in programs.values() for name in program["parts"])
     names = [*(name for name in names if name != "temporary"), "temporary"]
@@ -252,7 +252,6 @@ def _memory_table(figures: dict[str, Any]) -> str:
 
 
 def _roofline_table(figures: dict[str, Any]) -> str:
-    """Return the table of seconds of each program's unit by what bounds it."""
     programs = figures["programs"]
     crossed = any(program["work"]["dcn_bytes"] for program in programs.values())
     parts = ["FLOP", "HBM", "ICI", *["DCN"] * crossed]
@@ -269,7 +268,6 @@ def _roofline_table(figures: dict[str, Any]) -> str:
 
 
 def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str:
-    """Return the table of a step's seconds, with tokens and price."""
     rows = [[name, f"{value:,.1f}"] for name, value in step["phases"].items()]
     rows.append(["a step", f"{step['seconds_step']:,.1f}"])
     config, hosts = plan.layout.config, plan.layout.topology.hosts

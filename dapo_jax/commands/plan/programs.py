@@ -176,7 +176,6 @@ def training_programs(layout: Layout, microbatches: int) -> Iterator[Program]:
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:
-    """Return the shapes with shardings."""
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes,
@@ -253,12 +252,6 @@ def versions() -> str:
     """Return the versions of the installed compilers."""
     installed = ((name, [*importlib.metadata.distributions(name=name)]) for name in COMPILERS)
     return ", ".join(f"{name} {copies[0].version}" for name, copies in installed if copies)
-
-
-def cache_folder() -> pathlib.Path:
-    """Return the default folder of cached results."""
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "dapo_jax" / "plan"
 
 
 class Compiler:

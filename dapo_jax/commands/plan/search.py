@@ -75,9 +75,6 @@ class Search:
         self._devices = target_devices(self._topology)
         self._workload = settings.make_workload(config)
 
-    def _lay_out(self, config: Config) -> Layout:
-        return lay_out(config, self._topology, self._devices)
-
     def _measure(self, layout: Layout, programs: Any, name: str) -> CompiledProgram:
         (program,) = (program for program in programs if program.name == name)
         return plan.make_compiler(layout, self._settings).measure(program)
@@ -85,7 +82,7 @@ class Search:
     def _update(self, config: Config) -> CompiledProgram | None:
         """Compile the update of a config; None if it does not fit."""
         try:
-            layout = self._lay_out(config)
+            layout = lay_out(config, self._topology, self._devices)
         except ConfigError:
             return None
         lengths = measure_lengths(config, layout.decoder, self._workload)
@@ -114,7 +111,7 @@ class Search:
 
         def measured(slots: int) -> tuple[Config, Layout, CompiledProgram]:
             tried = changed(config, "sampler", slots=slots * replicas, pages=0)
-            layout = self._lay_out(tried)
+            layout = lay_out(tried, self._topology, self._devices)
             decode = self._measure(layout, sampling_programs(layout), "decode")
             plan.print_progress(f"{slots * replicas} slots: {decode.together / GIB:.1f} GiB")
             return tried, layout, decode
@@ -131,7 +128,7 @@ class Search:
             tried, layout, decode = measured(1 + more)
             if decode.fits(limit(layout)):
                 return tried, decode
-            if not more:
+            if decode.peak is None or not more:
                 return None
             more = more * 9 // 10
 
@@ -142,7 +139,7 @@ class Search:
         if not trained or not sampled:
             return None
         update, (config, decode) = trained[1], sampled
-        layout = self._lay_out(config)
+        layout = lay_out(config, self._topology, self._devices)
         lengths = measure_lengths(config, layout.decoder, self._workload)
         chip = self._settings.reached(self._topology.chip)
         costs = step_costs(layout, {"update": update, "decode": decode}, chip, lengths)

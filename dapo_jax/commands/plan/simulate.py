@@ -461,7 +461,6 @@ class Simulation:
         return self._sampled(record)
 
     def _sampled(self, record: RolloutRecord) -> Step:
-        """Return the figures of a rollout."""
         return Step(
             seconds=dict(record.meter.seconds),
             counts=dict(record.meter.counts),
