@@ -107,7 +107,6 @@ def make(config: Config, settings: PlanSettings) -> Plan:
     """Make the plan of a config."""
     started, topology = time.perf_counter(), parse(settings.topology, settings.slices)
     workload = settings.make_workload(config)
-    print_progress(f"describing {topology}")
     layout = lay_out(config, topology)
     lengths = measure_lengths(config, layout.decoder, workload)
     compiler, measured = make_compiler(layout, settings), {}
