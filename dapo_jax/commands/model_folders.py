@@ -4,8 +4,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import DpoConfig, ExportConfig, SftConfig
-from dapo_jax.config.sections import GENERATED
+from dapo_jax.config.experiment import GENERATED, DpoConfig, ExportConfig, SftConfig
 from dapo_jax.config.validation import check_warmup
 from dapo_jax.runtime.settings import leaves
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dapo_jax.commands import checks
-from dapo_jax.config import sections
+from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime import processes
@@ -157,7 +157,7 @@ class Policy:
         tools = sampling.tools
         require(chat or not tools, "tools", len(tools), "none, or prompts that are messages")
         names = environment_settings(sampling.environment, tools)
-        settings = sections.Environment(max_turns=sampling.max_turns, **names)
+        settings = experiment.Environment(max_turns=sampling.max_turns, **names)
         environments = Environments(settings, self.tokenizer, chat)
         try:
             yield environments

@@ -16,8 +16,7 @@ from typing import Any
 
 from etils import epath
 
-from dapo_jax.config.experiment import Data
-from dapo_jax.config.sections import GENERATED
+from dapo_jax.config.experiment import GENERATED, Data
 from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.files import MAX_MESSAGES, RowLog, find_files, read_rows, split_suffix
 from dapo_jax.data.row_formats import FIELDS, KNOWN, MISSING, look_up, parse_fields, read_row

@@ -9,8 +9,7 @@ import numpy as np
 
 from dapo_jax.commands.plan.cost_model import Meter
 from dapo_jax.commands.plan.workload import Workload
-from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.config.sections import Mesh
+from dapo_jax.config.experiment import Config, Mesh, Reward
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout.decode_step import Starts

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.algorithms import sft
-from dapo_jax.config.experiment import Packing, SftConfig
-from dapo_jax.config.sections import GENERATED
+from dapo_jax.config.experiment import GENERATED, Packing, SftConfig
 from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.supervised import EXAMPLES
