@@ -34,11 +34,10 @@ class Decodes(Ends, Protocol):
 
 
 class Tokenizer:
-    """Tokenizer of a model folder: encodes prompts and decodes responses.
+    """Tokenizer of a model folder.
 
     Attributes:
         end_ids: ids that end a response (`eos_token_id` of generation_config.json or config.json).
-        pad_id: fills unused positions.
         chat: the model's chat template, if it has one.
         begin_ids: ids that begin a prompt; empty for most models.
     """
@@ -72,21 +71,16 @@ class Tokenizer:
 
     def check_fits(self, vocab: int, field: str, folder: str | pathlib.Path) -> None:
         """Raise `ConfigError` if an id is outside a model's vocabulary of `vocab` tokens."""
-        largest = max(self.backend.get_vocab().values())
-        named = f"config.{field} = {str(folder)!r}"
-        if largest >= vocab:
-            raise ConfigError(
-                f"{named}: tokenizer.json has the id {largest}, but the model has {vocab} tokens"
-            )
         ids = {
-            "eos_token_id": self.end_ids,
-            "pad_token_id": (self.pad_id,),
+            "largest id of tokenizer.json": [max(self.backend.get_vocab().values())],
+            "eos_token_id": [*self.end_ids],
+            "pad_token_id": [self.pad_id],
             "the tokens that begin a prompt": self.begin_ids,
         }
         for name, values in ids.items():
             if not all(0 <= token < vocab for token in values):
-                allowed = f"must be from 0 to {vocab - 1}"
-                raise ConfigError(f"{named}: {name} = {list(values)}: {allowed}")
+                allowed = f"must be from 0 to {vocab - 1}, as the model has {vocab} tokens"
+                raise ConfigError(f"config.{field} = {str(folder)!r}: {name} = {values}: {allowed}")
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids` without special tokens."""
@@ -152,10 +146,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Incremental decoder of a response; the pieces joined are its text.
-
-    The text of a token may depend on the one before, so two pieces are decoded together.
-    """
+    """Incremental decoder of a response; it decodes two pieces together, which may depend."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._decode = tokenizer.decode
