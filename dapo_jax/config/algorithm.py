@@ -136,9 +136,7 @@ class Algorithm:
     decay_negative: Positive = setting(1.0, "The same if A < 0.", read=IF_DECAY)
     power_positive: PositiveOr0 = setting(1.0, "gamma's power if A > 0.", read=IF_GAMMA)
     power_negative: PositiveOr0 = setting(1.0, "gamma's power if A < 0.", read=IF_GAMMA)
-    aggregate: Annotated[str, AGGREGATES] = setting(
-        "token_mean", "Loss weights: a key of losses.LOSS_WEIGHTS."
-    )
+    aggregate: Annotated[str, AGGREGATES] = setting("token_mean", "A key of losses.LOSS_WEIGHTS.")
     trained_responses: Literal["all", "correct", "pairs"] = setting(
         "all", "Responses with a loss: a key of losses.TRAINED_RESPONSES."
     )

@@ -530,9 +530,7 @@ class SftConfig:
     data: OwnData = part(OwnData, read=READS_FILES)
     examples: Examples = part(Examples, read=GENERATES)
     max_response_tokens: Count = setting(160, "Longest worked example; then cut.", read=GENERATES)
-    optimizer: Optimizer = part(
-        lambda: Optimizer(learning_rate=1e-5, schedule="cosine", warmup_steps=10)
-    )
+    optimizer: Optimizer = part(lambda: Optimizer(1e-5, "cosine", warmup_steps=10))
     packing: Packing = part(Packing, may_change=True)
     mesh: OneMesh = part(OneMesh, may_change=True)
 
@@ -552,9 +550,7 @@ class DpoConfig:
     save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
     compute: Compute = part(Compute)
     data: OwnData = part(lambda: OwnData(source="", passes=1.0))
-    optimizer: Optimizer = part(
-        lambda: Optimizer(learning_rate=1e-6, schedule="linear", warmup_steps=10)
-    )
+    optimizer: Optimizer = part(lambda: Optimizer(1e-6, "linear", warmup_steps=10))
     packing: Packing = part(Packing, may_change=True)
     mesh: OneMesh = part(OneMesh, may_change=True)
 

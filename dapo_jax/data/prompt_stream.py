@@ -121,22 +121,17 @@ class PromptStream:
 
     def _check_files(self, training: bool) -> None:
         """Raise `ConfigError` if data.fields or the template does not fit the files."""
-        files = {s.name: s for s in [*self.sources, *self.heldout] if not s.generated}
-        require(
-            not training or not self._data.fields or any(file.named for file in files.values()),
-            "data.fields",
-            self._data.fields,
-            f"names that the first rows of a file have, all of them; {', '.join(files)} has others",
-        )
-        for source in [] if "messages" in self.template.reads else [*self.sources, *self.heldout]:
-            ids = [] if source.generated else [p.id for p in every_problem([source]) if p.turns]
-            require(
-                not ids,
-                "data.template",
-                self._data.template,
-                f"chat, or jinja that reads messages: {len(ids)} rows of {source.name} are "
-                f"conversations of several turns, such as {''.join(ids[:1])}",
-            )
+        files = [s for s in [*self.sources, *self.heldout] if not s.generated]
+        data = self._data
+        is_named = not data.fields or any(file.named for file in files)
+        names = ", ".join(dict.fromkeys(file.name for file in files))
+        allowed = f"names that the first rows of a file have, all of them; {names} has others"
+        require(is_named or not training, "data.fields", data.fields, allowed)
+        for file in files if "messages" not in self.template.reads else ():
+            ids = [problem.id for problem in every_problem([file]) if problem.turns]
+            allowed = f"chat, or jinja that reads messages: {len(ids)} rows of {file.name} are "
+            allowed += f"conversations of several turns, such as {''.join(ids[:1])}"
+            require(not ids, "data.template", data.template, allowed)
 
     def _encode(self, problem: Problem) -> tuple[str, list[int]]:
         text = self.template.write(self._opening(problem), self._beside)
@@ -157,9 +152,9 @@ class PromptStream:
         text, tokens = self._encode(problem)
         limit = self._data.max_prompt_tokens
         truncated = len(tokens) > limit
+        if truncated and self._data.overlong_prompts == "drop":
+            return None
         if truncated:
-            if self._data.overlong_prompts == "drop":
-                return None
             begin = self._tokenizer.begin_ids[:limit]
             tokens = begin + tokens[len(tokens) - limit + len(begin) :]
             text = self._tokenizer.decode(tokens)

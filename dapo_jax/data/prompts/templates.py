@@ -53,8 +53,8 @@ def _ask_worker(subject: str, template: str, strict: bool, **job: Any) -> dict:
     try:
         reply = _worker.ask({"template": template, "strict": strict} | job, REPLY_SECONDS)
     except (OSError, ValueError):
-        message = f"{subject} fails: it computes for over 2 s, or needs too much memory"
-        raise TemplateTimeout(message) from None
+        problem = "it computes for over 2 s, or needs too much memory"
+        raise TemplateTimeout(f"{subject} fails: {problem}") from None
     if "error" in reply:
         line = "" if reply["line"] is None else f", line {reply['line']}"
         raise ConfigError(f"{subject} fails{line}: {' '.join(reply['error'].split())}")
