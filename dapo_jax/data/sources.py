@@ -17,7 +17,7 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.config.experiment import GENERATED, Data
-from dapo_jax.data import arithmetic, multi_digit_sums
+from dapo_jax.data import arithmetic
 from dapo_jax.data.files import MAX_MESSAGES, RowLog, find_files, read_rows, split_suffix
 from dapo_jax.data.row_formats import FIELDS, KNOWN, MISSING, look_up, parse_fields, read_row
 from dapo_jax.rewards import gym
@@ -187,7 +187,7 @@ def _generate(field: str, name: str, data: Data, split: str, seed: int) -> Gener
     heldout = split == "heldout"
     if name.startswith(gym.PREFIX):
         return _gym_problems(field, name, data, heldout, seed)
-    make = functools.partial(multi_digit_sums.make_problem, split, seed)
+    make = functools.partial(arithmetic.make_sum, split, seed)
     if name == "arithmetic":
         terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
         make = functools.partial(arithmetic.make_problem, split, seed, **terms)

@@ -286,16 +286,14 @@ def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example
 
     prompts = (Problem("", example.text, "", "").fingerprint for example in examples)
     keys = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
-    sizes = collections.Counter(keys)
     held = set()
-    for key in sorted(sizes):
-        if sizes[key] <= count:
+    for key, size in sorted(collections.Counter(keys).items()):
+        if size <= count:
             held.add(key)
-            count -= sizes[key]
-    parts: tuple[list[Example], list[Example]] = [], []
-    for example, key in zip(examples, keys, strict=True):
-        parts[key in held].append(example)
-    return parts
+            count -= size
+    pairs = list(zip(examples, keys, strict=True))
+    training = [example for example, key in pairs if key not in held]
+    return training, [example for example, key in pairs if key in held]
 
 
 def read_examples(data: OwnData, tokenizer: Tokenizer, row_tokens: int, forms: Forms) -> Examples:

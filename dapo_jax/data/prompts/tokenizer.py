@@ -183,23 +183,13 @@ class UntilStop:
         """Return the text that may be shown now; with `last`, nothing is held back."""
         if self.stopped:
             return ""
-        self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            self.stopped = True
-            return self._held[: min(places)]
-        size = len(self._held) - (0 if last else self._partial_stop())
-        shown = self._held[:size]
-        self._held = self._held[size:]
-        return shown
-
-    def _partial_stop(self) -> int:
-        """Return the largest number of last characters that may begin a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
-                return size
-        return 0
+        text = self._held + text
+        stops = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.stopped = bool(stops)
+        starts = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        size = min(stops) if stops else len(text) - (0 if last else max(starts, default=0))
+        self._held = text[size:]
+        return text[:size]
 
 
 PAD, END = "<|pad|>", "<|end|>"
