@@ -124,7 +124,7 @@ def _message(message: Any, field: str) -> tuple[str, str]:
     content = message.get("content")
     if isinstance(content, list | tuple):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
     if role == "system" and content == "":
         return role, content
     return role, check_text(content, f"{field}: the content of {role!r}").strip()

@@ -123,8 +123,9 @@ class Writer:
             example = self._plain(fields, [check_text(fields[name], name) for name in form])
         elif self._forms is EXAMPLES:
             role = "user" if form == ("messages",) else ASSISTANT
-            answers = _read_messages(fields[form[-1]], form[-1], role)
-            before = _read_messages(fields[form[0]], form[0], "user") if len(form) > 1 else []
+            names = list(form)
+            answers = _read_messages(fields[names[-1]], names[-1], role)
+            before = [m for name in names[:-1] for m in _read_messages(fields[name], name, "user")]
             messages = self._with_system(fields, [*before, *answers])
             example = self._conversation(messages, len(messages) - len(answers))
         else:
