@@ -226,10 +226,10 @@ class Writer:
             raise MalformedRow(f"{name} ends with no message of the role {ASSISTANT!r}")
         if row.get("prompt") is not None:
             before = _read_messages(row["prompt"], "prompt", "user")
-            said, asked = ([(m["role"], m["content"].strip()) for m in t] for t in (answer, before))
-            size = len(asked)
-            if not any(said[i : i + size] == asked for i in range(len(said))):
-                if said[0][0] != ASSISTANT:
+            whole = [(m["role"], m["content"].strip()) for m in answer]
+            prompt = [(m["role"], m["content"].strip()) for m in before]
+            if not any(whole[i : i + len(prompt)] == prompt for i in range(len(whole))):
+                if answer[0]["role"] != ASSISTANT:
                     problem = "begins neither with the prompt nor with an answer to it"
                     raise MalformedRow(f"{name} {problem}")
                 answer = [*before, *answer]

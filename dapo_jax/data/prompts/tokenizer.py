@@ -146,7 +146,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Incremental decoder of a response; it decodes two pieces together, which may depend."""
+    """Incremental decoder of a response; a piece is decoded with the one before it."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._decode = tokenizer.decode
