@@ -16,7 +16,6 @@ import time
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_verifier import worker_of
 
 from dapo_jax.verifier import is_equivalent
 
@@ -74,6 +73,8 @@ wrapped = st.builds(
 
 
 def judge(response: str, answer: str) -> bool:
+    from test_verifier import worker_of  # beside this script
+
     worker = worker_of(os.getpid())
     started = time.monotonic()
     verdict = is_equivalent(response, answer)
