@@ -4,8 +4,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import DpoConfig, ExportConfig, SftConfig
-from dapo_jax.config.sections import GENERATED
+from dapo_jax.config.experiment import GENERATED, DpoConfig, ExportConfig, SftConfig
 from dapo_jax.config.validation import check_warmup
 from dapo_jax.runtime.settings import leaves
 
@@ -47,7 +46,7 @@ to a hub.
 
 def check_folder(config: SftConfig | DpoConfig) -> None:
     """Raise `ConfigError` if the folder must not be written, or the data has no file."""
-    from dapo_jax.data.supervised import find_source
+    from dapo_jax.data.files import find_files
     from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, check_free
 
     check_warmup(config)
@@ -58,7 +57,7 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
 
         check_free("out", adapter_folder(config.out), kind)
     if isinstance(config, DpoConfig) or config.data.source not in GENERATED:
-        find_source(config.data)
+        find_files("data.source", config.data.source, config.data.folder, "train")
 
 
 def train_model(config: SftConfig | DpoConfig) -> "Stopped | None":

@@ -17,7 +17,7 @@ import pytest
 from small_runs import ROOT
 from soak_server import server
 
-from dapo_jax.config.sections import Compute
+from dapo_jax.config.experiment import Compute
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import load_huggingface

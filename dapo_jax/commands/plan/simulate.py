@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from dapo_jax.commands.plan.workload import Drawn, Workload
-from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.config.sections import Mesh
+from dapo_jax.config.experiment import Config, Mesh, Reward
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
