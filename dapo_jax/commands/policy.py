@@ -181,7 +181,7 @@ class Policy:
                 allowed = "none, or prompts that are messages"
                 require(chat or not tools, "tools", len(tools), allowed)
                 names = environment_settings(environment, tools)
-                settings = sections.Environment(max_turns=max_turns, **names)
+                settings = experiment.Environment(max_turns=max_turns, **names)
                 environments = Environments(settings, self.tokenizer, chat)
                 stack.callback(environments.close)
             requests = [self._encode(i, text, environments) for i, text in enumerate(prompts)]
