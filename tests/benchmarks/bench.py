@@ -52,6 +52,25 @@ def json_lines(command: list[str], **options: Any) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+def sample(sampler: Any, params: Any, prompts: Iterable[Any], samples: int, step: int = 0) -> list:
+    """Sample so many responses to each prompt; return the groups in the order of their end."""
+    from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
+    from dapo_jax.structs import SamplingRule
+
+    sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
+    for prompt in prompts:
+        sampler.submit(prompt, samples)
+    groups = []
+    while not sampler.idle:
+        groups += sampler.decode_burst()
+    return groups
+
+
+def flags(settings: str) -> list[str]:
+    """Return settings, separated by spaces, as command-line arguments."""
+    return [f"--config.{setting}" for setting in settings.split()]
+
+
 def command(module: str, *arguments: object) -> str:
     """Run a command of the project in this process, which compiles once for all commands."""
     from dapo_jax.__main__ import entry

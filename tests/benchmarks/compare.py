@@ -1,4 +1,4 @@
-"""Runs our benchmark and the peers' scripts in turn, several rounds, and prints one table.
+"""Runs our benchmark and the peers' in turn, several rounds, and prints one table.
 
     python tests/benchmarks/compare.py --rounds 3 --workload uniform real \\
         --trl V/bin/python --tunix T/bin/python
@@ -16,6 +16,7 @@ import statistics
 import sys
 
 import bench
+from peers import BENCHES
 
 FOLDER = pathlib.Path(__file__).parent
 PEERS = {"trl": "TRL", "tunix": "Tunix"}
@@ -26,13 +27,13 @@ PEERS_SIZES = {"uniform": (128, 1), "real": (512, 8), "smoke": (32, 1)}
 def measure_round(args: argparse.Namespace, workload: str) -> dict:
     """Return our lines, and the peers' seconds for the same responses."""
     new_tokens, batches = PEERS_SIZES[workload]
-    common = ["--repeats", str(args.repeats), "--only", args.only]
+    common = ["--repeats", str(args.repeats), "--only", *args.only]
     command = [sys.executable, str(FOLDER / "ours.py"), "--workload", workload]
     lines = {"dapo_jax": {line["bench"]: line for line in bench.json_lines([*command, *common])}}
     for name in PEERS:
         if python := getattr(args, name):
-            script = str(FOLDER / f"peer_{name}.py")
-            measured = bench.json_lines([python, script, "--new-tokens", str(new_tokens), *common])
+            command = [python, str(FOLDER / "peers.py"), name, "--new-tokens", str(new_tokens)]
+            measured = bench.json_lines([*command, *common])
             lines[name] = {line["bench"]: batches * line["median_s"] for line in measured}
     print(json.dumps(lines | {"workload": workload}), flush=True)
     return lines
@@ -54,16 +55,9 @@ def cells(rounds: list[dict], name: str, peers: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = bench.read_arguments(
+        __doc__, workload=["uniform"], rounds=3, repeats=5, only=list(BENCHES), trl="", tunix=""
     )
-    parser.add_argument("--workload", nargs="*", choices=PEERS_SIZES, default=["uniform"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="rollout,update,step", help="what is timed")
-    for name, title in PEERS.items():
-        parser.add_argument(f"--{name}", help=f"Python with {title} (peer_{name}.py: how)")
-    args = parser.parse_args()
     rounds = {workload: [] for workload in args.workload}
     for _ in range(args.rounds):
         for workload in args.workload:
@@ -72,7 +66,7 @@ def main() -> None:
     heads = ["workload", "bench", "tokens/s", "dapo_jax, s", *(f"{PEERS[p]}, s" for p in peers)]
     bench.print_table([*heads, *["against the better peer"][: len(peers)], "GFLOP/s of matmul"])
     for workload, lines in rounds.items():
-        for name in args.only.split(","):
+        for name in args.only:
             bench.print_row([workload, name, *cells(lines, name, peers)])
 
 

@@ -3,8 +3,6 @@
 import ast
 import pathlib
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[2]
 CALLS = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {("os", "system"), ("os", "popen"), ("yaml", "load"), ("builtins", "eval")}
@@ -35,17 +33,7 @@ def test_no_module_runs_data():
     assert {path: names for path, names in all_reasons.items() if names} == ALLOWED
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "eval(x)",
-        "import pickle",
-        "from pickle import load",
-        "run(x, shell=True)",
-        "yaml.load(x)",
-        "np.load(x, allow_pickle=True)",
-        "os.system(x)",
-    ],
-)
-def test_the_search_finds_such_calls(text):
-    assert reasons(text)
+def test_the_search_finds_such_calls():
+    shown = ["eval(x)", "import pickle", "from pickle import load", "run(x, shell=True)"]
+    shown += ["yaml.load(x)", "np.load(x, allow_pickle=True)", "os.system(x)"]
+    assert all(map(reasons, shown))

@@ -79,9 +79,7 @@ def test_links_of_the_description_lead_to_files_of_the_repository(wheel):
 
 def test_the_repository_has_one_address():
     tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-    own = re.compile(
-        r"https://(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/dapo[_-]jax)"
-    )
+    own = re.compile(r"(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/dapo[_-]jax)")
     for path in filter(None, tracked):
         text = (ROOT / path).read_bytes().decode("utf-8", "ignore")
         assert {f"https://github.com/{name}" for name in own.findall(text)} <= {REPOSITORY}, path

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import bench
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -108,19 +109,6 @@ def test_our_benchmark_and_the_comparison_run():
     assert len(table) == 3 and table[-1].startswith("| smoke | update |")
 
 
-@pytest.mark.parametrize(
-    "peer, package", [("trl", "trl==1.16.0"), ("tunix", "google-tunix==0.1.7")]
-)
-def test_a_peers_script_names_what_to_install_and_checks_its_arguments(peer, package):
-    command = [sys.executable, str(ROOT / f"tests/benchmarks/peer_{peer}.py")]
-    done = subprocess.run([*command, "--repeats", "1"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith(f"peer_{peer}.py: ")
-    assert "pip install" in done.stderr and package in done.stderr
-    done = subprocess.run([*command, "--only", "rolout"], capture_output=True, text=True)
-    assert done.returncode == 2 and "rolout: is none of rollout, update, step" in done.stderr
-
-
 def test_chosen_rows_are_fuller():
     rows = run("benchmarks/fill.py").splitlines()[2:]
     shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
@@ -141,7 +129,9 @@ def test_seconds_go_to_kinds_of_operations():
 
 
 def test_rollouts_of_several_turns_are_timed():
-    _, _, *rows = run("benchmarks/turns.py", "--smoke").splitlines()
+    sizes = ("--seconds", 0.01, "--wait", 1, "--prompts", 1, "--samples", 2, "--slots", 2)
+    output = run("benchmarks/turns.py", *sizes, "--workers", 1, "--rounds", 1)
+    _, _, *rows = output.splitlines()
     assert [row.split("|")[3].strip() for row in rows] == ["prefilled", "kept"]
     assert [float(row.split("|")[7].split()[0]) > 0 for row in rows] == [True, False]
 
@@ -167,30 +157,18 @@ def test_ways_to_learn_from_a_teacher_are_compared(tmp_path, run_here):
     assert arms[2:] == ["dapo", "distilled", "both", "imitated"] and len(arms) == 6
 
 
-TINY = [
-    "--config.total_steps=2",
-    "--config.algorithm.importance_cap=2",
-    "--config.compute.scan_unroll=1",
-    "--config.rollout.prompts_per_step=4",
-    "--config.rollout.samples_per_prompt=4",
-    "--config.rollout.updates_per_rollout=2",
-    "--config.data.min_terms=2",
-    "--config.data.max_terms=3",
-    "--config.data.heldout_problems=4",
-    "--config.evaluation.every_steps=0",
-    "--config.evaluation.samples_per_problem=1",
-    "--config.sampler.slots=16",
-    "--config.sampler.max_response_tokens=24",
-    "--config.packing.row_tokens=64",
-    "--config.packing.rows_per_microbatch=4",
-    "--config.log.report=false",
-    "--config.log.tensorboard=false",
-]
+TINY = (
+    "total_steps=2 algorithm.importance_cap=2 compute.scan_unroll=1 rollout.prompts_per_step=4 "
+    "rollout.samples_per_prompt=4 rollout.updates_per_rollout=2 data.min_terms=2 data.max_terms=3 "
+    "data.heldout_problems=4 evaluation.every_steps=0 evaluation.samples_per_problem=1 "
+    "sampler.slots=16 sampler.max_response_tokens=24 packing.row_tokens=64 "
+    "packing.rows_per_microbatch=4 log.report=false log.tensorboard=false"
+)
 
 
 def test_presets_and_values_of_a_setting_are_compared(base, tmp_path, run_here):
     shutil.copytree(base, tmp_path / "base_0")
     varied = ("--presets", "dapo", "--vary", "rollout.carry_over=none,all")
-    output = run_here("family", "--seeds", 1, "--folder", tmp_path, *varied, *TINY)
+    output = run_here("family", "--seeds", 1, "--folder", tmp_path, *varied, *bench.flags(TINY))
     assert output.count("| `dapo` none |") == output.count("| `dapo` all |") == 2
     assert "not finite: none" in output

@@ -82,15 +82,9 @@ def likeliest_responses() -> dict[str, list[int]]:
 
 def make_serve_config(folder: pathlib.Path, **changes) -> ServeConfig:
     """Four slots on one device, any free port, the likeliest token."""
-    settings = {
-        "slots": 4,
-        "max_prompt_tokens": 20,
-        "max_response_tokens": BUDGET,
-        "port": 0,
-        "http_port": 0,
-        "temperature": 0.0,
-    }
-    config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings | changes)
+    sizes = {"slots": 4, "max_prompt_tokens": 20, "max_response_tokens": BUDGET}
+    settings = sizes | {"port": 0, "http_port": 0, "temperature": 0.0} | changes
+    config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings)
     checks.check(config)
     return config
 
@@ -115,25 +109,24 @@ def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
 
 
 class Client:
-    """JetStream's published stub, with calls that are as short as tests want them."""
+    """JetStream's published stub with short calls; `send` takes bytes as they are."""
 
     def __init__(self, port: int):
         self.port = port
         channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-        self.stub, self.close = stubs.OrchestratorStub(channel), channel.close
-        self.send = channel.unary_stream(
-            "/jetstream_proto.Orchestrator/Decode"
-        )  # bytes as they are
+        self.stub = stubs.OrchestratorStub(channel)
+        self.close = channel.close
+        self.send = channel.unary_stream("/jetstream_proto.Orchestrator/Decode")
 
     def is_live(self) -> bool:
         return self.stub.HealthCheck(messages.HealthCheckRequest()).is_live
 
     def stream(self, prompt: str | list[int], max_tokens: int, **fields):
-        """The call: an iterator of responses that can be cancelled."""
+        """Return the call, an iterator of responses that can be cancelled."""
         if isinstance(prompt, str):
-            fields["text_content"] = messages.DecodeRequest.TextContent(text=prompt)
+            fields["text_content"] = {"text": prompt}
         else:
-            fields["token_content"] = messages.DecodeRequest.TokenContent(token_ids=prompt)
+            fields["token_content"] = {"token_ids": prompt}
         return self.stub.Decode(messages.DecodeRequest(max_tokens=max_tokens, **fields), timeout=60)
 
     def ask(self, prompt: str | list[int], max_tokens: int) -> tuple[str, list[int]]:
@@ -154,11 +147,7 @@ def code_and_details(call) -> tuple[grpc.StatusCode, str]:
 
 
 class Server:
-    """`serve.serve` in a thread.
-
-    Attributes:
-        error: what it raised.
-    """
+    """`serve.serve` in a thread; `error` is the exception that it raised."""
 
     def __init__(self, config: ServeConfig):
         self.error: Exception | None = None
@@ -181,7 +170,7 @@ class Server:
         self._ready.set()
 
     def stop(self, wait: bool = True) -> None:
-        """Asks it to leave, as SIGTERM does."""
+        """Ask it to leave, as SIGTERM does."""
         self._leave.set()
         if wait:
             self.join()
@@ -219,7 +208,6 @@ def http_serving(folder, **changes):
 def connect(port: int, body: Any, **headers: str) -> http.client.HTTPConnection:
     """Connection after sending a body and before reading the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request(
-        "POST", "/v1/completions", body, {"Content-Type": "application/json"} | headers
-    )
+    headers = {"Content-Type": "application/json"} | headers
+    connection.request("POST", "/v1/completions", body, headers)
     return connection
