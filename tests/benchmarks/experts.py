@@ -76,10 +76,8 @@ def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
     components = build(config)
     learner = components.learners.policy
     params = components.first_params()
-    asked, samples = (
-        itertools.islice(components.prompts, prompts),
-        config.rollout.samples_per_prompt,
-    )
+    asked = itertools.islice(components.prompts, prompts)
+    samples = config.rollout.samples_per_prompt
     groups = bench.sample(components.sampler, params, asked, samples)
     pairs = [(prompt, done) for prompt, group in groups for done in group]
     segments = [Segment(prompt, done, i) for i, (prompt, done) in enumerate(pairs)]
