@@ -109,7 +109,6 @@ def tiny_params():
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory, tiny_params):
-    """A model folder of the tiny decoder with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = arithmetic_tokenizer()
     save_huggingface.save_folder(folder, tiny_params, TINY, tokenizer.end_ids)
@@ -124,7 +123,6 @@ MOE = dataclasses.replace(
 
 @pytest.fixture(scope="session")
 def moe_folder(tmp_path_factory, tiny_folder):
-    """A model folder of experts with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("moe")
     params = nn.unbox(init_params(MOE, jax.random.key(0)))
     params["embedding"] *= 20
@@ -135,13 +133,11 @@ def moe_folder(tmp_path_factory, tiny_folder):
 
 @pytest.fixture(scope="session")
 def score_params(tiny_params):
-    """The tiny decoder with a scalar head."""
     return tiny_params | {"score": jax.random.normal(jax.random.key(3), (TINY.embed,))}
 
 
 @pytest.fixture(scope="session")
 def score_folder(tmp_path_factory, tiny_folder, score_params):
-    """A reward model's folder with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("score")
     save_huggingface.save_folder(folder, score_params, scalar_config(TINY), (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)
@@ -250,7 +246,6 @@ def cloud(tmp_path, checkout):
 
 @pytest.fixture(scope="module")
 def saved_run(tiny_folder, eight_devices, tmp_path_factory):
-    """Two checkpoints of a run, and the folder of its model."""
     from output_folders import save_run
 
     return save_run(tiny_folder, eight_devices, tmp_path_factory)
@@ -258,7 +253,6 @@ def saved_run(tiny_folder, eight_devices, tmp_path_factory):
 
 @pytest.fixture
 def write_run(tmp_path):
-    """Writes the folder of a run that was never made."""
     from reports import run_writer
 
     return run_writer(tmp_path)

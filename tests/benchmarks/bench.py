@@ -33,7 +33,6 @@ def read_arguments(description: str | None, *, others: bool = False, **defaults:
 
 
 def print_table(heads: Iterable[str], rows: Iterable[Iterable[object]] = ()) -> None:
-    """Print the head of a Markdown table and its rows."""
     heads = list(heads)
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for row in rows:

@@ -41,7 +41,6 @@ COSTS = {
 
 
 def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
-    """Return the figures of a run."""
     given = folder / "arguments.txt"
     if given.exists() and given.read_text() != "\n".join(arguments):
         raise SystemExit(f"{folder} was made with other arguments; take another --folder")
@@ -89,7 +88,6 @@ def supervised(root: pathlib.Path, base: pathlib.Path, seed: int) -> dict:
 
 
 def cells(runs: list[dict], formats: dict[str, str]) -> list[str]:
-    """Return the means over the seeds."""
     means = {name: statistics.mean(run.get(name, float("nan")) for run in runs) for name in formats}
     return [form.format(means[name]) for name, form in formats.items()]
 

@@ -32,7 +32,6 @@ def laws(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def split(lengths: np.ndarray) -> list[list[Segment]]:
-    """Return the segments of each update."""
     prompt = Prompt(0, "0", "", np.ones(PROMPT_TOKENS, np.int32), "", "")
     segments = []
     for i, count in enumerate(np.clip(lengths, 1, LIMIT).astype(int)):

@@ -39,7 +39,6 @@ COLUMNS = {
 
 
 def make_workload(axis: str, size: int, smoke: bool):
-    """Return the workload of a point."""
     from ours import DECODER, SMOKE_DECODER, Workload
 
     sizes = {"limit": 8 if smoke else 128, "devices": 2, "group": 8, axis: size}

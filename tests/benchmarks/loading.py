@@ -38,7 +38,6 @@ EXPERTS = dataclasses.replace(
 
 
 def write(folder: pathlib.Path, config: DecoderConfig) -> None:
-    """Write a random folder of that shape, with files of at most 1 GB."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     leaves = (

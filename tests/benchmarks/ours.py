@@ -193,7 +193,6 @@ class Calls:
         return TrainerState(0, LearnerStates(policy), SourceState(kept_fraction=1.0))
 
     def rollout(self) -> int:
-        """Sample all responses of a step."""
         sampler, prompts = self.parts.sampler, RandomPrompts()
         asked = [next(prompts) for _ in range(self.workload.prompts)]
         bench.sample(sampler, self.params, asked, self.workload.group, self.rollouts)
@@ -261,7 +260,6 @@ def seconds_by_kind(folder: str) -> dict[str, float]:
 
 
 def profile(name: str, call: Callable[[], float]) -> None:
-    """Print the seconds of one call by kind of operation."""
     call()
     call()
     with tempfile.TemporaryDirectory() as folder:

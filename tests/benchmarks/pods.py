@@ -52,7 +52,6 @@ class Run:
     programs: str = PROGRAMS
 
     def config(self, folder: str) -> settings.Config:
-        """Return the config for a model folder."""
         axes = dict(part.split("=") for part in self.mesh.split(","))
         mesh = settings.Mesh(**{name: int(size) for name, size in axes.items()})
         replicas = mesh.data * mesh.fsdp

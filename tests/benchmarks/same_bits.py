@@ -76,7 +76,6 @@ RUNS |= {"guessing": ("guessing.py", ""), "sft": ("arithmetic_sft.py", ""), "dpo
 
 
 def run(command: str, *arguments: str, processes: int = 1) -> None:
-    """Run a command of the library; raises if it fails."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     env = os.environ | {
@@ -100,7 +99,6 @@ def run(command: str, *arguments: str, processes: int = 1) -> None:
 
 
 def digest(folder: pathlib.Path) -> str:
-    """Return the SHA-256 of the tensors of a model folder."""
     parts = (path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -168,7 +166,6 @@ PAIRS = [
 
 
 def record(name: str, models: dict[str, str], work: pathlib.Path) -> dict:
-    """Run one entry of RUNS and return its rows, responses and digests of parameters."""
     config, changes = RUNS[name]
     source = f"--config={ROOT}/configs/{config}"
     run_dir, exported = work / "run", work / "exported"

@@ -83,7 +83,6 @@ def fit(
 
 
 def read_rows(folder: pathlib.Path) -> list[dict]:
-    """Return the rows of a run's steps."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if row["step"] > 0]
 

@@ -52,7 +52,6 @@ def start_workers(environments: Environments, prompt: Prompt) -> None:
 
 
 def rollout(config: Config, step_seconds: float) -> tuple[float, SamplerCounts]:
-    """Return seconds and counts of one rollout."""
     os.environ[SECONDS] = str(step_seconds)
     checks.check(config)
     with contextlib.ExitStack() as stack:

@@ -42,7 +42,6 @@ class Client(NotebookClient):
 
 
 def execute(notebook: nbformat.NotebookNode, folder: pathlib.Path, **environment: str) -> None:
-    """Run every cell in a kernel that stands in the folder; raise CellExecutionError."""
     client = Client(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
     client.execute(env=os.environ | {"PYTHONPATH": str(ROOT)} | environment)
 

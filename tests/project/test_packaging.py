@@ -122,7 +122,6 @@ def test_the_readmes_commands_run_from_a_wheel_in_an_empty_folder(wheel, tmp_pat
 
 
 def pins(*wanted: str) -> dict[str, str]:
-    """Versions by name of the packages that a script of launch/ would install."""
     line = f"source launch/pins.sh && pins {' '.join(wanted)}"
     text = subprocess.check_output(["bash", "-c", line], text=True, cwd=ROOT)
     entries = re.split(r"\n(?=\S)", re.sub("^#.*\n", "", text, flags=re.MULTILINE).strip())

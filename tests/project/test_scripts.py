@@ -16,7 +16,6 @@ ONE_DEVICE = " --xla_force_host_platform_device_count=1"  # the last such flag c
 
 
 def run(script: str, *arguments: object) -> str:
-    """Return what a script prints. Fail if it does."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / script), *map(str, arguments)],
         capture_output=True,
@@ -30,7 +29,6 @@ def run(script: str, *arguments: object) -> str:
 
 @pytest.fixture
 def run_here(monkeypatch, capsys, alone):
-    """Calls the main function of a benchmark in this process; returns what it prints."""
     monkeypatch.chdir(ROOT)
 
     def call(name: str, *arguments: object) -> str:

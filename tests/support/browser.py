@@ -67,14 +67,12 @@ class Browser:
         return message["result"]
 
     def run(self, code: str) -> Any:
-        """Return the awaited value of an expression of JavaScript."""
         options = {"awaitPromise": True, "returnByValue": True}
         answer = self.call("Runtime.evaluate", expression=code, **options)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Wait until an expression of JavaScript is true."""
         assert self.run(UNTIL.format(f"({condition})")), (condition, self.trouble)
 
     def open(self, page: pathlib.Path, width: int) -> None:
@@ -96,7 +94,6 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(folder: pathlib.Path) -> Iterator[Browser]:
-    """Start a browser with a profile in that folder."""
     line = ["bash", "-c", PIPES, CHROMIUM, *FLAGS, f"--user-data-dir={folder}"]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:

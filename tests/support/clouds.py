@@ -56,7 +56,6 @@ class Cloud:
         return subprocess.Popen(line, cwd=self.tree, env=environment, **pipes, **options)
 
     def call(self, *words: str, expect: int = 0, **options: str) -> str:
-        """Return what a script prints. Fail if the exit code is another."""
         return output_of(self.start(*words, **options), expect)
 
     def does(self, action: str, *words: str, expect: int = 0) -> str:
@@ -81,7 +80,6 @@ class Cloud:
         return (self.folder / "node.json").exists()
 
     def is_training(self) -> bool:
-        """Return whether a trainer of this folder is alive."""
         mine = f"STUB={self.folder}\0".encode()
         for process in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

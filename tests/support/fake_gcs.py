@@ -76,7 +76,6 @@ class FakeStore:
         self._generation, self._requests = 1_700_000_000_000_000, 0
 
     def fate(self) -> int | str | None:
-        """Return the failure of the next request."""
         with self.lock:
             self._requests += 1
             rng = random.Random(f"0 {self._requests}")
@@ -110,7 +109,6 @@ class FakeStore:
             return json.dumps(self.describe(bucket, name)).encode()
 
     def describe(self, bucket: str, name: str) -> dict[str, str]:
-        """Return the metadata of an object as in the JSON API."""
         found = self.objects[bucket][name]
         return {
             "kind": "storage#object",
@@ -293,7 +291,6 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 def make_certificate(folder: pathlib.Path) -> pathlib.Path:
-    """Write a key and the certificate that says it is Google's, in one file."""
     path = folder / "fake_gcs.pem"
     command = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-days", "2"]
     command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=fake"]
@@ -304,7 +301,6 @@ def make_certificate(folder: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def serve(folder: pathlib.Path, *buckets: str) -> Iterator[FakeStore]:
-    """Serve empty buckets. The certificate goes into the folder."""
     certificate, store = make_certificate(folder), FakeStore(*buckets)
     server = Server(("127.0.0.1", 0), Handler)
     server.store, server.tls = store, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

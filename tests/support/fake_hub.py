@@ -44,7 +44,6 @@ class FakeHub(http.server.ThreadingHTTPServer):
         self.repositories[name] = {"private": private, "files": dict(files), "tags": list(tags)}
 
     def answer(self, path: str, body: bytes, user: dict | None) -> tuple[Any, int, str]:
-        """Return the content, the status and the error code of an answer."""
         parts = path.replace("/api/models/", "/").replace(".git/", "/").split("/")[1:]
         if path == self.refused:
             return {"error": "the disk of the hub is full"}, 500, ""

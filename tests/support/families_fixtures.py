@@ -80,7 +80,6 @@ def greedy_tokens(folder, mesh):
 
 
 def export(folder, out, mesh, **options):
-    """What `folder` holds, read onto a mesh and written again."""
     out.mkdir()
     config = load_huggingface.read_config(folder)
     params = load_huggingface.load_params(folder, config, mesh)
@@ -91,7 +90,6 @@ def export(folder, out, mesh, **options):
 
 
 def stored_bytes(folder):
-    """Every tensor of a folder: dtype, shape and bytes."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         file = safe_open(path, framework="numpy")

@@ -17,6 +17,5 @@ def make_sampler(config, mesh, frozen=None) -> Scheduler:
 
 
 def sample(sampler, params, rule=RULE):
-    """Return four responses to each of three prompts."""
     done = samplers.sample(sampler, params, PROMPTS, 4, rule)
     return [completion for index in sorted(done) for completion in done[index]]

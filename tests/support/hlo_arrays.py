@@ -59,13 +59,11 @@ def _counted(names: list[str]) -> list[str]:
 
 
 def kernels(text: str) -> list[str]:
-    """Return the Pallas kernels of a TPU's program with the number of calls."""
     call = r"%([\w\-]+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\""
     return _counted(re.findall(call, text))
 
 
 def largest(arrays: list[Instruction], count: int) -> list[str]:
-    """Return the largest arrays, by shape, with the source of one."""
     kinds = {str(array): array for array in arrays}
     return [
         f"{array} {array.bytes / 2**30:.2f} GiB ({'/'.join(array.source.split('/')[-3:])})"
@@ -74,12 +72,10 @@ def largest(arrays: list[Instruction], count: int) -> list[str]:
 
 
 def square(arrays: list[Instruction], length: int) -> list[str]:
-    """Return the arrays with two dimensions of that length."""
     return sorted({str(array) for array in arrays if array.shape.count(length) > 1})
 
 
 def over(arrays: list[Instruction], sizes: set[int], lengths: set[int]) -> list[str]:
-    """Return the arrays with a dimension in `sizes` and another in `lengths`."""
     shapes = {str(array): set(array.shape) for array in arrays}
     return sorted(name for name, of in shapes.items() if sizes & of and lengths & (of - sizes))
 

@@ -74,7 +74,6 @@ def final_arrays(run_dir: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def differing(run_dir: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """Return the paths of the arrays that differ in a bit."""
     arrays, others = final_arrays(run_dir), final_arrays(other)
     assert arrays.keys() == others.keys() and len(arrays) > 10
     return [path for path in arrays if arrays[path].tobytes() != others[path].tobytes()]

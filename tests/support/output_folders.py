@@ -39,7 +39,6 @@ KINDS = {"sft": TRAINED, "dpo": PREFERRING}
 
 
 def snapshot(folder: pathlib.Path) -> dict[str, tuple]:
-    """Return modes, times and bytes of everything below, by name."""
     contents = {}
     for path in sorted(folder.rglob("*")):
         status, content = path.lstat(), path.read_bytes() if path.is_file() else None

@@ -120,7 +120,6 @@ def spread_coefficients(loop, batch, responses):
 
 
 def changed(name, **changes):
-    """A preset with changes."""
     return dataclasses.replace(PRESETS[name](), **changes)
 
 

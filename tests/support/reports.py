@@ -39,8 +39,6 @@ def response(index: int, sample: int, **values) -> dict:
 
 
 def run_writer(tmp_path):
-    """Writes the folder of a run that was never made."""
-
     def write(name: str, steps: int = 20, rollouts=(), seed: int = 0, rows=None, **changes) -> str:
         folder = tmp_path / name
         (folder / "rollouts").mkdir(parents=True)
@@ -81,6 +79,5 @@ class Scripts(html.parser.HTMLParser):
 
 
 def data_of(text: str) -> dict:
-    """What the page is drawn from."""
     data, rollouts, *_ = map(json.loads, Scripts(text).scripts[:2])
     return data | {"rollouts": rollouts}

@@ -40,7 +40,6 @@ def make_engine(
 
 
 def make_sampler(mesh, *sizes, **settings) -> Scheduler:
-    """Return a scheduler on an engine of `make_engine`."""
     return Scheduler(make_engine(mesh, *sizes, **settings), TOKENIZER, seed=5)
 
 

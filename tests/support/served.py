@@ -61,7 +61,6 @@ def make_byte_params() -> dict:
 
 
 def make_byte_folder(folder: pathlib.Path) -> pathlib.Path:
-    """A model folder of a random policy over bytes."""
     save_huggingface.save_folder(folder, make_byte_params(), BYTES_DECODER, TOKENIZER.end_ids)
     TOKENIZER.backend.save(str(folder / "tokenizer.json"))
     return folder
@@ -132,7 +131,6 @@ class Client:
         return self.stub.Decode(messages.DecodeRequest(max_tokens=max_tokens, **fields), timeout=60)
 
     def ask(self, prompt: str | list[int], max_tokens: int) -> tuple[str, list[int]]:
-        """Text and ids of a whole response."""
         return read(self.stream(prompt, max_tokens))
 
 
@@ -142,7 +140,6 @@ def read(responses) -> tuple[str, list[int]]:
 
 
 def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
-    """Return text and ids of concurrent requests to JetStream's orchestrator."""
     orchestrator = jetstream_server.orchestrator.LLMOrchestrator(driver)
 
     async def respond(request):
@@ -158,7 +155,6 @@ def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
 
 
 def code_and_details(call) -> tuple[grpc.StatusCode, str]:
-    """How a call fails."""
     with pytest.raises(grpc.RpcError) as raised:
         read(call)
     return raised.value.code(), raised.value.details()
@@ -188,7 +184,6 @@ class Server:
         self._ready.set()
 
     def stop(self, wait: bool = True) -> None:
-        """Ask it to leave, as SIGTERM does."""
         self._leave.set()
         if wait:
             self.join()
@@ -215,7 +210,6 @@ def make_openai(port: int) -> openai.OpenAI:
 
 @contextlib.contextmanager
 def http_serving(folder, **changes):
-    """Server with OpenAI's client."""
     port = free_port()
     config = make_serve_config(folder, http_port=port, served_name="policy", **changes)
     with serving(config) as server:

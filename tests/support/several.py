@@ -41,8 +41,6 @@ sys.exit(processes.run(lambda: checks.guarded(lambda: train(config) and None)))
 
 @dataclasses.dataclass
 class Ended:
-    """What is left of a process."""
-
     code: int
     out: str
     err: str

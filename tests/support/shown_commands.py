@@ -213,7 +213,6 @@ def check_python_script(words: list[str]) -> str:
 
 
 def check_pip(words: list[str]) -> str | None:
-    """Check the extras of this project; None for another package."""
     project = re.fullmatch(r"(?:dapo_jax|\.)(?:\[([\w,]+)\])?", words[-1])
     if words[1] != "install" or not project:
         return None
@@ -223,7 +222,6 @@ def check_pip(words: list[str]) -> str | None:
 
 
 def check_tool(words: list[str]) -> str:
-    """Check a program of a package that setup.py names."""
     unknown = set(words[1:]) - TOOLS[words[0]]
     return f"{words[0]}: unknown here: {unknown}" if unknown else ""
 

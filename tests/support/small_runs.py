@@ -35,7 +35,6 @@ STEPS = 4
 
 
 def make_small_base(folder: pathlib.Path) -> pathlib.Path:
-    """A policy that knows the format and guesses the sums."""
     config = experiment.SftConfig(
         out=str(folder),
         total_steps=60,
@@ -116,7 +115,6 @@ def make_groups(config: Config) -> list[Group]:
 
 
 def equal(left, right) -> bool:
-    """Whether every array of two trees is the same, bit for bit."""
     return all(jax.tree.leaves(jax.tree.map(np.array_equal, left, right)))
 
 
@@ -128,13 +126,10 @@ def read_rows(run_dir) -> list[dict]:
 
 
 def read_rollouts(run_dir, folder="rollouts") -> dict[str, str]:
-    """The rollouts or evaluations files by name."""
     return {path.name: path.read_text() for path in sorted((run_dir / folder).iterdir())}
 
 
 class GivenGroups:
-    """A source of rollouts that gives the same groups in every step."""
-
     def __init__(self, groups: list[Group]):
         count = len(groups)
         batch = CollectedGroups(groups, groups, [], count, [], count, 1.0, 0, 0, 0, False)
@@ -156,7 +151,6 @@ def start(components: Components, step: int = 0, critic: bool = False) -> Traine
 
 
 def step_on(components: Components, state: TrainerState, groups) -> tuple[TrainerState, StepRecord]:
-    """One step whose rollouts are `groups`."""
     given = dataclasses.replace(components.trainer(), source=GivenGroups(groups))
     return train_step(given, state)
 

@@ -18,13 +18,11 @@ LARGE = dataclasses.replace(TINY, **SHAPE, tie_embeddings=False)
 
 
 def make_teacher(config: DecoderConfig = LARGE):
-    """Random parameters whose distributions are not flat."""
     params = nn.unbox(init_params(config, jax.random.key(9)))
     return params | {"head": params["head"] * 8} if "head" in params else params
 
 
 def write_teacher(folder: pathlib.Path, tiny_folder: pathlib.Path, config=LARGE) -> pathlib.Path:
-    """Write `make_teacher` with the tiny policy's tokenizer; return the folder."""
     folder.mkdir()
     save_huggingface.save_folder(folder, make_teacher(config), config, (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)

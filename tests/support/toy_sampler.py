@@ -79,7 +79,6 @@ class ToySampler:
         return finished
 
     def extend(self, running):
-        """Return the new tokens of each running response, and their log-probs."""
         rows, lengths = np.zeros((self.rows, WIDTH), np.int32), np.ones(self.rows, np.int32)
         keys, positions = [jax.random.key(0)] * self.rows, np.zeros(self.rows, np.int32)
         for row, (request, i) in enumerate(running):
