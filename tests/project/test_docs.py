@@ -100,7 +100,6 @@ def test_every_command_is_accepted(page, in_the_root):
         "bash launch/local.sh --procesess=2": "no flag",
         "python tests/benchmarks/pages.py --slot=x": "slot",
         "pip install 'dapo_jax[tpus]'": "no such extra",
-        "mkdocs deploy": "unknown here",
         "curl localhost": None,
     }.items(),
 )
