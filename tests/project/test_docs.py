@@ -98,7 +98,7 @@ def test_every_command_is_accepted(page, in_the_root):
         "pytest -m slwo": "no such mark",
         "bash launch/nothing.sh": "no such file",
         "bash launch/local.sh --procesess=2": "no flag",
-        "python tests/benchmarks/pages.py --slot=x": "slot",
+        "python tests/benchmarks/schedules.py pages --slot=x": "slot",
         "pip install 'dapo_jax[tpus]'": "no such extra",
         "curl localhost": None,
     }.items(),

@@ -73,7 +73,7 @@ def test_loading_is_measured_on_a_folder():
 
 def test_pages_decode_more_responses_at_once():
     sizes = ("--gib", 0.5, "--max_response", 2000, "--max_prompt", 100, "--median", 200)
-    output = run("benchmarks/pages.py", *sizes, "--responses", 64, "--slots", 8, 16)
+    output = run("benchmarks/schedules.py", "pages", *sizes, "--responses", 64, "--slots", 8, 16)
     slots, ragged, few, many = map(json.loads, output.splitlines())
     assert slots["side_by_side_most"] == slots["slots"] < few["slots"]
     assert many["decode_steps"] < few["decode_steps"] < slots["decode_steps"]
@@ -93,7 +93,7 @@ def test_the_hosts_part_of_a_step_is_measured():
 
 def test_the_price_of_dynamic_sampling_is_compared_with_the_ideal():
     sizes = ("--prompts", 8, "--samples", 4, "--slots", 16, "--steps", 6, "--kept", 0.4)
-    table = run("benchmarks/price.py", *sizes).splitlines()
+    table = run("benchmarks/schedules.py", "price", *sizes).splitlines()
     rounds, none, _, carried = (float(cell.split()[0]) for cell in table[2].split("|")[3:-1])
     assert 1 < carried < max(none, rounds)  # so few steps show no more
 
@@ -108,7 +108,7 @@ def test_our_benchmark_and_the_comparison_run():
 
 
 def test_chosen_rows_are_fuller():
-    rows = run("benchmarks/fill.py").splitlines()[2:]
+    rows = run("benchmarks/schedules.py", "fill").splitlines()[2:]
     shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
     assert len(shares) == 5 and all(chosen >= given for given, chosen in shares)
 
