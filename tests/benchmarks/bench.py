@@ -7,7 +7,7 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 BASE, SFT, RL = (f"configs/arithmetic{name}.py" for name in ("_base", "_sft", ""))
@@ -32,11 +32,9 @@ def read_arguments(description: str | None, *, others: bool = False, **defaults:
     return parser.parse_known_args() if others else parser.parse_args()
 
 
-def print_table(heads: Iterable[str], rows: Iterable[Iterable[object]] = ()) -> None:
-    heads = list(heads)
+def print_table(heads: Sequence[str]) -> None:
+    """Print the head of a Markdown table."""
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-    for row in rows:
-        print_row(row)
 
 
 def print_row(cells: Iterable[object]) -> None:

@@ -34,9 +34,6 @@ from dapo_jax.runtime.signals import Signals
 
 FIRST_STEPS = 2  # compile
 SEEDS = 3  # of the law; the prediction is a median over them too
-COMPARED = (
-    "seconds_decode seconds_rollout seconds_learning seconds_step tokens decode_steps".split()
-)
 
 
 def step_figures(step: Step) -> dict[str, float]:

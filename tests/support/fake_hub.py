@@ -40,8 +40,8 @@ class FakeHub(http.server.ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def add(self, name: str, private: bool, files: dict[str, bytes], tags=()) -> None:
-        self.repositories[name] = {"private": private, "files": dict(files), "tags": list(tags)}
+    def add(self, name: str, private: bool, files: dict[str, bytes]) -> None:
+        self.repositories[name] = {"private": private, "files": files, "tags": []}
 
     def answer(self, path: str, body: bytes, user: dict | None) -> tuple[Any, int, str]:
         parts = path.replace("/api/models/", "/").replace(".git/", "/").split("/")[1:]

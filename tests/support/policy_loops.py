@@ -43,10 +43,10 @@ def pushes_out(advantage, x, low, high):
     return (advantage > 0 and x > high) or (advantage < 0 and x < low)
 
 
-def loop_ppo(response, low=0.2, high=0.2):
+def loop_ppo(response):
     result = []
     for a, x in zip(response.advantages, log_ratios(response), strict=True):
-        keep = not pushes_out(a, bounded_exp(x), 1 - low, 1 + high)
+        keep = not pushes_out(a, bounded_exp(x), 0.8, 1.2)
         result.append(a * plain(x) if keep else 0.0)
     return result
 
