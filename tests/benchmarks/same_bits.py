@@ -85,14 +85,14 @@ def run(command: str, *arguments: str, processes: int = 1) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     env.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".venv/jax_cache"))
-    if processes > 1:
-        env |= {"DAPO_COORDINATOR": f"127.0.0.1:{port}", "DAPO_PROCESSES": str(processes)}
     line = [sys.executable, "-m", "dapo_jax", command, *arguments]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    children = [
-        subprocess.Popen(line, cwd=ROOT, env=env | {"DAPO_PROCESS_ID": str(index)}, **options)
-        for index in range(processes)
-    ]
+    children = []
+    for index in range(processes):
+        if processes > 1:
+            env |= {"DAPO_COORDINATOR": f"127.0.0.1:{port}", "DAPO_PROCESSES": str(processes)}
+            env["DAPO_PROCESS_ID"] = str(index)
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        children.append(subprocess.Popen(line, cwd=ROOT, env=env, **options))
     outputs = [child.communicate()[0] for child in children]
     if any(child.returncode for child in children):
         raise SystemExit("\n".join([" ".join(line), *(text[-3000:] for text in outputs)]))
