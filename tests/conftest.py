@@ -11,8 +11,7 @@ import signal
 import sys
 from collections.abc import Iterable
 
-# XLA is told to hurry: most programs of the tests run once or twice. Without its fusion emitters a
-# training step compiles in a quarter of the time, and a small program in one piece in four fifths.
+# XLA compiles fast, not well: most programs of the tests run once or twice.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -36,9 +35,8 @@ from dapo_jax.structs import Completion, Prompt
 
 pytest_plugins = ["durations"]
 
-# What imports have made stays: Python need not look through it again and again for what is unused.
+# Imports and tracing make many objects and few cycles: each search for those takes long.
 gc.freeze()
-# Tracing makes many objects and few cycles: each search for those takes longer than it frees.
 gc.set_threshold(20_000, 10, 10)
 
 # Helpers stand in support/; processes that tests start find them too.
@@ -59,15 +57,15 @@ TINY = DecoderConfig(
 
 def check_documented(metrics: Iterable[str]) -> None:
     """Fails on a name that has no line in the table of docs/metrics.md."""
-    table = (TESTS.parent / "docs/metrics.md").read_text()
-    meanings = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    page = (TESTS.parent / "docs/metrics.md").read_text()
+    meanings = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     unknown = {name.split("/")[0] for name in metrics} - meanings - {"step"}
     assert not unknown, f"docs/metrics.md lacks {unknown}"
 
 
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
-    """Leaves curves.png out of the runs of a single test: drawing it takes as long as the steps."""
+    """Leave curves.png out of runs: drawing it takes as long as the steps."""
     if "dapo_jax.reporting.sinks" in sys.modules:
         monkeypatch.setattr("dapo_jax.reporting.sinks.plot_run", lambda *_: None)
 
@@ -79,8 +77,8 @@ def forget_own_modules(tmp_path_factory):
     temporary = str(tmp_path_factory.getbasetemp())
     for name, module in list(sys.modules.items()):
         known = getattr(module, "__dict__", {})  # a lazy module would load itself for getattr
-        places = [known.get("__file__"), *(known.get("__path__") or ())]
-        if any(str(place).startswith(temporary) for place in places):
+        paths = [known.get("__file__"), *(known.get("__path__") or ())]
+        if any(str(path).startswith(temporary) for path in paths):
             del sys.modules[name]
 
 
@@ -111,7 +109,6 @@ def tiny_params():
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory, tiny_params):
-    """A model folder of the tiny decoder with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = arithmetic_tokenizer()
     save_huggingface.save_folder(folder, tiny_params, TINY, tokenizer.end_ids)
@@ -126,25 +123,21 @@ MOE = dataclasses.replace(
 
 @pytest.fixture(scope="session")
 def moe_folder(tmp_path_factory, tiny_folder):
-    """A model folder of experts with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("moe")
     params = nn.unbox(init_params(MOE, jax.random.key(0)))
-    save_huggingface.save_folder(
-        folder, params | {"embedding": params["embedding"] * 20}, MOE, (1,)
-    )
+    params["embedding"] *= 20
+    save_huggingface.save_folder(folder, params, MOE, (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def score_params(tiny_params):
-    """The tiny decoder with a scalar head."""
     return tiny_params | {"score": jax.random.normal(jax.random.key(3), (TINY.embed,))}
 
 
 @pytest.fixture(scope="session")
 def score_folder(tmp_path_factory, tiny_folder, score_params):
-    """A reward model's folder with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("score")
     save_huggingface.save_folder(folder, score_params, scalar_config(TINY), (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)
@@ -188,7 +181,6 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def byte_folder(tmp_path_factory):
-    """The model folder of a random policy over bytes."""
     from served import make_byte_folder
 
     return make_byte_folder(tmp_path_factory.mktemp("bytes"))
@@ -232,13 +224,11 @@ def make_prompt(index: int, tokens: list[int], answer: str = "1") -> Prompt:
 
 
 def make_completion(tokens: list[int], truncated: bool = False, logprob: float = -1.0):
-    return Completion(
-        np.array(tokens, np.int32), np.full(len(tokens), logprob, np.float32), truncated, 0, ""
-    )
+    logprobs = np.full(len(tokens), logprob, np.float32)
+    return Completion(np.array(tokens, np.int32), logprobs, truncated, 0, "")
 
 
 def heldout_prompts(data, seed: int, tokenizer) -> list[Prompt]:
-    """Those of an evaluation."""
     from dapo_jax.data.prompt_stream import PromptStream
 
     return PromptStream(data, seed, tokenizer, training=False).heldout_prompts()
@@ -251,13 +241,11 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture
 def cloud(tmp_path, checkout):
-    """What the tests of launch/ start their scripts against."""
     return Cloud(tmp_path, checkout)
 
 
 @pytest.fixture(scope="module")
 def saved_run(tiny_folder, eight_devices, tmp_path_factory):
-    """Two checkpoints of a run, and the folder of its model."""
     from output_folders import save_run
 
     return save_run(tiny_folder, eight_devices, tmp_path_factory)
@@ -265,7 +253,6 @@ def saved_run(tiny_folder, eight_devices, tmp_path_factory):
 
 @pytest.fixture
 def write_run(tmp_path):
-    """Writes the folder of a run that was never made."""
     from reports import run_writer
 
     return run_writer(tmp_path)

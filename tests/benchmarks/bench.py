@@ -7,7 +7,7 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 BASE, SFT, RL = (f"configs/arithmetic{name}.py" for name in ("_base", "_sft", ""))
@@ -32,12 +32,9 @@ def read_arguments(description: str | None, *, others: bool = False, **defaults:
     return parser.parse_known_args() if others else parser.parse_args()
 
 
-def print_table(heads: Iterable[str], rows: Iterable[Iterable[object]] = ()) -> None:
-    """Print the head of a Markdown table and its rows."""
-    heads = list(heads)
+def print_table(heads: Sequence[str]) -> None:
+    """Print the head of a Markdown table."""
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-    for row in rows:
-        print_row(row)
 
 
 def print_row(cells: Iterable[object]) -> None:
@@ -50,6 +47,25 @@ def json_lines(command: list[str], **options: Any) -> list[dict]:
     if done.returncode:
         raise SystemExit(f"{command}\nfailed:\n{done.stderr[-3000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def sample(sampler: Any, params: Any, prompts: Iterable[Any], samples: int, step: int = 0) -> list:
+    """Sample so many responses to each prompt; return the groups in the order of their end."""
+    from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
+    from dapo_jax.structs import SamplingRule
+
+    sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
+    for prompt in prompts:
+        sampler.submit(prompt, samples)
+    groups = []
+    while not sampler.idle:
+        groups += sampler.decode_burst()
+    return groups
+
+
+def flags(settings: str) -> list[str]:
+    """Return settings, separated by spaces, as command-line arguments."""
+    return [f"--config.{setting}" for setting in settings.split()]
 
 
 def command(module: str, *arguments: object) -> str:

@@ -1,4 +1,4 @@
-"""Runs our benchmark and the peers' scripts in turn, several rounds, and prints one table.
+"""Runs our benchmark and those of TRL and Tunix in turn, several rounds, and prints one table.
 
     python tests/benchmarks/compare.py --rounds 3 --workload uniform real \\
         --trl V/bin/python --tunix T/bin/python
@@ -7,32 +7,385 @@ Interleaved, because a shared machine's speed drifts: a ratio is taken inside a 
 median over rounds is what to quote. The peers decode static batches, which run until their longest
 row is done: beside the 512 responses of `real` (ours.py has their law) stand eight of their
 uniform batches of 64 at 512 new tokens. A ratio is of seconds for the same responses.
+
+`V/bin/python compare.py --peer trl` times a peer alone, in an environment without dapo_jax
+(README.md: which packages), in float32, responses as long as asked:
+
+- rollout: `generate` of transformers; Tunix's own sampler without log-probs.
+- update: DAPO's loss, backward, clipped gradient and AdamW, the batch at once.
+- step: `GRPOTrainer.train`; Tunix's rollout, reference pass (which it always has) and update.
 """
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
-import pathlib
+import logging
+import os
 import statistics
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 
 import bench
 
-FOLDER = pathlib.Path(__file__).parent
+# The model and the batch of ours.py's `uniform`.
+VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 512, 256, 4, 4, 2, 1024
+PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 32
+RESPONSES = PROMPTS * GROUP
+PAD, END = 0, 1
+NEVER = VOCAB + 7  # an end token that no draw gives
+BENCHES = ["rollout", "update", "step"]
+PACKAGES = {"trl": ("torch", "trl", "transformers"), "tunix": ("google-tunix", "jax", "flax")}
 PEERS = {"trl": "TRL", "tunix": "Tunix"}
 # Of the peers: new tokens of a response, and batches of 64 for all of them.
 PEERS_SIZES = {"uniform": (128, 1), "real": (512, 8), "smoke": (32, 1)}
 
 
+def timed(call: Callable[[], object], repeats: int) -> list[float]:
+    """Return the seconds of `repeats` calls and of one before them."""
+    seconds = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+class Trl:
+    """TRL's GRPOTrainer on all cores, without checkpointing of activations."""
+
+    def __init__(self, new_tokens: int):
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        self.new_tokens = new_tokens
+        self.prompts = self.random_tokens(PROMPTS, PROMPT_TOKENS).repeat_interleave(GROUP, 0)
+
+    @staticmethod
+    def random_tokens(rows: int, columns: int):
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(2, VOCAB, (rows, columns), generator=generator)
+
+    @staticmethod
+    def make_model():
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        config = Qwen2Config(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            intermediate_size=MLP,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            tie_word_embeddings=False,
+            pad_token_id=PAD,
+            eos_token_id=END,
+            bos_token_id=None,
+        )
+        return Qwen2ForCausalLM(config)
+
+    @staticmethod
+    def make_tokenizer():
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, "t2"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        named = {"pad_token": "t0", "eos_token": "t1", "unk_token": "t2"}
+        return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **named)
+
+    def make_trainer(self, steps: int, callbacks=None):
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+
+        prompts = self.random_tokens(PROMPTS * steps, PROMPT_TOKENS).tolist()
+        rows = [" ".join(f"t{token}" for token in row) for row in prompts]
+        config = GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            loss_type="dapo",
+            epsilon_high=0.28,
+            num_generations=GROUP,
+            max_completion_length=self.new_tokens,
+            generation_kwargs={"min_new_tokens": self.new_tokens},
+            per_device_train_batch_size=RESPONSES,
+            max_steps=steps,
+            learning_rate=1e-5,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+        )
+        return GRPOTrainer(
+            model=self.make_model(),
+            reward_funcs=lambda completion_ids, **_: [
+                float(sum(ids) % 2) for ids in completion_ids
+            ],
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": rows}),
+            processing_class=self.make_tokenizer(),
+            callbacks=callbacks,
+        )
+
+    def rollout(self, repeats: int) -> list[float]:
+        import torch
+        from transformers import GenerationConfig
+
+        model = self.make_model().eval()
+        law = GenerationConfig(
+            max_new_tokens=self.new_tokens,
+            min_new_tokens=self.new_tokens,
+            do_sample=True,
+            top_k=0,
+            pad_token_id=PAD,
+            eos_token_id=END,
+        )
+
+        @torch.no_grad()
+        def rollout():
+            mask = torch.ones_like(self.prompts)
+            out = model.generate(self.prompts, attention_mask=mask, generation_config=law)
+            assert out.shape[1] == PROMPT_TOKENS + self.new_tokens
+
+        return timed(rollout, repeats)
+
+    def update(self, repeats: int) -> list[float]:
+        import torch
+
+        trainer = self.make_trainer(1)
+        trainer.create_optimizer()
+        trainer.current_gradient_accumulation_steps = 1
+        model, optimizer = trainer.model.train(), trainer.optimizer
+        responses = self.random_tokens(RESPONSES, self.new_tokens)
+        batch = {
+            "prompt_ids": self.prompts,
+            "prompt_mask": torch.ones_like(self.prompts),
+            "completion_ids": responses,
+            "completion_mask": torch.ones_like(responses),
+            "advantages": torch.randn(RESPONSES),
+            "num_items_in_batch": torch.tensor(responses.numel()),
+        }
+
+        def update():
+            trainer.compute_loss(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return timed(update, repeats)
+
+    def step(self, repeats: int) -> list[float]:
+        from transformers import TrainerCallback
+
+        ends: list[float] = []
+
+        class Clock(TrainerCallback):
+            def on_train_begin(self, *_, **__):
+                ends.append(time.perf_counter())
+
+            on_step_end = on_train_begin
+
+        self.make_trainer(repeats + 1, [Clock()]).train()
+        return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+
+class Words:
+    """Tokenizer of Tunix: words are token ids."""
+
+    def encode(self, text: str, **_) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, tokens, **_) -> str:
+        return " ".join(str(int(token)) for token in tokens)
+
+    def bos_id(self) -> int:
+        return PAD  # falsy: none is added
+
+    def eos_id(self) -> int:
+        return END
+
+    def pad_id(self) -> int:
+        return PAD
+
+
+class Tunix:
+    """Tunix's DAPOLearner in one process on one device."""
+
+    def __init__(self, new_tokens: int):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        import jax
+        import numpy as np
+        from tunix.rl.grpo import dapo_learner
+
+        self.new_tokens = new_tokens
+        self.mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+        self.cluster = self.make_cluster()
+        self.learner = dapo_learner.DAPOLearner(
+            self.cluster,
+            algo_config=dapo_learner.DAPOConfig(num_generations=GROUP),
+            reward_fns=[lambda completions, **_: [float(i % 2) for i in range(len(completions))]],
+        )
+        self.learner._rollout_micro_batch_size = PROMPTS
+        self.learner._compute_logps_micro_batch_size = PROMPTS
+        self.random = np.random.default_rng(0)
+        rows = self.random.integers(2, VOCAB, (PROMPTS, PROMPT_TOKENS))
+        self.prompts = np.repeat(rows, GROUP, axis=0)
+        self.texts = [Words().decode(row) for row in self.prompts]
+
+    @staticmethod
+    def make_model():
+        """Return a Qwen2 of random matrices; Tunix's own start has zeros in them."""
+        import jax
+        from flax import nnx
+        from tunix.models.qwen2 import model as qwen2
+
+        config = qwen2.ModelConfig(
+            num_layers=LAYERS,
+            vocab_size=VOCAB,
+            embed_dim=HIDDEN,
+            hidden_dim=MLP,
+            num_heads=HEADS,
+            head_dim=HIDDEN // HEADS,
+            num_kv_heads=KV_HEADS,
+            rope_theta=10_000,
+            norm_eps=1e-6,
+            use_tied_embedding=True,
+        )
+        model = qwen2.Qwen2(config, rngs=nnx.Rngs(0))
+        keys = iter(jax.random.split(jax.random.key(0), 1000))
+
+        def draw(leaf):
+            return 0.02 * jax.random.normal(next(keys), leaf.shape) if leaf.ndim > 1 else leaf
+
+        nnx.update(model, jax.tree.map(draw, nnx.state(model)))
+        return model
+
+    def make_cluster(self):
+        import optax
+        from tunix.rl import rl_cluster
+        from tunix.rl.rollout import base_rollout
+
+        rollout = base_rollout.RolloutConfig(
+            max_tokens_to_generate=self.new_tokens,
+            max_prompt_length=PROMPT_TOKENS,
+            kv_cache_size=PROMPT_TOKENS + self.new_tokens,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=None,
+            return_logprobs=True,
+            eos_tokens=[NEVER],
+        )
+        training = rl_cluster.RLTrainingConfig(
+            actor_optimizer=optax.adamw(1e-6, weight_decay=0.1),
+            eval_every_n_steps=10**9,
+            max_steps=10**9,
+            mini_batch_size=PROMPTS,
+            train_micro_batch_size=PROMPTS,
+        )
+        role = rl_cluster.Role
+        return rl_cluster.RLCluster(
+            actor=self.make_model(),
+            reference=self.make_model(),
+            tokenizer=Words(),
+            cluster_config=rl_cluster.ClusterConfig(
+                role_to_mesh=dict.fromkeys((role.ACTOR, role.REFERENCE, role.ROLLOUT), self.mesh),
+                rollout_engine="vanilla",
+                offload_to_cpu=False,
+                training_config=training,
+                rollout_config=rollout,
+            ),
+        )
+
+    def wait(self) -> None:
+        import jax
+        from flax import nnx
+
+        jax.block_until_ready(jax.tree.leaves(nnx.state(self.cluster.actor_trainer.model)))
+
+    def rollout(self, repeats: int) -> list[float]:
+        def sample():
+            with self.mesh:
+                out = self.cluster.rollout._sampler(
+                    self.texts,
+                    max_generation_steps=self.new_tokens,
+                    max_prompt_length=PROMPT_TOKENS,
+                    echo=False,
+                    temperature=1.0,
+                    top_p=1.0,
+                    top_k=None,
+                    eos_tokens=[NEVER],
+                    seed=int(self.random.integers(2**31)),
+                    return_logprobs=False,
+                )
+            assert all(len(tokens) == self.new_tokens for tokens in out.tokens)
+
+        return timed(sample, repeats)
+
+    def update(self, repeats: int) -> list[float]:
+        import jax
+        import jax.numpy as jnp
+        from tunix.rl.grpo.grpo_learner import TrainExample
+        from tunix.sft import sharding_utils
+
+        shape = (RESPONSES, self.new_tokens)
+        example = TrainExample(
+            prompt_ids=jnp.asarray(self.prompts, jnp.int32),
+            prompt_mask=jnp.ones(self.prompts.shape, bool),
+            completion_ids=jnp.asarray(self.random.integers(2, VOCAB, shape), jnp.int32),
+            completion_mask=jnp.ones(shape, bool),
+            advantages=jnp.asarray(self.random.normal(size=RESPONSES), jnp.float32),
+            ref_per_token_logps=None,
+            old_per_token_logps=jnp.full(shape, -jnp.log(float(VOCAB))),
+        )
+        with self.mesh:
+            step, _ = self.cluster.actor_trainer.jit_train_and_eval_step(False, True)
+            batch = sharding_utils.shard_input(example, ("fsdp",))
+
+            def update():
+                jax.block_until_ready(step(batch))
+                self.wait()
+
+            return timed(update, repeats)
+
+    def step(self, repeats: int) -> list[float]:
+        def step():
+            example = self.learner._generate_and_compute_advantage({"prompts": self.texts})
+            self.cluster.update_actor([example], None, False)
+            self.wait()
+
+        return timed(step, repeats)
+
+
+def time_peer(args: argparse.Namespace) -> None:
+    """Print a JSON line per measurement of a peer, the first call, which warms up, apart."""
+    logging.disable(logging.WARNING)
+    peer = {"trl": Trl, "tunix": Tunix}[args.peer](args.new_tokens)
+    for name in args.only:
+        with contextlib.redirect_stdout(sys.stderr):  # what a peer prints looks like JSON
+            first, *seconds = getattr(peer, name)(args.repeats)
+        line = {
+            "bench": name,
+            "median_s": round(statistics.median(seconds), 4),
+            "all_s": [round(second, 4) for second in seconds],
+            "first_call_s": round(first, 2),
+            "versions": {name: importlib.metadata.version(name) for name in PACKAGES[args.peer]},
+        }
+        print(json.dumps(line), flush=True)
+
+
 def measure_round(args: argparse.Namespace, workload: str) -> dict:
     """Return our lines, and the peers' seconds for the same responses."""
     new_tokens, batches = PEERS_SIZES[workload]
-    common = ["--repeats", str(args.repeats), "--only", args.only]
-    command = [sys.executable, str(FOLDER / "ours.py"), "--workload", workload]
+    common = ["--repeats", str(args.repeats), "--only", *args.only]
+    command = [sys.executable, __file__.replace("compare.py", "ours.py"), "--workload", workload]
     lines = {"dapo_jax": {line["bench"]: line for line in bench.json_lines([*command, *common])}}
     for name in PEERS:
         if python := getattr(args, name):
-            script = str(FOLDER / f"peer_{name}.py")
-            measured = bench.json_lines([python, script, "--new-tokens", str(new_tokens), *common])
+            command = [python, __file__, "--peer", name, "--new_tokens", str(new_tokens)]
+            measured = bench.json_lines([*command, *common])
             lines[name] = {line["bench"]: batches * line["median_s"] for line in measured}
     print(json.dumps(lines | {"workload": workload}), flush=True)
     return lines
@@ -54,16 +407,20 @@ def cells(rounds: list[dict], name: str, peers: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = bench.read_arguments(
+        __doc__,
+        workload=["uniform"],
+        rounds=3,
+        repeats=5,
+        only=BENCHES,
+        trl="",  # a Python with TRL
+        tunix="",
+        peer="",
+        new_tokens=128,
     )
-    parser.add_argument("--workload", nargs="*", choices=PEERS_SIZES, default=["uniform"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="rollout,update,step", help="what is timed")
-    for name, title in PEERS.items():
-        parser.add_argument(f"--{name}", help=f"Python with {title} (peer_{name}.py: how)")
-    args = parser.parse_args()
+    if args.peer:
+        time_peer(args)
+        return
     rounds = {workload: [] for workload in args.workload}
     for _ in range(args.rounds):
         for workload in args.workload:
@@ -72,7 +429,7 @@ def main() -> None:
     heads = ["workload", "bench", "tokens/s", "dapo_jax, s", *(f"{PEERS[p]}, s" for p in peers)]
     bench.print_table([*heads, *["against the better peer"][: len(peers)], "GFLOP/s of matmul"])
     for workload, lines in rounds.items():
-        for name in args.only.split(","):
+        for name in args.only:
             bench.print_row([workload, name, *cells(lines, name, peers)])
 
 

@@ -17,63 +17,36 @@ import bench
 import dapo_jax
 from dapo_jax.data.arithmetic import make_problem
 
-TEACHER = {
-    "total_steps": 1200,
-    "architecture.layers": 5,
-    "architecture.embed": 192,
-    "architecture.heads": 6,
-    "architecture.mlp": 576,
-    "examples.errors": False,
-    "max_response_tokens": 64,
-    "seed": 1,
-}
-STUDENT = {"total_steps": 250, "seed": 2}
+TEACHER = (
+    "total_steps=1200 architecture.layers=5 architecture.embed=192 architecture.heads=6 "
+    "architecture.mlp=576 examples.errors=false max_response_tokens=64 seed=1"
+)
+STUDENT = "total_steps=250 seed=2"
 STEPS, EVALUATIONS, MEAN_TOKENS = 60, 12, 24
-BOTH = {"algorithm.distillation": "reverse", "algorithm.distillation_coefficient": 0.2}
-ARMS = {"dapo": ("dapo", {}), "distilled": ("on_policy_distillation", {}), "both": ("dapo", BOTH)}
-SMOKE_EXAMPLES = {
-    "examples_per_step": 4,
-    "compute.scan_unroll": 1,
-    "optimizer.warmup_steps": 1,
-    "packing.rows_per_microbatch": 4,
-}
-SMOKE_MODEL = SMOKE_EXAMPLES | {
-    "total_steps": 1,
-    "architecture.layers": 1,
-    "architecture.embed": 16,
-    "architecture.heads": 2,
-    "architecture.kv_heads": 1,
-    "architecture.head_dim": 8,
-    "architecture.mlp": 16,
-}
-SMOKE = {
-    "compute.scan_unroll": 1,
-    "optimizer.warmup_steps": 1,
-    "packing.rows_per_microbatch": 4,
-    "rollout.prompts_per_step": 2,
-    "rollout.samples_per_prompt": 4,
-    "rollout.updates_per_rollout": 1,
-    "rollout.max_sample_rounds": 1,
-    "data.heldout_problems": 2,
-    "evaluation.samples_per_problem": 1,
-    "evaluation.every_steps": 1,
-    "sampler.slots": 8,
-    "total_steps": 1,
-}
+BOTH = "algorithm.distillation=reverse algorithm.distillation_coefficient=0.2"
+ARMS = {"dapo": ("dapo", ""), "distilled": ("on_policy_distillation", ""), "both": ("dapo", BOTH)}
+SMOKE_EXAMPLES = (
+    "examples_per_step=4 compute.scan_unroll=1 optimizer.warmup_steps=1 "
+    "packing.rows_per_microbatch=4"
+)
+SMOKE_MODEL = SMOKE_EXAMPLES + (
+    " total_steps=1 architecture.layers=1 architecture.embed=16 architecture.heads=2 "
+    "architecture.kv_heads=1 architecture.head_dim=8 architecture.mlp=16"
+)
+SMOKE_SCORES = "data.heldout_problems=2 evaluation.samples_per_problem=1 "
+SMOKE = SMOKE_SCORES + (
+    "evaluation.every_steps=1 compute.scan_unroll=1 optimizer.warmup_steps=1 total_steps=1 "
+    "packing.rows_per_microbatch=4 rollout.prompts_per_step=2 rollout.samples_per_prompt=4 "
+    "rollout.updates_per_rollout=1 rollout.max_sample_rounds=1 sampler.slots=8"
+)
 
 
-def flags(settings: dict) -> list[str]:
-    """Return settings as command-line arguments."""
-    return [f"--config.{name}={str(value).lower()}" for name, value in settings.items()]
-
-
-def reinforced(root: pathlib.Path, arm: str, settings: dict, extra: list[str]) -> list[dict]:
+def reinforced(root: pathlib.Path, arm: str, settings: str, extra: list[str]) -> list[dict]:
     """Return the rows of an arm's run, each with all tokens sampled so far."""
     preset, own = ARMS[arm]
-    models = {"model.folder": root / "student"}
-    if arm != "dapo":
-        models["teacher.folder"] = root / "teacher"
-    rows = bench.train(root / arm, preset, *flags(models | own | settings), *extra)
+    models = f"model.folder={root}/student "
+    models += f"teacher.folder={root}/teacher " if arm != "dapo" else ""
+    rows = bench.train(root / arm, preset, *bench.flags(f"{models} {own} {settings}"), *extra)
     speeds = (row.get("sampled_tokens_per_second", 0) for row in rows)
     drawn = (speed * row.get("seconds_rollout", 0) for speed, row in zip(speeds, rows, strict=True))
     return [row | {"tokens": n} for row, n in zip(rows, itertools.accumulate(drawn), strict=True)]
@@ -93,14 +66,14 @@ def write_samples(path: pathlib.Path, teacher: pathlib.Path, budget: float) -> N
     path.write_text("\n".join(lines) + "\n")
 
 
-def imitated(root: pathlib.Path, budget: float, few: dict) -> pathlib.Path:
+def imitated(root: pathlib.Path, budget: float, few: str) -> pathlib.Path:
     """Return the student after supervised training on samples of the teacher."""
     samples = root / "samples.jsonl"
     if not samples.exists():
         write_samples(samples, root / "teacher", budget)
-    given = {"start": root / "student", "data.source": samples, "data.passes": 2.0, "seed": 4}
-    given |= {"optimizer.learning_rate": 5e-4, "packing.row_tokens": 160, "examples_per_step": 64}
-    return bench.sft(root / "imitated", *flags(given | few))
+    given = f"start={root}/student data.source={samples} data.passes=2.0 seed=4 "
+    given += f"examples_per_step=64 optimizer.learning_rate=5e-4 packing.row_tokens=160 {few}"
+    return bench.sft(root / "imitated", *bench.flags(given))
 
 
 def main() -> None:
@@ -108,19 +81,21 @@ def main() -> None:
         __doc__, others=True, folder=pathlib.Path("runs/distil"), smoke=False
     )
     root = options.folder
-    settings = {"total_steps": STEPS, "evaluation.every_steps": STEPS // EVALUATIONS}
-    settings |= SMOKE if options.smoke else {}
+    settings = f"total_steps={STEPS} evaluation.every_steps={STEPS // EVALUATIONS}"
+    settings = SMOKE if options.smoke else settings
+    tiny = SMOKE_MODEL if options.smoke else ""
+    few = SMOKE_EXAMPLES if options.smoke else ""
+    scored = SMOKE_SCORES if options.smoke else ""
     root.mkdir(parents=True, exist_ok=True)
     for name, shape in (("teacher", TEACHER), ("student", STUDENT)):
-        shape = shape | (SMOKE_MODEL if options.smoke else {})
-        bench.sft(root / name, f"--config={bench.BASE}", *flags(shape))
+        bench.sft(root / name, f"--config={bench.BASE}", *bench.flags(f"{shape} {tiny}"))
     runs = {arm: reinforced(root, arm, settings, extra) for arm in ARMS}
     budget = min(rows[-1]["tokens"] for rows in runs.values())
-    scored = {name: v for name, v in settings.items() if name.startswith(("data.", "evaluation"))}
 
     def accuracy(folder: pathlib.Path) -> float:
         scores = root / f"{folder.name}_scores"
-        return bench.evaluate(scores, f"--model={folder}", *flags(scored))["heldout_accuracy"]
+        metrics = bench.evaluate(scores, f"--model={folder}", *bench.flags(scored))
+        return metrics["heldout_accuracy"]
 
     print(f"{budget:,.0f} sampled tokens\n")
     bench.print_table(["arm", "held-out accuracy"])
@@ -129,8 +104,7 @@ def main() -> None:
     for arm, rows in runs.items():
         within = [row for row in rows if "heldout_accuracy" in row and row["tokens"] <= budget]
         bench.print_row([arm, f"{within[-1]['heldout_accuracy']:.3f}"])
-    folder = imitated(root, budget, SMOKE_EXAMPLES if options.smoke else {})
-    bench.print_row(["imitated", f"{accuracy(folder):.3f}"])
+    bench.print_row(["imitated", f"{accuracy(imitated(root, budget, few)):.3f}"])
 
 
 if __name__ == "__main__":

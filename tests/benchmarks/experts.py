@@ -8,7 +8,6 @@ trainer's experts and with the sampler's. What replay changes in training: `fami
 runs/experts/base --vary algorithm.router_replay=none,sampler`.
 """
 
-import dataclasses
 import functools
 import itertools
 import pathlib
@@ -26,10 +25,8 @@ from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.experts import REPLACED
 from dapo_jax.model.logprobs import hidden_states
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.components import build
 from dapo_jax.runtime.sharding import unbox
-from dapo_jax.structs import SamplingRule
 
 TOKENIZER = arithmetic_tokenizer()
 SHAPE = DecoderConfig(
@@ -64,14 +61,9 @@ def base_policy(root: pathlib.Path, steps: int) -> pathlib.Path:
         params = unbox(init_params(SHAPE, jax.random.key(0)))
         save_huggingface.save_folder(start, params, SHAPE, TOKENIZER.end_ids)
         TOKENIZER.backend.save(str(start / "tokenizer.json"))
-    return bench.sft(
-        root / "base",
-        f"--config={bench.BASE}",
-        f"--config.start={start}",
-        f"--config.total_steps={steps}",
-        f"--config.optimizer.warmup_steps={min(50, steps // 2)}",
-        "--config.architecture.rope_theta=10000",  # unused: the folder has its own
-    )
+    given = f"start={start} total_steps={steps} optimizer.warmup_steps={min(50, steps // 2)} "
+    given += "architecture.rope_theta=10000"  # unused: the folder has its own
+    return bench.sft(root / "base", f"--config={bench.BASE}", *bench.flags(given))
 
 
 def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
@@ -82,16 +74,13 @@ def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
     config.algorithm.router_replay = "sampler"
     checks.check(config)
     components = build(config)
-    sampler = components.sampler
     learner = components.learners.policy
     params = components.first_params()
-    sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=0, rule=SamplingRule())
-    for prompt in itertools.islice(components.prompts, prompts):
-        sampler.submit(prompt, config.rollout.samples_per_prompt)
-    segments = []
-    while not sampler.idle:
-        for prompt, group in sampler.decode_burst():
-            segments += [Segment(prompt, done, len(segments) + i) for i, done in enumerate(group)]
+    asked = itertools.islice(components.prompts, prompts)
+    samples = config.rollout.samples_per_prompt
+    groups = bench.sample(components.sampler, params, asked, samples)
+    pairs = [(prompt, done) for prompt, group in groups for done in group]
+    segments = [Segment(prompt, done, i) for i, (prompt, done) in enumerate(pairs)]
     components.close()
     rows, used = pack(segments, config.packing.row_tokens, config.packing.rows_per_microbatch)
     drawn, figures = rows.response_index >= 0, {}
@@ -123,9 +112,7 @@ def main() -> None:
     bench.print_table(heads)
     for name in options.arithmetic:
         config = read_config(Config, bench.RL)
-        dtype, weights = ARITHMETIC[name]
-        config.compute = dataclasses.replace(config.compute, dtype=dtype)
-        config.sampler = dataclasses.replace(config.sampler, weights_dtype=weights)
+        config.compute.dtype, config.sampler.weights_dtype = ARITHMETIC[name]
         config.model.folder = str(base)
         figures = compare_ratios(config, options.prompts)
         shares = [f"{100 * figures[key]:.2f} %" for key in ("replaced", "without", "with")]

@@ -40,21 +40,7 @@ COSTS = {
 }
 
 
-def base_policy(root: pathlib.Path, seed: int) -> pathlib.Path:
-    """Return the base policy of a seed; train it if it is missing."""
-    return bench.sft(root / f"base_{seed}", f"--config={bench.BASE}", f"--config.seed={seed}")
-
-
-def trained_tokens(row: dict) -> float:
-    return row.get("trained_tokens_per_second", 0.0) * row.get("seconds_update", 0.0)
-
-
-def sampled_tokens(row: dict) -> float:
-    return row.get("sampled_to_kept_tokens", 0.0) * trained_tokens(row)
-
-
 def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
-    """Return the figures of a run."""
     given = folder / "arguments.txt"
     if given.exists() and given.read_text() != "\n".join(arguments):
         raise SystemExit(f"{folder} was made with other arguments; take another --folder")
@@ -63,6 +49,10 @@ def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
     summary = json.loads((folder / "summary.json").read_text())
     late = rows[min(FIRST_STEPS, len(rows) - 1) :]
     names = "skipped_updates", "value_skipped_updates"
+    learned = [row for row in rows if "trained_tokens_per_second" in row]
+    trained = [row["trained_tokens_per_second"] * row["seconds_update"] for row in learned]
+    pairs = zip(learned, trained, strict=True)
+    sampled = sum(row["sampled_to_kept_tokens"] * tokens for row, tokens in pairs)
     return rows[-1] | {
         "before": before["heldout_accuracy"],
         "steps": summary["steps"],
@@ -71,8 +61,7 @@ def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
         "megabytes": sum(summary["megabytes_per_device"].values()),
         "seconds_step": statistics.median(row["seconds_step"] for row in late),
         "decode_steps": statistics.mean(row.get("decode_steps", 0.0) for row in late),
-        "sampled_to_trained": sum(map(sampled_tokens, rows))
-        / max(1.0, sum(map(trained_tokens, rows))),
+        "sampled_to_trained": sampled / max(1.0, sum(trained)),
         "policy_lag": statistics.mean(row.get("policy_lag", 0.0) for row in late),
     }
 
@@ -83,13 +72,12 @@ def supervised(root: pathlib.Path, base: pathlib.Path, seed: int) -> dict:
     if kept.exists():
         return json.loads(kept.read_text())
     started = time.perf_counter()
-    given = f"--config={bench.SFT}", f"--config.seed={seed + OTHER_SUMS}", f"--config.start={base}"
-    bench.sft(folder, *given)
+    given = bench.flags(f"seed={seed + OTHER_SUMS} start={base}")
+    bench.sft(folder, f"--config={bench.SFT}", *given)
     seconds = time.perf_counter() - started
-    policy = f"--config.seed={seed}", f"--config.model.folder={folder}"
-    start = f"--config.seed={seed}", f"--config.model.folder={base}"
-    before = bench.evaluate(root / f"sft_{seed}_before", *start)
-    figures = bench.evaluate(root / f"sft_{seed}_after", *policy) | {
+    start, policy = (f"seed={seed} model.folder={model}" for model in (base, folder))
+    before = bench.evaluate(root / f"sft_{seed}_before", *bench.flags(start))
+    figures = bench.evaluate(root / f"sft_{seed}_after", *bench.flags(policy)) | {
         "before": before["heldout_accuracy"],
         "steps": runpy.run_path(bench.SFT)["get_config"]().total_steps,
         "seconds": seconds,
@@ -100,7 +88,6 @@ def supervised(root: pathlib.Path, base: pathlib.Path, seed: int) -> dict:
 
 
 def cells(runs: list[dict], formats: dict[str, str]) -> list[str]:
-    """Return the means over the seeds."""
     means = {name: statistics.mean(run.get(name, float("nan")) for run in runs) for name in formats}
     return [form.format(means[name]) for name, form in formats.items()]
 
@@ -121,15 +108,16 @@ def main() -> int:
     arms = [(preset, value) for preset in options.presets for value in values.split(",")]
     runs = {arm: [] for arm in arms}
     for seed in range(options.seeds):
-        base = options.base or base_policy(root, seed)
+        made = f"--config={bench.BASE}", f"--config.seed={seed}"
+        base = options.base or bench.sft(root / f"base_{seed}", *made)
         for preset, value in arms:
-            varied = [f"--config.{name}={value}"] if name else []
-            start = [f"--config.seed={seed}", f"--config.model.folder={base}"]
+            varied = f"{name}={value}" if name else ""
+            start = bench.flags(f"seed={seed} model.folder={base} {varied}")
             folder = root / "_".join(filter(None, (preset, value, str(seed))))
             if preset == "sft":
                 run = supervised(root, pathlib.Path(base), seed)
             else:
-                run = reinforced(folder, preset, [*start, *varied, *extra])
+                run = reinforced(folder, preset, [*start, *extra])
             runs[preset, value].append(run)
     bench.print_table(["preset", "before", "after", *FIGURES])
     for (preset, value), each in runs.items():

@@ -10,40 +10,35 @@ everything runs.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import resource
 import sys
-import time
-from collections.abc import Callable
 
 import bench
 
-SIZES = {
-    "limit": (128, 256, 512, 1024, 2048, 4096),
-    "slots": (4, 16, 64, 256),
-    "group": (2, 4, 8, 16, 32, 64),
-    "vocab": (512, 8_192, 32_768, 152_064),
-    "layers": (2, 4, 8, 16),
-    "devices": (1, 2, 4, 8),
-}
-NAMES = {
-    "limit": "response limit, tokens",
-    "slots": "slots, each used twice",
-    "group": "G, of 64 responses",
-    "vocab": "vocabulary",
-    "layers": "layers",
-    "devices": "virtual devices, two cores",
+AXES = {
+    "limit": ("response limit, tokens", (128, 256, 512, 1024, 2048, 4096)),
+    "slots": ("slots, each used twice", (4, 16, 64, 256)),
+    "group": ("G, of 64 responses", (2, 4, 8, 16, 32, 64)),
+    "vocab": ("vocabulary", (512, 8_192, 32_768, 152_064)),
+    "layers": ("layers", (2, 4, 8, 16)),
+    "devices": ("virtual devices, two cores", (1, 2, 4, 8)),
 }
 GRID_VOCABULARIES, GRID_LIMITS = (512, 32_768, 152_064), (128, 1024, 4096)
 MICROBATCH_TOKENS, MEGA = 1280, 1e6
-ENOUGH_SECONDS = 2.0  # of timing, for a point that takes less
-HEADS = ("", "", "rollout, tokens/s", "update, tokens/s", "update adds, MB a device", "process, MB")
+REPEATS = 3
+COLUMNS = {
+    "rollout_tokens_per_s": "rollout, tokens/s",
+    "update_tokens_per_s": "update, tokens/s",
+    "update_added_mb": "update adds, MB a device",
+    "process_mb": "process, MB",
+}
 
 
 def make_workload(axis: str, size: int, smoke: bool):
-    """Return the workload of a point."""
     from ours import DECODER, SMOKE_DECODER, Workload
 
     sizes = {"limit": 8 if smoke else 128, "devices": 2, "group": 8, axis: size}
@@ -68,60 +63,36 @@ def make_workload(axis: str, size: int, smoke: bool):
 def added_megabytes(calls) -> float:
     """Return the megabytes that the compiled update adds to its arguments on one device."""
     compiled = calls.learner.lower("update", calls.batch).compile()
-    return round(compiled.memory_analysis().temp_size_in_bytes / MEGA, 1)
-
-
-def fastest(work: Callable[[], float], enough: float) -> float:
-    """Return the tokens per second of the fastest call after one that compiles."""
-    work()
-    best = spent = 0.0
-    while spent < enough:
-        started = time.perf_counter()
-        tokens = work()
-        seconds = time.perf_counter() - started
-        best = max(best, tokens / seconds)
-        spent += seconds
-    return best
+    return compiled.memory_analysis().temp_size_in_bytes / MEGA
 
 
 def measure(axis: str, size: int, smoke: bool) -> None:
     """Print the tokens a second of rollout and update, and memory, of this process."""
-    from ours import opened
+    import ours
 
-    workload = make_workload(axis, size, smoke)
-    enough = 1e-6 if smoke else ENOUGH_SECONDS
-    with opened(workload) as calls:
+    with contextlib.closing(ours.Calls(make_workload(axis, size, smoke))) as calls:
         line = {
-            "axis": axis,
-            "size": size,
-            "rollout_tokens_per_s": round(fastest(calls.rollout, enough)),
-            "update_tokens_per_s": round(fastest(calls.update, enough)),
+            "rollout_tokens_per_s": ours.measure(calls.rollout, REPEATS)["tokens_per_s"],
+            "update_tokens_per_s": ours.measure(calls.update, REPEATS)["tokens_per_s"],
             "update_added_mb": added_megabytes(calls),
-            "microbatch_tokens": workload.rows_per_microbatch * workload.row_tokens,
-            "process_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
+            "process_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
         }
-    print(json.dumps(line), flush=True)
+    print(json.dumps({"axis": axis, "size": size} | line), flush=True)
 
 
-def grid(most: int, smoke: bool) -> None:
-    """Print a line per pair of vocabulary and limit, compiled for one row per device."""
-    from ours import opened
+def measure_grid(most: int, smoke: bool) -> None:
+    """Print a line per vocabulary, with memory by limit, compiled for one row per device."""
+    from ours import Calls
 
-    for vocab in GRID_VOCABULARIES:
-        for limit in GRID_LIMITS:
-            if max(vocab, limit) <= most:
-                workload = dataclasses.replace(
-                    make_workload("vocab", vocab, smoke),
-                    prompts=1,
-                    new_tokens=limit,
-                    rows_per_microbatch=2,
-                    group=2,
-                    slots=2,
-                )
-                with opened(workload) as calls:
-                    added = added_megabytes(calls)
-                line = {"vocab": vocab, "row_tokens": limit + 32, "update_added_mb": added}
-                print(json.dumps(line), flush=True)
+    for vocab in (vocab for vocab in GRID_VOCABULARIES if vocab <= most):
+        workload = make_workload("vocab", vocab, smoke)
+        row = {"prompts": 1, "rows_per_microbatch": 2, "group": 2, "slots": 2}
+        line = {"vocab": vocab}
+        for limit in (limit for limit in GRID_LIMITS if limit <= most):
+            one_row = dataclasses.replace(workload, new_tokens=limit, **row)
+            with contextlib.closing(Calls(one_row)) as calls:
+                line[f"rows of {limit + 32:,} tokens"] = added_megabytes(calls)
+        print(json.dumps(line), flush=True)
 
 
 def in_a_process(axis: str, size: int, smoke: bool) -> list[dict]:
@@ -133,16 +104,7 @@ def in_a_process(axis: str, size: int, smoke: bool) -> list[dict]:
     return bench.json_lines(command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
 
 
-def print_grid(points: list[dict]) -> None:
-    """Print a table with a row per vocabulary and a column per row length."""
-    lengths = sorted({p["row_tokens"] for p in points})
-    cells = {(p["vocab"], p["row_tokens"]): f"{p['update_added_mb']:,.0f} MB" for p in points}
-    bench.print_table(["vocabulary", *(f"rows of {n:,} tokens" for n in lengths)])
-    for vocab in sorted({p["vocab"] for p in points}):
-        bench.print_row([f"{vocab:,}", *(cells[vocab, n] for n in lengths)])
-
-
-def plot(points: list[dict], path: str) -> None:
+def plot(points: dict[str, list[dict]], path: str) -> None:
     """Plot speed above, memory below, with a column per size."""
     import matplotlib
 
@@ -153,21 +115,18 @@ def plot(points: list[dict], path: str) -> None:
         "tokens/s": {"rollout_tokens_per_s": "rollout", "update_tokens_per_s": "update"},
         "MB": {"process_mb": "process", "update_added_mb": "update adds"},
     }
-    axes = list(dict.fromkeys(p["axis"] for p in points))
-    figure, panels = plt.subplots(
-        2, len(axes), figsize=(3.1 * len(axes), 5.6), squeeze=False, sharex="col"
-    )
+    size = 3.1 * len(points), 5.6
+    figure, panels = plt.subplots(2, len(points), figsize=size, squeeze=False, sharex="col")
     for row, (unit, labels) in zip(panels, lines.items(), strict=True):
-        for panel, axis in zip(row, axes, strict=True):
-            of_axis = [p for p in points if p["axis"] == axis]
-            sizes = [p["size"] for p in of_axis]
+        for panel, (axis, values) in zip(row, points.items(), strict=True):
+            sizes = [value["size"] for value in values]
             for key, label in labels.items():
-                panel.plot(sizes, [p[key] for p in of_axis], "o-", label=label)
+                panel.plot(sizes, [value[key] for value in values], "o-", label=label)
             panel.set_xscale("log", base=2)
             panel.set_ylim(bottom=0)
             panel.grid(alpha=0.3)
             panel.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45)
-            panel.set_xlabel(NAMES[axis] if unit == "MB" else "")
+            panel.set_xlabel(AXES[axis][0] if unit == "MB" else "")
         row[0].set_ylabel(unit)
         row[0].legend()
     figure.tight_layout()
@@ -178,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--axes", nargs="*", choices=[*SIZES, "grid"], default=[*SIZES, "grid"])
+    parser.add_argument("--axes", nargs="*", choices=[*AXES, "grid"], default=[*AXES, "grid"])
     parser.add_argument("--most", type=int, default=10**9, help="leave larger sizes out")
     parser.add_argument("--plot", help="a PNG to write")
     parser.add_argument("--smoke", action="store_true", help="everything small: does it run?")
@@ -186,23 +145,28 @@ def main() -> None:
     args = parser.parse_args()
     if args.point:
         axis, size = args.point[0], int(args.point[1])
-        return grid(size, args.smoke) if axis == "grid" else measure(axis, size, args.smoke)
-    points = []
-    for axis in args.axes:
-        for size in SIZES.get(axis, ()):
-            if size <= args.most:
-                points += in_a_process(axis, size, args.smoke)
-    bench.print_table(HEADS)
-    for p in points:
-        figures = [p[f"{name}_tokens_per_s"] for name in ("rollout", "update")]
-        figures += [round(p["update_added_mb"]), p["process_mb"]]
-        bench.print_row([NAMES[p["axis"]], f"{p['size']:,}", *(f"{n:,}" for n in figures)])
+        if axis == "grid":
+            measure_grid(size, args.smoke)
+        else:
+            measure(axis, size, args.smoke)
+        return
+    points = {}
+    bench.print_table(["", "", *COLUMNS.values()])
+    for axis in (axis for axis in args.axes if axis != "grid"):
+        name, sizes = AXES[axis]
+        points[axis] = []
+        for size in (size for size in sizes if size <= args.most):
+            (point,) = in_a_process(axis, size, args.smoke)
+            points[axis].append(point)
+            bench.print_row([name, f"{size:,}", *(f"{point[key]:,.0f}" for key in COLUMNS)])
     if "grid" in args.axes:
+        first, *others = in_a_process("grid", args.most, args.smoke)
         print()
-        print_grid(in_a_process("grid", args.most, args.smoke))
+        bench.print_table(["vocabulary", *list(first)[1:]])
+        for vocab, *megabytes in (line.values() for line in (first, *others)):
+            bench.print_row([f"{vocab:,}", *(f"{added:,.0f} MB" for added in megabytes)])
     if args.plot:
         plot(points, args.plot)
-    return None
 
 
 if __name__ == "__main__":

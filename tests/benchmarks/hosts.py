@@ -67,7 +67,7 @@ class Stopwatch:
     """Exclusive seconds of wrapped functions of one thread, by name."""
 
     def __init__(self):
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = collections.defaultdict(float)
         self._inside = 0.0
 
     def wrap(self, name: str, function: Any) -> Any:
@@ -76,7 +76,7 @@ class Stopwatch:
             outside, self._inside, started = self._inside, 0.0, time.perf_counter()
             result = function(*args, **named)
             spent = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inside
+            self.seconds[name] += spent - self._inside
             self._inside = outside + spent
             return result
 
@@ -101,17 +101,16 @@ class Programs(simulate.SimulatedPrograms):
 
     def __init__(self, *args: Any, drawn: np.ndarray, **named: Any):
         super().__init__(*args, **named)
-        self._drawn = np.resize(drawn, len(drawn) + self._settings.max_response_tokens)
-        logprobs = -np.random.default_rng(0).exponential(0.5, len(self._drawn))
+        self._drawn = drawn
+        logprobs = -np.random.default_rng(0).exponential(0.5, len(drawn))
         self._logprobs = logprobs.astype(np.float32)
-        self._places = len(drawn)
 
     def rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Return rows with a piece of the text and its end."""
-        width, tokens = self._settings.max_response_tokens, array.dtype == np.int32
+        tokens = array.dtype == np.int32
         source = self._drawn if tokens else self._logprobs
-        starts = [int(slot) * 7919 % self._places for slot in slots]
-        rows = np.stack([source[start : start + width] for start in starts])
+        columns = np.arange(self._settings.max_response_tokens)
+        rows = source[(slots[:, None] * 7919 + columns) % len(source)]
         if tokens:
             ended = np.flatnonzero(self._ends[slots])
             rows[ended, self._lengths[slots][ended] - 1] = 0

@@ -9,6 +9,7 @@ On a CPU the parameters are host memory themselves, so their bytes are taken off
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -37,7 +38,6 @@ EXPERTS = dataclasses.replace(
 
 
 def write(folder: pathlib.Path, config: DecoderConfig) -> None:
-    """Write a random folder of that shape, with files of at most 1 GB."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     leaves = (
@@ -50,8 +50,8 @@ def write(folder: pathlib.Path, config: DecoderConfig) -> None:
 
 def memory(field: str) -> int:
     """Return the bytes that this process holds (VmRSS) or has held at most (VmHWM)."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{field}:\s+(\d+)", status)[1])
 
 
 def measure(folder: pathlib.Path) -> dict[str, float]:
@@ -66,13 +66,13 @@ def measure(folder: pathlib.Path) -> dict[str, float]:
     layers = jax.tree.leaves(params["layers"])
     largest = max(*(a[0].nbytes for a in layers), params["embedding"].nbytes)
     itemsize = {"float32": 4}.get(load_huggingface.stored_dtype(folder), 2)
-    return {
-        "files": sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e6,
-        "params": held / 1e6,
-        "beyond_params": (memory("VmHWM") - before - held) / 1e6,
-        "largest_tensor": largest / 4 * itemsize / 1e6,
-        "seconds": seconds,
+    sizes = {
+        "files": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        "params": held,
+        "beyond_params": memory("VmHWM") - before - held,
+        "largest_tensor": largest / 4 * itemsize,
     }
+    return {name: size / 1e6 for name, size in sizes.items()} | {"seconds": seconds}
 
 
 def main() -> None:

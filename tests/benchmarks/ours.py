@@ -16,10 +16,10 @@ of two square matrices timed in the same process; the first (compiling) call is 
 processor seconds: two devices that compute at once count twice. `waiting` is the cores' idle time.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import gzip
 import json
 import os
@@ -28,7 +28,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 # A device for each core, as launch/env.sh has it.
 os.environ.setdefault(
@@ -42,57 +42,38 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dapo_jax import (
-    Checkpoint,
-    Compute,
-    Config,
-    Data,
-    Log,
-    Mesh,
-    Model,
-    Optimizer,
-    Packing,
-    Rollout,
-    Sampler,
-    algorithms,
-)
+import dapo_jax
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.rollout import decode_step
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, sample_tokens
+from dapo_jax.rollout.sampling import sample_tokens
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run import step_record
 from dapo_jax.run.components import build
 from dapo_jax.runtime.clock import Clock
-from dapo_jax.structs import Completion, Prompt, SamplingRule
+from dapo_jax.structs import Completion, Prompt
 from dapo_jax.train import TrainerState, train_step
 
 VOCAB, GROUP, PROMPT_TOKENS, SLOTS = 512, 8, 32, 64
 END, OTHER = VOCAB - 1, 2
 MEDIAN_TOKENS, SPREAD = 84.0, 1.0  # of the log-normal law; cut at 512 its mean is 128
-DECODER = DecoderConfig(
-    vocab=VOCAB,
-    layers=4,
-    embed=256,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    mlp=1024,
-    tie_embeddings=False,
-)
+SHAPE = {"layers": 4, "embed": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "mlp": 1024}
+DECODER = DecoderConfig(VOCAB, **SHAPE, tie_embeddings=False)
 SMOKE_DECODER = dataclasses.replace(DECODER, layers=1, embed=32, head_dim=8, mlp=64)
 # The first match counts; a fusion is named after its operations.
-KINDS = (
-    ("matrix products", re.compile(r"dot|gemm|convolution|ynn")),
-    ("exchange between devices", re.compile(r"all-|reduce-scatter|collective|permute")),
-    ("exponentials: softmax, SiLU", re.compile(r"exponential|exp|logistic|softmax")),
-    ("draws: keys, sorts, arg max", re.compile(r"threefry|rng|sort|argmax|cumsum|shift|xor")),
-    ("copies and places", re.compile(r"copy|slice|gather|scatter|concatenate|pad|transpose|cache")),
-    ("sums and norms", re.compile(r"reduce|rsqrt")),
-)
+KINDS = {
+    "matrix products": r"dot|gemm|convolution|ynn",
+    "exchange between devices": r"all-|reduce-scatter|collective|permute",
+    "exponentials: softmax, SiLU": r"exponential|exp|logistic|softmax",
+    "draws: keys, sorts, arg max": r"threefry|rng|sort|argmax|cumsum|shift|xor",
+    "copies and places": r"copy|slice|gather|scatter|concatenate|pad|transpose|cache",
+    "sums and norms": r"reduce|rsqrt",
+}
+# Forward and backward; of a step's tokens each is drawn, scored and trained on.
+PASSES = {"rollout": 1, "update": 3, "step": 5}
 PARENTS = re.compile(r"^(while|call|conditional|ThunkExecutor|Thunk|custom-call-start)")
 
 
@@ -116,9 +97,8 @@ class Workload:
 
     def limits(self, normal):
         """Return the tokens of responses by standard normal numbers."""
-        if not self.ragged:
-            return jnp.full(normal.shape, self.new_tokens)
         drawn = jnp.ceil(MEDIAN_TOKENS * jnp.exp(SPREAD * normal))
+        drawn = drawn if self.ragged else jnp.full(normal.shape, self.new_tokens)
         return jnp.minimum(drawn, self.new_tokens).astype(int)
 
     def draw(self, logits, keys, positions, rule):
@@ -128,20 +108,22 @@ class Workload:
         last = positions + 1 >= self.limits(apart(keys))
         return jnp.where(last, END, jnp.where(tokens == END, OTHER, tokens)), logprobs
 
-    def config(self, folder: str) -> Config:
+    def config(self, folder: str) -> dapo_jax.Config:
         """Return one update per rollout batch, as the peers have it; nothing is filtered."""
-        return Config(
-            algorithm=dataclasses.replace(algorithms.dapo(), dynamic_sampling=False),
-            model=Model(folder=folder),
-            compute=Compute(scan_unroll=self.decoder.layers),
-            data=Data(max_prompt_tokens=PROMPT_TOKENS),
-            rollout=Rollout(self.prompts, self.group, updates_per_rollout=1),
-            sampler=Sampler(slots=self.slots, burst_tokens=32, max_response_tokens=self.new_tokens),
-            optimizer=Optimizer(learning_rate=1e-5),
-            packing=Packing(self.row_tokens, self.rows_per_microbatch),
-            mesh=Mesh(data=-1, fsdp=1),
-            checkpoint=Checkpoint(keep_groups=self.keep_groups),
-            log=Log(tensorboard=False),
+        return dapo_jax.Config(
+            algorithm=dataclasses.replace(dapo_jax.preset("dapo"), dynamic_sampling=False),
+            model=dapo_jax.Model(folder=folder),
+            compute=dapo_jax.Compute(scan_unroll=self.decoder.layers),
+            data=dapo_jax.Data(max_prompt_tokens=PROMPT_TOKENS),
+            rollout=dapo_jax.Rollout(self.prompts, self.group, updates_per_rollout=1),
+            sampler=dapo_jax.Sampler(
+                slots=self.slots, burst_tokens=32, max_response_tokens=self.new_tokens
+            ),
+            optimizer=dapo_jax.Optimizer(learning_rate=1e-5),
+            packing=dapo_jax.Packing(self.row_tokens, self.rows_per_microbatch),
+            mesh=dapo_jax.Mesh(data=-1, fsdp=1),
+            checkpoint=dapo_jax.Checkpoint(keep_groups=self.keep_groups),
+            log=dapo_jax.Log(tensorboard=False),
         )
 
 
@@ -163,14 +145,14 @@ class RandomPrompts:
         return Prompt(self.position - 1, str(self.position), "", tokens.astype(np.int32), "1", "")
 
 
-def write_folder(folder: pathlib.Path, decoder: DecoderConfig) -> None:
+def write_folder(folder: str, decoder: DecoderConfig) -> None:
     """Write a random model and a tokenizer with a word for each token."""
     params = nn.unbox(init_params(decoder, jax.random.key(0)))
-    save_huggingface.save_folder(folder, params, decoder, (END,))
+    save_huggingface.save_folder(pathlib.Path(folder), params, decoder, (END,))
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(decoder.vocab)}, "t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
-    words.save(str(folder / "tokenizer.json"))
+    words.save(f"{folder}/tokenizer.json")
 
 
 def make_batch(workload: Workload) -> tuple[TrainBatch, int, int]:
@@ -196,60 +178,45 @@ class Calls:
         self.workload = workload
         decode_step.sample_tokens = workload.draw
         with tempfile.TemporaryDirectory() as folder:
-            write_folder(pathlib.Path(folder), workload.decoder)
+            write_folder(folder, workload.decoder)
             parts = build(workload.config(folder))
             self.parts = dataclasses.replace(parts, prompts=RandomPrompts())
             self.params = parts.first_params()
+        self.close = parts.close
         self.learner = parts.learners.policy
         self.batch, self.used, self.tokens = make_batch(workload)
         self.rollouts = 0
-        self.run: TrainerState | None = None
 
+    @functools.cached_property
     def state(self) -> TrainerState:
-        if self.run is None:
-            policy = self.learner.start(jax.tree.map(lambda leaf: leaf.copy(), self.params))
-            self.run = TrainerState(0, LearnerStates(policy), SourceState(kept_fraction=1.0))
-        return self.run
+        policy = self.learner.start(jax.tree.map(lambda leaf: leaf.copy(), self.params))
+        return TrainerState(0, LearnerStates(policy), SourceState(kept_fraction=1.0))
 
     def rollout(self) -> int:
-        """Sample all responses of a step."""
         sampler, prompts = self.parts.sampler, RandomPrompts()
-        rule = SamplingRule()
-        sampler.begin(self.params, purpose=SAMPLE_FOR_TRAINING, step=self.rollouts, rule=rule)
+        asked = [next(prompts) for _ in range(self.workload.prompts)]
+        bench.sample(sampler, self.params, asked, self.workload.group, self.rollouts)
         self.rollouts += 1
-        for _ in range(self.workload.prompts):
-            sampler.submit(next(prompts), self.workload.group)
-        while not sampler.idle:
-            sampler.decode_burst()
         assert sampler.counts.responses == self.workload.prompts * self.workload.group
         tokens = sampler.counts.tokens
         sampler.release()
         return tokens
 
     def update(self) -> int:
-        state = self.state()
-        policy, (metrics, _) = self.learner.update(
-            state.learners.policy, self.batch, self.used, 1e-5
-        )
-        self.run = dataclasses.replace(state, learners=LearnerStates(policy))
+        policy = self.state.learners.policy
+        policy, (metrics, _) = self.learner.update(policy, self.batch, self.used, 1e-5)
+        self.state = dataclasses.replace(self.state, learners=LearnerStates(policy))
         jax.block_until_ready((policy, metrics))
         return self.tokens
 
     def step(self) -> float:
         clock = Clock()
         with clock.running():
-            self.run, record = train_step(self.parts.trainer(), self.state())
+            self.state, record = train_step(self.parts.trainer(), self.state)
         values = step_record.measure(self.parts.config, record, clock)
-        jax.block_until_ready(self.run.learners.policy)
+        jax.block_until_ready(self.state.learners.policy)
         assert values["trained_groups"] == self.workload.prompts
         return self.workload.prompts * self.workload.group * values["response_tokens_mean"]
-
-
-@contextlib.contextmanager
-def opened(workload: Workload) -> Iterator[Calls]:
-    calls = Calls(workload)
-    yield calls
-    calls.parts.close()
 
 
 def matmul_flops(side: int) -> float:
@@ -265,21 +232,17 @@ def matmul_flops(side: int) -> float:
 
 def measure(call: Callable[[], float], repeats: int) -> dict[str, float | list[float]]:
     """Return the median of the calls after a first one that compiles and a warm-up."""
-    started = time.perf_counter()
-    call()
-    first = time.perf_counter() - started
-    call()
-    seconds, tokens = [], []
-    for _ in range(repeats):
+    seconds, speeds = [], []
+    for _ in range(repeats + 2):
         started = time.perf_counter()
-        tokens.append(call())
+        tokens = call()
         seconds.append(time.perf_counter() - started)
-    speed = statistics.median(n / s for n, s in zip(tokens, seconds, strict=True))
+        speeds.append(tokens / seconds[-1])
     return {
-        "median_s": round(statistics.median(seconds), 4),
-        "tokens_per_s": round(speed, 1),
-        "all_s": [round(s, 4) for s in seconds],
-        "first_call_s": round(first, 2),
+        "median_s": round(statistics.median(seconds[2:]), 4),
+        "tokens_per_s": round(statistics.median(speeds[2:]), 1),
+        "all_s": [round(s, 4) for s in seconds[2:]],
+        "first_call_s": round(seconds[0], 2),
     }
 
 
@@ -290,13 +253,13 @@ def seconds_by_kind(folder: str) -> dict[str, float]:
     for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
         name = event.get("args", {}).get("hlo_op", "")
         if event.get("ph") == "X" and name and not PARENTS.match(name):
-            kind = next((kind for kind, names in KINDS if names.search(name)), "other elementwise")
+            kinds = (kind for kind, names in KINDS.items() if re.search(names, name))
+            kind = next(kinds, "other elementwise")
             seconds[kind] += event["dur"] / 1e6
     return dict(seconds)
 
 
 def profile(name: str, call: Callable[[], float]) -> None:
-    """Print the seconds of one call by kind of operation."""
     call()
     call()
     with tempfile.TemporaryDirectory() as folder:
@@ -314,32 +277,29 @@ def profile(name: str, call: Callable[[], float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = bench.read_arguments(
+        __doc__,
+        workload="uniform",
+        repeats=5,
+        only=list(PASSES),
+        keep_groups=False,  # as a run with checkpoint.keep_groups samples
+        rows=0,  # per microbatch; 0: the workload's
+        profile=False,
     )
-    parser.add_argument("--workload", choices=WORKLOADS, default="uniform")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="rollout,update,step")
-    parser.add_argument("--keep_groups", action="store_true", help="as such a run samples")
-    parser.add_argument("--rows", type=int, default=0, help="per microbatch; 0: the workload's")
-    parser.add_argument("--profile", action="store_true", help="seconds by kind of operation")
-    args = parser.parse_args()
     workload = dataclasses.replace(WORKLOADS[args.workload], keep_groups=args.keep_groups)
     if args.rows:
         workload = dataclasses.replace(workload, rows_per_microbatch=args.rows)
-    with opened(workload) as calls:
+    with contextlib.closing(Calls(workload)) as calls:
         products = 2 * sum(leaf.size for leaf in jax.tree.leaves(calls.params) if leaf.ndim > 1)
         products -= 2 * VOCAB * workload.decoder.embed  # the embedding is looked up
-        # Forward and backward; of a step's tokens each is drawn, scored and trained on.
-        passes = {"rollout": 1, "update": 3, "step": 5}
-        for name in args.only.split(","):
+        for name in args.only:
             call = getattr(calls, name)
             if args.profile:
                 profile(name, call)
                 continue
             line = {"framework": "dapo_jax", "workload": args.workload, "bench": name}
             line |= measure(call, args.repeats)
-            gflops = line["tokens_per_s"] * passes[name] * products / 1e9
+            gflops = line["tokens_per_s"] * PASSES[name] * products / 1e9
             line["gflops"] = round(gflops, 1)
             line["matmul_gflops"] = round(matmul_flops(workload.matmul) / 1e9, 1)
             print(json.dumps(line), flush=True)

@@ -4,8 +4,8 @@
     python tests/benchmarks/pods.py                                   # the table of RUNS
     python tests/benchmarks/pods.py --model 7B --topology v5e:4x4 --mesh fsdp=8,tensor=2
 
-Prints a line per program: peak GiB per chip; the same with all other arrays on the chip (the
-trainer's state during sampling); the limit; seconds to compile. Then what the compiled text
+Prints a JSON line per program: peak GiB per chip; the same with all other arrays on the chip (the
+trainer's state during sampling); the limit; seconds to compile; and what the compiled text
 contains: the largest arrays, any array of T x T or V x T, copies of a cache, and exchanges between
 devices. `dapo-jax plan` measures a config's programs; this script takes shapes without a config.
 """
@@ -26,17 +26,7 @@ from hlo_arrays import contents
 from dapo_jax.commands.plan.chips import GIB, parse
 from dapo_jax.commands.plan.programs import Compiler, Layout, lay_out, limit, programs
 from dapo_jax.commands.plan.published_shapes import config_values
-from dapo_jax.config.experiment import (
-    Compute,
-    Config,
-    Data,
-    Evaluation,
-    Mesh,
-    Model,
-    Packing,
-    Rollout,
-    Sampler,
-)
+from dapo_jax.config import experiment as settings
 
 TINY = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 128}
 TINY |= {"num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 8192}
@@ -60,17 +50,17 @@ class Run:
     cache: str = "paged"
     programs: str = PROGRAMS
 
-    def config(self, folder: str) -> Config:
-        """Return the config for a model folder."""
-        mesh = Mesh(**{k: int(v) for k, v in (part.split("=") for part in self.mesh.split(","))})
+    def config(self, folder: str) -> settings.Config:
+        axes = dict(part.split("=") for part in self.mesh.split(","))
+        mesh = settings.Mesh(**{name: int(size) for name, size in axes.items()})
         replicas = mesh.data * mesh.fsdp
-        return Config(
-            model=Model(folder=folder),
-            compute=Compute(dtype="bfloat16", remat=self.remat, logprob_chunk_tokens=1_024),
-            data=Data(max_prompt_tokens=self.prompt_tokens),
-            rollout=Rollout(samples_per_prompt=min(16, self.slots)),
-            evaluation=Evaluation(samples_per_problem=1),
-            sampler=Sampler(
+        return settings.Config(
+            model=settings.Model(folder=folder),
+            compute=settings.Compute("bfloat16", remat=self.remat, logprob_chunk_tokens=1_024),
+            data=settings.Data(max_prompt_tokens=self.prompt_tokens),
+            rollout=settings.Rollout(samples_per_prompt=min(16, self.slots)),
+            evaluation=settings.Evaluation(samples_per_problem=1),
+            sampler=settings.Sampler(
                 slots=self.slots * replicas * mesh.context,
                 pages=self.pages * replicas * mesh.context,
                 burst_tokens=16,
@@ -80,7 +70,7 @@ class Run:
                 load_layers=self.load_layers,
             ),
             mesh=mesh,
-            packing=Packing(self.row_tokens, replicas * mesh.decode_tensor),
+            packing=settings.Packing(self.row_tokens, replicas * mesh.decode_tensor),
         )
 
     def lay_out(self) -> Layout:
@@ -105,16 +95,14 @@ RUNS = (
 )
 
 
-def measure(run: Run, as_json: bool) -> None:
-    """Print a line per program, and what its text contains."""
+def measure(run: Run) -> None:
+    """Print a JSON line per program, with what its text contains."""
     layout = run.lay_out()
     texts: dict[str, str] = {}
     compiler, most = Compiler(layout, None, texts.__setitem__), limit(layout)
     by_name = {program.name: program for program in programs(layout, run.microbatches)}
     for program in map(by_name.__getitem__, run.programs.split(",")):
         compiled = compiler.measure(program)
-        lists = contents(layout, program, texts[program.name]) if program.name in texts else {}
-        sizes = {name: round(size / GIB, 2) for name, size in compiled.parts().items()}
         line = {
             "program": compiled.name,
             "fits": compiled.fits(most),
@@ -122,22 +110,12 @@ def measure(run: Run, as_json: bool) -> None:
             "together_gib": round(compiled.together / GIB, 2),
             "host_gib": round(compiled.host / GIB, 2),
             "limit_gib": round(most / GIB, 2),
-            "there_gib": sizes,
+            "there_gib": {name: round(x / GIB, 2) for name, x in compiled.parts().items()},
             "compile_s": round(compiled.compile_seconds, 1),
         }
-        if as_json:
-            print(json.dumps(dataclasses.asdict(run) | line | lists), flush=True)
-            continue
-        verdict = f"fits, {compiled.compile_seconds:.0f} s" if line["fits"] else "DOES NOT FIT"
-        print(
-            f"{run.model:>5} {run.topology:<10} {run.mesh:<34} {run.remat:<10} {compiled.name:<8} "
-            f"{line['peak_gib']:6.2f} ({line['together_gib']} with all other arrays) + "
-            f"{line['host_gib']} on the host, of {line['limit_gib']} GiB  {verdict}",
-            flush=True,
-        )
-        arrays = [f"{name} {gib} GiB" for name, gib in sizes.items()]
-        for name, lines in ({"arrays": arrays} | lists).items():
-            print(f"        {name}: {'; '.join(lines) or 'none'}", flush=True)
+        if program.name in texts:
+            line |= contents(layout, program, texts[program.name])
+        print(json.dumps(dataclasses.asdict(run) | line), flush=True)
 
 
 def main() -> None:
@@ -145,10 +123,7 @@ def main() -> None:
     for field in dataclasses.fields(Run):
         kind = type(field.default) if field.default is not dataclasses.MISSING else str
         parser.add_argument(f"--{field.name}", type=kind)
-    parser.add_argument("--json", action="store_true")
-    args = vars(parser.parse_args())
-    as_json = args.pop("json")
-    given = {name: value for name, value in args.items() if value is not None}
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     asked = given.pop("programs", PROGRAMS).split(",")
     if unknown := set(asked) - set(PROGRAMS.split(",")):
         parser.error(f"--programs: {', '.join(sorted(unknown))}: must be of {PROGRAMS}")
@@ -157,7 +132,7 @@ def main() -> None:
     for run in runs or [Run(**given)]:
         kept = ",".join(name for name in run.programs.split(",") if name in asked)
         if kept:
-            measure(dataclasses.replace(run, **given, programs=kept), as_json)
+            measure(dataclasses.replace(run, **given, programs=kept))
 
 
 if __name__ == "__main__":

@@ -14,33 +14,114 @@ import json
 import pathlib
 import runpy
 import statistics
+from collections.abc import Sequence
 
 import bench
-from calibrate import FIRST_STEPS, calibrate, step_figures
+import jax
+import numpy as np
+import scipy.optimize  # comes with jax
 
-from dapo_jax.commands.plan.simulate import Costs, Simulation, Step
+from dapo_jax.commands.plan.simulate import Costs, Counts, Simulation, Step
 from dapo_jax.commands.plan.workload import RecordedWorkload
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Model
 from dapo_jax.model import load_huggingface
+from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.run.compute import numerics, open_mesh
 from dapo_jax.run.run import open_run
+from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.signals import Signals
 
+FIRST_STEPS = 2  # compile
 SEEDS = 3  # of the law; the prediction is a median over them too
-COMPARED = (
-    "seconds_decode",
-    "seconds_rollout",
-    "seconds_learning",
-    "seconds_step",
-    "tokens",
-    "decode_steps",
-)
 
 
-def make_config(options: argparse.Namespace, name: str, slots: int, samples: int) -> Config:
+def step_figures(step: Step) -> dict[str, float]:
+    """Return figures of a simulated step, named as in a run's metrics."""
+    decoding = sum(step.seconds[name] for name in ("prefill_token", "decode_step", "slot_step"))
+    return {
+        "seconds_decode": decoding,
+        "seconds_rollout": step.rollout_seconds,
+        "seconds_learning": step.update_seconds,
+        "seconds_step": step.rollout_seconds + step.update_seconds,
+        "tokens": step.sampled.tokens,
+        "decode_steps": step.counts["decode_step"],
+    }
+
+
+def replay(
+    config: Config,
+    decoder: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    folder: pathlib.Path,
+    steps: int,
+) -> list[Step]:
+    """Simulate the run's first steps with the groups that it judged.
+
+    Responses that were stopped were never written: others of their step stand in for them.
+    """
+    simulation = Simulation(config, decoder, mesh, RecordedWorkload(folder, replay=True), Costs())
+    return [simulation.step() for _ in range(steps)]
+
+
+def fit(
+    rows: Sequence[Counts], seconds: Sequence[float] | np.ndarray, names: Sequence[str]
+) -> dict[str, float]:
+    """Fit costs of those names, none below 0, to seconds by least absolute deviations.
+
+    So a step in which the machine did something else counts for little.
+    """
+    used = np.array([[row.get(name, 0.0) for name in names] for row in rows])
+    count = len(used)
+    apart = np.hstack([used, np.eye(count), -np.eye(count)])
+    objective = np.repeat([0.0, 1.0], [len(names), 2 * count])
+    solved = scipy.optimize.linprog(objective, A_eq=apart, b_eq=seconds)
+    return dict(zip(names, map(float, solved.x), strict=False))
+
+
+def read_rows(folder: pathlib.Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["step"] > 0]
+
+
+def calibrate(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, folder: pathlib.Path
+) -> Costs:
+    """Return the costs of a run's machine, from its settings, `metrics.jsonl` and `rollouts/`.
+
+    Learning counts by tokens alone: the steps of one setting hardly differ. A prefilled token costs
+    what a scored one does, and so does a slot's share of a decode step at most. The host's other
+    work counts by bursts, responses and rollouts. The first steps, which compile, are left out.
+
+    Raises `ConfigError` if the run has too few steps.
+    """
+    rows = read_rows(folder)
+    if len(rows) <= FIRST_STEPS:
+        raise ConfigError(f"{folder}: has {len(rows)} steps: must be more than {FIRST_STEPS}")
+    steps = replay(config, decoder, mesh, folder, len(rows))[FIRST_STEPS:]
+    counts = [step.counts for step in steps]
+
+    def seconds(name: str) -> np.ndarray:
+        return np.array([row[f"seconds_{name}"] for row in rows[FIRST_STEPS:]])
+
+    def used(name: str) -> np.ndarray:
+        return np.array([count[name] for count in counts])
+
+    costs = fit(counts, seconds("update"), ("update_token",))
+    costs |= fit(counts, seconds("score"), ("score_token",))
+    costs |= fit(counts, seconds("rollout") - seconds("decode"), ("load", "burst", "response"))
+    token = costs["prefill_token"] = costs["score_token"]
+    decoding = seconds("decode") - token * used("prefill_token")
+    costs |= fit(counts, decoding, ("slot_step",))
+    if costs["slot_step"] > token > 0:
+        costs |= fit(counts, decoding - token * used("slot_step"), ("decode_step",))
+        costs["slot_step"] = token
+    return Costs(**costs)
+
+
+def make_config(options: argparse.Namespace, slots: int, samples: int) -> Config:
     """Return the config of a run with nothing but its steps."""
     config = runpy.run_path(bench.RL)["get_config"]()
-    config.run_dir = str(options.folder / name)
+    config.run_dir = str(options.folder / f"slots_{slots}_samples_{samples}")
     config.total_steps = options.steps
     config.model = Model(folder=str(options.base))
     config.data = Data(max_terms=options.terms, max_prompt_tokens=16, heldout_problems=0)
@@ -68,27 +149,13 @@ def run_in_turn(configs: list[Config]) -> None:
             run.finish()
 
 
-def measured(config: Config) -> list[dict[str, float]]:
-    """Return the rows of a run's steps."""
-    lines = (pathlib.Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["step"] > FIRST_STEPS]
-    return [
-        row
-        | {
-            "tokens": row["sampled_tokens_per_second"] * row["seconds_rollout"],
-            "seconds_learning": row["seconds_score"] + row["seconds_update"],
-        }
-        for row in rows
-    ]
-
-
-def record(step: Step) -> dict[str, float]:
-    """Return the same of a simulated step."""
-    figures = step_figures(step)
-    parts = ("prefill_token", "decode_step", "slot_step")
-    decoding = (figures[f"seconds_{name}"] for name in parts)
-    whole = figures["seconds_rollout"] + figures["seconds_learning"]
-    return figures | {"seconds_step": whole, "seconds_decode": sum(decoding)}
+def measured(folder: pathlib.Path) -> list[dict[str, float]]:
+    """Return the rows of a run's steps with the figures of `step_figures`."""
+    rows = read_rows(folder)[FIRST_STEPS:]
+    for row in rows:
+        row["tokens"] = row["sampled_tokens_per_second"] * row["seconds_rollout"]
+        row["seconds_learning"] = row["seconds_score"] + row["seconds_update"]
+    return rows
 
 
 def predict(config: Config, model: tuple, law: pathlib.Path, costs: Costs) -> list[dict]:
@@ -97,7 +164,7 @@ def predict(config: Config, model: tuple, law: pathlib.Path, costs: Costs) -> li
     for seed in range(SEEDS):
         simulation = Simulation(config, *model, RecordedWorkload(law, seed=seed), costs)
         steps = [simulation.step() for _ in range(config.total_steps)]
-        records += map(record, steps[FIRST_STEPS:])
+        records += map(step_figures, steps[FIRST_STEPS:])
     return records
 
 
@@ -114,20 +181,20 @@ def main() -> None:
     )
     (slots, other_slots), (samples, other_samples) = options.slots, options.samples
     settings = ((slots, samples), (other_slots, samples), (slots, other_samples))
-    configs = [make_config(options, f"slots_{s}_samples_{g}", s, g) for s, g in settings]
-    if not all((pathlib.Path(config.run_dir) / "summary.json").exists() for config in configs):
+    configs = [make_config(options, *setting) for setting in settings]
+    folders = [pathlib.Path(config.run_dir) for config in configs]
+    if not all((folder / "summary.json").exists() for folder in folders):
         run_in_turn(configs)
     fitted = configs[0]
     mesh = open_mesh(fitted.mesh, fitted.packing.rows_per_microbatch)
     numbers = numerics(fitted.compute, mesh, fitted.packing.row_tokens)
     model = load_huggingface.read_config(str(options.base), **numbers), mesh
-    folder = pathlib.Path(fitted.run_dir)
-    costs = calibrate(fitted, *model, folder)
+    costs = calibrate(fitted, *model, folders[0])
     result = {"costs": {k: v for k, v in dataclasses.asdict(costs).items() if v}}
     bench.print_table(["slots", "G", "", "measured", "predicted", "off"])
-    for config, (s, g) in zip(configs, settings, strict=True):
-        real, virtual = measured(config), predict(config, model, folder, costs)
-        for name in COMPARED:
+    for config, folder, (s, g) in zip(configs, folders, settings, strict=True):
+        real, virtual = measured(folder), predict(config, model, folders[0], costs)
+        for name in virtual[0]:
             actual = statistics.median(row[name] for row in real)
             predicted = statistics.median(row[name] for row in virtual)
             error = predicted / actual - 1

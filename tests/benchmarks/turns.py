@@ -7,7 +7,7 @@ The embedded policy solves three problems in turn. Rows differ in the seconds of
 step, in the bursts of decoding before the sampler waits for the environment, and in keeping caches
 between turns. The settings alternate, and the median of the rounds counts. Busy slots are counted
 while responses wait for a slot, and over the whole rollout.
-The defaults take five minutes of one core, `--smoke` seconds.
+The defaults take five minutes of one core.
 """
 
 import argparse
@@ -22,9 +22,8 @@ from talk import SECONDS, TURNS
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Data, Environment, Log, Model, Rollout, Sampler
 from dapo_jax.environments.sessions import Environments
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.components import build
-from dapo_jax.structs import Prompt, SamplerCounts, SamplingRule
+from dapo_jax.structs import Prompt, SamplerCounts
 
 HEADS = "a step,bursts,caches,busy while work waits,whole,waited,again,rollout".split(",")
 
@@ -53,7 +52,6 @@ def start_workers(environments: Environments, prompt: Prompt) -> None:
 
 
 def rollout(config: Config, step_seconds: float) -> tuple[float, SamplerCounts]:
-    """Return seconds and counts of one rollout."""
     os.environ[SECONDS] = str(step_seconds)
     checks.check(config)
     with contextlib.ExitStack() as stack:
@@ -65,11 +63,7 @@ def rollout(config: Config, step_seconds: float) -> tuple[float, SamplerCounts]:
         assert components.environments is not None
         start_workers(components.environments, prompts[0])
         began = time.perf_counter()
-        sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=0, rule=SamplingRule())
-        for prompt in prompts:
-            sampler.submit(prompt, config.rollout.samples_per_prompt)
-        while not sampler.idle:
-            sampler.decode_burst()
+        bench.sample(sampler, params, prompts, config.rollout.samples_per_prompt)
         return time.perf_counter() - began, sampler.counts
 
 
@@ -83,20 +77,14 @@ def main() -> None:
         samples=16,
         slots=32,
         rounds=3,
-        smoke=False,
     )
-    if args.smoke:
-        small = {"seconds": [0.01], "wait": [1], "prompts": 1, "samples": 2, "slots": 2}
-        vars(args).update(small, workers=1, rounds=1)
     rows = list(itertools.product(args.seconds, args.wait, (False, True)))
     results = {row: [] for row in rows}
-    for _, wait, keep in rows[: len(args.wait) * 2]:
-        rollout(make_config(args, wait, keep), 0.0)  # compiles
-    for _ in range(args.rounds):
+    for _ in range(args.rounds + 1):  # the first compiles
         for seconds, wait, keep in rows:
             results[seconds, wait, keep].append(rollout(make_config(args, wait, keep), seconds))
     bench.print_table(HEADS)
-    for (seconds, wait, keep), runs in results.items():
+    for (seconds, wait, keep), (_, *runs) in results.items():
         taken, counts = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
         turns = counts.turns
         assert turns is not None

@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calibrate import calibrate, replay, step_figures
+from simulate import calibrate, replay
 from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
@@ -257,11 +257,13 @@ def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_pat
         run.step()
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
     step = Simulation(config, *model, workload, Costs()).step()
-    figures = step_figures(step)
-    assert [figures[name] for name in SAME] == [row[name] for name in SAME]
+    sampled = step.sampled
+    counts = [step.counts["decode_step"], step.counts["burst"], sampled.prefills]
+    counts += [sampled.abandoned_tokens, sampled.put_back_tokens]
+    assert counts == [row[name] for name in SAME]
     assert step.sampled.occupancy == row["slot_occupancy"]
     assert (step.kept, step.surplus) == (row["trained_groups"], row["surplus_groups"])
-    assert math.isclose(figures["sampled_to_kept_tokens"], row["sampled_to_kept_tokens"])
+    assert math.isclose(step.drawn_tokens / step.kept_tokens, row["sampled_to_kept_tokens"])
     assert row["abandoned_tokens"] > 0 and (row["put_back_tokens"] > 0) == (cache == "paged")
     # The recorded groups, with others in place of those that the run stopped.
     (again,) = replay(config, *model, tmp_path / "run", 1)

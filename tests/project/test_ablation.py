@@ -36,10 +36,8 @@ def test_every_experiment_passes_the_checks_before_a_run(name):
 
 def test_combinations_are_all_sixteen_and_a_wrong_name_is_refused(monkeypatch):
     assert len(set(measured.COMBINATIONS)) == 16
-    assert set(measured.LADDER.values()) - set(measured.COMBINATIONS) == {
-        "overlong_filtering",
-        "clip_higher+overlong_filtering",
-    }
+    others = set(measured.LADDER.values()) - set(measured.COMBINATIONS)
+    assert others == {"overlong_filtering", "clip_higher+overlong_filtering"}
     monkeypatch.setattr(sys, "argv", ["measure.py", "--names", "clip_lower"])
     for call in (lambda: two_strategies.get_config("clip_lower"), measure.main):
         with pytest.raises(ConfigError, match="clip_lower.*one of 1_naive.*dr_grpo.*clip_higher"):
@@ -90,7 +88,6 @@ def test_a_run_is_measured_from_end_to_end(tmp_path, monkeypatch, alone):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert run.after.mean() == pytest.approx(rows[-1]["heldout_accuracy"])
     assert run.before.mean() == pytest.approx(rows[0]["heldout_accuracy"])
-    worked = 0
     for place, row in enumerate(rows[1:]):
         path = folder / f"rollouts/step_{row['step']:06d}.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -106,8 +103,7 @@ def test_a_run_is_measured_from_end_to_end(tmp_path, monkeypatch, alone):
         for name in ("correct", "truncated"):
             count = sum(line[name] for line in working)
             assert figures[f"working_{name}"] * len(working) == pytest.approx(count, abs=0.1)
-        worked += len(working)
-    assert worked > 0
+        assert working
 
 
 def make_run(name: str = "x", after: float = 0.0, **columns: list[float]):
@@ -133,16 +129,10 @@ def test_effects_and_interactions_are_those_that_the_values_were_made_of(monkeyp
 
     monkeypatch.setattr(measured, "runs", made)
     # Beside dynamic sampling clip-higher adds 0.18, else 0.1: half of that difference interacts.
-    wanted = {
-        ("clip_higher",): 0.14,
-        ("dynamic_sampling",): 0.04,
-        ("token_level",): -0.05,
-        ("overlong_punishment",): 0.0,
-        ("clip_higher", "dynamic_sampling"): 0.04,
-        ("clip_higher", "token_level"): 0.0,
-    }
+    wanted = {"clip_higher": 0.14, "dynamic_sampling": 0.04, "token_level": -0.05}
+    wanted |= {"clip_higher dynamic_sampling": 0.04, "clip_higher token_level": 0.0}
     for switches, value in wanted.items():
-        contrast = measured.contrast(switches)
+        contrast = measured.contrast(tuple(switches.split()))
         assert contrast.value == pytest.approx(value, abs=1e-12)
         assert contrast.low <= value + 1e-12
     pairs = [made("none"), made("clip_higher")]

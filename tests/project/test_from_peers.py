@@ -23,12 +23,10 @@ def codes(text: str) -> list[str]:
 
 
 def sections(page: str) -> dict[str, str]:
-    """Return the text under each heading."""
     return dict(text.partition("\n")[::2] for text in page.split("\n## "))
 
 
 def cells(text: str) -> list[tuple[str, str]]:
-    """First and second cell of every row of a table."""
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
     return [(row[1], row[2]) for row in rows]
 

@@ -5,16 +5,50 @@ import importlib.util
 import os
 import pathlib
 import re
+import textwrap
+from typing import Any
 
 import nbformat
 import pytest
-from notebook_client import execute
+import zmq
+from nbclient import NotebookClient
 
 import dapo_jax
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+class Client(NotebookClient):
+    """Notebook client that looks for a reply whenever it has sent the kernel something.
+
+    jupyter_client sends a widget's state through a blocking shadow of the socket, which swallows
+    the signal of a reply that arrives at that moment: it was then waited for for ever. Reading the
+    socket's events schedules what has arrived.
+    """
+
+    async def async_start_new_kernel_client(self) -> Any:
+        client = await super().async_start_new_kernel_client()
+        channel: Any = client.shell_channel
+        send = channel.send
+
+        def send_and_look(message: dict) -> None:
+            send(message)
+            channel.socket.get(zmq.EVENTS)
+
+        channel.send = send_and_look
+        return client
+
+
+def execute(notebook: nbformat.NotebookNode, folder: pathlib.Path, **environment: str) -> None:
+    client = Client(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
+    client.execute(env=os.environ | {"PYTHONPATH": str(ROOT)} | environment)
+
+
+def new_notebook(*sources: str) -> nbformat.NotebookNode:
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(source).strip()) for source in sources]
+    return nbformat.v4.new_notebook(cells=cells)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +133,77 @@ def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
 
 def test_an_error_behind_a_slider_is_seen(tmp_path):
     code = "import ipywidgets\nipywidgets.interact(lambda i: 1 / i, i=(0, 0))"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    notebook = new_notebook(code)
     execute(notebook, tmp_path)
     (outputs,) = widget_outputs(notebook)
     assert errors_in(outputs) == ["division by zero"]
+
+
+CELLS = (
+    """
+    import asyncio, os, signal, dapo_jax
+    def config(name, **changes):
+        return dapo_jax.Config(
+            run_dir=name,
+            total_steps=2,
+            algorithm=dapo_jax.preset("reinforce"),
+            model=dapo_jax.Model(folder=BASE),
+            data=dapo_jax.Data(max_terms=3, max_prompt_tokens=8, heldout_problems=0),
+            rollout=dapo_jax.Rollout(4, 4, 1),
+            sampler=dapo_jax.Sampler(slots=16, max_response_tokens=24),
+            packing=dapo_jax.Packing(row_tokens=64, rows_per_microbatch=16),
+            log=dapo_jax.Log(tensorboard=False, report=False, show_group_every_steps=0),
+            **changes,
+        )
+    get_ipython().object_inspect_mime("dapo_jax.Sampler")["text/plain"]
+    """,
+    """
+    SCALE, TRAINER = 0.5, os.getpid()
+    def score(prompt, response, answer):
+        if os.getpid() == TRAINER or response.endswith("7"):
+            raise RuntimeError("not seven")
+        return SCALE * len(response)
+    async def waits(prompt, response, answer):
+        await asyncio.sleep(0.01)
+        return 1.0
+    def leave(step, row):
+        os.kill(os.getpid(), signal.SIGINT)  # as the notebook's stop button
+    given = {"rule": 1, score: 1, waits: 1}
+    spread = config("run", reward=dapo_jax.Reward(correct="spread"))
+    try:
+        dapo_jax.train(spread, reward=given, on_step=leave)
+        print("never")
+    except KeyboardInterrupt:
+        print("interrupted")
+    """,
+    """
+    result = dapo_jax.train(spread, reward=given)
+    print(result.metrics["reward_parts/given:waits"].to_pylist())
+    result
+    """,
+    """
+    result.policy, spread
+    """,
+)
+
+
+def test_a_session(base, tmp_path):
+    """Ctrl-C and resumption, functions of a cell, help, and output."""
+    notebook = new_notebook(f"BASE = {str(base)!r}", *CELLS)
+    execute(notebook, tmp_path)
+    outputs = [output for cell in notebook.cells for output in cell.outputs]
+    kinds = {output["output_type"] for output in outputs}
+    assert kinds == {"execute_result", "stream"}  # no widget of a live line
+    results = [output["data"]["text/plain"] for output in outputs if "data" in output]
+    training, after = (
+        "".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells[2:4]
+    )
+    tip, finished, last = results
+    assert "slots: int = 128" in tip and "Responses decoded in parallel. Above 0." in tip
+    assert "Result(run_dir='run', summary={'steps': 2" in finished and len(finished) < 500
+    assert "<Policy run step 2: prompts of at most" in last
+    assert "run_dir='run'" in last and "Critic" not in last
+    assert "step 1/2" in training and "step 2/2" not in training and "\x1b" not in training
+    assert re.search(r'score.*raise RuntimeError\("not seven"\)', training)
+    assert training.splitlines()[-1] == "interrupted"
+    assert "resuming run after step 1" in after and "step 2/2" in after and "[1.0, 1.0]" in after

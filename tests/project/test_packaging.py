@@ -1,4 +1,7 @@
-"""The wheel: its files, its metadata, and training from it outside a checkout."""
+"""The wheel: its files, its metadata, and training from it outside a checkout.
+
+And launch/versions.txt: what launch/ and the tests install, with hashes, as setup.py allows.
+"""
 
 import email
 import importlib.metadata
@@ -14,11 +17,16 @@ import zipfile
 
 import pytest
 from markdown_it import MarkdownIt
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKED = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 NEW_ENOUGH = 77  # setuptools that knows licence expressions
 REPOSITORY = re.search(r'^REPOSITORY = "(.+)"$', (ROOT / "setup.py").read_text(), re.M)[1]
+PINNED = re.compile(
+    r"([\w.-]+)(?:\[[\w,]+\])?==(\S+)(?: ; [^\\]+)? \\((?:\n    --hash=sha256:[0-9a-f]{64} ?\\?)+)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +87,7 @@ def test_links_of_the_description_lead_to_files_of_the_repository(wheel):
 
 def test_the_repository_has_one_address():
     tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-    own = re.compile(
-        r"https://(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/dapo[_-]jax)"
-    )
+    own = re.compile(r"(?:colab\.research\.google\.com/github|github\.com)/([\w-]+/dapo[_-]jax)")
     for path in filter(None, tracked):
         text = (ROOT / path).read_bytes().decode("utf-8", "ignore")
         assert {f"https://github.com/{name}" for name in own.findall(text)} <= {REPOSITORY}, path
@@ -113,3 +119,58 @@ def test_the_readmes_commands_run_from_a_wheel_in_an_empty_folder(wheel, tmp_pat
     settings = json.loads((here / "runs/arithmetic_dapo/config.json").read_text())
     assert settings["model"]["folder"] == "dapo_jax:arithmetic_base"
     assert "avg@16" in call("evaluate", "arithmetic", "--k=16", *small)
+
+
+def pins(*wanted: str) -> dict[str, str]:
+    line = f"source launch/pins.sh && pins {' '.join(wanted)}"
+    text = subprocess.check_output(["bash", "-c", line], text=True, cwd=ROOT)
+    entries = re.split(r"\n(?=\S)", re.sub("^#.*\n", "", text, flags=re.MULTILINE).strip())
+    matches = [PINNED.fullmatch(entry) for entry in entries]
+    assert all(matches), [entry for entry, match in zip(entries, matches, strict=True) if not match]
+    names = [canonicalize_name(match[1]) for match in matches]
+    assert len(set(names)) == len(names)
+    return dict(zip(names, (match[2] for match in matches), strict=True))
+
+
+def test_every_package_of_every_extra_has_a_version_that_setup_allows_and_a_hash():
+    """And all that they need in turn, as far as it is installed here."""
+    extras = importlib.metadata.metadata("dapo_jax").get_all("Provides-Extra")
+    assert pins("base", ",".join(extras))
+    for extra in extras:
+        pinned = pins("base", extra)
+        for wanted in map(Requirement, importlib.metadata.requires("dapo_jax")):
+            if not wanted.marker or wanted.marker.evaluate({"extra": extra}):
+                version = pinned[canonicalize_name(wanted.name)]
+                assert wanted.specifier.contains(version), f"{wanted}, but {version}"
+    assert len(pins("base", "test")) > 150 and not pins("base").keys() & {"libtpu", "ruff"}
+    assert "setuptools" in pins("base")
+    assert pins("uv").keys() == {"uv"} and "cyclonedx-bom" in pins("sbom")
+
+
+def test_what_is_installed_here_is_what_the_list_has():
+    """Every package that the tests' own ones need is in the list, and of that version."""
+    pinned, waiting, seen = pins("base", "test"), ["dapo_jax"], set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        for text in importlib.metadata.requires(name) or ():
+            wanted = Requirement(text)
+            extra = {"extra": "test" if name == "dapo_jax" else ""}
+            if wanted.marker is None or wanted.marker.evaluate(extra):
+                other = canonicalize_name(wanted.name)
+                assert other in pinned, text
+                if other != "setuptools":  # of an environment made by hand
+                    assert pinned[other] == importlib.metadata.version(other), text
+                waiting += {other} - seen
+
+
+def test_a_file_with_another_hash_is_refused(tmp_path):
+    """By the pip that launch/install.sh calls, of a local file."""
+    (tmp_path / "mine-1.0-py3-none-any.whl").write_bytes(b"another file")
+    (tmp_path / "pins").write_text(f"mine==1.0 --hash=sha256:{'0' * 64}\n")
+    script = (ROOT / "launch/install.sh").read_text()
+    assert script.count("--require-hashes") == 1 and script.count('"${pip[@]}"') == 2
+    pip = [ROOT / ".venv/bin/python", "-m", "pip", "install", "--require-hashes", "--no-index"]
+    pip += ["--find-links", tmp_path, "-r", tmp_path / "pins", "--target", tmp_path / "to"]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 1 and "DO NOT MATCH THE HASHES" in done.stderr

@@ -7,8 +7,7 @@ ids), on the real one.
 import jax
 import numpy as np
 import pytest
-from orchestrated import orchestrate
-from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages
+from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages, orchestrate
 
 from dapo_jax.commands.serve import jetstream_server, server
 from dapo_jax.data.prompts.tokenizer import TextStream

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from conftest import TINY, make_prompt
 from samplers import END, TOKENIZER, make_engine
-from scripted_sampler import ScriptedSampler
 from small_runs import equal, make_quick_config
-from toy_sampler import ToySampler
+from toy_sampler import ScriptedSampler, ToySampler
 
 from dapo_jax.commands.plan.simulate import Costs, Simulation, named_mesh
 from dapo_jax.commands.plan.workload import AssumedWorkload

@@ -133,9 +133,9 @@ def test_a_checkpoint_of_an_older_version_is_rejected_in_one_line():
 
 @pytest.fixture
 def disk(tmp_path):
-    disk = Disk(tmp_path / "disk", "size=4m")
+    disk = Disk(tmp_path / "disk")
     yield disk
-    disk.close()
+    disk.free()
 
 
 class Training:
@@ -162,9 +162,6 @@ class Training:
             time.sleep(0.01)
 
 
-NO_SPACE = ("No space left on device", "File too large")
-
-
 def test_a_full_disk_stops_saving_but_not_the_run(disk, capfd, monkeypatch):
     run_dir = disk.folder / "run"
     training = Training(run_dir, 300_000)
@@ -177,7 +174,7 @@ def test_a_full_disk_stops_saving_but_not_the_run(disk, capfd, monkeypatch):
         training.step(step, due=step == 3)
         training.settle()
     assert training.tried[1:] == [3, 4, 5]  # a few times, not for ever
-    assert len(training.said) == 1 and any(text in training.said[0] for text in NO_SPACE)
+    assert len(training.said) == 1 and "File too large" in training.said[0]
     assert "the checkpoint could not be written: step 3" in training.said[0]
     assert saved_steps(run_dir) == [1]  # nothing else is left that a resume would take
     monkeypatch.setattr(checkpoints, "LAST_PAUSES", (0, 0, 0))
@@ -213,9 +210,6 @@ def test_a_read_only_disk_is_reported_at_once(disk, capfd, monkeypatch):
             training.checkpoints.save_last(training.save)
         assert time.monotonic() - before < 30
         assert len(training.said) == 1 and "the checkpoint could not be" in training.said[0]
-        if disk.mounted:
-            assert "Read-only file system" in training.said[0]
-            assert restored(run_dir)[0] == 1  # what only reads needs no more
     training.checkpoints.save_last(training.save)
     assert saved_steps(run_dir) == [1, 3]
     training.checkpoints.close()

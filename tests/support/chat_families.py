@@ -1,12 +1,10 @@
 """Small model folders whose chat templates have the structure of known families' own.
 
 As a program, with `transformers`: `python chat_families.py FOLDER` writes a folder of each family
-by that library, and beside it what `apply_chat_template` makes of conversations. Templates of
-$CHAT_TEMPLATES (files FAMILY.jinja) take the place of those below.
+by that library, and beside it what `apply_chat_template` makes of conversations.
 """
 
 import json
-import os
 import pathlib
 import sys
 
@@ -102,35 +100,37 @@ def called(family: str) -> str:
     return {"llama": BARE, "mistral": MISTRALS}.get(family, TAGGED)
 
 
-def _tool(content: str, number: int = 0) -> dict:
-    return {"role": "tool", "content": content, "tool_call_id": f"{number:09}"}
-
-
 def _user(content: str) -> dict:
     return {"role": "user", "content": content}
+
+
+def _tools(*contents: str) -> list[dict]:
+    ids = (f"{number:09}" for number in range(len(contents)))
+    pairs = zip(contents, ids, strict=True)
+    return [{"role": "tool", "content": text, "tool_call_id": i} for text, i in pairs]
 
 
 def conversations(family: str) -> dict[str, list[dict]]:
     """Messages behind the question: turns of the policy, and what is observed behind each."""
     call = {"role": "assistant", "content": called(family)}
     answer = {"role": "assistant", "content": "It is 42 , I guess"}
-    several = [_tool('{"sum": 42}'), _tool("é ß  two\nlines", 1), _tool("", 2)]
-    found = {
+    several = _tools('{"sum": 42}', "é ß  two\nlines", "")
+    talks = {
         "a user": [answer, _user("No.\n\n Try again"), answer, _user("Once more")],
-        "a tool": [call, _tool("42")],
+        "a tool": [call, *_tools("42")],
         "tools": [call, *several],
-        "tools twice": [call, *several, call, _tool("7")],
-        "tools, then a user": [call, _tool("42"), answer, _user("Sure?")],
+        "tools twice": [call, *several, call, *_tools("7")],
+        "tools, then a user": [call, *_tools("42"), answer, _user("Sure?")],
     }
-    if family in ("qwen", "hermes", "llama", "thinking"):
+    if family != "mistral":
         system = {"role": "system", "content": "Be brief."}
         structured = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        found["a system message"] = [answer, system, answer, system, _user("Go on")]
-        found["calls by fields"] = [structured, _tool("42"), answer, _user("Sure?")]
+        talks["a system message"] = [answer, system, answer, system, _user("Go on")]
+        talks["calls by fields"] = [structured, *_tools("42"), answer, _user("Sure?")]
     if family == "thinking":
         thought = {"role": "assistant", "content": f"<think>\nWell 17\n</think>\n\n{TAGGED}"}
-        found["thoughts"] = [thought, *several, thought, _tool("7")]
-    return found
+        talks["thoughts"] = [thought, *several, thought, *_tools("7")]
+    return talks
 
 
 def make_backend(family: str) -> Backend:
@@ -140,24 +140,16 @@ def make_backend(family: str) -> Backend:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=500, **options)
     backend.train_from_iterator([template, str(conversations(family))] * 2, trainer)
     backend.add_tokens(added)
     return backend
 
 
-def template_of(family: str) -> str:
-    """Chat template of a family: ours, or the one in $CHAT_TEMPLATES."""
-    published = pathlib.Path(os.environ.get("CHAT_TEMPLATES", "/nowhere"), f"{family}.jinja")
-    return published.read_text() if published.exists() else FAMILIES[family][0]
-
-
 def begin_token(family: str) -> str | None:
-    return {"hermes": "<|begin_of_text|>", "llama": "<|begin_of_text|>", "mistral": "<s>"}.get(
-        family
-    )
+    known = {"hermes": "<|begin_of_text|>", "llama": "<|begin_of_text|>", "mistral": "<s>"}
+    return known.get(family)
 
 
 def write_with_transformers(root: pathlib.Path) -> None:
@@ -170,7 +162,7 @@ def write_with_transformers(root: pathlib.Path) -> None:
             tokenizer_object=make_backend(family),
             eos_token=special[0],
             bos_token=begin_token(family),
-            chat_template=template_of(family),
+            chat_template=FAMILIES[family][0],
         )
         made.save_pretrained(folder)
         ends = made.convert_tokens_to_ids(special[:2])

@@ -45,19 +45,17 @@ class Cloud:
             "DAPO_LAUNCH_SAVE_SECONDS": "2",
         }
 
-    def start(
-        self, *words: str, script: str = "tpu_vm.sh", path: str = "", **options
-    ) -> subprocess.Popen:
+    def start(self, *words: str, script: str = "tpu_vm.sh", path: str = "", **options):
+        """Start a script; what is in the folder `path` is found first."""
         line = ["bash", f"launch/{script}", *words]
         environment = self.environment() | {"STUB_WORKER": "0", "HOME": str(self.folder)}
-        if path:  # what is found first
+        if path:
             environment["PATH"] = f"{path}:{environment['PATH']}"
         options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True} | options
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(line, cwd=self.tree, env=environment, **pipes, **options)
 
     def call(self, *words: str, expect: int = 0, **options: str) -> str:
-        """Return what a script prints. Fail if the exit code is another."""
         return output_of(self.start(*words, **options), expect)
 
     def does(self, action: str, *words: str, expect: int = 0) -> str:
@@ -67,28 +65,27 @@ class Cloud:
         trainer = ["--", "--config=x", f"--config.run_dir={folder}"]
         return self.does("run", "--yes", *words, *trainer, expect=expect)
 
+    def _lines(self, name: str) -> list:
+        path = self.folder / name
+        return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
     def calls(self, *verb: str) -> list[list[str]]:
-        path = self.folder / "calls.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        calls = [[w for w in json.loads(line) if w != "alpha"][2:] for line in lines]
+        calls = [[w for w in line if w != "alpha"][2:] for line in self._lines("calls.jsonl")]
         return [call for call in calls if call[: len(verb)] == list(verb)]
 
     def starts(self, worker: int = 0) -> list[dict]:
-        path = self.folder / "starts.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [start for start in map(json.loads, lines) if start["worker"] == worker]
+        return [start for start in self._lines("starts.jsonl") if start["worker"] == worker]
 
     def exists(self) -> bool:
         return (self.folder / "node.json").exists()
 
     def is_training(self) -> bool:
-        """Return whether a trainer of this folder is alive."""
         mine = f"STUB={self.folder}\0".encode()
         for process in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if b"train.py" in (process / "cmdline").read_bytes():
-                    if mine in (process / "environ").read_bytes():
-                        return True
+                is_trainer = b"train.py" in (process / "cmdline").read_bytes()
+                if is_trainer and mine in (process / "environ").read_bytes():
+                    return True
         return False
 
 

@@ -18,7 +18,6 @@ def load(kind, *arguments, usage=""):
 
 
 def run(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[int, str]:
-    """Return exit code and standard error of a command."""
     code, _, error = run_shown(command, arguments, monkeypatch, capsys)
     return code, error
 

@@ -5,6 +5,7 @@ with their fixtures. Processes of xdist begin with the longest files: none is le
 """
 
 import collections
+import itertools
 import json
 import pathlib
 import time
@@ -26,40 +27,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--write-durations", action="store_true", help=f"to tests/{FILE.name}")
 
 
-def read() -> dict[str, float]:
-    """Seconds of a test with all its fixtures, by node id."""
-    by_file = json.loads(FILE.read_text()) if FILE.exists() else {}
-    return {
-        f"{path}::{name}": seconds
-        for path, tests in by_file.items()
-        for name, seconds in tests.items()
-    }
-
-
-def quick(known: dict[str, float], nodes: list[str]) -> set[str]:
-    """Node ids under the limit, the shortest first, as many as the whole may take."""
-    chosen, spent = set(), 0.0
-    for node in sorted(nodes, key=lambda node: known.get(node, 0.0)):
-        spent += known.get(node, SHORT_SECONDS)
-        if known.get(node, 0.0) <= QUICK_SECONDS and spent <= ALL_QUICK_SECONDS:
-            chosen.add(node)
-    return chosen
-
-
 @pytest.hookimpl(trylast=True)  # after the marks have deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    known = read()
+    files = json.loads(FILE.read_text())
+    known = {f"{path}::{name}": t for path, tests in files.items() for name, t in tests.items()}
     if config.getoption("quick"):
-        chosen = quick(known, [item.nodeid for item in items])
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-        items[:] = [item for item in items if item.nodeid in chosen]
+        chosen, spent = set(), 0.0
+        for item in sorted(items, key=lambda item: known.get(item.nodeid, 0.0)):
+            spent += known.get(item.nodeid, SHORT_SECONDS)
+            if known.get(item.nodeid, 0.0) <= QUICK_SECONDS and spent <= ALL_QUICK_SECONDS:
+                chosen.add(item)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     if hasattr(config, "workerinput"):
-        files = {item.nodeid: item.nodeid.partition("::")[0] for item in items}
-        items.sort(key=lambda item: -known.get(f"{files[item.nodeid]}::{WHOLE}", SHORT_SECONDS))
+        whole = {path: tests.get(WHOLE, SHORT_SECONDS) for path, tests in files.items()}
+        items.sort(key=lambda item: -whole.get(item.nodeid.partition("::")[0], SHORT_SECONDS))
 
 
 class Watch:
-    """Tells with a test's report what its fixtures took, also those that an earlier test made."""
+    """Adds to a test's report the seconds of its fixtures, also those that an earlier test made."""
 
     def __init__(self) -> None:
         self._fixtures: dict[object, float] = collections.defaultdict(float)
@@ -73,9 +59,8 @@ class Watch:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Function) -> None:
-        used = item._fixtureinfo.name2fixturedefs.values()
-        shared = [one for found in used for one in found if one.scope != "function"]
-        seconds = sum(self._fixtures[one] for one in shared)
+        used = itertools.chain.from_iterable(item._fixtureinfo.name2fixturedefs.values())
+        seconds = sum(self._fixtures[fixture] for fixture in used if fixture.scope != "function")
         item.user_properties.append(("shared_fixtures", seconds))
 
 
@@ -88,15 +73,13 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         path, _, name = report.nodeid.partition("::")
         self._files[path][WHOLE] += report.duration
-        self._files[path][name] += report.duration if report.when == "call" else 0.0
         if report.when == "call":
-            self._files[path][name] += dict(report.user_properties).get("shared_fixtures", 0.0)
+            shared = dict(report.user_properties).get("shared_fixtures", 0.0)
+            self._files[path][name] += report.duration + shared
 
     def pytest_sessionfinish(self) -> None:
         kept = {
-            path: {
-                name: round(taken, 1) for name, taken in tests.items() if taken >= WRITTEN_SECONDS
-            }
+            path: {name: round(t, 1) for name, t in tests.items() if t >= WRITTEN_SECONDS}
             for path, tests in sorted(self._files.items())
         }
         FILE.write_text(json.dumps(kept, indent=0, ensure_ascii=False) + "\n")

@@ -5,9 +5,12 @@ it gets here as by a proxy, which ends TLS with a certificate that the program i
 """
 
 import contextlib
+import dataclasses
+import datetime
 import http.server
 import json
 import pathlib
+import random
 import socket
 import ssl
 import struct
@@ -15,13 +18,126 @@ import subprocess
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from fake_objects import Faults, Object, Refused, Store
-
-__all__ = ["FakeStore", "Faults", "serve"]
 NAMES = ("www.googleapis.com", "storage.googleapis.com")
 RESET = struct.pack("ii", 1, 0)  # closes a connection by a reset
+PAGE = 1000  # names in an answer to a listing
+FAILURES = (503, 429, 500, "reset", "lost")  # "lost": a reset once the work is done
+Answer = tuple[int, bytes, dict[str, str]]
+
+
+@dataclasses.dataclass
+class Faults:
+    """What goes wrong from now on; a test changes it while requests come.
+
+    Attributes:
+        latency: seconds before every answer.
+        share: of requests that fail, in the ways of `FAILURES`, by the number of the request.
+        away: nothing answers: connections are closed at once.
+        forbidden: methods that are answered by 403; GET, PUT, POST and DELETE are all.
+    """
+
+    latency: float = 0.0
+    share: float = 0.0
+    away: bool = False
+    forbidden: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class Object:
+    content: bytes
+    generation: int
+    updated: str
+
+
+class Refused(Exception):
+    """Answered by a status and no content."""
+
+
+class FakeStore:
+    """The objects of all buckets.
+
+    Attributes:
+        asked: (method, name, bytes sent or received) of every request that succeeded.
+        failed: the failures of the others.
+        before: called with method and name of every request; may change what goes wrong.
+        environment: variables of a process that takes the store for Google's. It gives up soon.
+    """
+
+    def __init__(self, *buckets: str):
+        self.objects: dict[str, dict[str, Object]] = {bucket: {} for bucket in buckets}
+        self.faults, self.lock = Faults(), threading.RLock()
+        self.asked: list[tuple[str, str, int]] = []
+        self.failed: list[int | str] = []
+        self.before: Callable[[str, str], object] = lambda method, name: None
+        self.environment: dict[str, str] = {}
+        self.uploads: dict[str, tuple[str, str, bytearray]] = {}  # resumable ones, by number
+        self._generation, self._requests = 1_700_000_000_000_000, 0
+
+    def fate(self) -> int | str | None:
+        with self.lock:
+            self._requests += 1
+            rng = random.Random(f"0 {self._requests}")
+            fails = self.faults.away or rng.random() < self.faults.share
+            fate = "reset" if self.faults.away else rng.choice(FAILURES) if fails else None
+            self.failed += [fate] if fate else []
+            return fate
+
+    def bucket(self, name: str) -> dict[str, Object]:
+        if name not in self.objects:
+            raise Refused(404)
+        return self.objects[name]
+
+    def read(self, bucket: str, name: str, query: dict[str, str]) -> Object:
+        found = self.bucket(bucket).get(name)
+        if found is None:
+            raise Refused(404)
+        if int(query.get("ifGenerationNotMatch", -1)) == found.generation:
+            raise Refused(304)
+        return found
+
+    def write(self, bucket: str, name: str, content: bytes, query: dict | None = None) -> bytes:
+        with self.lock:
+            objects = self.bucket(bucket)
+            generation = objects[name].generation if name in objects else 0
+            if int((query or {}).get("ifGenerationMatch", generation)) != generation:
+                raise Refused(412)
+            self._generation += 1
+            now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+            objects[name] = Object(bytes(content), self._generation, now)
+            return json.dumps(self.describe(bucket, name)).encode()
+
+    def describe(self, bucket: str, name: str) -> dict[str, str]:
+        found = self.objects[bucket][name]
+        return {
+            "kind": "storage#object",
+            "bucket": bucket,
+            "name": name,
+            "size": str(len(found.content)),
+            "generation": str(found.generation),
+            "metageneration": "1",
+            "updated": found.updated,
+            "timeCreated": found.updated,
+        }
+
+    def list(self, bucket: str, query: dict[str, str]) -> dict[str, object]:
+        """Return a page of names and, with a delimiter, of what precedes it after the prefix."""
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        with self.lock:
+            names = [name for name in self.bucket(bucket) if name.startswith(prefix)]
+            entries = {}
+            for name in names:
+                rest, cut, _ = name[len(prefix) :].partition(delimiter or "\0")
+                entries[prefix + rest + cut] = not cut
+            left = sorted(name for name in entries if name > query.get("pageToken", ""))
+            shown = left[: min(PAGE, int(query.get("maxResults", PAGE)))]
+            answer: dict[str, object] = {
+                "kind": "storage#objects",
+                "items": [self.describe(bucket, name) for name in shown if entries[name]],
+                "prefixes": [name for name in shown if not entries[name]],
+            }
+        return answer | ({"nextPageToken": shown[-1]} if len(left) > len(shown) else {})
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -37,11 +153,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.connection = self.server.tls.wrap_socket(self.connection, server_side=True)
         self.rfile = self.connection.makefile("rb", -1)
-        self.wfile = http.server.socketserver._SocketWriter(self.connection)
+        self.wfile = self.connection.makefile("wb", -1)
         self.close_connection = False
 
-    def _any(self) -> None:
-        store: Store = self.server.store
+    def _handle(self) -> None:
+        store: FakeStore = self.server.store
         body = self._body()
         address = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(address.query, keep_blank_values=True))
@@ -65,7 +181,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         store.asked.append((self.command, name, len(body) + len(content)))
         self._answer(status, content, headers)
 
-    do_GET = do_PUT = do_POST = do_DELETE = _any
+    do_GET = do_PUT = do_POST = do_DELETE = _handle
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "") != "chunked":
@@ -77,43 +193,30 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.rfile.readline()
         return body
 
-    def _work(
-        self, parts: list[str], query: dict[str, str], body: bytes
-    ) -> tuple[int, bytes, dict[str, str]]:
-        store: Store = self.server.store
+    def _work(self, parts: list[str], query: dict[str, str], body: bytes) -> Answer:
+        store: FakeStore = self.server.store
         match parts:
             case ["upload", "storage", "v1", "b", bucket, "o"]:
                 return self._upload(bucket, query, body)
             case ["storage", "v1", "b", bucket]:
                 store.bucket(bucket)
-                told = {"kind": "storage#bucket", "name": bucket, "location": "HERE"}
-                return 200, json.dumps(told).encode(), {}
-            case ["storage", "v1", "b", bucket, "storageLayout"]:
-                return 200, b'{"hierarchicalNamespace": {"enabled": false}}', {}
+                about = {"kind": "storage#bucket", "name": bucket, "location": "HERE"}
+                return 200, json.dumps(about).encode(), {}
             case ["storage", "v1", "b", bucket, "o"]:
                 return 200, json.dumps(store.list(bucket, query)).encode(), {}
-            case ["storage", "v1", "b", bucket, "o", name, "rewriteTo", "b", other, "o", new]:
-                written = store.write(other, new, store.read(bucket, name).content)
-                told = {"done": True, "resource": written.said(other, new)}
-                return 200, json.dumps(told).encode(), {}
-            case ["storage", "v1", "b", bucket, "o", name, "compose"]:
-                sources = [one["name"] for one in json.loads(body)["sourceObjects"]]
-                content = b"".join(store.read(bucket, one).content for one in sources)
-                written = store.write(bucket, name, content, query)
-                return 200, json.dumps(written.said(bucket, name)).encode(), {}
             case ["storage", "v1", "b", bucket, "o", name]:
+                found = store.read(bucket, name, query)
                 if self.command == "DELETE":
-                    store.delete(bucket, name, query)
+                    del store.objects[bucket][name]
                     return 204, b"", {}
                 if query.get("alt") == "media":
-                    return self._media(store.read(bucket, name, query))
-                found = store.read(bucket, name, query)
-                return 200, json.dumps(found.said(bucket, name)).encode(), {}
-            case [bucket, *names] if self.command == "GET":  # of the XML API, as TensorFlow reads
-                return self._media(store.read(bucket, "/".join(names)))
+                    return self._media(found)
+                return 200, json.dumps(store.describe(bucket, name)).encode(), {}
+            case [bucket, *names]:  # of the XML API, as TensorFlow reads
+                return self._media(store.read(bucket, "/".join(names), query))
         raise Refused(400)
 
-    def _media(self, found: Object) -> tuple[int, bytes, dict[str, str]]:
+    def _media(self, found: Object) -> Answer:
         size, content, status = len(found.content), found.content, 200
         headers = {
             "Content-Type": "application/octet-stream",
@@ -132,44 +235,32 @@ class Handler(http.server.BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
         return status, content, headers
 
-    def _upload(
-        self, bucket: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, bytes, dict[str, str]]:
-        store, name = self.server.store, query.get("name", "")
+    def _upload(self, bucket: str, query: dict[str, str], body: bytes) -> Answer:
+        store: FakeStore = self.server.store
         if query.get("upload_id"):
-            return self._resumed(query["upload_id"], body)
-        if query["uploadType"] == "resumable":
-            with store.lock:
-                number = str(len(store.uploads))
-                store.uploads[number] = bucket, name, bytearray()
-            where = f"{self._base()}/upload/storage/v1/b/{bucket}/o?upload_id={number}"
-            store.bucket(bucket)
-            return 200, b"", {"Location": where}
-        if query["uploadType"] == "multipart":
-            mark = self.headers["Content-Type"].partition("boundary=")[2].strip('"').encode()
-            first, second = [p.partition(b"\r\n\r\n")[2] for p in body.split(b"--" + mark)[1:3]]
-            name, body = json.loads(first)["name"], second.removesuffix(b"\r\n")
-        written = store.write(bucket, name, body, query)
-        return 200, json.dumps(written.said(bucket, name)).encode(), {}
+            return self._resume(query["upload_id"], body)
+        if query["uploadType"] == "media":
+            return 200, store.write(bucket, query["name"], body, query), {}
+        store.bucket(bucket)
+        with store.lock:
+            number = str(len(store.uploads))
+            store.uploads[number] = bucket, query["name"], bytearray()
+        scheme = "https" if isinstance(self.connection, ssl.SSLSocket) else "http"
+        path = f"upload/storage/v1/b/{bucket}/o?upload_id={number}"
+        return 200, b"", {"Location": f"{scheme}://{self.headers['Host']}/{path}"}
 
-    def _resumed(self, number: str, body: bytes) -> tuple[int, bytes, dict[str, str]]:
-        """A piece of an upload, or the question how much of it has come."""
-        store = self.server.store
-        bucket, name, content = store.uploads.get(number) or (None, None, None)
-        if content is None:
+    def _resume(self, number: str, body: bytes) -> Answer:
+        """Take a piece of an upload, or answer how much of it has come."""
+        store: FakeStore = self.server.store
+        if number not in store.uploads:
             raise Refused(404)
+        bucket, name, content = store.uploads[number]
         span, _, size = self.headers["Content-Range"].removeprefix("bytes ").partition("/")
         if span != "*":
-            begin = int(span.partition("-")[0])
-            content[begin:] = body
+            content[int(span.partition("-")[0]) :] = body
         if size == "*" or len(content) < int(size):
             return 308, b"", {"Range": f"bytes=0-{len(content) - 1}"} if content else {}
-        written = store.write(bucket, name, content)
-        return 200, json.dumps(written.said(bucket, name)).encode(), {}
-
-    def _base(self) -> str:
-        secure = isinstance(self.connection, ssl.SSLSocket)
-        return f"{'https' if secure else 'http'}://{self.headers['Host']}"
+        return 200, store.write(bucket, name, content), {}
 
     def _answer(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response_only(status)
@@ -182,7 +273,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        pass
 
     def _reset(self) -> None:
         self.close_connection = True
@@ -196,11 +287,10 @@ class Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, *_: object) -> None:
-        """Whoever leaves in the middle is nobody's concern: a program that was killed, say."""
+        """Ignore who leaves in the middle, such as a program that was killed."""
 
 
 def make_certificate(folder: pathlib.Path) -> pathlib.Path:
-    """A key and the certificate that says it is Google's, in one file."""
     path = folder / "fake_gcs.pem"
     command = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-days", "2"]
     command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=fake"]
@@ -209,30 +299,16 @@ def make_certificate(folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
-class FakeStore(Store):
-    """A store that is being served.
-
-    Attributes:
-        environment: of a process that takes it for Google's. It gives up soon.
-    """
-
-    environment: dict[str, str]
-
-
 @contextlib.contextmanager
 def serve(folder: pathlib.Path, *buckets: str) -> Iterator[FakeStore]:
-    """A store with these buckets, empty. The certificate goes into the folder."""
     certificate, store = make_certificate(folder), FakeStore(*buckets)
     server = Server(("127.0.0.1", 0), Handler)
     server.store, server.tls = store, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.tls.load_cert_chain(certificate)
     here = f"http://127.0.0.1:{server.server_address[1]}"
-    store.environment = {
-        "HTTPS_PROXY": here,
-        "https_proxy": here,
+    addresses = ("HTTPS_PROXY", "https_proxy", "TENSORSTORE_GCS_HTTP_URL")
+    store.environment = dict.fromkeys(addresses, here) | {
         "CURL_CA_BUNDLE": str(certificate),
-        "TENSORSTORE_GCS_HTTP_URL": here,
-        "STORAGE_EMULATOR_HOST": here,
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "not a secret",
         "NO_GCE_CHECK": "true",
         "GCE_METADATA_ROOT": "127.0.0.1:9",

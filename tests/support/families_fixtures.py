@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import make_prompt
 from safetensors import safe_open
+from samplers import GREEDY, sample
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
@@ -13,7 +14,6 @@ from dapo_jax.model.decoder import Decoder, head_kernel
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.structs import SamplingRule
 
 
 def packed_batch(folder):
@@ -52,11 +52,10 @@ def packed_gradients(folder, mesh):
     config = load_huggingface.read_config(folder)
     params = load_huggingface.load_params(folder, config, mesh)
     rows, _, drawn = packed_batch(folder)
+    options = {"temperature": 1.0, "chunk_tokens": 1 << 20}
 
     def loss(params):
-        options = {"temperature": 1.0, "chunk_tokens": 1 << 20}
-        logprobs, _ = token_logprobs(params, config, *rows, **options)
-        return jnp.sum(logprobs * drawn[None])
+        return jnp.sum(token_logprobs(params, config, *rows, **options)[0] * drawn[None])
 
     gradient = save_huggingface.flatten(jax.jit(jax.grad(loss))(params))
     return dict(save_huggingface.published_tensors(gradient, config, "float32"))
@@ -68,28 +67,19 @@ def greedy_tokens(folder, mesh):
     with np.load(folder / "expected.npz") as expected:
         tokens, lengths, greedy = (expected[name] for name in ("tokens", "lengths", "greedy"))
     tokenizer = Tokenizer(arithmetic_tokenizer().backend, end_ids=(config.vocab,), pad_id=0)
-    engine = PolicyEngine(
-        config,
-        mesh,
-        Sampler(
-            slots=4, burst_tokens=4, max_response_tokens=greedy.shape[1], first_window_tokens=16
-        ),
-        max_prompt_tokens=int(lengths.max()),
-        tokenizer=tokenizer,
-    )
+    sizes = {"slots": 4, "burst_tokens": 4, "first_window_tokens": 16}
+    settings = Sampler(**sizes, max_response_tokens=greedy.shape[1])
+    longest = int(lengths.max())
+    engine = PolicyEngine(config, mesh, settings, max_prompt_tokens=longest, tokenizer=tokenizer)
     sampler = Scheduler(engine, tokenizer, seed=0)
     params = load_huggingface.load_params(folder, config, mesh)
-    sampler.begin(params, purpose=0, step=0, rule=SamplingRule(temperature=0))
-    for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):
-        sampler.submit(make_prompt(i, row[:length].tolist()), 1)
-    done = {}
-    while not sampler.idle:
-        done |= {prompt.index: group[0] for prompt, group in sampler.decode_burst()}
-    return [done[i].tokens.tolist() for i in sorted(done)], greedy.tolist()
+    rows = enumerate(zip(tokens, lengths, strict=True))
+    prompts = [make_prompt(i, row[:length].tolist()) for i, (row, length) in rows]
+    done = sample(sampler, params, prompts, samples=1, rule=GREEDY)
+    return [done[i][0].tokens.tolist() for i in sorted(done)], greedy.tolist()
 
 
 def export(folder, out, mesh, **options):
-    """What `folder` holds, read onto a mesh and written again."""
     out.mkdir()
     config = load_huggingface.read_config(folder)
     params = load_huggingface.load_params(folder, config, mesh)
@@ -100,12 +90,11 @@ def export(folder, out, mesh, **options):
 
 
 def stored_bytes(folder):
-    """Every tensor of a folder: dtype, shape and bytes."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         file = safe_open(path, framework="numpy")
         for name in file.keys():
             part = file.get_slice(name)
-            assert name not in found
-            found[name] = part.get_dtype(), part.get_shape(), file.get_tensor(name).tobytes()
-    return found
+            assert name not in tensors
+            tensors[name] = part.get_dtype(), part.get_shape(), file.get_tensor(name).tobytes()
+    return tensors

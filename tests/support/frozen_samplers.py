@@ -7,6 +7,7 @@ from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.structs import SamplingRule
 
 RULE = SamplingRule()
+PROMPTS = [make_prompt(i, [2 + i, 7, 9]) for i in range(3)]
 
 
 def make_sampler(config, mesh, frozen=None) -> Scheduler:
@@ -16,11 +17,5 @@ def make_sampler(config, mesh, frozen=None) -> Scheduler:
 
 
 def sample(sampler, params, rule=RULE):
-    """Four responses to each of three prompts."""
-    sampler.begin(params, purpose=0, step=0, rule=rule)
-    for i in range(3):
-        sampler.submit(make_prompt(i, [2 + i, 7, 9]), 4)
-    done = {}
-    while not sampler.idle:
-        done |= {prompt.index: group for prompt, group in sampler.decode_burst()}
+    done = samplers.sample(sampler, params, PROMPTS, 4, rule)
     return [completion for index in sorted(done) for completion in done[index]]

@@ -7,15 +7,8 @@ from typing import NamedTuple
 
 import jax
 
-from dapo_jax.commands.plan.hlo_text import (
-    ARRAY,
-    BYTES,
-    COLLECTIVES,
-    FREE,
-    HloText,
-    group_size,
-    shape_of,
-)
+from dapo_jax.commands.plan import hlo_text
+from dapo_jax.commands.plan.hlo_text import COLLECTIVES, HloText
 from dapo_jax.commands.plan.programs import SAMPLING, Layout, Program
 from dapo_jax.runtime.sharding import DECODING, TRAINING, shards
 
@@ -32,7 +25,7 @@ class Instruction(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
+        return math.prod(self.shape) * hlo_text.BYTES.get(self.dtype, 1)
 
     def label(self, operation: str) -> str:
         return f"{operation} {self.dtype}[{','.join(map(str, self.shape))}]"
@@ -47,15 +40,15 @@ def instructions(text: str) -> list[Instruction]:
     bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
     for computation, lines in hlo.computations.items():
         for line in lines.values():
-            if computation in hlo.fused or line.operation in FREE:
+            if computation in hlo.fused or line.operation in hlo_text.FREE:
                 continue
             operation = line.operation
             if operation == "fusion" and "all-reduce-scatter" in line.name:
                 operation = "reduce-scatter"  # as TPUs write one
             source = re.search(r'op_name="([^"]*)"', line.rest)
-            path, group = source[1] if source else "", group_size(line.rest)
-            for dtype, dimensions, _ in ARRAY.findall(line.shapes):
-                shape, looped = shape_of(dimensions), computation in bodies
+            path, group = source[1] if source else "", hlo_text.group_size(line.rest)
+            for dtype, dimensions, _ in hlo_text.ARRAY.findall(line.shapes):
+                shape, looped = hlo_text.shape_of(dimensions), computation in bodies
                 arrays.append(Instruction(operation, dtype, shape, path, group, looped))
     return arrays
 
@@ -66,14 +59,11 @@ def _counted(names: list[str]) -> list[str]:
 
 
 def kernels(text: str) -> list[str]:
-    """Return the Pallas kernels of a TPU's program with the number of calls."""
-    return _counted(
-        re.findall(r"%([\w\-]+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", text)
-    )
+    call = r"%([\w\-]+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\""
+    return _counted(re.findall(call, text))
 
 
 def largest(arrays: list[Instruction], count: int) -> list[str]:
-    """Return the largest arrays, by shape, with the source of one."""
     kinds = {str(array): array for array in arrays}
     return [
         f"{array} {array.bytes / 2**30:.2f} GiB ({'/'.join(array.source.split('/')[-3:])})"
@@ -82,28 +72,19 @@ def largest(arrays: list[Instruction], count: int) -> list[str]:
 
 
 def square(arrays: list[Instruction], length: int) -> list[str]:
-    """Return the arrays with two dimensions of that length."""
     return sorted({str(array) for array in arrays if array.shape.count(length) > 1})
 
 
 def over(arrays: list[Instruction], sizes: set[int], lengths: set[int]) -> list[str]:
-    """Return the arrays with a dimension in `sizes` and another in `lengths`."""
     shapes = {str(array): set(array.shape) for array in arrays}
     return sorted(name for name, of in shapes.items() if sizes & of and lengths & (of - sizes))
 
 
 def copies(arrays: list[Instruction], elements: int) -> list[str]:
     """Count copies and transposes of arrays of at least so many elements, but of no matrices."""
-    moved = ("copy", "copy-start", "transpose")
-    return _counted(
-        [
-            str(array)
-            for array in arrays
-            if array.operation in moved
-            and len(array.shape) > 2
-            and math.prod(array.shape) >= elements
-        ]
-    )
+    moved = [x for x in arrays if x.operation in ("copy", "copy-start", "transpose")]
+    large = [x for x in moved if len(x.shape) > 2 and math.prod(x.shape) >= elements]
+    return _counted(list(map(str, large)))
 
 
 def collectives(
@@ -113,12 +94,9 @@ def collectives(
     sizes: set[int] | None = None,
     looped: bool = False,
 ) -> list[str]:
-    """Count collectives by shape.
+    """Count collectives by shape, of sources with the word `within`, of arrays with one of `sizes`.
 
-    Args:
-        within: a word in the name of the source.
-        sizes: only arrays with one of these dimensions.
-        looped: only the bodies of loops.
+    `looped`: only the bodies of loops.
     """
     names = []
     for array in arrays:

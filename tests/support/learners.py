@@ -68,14 +68,8 @@ def place(params, learner):
 
 @jax.jit
 def logprobs_alone(params, row, length):
-    """Of one response and its prompt in a row of its own; padded, so that one length compiles."""
+    """Return log-probs of a response and its prompt in a row, padded to compile once."""
     place = jnp.arange(row.shape[0])[None]
-    return token_logprobs(
-        params,
-        TINY,
-        row[None],
-        (place < length).astype(jnp.int32),
-        place,
-        temperature=1.0,
-        chunk_tokens=10**6,
-    )[0][0]
+    segment = (place < length).astype(jnp.int32)
+    options = {"temperature": 1.0, "chunk_tokens": 10**6}
+    return token_logprobs(params, TINY, row[None], segment, place, **options)[0][0]

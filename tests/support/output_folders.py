@@ -25,17 +25,11 @@ from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED
 ROOT = pathlib.Path(__file__).parents[2]
 RL = f"--config={ROOT}/configs/arithmetic.py"
 MODEL = "--model=dapo_jax:arithmetic_base"
+PAIRS = f"--config.data.source={ROOT}/tests/verifier/verifier_cases.jsonl"
 # What each command is called with, the folder to write last.
 COMMANDS = {
     "sft": (model_folders.sft, [f"--config={ROOT}/configs/arithmetic_base.py"], "--config.out="),
-    "dpo": (
-        model_folders.dpo,
-        [
-            "--config.start=nowhere",
-            f"--config.data.source={ROOT}/tests/verifier/verifier_cases.jsonl",
-        ],
-        "--config.out=",
-    ),
+    "dpo": (model_folders.dpo, ["--config.start=nowhere", PAIRS], "--config.out="),
     "train": (train.main, [RL], "--config.run_dir="),
     "evaluate": (evaluate_main, [RL, MODEL], "--out="),
     "evaluate_below": (evaluate_main, [RL, MODEL], "--config.run_dir="),
@@ -45,13 +39,11 @@ KINDS = {"sft": TRAINED, "dpo": PREFERRING}
 
 
 def snapshot(folder: pathlib.Path) -> dict[str, tuple]:
-    """Names, modes, times and bytes of everything below."""
-    found = {}
+    contents = {}
     for path in sorted(folder.rglob("*")):
-        status = path.lstat()
-        content = path.read_bytes() if path.is_file() else None
-        found[str(path)] = status.st_mode, status.st_mtime_ns, status.st_size, content
-    return found
+        status, content = path.lstat(), path.read_bytes() if path.is_file() else None
+        contents[str(path)] = status.st_mode, status.st_mtime_ns, content
+    return contents
 
 
 def call(command: str, folder, run_dir: str = "nowhere") -> int:

@@ -29,7 +29,6 @@ class Slots:
     values: np.ndarray
 
     def arrays(self, dtype) -> tuple:
-        """Return the arguments of `decode`."""
         arrays = self.queries, self.keys, self.values, self.pages
         cast = (jnp.asarray(array).astype(dtype) for array in arrays)
         busy = self.lengths > 0
@@ -37,7 +36,6 @@ class Slots:
         return *cast, *map(jnp.asarray, (self.tables, positions, busy))
 
     def written(self) -> np.ndarray:
-        """Return the pages after the new tokens of busy slots are written."""
         pages = self.pages.copy()
         for slot in np.flatnonzero(self.lengths):
             page, place = divmod(int(self.lengths[slot]) - 1, SIZE)

@@ -48,6 +48,7 @@ def trained_places(i):
 PLACES = [trained_places(i) for i in range(len(LAYOUT))]
 COUNT = sum(map(len, PLACES))
 OF_TOKEN = np.repeat(range(len(LAYOUT)), [len(own) for own in PLACES])  # the response
+SIZES = np.bincount(OF_TOKEN)[OF_TOKEN]  # tokens of its response
 
 
 def scatter(values, fill):
@@ -58,13 +59,11 @@ def scatter(values, fill):
 
 
 def make_case(log_ratios, drifts, seed=0, rubbish=np.nan, per_token=False, certain=False, off=0.5):
-    """A microbatch whose trained tokens have these log-ratios, its log-probs and responses.
+    """Return a microbatch whose trained tokens have these log-ratios, log-probs and responses.
 
-    Args:
-        drifts: log-ratios of the old policy to the sampler.
-        per_token: advantages differ inside a response.
-        certain: of the policy and the old one, the more likely has probability 1.
-        off: standard deviation of the reference's log-probs from the policy's.
+    `drifts` are log-ratios of the old policy to the sampler. `per_token`: advantages differ inside
+    a response. `certain`: of the policy and the old one, the more likely has probability 1. `off`
+    is the standard deviation of the reference's log-probs from the policy's.
     """
     rng = np.random.default_rng(seed)
     # All log-probs are at most 0: the more likely policy is near 0, the other below it.
@@ -83,22 +82,21 @@ def make_case(log_ratios, drifts, seed=0, rubbish=np.nan, per_token=False, certa
         weight = rng.uniform(0.1, 1)
         for place in PLACES[i]:
             weights[place] = weight
-    responses, first = [], 0
+    values = {"p": p, "old": old, "q": q, "reference": reference}
+    cuts = np.cumsum([len(own) for own in PLACES])[:-1]
+    parts = {name: np.split(array, cuts) for name, array in values.items()}
+    responses = []
     for i, own in enumerate(PLACES):
-        mine = slice(first, first + len(own))
-        first += len(own)
-        values = {"p": p, "old": old, "q": q, "reference": reference}
-        known = {name: array[mine].tolist() for name, array in values.items()}
+        known = {name: arrays[i].tolist() for name, arrays in parts.items()}
         known["advantages"] = [advantages[place] for place in own]
         known["signed"] = SIGNS[i % len(SIGNS)]
         responses.append(types.SimpleNamespace(**known, places=own))
     integers, ids = np.zeros((ROWS, COLUMNS), int), np.zeros((ROWS, COLUMNS), int)
     for row, segment, start, n in LAYOUT:
         ids[row, start - 2 : start + n] = segment
-    fill = rubbish
-    rollouts = PackedRows(integers, ids, integers, integers - 1, scatter(q, fill))
-    scored = ScoredBatch(rollouts, scatter(old, fill), scatter(reference, fill))
-    return TrainBatch(scored, advantages, weights), scatter(p, fill), responses
+    rollouts = PackedRows(integers, ids, integers, integers - 1, scatter(q, rubbish))
+    scored = ScoredBatch(rollouts, scatter(old, rubbish), scatter(reference, rubbish))
+    return TrainBatch(scored, advantages, weights), scatter(p, rubbish), responses
 
 
 def gradient(algorithm, batch, logprobs):
@@ -122,7 +120,6 @@ def spread_coefficients(loop, batch, responses):
 
 
 def changed(name, **changes):
-    """A preset with changes."""
     return dataclasses.replace(PRESETS[name](), **changes)
 
 
@@ -149,10 +146,7 @@ CASES = {
     "apart": (random_ratios(3, 0.3), random_ratios(4, 0.5)),
     "far": (random_ratios(5, 3.0), random_ratios(6, 3.0)),
     "edges": (of_responses(EDGES), of_responses(OF_DRIFTS, 1)),
-    "edges of products": (
-        of_responses(EDGES) / np.bincount(OF_TOKEN)[OF_TOKEN],
-        of_responses(OF_DRIFTS, 1) / np.bincount(OF_TOKEN)[OF_TOKEN],
-    ),
+    "edges of products": (of_responses(EDGES) / SIZES, of_responses(OF_DRIFTS, 1) / SIZES),
     "extremes": (np.resize(EXTREMES, COUNT), np.resize(EXTREMES[::-1], COUNT)),
     "whole extremes": (of_responses(EXTREMES), of_responses(EXTREMES, 1)),
 }

@@ -12,8 +12,6 @@ from policy_cases import EXACT, case, gradient, spread_coefficients
 
 from dapo_jax.algorithms import PRESETS
 
-# --- ratios ----------------------------------------------------------------------------------
-
 
 def cut(x, low, high):
     return min(max(x, low), high)
@@ -45,13 +43,10 @@ def pushes_out(advantage, x, low, high):
     return (advantage > 0 and x > high) or (advantage < 0 and x < low)
 
 
-# --- loops -----------------------------------------------------------------------------------
-
-
-def loop_ppo(response, low=0.2, high=0.2):
+def loop_ppo(response):
     result = []
     for a, x in zip(response.advantages, log_ratios(response), strict=True):
-        keep = not pushes_out(a, bounded_exp(x), 1 - low, 1 + high)
+        keep = not pushes_out(a, bounded_exp(x), 0.8, 1.2)
         result.append(a * plain(x) if keep else 0.0)
     return result
 
@@ -77,9 +72,8 @@ def binary_kl(p, q):
 def loop_dppo(response, divergence, delta, cap=20.0, towards_sampler=0.0, both=False):
     """2602.04879, equation 12: a truncated ratio to the sampler where the policy is near it.
 
-    Args:
-        towards_sampler: factor of prime-rl's log^2(p / q).
-        both: what is far has no gradient, as in prime-rl's IPO, even on its way back.
+    `towards_sampler` is the factor of prime-rl's log^2(p / q); `both`: what is far has no gradient,
+    as in prime-rl's IPO, even on its way back.
     """
     result = []
     for a, p, q in zip(response.advantages, response.p, response.old, strict=True):
@@ -178,16 +172,20 @@ def loop_deepseek(response, low=0.9, beta=0.04):
     return result
 
 
+def dppo(divergence, delta, **options):
+    return functools.partial(loop_dppo, divergence=divergence, delta=delta, **options)
+
+
+def corrected(pool, weight):
+    return functools.partial(loop_corrected, pool=pool, weight=weight)
+
+
 LOOPS = {
     "cispo": loop_cispo,
-    "dppo_tv": functools.partial(loop_dppo, divergence=total_variation, delta=0.15),
-    "dppo_kl": functools.partial(loop_dppo, divergence=binary_kl, delta=0.05),
-    "prime_rl": functools.partial(
-        loop_dppo, divergence=total_variation, delta=0.2, towards_sampler=1e-3
-    ),
-    "ipo": functools.partial(
-        loop_dppo, divergence=total_variation, delta=0.1, towards_sampler=1e-3, both=True
-    ),
+    "dppo_tv": dppo(total_variation, 0.15),
+    "dppo_kl": dppo(binary_kl, 0.05),
+    "prime_rl": dppo(total_variation, 0.2, towards_sampler=1e-3),
+    "ipo": dppo(total_variation, 0.1, towards_sampler=1e-3, both=True),
     "sapo": loop_sapo,
     "gmpo": loop_gmpo,
     "luspo": functools.partial(loop_gspo, low=2e-3, high=2.5e-3),
@@ -198,18 +196,12 @@ LOOPS = {
     "gpg": lambda response: response.advantages,
     "maxrl": lambda response: response.advantages,
     "lite_ppo": loop_ppo,
-    "tis": functools.partial(loop_corrected, pool="token", weight=lambda r: min(r, 2.0)),
-    "sequence_tis": functools.partial(loop_corrected, pool="product", weight=lambda r: min(r, 2.0)),
+    "tis": corrected("token", lambda r: min(r, 2.0)),
+    "sequence_tis": corrected("product", lambda r: min(r, 2.0)),
     # 2510.18855, equation 3: M(rho) = rho inside the bounds, else 0.
-    "icepop": functools.partial(
-        loop_corrected, pool="token", weight=lambda r: r if 0.5 <= r <= 5.0 else 0.0
-    ),
-    "sequence_mis": functools.partial(
-        loop_corrected, pool="sequence", weight=lambda r: float(0.999 <= r <= 1.001)
-    ),
-    "worst_token_mis": functools.partial(
-        loop_corrected, pool="least", weight=lambda r: float(r >= 1e-4)
-    ),
+    "icepop": corrected("token", lambda r: r if 0.5 <= r <= 5.0 else 0.0),
+    "sequence_mis": corrected("sequence", lambda r: float(0.999 <= r <= 1.001)),
+    "worst_token_mis": corrected("least", lambda r: float(r >= 1e-4)),
     "deepseek_v3p2": loop_deepseek,
 }
 OF_SAMPLER = ("dppo_tv", "dppo_kl", "prime_rl", "ipo")  # their old log-probs are the sampler's

@@ -10,39 +10,35 @@ HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>\u2028\u202e\x00 &
 
 
 def row(step: int, **values) -> dict:
-    result = {"step": step, "reward": step / 100 - 1, "accuracy": 0.5, "entropy": 1 / (1 + step)}
-    result |= {"seconds_step": 2.0, "seconds_rollout": 1.0, "seconds_decode": 0.5}
-    result |= {
+    result = {
+        "step": step,
+        "reward": step / 100 - 1,
+        "accuracy": 0.5,
+        "entropy": 1 / (1 + step),
+        "seconds_step": 2.0,
+        "seconds_rollout": 1.0,
+        "seconds_decode": 0.5,
+        "seconds_update": 0.75,
         "sampled_tokens_per_second": 1000.0,
         "abandoned_tokens": 100.0,
         "trained_groups": 8.0,
+        "sampled_to_kept_tokens": 2.2,
+        "clip_fraction_high": 0.01,
     }
-    result |= {"sampled_to_kept_tokens": 2.2, "seconds_update": 0.75, "clip_fraction_high": 0.01}
     if step % 5 == 0:
-        result |= {
-            "heldout_accuracy": 0.4,
-            "heldout_accuracy_low": 0.3,
-            "heldout_accuracy_high": 0.5,
-        }
+        for name, value in (("", 0.4), ("_low", 0.3), ("_high", 0.5)):
+            result[f"heldout_accuracy{name}"] = value
     return result | values
 
 
 def response(index: int, sample: int, **values) -> dict:
-    result = {
-        "index": index,
-        "sample": sample,
-        "prompt_id": f"p{index}",
-        "prompt": "1+1=",
-        "answer": "2",
-    }
+    result = {"index": index, "sample": sample, "prompt_id": f"p{index}", "prompt": "1+1="}
     result |= {"response": "so 2", "extracted": "2", "correct": sample == 0, "truncated": False}
     result |= {"tokens": 4, "reward": 1.0, "reward_parts": {"rule": 1.0}, "advantage": 0.5}
-    return result | values
+    return result | {"answer": "2"} | values
 
 
 def run_writer(tmp_path):
-    """Writes the folder of a run that was never made."""
-
     def write(name: str, steps: int = 20, rollouts=(), seed: int = 0, rows=None, **changes) -> str:
         folder = tmp_path / name
         (folder / "rollouts").mkdir(parents=True)
@@ -83,6 +79,5 @@ class Scripts(html.parser.HTMLParser):
 
 
 def data_of(text: str) -> dict:
-    """What the page is drawn from."""
     data, rollouts, *_ = map(json.loads, Scripts(text).scripts[:2])
     return data | {"rollouts": rollouts}

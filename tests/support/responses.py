@@ -1,8 +1,6 @@
 """Scored responses of an evaluation."""
 
-from dapo_jax.reporting.scores import (
-    Response,
-)
+from dapo_jax.reporting.scores import Response
 
 
 def respond(index, sample, correct, **changes) -> Response:
@@ -22,7 +20,6 @@ def respond(index, sample, correct, **changes) -> Response:
 
 
 def respond_all(table, **changes) -> list[Response]:
-    """One problem per row of right (1) and wrong (0) answers."""
     return [
         respond(i, j, bool(right), **changes)
         for i, row in enumerate(table)

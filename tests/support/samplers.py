@@ -34,19 +34,12 @@ def make_engine(
 ) -> PolicyEngine:
     """Return an engine; `settings` are other fields of `Sampler`."""
     sizes = {"slots": slots, "burst_tokens": burst, "max_response_tokens": response}
-    return PolicyEngine(
-        config,
-        mesh,
-        Sampler(**{"first_window_tokens": 8} | sizes | settings),
-        max_prompt_tokens=prompt,
-        tokenizer=tokenizer,
-        insert_width=width,
-        frozen=frozen,
-    )
+    sampler = Sampler(**{"first_window_tokens": 8} | sizes | settings)
+    named = {"tokenizer": tokenizer, "insert_width": width, "frozen": frozen}
+    return PolicyEngine(config, mesh, sampler, max_prompt_tokens=prompt, **named)
 
 
 def make_sampler(mesh, *sizes, **settings) -> Scheduler:
-    """Return a scheduler on an engine of `make_engine`."""
     return Scheduler(make_engine(mesh, *sizes, **settings), TOKENIZER, seed=5)
 
 
@@ -71,7 +64,7 @@ def forward(params, *row, config):
 
 
 def greedy_loop(params, prompt: list[int], limit: int, config=TINY, end: int = END) -> list[int]:
-    """Full forward pass per token, argmax: what decoding has to equal."""
+    """Return the argmax of a full forward pass per token."""
     tokens, drawn = list(prompt), []
     while len(drawn) < limit and (not drawn or drawn[-1] != end):
         row = jnp.array([tokens + [0] * (48 - len(tokens))])

@@ -1,5 +1,6 @@
 """What the tests of serving share: a policy over bytes, a server in a thread, a client."""
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -23,6 +24,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dapo_jax.commands import checks
+from dapo_jax.commands.serve import jetstream_server
 from dapo_jax.commands.serve import server as serve
 from dapo_jax.config.experiment import Mesh, ServeConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -59,7 +61,6 @@ def make_byte_params() -> dict:
 
 
 def make_byte_folder(folder: pathlib.Path) -> pathlib.Path:
-    """A model folder of a random policy over bytes."""
     save_huggingface.save_folder(folder, make_byte_params(), BYTES_DECODER, TOKENIZER.end_ids)
     TOKENIZER.backend.save(str(folder / "tokenizer.json"))
     return folder
@@ -82,15 +83,9 @@ def likeliest_responses() -> dict[str, list[int]]:
 
 def make_serve_config(folder: pathlib.Path, **changes) -> ServeConfig:
     """Four slots on one device, any free port, the likeliest token."""
-    settings = {
-        "slots": 4,
-        "max_prompt_tokens": 20,
-        "max_response_tokens": BUDGET,
-        "port": 0,
-        "http_port": 0,
-        "temperature": 0.0,
-    }
-    config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings | changes)
+    sizes = {"slots": 4, "max_prompt_tokens": 20, "max_response_tokens": BUDGET}
+    settings = sizes | {"port": 0, "http_port": 0, "temperature": 0.0} | changes
+    config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings)
     checks.check(config)
     return config
 
@@ -115,29 +110,27 @@ def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
 
 
 class Client:
-    """JetStream's published stub, with calls that are as short as tests want them."""
+    """JetStream's published stub with short calls; `send` takes bytes as they are."""
 
     def __init__(self, port: int):
         self.port = port
         channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-        self.stub, self.close = stubs.OrchestratorStub(channel), channel.close
-        self.send = channel.unary_stream(
-            "/jetstream_proto.Orchestrator/Decode"
-        )  # bytes as they are
+        self.stub = stubs.OrchestratorStub(channel)
+        self.close = channel.close
+        self.send = channel.unary_stream("/jetstream_proto.Orchestrator/Decode")
 
     def is_live(self) -> bool:
         return self.stub.HealthCheck(messages.HealthCheckRequest()).is_live
 
     def stream(self, prompt: str | list[int], max_tokens: int, **fields):
-        """The call: an iterator of responses that can be cancelled."""
+        """Return the call, an iterator of responses that can be cancelled."""
         if isinstance(prompt, str):
-            fields["text_content"] = messages.DecodeRequest.TextContent(text=prompt)
+            fields["text_content"] = {"text": prompt}
         else:
-            fields["token_content"] = messages.DecodeRequest.TokenContent(token_ids=prompt)
+            fields["token_content"] = {"token_ids": prompt}
         return self.stub.Decode(messages.DecodeRequest(max_tokens=max_tokens, **fields), timeout=60)
 
     def ask(self, prompt: str | list[int], max_tokens: int) -> tuple[str, list[int]]:
-        """Text and ids of a whole response."""
         return read(self.stream(prompt, max_tokens))
 
 
@@ -146,19 +139,29 @@ def read(responses) -> tuple[str, list[int]]:
     return "".join(sample.text for sample in samples), [i for s in samples for i in s.token_ids]
 
 
+def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
+    orchestrator = jetstream_server.orchestrator.LLMOrchestrator(driver)
+
+    async def respond(request):
+        return read([response async for response in orchestrator.Decode(request)])
+
+    async def respond_to_all():
+        try:
+            return await asyncio.gather(*map(respond, requests))
+        finally:
+            await asyncio.to_thread(driver.stop)
+
+    return asyncio.run(respond_to_all())
+
+
 def code_and_details(call) -> tuple[grpc.StatusCode, str]:
-    """How a call fails."""
     with pytest.raises(grpc.RpcError) as raised:
         read(call)
     return raised.value.code(), raised.value.details()
 
 
 class Server:
-    """`serve.serve` in a thread.
-
-    Attributes:
-        error: what it raised.
-    """
+    """`serve.serve` in a thread; `error` is the exception that it raised."""
 
     def __init__(self, config: ServeConfig):
         self.error: Exception | None = None
@@ -181,7 +184,6 @@ class Server:
         self._ready.set()
 
     def stop(self, wait: bool = True) -> None:
-        """Asks it to leave, as SIGTERM does."""
         self._leave.set()
         if wait:
             self.join()
@@ -208,7 +210,6 @@ def make_openai(port: int) -> openai.OpenAI:
 
 @contextlib.contextmanager
 def http_serving(folder, **changes):
-    """Server with OpenAI's client."""
     port = free_port()
     config = make_serve_config(folder, http_port=port, served_name="policy", **changes)
     with serving(config) as server:
@@ -219,7 +220,6 @@ def http_serving(folder, **changes):
 def connect(port: int, body: Any, **headers: str) -> http.client.HTTPConnection:
     """Connection after sending a body and before reading the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request(
-        "POST", "/v1/completions", body, {"Content-Type": "application/json"} | headers
-    )
+    headers = {"Content-Type": "application/json"} | headers
+    connection.request("POST", "/v1/completions", body, headers)
     return connection

@@ -13,18 +13,8 @@ import numpy as np
 import pytest
 from small_runs import make_config, read_rollouts
 
-from dapo_jax.config.experiment import (
-    Checkpoint,
-    Config,
-    Data,
-    Evaluation,
-    Log,
-    Mesh,
-    Packing,
-    Reward,
-    Rollout,
-    Sampler,
-)
+from dapo_jax.config import experiment
+from dapo_jax.config.experiment import Checkpoint, Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.components import build
@@ -51,8 +41,6 @@ sys.exit(processes.run(lambda: checks.guarded(lambda: train(config) and None)))
 
 @dataclasses.dataclass
 class Ended:
-    """What is left of a process."""
-
     code: int
     out: str
     err: str
@@ -65,25 +53,19 @@ class Several:
         folder.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
+        variables |= {"DAPO_PROCESSES": str(count), "PYTHONPATH": PATH}
+        if count > 1:
+            variables |= {"DAPO_COORDINATOR": f"127.0.0.1:{port}", "COLUMNS": "300"}
         self._paths = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(count)]
         self.children = []
         for i, (out, err) in enumerate(self._paths):
-            told = {"DAPO_COORDINATOR": f"127.0.0.1:{port}", "DAPO_PROCESSES": str(count)}
-            told |= {"DAPO_PROCESS_ID": str(i), "PYTHONPATH": PATH, "COLUMNS": "300"}
-            told = told if count > 1 else {"DAPO_PROCESSES": "1", "PYTHONPATH": PATH}
+            env = os.environ | variables | ({"DAPO_PROCESS_ID": str(i)} if count > 1 else {})
             with out.open("w") as stdout, err.open("w") as stderr:
-                self.children.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=ROOT,
-                        env=os.environ | told | variables,
-                        stdout=stdout,
-                        stderr=stderr,
-                    )
-                )
+                pipes = {"stdout": stdout, "stderr": stderr}
+                self.children.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
 
     def wait(self, seconds: float = 240) -> list[Ended]:
-        """All of them ended; fails, and ends them, where one is still there after `seconds`."""
+        """Wait until all have ended; kill them and fail if one has not after `seconds`."""
         until = time.monotonic() + seconds
         try:
             codes = [c.wait(max(0.1, until - time.monotonic())) for c in self.children]
@@ -104,24 +86,20 @@ def make_small_config(base, run_dir) -> Config:
         data=Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=6),
         rollout=Rollout(prompts_per_step=4, samples_per_prompt=4, updates_per_rollout=2),
         sampler=Sampler(slots=16, burst_tokens=8, max_response_tokens=24),
-        packing=Packing(row_tokens=64, rows_per_microbatch=4),
-        reward=Reward(parts="rule=1,think_format=0.1", workers=1),
-        evaluation=Evaluation(every_steps=0, samples_per_problem=2, top_p=1.0),
+        packing=experiment.Packing(row_tokens=64, rows_per_microbatch=4),
+        reward=experiment.Reward(parts="rule=1,think_format=0.1", workers=1),
+        evaluation=experiment.Evaluation(every_steps=0, samples_per_problem=2, top_p=1.0),
         # Log-probs of tokens are rounded, and may round otherwise on another mesh.
         log=Log(tensorboard=False, show_group_every_steps=0, token_groups=0),
     )
 
 
 def assert_rounded_alike(params, expected, moved: float) -> None:
-    """Parameters after two trainings that may differ in the order of their sums alone.
+    """Compare parameters after two trainings that differ in the order of their sums alone.
 
-    The gradients then differ in their last bits. Adam divides by a gradient's own size: where one
-    is nearly 0 its rounding may turn its sign, and that parameter moves the other way, by up to
-    twice the learning rate an update, however little the gradients differ. So a few parameters may
-    be that far apart, and only the others have to be close.
-
-    Args:
-        moved: sum of the learning rates of all updates.
+    Adam divides by a gradient's own size: if one is nearly 0 its rounding may turn its sign, and
+    that parameter moves the other way. So a few parameters may be apart by twice `moved`, the sum
+    of the learning rates of all updates, and only the others have to be close.
     """
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True)
     apart = np.concatenate([np.abs(np.ravel(a) - np.ravel(b)) for a, b in pairs])
@@ -131,10 +109,9 @@ def assert_rounded_alike(params, expected, moved: float) -> None:
 
 
 def start_training(base, run_dir, count: int, devices: int, *, patch: str = "") -> Several:
-    """`count` processes of `devices` virtual devices each that train together.
+    """Start `count` processes of `devices` virtual devices each that train together.
 
-    Args:
-        patch: run in each before it joins; it knows its number as INDEX, and `config`.
+    `patch` is run in each before it joins; it knows its number as INDEX, and `config`.
     """
     program = PROGRAM.format(base=str(base), run_dir=str(run_dir), devices=devices, patch=patch)
     folder = pathlib.Path(f"{run_dir}_output")

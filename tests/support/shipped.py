@@ -36,8 +36,8 @@ def machine() -> dict[str, Any]:
     """What decides how sums are rounded, as far as it is known."""
     info = pathlib.Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
-    named = (re.search(rf"^{key}\s*: (.+)$", text, re.M) for key in ("cpu family", "model"))
-    processor = [re.sub(r"\D", "", found[1]) if found else "" for found in named]
+    named = (re.findall(rf"^{key}\s*: (\d+)$", text, re.M) for key in ("cpu family", "model"))
+    processor = ["".join(numbers[:1]) for numbers in named]
     return {"processor": processor, "cores": os.cpu_count(), "jax": jax.__version__}
 
 

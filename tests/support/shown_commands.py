@@ -14,7 +14,6 @@ import re
 import runpy
 import shlex
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -24,22 +23,15 @@ from markdown_it.token import Token
 
 from dapo_jax.__main__ import COMMANDS, entry
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import (
-    Config,
-    DpoConfig,
-    ExportConfig,
-    ReportConfig,
-    ServeConfig,
-    SftConfig,
-)
+from dapo_jax.config import experiment
 from dapo_jax.runtime.settings import leaves
 
 ROOT = pathlib.Path(__file__).parents[2]
-SETUP = (ROOT / "setup.py").read_text()
 NOT_HERE = {"torch"}  # a package that a script of the repository needs and tests do without
-SHELLS = {"bash", "sh", "shell"}
 MARKERS = {"hardware", "cloud", "network"}
-KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ServeConfig, ReportConfig)
+KINDS = [
+    getattr(experiment, f"{kind}Config") for kind in ("", "Sft", "Dpo", "Export", "Serve", "Report")
+]
 FILE = "configs/arithmetic.py"
 PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}
 # If flags stand alone, one of these commands has to take them.
@@ -50,11 +42,6 @@ BASES = (
     "sft --config=configs/arithmetic_base.py",
     "dpo --config.data.source=FILE --config.start=FOLDER",
 )
-TOOLS = {
-    "ruff": {"check", "format", "."},
-    "tensorboard": {"--logdir", "runs"},
-    "mkdocs": {"build", "serve", "--strict"},
-}
 
 
 def tokens_of(page: pathlib.Path) -> list[Token]:
@@ -85,7 +72,7 @@ def commands_of(page: pathlib.Path) -> Iterator[tuple[list[str], str]]:
         if token.type == "fence":
             language, *markers = token.info.lower().split() or [""]
             text = token.content
-            if language not in SHELLS:
+            if language != "bash":
                 text = "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)", text, re.MULTILINE))
             excuse = " ".join(MARKERS.intersection(markers))
             yield from ((words, excuse) for words in split_commands(text))
@@ -100,8 +87,7 @@ class Accepted(Exception):
 def and_stop(function: Callable) -> Callable:
     """Return a function that raises `Accepted` after the call, without the check of folders."""
 
-    def read(*arguments, **options):
-        options.pop("check_output", None)
+    def read(*arguments, check_output=None, **options):
         function(*arguments, **options)
         raise Accepted
 
@@ -125,22 +111,22 @@ def refusal(arguments: list[str], owner: object, readers: str, work: Callable[[]
             return ""
         except SystemExit as error:
             text = errors.getvalue().strip() if error.code else ""
-            extra = "without the package" in text and "pip install 'dapo_jax[" in text
-            return "" if extra else text  # of an extra that tests do without
+            return "" if "pip install 'dapo_jax[" in text else text  # tests do without that extra
         except ModuleNotFoundError as error:
-            if error.name not in NOT_HERE:
-                raise
-            return ""
+            if error.name in NOT_HERE:
+                return ""
+            raise
     return "it did not read its arguments"
 
 
 def check_command(words: list[str]) -> str:
-    """`dapo-jax COMMAND`: its settings are loaded and checked."""
+    """Load and check the settings of `dapo-jax COMMAND`."""
     name, *arguments = (PLACEHOLDERS.get(word, word) for word in words[1:] or ["--help"])
-    if not arguments:  # a name alone
-        return "" if name in (*COMMANDS, "--help", "COMMAND") else "no such command"
     if name not in COMMANDS:
-        return "no such command"
+        is_name = not arguments and name in ("--help", "COMMAND")
+        return "" if is_name else "no such command"
+    if not arguments:
+        return ""
     if name in ("replay", "init"):
         return refusal(arguments, argparse.ArgumentParser, "parse_args", entry(name))
     return refusal(arguments, command_line, "load", entry(name))
@@ -161,35 +147,30 @@ def check_flags(words: list[str]) -> str:
 def selects(expression: str, files: list[pathlib.Path]) -> bool:
     """Return whether `-k expression` selects a test of these files by its name."""
     matcher = Expression.compile(expression)
-    names = [
-        f"{file.name}::{name}".lower()
-        for file in files
-        for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.MULTILINE)
-    ]
+    texts = {file.name: re.findall(r"^ *def (test_\w+)", file.read_text(), re.M) for file in files}
+    names = [f"{file}::{name}".lower() for file, tests in texts.items() for name in tests]
     return any(matcher.evaluate(lambda word, name=name: word.lower() in name) for name in names)
 
 
 def check_pytest(words: list[str]) -> str:
-    """pytest: its files are there, `-k` leaves a test, `-m` knows its marks."""
+    """Look for the files of a call of pytest, a test that `-k` selects and the marks of `-m`."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("files", nargs="*", type=pathlib.Path)
-    for flag in "-k", "-m":
-        parser.add_argument(flag)
+    parser.add_argument("-k")
+    parser.add_argument("-m", default="")
     for flag in "-q", "-s", "--quick", "--write-durations":
         parser.add_argument(flag, action="store_true")
     try:
-        found = parser.parse_args(words[1:])
+        given = parser.parse_args(words[1:])
     except (argparse.ArgumentError, SystemExit) as error:
         return f"pytest: {error}"
-    missing = [str(file) for file in found.files if not (ROOT / file).exists()]
+    missing = [str(file) for file in given.files if not (ROOT / file).exists()]
     if missing:
         return f"no such file: {missing}"
-    files = [ROOT / file for file in found.files] or sorted(ROOT.glob("tests/*/test_*.py"))
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
-    marks = {mark.partition(":")[0] for mark in settings["ini_options"]["markers"]}
-    if set(re.findall(r"\w+", found.m or "")) - marks - {"not", "or", "and"}:
-        return f"-m {found.m}: no such mark"
-    return "" if not found.k or selects(found.k, files) else f"-k {found.k}: selects no test"
+    if set(re.findall(r"\w+", given.m)) - {"slow", "not", "or", "and"}:
+        return f"-m {given.m}: no such mark"
+    files = [ROOT / file for file in given.files] or sorted(ROOT.glob("tests/*/test_*.py"))
+    return "" if not given.k or selects(given.k, files) else f"-k {given.k}: selects no test"
 
 
 def check_shell_script(words: list[str]) -> str:
@@ -200,15 +181,14 @@ def check_shell_script(words: list[str]) -> str:
     if words[1] == "tests/run.sh":
         return check_pytest(["pytest", *arguments])
     run = [word for word in arguments if word.startswith("--config")]
-    own = [word for word in arguments if word.startswith("--") and word not in run]
     text = script.read_text() + (ROOT / "launch/lib.sh").read_text()
-    for flag in {word.partition("=")[0] for word in own} - {"--"}:
-        if not re.search(rf"{flag}(=\*)?( \||\))", text):
-            return f"{words[1]} has no flag {flag}"
-    if not run:
-        return ""
+    for word in arguments:
+        flag = word.partition("=")[0]
+        if re.match("--[a-z]", word) and word not in run:
+            if not re.search(rf"{flag}(=\*)?( \||\))", text):
+                return f"{words[1]} has no flag {flag}"
     default = [] if any(word.startswith("--config=") for word in run) else [f"--config={FILE}"]
-    return check_command(["dapo-jax", "train", *default, *run])
+    return check_command(["dapo-jax", "train", *default, *run]) if run else ""
 
 
 def check_python_script(words: list[str]) -> str:
@@ -228,19 +208,12 @@ def check_python_script(words: list[str]) -> str:
 
 
 def check_pip(words: list[str]) -> str | None:
-    """Check the extras of this project; None for another package."""
     project = re.fullmatch(r"(?:dapo_jax|\.)(?:\[([\w,]+)\])?", words[-1])
     if words[1] != "install" or not project:
         return None
-    extras = project[1].split(",") if project[1] else []
-    missing = [extra for extra in extras if f'"{extra}": [' not in SETUP]
+    setup = (ROOT / "setup.py").read_text()
+    missing = [e for e in (project[1] or "").split(",") if e and f'"{e}": [' not in setup]
     return f"no such extra: {missing}" if missing else ""
-
-
-def check_tool(words: list[str]) -> str:
-    """Check a program of a package that setup.py names."""
-    unknown = set(words[1:]) - TOOLS[words[0]]
-    return f"{words[0]}: unknown here: {unknown}" if unknown else ""
 
 
 CHECKS: dict[str, Callable[[list[str]], str | None]] = {
@@ -250,13 +223,11 @@ CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     r"bash": check_shell_script,
     r"[\w/]+\.py": check_python_script,
     r"pip": check_pip,
-    "|".join(TOOLS): check_tool,
-    r"cat|echo|mkdir|printf": lambda words: "",
+    r"ruff|tensorboard|mkdocs|cat|echo|mkdir|printf": lambda words: "",
 }
 BEGINS_A_COMMAND = re.compile(
-    r"([A-Z_]+=\S+ )*((\S*/)?python3?|dapo-jax|bash|pytest|pip|"
-    + "|".join(TOOLS)
-    + r") \S|--config[.=]\w"
+    r"([A-Z_]+=\S+ )*((\S*/)?python3?|dapo-jax|bash|pytest|pip|ruff|tensorboard|mkdocs) \S"
+    r"|--config[.=]\w"
 )
 
 

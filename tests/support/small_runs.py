@@ -15,23 +15,8 @@ from conftest import check_documented, make_completion, make_prompt
 
 from dapo_jax import algorithms
 from dapo_jax.commands import checks
-from dapo_jax.config.experiment import (
-    Architecture,
-    Checkpoint,
-    Config,
-    Critic,
-    Data,
-    Evaluation,
-    Examples,
-    Log,
-    Mesh,
-    Model,
-    Optimizer,
-    Packing,
-    Rollout,
-    Sampler,
-    SftConfig,
-)
+from dapo_jax.config import experiment
+from dapo_jax.config.experiment import Checkpoint, Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.rewards.group_rewards import reward_group
@@ -43,23 +28,22 @@ from dapo_jax.run.supervised.sft import make_base
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, Verdict
-from dapo_jax.train import StepRecord, Trainer, TrainerState, train_step
+from dapo_jax.train import StepRecord, TrainerState, train_step
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 4
 
 
 def make_small_base(folder: pathlib.Path) -> pathlib.Path:
-    """A policy that knows the format and guesses the sums."""
-    config = SftConfig(
+    config = experiment.SftConfig(
         out=str(folder),
         total_steps=60,
         examples_per_step=32,
-        architecture=Architecture(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128),
-        examples=Examples(min_terms=2, max_terms=3),
+        architecture=experiment.Architecture(2, 64, heads=4, kv_heads=2, head_dim=16, mlp=128),
+        examples=experiment.Examples(min_terms=2, max_terms=3),
         max_response_tokens=24,
-        optimizer=Optimizer(learning_rate=5e-3, warmup_steps=5),
-        packing=Packing(row_tokens=64, rows_per_microbatch=16),
+        optimizer=experiment.Optimizer(learning_rate=5e-3, warmup_steps=5),
+        packing=experiment.Packing(row_tokens=64, rows_per_microbatch=16),
         mesh=Mesh(data=8, fsdp=1, tensor=1),
     )
     return make_base(config)
@@ -70,15 +54,15 @@ def make_config(folder, run_dir, **changes) -> Config:
     config = Config(
         run_dir=str(run_dir),
         total_steps=STEPS,
-        model=Model(folder=str(folder)),
+        model=experiment.Model(folder=str(folder)),
         data=Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=16),
         rollout=Rollout(prompts_per_step=8, samples_per_prompt=8, updates_per_rollout=2),
         sampler=Sampler(slots=32, burst_tokens=4, max_response_tokens=24, first_window_tokens=32),
-        optimizer=Optimizer(learning_rate=1e-3, warmup_steps=2),
-        packing=Packing(row_tokens=64, rows_per_microbatch=8),
+        optimizer=experiment.Optimizer(learning_rate=1e-3, warmup_steps=2),
+        packing=experiment.Packing(row_tokens=64, rows_per_microbatch=8),
         mesh=Mesh(data=2, fsdp=2, tensor=2),
         checkpoint=Checkpoint(every_steps=1, keep=9),
-        evaluation=Evaluation(every_steps=2, samples_per_problem=2, top_p=1.0),
+        evaluation=experiment.Evaluation(every_steps=2, samples_per_problem=2, top_p=1.0),
     )
     for name, value in changes.items():
         setattr(config, name, value)
@@ -98,7 +82,7 @@ def make_quick_config(folder, run_dir, preset="dapo", updates=2, **changes) -> C
         "sampler": Sampler(slots=16, burst_tokens=8, max_response_tokens=24),
         "mesh": Mesh(1, 1, 1),
         "checkpoint": Checkpoint(every_steps=0),
-        "critic": Critic(pretrain_steps=0),
+        "critic": experiment.Critic(pretrain_steps=0),
         "log": Log(0, tensorboard=False, rollouts=False, report=False),
     }
     return make_config(folder, run_dir, **quick | changes)
@@ -122,19 +106,15 @@ def make_groups(config: Config) -> list[Group]:
     """Groups in which every other response is right."""
     samples = config.rollout.samples_per_prompt
     verdicts = tuple(Verdict(i % 2 == 0, "1") for i in range(samples))
-    return [
-        reward_group(
-            config,
-            make_prompt(i, [3 + i, 4]),
-            tuple(make_completion([5 + (7 * i + 3 * j) % 15, 6, 1]) for j in range(samples)),
-            verdicts,
-        )
-        for i in range(config.rollout.prompts_per_step)
-    ]
+    groups = []
+    for i in range(config.rollout.prompts_per_step):
+        tokens = ([5 + (7 * i + 3 * j) % 15, 6, 1] for j in range(samples))
+        completions = tuple(map(make_completion, tokens))
+        groups.append(reward_group(config, make_prompt(i, [3 + i, 4]), completions, verdicts))
+    return groups
 
 
 def equal(left, right) -> bool:
-    """Whether every array of two trees is the same, bit for bit."""
     return all(jax.tree.leaves(jax.tree.map(np.array_equal, left, right)))
 
 
@@ -146,17 +126,13 @@ def read_rows(run_dir) -> list[dict]:
 
 
 def read_rollouts(run_dir, folder="rollouts") -> dict[str, str]:
-    """The rollouts or evaluations files by name."""
     return {path.name: path.read_text() for path in sorted((run_dir / folder).iterdir())}
 
 
 class GivenGroups:
-    """A source of rollouts that gives the same groups in every step."""
-
     def __init__(self, groups: list[Group]):
-        batch = CollectedGroups(
-            groups, groups, [], len(groups), [], len(groups), 1.0, 0, 0, 0, False
-        )
+        count = len(groups)
+        batch = CollectedGroups(groups, groups, [], count, [], count, 1.0, 0, 0, 0, False)
         self._result = source.Rollout(batch, SamplerCounts(), 1.0)
 
     def collect(self, state, params, step):
@@ -175,9 +151,8 @@ def start(components: Components, step: int = 0, critic: bool = False) -> Traine
 
 
 def step_on(components: Components, state: TrainerState, groups) -> tuple[TrainerState, StepRecord]:
-    """One step whose rollouts are `groups`."""
-    rooms = components.learners, components.decoder, components.token_weights
-    return train_step(Trainer(components.config, GivenGroups(groups), *rooms), state)
+    given = dataclasses.replace(components.trainer(), source=GivenGroups(groups))
+    return train_step(given, state)
 
 
 def learn(components: Components, state: TrainerState, groups) -> tuple[TrainerState, dict]:

@@ -6,12 +6,7 @@ import pathlib
 from conftest import check_documented
 from row_files import write_lines
 
-from dapo_jax.config.experiment import (
-    Mesh,
-    Optimizer,
-    OwnData,
-    Packing,
-)
+from dapo_jax.config.experiment import Mesh, Optimizer, OwnData, Packing
 
 SUMS = [(a, b) for a in range(8) for b in range(8)]
 

@@ -13,21 +13,16 @@ from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 
 # Wider and deeper, with a separate head and eight padding rows in its vocabulary.
-LARGE = dataclasses.replace(
-    TINY, vocab=40, layers=3, embed=48, heads=6, mlp=96, tie_embeddings=False
-)
+SHAPE = {"vocab": 40, "layers": 3, "embed": 48, "heads": 6, "mlp": 96}
+LARGE = dataclasses.replace(TINY, **SHAPE, tie_embeddings=False)
 
 
 def make_teacher(config: DecoderConfig = LARGE):
-    """Random parameters whose distributions are not flat."""
     params = nn.unbox(init_params(config, jax.random.key(9)))
     return params | {"head": params["head"] * 8} if "head" in params else params
 
 
-def write_teacher(
-    folder: pathlib.Path, tiny_folder: pathlib.Path, config: DecoderConfig = LARGE
-) -> pathlib.Path:
-    """Write `make_teacher` with the tiny policy's tokenizer; return the folder."""
+def write_teacher(folder: pathlib.Path, tiny_folder: pathlib.Path, config=LARGE) -> pathlib.Path:
     folder.mkdir()
     save_huggingface.save_folder(folder, make_teacher(config), config, (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)
@@ -36,14 +31,13 @@ def write_teacher(
 
 def divergence_by_definition(teacher_logits, logits, kind):
     """GKD's equation on distributions that are written out, the rest as one more outcome."""
-    p, q = (jax.nn.softmax(one / kind.temperature) for one in (teacher_logits, logits))
+    p, q = (jax.nn.softmax(x / kind.temperature) for x in (teacher_logits, logits))
     if kind.top_k:
-        likeliest = jnp.argsort(jnp.argsort(-p)) < kind.top_k
-        rest = (jnp.where(likeliest, 0.0, one).sum(-1, keepdims=True) for one in (p, q))
-        places = jax.lax.top_k(p, kind.top_k)[1]
+        order = jnp.argsort(-p)
+        sorted_ = (jnp.take_along_axis(x, order, -1) for x in (p, q))
         p, q = (
-            jnp.concatenate([jnp.take_along_axis(one, places, -1), left], -1)
-            for one, left in zip((p, q), rest, strict=True)
+            jnp.append(x[..., : kind.top_k], x[..., kind.top_k :].sum(-1, keepdims=True), -1)
+            for x in sorted_
         )
 
     def kl(a, b):

@@ -1,6 +1,7 @@
-"""A sampler without engine, slots and caches: a full forward pass for every token."""
+"""Samplers without engine and caches: a full forward pass for every token, or a script."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -78,7 +79,6 @@ class ToySampler:
         return finished
 
     def extend(self, running):
-        """Return the new tokens of each running response, and their log-probs."""
         rows, lengths = np.zeros((self.rows, WIDTH), np.int32), np.ones(self.rows, np.int32)
         keys, positions = [jax.random.key(0)] * self.rows, np.zeros(self.rows, np.int32)
         for row, (request, i) in enumerate(running):
@@ -119,3 +119,26 @@ def next_tokens(config, params, rows, lengths, keys, positions, rule):
     last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
     logits = (last @ params.get("head", params["embedding"].T)).astype(jnp.float32)
     return sample_tokens(logits, keys, positions, rule)
+
+
+class ScriptedSampler(ToySampler):
+    """Ends the responses to prompt `index` after `bursts(index)` bursts in a slot.
+
+    `submitted` has the indices of the submitted prompts, in order.
+    """
+
+    def __init__(self, bursts: Callable[[int], int], slots: int = 128):
+        super().__init__(None, (1,), 0, limit=10_000, rows=slots)
+        self._bursts = bursts
+        self.submitted: list[int] = []
+        self.begin(None, purpose=0, step=0, rule=None)
+
+    def add(self, prompt, samples, carried):
+        super().add(prompt, samples, carried)
+        self.submitted.append(prompt.index)
+
+    def extend(self, running):
+        for request, i in running:
+            bursts = len(request.responses[i]) + 1
+            ends = bursts == self._bursts(request.prompt.index)
+            yield ([5, 1], [0.0, 0.0]) if ends else ([5], [0.0])

@@ -51,7 +51,7 @@ def _view(value: np.ndarray, transform) -> np.ndarray:
 @interpreter.fail_on_exception
 def _get_of_views(token, device, core, space, buffer, transforms, *rest, **options):
     """Read of what the indices before the first reshape or bitcast name, then of its view."""
-    indices = tuple(itertools.takewhile(lambda one: isinstance(one, NDIndexer), transforms))
+    indices = tuple(itertools.takewhile(lambda t: isinstance(t, NDIndexer), transforms))
     read = _get(token, device, core, space, buffer, indices, *rest, **options)
     return token, functools.reduce(_view, transforms[len(indices) :], read[1])
 
@@ -68,10 +68,9 @@ def _swap_by_mask(self, key, place, value, mask, core: int, **options):
 
 @contextlib.contextmanager
 def interpreted(**params: Any) -> Iterator[list[RaceDetectionState]]:
-    """Interprets TPU kernels that are traced and run inside; yields a record of each that ran.
+    """Interpret TPU kernels that are traced and run inside; yield a record of each that ran.
 
-    Args:
-        params: fields of `pltpu.InterpretParams`.
+    `params` are fields of `pltpu.InterpretParams`.
     """
     kernels: list[RaceDetectionState] = []
 
@@ -92,11 +91,9 @@ def interpreted(**params: Any) -> Iterator[list[RaceDetectionState]]:
 
 
 def interpret(function: Callable, *args: Any, **params: Any) -> tuple[Any, list[bool]]:
-    """Result of a function whose TPU kernels are interpreted; one flag for each kernel that ran.
+    """Return the result of a new function whose TPU kernels are interpreted, and flags of kernels.
 
-    Args:
-        function: traced anew only if it has not been called so before: pass a new one.
-        params: as for `interpreted`; with `detect_races` a flag says that its kernel has a race.
+    With `detect_races` a flag says that its kernel has a race; `params` are as for `interpreted`.
     """
     with interpreted(**params) as kernels:
         result = jax.block_until_ready(jax.jit(function)(*args))
