@@ -219,7 +219,7 @@ TOO_LARGE = "prompt has 900000 bytes: must have at most 140, the most that 20 to
         ("max_tokens", {"max_tokens": 2.0}, "max_tokens = 2.0: must be a whole number"),
         ("n", {"n": 0}, "n = 0: must be a whole number above 0"),
         ("n", {"n": 10**9}, "n = 1000000000 responses to 1 prompts: at most 128"),
-        ("stop", {"stop": ""}, "stop = '': must be one or more texts that are not empty"),
+        ("stop", {"stop": ""}, "stop = '': must be a text or a list of up to 4 texts"),
         ("stop", {"stop": ["a"] * 5}, "up to 4 texts"),
         ("temperature", {"temperature": -1}, "temperature = -1: must be 0, or from 0.001"),
         ("temperature", {"temperature": "hot"}, "temperature = 'hot': must be 0, or from 0.001"),

@@ -130,9 +130,11 @@ def test_prompts_longer_than_a_chunk_are_scored_alike(byte_engine):
     scorer = Scorer(engine.config, params)
     ids = np.random.default_rng(0).integers(0, 256, 3 * CHUNK_TOKENS).tolist()
     for length in (2, 16, 17, CHUNK_TOKENS + 1, len(ids)):
-        scores = scorer.score(ids[:length])
-        np.testing.assert_allclose(scores.logprobs, logprobs_of(ids[:length]), atol=2e-4)
-        assert scores.likeliest_ids.shape == (length - 1, 20)
+        first, *scores = scorer.score(ids[:length], 20)
+        assert first == (ids[0], None, [])
+        logprobs = [score.logprob for score in scores]
+        np.testing.assert_allclose(logprobs, logprobs_of(ids[:length]), atol=2e-4)
+        assert all(len(score.likeliest) == 20 for score in scores)
 
 
 def test_logprobs_of_a_chat(client, byte_responses):

@@ -1,18 +1,30 @@
-"""Requests through JetStream's orchestrator."""
+"""JetStream's orchestrator and driver, which `tests/rollout/test_jetstream.py` runs the engine in."""
 
 import asyncio
+import logging
+import threading
 
+import jax
+from jetstream.core import orchestrator
 from served import read
 
-from dapo_jax.commands.serve import jetstream_server
+# JAX removed jax.tree_map in 0.4.26; JetStream calls it after every insert.
+jax.tree_map = jax.tree.map
+# A failing JetThread kills the process by SIGKILL.
+orchestrator.JetThread = threading.Thread
+# Importing JetStream makes the process log every decode step to standard output.
+logging.getLogger().removeHandler(orchestrator.handler)
+logging.getLogger().setLevel(logging.WARNING)
+
+Driver = orchestrator.Driver
 
 
-def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
+def orchestrate(driver: Driver, *requests) -> list[tuple[str, list[int]]]:
     """Return text and ids of concurrent requests to JetStream's orchestrator."""
-    orchestrator = jetstream_server.orchestrator.LLMOrchestrator(driver)
+    server = orchestrator.LLMOrchestrator(driver)
 
     async def respond(request):
-        return read([response async for response in orchestrator.Decode(request)])
+        return read([response async for response in server.Decode(request)])
 
     async def respond_to_all():
         try:

@@ -105,10 +105,10 @@ def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
     """Decoding goes on only while the gate is open. Returns a list as long as steps were begun."""
     original, steps = engine.generate, []
 
-    def generate(*args):
+    def generate(*args, **options):
         steps.append(1)
         gate.wait(30)
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(engine, "generate", generate)
     return steps

@@ -7,30 +7,13 @@ import pathlib
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from dapo_jax.commands.serve.errors import RequestError
 from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.runtime.settings import ConfigError
 
 KEY_VARIABLE = "DAPO_API_KEY"
 ALL_HOSTS = "*"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-class RequestError(Exception):
-    """Rejection of a request.
-
-    Attributes:
-        param: name of the wrong field.
-        status: HTTP status code.
-        code: OpenAI's machine-readable error code.
-    """
-
-    def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
-    ):
-        super().__init__(message)
-        self.param = param
-        self.status = status
-        self.code = code
 
 
 def read_key(config: ServeConfig) -> str:
@@ -68,19 +51,10 @@ def exposure_warning(config: ServeConfig, key: str) -> str:
     )
 
 
-def _host_name(address: str) -> str:
-    """Return the lower-case host of `HOST:PORT` or of an origin; empty if there is none."""
-    try:
-        return urlsplit(address if "//" in address else f"//{address}").hostname or ""
-    except ValueError:
-        return ""
-
-
 class Access:
     """Check of requests before their bodies are read.
 
     Args:
-        config: `host` and `allowed_hosts` are the host names that clients may use.
         key: API key that clients must send; empty: none.
     """
 
@@ -95,6 +69,17 @@ class Access:
         sent = authorization.partition(" ")[2].strip()
         return not self._key or hmac.compare_digest(sent.encode(), self._key.encode())
 
+    def check_host(self, field: str, value: str, local_address: str) -> None:
+        """Raise `RequestError` unless `HOST:PORT` or an origin names this server."""
+        try:
+            host = urlsplit(value if "//" in value else f"//{value}").hostname
+        except ValueError:
+            host = None
+        if not self._allows_all and host not in self._hosts | {local_address}:
+            allowed = ", ".join(sorted(self._hosts))
+            message = f"{field} = {value[:200]!r}: must be one of {allowed}"
+            raise RequestError(f"{message}; the setting allowed_hosts adds others", status=403)
+
     def check(self, headers: Mapping[str, str], *, local_address: str, has_body: bool) -> None:
         """Raise `RequestError` unless an HTTP request may be served.
 
@@ -104,14 +89,9 @@ class Access:
             headers: by lower-case name.
             local_address: address of this machine at which the request arrived.
         """
-        for field in ("host", "origin"):
-            if self._allows_all or (field == "origin" and field not in headers):
-                continue
-            value = headers.get(field, "")
-            if _host_name(value) not in self._hosts | {local_address}:
-                allowed = ", ".join(sorted(self._hosts))
-                message = f"{field} = {value[:200]!r}: must be one of {allowed}"
-                raise RequestError(f"{message}; the setting allowed_hosts adds others", status=403)
+        self.check_host("host", headers.get("host", ""), local_address)
+        if "origin" in headers:
+            self.check_host("origin", headers["origin"], local_address)
         if not self.has_key(headers.get("authorization", "")):
             message = "the key is missing or wrong: send the header Authorization: Bearer KEY"
             raise RequestError(message, status=401, code="invalid_api_key")

@@ -11,7 +11,6 @@ import numpy as np
 
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.jetstream_api import ResultTokens
 from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, repeat_rule, sample_key
 from dapo_jax.structs import SamplingRule
 
@@ -37,54 +36,29 @@ class ResponseSampling(NamedTuple):
         return sample_key(low, SAMPLE_BY_SEED, np.uint32(high), self.number)
 
 
-class PromptWithSampling(NamedTuple):
-    """Padded prompt with its sampling, passed through JetStream in place of the tokens."""
-
-    tokens: jax.Array | np.ndarray
-    sampling: ResponseSampling
-
-
 class ServedEngine(PolicyEngine):
     """Engine with a sampling rule per slot; `rule` is the default.
 
     Attributes:
         longest_prompt: maximum tokens of a prompt, without padding.
         context: maximum tokens of a prompt and its response together.
-        fullest: number of tokens in the fullest cache slot; the decode loop sets it.
     """
 
     RULE_PER_SLOT = True
     rule = SamplingRule()
     longest_prompt: int
     context: int
-    fullest = 0
 
-    def generate(
-        self,
-        params: Any,
-        decode_state: DecodeState,
-        *,
-        rule: SamplingRule = SamplingRule(),  # noqa: B008
-        longest: int | None = None,
-    ) -> tuple[DecodeState, ResultTokens]:
-        """Decode one step for all slots, with caches that hold `fullest` tokens.
-
-        A free slot may decode past its cache: the cache drops what that slot writes there.
-        """
-        longest = None if self.pages else self.fullest
-        return super().generate(params, decode_state, rule=rule, longest=longest)
+    def prefill(self, *, sampling: ResponseSampling | None = None, **options: Any) -> Prefix:
+        """Prefill a prompt; `sampling` overrides the default rule and key."""
+        if sampling and sampling.seed is not None:
+            options["key"] = sampling.key()
+        prefix = super().prefill(**options)
+        rule = sampling.rule if sampling else self.rule
+        return prefix.replace(rules=repeat_rule(rule, len(prefix.true_length)))
 
     def shrink(self, state: DecodeState) -> DecodeState:
         """Return a state without occupied slots, its caches as short as initially."""
         first = self.layout.window(1)
         has_grown = not self.pages and self.layout.longest(cast(Any, state.caches)) > first
         return self.init_decode_state() if has_grown else state
-
-    def prefill(self, *, padded_tokens: Any, **options: Any) -> Prefix:
-        """Prefill a prompt; `PromptWithSampling` overrides the default rule and key."""
-        sampling = ResponseSampling(self.rule)
-        if isinstance(padded_tokens, PromptWithSampling):
-            padded_tokens, sampling = padded_tokens
-            options["key"] = sampling.key()
-        prefix = super().prefill(padded_tokens=padded_tokens, **options)
-        return prefix.replace(rules=repeat_rule(sampling.rule, len(prefix.true_length)))

@@ -1,38 +1,21 @@
-"""Responses of OpenAI's API, complete or streamed, made from the tokens of the generator."""
+"""Responses of OpenAI's API, made from the tokens of the generator.
+
+A response is a stream of pieces of its choices. They are sent as they come, or joined.
+"""
 
 import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
-from starlette.responses import Response
-
-from dapo_jax.commands.serve.generator import GenerationFailed, Responses, TokenChunk
-from dapo_jax.commands.serve.logprobs import Scorer, Scores, chat_logprobs, completion_logprobs
+from dapo_jax.commands.serve.errors import RequestError
+from dapo_jax.commands.serve.generator import Responses, TokenChunk
+from dapo_jax.commands.serve.logprobs import Score, Scorer, chat_logprobs, completion_logprobs
 from dapo_jax.commands.serve.requests import CompletionRequest, ServedModel
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, UntilStop
 from dapo_jax.runtime.tool_calls import read_calls
-
-
-def json_response(
-    fields: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return an HTTP response with a JSON body."""
-    # Escaped to ASCII: an error may quote a client's text, perhaps with invalid Unicode.
-    return Response(json.dumps(fields), status, headers, "application/json")
-
-
-def error_fields(
-    message: str, kind: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Return OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _event(fields: dict[str, Any]) -> str:
-    return f"data: {json.dumps(fields)}\n\n"
 
 
 class ResponseFormat(NamedTuple):
@@ -41,17 +24,16 @@ class ResponseFormat(NamedTuple):
     Attributes:
         prefix: prefix of the response's id.
         kind, chunk_kind: `object` of a response, and of a chunk of a stream.
-        text, delta: fields of a choice from its text and tool calls, complete or streamed.
-        logprobs: see `completion_logprobs`.
+        whole, delta: fields of a choice from its text and tool calls, complete or streamed.
     """
 
     path: str
     prefix: str
     kind: str
     chunk_kind: str
-    text: Callable[[str, list], dict[str, Any]]
+    whole: Callable[[str, list], dict[str, Any]]
     delta: Callable[[str, list], dict[str, Any]]
-    logprobs: Callable[[Tokenizer, Scores, int, int | None], dict[str, Any]]
+    logprobs: Callable[[Tokenizer, list[Score]], dict[str, Any]]
 
 
 def _text(text: str, _: list) -> dict[str, Any]:
@@ -77,7 +59,7 @@ COMPLETIONS = ResponseFormat(
     prefix="cmpl",
     kind="text_completion",
     chunk_kind="text_completion",
-    text=_text,
+    whole=_text,
     delta=_text,
     logprobs=completion_logprobs,
 )
@@ -86,19 +68,30 @@ CHAT = ResponseFormat(
     prefix="chatcmpl",
     kind="chat.completion",
     chunk_kind="chat.completion.chunk",
-    text=_message,
+    whole=_message,
     delta=_delta,
     logprobs=chat_logprobs,
 )
 
 
+class _Piece(NamedTuple):
+    """Part of a choice; its last piece has the finish_reason, log-probs and tool calls."""
+
+    text: str = ""
+    ids: list[int] = []
+    calls: list[dict[str, Any]] = []
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
 class _Choice:
-    """Text of one response.
+    """Tokens and text of one response so far.
 
     Attributes:
         ids: sampled tokens, without an end token.
         ended: True if an end token was sampled.
-        finish_reason: 'stop', 'length' or 'tool_calls' once the response has ended.
+        finish_reason: 'stop' or 'length' once the response has ended.
+        unsent_ids, unsent_text: what no piece contains yet.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: list[str], prompt: list[int], budget: int):
@@ -108,31 +101,33 @@ class _Choice:
         self.prompt = prompt
         self.ids: list[int] = []
         self.ended = False
-        self.text = ""
         self.finish_reason = None if budget else "length"
+        self.unsent_ids: list[int] = []
+        self.unsent_text = ""
 
-    def add(self, chunk: TokenChunk) -> str:
-        """Return the text that may be sent after these tokens."""
+    def add(self, chunk: TokenChunk) -> None:
         self.ids += chunk.ids
-        text = self._until.add(self._stream.add(chunk.ids))
+        self.unsent_ids += chunk.ids
+        self.unsent_text += self._until.add(self._stream.add(chunk.ids))
         is_full = len(self.ids) == self._budget
-        if chunk.ended or is_full:
-            text += self._until.add(self._stream.rest(), last=True)
         self.ended = chunk.ended and not is_full
+        if self.ended or is_full:
+            self.unsent_text += self._until.add(self._stream.rest(), last=True)
         if self._until.stopped or self.ended:
             self.finish_reason = "stop"
         elif is_full:
             self.finish_reason = "length"
-        self.text += text
-        return text
 
 
 class CompletionResponse:
     """Response to a request, complete or as events.
 
     Args:
+        responses: of the generator, to `request.responses()`.
         scorer: scores the tokens if the request asks for log-probs.
-        count_tokens: called with the number of new tokens as they arrive.
+
+    Attributes:
+        usage: numbers of tokens so far.
     """
 
     def __init__(
@@ -142,14 +137,12 @@ class CompletionResponse:
         responses: Responses,
         model: ServedModel,
         scorer: Scorer,
-        count_tokens: Callable[[int], object],
     ):
         self._format = kind
         self._request = request
         self._responses = responses
         self._tokenizer = model.tokenizer
         self._scorer = scorer
-        self._count_tokens = count_tokens
         self._choices = [
             _Choice(model.tokenizer, request.stop, prompt, budget)
             for prompt, budget in zip(request.prompts, request.budgets, strict=True)
@@ -161,108 +154,91 @@ class CompletionResponse:
             "model": model.name,
         }
 
-    async def complete(self) -> Response:
+    @property
+    def usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self._request.prompts))
+        completion = sum(len(choice.ids) for choice in self._choices)
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+        return counts | {"total_tokens": prompt + completion}
+
+    async def complete(self) -> dict[str, Any]:
         """Return the complete response once every choice has ended."""
-        async for _ in self._texts():
-            pass
-        choices = [await self._complete_choice(i) for i in range(len(self._choices))]
-        fields = {"object": self._format.kind, "choices": choices, "usage": self._usage()}
-        return json_response(self._header | fields)
+        pieces: list[list[_Piece]] = [[] for _ in self._choices]
+        async for index, piece in self._pieces():
+            pieces[index].append(piece)
+        choices = []
+        for index, choice in enumerate(self._choices):
+            text = "".join(piece.text for piece in pieces[index])
+            whole = pieces[index][-1]._replace(text=text, ids=choice.ids)
+            fields = self._choice_fields(index, whole, self._format.whole)
+            if self._request.return_token_ids:
+                fields["prompt_token_ids"] = choice.prompt
+            choices.append(fields)
+        fields = {"object": self._format.kind, "choices": choices, "usage": self.usage}
+        return self._header | fields
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events; tool calls and log-probs come with a choice's last chunk."""
         usage = {"usage": None} if self._request.include_usage else {}
-        unsent: dict[int, list[int]] = {}
+        chunk = self._header | {"object": self._format.chunk_kind} | usage
         try:
-            for index, choice in enumerate(self._choices):
-                if self._format is CHAT:
-                    role = {"delta": {"role": "assistant", "content": ""}}
-                    yield _event(self._chunk(index, role, None) | usage)
-                if self._request.echo:
-                    prompt = self._format.delta(self._tokenizer.decode(choice.prompt), [])
-                    yield _event(self._chunk(index, prompt, None) | usage)
-            async for index, ids, text in self._texts():
-                choice = self._choices[index]
-                unsent.setdefault(index, []).extend(ids)
-                calls: list = []
-                if self._request.tools:
-                    text, calls = self._split_calls(choice) if choice.finish_reason else ("", [])
-                if not (text or choice.finish_reason):
-                    continue
-                fields = self._format.delta(text, calls)
-                if self._request.return_token_ids:
-                    fields["token_ids"] = unsent.pop(index)
-                if choice.finish_reason:
-                    fields["logprobs"] = await self._logprobs(choice)
-                yield _event(self._chunk(index, fields, choice.finish_reason) | usage)
+            if self._format is CHAT:
+                role = {"delta": {"role": "assistant", "content": ""}}
+                for index in range(len(self._choices)):
+                    fields = self._choice_fields(index, _Piece(), lambda *_: role)
+                    yield _event(chunk | {"choices": [fields]})
+            async for index, piece in self._pieces():
+                fields = self._choice_fields(index, piece, self._format.delta)
+                yield _event(chunk | {"choices": [fields]})
             if usage:
-                last = {"object": self._format.chunk_kind, "choices": [], "usage": self._usage()}
-                yield _event(self._header | last)
+                yield _event(chunk | {"choices": [], "usage": self.usage})
             yield "data: [DONE]\n\n"
-        except GenerationFailed as error:
-            yield _event(error_fields(str(error), "server_error"))
+        except RequestError as error:
+            yield _event(error.fields())
 
-    async def _texts(self) -> AsyncIterator[tuple[int, list[int], str]]:
-        """Yield index, tokens and text as they arrive; the last of a choice set finish_reason."""
+    async def _pieces(self) -> AsyncIterator[tuple[int, _Piece]]:
+        """Yield index and piece of the choices as their tokens arrive."""
         for index, choice in enumerate(self._choices):
+            if self._request.echo:
+                yield index, _Piece(self._tokenizer.decode(choice.prompt))
             if choice.finish_reason:  # the request asks only for the prompt's echo
-                yield index, [], ""
+                yield index, await self._next_piece(choice)
         async for chunk in self._responses:
             choice = self._choices[chunk.response]
-            self._count_tokens(len(chunk.ids))
-            text = choice.add(chunk)
+            choice.add(chunk)
             if choice.finish_reason:
                 self._responses.cancel(chunk.response)
-            yield chunk.response, chunk.ids, text
+            if choice.finish_reason or (choice.unsent_text and not self._request.tools):
+                yield chunk.response, await self._next_piece(choice)
 
-    async def _complete_choice(self, index: int) -> dict[str, Any]:
-        choice = self._choices[index]
-        text, calls = self._split_calls(choice)
-        if self._request.echo:
-            text = self._tokenizer.decode(choice.prompt) + text
+    async def _next_piece(self, choice: _Choice) -> _Piece:
+        """Return the unsent part of a choice."""
+        text, ids, reason = choice.unsent_text, choice.unsent_ids, choice.finish_reason
+        choice.unsent_text, choice.unsent_ids = "", []
+        calls = []
+        if self._request.tools:
+            text, calls = read_calls(text, self._request.tools)
+        logprobs = None
+        if reason and self._request.likeliest is not None:
+            scored = choice.prompt + choice.ids
+            if choice.ended:
+                scored = [*scored, self._tokenizer.end_ids[0]]
+            scores = await asyncio.to_thread(self._scorer.score, scored, self._request.likeliest)
+            first = 0 if self._request.echo else len(choice.prompt)
+            logprobs = self._format.logprobs(self._tokenizer, scores[first:])
+        return _Piece(text, ids, calls, logprobs, "tool_calls" if calls else reason)
+
+    def _choice_fields(
+        self, index: int, piece: _Piece, format_text: Callable[[str, list], dict[str, Any]]
+    ) -> dict[str, Any]:
         fields = {
             "index": index,
-            **self._format.text(text, calls),
-            "logprobs": await self._logprobs(choice),
-            "finish_reason": choice.finish_reason,
+            **format_text(piece.text, piece.calls),
+            "logprobs": piece.logprobs,
+            "finish_reason": piece.finish_reason,
         }
-        if self._request.return_token_ids:
-            fields |= {"prompt_token_ids": choice.prompt, "token_ids": choice.ids}
-        return fields
+        return fields | ({"token_ids": piece.ids} if self._request.return_token_ids else {})
 
-    def _chunk(self, index: int, fields: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "logprobs": None, **fields, "finish_reason": reason}
-        return self._header | {"object": self._format.chunk_kind, "choices": [choice]}
 
-    def _usage(self) -> dict[str, int]:
-        prompt = sum(map(len, self._request.prompts))
-        completion = sum(len(choice.ids) for choice in self._choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-
-    def _split_calls(self, choice: _Choice) -> tuple[str, list]:
-        """Return a choice's text without its tool calls, and the calls; set its finish_reason."""
-        if not self._request.tools:
-            return choice.text, []
-        text, calls = read_calls(choice.text, self._request.tools)
-        if calls:
-            choice.finish_reason = "tool_calls"
-        return text, calls
-
-    async def _logprobs(self, choice: _Choice) -> dict[str, Any] | None:
-        """Return the `logprobs` field of a choice, with the prompt's log-probs for `echo`."""
-        if self._request.likeliest is None:
-            return None
-        ids = choice.prompt + choice.ids
-        if choice.ended:
-            ids = [*ids, self._tokenizer.end_ids[0]]
-        scores = await asyncio.to_thread(self._scorer.score, ids)
-        if self._request.echo:
-            first_id = choice.prompt[0]
-        else:
-            first_id = None
-            scores = scores.since(len(choice.prompt))
-        return self._format.logprobs(self._tokenizer, scores, self._request.likeliest, first_id)
+def _event(fields: dict[str, Any]) -> str:
+    return f"data: {json.dumps(fields)}\n\n"

@@ -7,7 +7,6 @@ finish, and the exit code is 0. Short flags:
 """
 
 import asyncio
-import errno
 import os
 import resource
 import socket
@@ -31,7 +30,7 @@ BACKLOG = 2048
 
 
 class ServingFailed(RuntimeError):
-    """Failure of one of JetStream's threads."""
+    """Failure of the decoding thread."""
 
 
 class ServedPolicy(NamedTuple):
@@ -93,7 +92,8 @@ def warm_up(engine: Any, params: Any) -> None:
             key = jax.random.key(0)
             prefix = engine.prefill(params=params, padded_tokens=padded, true_length=1, key=key)
             state = engine.insert(prefix, state, slot=0)
-    jax.block_until_ready(engine.generate(params, state))
+    longest = None if engine.pages else 0
+    jax.block_until_ready(engine.generate(params, state, longest=longest))
 
 
 def bind(config: ServeConfig, field: str) -> socket.socket:
@@ -104,10 +104,6 @@ def bind(config: ServeConfig, field: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        is_unknown = (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL  # < 0: DNS
-        reason = str(error.strerror).partition(" (")[0]
-        allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
-        require(not is_unknown, "host", config.host, f"{allowed}: {reason}")
         raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
 
 
@@ -144,47 +140,41 @@ async def _answer_requests(
     should_stop: Callable[[], bool],
     ready: Callable[[int, int], None],
 ) -> str:
-    """Answer requests until `should_stop()`; return the failure of a thread, or empty."""
-    from prometheus_client import make_asgi_app
-
+    """Answer requests until `should_stop()`; return the failure of the generator, or empty."""
     from dapo_jax.commands.serve.app import HttpApi, start_http
     from dapo_jax.commands.serve.generator import Generator
-    from dapo_jax.commands.serve.jetstream_server import Driver, Servicer, start_grpc
+    from dapo_jax.commands.serve.jetstream_server import Servicer, start_grpc
     from dapo_jax.commands.serve.logprobs import Scorer
-    from dapo_jax.commands.serve.requests import Limits, ServedModel
+    from dapo_jax.commands.serve.requests import ServedModel
     from dapo_jax.structs import SamplingRule
 
     engine, params, tokenizer = policy
-    limits = Limits(
+    model = ServedModel(
+        name=served_name(config),
+        tokenizer=tokenizer,
+        rule=SamplingRule(config.temperature, config.top_p, config.top_k),
         prompt_tokens=engine.longest_prompt,
         prompt_bytes=engine.longest_prompt * tokenizer.longest_token,
         response_tokens=engine.max_response_tokens,
         context=engine.context,
-        vocab=tokenizer.backend.get_vocab_size(),
         waiting=config.waiting,
     )
-    rule = SamplingRule(config.temperature, config.top_p, config.top_k)
-    model = ServedModel(served_name(config), tokenizer, limits, rule)
     access = Access(config, key)
     connections = limit_connections(config.max_connections)
-    driver = Driver(engine, params, metrics=config.metrics_port > 0)
-    generator = Generator(driver, config.waiting)
+    generator = Generator(engine, params, config.waiting)
     try:
         stop_grpc, port = await start_grpc(Servicer(generator, model, access), config, connections)
         stops = [stop_grpc]
-        if config.http_port:
-            scorer = Scorer(engine.config, params)
-            api = HttpApi(generator, scorer, model, access, config)
-            stops.append(start_http(api, bind(config, "http_port"), config, connections))
-        if config.metrics_port:
-            listening = bind(config, "metrics_port")
-            stops.append(start_http(make_asgi_app(), listening, config, connections))
+        api = HttpApi(generator, Scorer(engine.config, params), model, access, config)
+        for field, app in (("http_port", api), ("metrics_port", api.metrics)):
+            if getattr(config, field):
+                stops.append(start_http(app, bind(config, field), config, connections))
         ready(port, config.http_port)
-        while not should_stop() and not generator.check_threads():
+        while not should_stop() and not generator.failure:
             await asyncio.sleep(POLL_SECONDS)
         await asyncio.gather(*(stop() for stop in stops))
     finally:
-        await asyncio.to_thread(generator.close)  # its threads write to the event loop
+        await asyncio.to_thread(generator.close)  # its thread writes to the event loop
     return generator.failure
 
 
@@ -198,7 +188,7 @@ def serve(
 
     Raises:
         ConfigError: a setting is wrong, or a port is taken.
-        ServingFailed: one of JetStream's threads failed.
+        ServingFailed: the decoding thread failed.
     """
     for field in ("port", "http_port", "metrics_port"):
         bind(config, field).close()  # report a taken port before the model is loaded
@@ -213,7 +203,7 @@ def serve(
 
 
 def main() -> int:
-    """Run the command; exit code 0: stopped by a signal, 1: a thread failed, 2: wrong settings."""
+    """Run the command; exit code 0: stopped by a signal, 1: it failed, 2: wrong settings."""
     config = command_line.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False)
     started = time.time()
 
