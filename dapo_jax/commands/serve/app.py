@@ -2,19 +2,16 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import socket
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, cast
 
 import uvicorn
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import REGISTRY, Counter, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -27,7 +24,7 @@ from dapo_jax.commands.serve.errors import QueueFull, RequestError
 from dapo_jax.commands.serve.generator import Generator
 from dapo_jax.commands.serve.logprobs import Scorer
 from dapo_jax.commands.serve.requests import ServedModel, read_request
-from dapo_jax.commands.serve.responses import CHAT, COMPLETIONS, CompletionResponse, ResponseFormat
+from dapo_jax.commands.serve.responses import CompletionResponse
 from dapo_jax.config.experiment import ServeConfig
 
 CLIENT_CLOSED_REQUEST = 499
@@ -38,24 +35,9 @@ ERROR_HEADERS = {
 }
 MAX_HEADER_BYTES = 64 << 10
 LATENCY_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
-PATHS = (COMPLETIONS.path, CHAT.path, "/v1/models", "/metrics", "/health")
-
-
-class _GeneratorMetrics(Collector):
-    """Prometheus metrics of a generator."""
-
-    def __init__(self, generator: Generator):
-        self._generator = generator
-
-    def collect(self) -> Iterable[Metric]:
-        generator = self._generator
-        yield CounterMetricFamily(
-            "dapo_response_tokens", "Sampled tokens.", generator.response_tokens
-        )
-        yield GaugeMetricFamily(
-            "dapo_waiting_responses", "Responses that wait for a slot.", generator.waiting
-        )
-        yield GaugeMetricFamily("dapo_busy_slots", "Occupied slots.", generator.busy)
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+PATHS = (COMPLETIONS, CHAT, "/v1/models", "/metrics", "/health")
 
 
 class HttpApi:
@@ -80,28 +62,23 @@ class HttpApi:
         self._config = config
         self._to_score = 0  # sequences of accepted requests that ask for log-probs
         self._created = int(time.time())
-        self._registry = CollectorRegistry()
-        self._registry.register(_GeneratorMetrics(generator))
+        options: dict[str, Any] = {"registry": generator.metrics}
         self._answers = Counter(
-            "dapo_http_answers", "HTTP responses.", ["path", "status"], registry=self._registry
+            "dapo_http_answers", "HTTP responses.", ["path", "status"], **options
         )
         self._seconds = Histogram(
             "dapo_http_seconds",
             "Seconds from a request to the end of its response.",
             ["path"],
             buckets=LATENCY_BUCKETS,
-            registry=self._registry,
+            **options,
         )
-        self._prompt_tokens = Counter(
-            "dapo_prompt_tokens", "Prompt tokens.", registry=self._registry
-        )
+        self._prompt_tokens = Counter("dapo_prompt_tokens", "Prompt tokens.", **options)
         routes = [
-            self._route(kind.path, functools.partial(self._complete, kind), method="POST")
-            for kind in (COMPLETIONS, CHAT)
-        ]
-        routes += [
-            self._route("/v1/models", self._list_models),
-            self._route("/v1/models/{name:path}", self._describe_model),
+            self._route(COMPLETIONS, self._complete, method="POST"),
+            self._route(CHAT, self._complete, method="POST"),
+            self._route("/v1/models", self._describe_models),
+            self._route("/v1/models/{name:path}", self._describe_models),
             self._route("/metrics", self._show_metrics),
             Route("/health", self._check_health),
         ]
@@ -139,56 +116,46 @@ class HttpApi:
 
         return Route(path, checked, methods=[method])
 
-    def _model_fields(self) -> dict[str, Any]:
-        fields = {"id": self._model.name, "object": "model", "created": self._created}
-        return fields | {"owned_by": "dapo_jax"}
-
-    async def _list_models(self, _: HttpRequest) -> Response:
-        return _json_response({"object": "list", "data": [self._model_fields()]})
-
-    async def _describe_model(self, http: HttpRequest) -> Response:
-        if http.path_params["name"] != self._model.name:
-            message = f"there is only the model {self._model.name!r}"
+    async def _describe_models(self, http: HttpRequest) -> Response:
+        """Describe the named model, or list all, if the path has no name."""
+        name = self._model.name
+        if http.path_params.get("name", name) != name:
+            message = f"there is only the model {name!r}"
             raise RequestError(message, "model", 404, "model_not_found")
-        return _json_response(self._model_fields())
+        fields = {"id": name, "object": "model", "created": self._created, "owned_by": "dapo_jax"}
+        if not http.path_params:
+            fields = {"object": "list", "data": [fields]}
+        return _json_response(fields)
 
     async def _show_metrics(self, _: HttpRequest) -> Response:
-        page = generate_latest(self._registry) + generate_latest(REGISTRY)
+        page = generate_latest(self._generator.metrics) + generate_latest(REGISTRY)
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _check_health(self, _: HttpRequest) -> Response:
         failure = self._generator.failure
         return _json_response({"status": failure or "ok"}, 503 if failure else 200)
 
-    async def _complete(self, kind: ResponseFormat, http: HttpRequest) -> Response:
+    async def _complete(self, http: HttpRequest) -> Response:
+        chat = http.url.path == CHAT
         body = await _read_body(http, self._config)
         # In a thread: tokenizing a large text would delay the tokens of other clients.
-        request = await asyncio.to_thread(read_request, body, self._model, chat=kind is CHAT)
+        request = await asyncio.to_thread(read_request, body, self._model, chat=chat)
         to_score = len(request.prompts) * request.n * (request.likeliest is not None)
         if self._to_score + to_score > self._model.waiting:
             raise QueueFull
         responses = self._generator.submit(request.responses())
         self._prompt_tokens.inc(sum(map(len, request.prompts)))
-        completion = CompletionResponse(kind, request, responses, self._model, self._scorer)
+        self._count_to_score(to_score)
+        task = cast(asyncio.Task, asyncio.current_task())
+        task.add_done_callback(lambda _: self._count_to_score(-to_score))
+        answer = CompletionResponse(request, responses, self._model, self._scorer, chat=chat)
         if not request.stream:
-            with self._scoring(to_score):
-                return _json_response(await _unless_disconnected(http, completion.complete()))
-
-        async def events() -> AsyncIterator[str]:
-            with self._scoring(to_score):
-                async for event in completion.events():
-                    yield event
-
+            return _json_response(await _unless_disconnected(http, answer.complete()))
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(answer.events(), media_type="text/event-stream", headers=headers)
 
-    @contextlib.contextmanager
-    def _scoring(self, sequences: int) -> Iterator[None]:
+    def _count_to_score(self, sequences: int) -> None:
         self._to_score += sequences
-        try:
-            yield
-        finally:
-            self._to_score -= sequences
 
 
 async def _read_body(http: HttpRequest, config: ServeConfig) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dapo_jax.commands.serve.budgets import prefill_tokens
 from dapo_jax.commands.serve.engine import ResponseSampling
@@ -67,7 +68,7 @@ class Generator:
 
     Attributes:
         failure: message of a failure, or empty; nothing is generated after it.
-        response_tokens: number of sampled tokens so far.
+        metrics: Prometheus metrics.
     """
 
     def __init__(self, engine: Any, params: Any, max_waiting: int):
@@ -80,19 +81,16 @@ class Generator:
         self._is_closed = False
         self._running: dict[int, ResponseRequest] = {}  # by slot
         self.failure = ""
-        self.response_tokens = 0
+        self.metrics = registry = CollectorRegistry()
+        waiting = Gauge(
+            "dapo_waiting_responses", "Responses that wait for a slot.", registry=registry
+        )
+        waiting.set_function(lambda: len(self._waiting))
+        busy = Gauge("dapo_busy_slots", "Occupied slots.", registry=registry)
+        busy.set_function(lambda: len(self._running))
+        self._sampled = Counter("dapo_response_tokens", "Sampled tokens.", registry=registry)
         self._thread = threading.Thread(target=self._run, name="decoding")
         self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        """Number of responses that wait for a slot."""
-        return len(self._waiting)
-
-    @property
-    def busy(self) -> int:
-        """Number of occupied slots."""
-        return len(self._running)
 
     def submit(self, requests: Sequence[ResponseRequest]) -> "Responses":
         """Submit all requests or none; they are cancelled when the caller's task ends.
@@ -199,7 +197,7 @@ class Generator:
             is_full = request.sampled == request.budget
             request.has_ended = is_end or is_full or request.is_cancelled
             ids = [] if is_end else [token]
-            self.response_tokens += len(ids)
+            self._sampled.inc(len(ids))
             chunks.append((request.chunks, TokenChunk(request.index, ids, request.has_ended)))
             if request.has_ended:
                 del self._running[slot]
@@ -243,6 +241,5 @@ class Responses:
             self._generator.cancel(request)
 
     def cancel_all(self, _: Any = None) -> None:
-        """Cancel all running responses."""
         for index in list(self._running):
             self.cancel(index)

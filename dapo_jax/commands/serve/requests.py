@@ -20,11 +20,11 @@ from dapo_jax.structs import SamplingRule
 
 MAX_STOPS = 4
 TOO_LONG = "context_length_exceeded"
-MESSAGE_FIELDS = {
-    "system": ("role", "content"),
-    "user": ("role", "content"),
-    "assistant": ("role", "content", "tool_calls", "refusal"),
-    "tool": ("role", "content", "tool_call_id", "name"),
+ROLES = {  # and the fields of their messages besides role and content
+    "system": (),
+    "user": (),
+    "assistant": ("tool_calls", "refusal"),
+    "tool": ("tool_call_id", "name"),
 }
 # Fields that are not served, with the values that ask for nothing (null always asks for nothing).
 NEUTRAL_VALUES = {
@@ -45,25 +45,13 @@ NEUTRAL_VALUES = {
 }
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int  # bool is a subclass of int
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
 def _is_text(value: Any) -> TypeGuard[str]:
     """Return True for text without lone surrogates: JSON can hold them, tokenizers can't."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_whole, value))
+    return isinstance(value, list) and all(type(item) is int for item in value)  # no bool
 
 
 def _are_stops(value: Any) -> bool:
@@ -73,8 +61,11 @@ def _are_stops(value: Any) -> bool:
 
 
 def _are_stream_options(value: Any) -> bool:
-    is_known = isinstance(value, dict) and not set(value) - {"include_usage"}
-    return is_known and _is_flag(value.get("include_usage", False))
+    return value == {} or (
+        isinstance(value, dict)
+        and list(value) == ["include_usage"]
+        and type(value["include_usage"]) is bool
+    )
 
 
 def _rule(accepts: Callable[[Any], bool], allowed: str) -> Callable[[Any], str]:
@@ -82,12 +73,14 @@ def _rule(accepts: Callable[[Any], bool], allowed: str) -> Callable[[Any], str]:
     return lambda value: "" if accepts(value) else f"must be {allowed}"
 
 
+def _whole(allowed: str, low: int, high: int) -> Callable[[Any], str]:
+    return _rule(lambda x: type(x) is int and low <= x <= high, allowed)
+
+
 ANY = _rule(lambda _: True, "")
-FLAG = _rule(_is_flag, "true or false")
-WHOLE = _rule(_is_whole, "a whole number")
-LIKELIEST = _rule(
-    lambda x: _is_whole(x) and 0 <= x <= MAX_LIKELIEST, f"a whole number from 0 to {MAX_LIKELIEST}"
-)
+FLAG = _rule(lambda x: type(x) is bool, "true or false")
+WHOLE = _rule(lambda x: type(x) is int, "a whole number")
+LIKELIEST = _whole(f"a whole number from 0 to {MAX_LIKELIEST}", 0, MAX_LIKELIEST)
 RULES = {
     "model": ANY,
     "user": ANY,
@@ -95,12 +88,13 @@ RULES = {
     "max_completion_tokens": WHOLE,
     # Dividing logits by less than 0.001 can overflow float32.
     "temperature": _rule(
-        lambda x: _is_number(x) and (x == 0 or 1e-3 <= x <= 100), "0, or from 0.001 to 100"
+        lambda x: type(x) in (int, float) and (x == 0 or 1e-3 <= x <= 100),
+        "0, or from 0.001 to 100",
     ),
-    "top_p": _rule(lambda x: _is_number(x) and 0 < x <= 1, "above 0 and at most 1"),
-    "top_k": _rule(lambda x: _is_whole(x) and 0 <= x < 2**31, "from 0 (all) to 2147483647"),
-    "seed": _rule(lambda x: _is_whole(x) and -(2**63) <= x < 2**63, "a 64-bit integer"),
-    "n": _rule(lambda x: _is_whole(x) and x > 0, "a whole number above 0"),
+    "top_p": _rule(lambda x: type(x) in (int, float) and 0 < x <= 1, "above 0 and at most 1"),
+    "top_k": _whole("from 0 (all) to 2147483647", 0, 2**31 - 1),
+    "seed": _whole("a 64-bit integer", -(2**63), 2**63 - 1),
+    "n": _whole("a whole number above 0", 1, 2**63),
     "stop": _rule(_are_stops, f"a text or a list of up to {MAX_STOPS} texts, none of them empty"),
     "stream": FLAG,
     "stream_options": _rule(_are_stream_options, "an object with include_usage, true or false"),
@@ -192,12 +186,7 @@ class CompletionRequest:
     Attributes:
         prompts: ids of the prompts; each gets `n` responses.
         budgets: maximum tokens of a response to each prompt; 0: only `echo` is requested.
-        stop: strings that end a response; the response does not include them.
-        include_usage: add a last chunk with token counts to the stream.
         likeliest: number of likeliest tokens next to each log-prob; None: no log-probs.
-        echo: put the prompt before its response.
-        return_token_ids: add the ids of prompts and responses to the text.
-        tools: tools that the model may call.
     """
 
     prompts: list[list[int]]
@@ -285,7 +274,7 @@ def _check_fields(fields: dict[str, Any], rules: dict[str, Callable], served: st
         if name in NEUTRAL_VALUES:
             neutral = (fields.get("n", 1),) if name == "best_of" else NEUTRAL_VALUES[name]
             # JSON's 0 and false are equal in Python.
-            if value not in [x for x in neutral if _is_flag(x) == _is_flag(value)]:
+            if value not in [x for x in neutral if (type(x) is bool) == (type(value) is bool)]:
                 raise RequestError(f"{name} = {reprlib.repr(value)}: is not served", name)
         elif name not in rules:
             raise RequestError(f"{reprlib.repr(name)}: there is no such field here", name)
@@ -361,37 +350,30 @@ def _chat_prompt(fields: dict[str, Any], model: ServedModel, tools: list) -> lis
         text = chat.render(messages, "messages", tools=tools)
     except ConfigError as error:
         raise RequestError(str(error), "messages") from None
+    if not _is_text(text):
+        raise RequestError("messages: must be valid Unicode", "messages")
     return [model.prompt_ids("messages", text)]
 
 
 def _message(field: str, value: Any) -> dict[str, Any]:
-    """Return the role, text and tool calls of a message. Raise `RequestError` naming `field`."""
-    if not isinstance(value, dict):
-        _reject(field, value, "an object")
-    message = {key: item for key, item in value.items() if item is not None}
-    role = message.get("role")
-    if not isinstance(role, str) or role not in MESSAGE_FIELDS:
-        _reject(f"{field}.role", role, "one of " + ", ".join(MESSAGE_FIELDS))
+    """Return a message for the chat template. Raise `RequestError` naming `field`."""
+    role = value.get("role") if isinstance(value, dict) else None
+    if not isinstance(role, str) or role not in ROLES:
+        _reject(f"{field}.role", role, "one of " + ", ".join(ROLES))
+    message = {key: item for key, item in value.items() if item is not None and key != "refusal"}
     for key in message:
-        if key not in MESSAGE_FIELDS[role]:
+        if key not in ("role", "content", *ROLES[role]):
             raise RequestError(f"{field}: {reprlib.repr(key)}: is not served", field)
-        if key in ("tool_call_id", "name") and not _is_text(message[key]):
-            _reject(f"{field}.{key}", message[key], "text")
-    message.pop("refusal", None)
-    calls = _tool_calls(f"{field}.tool_calls", message.pop("tool_calls", []))
-    content = message.get("content", "" if calls else None)
-    message["content"] = _content(f"{field}.content", content)
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-def _content(field: str, content: Any) -> str:
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(f"{field}.tool_calls", message["tool_calls"])
+    content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) == len(content) and all(_is_text(part.get("text")) for part in parts):
             content = "".join(part["text"] for part in parts)
     if not _is_text(content):
-        _reject(field, content, "text, or a list of parts of type 'text'")
-    return content
+        _reject(f"{field}.content", content, "text, or a list of parts of type 'text'")
+    return message | {"content": content}
 
 
 def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:

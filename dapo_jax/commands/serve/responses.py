@@ -7,71 +7,15 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from dapo_jax.commands.serve.errors import RequestError
 from dapo_jax.commands.serve.generator import Responses, TokenChunk
-from dapo_jax.commands.serve.logprobs import Score, Scorer, chat_logprobs, completion_logprobs
+from dapo_jax.commands.serve.logprobs import Scorer, chat_logprobs, completion_logprobs
 from dapo_jax.commands.serve.requests import CompletionRequest, ServedModel
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, UntilStop
 from dapo_jax.runtime.tool_calls import read_calls
-
-
-class ResponseFormat(NamedTuple):
-    """Differences between completions and chat completions.
-
-    Attributes:
-        prefix: prefix of the response's id.
-        kind, chunk_kind: `object` of a response, and of a chunk of a stream.
-        whole, delta: fields of a choice from its text and tool calls, complete or streamed.
-    """
-
-    path: str
-    prefix: str
-    kind: str
-    chunk_kind: str
-    whole: Callable[[str, list], dict[str, Any]]
-    delta: Callable[[str, list], dict[str, Any]]
-    logprobs: Callable[[Tokenizer, list[Score]], dict[str, Any]]
-
-
-def _text(text: str, _: list) -> dict[str, Any]:
-    return {"text": text}
-
-
-def _message(text: str, calls: list) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if calls:
-        message |= {"content": text or None, "tool_calls": calls}
-    return {"message": message}
-
-
-def _delta(text: str, calls: list) -> dict[str, Any]:
-    delta: dict[str, Any] = {"content": text} if text else {}
-    if calls:
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    return {"delta": delta}
-
-
-COMPLETIONS = ResponseFormat(
-    path="/v1/completions",
-    prefix="cmpl",
-    kind="text_completion",
-    chunk_kind="text_completion",
-    whole=_text,
-    delta=_text,
-    logprobs=completion_logprobs,
-)
-CHAT = ResponseFormat(
-    path="/v1/chat/completions",
-    prefix="chatcmpl",
-    kind="chat.completion",
-    chunk_kind="chat.completion.chunk",
-    whole=_message,
-    delta=_delta,
-    logprobs=chat_logprobs,
-)
 
 
 class _Piece(NamedTuple):
@@ -125,20 +69,18 @@ class CompletionResponse:
     Args:
         responses: of the generator, to `request.responses()`.
         scorer: scores the tokens if the request asks for log-probs.
-
-    Attributes:
-        usage: numbers of tokens so far.
     """
 
     def __init__(
         self,
-        kind: ResponseFormat,
         request: CompletionRequest,
         responses: Responses,
         model: ServedModel,
         scorer: Scorer,
+        *,
+        chat: bool,
     ):
-        self._format = kind
+        self._is_chat = chat
         self._request = request
         self._responses = responses
         self._tokenizer = model.tokenizer
@@ -149,49 +91,55 @@ class CompletionResponse:
             for _ in range(request.n)
         ]
         self._header = {
-            "id": f"{kind.prefix}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),
             "model": model.name,
         }
 
-    @property
-    def usage(self) -> dict[str, int]:
-        prompt = sum(map(len, self._request.prompts))
-        completion = sum(len(choice.ids) for choice in self._choices)
-        counts = {"prompt_tokens": prompt, "completion_tokens": completion}
-        return counts | {"total_tokens": prompt + completion}
-
     async def complete(self) -> dict[str, Any]:
         """Return the complete response once every choice has ended."""
-        pieces: list[list[_Piece]] = [[] for _ in self._choices]
+        texts = [""] * len(self._choices)
+        last = [_Piece()] * len(self._choices)
         async for index, piece in self._pieces():
-            pieces[index].append(piece)
+            texts[index] += piece.text
+            last[index] = piece
         choices = []
         for index, choice in enumerate(self._choices):
-            text = "".join(piece.text for piece in pieces[index])
-            whole = pieces[index][-1]._replace(text=text, ids=choice.ids)
-            fields = self._choice_fields(index, whole, self._format.whole)
+            whole = last[index]._replace(text=texts[index], ids=choice.ids)
+            fields: dict[str, Any] = {"text": whole.text}
+            if self._is_chat:
+                message = {"role": "assistant", "content": whole.text, "refusal": None}
+                if whole.calls:
+                    message |= {"content": whole.text or None, "tool_calls": whole.calls}
+                fields = {"message": message}
             if self._request.return_token_ids:
                 fields["prompt_token_ids"] = choice.prompt
-            choices.append(fields)
-        fields = {"object": self._format.kind, "choices": choices, "usage": self.usage}
-        return self._header | fields
+            choices.append(self._choice(index, whole, fields))
+        return self._header | {"choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events; tool calls and log-probs come with a choice's last chunk."""
-        usage = {"usage": None} if self._request.include_usage else {}
-        chunk = self._header | {"object": self._format.chunk_kind} | usage
+        header = self._header
+        if self._is_chat:
+            header = header | {"object": "chat.completion.chunk"}
+        if self._request.include_usage:
+            header = header | {"usage": None}
         try:
-            if self._format is CHAT:
+            for index in range(len(self._choices) * self._is_chat):
                 role = {"delta": {"role": "assistant", "content": ""}}
-                for index in range(len(self._choices)):
-                    fields = self._choice_fields(index, _Piece(), lambda *_: role)
-                    yield _event(chunk | {"choices": [fields]})
+                yield _event(header | {"choices": [self._choice(index, _Piece(), role)]})
             async for index, piece in self._pieces():
-                fields = self._choice_fields(index, piece, self._format.delta)
-                yield _event(chunk | {"choices": [fields]})
-            if usage:
-                yield _event(chunk | {"choices": [], "usage": self.usage})
+                fields: dict[str, Any] = {"text": piece.text}
+                if self._is_chat:
+                    delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+                    if piece.calls:
+                        calls = [{"index": i, **call} for i, call in enumerate(piece.calls)]
+                        delta["tool_calls"] = calls
+                    fields = {"delta": delta}
+                yield _event(header | {"choices": [self._choice(index, piece, fields)]})
+            if self._request.include_usage:
+                yield _event(header | {"choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
         except RequestError as error:
             yield _event(error.fields())
@@ -225,19 +173,22 @@ class CompletionResponse:
                 scored = [*scored, self._tokenizer.end_ids[0]]
             scores = await asyncio.to_thread(self._scorer.score, scored, self._request.likeliest)
             first = 0 if self._request.echo else len(choice.prompt)
-            logprobs = self._format.logprobs(self._tokenizer, scores[first:])
+            format_logprobs = chat_logprobs if self._is_chat else completion_logprobs
+            logprobs = format_logprobs(self._tokenizer, scores[first:])
         return _Piece(text, ids, calls, logprobs, "tool_calls" if calls else reason)
 
-    def _choice_fields(
-        self, index: int, piece: _Piece, format_text: Callable[[str, list], dict[str, Any]]
-    ) -> dict[str, Any]:
-        fields = {
-            "index": index,
-            **format_text(piece.text, piece.calls),
-            "logprobs": piece.logprobs,
-            "finish_reason": piece.finish_reason,
-        }
-        return fields | ({"token_ids": piece.ids} if self._request.return_token_ids else {})
+    def _choice(self, index: int, piece: _Piece, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice, or a chunk of one, with these fields for its text."""
+        if self._request.return_token_ids:
+            fields["token_ids"] = piece.ids
+        ends = {"logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
+        return {"index": index, **fields, **ends}
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self._request.prompts))
+        completion = sum(len(choice.ids) for choice in self._choices)
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+        return counts | {"total_tokens": prompt + completion}
 
 
 def _event(fields: dict[str, Any]) -> str:
