@@ -212,7 +212,7 @@ TOO_LARGE = "prompt has 900000 bytes: must have at most 140, the most that 20 to
         ("prompt", {"prompt": [[7], [10**30]]}, "prompt[1][0] = 1"),
         ("prompt", {"prompt": ["a", 3]}, "prompt[1] = 3: must be text"),
         ("prompt", {"prompt": [[True]]}, "prompt[0] = [True]: must be text"),
-        ("prompt", {"prompt": ["a"] * 200}, "prompt has 200 prompts: at most 128"),
+        ("prompt", {"prompt": ["a"] * 200}, "n = 1 responses to 200 prompts: at most 128"),
         ("prompt", {"prompt": {"a": 1}}, "prompt = {'a': 1}: must be a text, a list"),
         ("max_tokens", {"max_tokens": 0}, "max_tokens = 0: must be from 1 to 24"),
         ("max_tokens", {"max_tokens": 25}, "max_tokens = 25: must be from 1 to 24"),

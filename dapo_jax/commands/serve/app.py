@@ -141,7 +141,7 @@ class HttpApi:
         # In a thread: tokenizing a large text would delay the tokens of other clients.
         request = await asyncio.to_thread(read_request, body, self._model, chat=chat)
         to_score = len(request.prompts) * request.n * (request.likeliest is not None)
-        if self._to_score + to_score > self._model.waiting:
+        if self._to_score + to_score > self._config.waiting:
             raise QueueFull
         responses = self._generator.submit(request.responses())
         self._prompt_tokens.inc(sum(map(len, request.prompts)))

@@ -9,10 +9,11 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard
 
-from dapo_jax.commands.serve.engine import ResponseSampling
+from dapo_jax.commands.serve.engine import ResponseSampling, ServedEngine
 from dapo_jax.commands.serve.errors import RequestError
 from dapo_jax.commands.serve.generator import ResponseRequest
 from dapo_jax.commands.serve.logprobs import MAX_LIKELIEST
+from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.tool_calls import tools_problem
@@ -115,29 +116,29 @@ CHAT_RULES = RULES | {
 }
 
 
-def _reject(field: str, value: Any, allowed: str, param: str | None = None) -> NoReturn:
-    message = f"{field} = {reprlib.repr(value)}: must be {allowed}"
-    raise RequestError(message, param or field)
+def _reject(field: str, value: Any, allowed: str) -> NoReturn:
+    raise RequestError(f"{field} = {reprlib.repr(value)}: must be {allowed}", field)
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """Served model, with the limits of requests and the default sampling rule.
+    """Served model, with the limits of requests.
 
     Attributes:
         prompt_bytes: maximum bytes of a prompt's text; a longer text is not tokenized.
-        context: maximum tokens of a prompt and its response together.
-        waiting: maximum number of responses that wait for a slot.
     """
 
     name: str
+    config: ServeConfig
+    engine: ServedEngine
     tokenizer: Tokenizer
-    rule: SamplingRule
-    prompt_tokens: int
     prompt_bytes: int
-    response_tokens: int
-    context: int
-    waiting: int
+
+    def rule(self, **changes: Any) -> SamplingRule:
+        """Return the sampling rule of a request that changes these parts of the server's."""
+        config = self.config
+        rule = SamplingRule(config.temperature, config.top_p, config.top_k)
+        return rule._replace(**changes)
 
     def budget(self, field: str, budget: int | None, prompt: int) -> int:
         """Return the maximum tokens of a response to a prompt with this many tokens.
@@ -145,12 +146,12 @@ class ServedModel:
         Raises:
             RequestError: the requested `budget` is too large, or not above 0.
         """
-        largest = min(self.response_tokens, self.context - prompt)
+        limit = self.engine.max_response_tokens
+        largest = min(limit, self.engine.context - prompt)
         if budget is None:
             return largest
-        if not 0 < budget <= self.response_tokens:
-            message = f"{field} = {budget}: must be from 1 to {self.response_tokens}"
-            raise RequestError(message, field)
+        if not 0 < budget <= limit:
+            raise RequestError(f"{field} = {budget}: must be from 1 to {limit}", field)
         if budget > largest:
             allowed = f"at most {largest} after a prompt of {prompt} tokens"
             raise RequestError(f"{field} = {budget}: must be {allowed}", field, code=TOO_LONG)
@@ -159,17 +160,16 @@ class ServedModel:
     def prompt_ids(self, field: str, prompt: str | list[int]) -> list[int]:
         """Return the token ids of a prompt. Raise `RequestError` if it is too long or wrong."""
         param = field.partition("[")[0]
+        limit = self.engine.longest_prompt
         if isinstance(prompt, str):
             size = len(prompt.encode())
             if size > self.prompt_bytes:
-                most = (
-                    f"at most {self.prompt_bytes}, the most that {self.prompt_tokens} tokens hold"
-                )
-                message = f"{field} has {size} bytes: must have {most}"
+                allowed = f"at most {self.prompt_bytes}, the most that {limit} tokens hold"
+                message = f"{field} has {size} bytes: must have {allowed}"
                 raise RequestError(message, param, code=TOO_LONG)
             prompt = self.tokenizer.encode_prompt(prompt)
-        if not 0 < len(prompt) <= self.prompt_tokens:
-            message = f"{field} has {len(prompt)} tokens: must have from 1 to {self.prompt_tokens}"
+        if not 0 < len(prompt) <= limit:
+            message = f"{field} has {len(prompt)} tokens: must have from 1 to {limit}"
             raise RequestError(message, param, code=TOO_LONG if prompt else None)
         vocab = self.tokenizer.backend.get_vocab_size()
         for index, token in enumerate(prompt):
@@ -216,60 +216,51 @@ class CompletionRequest:
 
 def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRequest:
     """Return the request of a body. Raise `RequestError` if it is wrong or not served."""
-    fields = _parse(body)
-    _check_fields(fields, CHAT_RULES if chat else COMPLETION_RULES, model.name)
+    fields = _read_fields(body, CHAT_RULES if chat else COMPLETION_RULES)
+    if fields.get("model") != model.name:
+        message = f"model = {reprlib.repr(fields.get('model'))}: there is only {model.name!r}"
+        raise RequestError(message, "model", 404, "model_not_found")
     n = fields.get("n", 1)
-    seed = fields.get("seed")
-    stream = fields.get("stream", False)
-    echo = fields.get("echo", False)
     stop = fields.get("stop", [])
-    tools = [] if fields.get("tool_choice") == "none" else fields.get("tools", [])
-    if fields.get("stream_options") is not None and not stream:
+    stream = fields.get("stream", False)
+    if "stream_options" in fields and not stream:
         _reject("stream_options", fields["stream_options"], "omitted unless stream is true")
+    tools = [] if fields.get("tool_choice") == "none" else fields.get("tools", [])
     prompts = _chat_prompt(fields, model, tools) if chat else _prompts(fields, model)
-    if n * len(prompts) > model.waiting:
+    if n * len(prompts) > model.config.waiting:
         count = f"n = {n} responses to {len(prompts)} prompts"
-        allowed = f"at most {model.waiting} responses per request"
+        allowed = f"at most {model.config.waiting} responses per request"
         raise RequestError(f"{count}: {allowed}", "n" if n > 1 else "prompt")
+    rule = {name: fields[name] for name in ("temperature", "top_p", "top_k") if name in fields}
     return CompletionRequest(
         prompts=prompts,
         n=n,
-        budgets=_budgets(fields, model, prompts, echo),
-        rule=SamplingRule(
-            fields.get("temperature", model.rule.temperature),
-            fields.get("top_p", model.rule.top_p),
-            fields.get("top_k", model.rule.top_k),
-        ),
-        seed=None if seed is None else seed % 2**64,
+        budgets=_budgets(fields, model, prompts),
+        rule=model.rule(**rule),
+        seed=fields["seed"] % 2**64 if "seed" in fields else None,
         stop=[stop] if isinstance(stop, str) else stop,
         stream=stream,
         include_usage=fields.get("stream_options", {}).get("include_usage", False),
         likeliest=_likeliest(fields, chat),
-        echo=echo,
+        echo=fields.get("echo", False),
         return_token_ids=fields.get("return_token_ids", False),
         tools=tools,
     )
 
 
-def _parse(body: bytes) -> dict[str, Any]:
-    """Return the non-null fields of a body. Raise `RequestError` unless it is an object."""
+def _read_fields(body: bytes, rules: dict[str, Callable[[Any], str]]) -> dict[str, Any]:
+    """Return the non-null fields of a body.
 
-    def reject_constant(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not a JSON number")
-
+    Raises:
+        RequestError: a value is wrong, or a field is unknown, or it is unserved and has an effect.
+    """
     try:
-        fields = json.loads(body, parse_constant=reject_constant)
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
-    except ValueError as error:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError("the body must be a JSON object")
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _check_fields(fields: dict[str, Any], rules: dict[str, Callable], served: str) -> None:
-    """Raise `RequestError` for a wrong value, an unknown field, or an unserved one in effect."""
+    fields = {name: value for name, value in fields.items() if value is not None}
     for name, value in fields.items():
         if name in NEUTRAL_VALUES:
             neutral = (fields.get("n", 1),) if name == "best_of" else NEUTRAL_VALUES[name]
@@ -280,23 +271,17 @@ def _check_fields(fields: dict[str, Any], rules: dict[str, Callable], served: st
             raise RequestError(f"{reprlib.repr(name)}: there is no such field here", name)
         elif problem := rules[name](value):
             raise RequestError(f"{name} = {reprlib.repr(value)}: {problem}", name)
-    if "model" not in fields:
-        raise RequestError(f"model is missing: must be {served!r}", "model")
-    if fields["model"] != served:
-        message = f"model = {reprlib.repr(fields['model'])}: there is only {served!r}"
-        raise RequestError(message, "model", 404, "model_not_found")
+    return fields
 
 
-def _budgets(
-    fields: dict[str, Any], model: ServedModel, prompts: list[list[int]], echo: bool
-) -> list[int]:
+def _budgets(fields: dict[str, Any], model: ServedModel, prompts: list[list[int]]) -> list[int]:
     """Return the maximum tokens of a response to each prompt; 0 only with `echo`."""
     names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
     if len(names) > 1:
         raise RequestError(f"{' and '.join(names)}: only one of them is allowed", names[1])
     field = names[0] if names else ""
     budget = fields.get(field)
-    if budget == 0 and echo:
+    if budget == 0 and fields.get("echo"):
         return [0] * len(prompts)
     return [model.budget(field, budget, len(ids)) for ids in prompts]
 
@@ -306,7 +291,7 @@ def _likeliest(fields: dict[str, Any], chat: bool) -> int | None:
     if not chat:
         return fields.get("logprobs")
     count = fields.get("top_logprobs", 0)
-    if fields.get("logprobs", False):
+    if fields.get("logprobs"):
         return count
     if count:
         _reject("top_logprobs", count, "omitted unless logprobs is true")
@@ -319,15 +304,12 @@ def _prompts(fields: dict[str, Any], model: ServedModel) -> list[list[int]]:
         raise RequestError("prompt is missing", "prompt")
     value = fields["prompt"]
     is_single = isinstance(value, str) or _is_ids(value)
-    prompts = [value] if is_single else value
-    if len(prompts) > model.waiting:
-        message = f"prompt has {len(prompts)} prompts: at most {model.waiting} at once"
-        raise RequestError(message, "prompt")
     checked = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate([value] if is_single else value):
         field = "prompt" if is_single else f"prompt[{index}]"
         if not (_is_text(prompt) or _is_ids(prompt)):
-            _reject(field, prompt, "text (valid Unicode) or a list of ids", "prompt")
+            message = f"{field} = {reprlib.repr(prompt)}: must be text (valid Unicode) or ids"
+            raise RequestError(message, "prompt")
         checked.append(model.prompt_ids(field, prompt))
     return checked
 
@@ -364,16 +346,15 @@ def _message(field: str, value: Any) -> dict[str, Any]:
     for key in message:
         if key not in ("role", "content", *ROLES[role]):
             raise RequestError(f"{field}: {reprlib.repr(key)}: is not served", field)
-    if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(f"{field}.tool_calls", message["tool_calls"])
-    content = message.get("content", "" if message.get("tool_calls") else None)
+    calls = _tool_calls(f"{field}.tool_calls", message.pop("tool_calls", []))
+    content = message.get("content", "" if calls else None)
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) == len(content) and all(_is_text(part.get("text")) for part in parts):
             content = "".join(part["text"] for part in parts)
     if not _is_text(content):
         _reject(f"{field}.content", content, "text, or a list of parts of type 'text'")
-    return message | {"content": content}
+    return message | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
 def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:

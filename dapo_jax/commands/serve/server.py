@@ -146,19 +146,10 @@ async def _answer_requests(
     from dapo_jax.commands.serve.jetstream_server import Servicer, start_grpc
     from dapo_jax.commands.serve.logprobs import Scorer
     from dapo_jax.commands.serve.requests import ServedModel
-    from dapo_jax.structs import SamplingRule
 
     engine, params, tokenizer = policy
-    model = ServedModel(
-        name=served_name(config),
-        tokenizer=tokenizer,
-        rule=SamplingRule(config.temperature, config.top_p, config.top_k),
-        prompt_tokens=engine.longest_prompt,
-        prompt_bytes=engine.longest_prompt * tokenizer.longest_token,
-        response_tokens=engine.max_response_tokens,
-        context=engine.context,
-        waiting=config.waiting,
-    )
+    prompt_bytes = engine.longest_prompt * tokenizer.longest_token
+    model = ServedModel(served_name(config), config, engine, tokenizer, prompt_bytes)
     access = Access(config, key)
     connections = limit_connections(config.max_connections)
     generator = Generator(engine, params, config.waiting)
