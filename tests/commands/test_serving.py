@@ -2,7 +2,6 @@
 
 import socket
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -59,15 +58,6 @@ def test_a_response_has_no_more_than_max_tokens(server, byte_responses, max_toke
     assert server.client.ask("3+4=", max_tokens)[1] == byte_responses["3+4="][:max_tokens]
 
 
-def test_thirty_two_at_once_are_answered_as_each_alone(server, byte_responses):
-    requests = [(PROMPTS[i % len(PROMPTS)], 1 + (5 * i) % BUDGET) for i in range(32)]
-    with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(lambda request: server.client.ask(*request), requests))
-    for (prompt, budget), (text, ids) in zip(requests, answers, strict=True):
-        assert ids == byte_responses[prompt][:budget]
-        assert text == TOKENIZER.decode(ids)
-
-
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [
@@ -79,8 +69,8 @@ def test_thirty_two_at_once_are_answered_as_each_alone(server, byte_responses):
         ("x", {"max_tokens": 0}, "max_tokens = 0: must be from 1 to 24"),
         ("x", {"max_tokens": -3}, "max_tokens = -3: must be from 1 to 24"),
         ("x", {"max_tokens": 25}, "max_tokens = 25: must be from 1 to 24"),
-        ("x", {"session_cache": "here"}, "session_cache = 'here': must be empty"),
-        ("x", {"priority": 3}, "priority = 3: must be 0"),
+        ("x", {"session_cache": "here"}, "session_cache = 'here': is not served"),
+        ("x", {"priority": 3}, "priority = 3: is not served"),
         (
             "x" * 9000,
             {},

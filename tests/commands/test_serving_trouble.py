@@ -32,24 +32,6 @@ def test_too_many_requests_are_refused_and_the_others_answered(
     assert answers.count(byte_responses["3+4="]) == 64 - refused >= config.slots
 
 
-def test_requests_that_were_given_up_keep_nobody_out(
-    byte_folder, same_engine, byte_responses, monkeypatch
-):
-    gate = threading.Event()
-    slow_down(same_engine, monkeypatch, gate)
-    config = make_serve_config(byte_folder, waiting=2)
-    with serving(config) as server, ThreadPoolExecutor(4) as pool:
-        for _ in range(12):  # slots, queue and more; each is gone before the next comes
-            call = server.client.stream("3+4=", BUDGET)
-            threading.Event().wait(0.05)
-            call.cancel()
-        threading.Event().wait(0.3)
-        answers = [pool.submit(server.client.ask, "a", BUDGET) for _ in range(2)]
-        threading.Event().wait(0.3)
-        gate.set()
-        assert [answer.result()[1] for answer in answers] == 2 * [byte_responses["a"]]
-
-
 def test_a_cancelled_request_gives_its_slot_back(
     byte_folder, same_engine, byte_responses, monkeypatch
 ):
@@ -76,24 +58,6 @@ def test_a_cancelled_request_gives_its_slot_back(
         gate.set()
         assert server.client.ask("a", 2)[1] == byte_responses["a"][:2]
         assert len(steps) < BUDGET  # nobody waited for 24 tokens that nobody reads
-
-
-def test_running_requests_are_finished_when_the_server_is_asked_to_leave(
-    byte_folder, same_engine, byte_responses, monkeypatch
-):
-    gate = threading.Event()
-    slow_down(same_engine, monkeypatch, gate)
-    with serving(make_serve_config(byte_folder)) as server, ThreadPoolExecutor(8) as pool:
-        answer = pool.submit(server.client.ask, "3+4=", BUDGET)
-        threading.Event().wait(0.3)
-        server.stop(wait=False)
-        threading.Event().wait(0.5)
-        code, _ = code_and_details(server.client.stream("a", BUDGET))
-        assert code == grpc.StatusCode.UNAVAILABLE
-        gate.set()
-        assert answer.result()[1] == byte_responses["3+4="]
-        server.join()
-    assert server.error is None
 
 
 def test_requests_that_take_too_long_are_cancelled_when_the_server_leaves(

@@ -1,4 +1,4 @@
-"""JetStream's orchestrator and driver, which `tests/rollout/test_jetstream.py` runs the engine in."""
+"""JetStream's driver and orchestrator, for the engine's tests."""
 
 import asyncio
 import logging

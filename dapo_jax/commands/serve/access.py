@@ -69,7 +69,7 @@ class Access:
         sent = authorization.partition(" ")[2].strip()
         return not self._key or hmac.compare_digest(sent.encode(), self._key.encode())
 
-    def check_host(self, field: str, value: str, local_address: str) -> None:
+    def _check_host(self, field: str, value: str, local_address: str) -> None:
         """Raise `RequestError` unless `HOST:PORT` or an origin names this server."""
         try:
             host = urlsplit(value if "//" in value else f"//{value}").hostname
@@ -89,9 +89,9 @@ class Access:
             headers: by lower-case name.
             local_address: address of this machine at which the request arrived.
         """
-        self.check_host("host", headers.get("host", ""), local_address)
+        self._check_host("host", headers.get("host", ""), local_address)
         if "origin" in headers:
-            self.check_host("origin", headers["origin"], local_address)
+            self._check_host("origin", headers["origin"], local_address)
         if not self.has_key(headers.get("authorization", "")):
             message = "the key is missing or wrong: send the header Authorization: Bearer KEY"
             raise RequestError(message, status=401, code="invalid_api_key")

@@ -236,10 +236,9 @@ def start_http(
     Args:
         connections: maximum number of connections; requests on further ones get status 503.
     """
-    options: dict[str, Any] = {  # uvicorn declares some times as whole seconds
-        "timeout_keep_alive": config.idle_seconds,
-        "timeout_graceful_shutdown": config.shutdown_seconds,
-    }
+    # uvicorn declares some times as whole seconds.
+    idle_seconds: Any = config.idle_seconds
+    shutdown_seconds: Any = config.shutdown_seconds
     server = _Server(
         uvicorn.Config(
             app,
@@ -251,7 +250,8 @@ def start_http(
             access_log=False,
             limit_concurrency=connections + 1,  # uvicorn rejects at the limit, not above it
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            **options,
+            timeout_keep_alive=idle_seconds,
+            timeout_graceful_shutdown=shutdown_seconds,
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listening]))

@@ -5,8 +5,9 @@ characters of several tokens incorrectly, and hangs if a thread fails.
 """
 
 import asyncio
+import functools
 import reprlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -52,12 +53,13 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
             sampling = ResponseSampling(self._model.rule())
             wanted = ResponseRequest(ids, request.max_tokens, sampling)
             text = TextStream(self._model.tokenizer)
-            has_text = request.HasField("text_content")
             async for chunk in self._generator.submit([wanted]):
-                if chunk.ids:
-                    yield _response(text.add(chunk.ids) if has_text else "", chunk.ids)
-            if rest := text.rest():
-                yield _response(rest)
+                response = messages.DecodeResponse()
+                sample = response.stream_content.samples.add(token_ids=chunk.ids)
+                if request.HasField("text_content"):
+                    sample.text = text.add(chunk.ids) + (text.rest() if chunk.ended else "")
+                if chunk.ids or sample.text:
+                    yield response
         except RequestError as error:
             await context.abort(STATUS_CODES[error.status], str(error))
 
@@ -67,11 +69,9 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
 
     def _prompt_ids(self, request: Any) -> list[int]:
         """Return the ids of the prompt. Raise `RequestError` if a field is wrong or not served."""
-        if request.session_cache:
-            value = reprlib.repr(request.session_cache)
-            raise RequestError(f"session_cache = {value}: must be empty")
-        if request.priority:
-            raise RequestError(f"priority = {request.priority}: must be 0")
+        for field, value in request.ListFields():  # those that are not empty
+            if field.name in ("session_cache", "priority"):
+                raise RequestError(f"{field.name} = {reprlib.repr(value)}: is not served")
         for field in UnknownFieldSet(request):  # such as num_samples of newer clients
             if field.field_number != METADATA_FIELD and field.data not in (0, 1, b""):
                 value = reprlib.repr(field.data)
@@ -86,12 +86,6 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
             raise RequestError("content is missing: must be text_content or token_content")
         self._model.budget("max_tokens", request.max_tokens, len(ids))
         return ids
-
-
-def _response(text: str = "", ids: Sequence[int] = ()) -> Any:
-    response = messages.DecodeResponse()
-    response.stream_content.samples.add(text=text, token_ids=ids)
-    return response
 
 
 async def start_grpc(
@@ -121,7 +115,4 @@ async def start_grpc(
     require(port != 0, "host and port", address, "an address of this machine that is free")
     await server.start()
 
-    async def stop() -> None:
-        await server.stop(config.shutdown_seconds)
-
-    return stop, port
+    return functools.partial(server.stop, config.shutdown_seconds), port

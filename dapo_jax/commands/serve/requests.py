@@ -190,24 +190,23 @@ class CompletionRequest:
     """
 
     prompts: list[list[int]]
-    n: int
     budgets: list[int]
     rule: SamplingRule
-    seed: int | None
-    stop: list[str]
-    stream: bool
-    include_usage: bool
     likeliest: int | None
-    echo: bool
-    return_token_ids: bool
+    stop: list[str]
     tools: list[dict[str, Any]]
+    include_usage: bool
+    n: int = 1
+    seed: int | None = None
+    stream: bool = False
+    echo: bool = False
+    return_token_ids: bool = False
 
     def responses(self) -> list[ResponseRequest]:
         """Return the requests for single responses: `n` to each prompt in order."""
+        seed = None if self.seed is None else self.seed % 2**64
         return [
-            ResponseRequest(
-                ids, budget, ResponseSampling(self.rule, self.seed, prompt * self.n + i)
-            )
+            ResponseRequest(ids, budget, ResponseSampling(self.rule, seed, prompt * self.n + i))
             for prompt, (ids, budget) in enumerate(zip(self.prompts, self.budgets, strict=True))
             for i in range(self.n)
             if budget
@@ -220,31 +219,28 @@ def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRe
     if fields.get("model") != model.name:
         message = f"model = {reprlib.repr(fields.get('model'))}: there is only {model.name!r}"
         raise RequestError(message, "model", 404, "model_not_found")
-    n = fields.get("n", 1)
     stop = fields.get("stop", [])
-    stream = fields.get("stream", False)
-    if "stream_options" in fields and not stream:
-        _reject("stream_options", fields["stream_options"], "omitted unless stream is true")
+    options = fields.get("stream_options")
+    if options is not None and not fields.get("stream"):
+        _reject("stream_options", options, "omitted unless stream is true")
     tools = [] if fields.get("tool_choice") == "none" else fields.get("tools", [])
     prompts = _chat_prompt(fields, model, tools) if chat else _prompts(fields, model)
+    n = fields.get("n", 1)
     if n * len(prompts) > model.config.waiting:
         count = f"n = {n} responses to {len(prompts)} prompts"
         allowed = f"at most {model.config.waiting} responses per request"
         raise RequestError(f"{count}: {allowed}", "n" if n > 1 else "prompt")
     rule = {name: fields[name] for name in ("temperature", "top_p", "top_k") if name in fields}
+    same = ("n", "seed", "stream", "echo", "return_token_ids")
     return CompletionRequest(
         prompts=prompts,
-        n=n,
         budgets=_budgets(fields, model, prompts),
         rule=model.rule(**rule),
-        seed=fields["seed"] % 2**64 if "seed" in fields else None,
-        stop=[stop] if isinstance(stop, str) else stop,
-        stream=stream,
-        include_usage=fields.get("stream_options", {}).get("include_usage", False),
         likeliest=_likeliest(fields, chat),
-        echo=fields.get("echo", False),
-        return_token_ids=fields.get("return_token_ids", False),
+        stop=[stop] if isinstance(stop, str) else stop,
         tools=tools,
+        include_usage=bool(options and options["include_usage"]),
+        **{name: fields[name] for name in same if name in fields},
     )
 
 
