@@ -17,11 +17,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def read_key(config: ServeConfig) -> str:
-    """Return the API key from `api_key_file` or the environment; empty: no key is required.
-
-    Raises:
-        ConfigError: the file can't be read, or holds no key.
-    """
+    """Return the API key from `api_key_file` or the environment; empty: no key is required."""
     if config.api_key_file:
         source = f"config.api_key_file = {config.api_key_file!r}"
         try:
@@ -52,11 +48,7 @@ def exposure_warning(config: ServeConfig, key: str) -> str:
 
 
 class Access:
-    """Check of requests before their bodies are read.
-
-    Args:
-        key: API key that clients must send; empty: none.
-    """
+    """Check of requests before their bodies are read; an empty `key` means that none is needed."""
 
     def __init__(self, config: ServeConfig, key: str):
         allowed = [name.strip().lower() for name in config.allowed_hosts.split(",")]
@@ -84,10 +76,6 @@ class Access:
         """Raise `RequestError` unless an HTTP request may be served.
 
         A page of another site can make a browser send a request, but can't choose these headers.
-
-        Args:
-            headers: by lower-case name.
-            local_address: address of this machine at which the request arrived.
         """
         self._check_host("host", headers.get("host", ""), local_address)
         if "origin" in headers:

@@ -41,26 +41,15 @@ PATHS = (COMPLETIONS, CHAT, "/v1/models", "/metrics", "/health")
 
 
 class HttpApi:
-    """ASGI application of OpenAI's API.
+    """ASGI application of OpenAI's API; `metrics` is one of `/metrics` without access control."""
 
-    Attributes:
-        metrics: ASGI application of `/metrics`, without access control.
-    """
-
-    def __init__(
-        self,
-        generator: Generator,
-        scorer: Scorer,
-        model: ServedModel,
-        access: Access,
-        config: ServeConfig,
-    ):
+    def __init__(self, generator: Generator, scorer: Scorer, model: ServedModel, access: Access):
         self._generator = generator
         self._scorer = scorer
         self._model = model
         self._access = access
-        self._config = config
-        self._to_score = 0  # sequences of accepted requests that ask for log-probs
+        self._config = model.config
+        self._to_score: dict[asyncio.Task, int] = {}  # sequences of tasks that need log-probs
         self._created = int(time.time())
         options: dict[str, Any] = {"registry": generator.metrics}
         self._answers = Counter(
@@ -141,21 +130,18 @@ class HttpApi:
         # In a thread: tokenizing a large text would delay the tokens of other clients.
         request = await asyncio.to_thread(read_request, body, self._model, chat=chat)
         to_score = len(request.prompts) * request.n * (request.likeliest is not None)
-        if self._to_score + to_score > self._config.waiting:
+        if sum(self._to_score.values()) + to_score > self._config.waiting:
             raise QueueFull
         responses = self._generator.submit(request.responses())
         self._prompt_tokens.inc(sum(map(len, request.prompts)))
-        self._count_to_score(to_score)
         task = cast(asyncio.Task, asyncio.current_task())
-        task.add_done_callback(lambda _: self._count_to_score(-to_score))
+        self._to_score[task] = to_score
+        task.add_done_callback(self._to_score.pop)
         answer = CompletionResponse(request, responses, self._model, self._scorer, chat=chat)
         if not request.stream:
             return _json_response(await _unless_disconnected(http, answer.complete()))
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(answer.events(), media_type="text/event-stream", headers=headers)
-
-    def _count_to_score(self, sequences: int) -> None:
-        self._to_score += sequences
 
 
 async def _read_body(http: HttpRequest, config: ServeConfig) -> bytes:
@@ -232,9 +218,6 @@ def start_http(
     """Start uvicorn on a listening socket; return a function that stops it.
 
     Stopping waits `shutdown_seconds` for running requests, then cancels them.
-
-    Args:
-        connections: maximum number of connections; requests on further ones get status 503.
     """
     # uvicorn declares some times as whole seconds.
     idle_seconds: Any = config.idle_seconds

@@ -54,11 +54,7 @@ def check_slots_fit(config: ServeConfig, decoder: Any, mesh: Any) -> None:
 
 
 def resolve(config: ServeConfig, decoder: Any, mesh: Any) -> tuple[ServeConfig, int]:
-    """Return the config with numeric budgets, and the maximum of prompt plus response tokens.
-
-    Raises:
-        ConfigError: a budget is not below the model's context.
-    """
+    """Return the config with numeric budgets, and the maximum of prompt plus response tokens."""
     budgets = {name: getattr(config, name) for name in BUDGETS}
     if AUTO not in budgets.values():
         return config, sum(budgets.values())

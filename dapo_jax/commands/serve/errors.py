@@ -6,13 +6,7 @@ ERROR_TYPES = {429: "rate_limit_error", 500: "server_error"}
 
 
 class RequestError(Exception):
-    """Rejection or failure of a request.
-
-    Attributes:
-        param: name of the wrong field.
-        status: HTTP status code.
-        code: OpenAI's machine-readable error code.
-    """
+    """Rejection or failure of a request: wrong field, HTTP status, OpenAI's error code."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None

@@ -1,6 +1,8 @@
 """Asynchronous token generation: submit requests, iterate over new tokens, cancel.
 
 One thread prefills prompts and decodes all slots; tasks of one event loop consume the tokens.
+Training compiles one sampling rule into its programs. Here rules are data, like the random keys,
+so that one program serves all requests.
 """
 
 import asyncio
@@ -15,10 +17,50 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dapo_jax.commands.serve.budgets import prefill_tokens
-from dapo_jax.commands.serve.engine import ResponseSampling
 from dapo_jax.commands.serve.errors import QueueFull, RequestError
-from dapo_jax.model.caches import DecodeState
+from dapo_jax.model.caches import DecodeState, Prefix
+from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.jetstream_api import ResultTokens
+from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, repeat_rule, sample_key
+from dapo_jax.structs import SamplingRule
+
+
+class ResponseSampling(NamedTuple):
+    """Sampling rule and random key of a response.
+
+    Attributes:
+        seed: from 0 to 2^64 - 1; the same seed, prompt and rule give the same response. None: the
+            key depends on the engine's seed and the order of arrival.
+        number: index of the response among those with this seed.
+    """
+
+    rule: SamplingRule
+    seed: int | None = None
+    number: int = 0
+
+
+class ServedEngine(PolicyEngine):
+    """Engine with a sampling rule per slot; `rule` is the default."""
+
+    RULE_PER_SLOT = True
+    rule = SamplingRule()
+    longest_prompt: int  # without padding
+    context: int  # maximum tokens of a prompt and its response together
+
+    def prefill(self, *, sampling: ResponseSampling | None = None, **options: Any) -> Prefix:
+        """Prefill a prompt; `sampling` overrides the default rule and key."""
+        if sampling and sampling.seed is not None:
+            high, low = divmod(sampling.seed, 2**32)
+            options["key"] = sample_key(low, SAMPLE_BY_SEED, np.uint32(high), sampling.number)
+        prefix = super().prefill(**options)
+        rule = sampling.rule if sampling else self.rule
+        return prefix.replace(rules=repeat_rule(rule, len(prefix.true_length)))
+
+    def shrink(self, state: DecodeState) -> DecodeState:
+        """Return a state without occupied slots, its caches as short as initially."""
+        first = self.layout.window(1)
+        has_grown = not self.pages and self.layout.longest(cast(Any, state.caches)) > first
+        return self.init_decode_state() if has_grown else state
 
 
 class TokenChunk(NamedTuple):
@@ -62,7 +104,6 @@ class Generator:
     """Token generator for the event loop that runs now.
 
     Args:
-        engine: a `ServedEngine`.
         params: decoding weights.
         max_waiting: maximum number of responses that wait for a slot.
 
@@ -71,7 +112,7 @@ class Generator:
         metrics: Prometheus metrics.
     """
 
-    def __init__(self, engine: Any, params: Any, max_waiting: int):
+    def __init__(self, engine: ServedEngine, params: Any, max_waiting: int):
         self._engine = engine
         self._params = params
         self._max_waiting = max_waiting
@@ -81,14 +122,13 @@ class Generator:
         self._is_closed = False
         self._running: dict[int, ResponseRequest] = {}  # by slot
         self.failure = ""
-        self.metrics = registry = CollectorRegistry()
-        waiting = Gauge(
-            "dapo_waiting_responses", "Responses that wait for a slot.", registry=registry
-        )
+        self.metrics = CollectorRegistry()
+        options: dict[str, Any] = {"registry": self.metrics}
+        waiting = Gauge("dapo_waiting_responses", "Responses that wait for a slot.", **options)
         waiting.set_function(lambda: len(self._waiting))
-        busy = Gauge("dapo_busy_slots", "Occupied slots.", registry=registry)
+        busy = Gauge("dapo_busy_slots", "Occupied slots.", **options)
         busy.set_function(lambda: len(self._running))
-        self._sampled = Counter("dapo_response_tokens", "Sampled tokens.", registry=registry)
+        self._sampled = Counter("dapo_response_tokens", "Sampled tokens.", **options)
         self._thread = threading.Thread(target=self._run, name="decoding")
         self._thread.start()
 
@@ -186,7 +226,6 @@ class Generator:
     def _read_step(self, tokens: ResultTokens, requests: dict[int, ResponseRequest]) -> None:
         """Deliver the tokens of a step, and free the slots of responses that have ended."""
         tokens = tokens.convert_to_numpy()
-        chunks: list[tuple[asyncio.Queue, TokenChunk]] = []
         for slot, request in requests.items():
             if request.has_ended:  # after this step was dispatched
                 continue
@@ -198,15 +237,10 @@ class Generator:
             request.has_ended = is_end or is_full or request.is_cancelled
             ids = [] if is_end else [token]
             self._sampled.inc(len(ids))
-            chunks.append((request.chunks, TokenChunk(request.index, ids, request.has_ended)))
+            chunk = TokenChunk(request.index, ids, request.has_ended)
+            self._loop.call_soon_threadsafe(request.chunks.put_nowait, chunk)
             if request.has_ended:
                 del self._running[slot]
-        self._loop.call_soon_threadsafe(_deliver, chunks)
-
-
-def _deliver(chunks: list[tuple[asyncio.Queue, TokenChunk]]) -> None:
-    for queue, chunk in chunks:
-        queue.put_nowait(chunk)
 
 
 class Responses:

@@ -15,9 +15,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from dapo_jax.commands.serve.access import Access
-from dapo_jax.commands.serve.engine import ResponseSampling
 from dapo_jax.commands.serve.errors import RequestError
-from dapo_jax.commands.serve.generator import Generator, ResponseRequest
+from dapo_jax.commands.serve.generator import Generator, ResponseRequest, ResponseSampling
 from dapo_jax.commands.serve.requests import ServedModel
 from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.data.prompts.tokenizer import TextStream
@@ -91,11 +90,7 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
 async def start_grpc(
     servicer: Servicer, config: ServeConfig, connections: int
 ) -> tuple[Callable[[], Awaitable[None]], int]:
-    """Start a gRPC server; return a function that stops it, and its port.
-
-    Raises:
-        ConfigError: the address can't be listened on.
-    """
+    """Start a gRPC server; return a function that stops it, and its port."""
     options = [
         # With so_reuseport a second server would silently take some of this one's requests.
         ("grpc.so_reuseport", 0),

@@ -1,7 +1,6 @@
 """Log-probs of responses: a scorer, and the `logprobs` fields of OpenAI's API.
 
-One forward pass scores prompt and response after sampling, so that sampling costs the same whether
-or not a client asks for log-probs.
+One forward pass scores prompt and response after sampling, so that sampling is never slower.
 """
 
 import itertools
@@ -22,23 +21,15 @@ CHUNK_TOKENS = 128
 
 
 class Score(NamedTuple):
-    """Log-prob of a token without temperature and truncation; None for a sequence's first one.
-
-    Attributes:
-        likeliest: the likeliest tokens at its position with their log-probs, in order.
-    """
+    """Log-prob of a token, without temperature and truncation."""
 
     token: int
-    logprob: float | None
-    likeliest: list[tuple[int, float]]
+    logprob: float | None  # None: the first token of a sequence
+    likeliest: list[tuple[int, float]]  # tokens at its position with their log-probs, in order
 
 
 class Scorer:
-    """Scorer of one sequence at a time; compiles once for every power of two of tokens.
-
-    Args:
-        params: decoding weights.
-    """
+    """Scorer of one sequence at a time; compiles once for every power of two of tokens."""
 
     def __init__(self, config: DecoderConfig, params: Any):
         self._params = params

@@ -1,7 +1,4 @@
-"""Parsing and validation of requests to OpenAI's API.
-
-A field that is not served is rejected by name, unless its value asks for nothing.
-"""
+"""Parsing and validation of requests to OpenAI's API."""
 
 import dataclasses
 import json
@@ -9,9 +6,8 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard
 
-from dapo_jax.commands.serve.engine import ResponseSampling, ServedEngine
 from dapo_jax.commands.serve.errors import RequestError
-from dapo_jax.commands.serve.generator import ResponseRequest
+from dapo_jax.commands.serve.generator import ResponseRequest, ResponseSampling, ServedEngine
 from dapo_jax.commands.serve.logprobs import MAX_LIKELIEST
 from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -122,17 +118,13 @@ def _reject(field: str, value: Any, allowed: str) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """Served model, with the limits of requests.
-
-    Attributes:
-        prompt_bytes: maximum bytes of a prompt's text; a longer text is not tokenized.
-    """
+    """Served model, with the limits of requests."""
 
     name: str
     config: ServeConfig
     engine: ServedEngine
     tokenizer: Tokenizer
-    prompt_bytes: int
+    prompt_bytes: int  # maximum of a prompt's text; a longer one is not tokenized
 
     def rule(self, **changes: Any) -> SamplingRule:
         """Return the sampling rule of a request that changes these parts of the server's."""
@@ -141,11 +133,7 @@ class ServedModel:
         return rule._replace(**changes)
 
     def budget(self, field: str, budget: int | None, prompt: int) -> int:
-        """Return the maximum tokens of a response to a prompt with this many tokens.
-
-        Raises:
-            RequestError: the requested `budget` is too large, or not above 0.
-        """
+        """Return the maximum tokens of a response; raise `RequestError` for a wrong `budget`."""
         limit = self.engine.max_response_tokens
         largest = min(limit, self.engine.context - prompt)
         if budget is None:
@@ -181,18 +169,12 @@ class ServedModel:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """Validated request.
-
-    Attributes:
-        prompts: ids of the prompts; each gets `n` responses.
-        budgets: maximum tokens of a response to each prompt; 0: only `echo` is requested.
-        likeliest: number of likeliest tokens next to each log-prob; None: no log-probs.
-    """
+    """Validated request."""
 
     prompts: list[list[int]]
-    budgets: list[int]
+    budgets: list[int]  # maximum tokens of a response to each prompt; 0: only echo is requested
     rule: SamplingRule
-    likeliest: int | None
+    likeliest: int | None  # number of likeliest tokens next to each log-prob; None: no log-probs
     stop: list[str]
     tools: list[dict[str, Any]]
     include_usage: bool
@@ -245,11 +227,7 @@ def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRe
 
 
 def _read_fields(body: bytes, rules: dict[str, Callable[[Any], str]]) -> dict[str, Any]:
-    """Return the non-null fields of a body.
-
-    Raises:
-        RequestError: a value is wrong, or a field is unknown, or it is unserved and has an effect.
-    """
+    """Return the non-null fields of a body. Raise `RequestError` for a wrong or unserved one."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -29,14 +29,7 @@ class _Piece(NamedTuple):
 
 
 class _Choice:
-    """Tokens and text of one response so far.
-
-    Attributes:
-        ids: sampled tokens, without an end token.
-        ended: True if an end token was sampled.
-        finish_reason: 'stop' or 'length' once the response has ended.
-        unsent_ids, unsent_text: what no piece contains yet.
-    """
+    """Tokens and text of one response so far; `ended`: an end token was sampled."""
 
     def __init__(self, tokenizer: Tokenizer, stop: list[str], prompt: list[int], budget: int):
         self._stream = TextStream(tokenizer)
@@ -64,12 +57,7 @@ class _Choice:
 
 
 class CompletionResponse:
-    """Response to a request, complete or as events.
-
-    Args:
-        responses: of the generator, to `request.responses()`.
-        scorer: scores the tokens if the request asks for log-probs.
-    """
+    """Response to a request, complete or as events."""
 
     def __init__(
         self,

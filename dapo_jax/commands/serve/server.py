@@ -44,7 +44,7 @@ class ServedPolicy(NamedTuple):
 def load_served(config: ServeConfig) -> ServedPolicy:
     """Load a model folder. Raise `ConfigError` if it can't be served."""
     from dapo_jax.commands.serve import budgets
-    from dapo_jax.commands.serve.engine import ServedEngine
+    from dapo_jax.commands.serve.generator import ServedEngine
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.model import load_huggingface
     from dapo_jax.run.compute import check_divisible, check_rotations, mesh_sizes, numerics
@@ -108,11 +108,7 @@ def bind(config: ServeConfig, field: str) -> socket.socket:
 
 
 def limit_connections(wanted: int) -> int:
-    """Return the number of connections for each API, and raise the soft limit of open files.
-
-    Raises:
-        ConfigError: the limit of open files allows no connection.
-    """
+    """Return the number of connections for each API, and raise the soft limit of open files."""
     used = len(os.listdir("/dev/fd")) + RESERVED_FILES
     needed = used + 2 * wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -156,7 +152,7 @@ async def _answer_requests(
     try:
         stop_grpc, port = await start_grpc(Servicer(generator, model, access), config, connections)
         stops = [stop_grpc]
-        api = HttpApi(generator, Scorer(engine.config, params), model, access, config)
+        api = HttpApi(generator, Scorer(engine.config, params), model, access)
         for field, app in (("http_port", api), ("metrics_port", api.metrics)):
             if getattr(config, field):
                 stops.append(start_http(app, bind(config, field), config, connections))
@@ -172,15 +168,7 @@ async def _answer_requests(
 def serve(
     config: ServeConfig, *, should_stop: Callable[[], bool], ready: Callable[[int, int], None]
 ) -> None:
-    """Serve until `should_stop()` returns True.
-
-    Args:
-        ready: called with the gRPC and HTTP ports (0: none) once the server answers.
-
-    Raises:
-        ConfigError: a setting is wrong, or a port is taken.
-        ServingFailed: the decoding thread failed.
-    """
+    """Serve until `should_stop()`; call `ready` with the gRPC and HTTP ports once it answers."""
     for field in ("port", "http_port", "metrics_port"):
         bind(config, field).close()  # report a taken port before the model is loaded
     key = read_key(config)
