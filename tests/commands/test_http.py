@@ -282,19 +282,6 @@ def test_what_asks_for_nothing_is_served(client):
     assert client.chat.completions.create(model="policy", messages=SUM, **harmless).choices
 
 
-def test_sixteen_clients_at_once_are_answered_as_each_alone(port, client, byte_responses):
-    def ask(number):
-        prompt, budget = PROMPTS[number % len(PROMPTS)], 1 + (5 * number) % BUDGET
-        request = {"model": "policy", "prompt": prompt, "max_tokens": budget}
-        own = make_openai(port)
-        whole = own.completions.create(**request).choices[0].text
-        return prompt, budget, whole, read(own.completions.create(**request, stream=True))[0][0]
-
-    with ThreadPoolExecutor(16) as pool:
-        for prompt, budget, whole, streamed in pool.map(ask, range(32)):
-            assert whole == streamed == TOKENIZER.decode(byte_responses[prompt][:budget])
-
-
 def test_metrics_are_prometheus(client, port):
     def values() -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:

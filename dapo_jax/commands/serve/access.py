@@ -1,7 +1,6 @@
 """Access control of the server: API key, `Host` and `Origin` headers, content type."""
 
 import hmac
-import ipaddress
 import os
 import pathlib
 from collections.abc import Mapping
@@ -12,7 +11,6 @@ from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.runtime.settings import ConfigError
 
 KEY_VARIABLE = "DAPO_API_KEY"
-ALL_HOSTS = "*"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -35,11 +33,7 @@ def read_key(config: ServeConfig) -> str:
 
 def exposure_warning(config: ServeConfig, key: str) -> str:
     """Return a warning if other machines can use the server without a key, else empty."""
-    try:
-        is_local = ipaddress.ip_address(config.host.strip("[]")).is_loopback
-    except ValueError:
-        is_local = config.host == "localhost"
-    if key or is_local:
+    if key or config.host.strip("[]") in LOOPBACK:
         return ""
     return (
         f"warning: anyone who can reach {config.host} can use the server: there is no API key "
@@ -52,7 +46,7 @@ class Access:
 
     def __init__(self, config: ServeConfig, key: str):
         allowed = [name.strip().lower() for name in config.allowed_hosts.split(",")]
-        self._allows_all = ALL_HOSTS in allowed
+        self._allows_all = "*" in allowed
         self._hosts = {*LOOPBACK, config.host.strip("[]").lower(), *allowed} - {""}
         self._key = key
 

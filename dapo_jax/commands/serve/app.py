@@ -213,7 +213,7 @@ class _Server(uvicorn.Server):
 
 
 def start_http(
-    app: Any, listening: socket.socket, config: ServeConfig, connections: int
+    app: Any, listening: socket.socket, config: ServeConfig
 ) -> Callable[[], Awaitable[None]]:
     """Start uvicorn on a listening socket; return a function that stops it.
 
@@ -231,7 +231,8 @@ def start_http(
             log_config=None,
             log_level="critical",  # clients could fill the disk with a warning per bad request
             access_log=False,
-            limit_concurrency=connections + 1,  # uvicorn rejects at the limit, not above it
+            limit_concurrency=config.max_connections
+            + 1,  # uvicorn rejects at the limit, not above it
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=idle_seconds,
             timeout_graceful_shutdown=shutdown_seconds,

@@ -88,14 +88,14 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
 
 
 async def start_grpc(
-    servicer: Servicer, config: ServeConfig, connections: int
+    servicer: Servicer, config: ServeConfig
 ) -> tuple[Callable[[], Awaitable[None]], int]:
     """Start a gRPC server; return a function that stops it, and its port."""
     options = [
         # With so_reuseport a second server would silently take some of this one's requests.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", int(config.max_body_mb * 1e6)),
-        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.keepalive_time_ms", IDLE_MS),

@@ -20,12 +20,12 @@ from dapo_jax.commands.serve.access import Access, exposure_warning, read_key
 from dapo_jax.config.experiment import Compute, ServeConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
 POLL_SECONDS = 0.1
-RESERVED_FILES = 64  # open files other than connections
+RESERVED_FILES = 128  # open files other than connections
 BACKLOG = 2048
 
 
@@ -107,20 +107,13 @@ def bind(config: ServeConfig, field: str) -> socket.socket:
         raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
 
 
-def limit_connections(wanted: int) -> int:
-    """Return the number of connections for each API, and raise the soft limit of open files."""
-    used = len(os.listdir("/dev/fd")) + RESERVED_FILES
-    needed = used + 2 * wanted
+def raise_file_limit(connections: int) -> None:
+    """Raise the soft limit of open files as far as both APIs need it and the system allows."""
+    needed = 2 * connections + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < needed:
-        soft = needed if hard < 0 else min(hard, needed)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    allowed = wanted if soft < 0 else min(wanted, max((soft - used) // 2, 0))
-    reason = f"the limit of open files, {soft}, allows {allowed}"
-    require(allowed > 0, "max_connections", wanted, f"smaller: {reason} (ulimit -n)")
-    if allowed < wanted:
-        processes.print_error(f"warning: max_connections = {wanted}: {reason} for each API")
-    return allowed
+        limit = needed if hard < 0 else min(hard, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def served_name(config: ServeConfig) -> str:
@@ -147,15 +140,15 @@ async def _answer_requests(
     prompt_bytes = engine.longest_prompt * tokenizer.longest_token
     model = ServedModel(served_name(config), config, engine, tokenizer, prompt_bytes)
     access = Access(config, key)
-    connections = limit_connections(config.max_connections)
+    raise_file_limit(config.max_connections)
     generator = Generator(engine, params, config.waiting)
     try:
-        stop_grpc, port = await start_grpc(Servicer(generator, model, access), config, connections)
+        stop_grpc, port = await start_grpc(Servicer(generator, model, access), config)
         stops = [stop_grpc]
         api = HttpApi(generator, Scorer(engine.config, params), model, access)
         for field, app in (("http_port", api), ("metrics_port", api.metrics)):
             if getattr(config, field):
-                stops.append(start_http(app, bind(config, field), config, connections))
+                stops.append(start_http(app, bind(config, field), config))
         ready(port, config.http_port)
         while not should_stop() and not generator.failure:
             await asyncio.sleep(POLL_SECONDS)
