@@ -219,7 +219,7 @@ def start_http(
 
     Stopping waits `shutdown_seconds` for running requests, then cancels them.
     """
-    # uvicorn declares some times as whole seconds.
+    # uvicorn declares some times as whole seconds, and rejects at the limit, not above it.
     idle_seconds: Any = config.idle_seconds
     shutdown_seconds: Any = config.shutdown_seconds
     server = _Server(
@@ -231,8 +231,7 @@ def start_http(
             log_config=None,
             log_level="critical",  # clients could fill the disk with a warning per bad request
             access_log=False,
-            limit_concurrency=config.max_connections
-            + 1,  # uvicorn rejects at the limit, not above it
+            limit_concurrency=config.max_connections + 1,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=idle_seconds,
             timeout_graceful_shutdown=shutdown_seconds,

@@ -75,10 +75,9 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
             if field.field_number != METADATA_FIELD and field.data not in (0, 1, b""):
                 value = reprlib.repr(field.data)
                 raise RequestError(f"field {field.field_number} = {value}: is not served")
-        content = request.WhichOneof("content")
-        if content == "text_content":
+        if request.HasField("text_content"):
             ids = self._model.prompt_ids("text_content.text", request.text_content.text)
-        elif content == "token_content":
+        elif request.HasField("token_content"):
             tokens = list(request.token_content.token_ids)
             ids = self._model.prompt_ids("token_content.token_ids", tokens)
         else:
@@ -109,5 +108,4 @@ async def start_grpc(
         port = 0
     require(port != 0, "host and port", address, "an address of this machine that is free")
     await server.start()
-
     return functools.partial(server.stop, config.shutdown_seconds), port

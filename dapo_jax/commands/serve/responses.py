@@ -148,22 +148,23 @@ class CompletionResponse:
                 yield chunk.response, await self._next_piece(choice)
 
     async def _next_piece(self, choice: _Choice) -> _Piece:
-        """Return the unsent part of a choice."""
-        text, ids, reason = choice.unsent_text, choice.unsent_ids, choice.finish_reason
-        choice.unsent_text, choice.unsent_ids = "", []
-        calls = []
+        """Return the unsent part of a choice, and mark it as sent."""
+        piece = _Piece(choice.unsent_text, choice.unsent_ids, finish_reason=choice.finish_reason)
+        choice.unsent_text = ""
+        choice.unsent_ids = []
         if self._request.tools:
-            text, calls = read_calls(text, self._request.tools)
-        logprobs = None
-        if reason and self._request.likeliest is not None:
+            text, calls = read_calls(piece.text, self._request.tools)
+            reason = "tool_calls" if calls else piece.finish_reason
+            piece = piece._replace(text=text, calls=calls, finish_reason=reason)
+        if choice.finish_reason and self._request.likeliest is not None:
             scored = choice.prompt + choice.ids
             if choice.ended:
                 scored = [*scored, self._tokenizer.end_ids[0]]
             scores = await asyncio.to_thread(self._scorer.score, scored, self._request.likeliest)
             first = 0 if self._request.echo else len(choice.prompt)
             format_logprobs = chat_logprobs if self._is_chat else completion_logprobs
-            logprobs = format_logprobs(self._tokenizer, scores[first:])
-        return _Piece(text, ids, calls, logprobs, "tool_calls" if calls else reason)
+            piece = piece._replace(logprobs=format_logprobs(self._tokenizer, scores[first:]))
+        return piece
 
     def _choice(self, index: int, piece: _Piece, fields: dict[str, Any]) -> dict[str, Any]:
         """Return a choice, or a chunk of one, with these fields for its text."""
