@@ -16,15 +16,14 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 def read_key(config: ServeConfig) -> str:
     """Return the API key from `api_key_file` or the environment; empty: no key is required."""
+    source = f"the environment variable {KEY_VARIABLE}"
+    key = os.environ.get(KEY_VARIABLE, "").strip()
     if config.api_key_file:
         source = f"config.api_key_file = {config.api_key_file!r}"
         try:
             key = pathlib.Path(config.api_key_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source}: can't be read: {error}") from None
-    else:
-        source = f"the environment variable {KEY_VARIABLE}"
-        key = os.environ.get(KEY_VARIABLE, "").strip()
     if (config.api_key_file and not key) or not (key.isascii() and key.isprintable()):
         # No message contains the key itself.
         raise ConfigError(f"{source}: must hold a key: one line of printable ASCII")

@@ -49,7 +49,7 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, WRONG_KEY)
         try:
             ids = await asyncio.to_thread(self._prompt_ids, request)
-            sampling = ResponseSampling(self._model.rule())
+            sampling = ResponseSampling(self._model.rule)
             wanted = ResponseRequest(ids, request.max_tokens, sampling)
             text = TextStream(self._model.tokenizer)
             async for chunk in self._generator.submit([wanted]):

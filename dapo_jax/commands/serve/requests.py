@@ -124,13 +124,8 @@ class ServedModel:
     config: ServeConfig
     engine: ServedEngine
     tokenizer: Tokenizer
+    rule: SamplingRule
     prompt_bytes: int  # maximum of a prompt's text; a longer one is not tokenized
-
-    def rule(self, **changes: Any) -> SamplingRule:
-        """Return the sampling rule of a request that changes these parts of the server's."""
-        config = self.config
-        rule = SamplingRule(config.temperature, config.top_p, config.top_k)
-        return rule._replace(**changes)
 
     def budget(self, field: str, budget: int | None, prompt: int) -> int:
         """Return the maximum tokens of a response; raise `RequestError` for a wrong `budget`."""
@@ -217,7 +212,7 @@ def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRe
     return CompletionRequest(
         prompts=prompts,
         budgets=_budgets(fields, model, prompts),
-        rule=model.rule(**rule),
+        rule=model.rule._replace(**rule),
         likeliest=_likeliest(fields, chat),
         stop=[stop] if isinstance(stop, str) else stop,
         tools=tools,

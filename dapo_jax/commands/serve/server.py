@@ -135,10 +135,12 @@ async def _answer_requests(
     from dapo_jax.commands.serve.jetstream_server import Servicer, start_grpc
     from dapo_jax.commands.serve.logprobs import Scorer
     from dapo_jax.commands.serve.requests import ServedModel
+    from dapo_jax.structs import SamplingRule
 
     engine, params, tokenizer = policy
     prompt_bytes = engine.longest_prompt * tokenizer.longest_token
-    model = ServedModel(served_name(config), config, engine, tokenizer, prompt_bytes)
+    rule = SamplingRule(config.temperature, config.top_p, config.top_k)
+    model = ServedModel(served_name(config), config, engine, tokenizer, rule, prompt_bytes)
     access = Access(config, key)
     raise_file_limit(config.max_connections)
     generator = Generator(engine, params, config.waiting)
