@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # where it is no test
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
@@ -57,24 +57,18 @@ class Held(NamedTuple):
 
 
 @contextlib.contextmanager
-def server(
-    folder: str, switch: float, flags: list[str], *, files: int = 0, errors: Any = None
-) -> Iterator[tuple[int, tuple[int, int]]]:
+def server(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, tuple[int, int]]]:
     """`dapo-jax serve` in a process of its own: its id, and its ports of gRPC and HTTP.
 
     Args:
         switch: interval of its threads in seconds; 0: Python's own.
-        files: the most that it may open; 0: as this process.
-        errors: file for its standard error.
     """
     port, http_port = free_port(), free_port()
     command = [sys.executable, __file__, "--serve", str(switch), f"--model={folder}", *SLOT_FLAGS]
     command += [f"--port={port}", f"--http_port={http_port}", f"--served_name={MODEL}"]
     command += ["--temperature=0", *flags]
-    if files:
-        command = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *command]
     alone = os.environ | {"XLA_FLAGS": ""}  # those of the tests make eight devices
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone, stderr=errors)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone)
     try:
         assert process.stdout is not None and "serving" in process.stdout.readline()
         yield process.pid, (port, http_port)

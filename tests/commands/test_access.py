@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import resource
 import socket
 
@@ -56,20 +55,16 @@ def test_a_body_that_does_not_arrive_gets_408(byte_folder, same_engine):
         assert "not arrived within 0.3 s" in json.load(answer)["error"]["message"]
 
 
-def test_connections_fit_the_limit_of_open_files(capsys, monkeypatch):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/dev/fd")) + server.RESERVED_FILES
-    limits = {"now": (used + 10, used + 20)}
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.update(now=new))
-    assert server.limit_connections(4) == 4 and limits["now"] == (used + 10, used + 20)
-    assert server.limit_connections(9) == 9 and limits["now"][0] >= used + 18
-    assert capsys.readouterr().err == ""
-    assert server.limit_connections(1000) in (9, 10)
-    assert "warning: max_connections = 1000: the limit of open files" in capsys.readouterr().err
-    limits["now"] = (used, used)
-    with pytest.raises(ConfigError, match="allows 0 .ulimit -n"):
-        server.limit_connections(1000)
+@pytest.mark.parametrize(
+    ("soft", "connections", "limit"),
+    [(10, 100, 200 + server.RESERVED_FILES), (500, 50, 500), (10, 5000, 1000)],
+)
+def test_the_limit_of_open_files_is_raised_as_needed(monkeypatch, soft, connections, limit):
+    limits = [(soft, 1000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    server.raise_file_limit(connections)
+    assert limits[-1] == (limit, 1000)
 
 
 @pytest.mark.parametrize(

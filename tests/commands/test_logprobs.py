@@ -109,15 +109,6 @@ def test_a_stream_holds_what_the_whole_answer_does(client, count):
         assert shown[index] == choice.logprobs
 
 
-def test_a_chat_streams_its_logprobs(client):
-    messages = [{"role": "user", "content": "3+4="}]
-    request = {"model": "policy", "messages": messages, "max_tokens": 5, "logprobs": True}
-    wanted = client.chat.completions.create(**request).choices[0].logprobs.content
-    chunks = list(client.chat.completions.create(**request, stream=True))
-    shown = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
-    assert [entry for logprobs in shown for entry in logprobs.content] == wanted
-
-
 def test_an_end_token_has_a_logprob(client, byte_responses):
     prompt = next(prompt for prompt, ids in byte_responses.items() if not ids)
     request = ASKED | {"prompt": prompt, "max_tokens": 1}
@@ -130,15 +121,19 @@ def test_prompts_longer_than_a_chunk_are_scored_alike(byte_engine):
     scorer = Scorer(engine.config, params)
     ids = np.random.default_rng(0).integers(0, 256, 3 * CHUNK_TOKENS).tolist()
     for length in (2, 16, 17, CHUNK_TOKENS + 1, len(ids)):
-        scores = scorer.score(ids[:length])
-        np.testing.assert_allclose(scores.logprobs, logprobs_of(ids[:length]), atol=2e-4)
-        assert scores.likeliest_ids.shape == (length - 1, 20)
+        first, *scores = scorer.score(ids[:length], 20)
+        assert first == (ids[0], None, [])
+        logprobs = [score.logprob for score in scores]
+        np.testing.assert_allclose(logprobs, logprobs_of(ids[:length]), atol=2e-4)
+        assert all(len(score.likeliest) == 20 for score in scores)
 
 
 def test_logprobs_of_a_chat(client, byte_responses):
     messages = [{"role": "user", "content": "3+4="}]
     request = {"model": "policy", "messages": messages, "max_tokens": 5, "logprobs": True}
     shown = client.chat.completions.create(**request, top_logprobs=2).choices[0].logprobs.content
+    *_, last = client.chat.completions.create(**request, top_logprobs=2, stream=True)
+    assert last.choices[0].logprobs.content == shown
     wanted = logprobs_of(TOKENIZER.encode("3+4=") + byte_responses["3+4="][:5])[3:]
     np.testing.assert_allclose([entry.logprob for entry in shown], wanted, atol=1e-4)
     for entry in shown:

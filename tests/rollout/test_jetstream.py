@@ -7,9 +7,10 @@ ids), on the real one.
 import jax
 import numpy as np
 import pytest
-from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages, orchestrate
+from orchestrated import Driver, orchestrate
+from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages
 
-from dapo_jax.commands.serve import jetstream_server, server
+from dapo_jax.commands.serve import server
 from dapo_jax.data.prompts.tokenizer import TextStream
 
 # --- the engine, by JetStream's calls alone -------------------------------------------------
@@ -91,7 +92,7 @@ def test_jetstreams_orchestrator_drives_the_engine(
     prefiller = engine
     if not interleaved:
         prefiller = server.load_served(make_serve_config(byte_folder, slots=1))[0]
-    driver = jetstream_server.orchestrator.Driver(
+    driver = Driver(
         prefill_engines=[prefiller],
         generate_engines=[engine],
         prefill_params=[params],

@@ -9,7 +9,7 @@ import pytest
 from conftest import TINY
 from samplers import place
 
-from dapo_jax.commands.serve.engine import ServedEngine
+from dapo_jax.commands.serve.generator import ServedEngine
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.model import decoder

@@ -1,6 +1,5 @@
 """What the tests of serving share: a policy over bytes, a server in a thread, a client."""
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -24,7 +23,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dapo_jax.commands import checks
-from dapo_jax.commands.serve import jetstream_server
 from dapo_jax.commands.serve import server as serve
 from dapo_jax.config.experiment import Mesh, ServeConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -100,10 +98,10 @@ def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
     """Decoding goes on only while the gate is open. Returns a list as long as steps were begun."""
     original, steps = engine.generate, []
 
-    def generate(*args):
+    def generate(*args, **options):
         steps.append(1)
         gate.wait(30)
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(engine, "generate", generate)
     return steps
@@ -137,21 +135,6 @@ class Client:
 def read(responses) -> tuple[str, list[int]]:
     samples = [response.stream_content.samples[0] for response in responses]
     return "".join(sample.text for sample in samples), [i for s in samples for i in s.token_ids]
-
-
-def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
-    orchestrator = jetstream_server.orchestrator.LLMOrchestrator(driver)
-
-    async def respond(request):
-        return read([response async for response in orchestrator.Decode(request)])
-
-    async def respond_to_all():
-        try:
-            return await asyncio.gather(*map(respond, requests))
-        finally:
-            await asyncio.to_thread(driver.stop)
-
-    return asyncio.run(respond_to_all())
 
 
 def code_and_details(call) -> tuple[grpc.StatusCode, str]:

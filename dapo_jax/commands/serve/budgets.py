@@ -53,19 +53,8 @@ def check_slots_fit(config: ServeConfig, decoder: Any, mesh: Any) -> None:
     memory.check_fits("serving", memory_needs(config, decoder, mesh), mesh, settings)
 
 
-def _with_context(config: ServeConfig, context: int) -> ServeConfig:
-    """Return the config with 'auto' budgets replaced by those of a context."""
-    budget = min(context - 1, PREFILL_TOKENS[-1] - 1)
-    auto = {name: budget for name in BUDGETS if getattr(config, name) == AUTO}
-    return dataclasses.replace(config, **auto)
-
-
 def resolve(config: ServeConfig, decoder: Any, mesh: Any) -> tuple[ServeConfig, int]:
-    """Return the config with numeric budgets, and the maximum of prompt plus response tokens.
-
-    Raises:
-        ConfigError: a budget is not below the model's context.
-    """
+    """Return the config with numeric budgets, and the maximum of prompt plus response tokens."""
     budgets = {name: getattr(config, name) for name in BUDGETS}
     if AUTO not in budgets.values():
         return config, sum(budgets.values())
@@ -79,8 +68,11 @@ def resolve(config: ServeConfig, decoder: Any, mesh: Any) -> tuple[ServeConfig, 
         require(budget < context, name, budget, allowed)
     available = AUTO_MEMORY_FRACTION * memory.available_bytes(mesh)
     smallest = max(FIRST_TOKENS, *budgets.values()) + 1
-    while context // 2 >= smallest:
-        if sum(memory_needs(_with_context(config, context), decoder, mesh).values()) <= available:
-            break
+    while True:
+        longest = min(context - 1, PREFILL_TOKENS[-1] - 1)
+        auto = {name: longest for name, budget in budgets.items() if budget == AUTO}
+        resolved = dataclasses.replace(config, **auto)
+        needed = sum(memory_needs(resolved, decoder, mesh).values())
+        if needed <= available or context // 2 < smallest:
+            return resolved, context
         context //= 2
-    return _with_context(config, context), context

@@ -1,17 +1,15 @@
 """Log-probs of responses: a scorer, and the `logprobs` fields of OpenAI's API.
 
-One forward pass scores prompt and response after sampling, so that sampling costs the same whether
-or not a client asks for log-probs.
+One forward pass scores prompt and response after sampling, so that sampling is never slower.
 """
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
 
 from dapo_jax.data.prompts.tokenizer import BROKEN_CHARACTER, Tokenizer
 from dapo_jax.model import inference
@@ -22,40 +20,16 @@ SMALLEST_TOKENS = 16
 CHUNK_TOKENS = 128
 
 
-class Scores(NamedTuple):
-    """Scores of all tokens of a sequence but the first, without temperature and truncation.
+class Score(NamedTuple):
+    """Log-prob of a token, without temperature and truncation."""
 
-    Attributes:
-        ids: the tokens.
-        logprobs: log-probs of the tokens.
-        likeliest_ids, likeliest_logprobs: the likeliest tokens at each position, in order.
-    """
-
-    ids: Sequence[int]
-    logprobs: Float[np.ndarray, "T"]
-    likeliest_ids: Int[np.ndarray, "T k"]
-    likeliest_logprobs: Float[np.ndarray, "T k"]
-
-    def since(self, first: int) -> "Scores":
-        """Return the scores of the tokens from index `first` of the sequence."""
-        start = max(first - 1, 0)
-        return Scores._make(field[start:] for field in self)
-
-    def rows(self, likeliest: int) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
-        """Yield each token, its log-prob, and the `likeliest` tokens with their log-probs."""
-        lists = (self.likeliest_ids.tolist(), self.likeliest_logprobs.tolist())
-        for token, logprob, ids, values in zip(
-            self.ids, self.logprobs.tolist(), *lists, strict=True
-        ):
-            yield token, logprob, list(zip(ids, values, strict=True))[:likeliest]
+    token: int
+    logprob: float | None  # None: the first token of a sequence
+    likeliest: list[tuple[int, float]]  # tokens at its position with their log-probs, in order
 
 
 class Scorer:
-    """Scorer of one sequence at a time; compiles once for every power of two of tokens.
-
-    Args:
-        params: decoding weights.
-    """
+    """Scorer of one sequence at a time; compiles once for every power of two of tokens."""
 
     def __init__(self, config: DecoderConfig, params: Any):
         self._params = params
@@ -68,15 +42,18 @@ class Scorer:
             static_argnames="chunk_tokens",
         )
 
-    def score(self, ids: Sequence[int]) -> Scores:
-        """Return the scores of ids; those of a single id are empty."""
+    def score(self, ids: Sequence[int], likeliest: int) -> list[Score]:
+        """Return the scores of all tokens, each with this many of the likeliest ones."""
         length = max(SMALLEST_TOKENS, 1 << (len(ids) - 1).bit_length())
         tokens = np.zeros(length, np.int32)
         tokens[: len(ids)] = ids
         with self._lock:
             scored = self._score(self._params, tokens, chunk_tokens=min(length, CHUNK_TOKENS))
-            logprobs, values, likeliest = (np.asarray(x)[: len(ids) - 1] for x in scored)
-        return Scores(ids[1:], logprobs, likeliest, values)
+            logprobs, values, others = (np.asarray(x)[: len(ids) - 1].tolist() for x in scored)
+        tops = [
+            list(zip(*top, strict=True))[:likeliest] for top in zip(others, values, strict=True)
+        ]
+        return [Score(ids[0], None, []), *map(Score, ids[1:], logprobs, tops)]
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -85,46 +62,34 @@ def _token_text(tokenizer: Tokenizer, token: int) -> str:
     return f"token_id:{token}" if not text or BROKEN_CHARACTER in text else text
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, scores: Scores, likeliest: int, first_id: int | None
-) -> dict[str, Any]:
-    """Return the `logprobs` field of a completion.
-
-    Args:
-        likeliest: number of likeliest tokens per position; the token itself is always included.
-        first_id: the prompt's first token, if it is echoed; it has no log-prob.
-    """
-    tokens = [] if first_id is None else [_token_text(tokenizer, first_id)]
-    logprobs: list[float | None] = [None] * len(tokens)
-    tops: list[dict[str, float] | None] = [None] * len(tokens)
-    for token, logprob, others in scores.rows(likeliest):
-        tokens.append(_token_text(tokenizer, token))
-        logprobs.append(logprob)
+def completion_logprobs(tokenizer: Tokenizer, scores: list[Score]) -> dict[str, Any]:
+    """Return the `logprobs` field of a completion; its top log-probs include the token itself."""
+    tokens = [_token_text(tokenizer, score.token) for score in scores]
+    tops = []
+    for score in scores:
         top: dict[str, float] = {}
-        for other, value in [*others, (token, logprob)]:
-            top.setdefault(_token_text(tokenizer, other), value)
-        tops.append(top)
-    offsets = [0, *itertools.accumulate(map(len, tokens))][: len(tokens)]
+        for token, logprob in [*score.likeliest, (score.token, score.logprob)]:
+            if logprob is not None:
+                top.setdefault(_token_text(tokenizer, token), logprob)
+        tops.append(top or None)
     return {
         "tokens": tokens,
-        "token_logprobs": logprobs,
+        "token_logprobs": [score.logprob for score in scores],
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
     }
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer, scores: Scores, likeliest: int, _: int | None
-) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, scores: list[Score]) -> dict[str, Any]:
     """Return the `logprobs` field of a chat completion."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
         text = _token_text(tokenizer, token)
         encoded = None if text.startswith("token_id:") else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": encoded}
 
     content = [
         entry(token, logprob) | {"top_logprobs": [entry(*other) for other in others]}
-        for token, logprob, others in scores.rows(likeliest)
+        for token, logprob, others in scores
     ]
     return {"content": content, "refusal": None}

@@ -7,7 +7,6 @@ finish, and the exit code is 0. Short flags:
 """
 
 import asyncio
-import errno
 import os
 import resource
 import socket
@@ -21,17 +20,17 @@ from dapo_jax.commands.serve.access import Access, exposure_warning, read_key
 from dapo_jax.config.experiment import Compute, ServeConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
 POLL_SECONDS = 0.1
-RESERVED_FILES = 64  # open files other than connections
+RESERVED_FILES = 128  # open files other than connections
 BACKLOG = 2048
 
 
 class ServingFailed(RuntimeError):
-    """Failure of one of JetStream's threads."""
+    """Failure of the decoding thread."""
 
 
 class ServedPolicy(NamedTuple):
@@ -45,7 +44,7 @@ class ServedPolicy(NamedTuple):
 def load_served(config: ServeConfig) -> ServedPolicy:
     """Load a model folder. Raise `ConfigError` if it can't be served."""
     from dapo_jax.commands.serve import budgets
-    from dapo_jax.commands.serve.engine import ServedEngine
+    from dapo_jax.commands.serve.generator import ServedEngine
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.model import load_huggingface
     from dapo_jax.run.compute import check_divisible, check_rotations, mesh_sizes, numerics
@@ -93,7 +92,8 @@ def warm_up(engine: Any, params: Any) -> None:
             key = jax.random.key(0)
             prefix = engine.prefill(params=params, padded_tokens=padded, true_length=1, key=key)
             state = engine.insert(prefix, state, slot=0)
-    jax.block_until_ready(engine.generate(params, state))
+    longest = None if engine.pages else 0
+    jax.block_until_ready(engine.generate(params, state, longest=longest))
 
 
 def bind(config: ServeConfig, field: str) -> socket.socket:
@@ -104,31 +104,16 @@ def bind(config: ServeConfig, field: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        is_unknown = (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL  # < 0: DNS
-        reason = str(error.strerror).partition(" (")[0]
-        allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
-        require(not is_unknown, "host", config.host, f"{allowed}: {reason}")
         raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
 
 
-def limit_connections(wanted: int) -> int:
-    """Return the number of connections for each API, and raise the soft limit of open files.
-
-    Raises:
-        ConfigError: the limit of open files allows no connection.
-    """
-    used = len(os.listdir("/dev/fd")) + RESERVED_FILES
-    needed = used + 2 * wanted
+def raise_file_limit(connections: int) -> None:
+    """Raise the soft limit of open files as far as both APIs need it and the system allows."""
+    needed = 2 * connections + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < needed:
-        soft = needed if hard < 0 else min(hard, needed)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    allowed = wanted if soft < 0 else min(wanted, max((soft - used) // 2, 0))
-    reason = f"the limit of open files, {soft}, allows {allowed}"
-    require(allowed > 0, "max_connections", wanted, f"smaller: {reason} (ulimit -n)")
-    if allowed < wanted:
-        processes.print_error(f"warning: max_connections = {wanted}: {reason} for each API")
-    return allowed
+        limit = needed if hard < 0 else min(hard, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def served_name(config: ServeConfig) -> str:
@@ -144,62 +129,41 @@ async def _answer_requests(
     should_stop: Callable[[], bool],
     ready: Callable[[int, int], None],
 ) -> str:
-    """Answer requests until `should_stop()`; return the failure of a thread, or empty."""
-    from prometheus_client import make_asgi_app
-
+    """Answer requests until `should_stop()`; return the failure of the generator, or empty."""
     from dapo_jax.commands.serve.app import HttpApi, start_http
     from dapo_jax.commands.serve.generator import Generator
-    from dapo_jax.commands.serve.jetstream_server import Driver, Servicer, start_grpc
+    from dapo_jax.commands.serve.jetstream_server import Servicer, start_grpc
     from dapo_jax.commands.serve.logprobs import Scorer
-    from dapo_jax.commands.serve.requests import Limits, ServedModel
+    from dapo_jax.commands.serve.requests import ServedModel
     from dapo_jax.structs import SamplingRule
 
     engine, params, tokenizer = policy
-    limits = Limits(
-        prompt_tokens=engine.longest_prompt,
-        prompt_bytes=engine.longest_prompt * tokenizer.longest_token,
-        response_tokens=engine.max_response_tokens,
-        context=engine.context,
-        vocab=tokenizer.backend.get_vocab_size(),
-        waiting=config.waiting,
-    )
+    prompt_bytes = engine.longest_prompt * tokenizer.longest_token
     rule = SamplingRule(config.temperature, config.top_p, config.top_k)
-    model = ServedModel(served_name(config), tokenizer, limits, rule)
+    model = ServedModel(served_name(config), config, engine, tokenizer, rule, prompt_bytes)
     access = Access(config, key)
-    connections = limit_connections(config.max_connections)
-    driver = Driver(engine, params, metrics=config.metrics_port > 0)
-    generator = Generator(driver, config.waiting)
+    raise_file_limit(config.max_connections)
+    generator = Generator(engine, params, config.waiting)
     try:
-        stop_grpc, port = await start_grpc(Servicer(generator, model, access), config, connections)
+        stop_grpc, port = await start_grpc(Servicer(generator, model, access), config)
         stops = [stop_grpc]
-        if config.http_port:
-            scorer = Scorer(engine.config, params)
-            api = HttpApi(generator, scorer, model, access, config)
-            stops.append(start_http(api, bind(config, "http_port"), config, connections))
-        if config.metrics_port:
-            listening = bind(config, "metrics_port")
-            stops.append(start_http(make_asgi_app(), listening, config, connections))
+        api = HttpApi(generator, Scorer(engine.config, params), model, access)
+        for field, app in (("http_port", api), ("metrics_port", api.metrics)):
+            if getattr(config, field):
+                stops.append(start_http(app, bind(config, field), config))
         ready(port, config.http_port)
-        while not should_stop() and not generator.check_threads():
+        while not should_stop() and not generator.failure:
             await asyncio.sleep(POLL_SECONDS)
         await asyncio.gather(*(stop() for stop in stops))
     finally:
-        await asyncio.to_thread(generator.close)  # its threads write to the event loop
+        await asyncio.to_thread(generator.close)  # its thread writes to the event loop
     return generator.failure
 
 
 def serve(
     config: ServeConfig, *, should_stop: Callable[[], bool], ready: Callable[[int, int], None]
 ) -> None:
-    """Serve until `should_stop()` returns True.
-
-    Args:
-        ready: called with the gRPC and HTTP ports (0: none) once the server answers.
-
-    Raises:
-        ConfigError: a setting is wrong, or a port is taken.
-        ServingFailed: one of JetStream's threads failed.
-    """
+    """Serve until `should_stop()`; call `ready` with the gRPC and HTTP ports once it answers."""
     for field in ("port", "http_port", "metrics_port"):
         bind(config, field).close()  # report a taken port before the model is loaded
     key = read_key(config)
@@ -213,7 +177,7 @@ def serve(
 
 
 def main() -> int:
-    """Run the command; exit code 0: stopped by a signal, 1: a thread failed, 2: wrong settings."""
+    """Run the command; exit code 0: stopped by a signal, 1: it failed, 2: wrong settings."""
     config = command_line.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False)
     started = time.time()
 
