@@ -26,6 +26,9 @@ SHOWN_STEPS = 8
 Rows = Sequence[Mapping[str, Any]]
 
 
+# --- settings for which alerts and advice are meaningful ------------------------------------
+
+
 def _part_names(parts: str) -> set[str]:
     return {entry.partition("=")[0].strip() for entry in parts.split(",")}
 
@@ -78,6 +81,9 @@ NO_BONUS = When("algorithm.entropy_coefficient", lambda weight: not weight)
 WRITES_ROLLOUTS = When("log.rollouts")
 
 
+# --- the table ------------------------------------------------------------------------------
+
+
 class Hint(NamedTuple):
     """A piece of advice; `applies` tests the settings and the metrics of the step."""
 
@@ -96,8 +102,6 @@ class Alert(NamedTuple):
         limit: name of a setting (0 disables the alert) or a number.
         text: the message; metrics can be named in that of an event.
         advice: alternatives to try, or likely causes of an event.
-        see: where to look.
-        applies: settings for which the alert is meaningful.
         below: True if values below the limit raise the alert, else those at or above it.
     """
 
@@ -227,13 +231,20 @@ class Alerts:
 
     def check_step(self, values: Mapping[str, float]) -> list[str]:
         """Return messages about metrics beyond their limits and about events of the step."""
-        measured = self._settings | dict(values) | self._derived(values)
+        verdicts = sum(count for name, count in values.items() if name.startswith("verdicts/"))
+        tokens = values["response_tokens_mean"]
+        growth = tokens / (np.mean(self._lengths) or np.inf) if self._lengths else 0.0
+        self._lengths.append(tokens)
+        measured = self._settings | dict(values)
+        measured[GROWTH] = float(growth)
+        measured[FAILURE_RATE] = values["verifier_failures"] / max(1.0, verdicts)
         texts = []
         for alert in self._alerts:
-            if alert.scope == "step" and (text := self._threshold(alert, measured)):
-                texts.append(text)
-        events = [alert for alert in self._alerts if alert.scope == "event"]
-        return texts + [_event(alert, measured) for alert in events if measured.get(alert.metric)]
+            if alert.scope == "step":
+                texts.append(self._threshold(alert, measured))
+            elif alert.scope == "event" and measured.get(alert.metric):
+                texts.append(_event(alert, measured))
+        return [text for text in texts if text]
 
     def _threshold(self, alert: Alert, measured: Mapping[str, Any]) -> str:
         limit = self._settings[str(alert.limit)]
@@ -250,15 +261,6 @@ class Alerts:
             advice += f"; {alert.see.text}"
         text = f"{alert.metric} is {value:.3g}, {side} config.{alert.limit} = {limit:g}"
         return f"{text}: try {advice}"
-
-    def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return ratios of the step's metrics, and record its response length."""
-        verdicts = sum(count for name, count in values.items() if name.startswith("verdicts/"))
-        tokens = values["response_tokens_mean"]
-        growth = tokens / (np.mean(self._lengths) or np.inf) if self._lengths else 0.0
-        self._lengths.append(tokens)
-        rate = values["verifier_failures"] / max(1.0, verdicts)
-        return {GROWTH: float(growth), FAILURE_RATE: rate}
 
 
 def _event(alert: Alert, values: Mapping[str, Any]) -> str:
@@ -292,12 +294,10 @@ def check_run(rows: Rows, total_steps: int, settings: Mapping[str, Any]) -> list
         if after <= COLLAPSED * before:
             change = f"from {before:.3g} to {after:.3g} nats"
             texts.append(f"entropy fell {change}: the policy hardly explores any more")
+    checks = {"end": _check_end, "rows": _check_rows}
     for alert in ALERTS:
-        if does_apply(alert.applies, settings):
-            if alert.scope == "end":
-                texts.append(_check_end(alert, rows, settings))
-            elif alert.scope == "rows":
-                texts.append(_check_rows(alert, rows))
+        if alert.scope in checks and does_apply(alert.applies, settings):
+            texts.append(checks[alert.scope](alert, rows, settings))
     return [text for text in texts if text]
 
 
@@ -313,7 +313,7 @@ def _check_end(alert: Alert, rows: Rows, settings: Mapping[str, Any]) -> str:
     return f"{alert.text}: {alert.metric} is {sum(means):.3g} at the end{advice}"
 
 
-def _check_rows(alert: Alert, rows: Rows) -> str:
+def _check_rows(alert: Alert, rows: Rows, _: Mapping[str, Any]) -> str:
     steps = [row["step"] for row in rows if finite_values([row], alert.metric).sum() > 0]
     if not steps:
         return ""

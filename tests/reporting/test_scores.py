@@ -9,6 +9,7 @@ from responses import respond, respond_all
 from rich.console import Console
 
 from dapo_jax.reporting import scores
+from dapo_jax.reporting.console import describe_problems, report_tables
 from dapo_jax.reporting.scores import (
     RIGHT,
     answer_classes,
@@ -18,7 +19,6 @@ from dapo_jax.reporting.scores import (
     make_report,
     wilson,
 )
-from dapo_jax.reporting.tables import describe_problems, report_tables
 
 
 def test_pass_at_k_equals_the_share_of_subsets_with_a_right_answer():
