@@ -11,10 +11,8 @@ from chat_families import ASKED, FAMILIES, begin_token, called, conversations
 
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
-from dapo_jax.environments.tools import tool_schema
 from dapo_jax.environments.transcript import Transcript
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.tool_calls import read_calls
 
 MOST = 1 << 20
 
@@ -184,19 +182,6 @@ def test_without_a_chat_template_texts_are_joined():
     said = [{"role": "user", "content": text} for text in ("47", "<|end|>", "+1=")]
     assert Transcript(tokenizer, chat=False).tokens(said[::2], 9) == (tokenizer.encode("47+1="), 0)
     assert tokenizer.end_ids[0] not in Transcript(tokenizer, chat=False).tokens(said, 99)[0]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_drawn_call_is_read_from_its_decoded_tokens(family):
-    def add(a: int, b: int) -> int:
-        return a + b
-
-    tokenizer, text = opened(family), called(family)
-    text = f"<|python_tag|>{text}" if family == "llama" else text
-    decoded = tokenizer.decode([*tokenizer.encode(text), tokenizer.end_ids[0]])
-    for one in {decoded, text.removeprefix("[TOOL_CALLS]")}:
-        rest, (call,) = read_calls(one, [tool_schema(add)])
-        assert rest == "" and json.loads(call["function"]["arguments"]) == {"a": 17, "b": 25}
 
 
 def test_contents_that_join_to_a_special_token_are_broken_up_too():

@@ -77,7 +77,7 @@ def test_stored_advantages_are_the_algorithms(traced):
 def test_a_run_writes_its_page(traced):
     data = data_of((traced / page.PAGE).read_text())
     assert data["experiments"][0]["curves"]["steps"] == 1
-    assert any("ratios" in r for group in data["rollouts"] for r in group["responses"])
+    assert any("token_ratios" in r for group in data["rollouts"] for r in group["responses"])
 
 
 def test_ratios_of_a_single_update_are_refused_as_nothing_reads_them(base, tmp_path):

@@ -90,10 +90,6 @@ def test_help_names_every_ready_part():
     assert {*TRAINER_PARTS, *BUILTIN_FUNCTIONS} <= {*re.findall(r"\w+", text)}
 
 
-def test_spaces_around_names_and_weights_do_not_count():
-    assert Reward(parts=" rule = 1 , own:f=-0.5").weights() == {"rule": 1.0, "own:f": -0.5}
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -132,14 +128,6 @@ def test_parts_are_mixed_by_their_weights_and_kept_apart(write_module):
     assert group.broken is None and kills == 0
 
 
-def test_a_function_is_given_the_prompt_the_response_and_the_answer(write_module):
-    write_module("own", OWN)
-    pool = RewardPool(Reward(parts="own:of_all_texts=1"))
-    verdict = pool.submit("four", "sixsix", "7").result()
-    pool.close()
-    assert verdict.parts == {"own:of_all_texts": 461.0, "gym": 0.0}
-
-
 FAILURES = [
     ("raise", r"own:fussy: .*own.py:\d+: raise .*: RuntimeError.*no reward for this"),
     ("nan", "own:fussy: .*returned nan"),
@@ -165,14 +153,6 @@ def test_a_failing_function_costs_its_group_and_no_other(write_module):
         where = f"{cause}.*; prompt p{i}, response 1, which ends in '#### 7 {word}'"
         assert re.search(where, group.broken), group.broken
     assert kills == 4  # what left and what hung, each tried twice
-
-
-def test_a_failing_function_leaves_the_verdict_alone(write_module):
-    write_module("own", OWN)
-    pool = RewardPool(Reward(parts="own:fussy=1"))
-    verdict = pool.submit("", "raise #### 7", "7").result()
-    pool.close()
-    assert verdict.correct and verdict.extracted == "7" and verdict.parts == {"gym": 1.0}
 
 
 # --- ready parts ----------------------------------------------------------------------------
@@ -220,14 +200,6 @@ def test_repetition_counts_each_window_once(ids):
     tokens[300:320] = tokens[100:120]
     windows = [tuple(tokens[i : i + 8]) for i in range(493)]
     assert repetition(tokens) == 1 - len(set(windows)) / 493 > 0
-
-
-def test_dr_grpos_rule_earns_one_or_nothing():
-    verdicts = (Verdict(True, "7"), Verdict(False, "8"))
-    for algorithm, earned in ((algorithms.dr_grpo(), [1, 0]), (algorithms.grpo(), [1, -1])):
-        config = make_config("rule=1", algorithm)
-        group = reward_group(config, make_prompt(0, [2]), (say("a"), say("b")), verdicts)
-        assert group.rewards.tolist() == earned
 
 
 # --- what carries signal --------------------------------------------------------------------
