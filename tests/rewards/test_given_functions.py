@@ -129,7 +129,7 @@ def test_what_a_given_function_returns_or_raises_costs_at_most_its_response():
     def odd(prompt, response, answer):
         found = {"true": np.True_, "one": np.float64(1), "none": None, "nan": float("nan")}
         if response == "leave":
-            os._exit(3)
+            os.kill(os.getpid(), 9)
         return found[response]
 
     (true, one, none, nan, key, left, after), kills = judge(
@@ -174,7 +174,7 @@ def test_a_call_that_waits_for_ever_or_holds_up_the_others_costs_itself(monkeypa
         if response == "deaf":
             time.sleep(60)
         if response == "leave":
-            os._exit(3)
+            os.kill(os.getpid(), 9)
         return 1.0
 
     (one, ever, two), kills = judge(["a", "ever", "b"], odd, timeout_seconds=0.5)

@@ -18,7 +18,7 @@ from gym_items import CONSTANTS, QUESTION, WITHOUT_ANSWER, every_task, gold
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards import gym
-from dapo_jax.rewards.gym import EVALUATING, WON_BY_CONSTANTS, ScoreRequest, answer_error
+from dapo_jax.rewards.gym import EVALUATING, WON_BY_CONSTANTS, answer_error
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import WorkerProcess
@@ -74,14 +74,14 @@ def test_right_answers_score_1(seed):
     lower = []
     for task in TASKS:
         dataset = gym.open_task("data.source", task, seed, 50)
-        worker.prepare(ScoreRequest(f"gym:{task}")._asdict())
+        worker.prepare({"source": f"gym:{task}", "metadata": None, "answer": None})
         for item in (dataset[i] for i in range(50)):
             if task in WITHOUT_ANSWER or len(gold(item)) > LONGEST_ANSWER:
                 continue
             # Also where it is not compared with gold, but bounded as any answer.
             assert answer_error(f"{gold(item)} .", item["answer"]) is None, (task, gold(item))
-            request = ScoreRequest(f"gym:{task}", gym.pack_item(item), gold(item))
-            reply = worker.ask(request._asdict(), time.monotonic() + 60)
+            job = {"source": f"gym:{task}", "metadata": gym.pack_item(item), "answer": gold(item)}
+            reply = worker.ask(job, time.monotonic() + 60)
             if reply != {"score": 1.0, "failure": None}:
                 lower.append((task, gold(item), reply))
     worker.kill()
