@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
-from dapo_jax.reporting.alerts import READS_ANSWERS, does_apply, settings_of
+from dapo_jax.reporting.alerts import reads_answers, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response
 
@@ -128,8 +128,9 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
 def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:
     """Warn before training if the verifier finds no answer in most responses."""
     without = [response for response in responses if response.extracted is None]
-    reads_answers = does_apply(READS_ANSWERS, settings_of(config))
-    if not reads_answers or len(without) <= MANY_WITHOUT_ANSWER * len(responses):
+    if not reads_answers(settings_of(config)) or len(without) <= MANY_WITHOUT_ANSWER * len(
+        responses
+    ):
         return
     causes = (
         f"config.data.template = {config.data.template!r} asks for one form of answer and "

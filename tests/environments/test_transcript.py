@@ -75,15 +75,6 @@ def test_what_was_drawn_stays_where_the_template_rewrites_it():
     assert "odd" not in tokenizer.chat.render([ASKED, *talk])
 
 
-def test_a_turn_that_another_token_ended_is_ended_once():
-    tokenizer = opened("llama")
-    tokens, _ = Transcript(tokenizer, chat=True).tokens([{"role": "tool", "content": "7"}], MOST)
-    assert not {*tokens[:1]} & {*tokenizer.end_ids}
-    text = tokenizer.backend.decode(tokens, skip_special_tokens=False)
-    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    assert text == f'{head.format("ipython")}"7"<|eot_id|>{head.format("assistant")}'
-
-
 @pytest.mark.parametrize(
     ("between", "kept"),
     [("\n<|im_end|>\n", "\n"), ("<|im_end|>", ""), (" ;\n", " ;\n"), (" ;<|im_end|>", None)],

@@ -175,15 +175,6 @@ def test_limits_end_trajectories_as_truncated(tiny_params, one_device):
     assert counts.turns.ended_by_tokens < len(lengths)
 
 
-def test_an_observation_of_which_nothing_is_left_ends_as_truncated(tiny_params, one_device):
-    groups, counts = play(
-        one_device, tiny_params, Scripted(lambda *_: TokenizedReply([], "é", cut=True))
-    )
-    cut = [c for group in groups.values() for c in group if c.rewards]
-    assert cut and all(done.truncated for done in cut)
-    assert counts.turns.cut_observations == counts.turns.ended_by_tokens == len(cut)
-
-
 @pytest.mark.parametrize("keep_turns", [False, True])
 def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(keep_turns, tiny_params, one_device):
     more = WINDOW | {"prefill_prompts": 1, "keep_turns": keep_turns}

@@ -22,7 +22,6 @@ from dapo_jax.reporting.console import (
     Progress,
     describe_turns,
     duration,
-    fit,
     remaining,
     step_lines,
 )
@@ -113,10 +112,6 @@ def test_the_eta_goes_by_the_last_steps_and_not_by_the_first(capsys):
         time.sleep(0.02)
     lines = capsys.readouterr().out.splitlines()[::2]
     assert ["ETA 0 s" in line for line in lines] == [False, True, False]
-
-
-def test_parts_wider_than_a_line_get_lines_of_their_own():
-    assert fit(["a" * 90, "b", "c" * 78]).splitlines() == ["a" * 90, "  b", "  " + "c" * 78]
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m[red]a[/red]\r\u202eb\ud800 \u6f22\n\n"

@@ -155,13 +155,6 @@ def test_problems_that_are_all_half_right_do_not_feign_certainty():
     assert difference.value == 0 and difference.low < -0.3 and difference.high > 0.3
 
 
-def test_the_interval_over_seeds_has_a_width_where_all_are_right():
-    result = estimate_over_seeds([np.ones(16)] * 3, seed=0)
-    assert (result.value, result.high) == (1, 1) and result.low == pytest.approx(0.806, abs=6e-4)
-    equal = estimate_over_seeds([np.zeros(16)] * 3, seed=0, lowest=-1.0)  # differences
-    assert equal.low < -0.2 and equal.high > 0.2
-
-
 def test_a_repeated_file_is_more_samples_of_few_problems():
     """Three problems, 32 lines each, one response per line: avg@32, not mean@1."""
     lines = [

@@ -1,9 +1,7 @@
 """Reward functions that see all responses to a prompt: one call gives each of them its reward."""
 
 import dataclasses
-import os
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -130,23 +128,6 @@ def test_other_parameters_are_refused_with_those_that_are_given(write_module):
         RewardPool(Reward(parts="own:lacks_answers=1"))
 
 
-def test_a_function_object_runs_in_a_worker_or_here():
-    here, table = os.getpid(), {7: 0.25}
-
-    def spread(prompt, responses, answer, lengths, correct):
-        return [table[7] * (n - min(lengths)) + 100 * (os.getpid() == here) for n in lengths]
-
-    async def count(responses, **others):
-        return [len(responses)] * len(responses)
-
-    for in_process, more in ((False, 0), (True, 100)):
-        names = [register_function(function, in_process) for function in (spread, count)]
-        config = make_config(",".join(f"{name}=1" for name in names))
-        (group,), _ = judge_groups(config, ["a", "bbb"])
-        np.testing.assert_array_equal(group.reward_parts[names[0]], [more, 0.5 + more])
-        np.testing.assert_array_equal(group.reward_parts[names[1]], [2, 2])
-
-
 def test_each_group_is_judged_on_one_process(monkeypatch):
     calls = []
 
@@ -164,20 +145,3 @@ def test_each_group_is_judged_on_one_process(monkeypatch):
         assert [len(group) for group in verdicts] == [2 * (i % 2 == process) for i in range(4)]
         judge.close()
     assert sorted(calls) == [[f"{i}", "b"] for i in range(4)]
-
-
-def test_a_pool_closes_while_a_group_is_rewarded():
-    began, go_on = threading.Event(), threading.Event()
-
-    def slow(prompt, responses, answer, lengths, correct):
-        began.set()
-        return go_on.wait(60) and lengths
-
-    pool = RewardPool(Reward(parts=f"{register_function(slow, True)}=1"))
-    first = pool.submit_group(make_prompt(0, [2]), [say("a")])
-    began.wait(60)
-    second = pool.submit_group(make_prompt(1, [2]), [say("a")])
-    pool.close()
-    go_on.set()
-    assert list(first[0].result(timeout=60).parts.values())[1:] == [1.0]
-    assert not second[0].done() or second[0].cancelled()

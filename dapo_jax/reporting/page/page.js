@@ -7,7 +7,6 @@ const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9
 const DASHES = [["solid", "solid"], ["dashed", "dash"], ["dotted", "dot"]]; // names in CSS and in plotly
 const CLIPS = ["", "cut by the lower clip", "cut by the upper clip", "cut by the dual clip"];
 const OPTIONS = { displayModeBar: false, responsive: true };
-const runs = data.experiments.flatMap((experiment) => experiment.runs);
 const several = data.experiments.length > 1; // each plot then compares one metric
 
 function make(tag, properties = {}, ...children) {
@@ -50,7 +49,7 @@ function layout(title) {
 
 function smoothed(values, width) {
   return values.map((value, i) => {
-    if (value === null) return null; // keep gaps
+    if (value === null) return null;
     const part = values.slice(Math.max(0, i - width + 1), i + 1).filter((v) => v !== null);
     return part.reduce((a, b) => a + b) / part.length;
   });
@@ -69,7 +68,7 @@ function bandOf(x, low, high) {
   return band;
 }
 
-// Lines of the experiments that are shown: i numbers the experiment, place the metric.
+// Lines of the shown experiments: i numbers the experiment, place the metric. A line joins rare evaluations; elsewhere are gaps.
 const linesOf = (curve) => [...data.experiments.entries()].filter(([i]) => byId(`experiment-${i}`)?.checked ?? true)
   .flatMap(([i, { name, curves }]) => Object.entries(curve.metrics).map(([metric, words], place) => ({ i, name, place, words, metric, line: curves.lines[metric], x: curves.x })))
   .filter(({ line }) => line);
@@ -77,7 +76,6 @@ const linesOf = (curve) => [...data.experiments.entries()].filter(([i]) => byId(
 function traces(curve) {
   const width = Number(byId("smooth").value);
   return linesOf(curve).flatMap(({ i, name, place, words, metric, line, x: axes }) => {
-    // Evaluations are rare, so a line joins them; elsewhere a missing value is a gap.
     const measured = [...line.mean.keys()].filter((at) => line.mean[at] !== null || !metric.startsWith("heldout_"));
     const at = (values) => measured.map((place) => values[place]);
     const x = at(axes[byId("axis").value]);
@@ -102,8 +100,7 @@ function flatRange(curve, lines) {
   const high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   const span = Math.max(curve.span, 0.01 * Math.max(Math.abs(low), Math.abs(high)));
   if (!values.length || high - low >= span) return [undefined, ""];
-  const centred = (low + high - span) / 2;
-  const from = low >= 0 ? Math.max(0, centred) : centred;
+  const from = Math.max(low >= 0 ? 0 : -Infinity, (low + high - span) / 2);
   const note = high > low && high - low < span / 10
     ? `All values lie within ${show(high - low)} of each other. The axis spans ${show(span)}, so that rounding looks flat.` : "";
   return [[from - 0.05 * span, from + 1.05 * span], note];
@@ -143,8 +140,7 @@ function drawSpent() {
     const spent = data.experiments.map((experiment) => experiment.spent[plot.dataset.part]);
     const kinds = [...new Set(spent.flatMap(Object.keys))];
     const places = spent.map((_, i) => i);
-    const sums = spent.map((table) => Object.entries(table).map(([kind, value]) => `${kind} ${show(value)}`).join(", "));
-    plot.setAttribute("aria-label", data.experiments.map(({ name }, i) => `${plot.dataset.part} of ${name}: ${sums[i]}`).join("; "));
+    plot.setAttribute("aria-label", data.experiments.map(({ name }, i) => `${plot.dataset.part} of ${name}: ${Object.entries(spent[i]).join("; ")}`).join("; "));
     const bars = kinds.map((kind, i) => ({ type: "bar", orientation: "h", name: kind, marker: { color: colourOf(i) }, y: places,
       x: spent.map((table) => table[kind] ?? 0), hovertemplate: `%{x:,.0f} ${plot.dataset.part}` }));
     const look = { ...layout(""), barmode: "stack", hovermode: "closest", dragmode: false };
@@ -228,6 +224,7 @@ function drawGroup() {
 function drawRollouts() {
   rollouts = JSON.parse(byId("rollouts-data").textContent);
   if (!rollouts.length) return;
+  const runs = data.experiments.flatMap((experiment) => experiment.runs);
   byId("group").append(...rollouts.map((group, i) => {
     const correct = group.responses.filter((response) => response.correct).length;
     const name = runs.length > 1 ? `${runs[group.run]}, ` : "";

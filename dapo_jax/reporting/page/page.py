@@ -85,12 +85,12 @@ def _curves_of(experiment: Experiment, points: int) -> dict[str, Any]:
     """Return the charted metrics over steps, minutes and tokens: mean, and range over seeds.
 
     Args:
-        points: maximum number of points of a curve, and of evaluations in addition.
+        points: maximum number of points of a curve; at most a quarter are those of evaluations.
     """
     steps = sorted({row["step"] for run in experiment.runs for row in run.rows})
     evaluated = np.flatnonzero(np.isfinite(_mean(_table(experiment, "heldout_accuracy", steps))))
-    rare = evaluated[spread_out(len(evaluated), points)]
-    places = np.union1d(spread_out(len(steps), points), rare).astype(int)
+    rare = evaluated[spread_out(len(evaluated), points // 4)]
+    places = np.union1d(spread_out(len(steps), points - len(rare)), rare).astype(int)
     lines: dict[str, Any] = {}
     for name in (metric for curve in read_curves() for metric in curve.metrics):
         table = _table(experiment, name, steps)[:, places]
