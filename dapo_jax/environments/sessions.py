@@ -83,19 +83,19 @@ class Environments:
         self._pools = [WorkerPool(1, open_workers, "environment") for _ in range(settings.workers)]
 
     def submit(
-        self, prompt: Prompt, seed: int, said: Sequence[str], failed: Sequence[str]
+        self, prompt: Prompt, seed: int, turns: Sequence[str], failed: Sequence[str]
     ) -> PendingReply:
         """Request the reply to the last turn of a trajectory.
 
         Args:
             seed: seed of the trajectory, which also names it.
-            said: texts of its turns.
+            turns: texts of its turns.
             failed: failures of the steps before the last, empty if a step succeeded; failed steps
                 are not repeated.
         """
         if prompt.index % processes.count() != processes.index():
             return PendingReply(prompt.index, [])
-        *before, last = said
+        *before, last = turns
         passed = [text for text, failure in zip(before, failed, strict=True) if not failure]
         problem = Problem(
             prompt.id, prompt.problem, prompt.answer, prompt.source, metadata=prompt.metadata

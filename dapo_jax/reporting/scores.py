@@ -241,7 +241,8 @@ def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float =
 
 
 def _reflection(problems: list[list[Response]], seed: int) -> Reflection | None:
-    rows, weights = [], []
+    rows = []
+    weights = []
     for samples in problems:
         with_word = [sample.correct for sample in samples if sample.reflection]
         without = [sample.correct for sample in samples if not sample.reflection]
