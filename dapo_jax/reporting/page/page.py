@@ -170,13 +170,9 @@ def _sample(shown: list[Experiment], capacity: int) -> tuple[str, str]:
 def _describe(experiment: Experiment, first: Experiment, preset: str) -> dict[str, Any]:
     """Return the texts and numbers of an experiment, compared with the first experiment."""
     nearest, changed = from_preset(experiment.settings, preset)
-    planned = experiment.settings.get("total_steps", 0)
     return {
         "name": experiment.name,
-        "runs": [
-            {"name": run.name, "warnings": check_run(run.rows, planned, run.settings)}
-            for run in experiment.runs
-        ],
+        "runs": [run.name for run in experiment.runs],
         "headlines": headlines(experiment),
         "differences": differences(experiment, first) if experiment is not first else {},
         "spent": spent(experiment),
@@ -200,7 +196,7 @@ def _static_values(shown: list[Experiment], described: list[dict[str, Any]]) -> 
     # Browsers normalise line ends before they hash a script.
     plotly = get_plotlyjs().replace("\r\n", "\n")
     code = asset("page.js").replace("\r\n", "\n")
-    runs = [run for experiment in described for run in experiment["runs"]]
+    runs = [run for experiment in shown for run in experiment.runs]
     lines = [line for experiment in described for line in experiment["headlines"]]
     return {
         "heading": names,
@@ -213,9 +209,9 @@ def _static_values(shown: list[Experiment], described: list[dict[str, Any]]) -> 
         "headline_names": list(dict.fromkeys(line["name"] for line in lines)),
         "differing": differing_settings(shown),
         "warnings": [
-            f"{run['name']}: {text}" if len(runs) > 1 else text
+            f"{run.name}: {text}" if len(runs) > 1 else text
             for run in runs
-            for text in run["warnings"]
+            for text in check_run(run.rows, run.settings.get("total_steps", 0), run.settings)
         ],
     }
 
@@ -249,8 +245,7 @@ def page(runs: Sequence[RecordedRun], settings: ReportConfig) -> str:
     data = as_json(
         {
             "experiments": [
-                {name: experiment[name] for name in ("name", "spent", "curves")}
-                | {"runs": [run["name"] for run in experiment["runs"]]}
+                {name: experiment[name] for name in ("name", "runs", "spent", "curves")}
                 for experiment in described
             ],
             "curves": [curve._asdict() for curve in read_curves()],
