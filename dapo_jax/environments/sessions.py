@@ -83,19 +83,19 @@ class Environments:
         self._pools = [WorkerPool(1, open_workers, "environment") for _ in range(settings.workers)]
 
     def submit(
-        self, prompt: Prompt, seed: int, said: Sequence[str], failed: Sequence[str]
+        self, prompt: Prompt, seed: int, turns: Sequence[str], failed: Sequence[str]
     ) -> PendingReply:
         """Request the reply to the last turn of a trajectory.
 
         Args:
             seed: seed of the trajectory, which also names it.
-            said: texts of its turns.
+            turns: texts of its turns.
             failed: failures of the steps before the last, empty if a step succeeded; failed steps
                 are not repeated.
         """
         if prompt.index % processes.count() != processes.index():
             return PendingReply(prompt.index, [])
-        *before, last = said
+        *before, last = turns
         passed = [text for text, failure in zip(before, failed, strict=True) if not failure]
         problem = Problem(
             prompt.id, prompt.problem, prompt.answer, prompt.source, metadata=prompt.metadata
@@ -132,11 +132,10 @@ class Environments:
     def _ask(self, workers: _Workers, request: Request, seconds: float) -> Reply:
         """Return a worker's reply; a first reset may load data, so its time does not count."""
         source = request.problem.source
+        first = None
+        if not self.settings.tools:
+            first = self._first.setdefault(source, Request(request.problem).to_json())
         try:
-            first = None
-            if not self.settings.tools:
-                reset = Request(request.problem).to_json()
-                first = self._first.setdefault(source, reset)
             return Reply.from_json(workers.steps.ask(request.to_json(), seconds, first=first))
         except TimeoutError:
             self._first.pop(source, None)  # the reset of another problem may end in time
@@ -170,11 +169,12 @@ class Environments:
         opened = problem
         try:
             reply = self._pools[0].submit(self._ask, Request(problem), seconds).result()
-            opened = with_prompt(problem, reply.prompt)
+            opened = _with_prompt(problem, reply.prompt)
+            failure = reply.failure
         except (OSError, ValueError, TypeError) as error:
-            reply = Reply(failure=f"{type(error).__name__}: {error}")
-        if reply.failure and not self._has_reset:
-            failure = reply.failure[:MAX_ERROR_CHARACTERS]
+            failure = f"{type(error).__name__}: {error}"
+        if failure and not self._has_reset:
+            failure = failure[:MAX_ERROR_CHARACTERS]
             raise ConfigError(f"config.environment.name: reset of {problem.id}: {failure}")
         self._has_reset = True
         return opened
@@ -186,24 +186,19 @@ class Environments:
         self._copies.close()
 
 
-def with_prompt(problem: Problem, prompt: Any) -> Problem:
-    """Return a problem with the text, and the messages before it, of an environment's prompt.
-
-    Raises:
-        TypeError: the prompt is neither text nor messages that end with the user's.
-    """
+def _with_prompt(problem: Problem, prompt: Any) -> Problem:
+    """Return a problem with the text, and the messages before it, of an environment's prompt."""
     if prompt is None:
         return problem
     if isinstance(prompt, str):
         return dataclasses.replace(problem, text=prompt)
     try:
-        *before, last = [(message["role"], message["content"]) for message in prompt]
-        role, text = last
+        *before, (role, text) = [(message["role"], message["content"]) for message in prompt]
         system = "".join(content for role, content in before if role == "system")
         turns = tuple((role, content) for role, content in before if role != "system")
         if role != "user" or not isinstance(text, str):
             raise TypeError
-    except (TypeError, KeyError, IndexError, ValueError):
+    except (TypeError, KeyError, ValueError):
         raise TypeError(
             f"reset returned {prompt!r:.80}: must be text, None, or messages of which the last is "
             "the user's"

@@ -91,13 +91,12 @@ class ToolUse:
             }
             for number, call in enumerate(calls[:MAX_CALLS])
         ]
+        errors = []
         if _has_intended_call(rest):
-            names = ", ".join(self._functions)
-            error = f"error: a call that can't be read; the tools are {names}"
-            messages.append({"role": "tool", "content": error})
+            errors.append(f"a call that can't be read; the tools are {', '.join(self._functions)}")
         if len(calls) > MAX_CALLS:
-            error = f"error: {len(calls)} calls; at most {MAX_CALLS} are made in a turn"
-            messages.append({"role": "tool", "content": error})
+            errors.append(f"{len(calls)} calls; at most {MAX_CALLS} are made in a turn")
+        messages += [{"role": "tool", "content": f"error: {error}"} for error in errors]
         contents = [message["content"] for message in messages]
         failure = next((text for text in contents if text.startswith("error: ")), "")
         return Observation(messages=messages, role="tool", failure=failure[:MAX_ERROR_CHARACTERS])

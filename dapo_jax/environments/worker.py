@@ -49,20 +49,13 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Reply to a request: a prompt, an observation, or a failure.
+    """Reply to a request: a prompt, an observation, or a failure."""
 
-    Attributes:
-        prompt: text or messages that `reset` returned.
-        cut: whether the observation was longer than `MAX_CHARACTERS`.
-        failure: error with file and line, for the log.
-        shown: the error as the policy sees it.
-    """
-
-    prompt: Any = None
+    prompt: Any = None  # text or messages that `reset` returned
     observation: Observation | None = None
-    cut: bool = False
-    failure: str = ""
-    shown: str = ""
+    cut: bool = False  # the observation was longer than `MAX_CHARACTERS`
+    failure: str = ""  # error with file and line, for the log
+    shown: str = ""  # the error as the policy sees it
 
     def to_json(self) -> dict[str, Any]:
         return self._asdict() | {"observation": self.observation and vars(self.observation)}
@@ -73,13 +66,7 @@ class Reply(NamedTuple):
         return cls(**fields)._replace(observation=observation and Observation(**observation))
 
 
-def _reset(environment: Any, problem: Problem) -> Any:
-    """Return the prompt of an environment; None for the problem's own."""
-    reset = getattr(environment, "reset", None)
-    return None if reset is None else reset(problem)
-
-
-def check_observation(value: Any) -> Observation:
+def _check_observation(value: Any) -> Observation:
     """Return the observation that `step` returned. Raises TypeError, ValueError."""
     if value is None:
         return Observation(done=True)
@@ -105,20 +92,26 @@ class Sessions:
 
     def __init__(self, factory: Callable[..., Environment]):
         self._factory = factory
-        self._live: collections.OrderedDict[str, tuple[Environment, int]] = (
-            collections.OrderedDict()
-        )
+        self._live = collections.OrderedDict[str, tuple[Environment, int]]()  # with steps made
 
-    def _make(self, seed: int) -> Environment:
+    def _start(self, problem: Problem, seed: int) -> tuple[Environment, Any]:
+        """Return a new environment and its prompt; None for the problem's own."""
         takes_seed = "seed" in inspect.signature(self._factory).parameters
-        return self._factory(seed=seed) if takes_seed else self._factory()
+        environment = self._factory(seed=seed) if takes_seed else self._factory()
+        reset = getattr(environment, "reset", None)
+        return environment, None if reset is None else reset(problem)
 
     def answer(self, request: Request) -> Reply:
         """Return the reply to a request. Raises whatever the environment raises."""
         if not request.turns:
-            return Reply(prompt=_reset(self._make(0), request.problem))
-        environment = self._at_last_turn(request)
-        observation = check_observation(environment.step(request.turns[-1]))
+            return Reply(prompt=self._start(request.problem, 0)[1])
+        *before, last = request.turns
+        environment, steps = self._live.pop(request.session, (None, 0))
+        if environment is None or steps != len(before):
+            environment, _ = self._start(request.problem, request.seed)
+            for text in before:
+                environment.step(text)
+        observation = _check_observation(environment.step(last))
         if not observation.done:
             self._live[request.session] = environment, len(request.turns)
         while len(self._live) > MAX_LIVE:
@@ -128,17 +121,6 @@ class Sessions:
             return Reply(observation=observation)
         text = (observation.text or "\n".join(texts))[:MAX_CHARACTERS]
         return Reply(observation=dataclasses.replace(observation, text=text, messages=[]), cut=True)
-
-    def _at_last_turn(self, request: Request) -> Environment:
-        """Return the trajectory's environment after all turns but the last."""
-        live = self._live.pop(request.session, None)
-        if live is not None and live[1] == len(request.turns) - 1:
-            return live[0]
-        environment = self._make(request.seed)
-        _reset(environment, request.problem)
-        for text in request.turns[:-1]:
-            environment.step(text)
-        return environment
 
 
 def make_answer(name: str, file: str, tools: list[str]) -> Callable[[dict], dict]:

@@ -5,7 +5,7 @@ rows of a whole run for its report. Alerts and advice that cannot apply to a run
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,7 +13,6 @@ import numpy as np
 from dapo_jax.config.algorithm import REWARD_FREE_ESTIMATORS
 from dapo_jax.config.experiment import OF_THE_ANSWER, Config
 from dapo_jax.runtime.nonfinite import PREFIXES, reasons
-from dapo_jax.runtime.rules import When
 from dapo_jax.runtime.settings import leaves
 
 BASELINE_STEPS = 10  # previous steps that a response length is compared with
@@ -25,63 +24,73 @@ SHOWN_STEPS = 8
 Rows = Sequence[Mapping[str, Any]]
 
 
-def _part_names(parts: str) -> set[str]:
-    return {entry.partition("=")[0].strip() for entry in parts.split(",")}
+Settings = Mapping[str, Any]  # by dotted name, possibly with the metrics of a step
+Condition = Callable[[Settings], Any]
 
 
-def _trains_on_correctness(
-    parts: str, correct: str, dynamic_sampling: bool, trained: str, positive_nll: float
-) -> bool:
-    is_needed = dynamic_sampling or trained != "all" or positive_nll > 0
-    is_rewarded = not _part_names(parts).isdisjoint(OF_THE_ANSWER)
-    return is_rewarded or is_needed and correct == "verifier"
+# --- settings for which alerts and advice are meaningful ------------------------------------
 
 
-def _uses_correctness(parts: str, correct: str, *rest: Any) -> bool:
-    return correct == "threshold" or _trains_on_correctness(parts, correct, *rest)
+def _parts(settings: Settings) -> set[str]:
+    return {entry.partition("=")[0].strip() for entry in settings["reward.parts"].split(",")}
 
 
-_CORRECTNESS = (
-    "reward.parts reward.correct algorithm.dynamic_sampling algorithm.trained_responses "
-    "algorithm.positive_nll_coefficient"
-)
-# With a user's reward the verifier's answers may be logged without any influence on training.
-READS_ANSWERS = When(
-    _CORRECTNESS,
-    lambda parts, *rest: "format" in _part_names(parts) or _trains_on_correctness(parts, *rest),
-)
-USES_CORRECTNESS = When(_CORRECTNESS, _uses_correctness)
-GROUPS_BY_CORRECTNESS = When(
-    f"rollout.samples_per_prompt {_CORRECTNESS}",
-    lambda samples, *rest: samples > 1 and _uses_correctness(*rest),
-)
-# The first update after scoring has ratios of 1, which are never clipped.
-CLIPS = When(
-    "algorithm.region rollout.updates_per_rollout algorithm.old_logprobs",
-    lambda region, updates, old: region != "none" and (updates > 1 or old == "sampler"),
-)
-SEVERAL_UPDATES = When("rollout.updates_per_rollout", lambda updates: updates > 1)
-_AGE = "rollout.lag rollout.carry_over"
-ON_POLICY = When(_AGE, lambda lag, carry_over: (lag, carry_over) == (0, "none"))
-OFF_POLICY = When(_AGE, lambda lag, carry_over: (lag, carry_over) != (0, "none"))
-TOKEN_RATIO = When("algorithm.ratio", "token")
-CAN_PUNISH_LENGTH = When(
-    "algorithm.overlong_punishment algorithm.advantage",
-    lambda punishes, advantage: not punishes and advantage not in REWARD_FREE_ESTIMATORS,
-)
-CAN_STOP = When(
-    "algorithm.dynamic_sampling rollout.when_starved",
-    lambda filters, starved: filters and starved == "partial",
-)
-NO_BONUS = When("algorithm.entropy_coefficient", lambda weight: not weight)
-WRITES_ROLLOUTS = When("log.rollouts")
+def _trains_on_correctness(settings: Settings) -> bool:
+    is_needed = (
+        settings["algorithm.dynamic_sampling"]
+        or settings["algorithm.trained_responses"] != "all"
+        or settings["algorithm.positive_nll_coefficient"] > 0
+    )
+    is_rewarded = not _parts(settings).isdisjoint(OF_THE_ANSWER)
+    return is_rewarded or is_needed and settings["reward.correct"] == "verifier"
+
+
+def uses_correctness(settings: Settings) -> bool:
+    """Return True if correctness, by the verifier or a threshold, affects training."""
+    return settings["reward.correct"] == "threshold" or _trains_on_correctness(settings)
+
+
+def reads_answers(settings: Settings) -> bool:
+    """Return True if training reads the verifier's answers, rather than only logs them."""
+    return "format" in _parts(settings) or _trains_on_correctness(settings)
+
+
+def _has_graded_groups(settings: Settings) -> bool:
+    return settings["rollout.samples_per_prompt"] > 1 and uses_correctness(settings)
+
+
+def _clips(settings: Settings) -> bool:
+    # The first update after scoring has ratios of 1, which are never clipped.
+    is_old = settings["algorithm.old_logprobs"] == "sampler"
+    is_clipped = settings["rollout.updates_per_rollout"] > 1 or is_old
+    return settings["algorithm.region"] != "none" and is_clipped
+
+
+def _is_on_policy(settings: Settings) -> bool:
+    return settings["rollout.lag"] == 0 and settings["rollout.carry_over"] == "none"
+
+
+def _has_token_ratio(settings: Settings) -> bool:
+    return settings["algorithm.ratio"] == "token"
+
+
+def _can_punish_length(settings: Settings) -> bool:
+    has_reward = settings["algorithm.advantage"] not in REWARD_FREE_ESTIMATORS
+    return has_reward and not settings["algorithm.overlong_punishment"]
+
+
+def _can_stop(settings: Settings) -> bool:
+    return settings["algorithm.dynamic_sampling"] and settings["rollout.when_starved"] == "partial"
+
+
+# --- the table ------------------------------------------------------------------------------
 
 
 class Hint(NamedTuple):
     """A piece of advice; `applies` tests the settings and the metrics of the step."""
 
     text: str
-    applies: When | None = None
+    applies: Condition | None = None
 
 
 class Alert(NamedTuple):
@@ -95,8 +104,6 @@ class Alert(NamedTuple):
         limit: name of a setting (0 disables the alert) or a number.
         text: the message; metrics can be named in that of an event.
         advice: alternatives to try, or likely causes of an event.
-        see: where to look.
-        applies: settings for which the alert is meaningful.
         below: True if values below the limit raise the alert, else those at or above it.
     """
 
@@ -106,36 +113,39 @@ class Alert(NamedTuple):
     text: str = ""
     advice: tuple[Hint, ...] = ()
     see: Hint | None = None
-    applies: When | None = None
+    applies: Condition | None = None
     below: bool = False
 
 
 SLOWER = Hint("a smaller optimizer.learning_rate")
-FRESHER = Hint("rollout.lag=0 and rollout.carry_over=none", OFF_POLICY)
+FRESHER = Hint("rollout.lag=0 and rollout.carry_over=none", lambda s: not _is_on_policy(s))
 EXPLORE = (
-    Hint("a larger algorithm.clip_high", CLIPS),
+    Hint("a larger algorithm.clip_high", _clips),
     SLOWER,
-    Hint("algorithm.entropy_coefficient=0.001", NO_BONUS),
+    Hint("algorithm.entropy_coefficient=0.001", lambda s: not s["algorithm.entropy_coefficient"]),
 )
-SHORTEN = (SLOWER, Hint("algorithm.overlong_punishment=true", CAN_PUNISH_LENGTH))
+SHORTEN = (SLOWER, Hint("algorithm.overlong_punishment=true", _can_punish_length))
 FIND_ANSWERS = (
     Hint("the pair of data.template and reward.verifier that belongs together"),
-    Hint("a larger sampler.max_response_tokens", When("truncated_fraction")),
+    Hint("a larger sampler.max_response_tokens", lambda s: s["truncated_fraction"]),
 )
 EASIER = (Hint("easier problems"), Hint("a larger rollout.samples_per_prompt"))
-HARDER = (Hint("harder problems"), Hint("rollout.when_starved=stop", CAN_STOP))
+HARDER = (Hint("harder problems"), Hint("rollout.when_starved=stop", _can_stop))
 VERIFY = (Hint("a larger reward.timeout_seconds"), Hint("more reward.workers"))
 REJECT_LESS = (FRESHER, Hint("wider bounds of algorithm.rejection"))
 SMALLER_WEIGHTS = (FRESHER, Hint("a smaller algorithm.importance_cap"))
-MOVE_LESS = (Hint("a smaller rollout.updates_per_rollout", SEVERAL_UPDATES), SLOWER)
-EMPTY_CAUSES = (
-    Hint("every response filtered", When("algorithm.overlong_filtering")),
-    Hint("token weights of 0", When("algorithm.token_weights")),
-    Hint("none correct", When("algorithm.trained_responses", "correct pairs")),
-    Hint("none incorrect", When("algorithm.trained_responses", "pairs")),
+MOVE_LESS = (
+    Hint("a smaller rollout.updates_per_rollout", lambda s: s["rollout.updates_per_rollout"] > 1),
+    SLOWER,
 )
-SEE_VERDICTS = Hint("see in rollouts/ whether the verdicts are right", WRITES_ROLLOUTS)
-SEE_FAILURES = Hint("rollouts/ says what failed", WRITES_ROLLOUTS)
+EMPTY_CAUSES = (
+    Hint("every response filtered", lambda s: s["algorithm.overlong_filtering"]),
+    Hint("token weights of 0", lambda s: s["algorithm.token_weights"]),
+    Hint("none correct", lambda s: s["algorithm.trained_responses"] in ("correct", "pairs")),
+    Hint("none incorrect", lambda s: s["algorithm.trained_responses"] == "pairs"),
+)
+SEE_VERDICTS = Hint("see in rollouts/ whether the verdicts are right", lambda s: s["log.rollouts"])
+SEE_FAILURES = Hint("rollouts/ says what failed", lambda s: s["log.rollouts"])
 GROWTH = "growth of response_tokens_mean"
 FAILURE_RATE = "verifier_failures per verdict"
 REJECTED = "rejected_fraction_low + rejected_fraction_high"
@@ -145,13 +155,13 @@ ALERTS = (
     Alert("step", "entropy", "watch.min_entropy", advice=EXPLORE, below=True),
     Alert("step", GROWTH, "watch.max_length_growth", advice=SHORTEN, see=Hint("see repetition")),
     Alert("step", "answer_not_found_rate", "watch.max_answer_not_found", advice=FIND_ANSWERS,
-          applies=READS_ANSWERS),
+          applies=reads_answers),
     Alert("step", "all_wrong_fraction", "watch.max_all_wrong", advice=EASIER, see=SEE_VERDICTS,
-          applies=GROUPS_BY_CORRECTNESS),
+          applies=_has_graded_groups),
     Alert("step", "all_right_fraction", "watch.max_all_right", advice=HARDER,
-          see=Hint("little is left to learn"), applies=GROUPS_BY_CORRECTNESS),
+          see=Hint("little is left to learn"), applies=_has_graded_groups),
     Alert("step", FAILURE_RATE, "watch.max_verifier_failures", advice=VERIFY, see=SEE_FAILURES,
-          applies=READS_ANSWERS),
+          applies=reads_answers),
     Alert("event", "starved", text="only {trained_groups:.0f} {groups} carried signal{broken}"),
     Alert("event", "empty_updates", advice=EMPTY_CAUSES,
           text="{empty_updates:.0f} updates had no trained token and were not taken{causes}"),
@@ -159,28 +169,28 @@ ALERTS = (
     Alert("event", "value_skipped_updates",
           text="an update of the critic was skipped: {value_reasons} was not finite"),
     Alert("end", "truncated_fraction", 0.3, "many responses are cut off by the budget"),
-    Alert("end", "answer_not_found_rate", 0.3, advice=FIND_ANSWERS, applies=READS_ANSWERS,
+    Alert("end", "answer_not_found_rate", 0.3, advice=FIND_ANSWERS, applies=reads_answers,
           text="many responses have no answer that the verifier can find"),
     Alert("end", "all_wrong_fraction", 0.8, "most groups are all wrong", EASIER,
-          applies=GROUPS_BY_CORRECTNESS),
-    Alert("end", "all_right_fraction", 0.8, advice=HARDER, applies=GROUPS_BY_CORRECTNESS,
+          applies=_has_graded_groups),
+    Alert("end", "all_right_fraction", 0.8, advice=HARDER, applies=_has_graded_groups,
           text="most groups are all right: little is left to learn"),
     # With lag or carry-over the two policies differ by intention.
-    Alert("end", "kl_sampler_trainer", 0.05, "sampler and trainer disagree", applies=ON_POLICY),
+    Alert("end", "kl_sampler_trainer", 0.05, "sampler and trainer disagree", applies=_is_on_policy),
     # The ratio of a whole response is clipped for all its tokens.
     Alert("end", "clip_fraction_high", 0.1, "the upper clip cuts many tokens",
-          applies=TOKEN_RATIO),
+          applies=_has_token_ratio),
     Alert("end", REJECTED, 0.1, "many tokens are rejected", REJECT_LESS),
     Alert("end", "effective_sample_fraction", 0.5, below=True, advice=SMALLER_WEIGHTS,
           text="a few tokens have most of the importance weight"),
     Alert("end", "ratio_p99", 2.0, "the policy moves far within a step", MOVE_LESS,
-          applies=TOKEN_RATIO),
+          applies=_has_token_ratio),
     Alert("rows", "starved", text="too few groups carried signal"),
     Alert("rows", "empty_updates", text="updates had no trained token"),
     Alert("rows", "skipped_updates", text="updates were skipped, their gradient was not finite,"),
     Alert("rows", "broken_groups", text="groups were dropped because their reward failed"),
     Alert("rows", "verifier_failures", text="the verifier failed on responses",
-          applies=READS_ANSWERS),
+          applies=reads_answers),
 )
 # fmt: on
 
@@ -190,11 +200,12 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {name: value for name, _, value in leaves(config)}
 
 
-def does_apply(when: When | None, values: Mapping[str, Any]) -> bool:
+def does_apply(condition: Condition | None, settings: Settings) -> bool:
     """Return True if the condition holds; also if a run is older than one of its settings."""
-    if when is None or any(name not in values for name in when.names.split()):
+    try:
+        return condition is None or bool(condition(settings))
+    except KeyError:
         return True
-    return when(values)
 
 
 def _join_hints(hints: Sequence[Hint], values: Mapping[str, Any]) -> str:
@@ -226,13 +237,20 @@ class Alerts:
 
     def check_step(self, values: Mapping[str, float]) -> list[str]:
         """Return messages about metrics beyond their limits and about events of the step."""
-        measured = self._settings | dict(values) | self._derived(values)
+        verdicts = sum(count for name, count in values.items() if name.startswith("verdicts/"))
+        tokens = values["response_tokens_mean"]
+        growth = tokens / (np.mean(self._lengths) or np.inf) if self._lengths else 0.0
+        self._lengths.append(tokens)
+        measured = self._settings | dict(values)
+        measured[GROWTH] = float(growth)
+        measured[FAILURE_RATE] = values["verifier_failures"] / max(1.0, verdicts)
         texts = []
         for alert in self._alerts:
-            if alert.scope == "step" and (text := self._threshold(alert, measured)):
-                texts.append(text)
-        events = [alert for alert in self._alerts if alert.scope == "event"]
-        return texts + [_event(alert, measured) for alert in events if measured.get(alert.metric)]
+            if alert.scope == "step":
+                texts.append(self._threshold(alert, measured))
+            elif alert.scope == "event" and measured.get(alert.metric):
+                texts.append(_event(alert, measured))
+        return [text for text in texts if text]
 
     def _threshold(self, alert: Alert, measured: Mapping[str, Any]) -> str:
         limit = self._settings[str(alert.limit)]
@@ -249,15 +267,6 @@ class Alerts:
             advice += f"; {alert.see.text}"
         text = f"{alert.metric} is {value:.3g}, {side} config.{alert.limit} = {limit:g}"
         return f"{text}: try {advice}"
-
-    def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return ratios of the step's metrics, and record its response length."""
-        verdicts = sum(count for name, count in values.items() if name.startswith("verdicts/"))
-        tokens = values["response_tokens_mean"]
-        growth = tokens / (np.mean(self._lengths) or np.inf) if self._lengths else 0.0
-        self._lengths.append(tokens)
-        rate = values["verifier_failures"] / max(1.0, verdicts)
-        return {GROWTH: float(growth), FAILURE_RATE: rate}
 
 
 def _event(alert: Alert, values: Mapping[str, Any]) -> str:
@@ -281,8 +290,8 @@ def check_run(rows: Rows, total_steps: int, settings: Mapping[str, Any]) -> list
     if last_step < total_steps:
         texts.append(f"ends at step {last_step} of {total_steps}: still running, or stopped")
     accuracy = finite_values(rows, "heldout_accuracy")
-    uses_correctness = does_apply(USES_CORRECTNESS, settings)
-    if uses_correctness and accuracy.size > 1 and accuracy[-1] < accuracy[0]:
+    is_learned = does_apply(uses_correctness, settings)
+    if is_learned and accuracy.size > 1 and accuracy[-1] < accuracy[0]:
         texts.append(f"held-out accuracy fell from {accuracy[0]:.3f} to {accuracy[-1]:.3f}")
     entropy = finite_values(rows, "entropy")
     if entropy.size >= 2 * LAST:
@@ -291,12 +300,10 @@ def check_run(rows: Rows, total_steps: int, settings: Mapping[str, Any]) -> list
         if after <= COLLAPSED * before:
             change = f"from {before:.3g} to {after:.3g} nats"
             texts.append(f"entropy fell {change}: the policy hardly explores any more")
+    checks = {"end": _check_end, "rows": _check_rows}
     for alert in ALERTS:
-        if does_apply(alert.applies, settings):
-            if alert.scope == "end":
-                texts.append(_check_end(alert, rows, settings))
-            elif alert.scope == "rows":
-                texts.append(_check_rows(alert, rows))
+        if alert.scope in checks and does_apply(alert.applies, settings):
+            texts.append(checks[alert.scope](alert, rows, settings))
     return [text for text in texts if text]
 
 
@@ -312,7 +319,7 @@ def _check_end(alert: Alert, rows: Rows, settings: Mapping[str, Any]) -> str:
     return f"{alert.text}: {alert.metric} is {sum(means):.3g} at the end{advice}"
 
 
-def _check_rows(alert: Alert, rows: Rows) -> str:
+def _check_rows(alert: Alert, rows: Rows, _: Mapping[str, Any]) -> str:
     steps = [row["step"] for row in rows if finite_values([row], alert.metric).sum() > 0]
     if not steps:
         return ""

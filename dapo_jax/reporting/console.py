@@ -5,7 +5,7 @@ A file or a pipe gets no live line; a slow activity is printed once instead.
 
 import collections
 import contextlib
-import json
+import dataclasses
 import sys
 import threading
 import time
@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from etils import epath
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.reporting.scores import Report, Response
-from dapo_jax.reporting.tables import describe_problems, report_tables
+from dapo_jax.reporting.scores import Estimate, Report, Response, Row
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
@@ -30,11 +29,12 @@ from dapo_jax.structs import Completion, Group, SamplerCounts, Turn
 WIDTH = 80  # columns of the lines of a step
 ANSWER_TAIL = 38  # characters of a response shown in a table
 PROMPT_TAIL = 300
+BAR = 24  # characters of a bar of an evaluation's score
+EIGHTHS = " ▏▎▍▌▋▊▉"  # of a character
 SHOWN_SECONDS = 0.5  # the live line shows a compilation after this time
 SLOW_SECONDS = 3.0  # a slow activity is printed after this time
 COMPILING_SECONDS = 1.0  # a program in the cache takes less
 ETA_STEPS = 10  # the ETA assumes the mean duration of this many steps
-SECONDS_FILE = "dapo_jax_seconds.json"  # beside jax's compilation cache
 PROGRAMS = {
     "jit(_generate)": "the decode step",
     "jit(_prefill)": "the prefill",
@@ -49,14 +49,16 @@ CACHE_HIT = "/jax/compilation_cache/cache_hits"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
+# --- texts ----------------------------------------------------------------------------------
+
+
 def duration(seconds: float) -> str:
     """Return seconds as a text such as 45 s, 12 min, 12.3 h, 5.1 days."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
-    minutes = seconds / 60
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} min"
     hours = seconds / 3600
-    if minutes < 99.5:
-        return f"{minutes:.0f} min"
     return f"{hours:.1f} h" if hours < 99.95 else f"{hours / 24:.1f} days"
 
 
@@ -72,7 +74,7 @@ def fit(parts: Iterable[str], indent: int = 2) -> str:
 
 
 def _tail(text: str, characters: int) -> str:
-    """Return the end of a text from a model or a file on one line, without control characters."""
+    """Return the end of a text on one line, without control characters."""
     return printable(" ".join(text[-characters:].split()))
 
 
@@ -125,75 +127,7 @@ def step_lines(
     return lines
 
 
-class CompileSeconds:
-    """Compile times of earlier processes, kept in a file; errors of that file are ignored.
-
-    Args:
-        model: folder of the model; another model's programs have the same names.
-    """
-
-    def __init__(self, model: str):
-        cache = getattr(jax.config, processes.CACHE_DIR)
-        self._path = epath.Path(cache) / SECONDS_FILE if cache else None
-        self._model = model
-        self._seconds = self._read()
-
-    def _read(self) -> dict[str, float]:
-        with contextlib.suppress(Exception):
-            seconds = json.loads(self._path.read_text()) if self._path else {}
-            return {str(name): float(value) for name, value in seconds.items()}
-        return {}
-
-    def last(self, program: str) -> float | None:
-        """Return the seconds of the last compilation of a program; None if there was none."""
-        return self._seconds.get(f"{self._model} {program}")
-
-    def keep(self, program: str, seconds: float) -> None:
-        """Record a compilation; only the first process writes the file."""
-        self._seconds[f"{self._model} {program}"] = round(seconds, 1)
-        if not self._path or not processes.is_first():
-            return
-        with contextlib.suppress(Exception):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Rename, so that a concurrent reader never sees half a file.
-            unfinished = self._path.with_name(f"{SECONDS_FILE}.unfinished")
-            unfinished.write_text(json.dumps(self._read() | self._seconds, indent=1))
-            unfinished.replace(self._path)
-
-
-class Activity:
-    """The text of an activity and the time since it began."""
-
-    def __init__(self, text: str, shown_after: float):
-        self.text = text
-        self.shown_after = shown_after
-        self._began = time.perf_counter()
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began
-
-    def describe(self) -> str:
-        """Return the text of the live line."""
-        return f"{self.text} · {self.seconds():.0f} s"
-
-
-class Compilation(Activity):
-    """Activity of a compilation; `last_seconds` is None if it is the first of its program."""
-
-    def __init__(self, program: str, last_seconds: float | None):
-        expected = "about " + duration(last_seconds or 0.0)
-        if last_seconds is None:
-            expected = "longer the first time"
-        super().__init__(f"compiling {program}: {expected}", SHOWN_SECONDS)
-        self._program = program
-        self._last_seconds = last_seconds
-
-    def describe(self) -> str:
-        usual = self._last_seconds
-        if usual is None or self.seconds() > usual:
-            return super().describe()
-        left = usual - self.seconds()
-        return f"compiling {self._program}: {left:.0f} s left of about {duration(usual)}"
+# --- tables ---------------------------------------------------------------------------------
 
 
 def describe_turns(completion: Completion) -> Text:
@@ -203,6 +137,129 @@ def describe_turns(completion: Completion) -> Text:
         text = _tail(turn.text, ANSWER_TAIL)
         parts.append(Text(text) if turn.drawn else Text(f"[{text}]", "dim italic"))
     return Text(" | ").join(parts)[-ANSWER_TAIL:]
+
+
+def _group_table(group: Group) -> Table:
+    prompt = escape(_tail(group.prompt.text, PROMPT_TAIL))
+    answer = escape(_tail(group.prompt.answer, ANSWER_TAIL))
+    table = Table(title=f"{prompt}  (answer {answer})", title_justify="left")
+    turns = r" \[environment]" * any(completion.turns for completion in group.completions)
+    table.add_column(f"answer tail{turns}")
+    for name in ("verdict", "reward", "tokens", "cut"):
+        table.add_column(name, justify="right")
+    for completion, correct, reward in zip(
+        group.completions, group.correct, group.rewards, strict=True
+    ):
+        table.add_row(
+            describe_turns(completion),
+            "[green]right[/]" if correct else "[red]wrong[/]",
+            f"{reward:+.2f}",
+            str(len(completion)),
+            "cut" if completion.truncated else "",
+        )
+    return table
+
+
+def _interval(estimate: Estimate) -> str:
+    return "" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
+
+
+def _score_table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if 0 < place < len(columns) - 1 else "left")
+    return table
+
+
+def _score_cells(estimate: Estimate) -> tuple[str, str, str]:
+    whole, eighths = divmod(round(estimate.value * BAR * 8), 8)
+    bar = "█" * whole + EIGHTHS[eighths].strip()
+    return f"{estimate.value:.3f}", _interval(estimate), f"[cyan]{bar}"
+
+
+def _headline(report: Report) -> Table:
+    k = report.samples_per_problem
+    rows = {f"avg@{k}": report.accuracy}
+    rows |= {f"pass@{power}": value for power, value in report.pass_at_k.items() if power > 1}
+    rows |= {f"maj@{k}": report.majority} if k > 1 else {}
+    table = _score_table("", "score", "95 % interval", "")
+    for name, estimate in rows.items():
+        table.add_row(name, *_score_cells(estimate), style="bold" if "avg" in name else "")
+    return table
+
+
+def _breakdown(title: str, rows: list[Row], k: int) -> Table:
+    table = _score_table(title, "problems", f"avg@{k}", "95 % interval", "")
+    for row in rows:
+        table.add_row(escape(printable(row.name)), str(row.problems), *_score_cells(row.accuracy))
+    return table
+
+
+def _statistics(report: Report) -> Iterator[tuple[str, str]]:
+    right, wrong = (
+        "-" if value is None else f"{value:.1f}"
+        for value in (report.response_tokens_right, report.response_tokens_wrong)
+    )
+    yield "tokens", f"{report.response_tokens:.1f} on average: right {right}, wrong {wrong}"
+    if report.turns is not None:
+        yield "turns", f"{report.turns:.2f} of the policy on average"
+    yield "cut off", f"{report.truncated_fraction:.1%} by the budget"
+    yield "no answer", f"{report.answer_not_found_rate:.1%}"
+    if report.verifier_failures:
+        yield "verifier failed", f"on {report.verifier_failures}, counted as wrong"
+    yield "repetition", f"{report.repetition:.1%} of 8-token windows"
+    if report.entropy is not None:
+        yield "-log p", f"{report.entropy:.3f} nats per token, before top_p"
+    yield "reflection", f"{report.reflection_fraction:.1%} have a reflection word"
+    if report.reflection is not None:
+        reflection = report.reflection
+        bounds = _interval(reflection.difference)
+        yield (
+            "",
+            f"accuracy {reflection.with_word.value:.3f} with, {reflection.without.value:.3f} "
+            f"without, inside the {reflection.questions} questions\nthat have both; difference "
+            f"{reflection.difference.value:+.3f}" + (f" ({bounds})" if bounds else ""),
+        )
+
+
+def report_tables(report: Report) -> Iterator[Table]:
+    """Yield tables of an evaluation: scores, response statistics, subjects and levels."""
+    yield _headline(report)
+    grid = Table.grid(padding=(0, 2))
+    for name, text in _statistics(report):
+        grid.add_row(name, text)
+    yield grid
+    for title, rows in ("subject", report.subjects), ("level", report.levels):
+        if rows:
+            yield _breakdown(title, rows, report.samples_per_problem)
+
+
+def describe_problems(report: Report) -> str:
+    """Return a text about the numbers of problems, samples and repeated problems."""
+    k = report.samples_per_problem
+    more = " or more" if report.responses > report.problems * k else ""
+    text = f"{report.problems} problems, {k}{more} samples each; intervals are over problems"
+    if report.repeated_problems:
+        text += (
+            f"\nthe data repeats {report.repeated_problems} problems up to {report.most_listings} "
+            "times;\na repeat counts as more samples of the same problem"
+        )
+    return text
+
+
+# --- the console ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Activity:
+    """The text of an activity and the time since it began; shown after some seconds."""
+
+    text: str
+    shown_after: float = 0.0
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
 
 
 class Progress:
@@ -246,28 +303,28 @@ class Progress:
         outer, *inner = self._activities
         shown = [activity for activity in inner if activity.seconds() >= activity.shown_after]
         activity = shown[-1] if shown else outer
-        return Text(printable(activity.describe()), no_wrap=True, overflow="ellipsis")
+        text = printable(f"{activity.text} · {activity.seconds():.0f} s")
+        return Text(text, no_wrap=True, overflow="ellipsis")
 
     @contextlib.contextmanager
     def working(
         self,
-        text: str | Activity,
+        text: str,
         *,
         stays: bool = True,
         shown_after: float = 0.0,
-        said_after: float | None = None,
+        slow_after: float | None = None,
     ) -> Iterator[Activity]:
         """Show an activity during the block; the text of the yielded object may be changed.
 
         Args:
             stays: print the activity if it is slow and there is no live line.
             shown_after: seconds until the live line shows it instead of the outer activity.
-            said_after: seconds until it is slow; None: `SLOW_SECONDS`.
+            slow_after: seconds until it is slow; None: `SLOW_SECONDS`.
         """
-        activity = Activity(text, shown_after) if isinstance(text, str) else text
-        line = escape(activity.text)
-        slow = SLOW_SECONDS if said_after is None else said_after
-        timer = threading.Timer(slow, lambda: self.say(f"{line} ..."))
+        activity = Activity(text, shown_after)
+        slow = SLOW_SECONDS if slow_after is None else slow_after
+        timer = threading.Timer(slow, lambda: self.say(f"{escape(text)} ..."))
         timer.daemon = True
         if stays and not self.console.is_interactive:
             timer.start()
@@ -281,14 +338,9 @@ class Progress:
             self._activities.remove(activity)
 
     @contextlib.contextmanager
-    def compilation(self, model: str) -> Iterator[None]:
-        """Show compilations during the block: the time left, and the seconds of slow ones.
-
-        Args:
-            model: its folder; the compile times of its programs are remembered.
-        """
-        activities: dict[str, tuple[contextlib.ExitStack, Activity]] = {}
-        remembered = CompileSeconds(model)
+    def compilation(self) -> Iterator[None]:
+        """Show compilations during the block, and the seconds of slow ones."""
+        compiling: dict[str, tuple[contextlib.ExitStack, Activity]] = {}
         cache_hits = set[int]()  # threads
 
         def on_event(event: str, **_: str | int) -> None:
@@ -300,19 +352,21 @@ class Progress:
                 return
             fun_name = str(about.get("fun_name", ""))
             program = PROGRAMS.get(fun_name, fun_name)
-            if fun_name in activities:
-                stack, activity = activities.pop(fun_name)
+            if fun_name in compiling:
+                stack, activity = compiling.pop(fun_name)
                 stack.close()
                 was_cached = event == COMPILED and threading.get_ident() in cache_hits
                 if (seconds := activity.seconds()) >= SLOW_SECONDS and not was_cached:
                     self.say(f"compiled {escape(program)} in {duration(seconds)}")
-                    remembered.keep(fun_name, seconds)
                 cache_hits.discard(threading.get_ident())
             if event == LOWERED:
                 stack = contextlib.ExitStack()
-                activity = Compilation(program, remembered.last(fun_name))
-                working = self.working(activity, said_after=COMPILING_SECONDS)
-                activities[fun_name] = stack, stack.enter_context(working)
+                working = self.working(
+                    f"compiling {program}: longer the first time",
+                    shown_after=SHOWN_SECONDS,
+                    slow_after=COMPILING_SECONDS,
+                )
+                compiling[fun_name] = stack, stack.enter_context(working)
 
         jax.monitoring.register_event_duration_secs_listener(on_duration)
         jax.monitoring.register_event_listener(on_event)
@@ -321,7 +375,7 @@ class Progress:
         finally:
             jax.monitoring.unregister_event_duration_listener(on_duration)
             jax.monitoring.unregister_event_listener(on_event)
-            for stack, _ in activities.values():  # programs that failed to compile
+            for stack, _ in compiling.values():  # programs that failed to compile
                 stack.close()
 
     @contextlib.contextmanager
@@ -384,21 +438,4 @@ class Progress:
 
     def group(self, group: Group) -> None:
         """Print a group as a table of answers, verdicts, rewards and lengths."""
-        prompt = escape(_tail(group.prompt.text, PROMPT_TAIL))
-        answer = escape(_tail(group.prompt.answer, ANSWER_TAIL))
-        table = Table(title=f"{prompt}  (answer {answer})", title_justify="left")
-        turns = r" \[environment]" * any(completion.turns for completion in group.completions)
-        table.add_column(f"answer tail{turns}")
-        for name in ("verdict", "reward", "tokens", "cut"):
-            table.add_column(name, justify="right")
-        for completion, correct, reward in zip(
-            group.completions, group.correct, group.rewards, strict=True
-        ):
-            table.add_row(
-                describe_turns(completion),
-                "[green]right[/]" if correct else "[red]wrong[/]",
-                f"{reward:+.2f}",
-                str(len(completion)),
-                "cut" if completion.truncated else "",
-            )
-        self.console.print(table, soft_wrap=False)
+        self.console.print(_group_table(group), soft_wrap=False)

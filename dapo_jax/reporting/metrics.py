@@ -58,12 +58,8 @@ def verdict_counts(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def age_metrics(groups: list[Group], step: int) -> dict[str, float]:
-    """Return the ages, in steps, of the policies that sampled the groups' tokens.
-
-    Args:
-        step: number of steps that the newest policy was trained for.
-    """
+def _age_metrics(groups: list[Group], step: int) -> dict[str, float]:
+    """Return the ages, in steps, of the policies that sampled the groups' tokens."""
     completions = [completion for group in groups for completion in group.completions]
     drawn = np.array([part for c in completions for part in c.drawn_by], int).reshape(-1, 2)
     lags = step - drawn[:, 0]
@@ -75,6 +71,10 @@ def age_metrics(groups: list[Group], step: int) -> dict[str, float]:
     }
 
 
+def _trained_tokens(collected: CollectedGroups) -> int:
+    return sum(len(c) for group in collected.groups for c in group.completions)
+
+
 def rollout_metrics(
     collected: CollectedGroups, counts: SamplerCounts, step: int = 0
 ) -> dict[str, float]:
@@ -83,23 +83,22 @@ def rollout_metrics(
     Args:
         step: number of steps that the policy was trained for.
     """
-    judged = max(1, len(collected.judged))
-    scored = collected.judged + collected.surplus
-    part_names = collected.judged[0].reward_parts if collected.judged else ()
+    judged = collected.judged
+    scored = [g for g in judged + collected.surplus if g.prompt.index not in collected.reused]
     return (
-        response_metrics(collected.judged)
-        | verdict_counts([g for g in scored if g.prompt.index not in collected.reused])
+        response_metrics(judged)
+        | verdict_counts(scored)
         | {
-            f"reward_parts/{name}": mean_or_zero([g.reward_parts[name] for g in collected.judged])
-            for name in part_names
+            f"reward_parts/{name}": mean_or_zero([group.reward_parts[name] for group in judged])
+            for name in (judged[0].reward_parts if judged else ())
         }
-        | age_metrics(collected.groups, step)
+        | _age_metrics(collected.groups, step)
         | counts.metrics()
         | {
             "broken_groups": float(len(collected.broken)),
-            "kept_fraction": collected.with_signal / judged,
-            "all_right_fraction": collected.all_right / judged,
-            "all_wrong_fraction": collected.all_wrong / judged,
+            "kept_fraction": collected.with_signal / max(1, len(judged)),
+            "all_right_fraction": collected.all_right / max(1, len(judged)),
+            "all_wrong_fraction": collected.all_wrong / max(1, len(judged)),
             "surplus_groups": float(len(collected.surplus)),
             "trained_groups": float(len(collected.groups)),
             "sampled_to_kept_tokens": counts.drawn_tokens / max(1, _trained_tokens(collected)),
@@ -111,10 +110,6 @@ def rollout_metrics(
             "starved": float(collected.starved),
         }
     )
-
-
-def _trained_tokens(collected: CollectedGroups) -> int:
-    return sum(len(c) for group in collected.groups for c in group.completions)
 
 
 def speed_metrics(

@@ -5,7 +5,6 @@ Folders of the machine are not published: of an absolute path, only the last nam
 
 import importlib.resources
 import json
-import math
 import pathlib
 import re
 import shlex
@@ -33,6 +32,8 @@ PATH = re.compile(
 MACHINE_SETTINGS = ("run_dir", "log.", "watch.", "checkpoint.")  # irrelevant for a reader
 CURVES = ("reward", "accuracy", "heldout_accuracy", "entropy", "response_tokens_mean")
 CURVE_ROWS = 9
+SCORES = ("policy", "data", "k", "avg@k", "low", "high", "pass@k", "maj@k")
+HELDOUT = ("accuracy", "accuracy_low", "accuracy_high", "pass_at_k", "majority")  # in that order
 SHOWN_CHARACTERS = 200
 
 
@@ -76,11 +77,12 @@ def write_card(folder: pathlib.Path, config: ExportConfig, run: RecordedRun, ste
         pipeline_tag="text-generation",
         tags=[TAG, "reinforcement-learning", preset],
     )
+    heldout = _value(settings["data.heldout_source"]) or "nothing"
+    if not settings["data.heldout_source"] and settings["data.heldout_problems"] != 0:
+        heldout = "problems of the same source, never trained on"
     changed = from_defaults({n: v for n, v in settings.items() if not n.startswith("algorithm.")})
     replaced = [n for n in settings if settings[n] != run.settings[n] and n != "run_dir"]
-    rows = [run.rows[i] for i in spread_out(len(run.rows), CURVE_ROWS)] if run.rows else []
-    scores = [*_run_scores(run, settings), *_evaluation_scores(run, step)]
-    head = ("policy", "data", "k", "avg@k", "low", "high", "pass@k", "maj@k")
+    rows = [run.rows[i] for i in spread_out(len(run.rows), CURVE_ROWS)]
     template = importlib.resources.files("dapo_jax.reporting") / "model_card.md"
     card = ModelCard.from_template(
         data,
@@ -91,7 +93,7 @@ def write_card(folder: pathlib.Path, config: ExportConfig, run: RecordedRun, ste
         step=step,
         total_steps=settings["total_steps"],
         source=_value(settings["data.source"]),
-        held_out=_held_out(settings),
+        held_out=heldout,
         prompt_template=_value(settings["data.template"]),
         preset=preset,
         differences=_table(("setting", "here", f"in {preset}"), differences),
@@ -100,7 +102,7 @@ def write_card(folder: pathlib.Path, config: ExportConfig, run: RecordedRun, ste
             ("setting", "here", "default"),
             [line for line in changed if not line[0].startswith(MACHINE_SETTINGS)],
         ),
-        scores=_table(head, scores),
+        scores=_table(SCORES, [*_run_scores(run, settings), *_evaluation_scores(run, step)]),
         curves=_table(
             ("step", *CURVES), [[row["step"], *(value_at(row, m) for m in CURVES)] for row in rows]
         ),
@@ -109,40 +111,31 @@ def write_card(folder: pathlib.Path, config: ExportConfig, run: RecordedRun, ste
     card.save(folder / CARD)
 
 
-def _held_out(settings: dict[str, Any]) -> str:
-    if settings["data.heldout_source"] or settings["data.heldout_problems"] == 0:
-        return _value(settings["data.heldout_source"]) or "nothing"
-    return "problems of the same source, never trained on"
-
-
 def _run_scores(run: RecordedRun, settings: dict[str, Any]) -> Iterator[list[Any]]:
     """Yield lines for the first and the last evaluation during the run."""
     measured = [row for row in run.rows if "heldout_accuracy" in row]
     data = settings["data.heldout_source"] or settings["data.source"]
-    names = ("accuracy", "accuracy_low", "accuracy_high", "pass_at_k", "majority")
     for row in measured[:1] + measured[1:][-1:]:
-        values = (value_at(row, f"heldout_{name}") for name in names)
+        values = (value_at(row, f"heldout_{name}") for name in HELDOUT)
         yield [f"step {row['step']}", data, settings["evaluation.samples_per_problem"], *values]
 
 
 def _evaluation_scores(run: RecordedRun, step: int) -> Iterator[list[Any]]:
     """Yield lines for evaluations of this step by `dapo-jax evaluate`."""
-    folder = run.folder / "evaluations"
-    for path in sorted(folder.glob("*/report.json")) if folder.exists() else ():
+    for path in sorted((run.folder / "evaluations").glob("*/report.json")):
         report = read_object(path.read_bytes()) or {}
-        if not str(report.get("policy")).endswith(f" step {step}"):
-            continue
-        data = without_paths({"data": report["data"]})["data"]
-        score = report["accuracy"]
-        best = report["pass_at_k"][max(report["pass_at_k"], key=int)]
-        values = [score["value"], score["low"], score["high"], best["value"]]
-        name = f"step {step}"
-        yield [name, data, report["samples_per_problem"], *values, report["majority"]["value"]]
+        if str(report.get("policy")).endswith(f" step {step}"):
+            data = without_paths({"data": report["data"]})["data"]
+            score = report["accuracy"]
+            best = report["pass_at_k"][max(report["pass_at_k"], key=int)]["value"]
+            values = [score["value"], score["low"], score["high"], best]
+            values.append(report["majority"]["value"])
+            yield [f"step {step}", data, report["samples_per_problem"], *values]
 
 
 def _value(value: Any) -> str:
     if value is None or isinstance(value, float):
-        return "" if value is None or math.isnan(value) else f"{value:.4g}"
+        return "" if value is None or value != value else f"{value:.4g}"
     text = " ".join(str(value).split())
     text = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
     return "`{}`".format(text.replace("`", "'")) if isinstance(value, str) and text else text

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
-from dapo_jax.reporting.alerts import READS_ANSWERS, does_apply, settings_of
+from dapo_jax.reporting.alerts import reads_answers, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response
 
@@ -41,16 +41,15 @@ def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> 
     lengths = [length for length in prompts.lengths if length.over]
     truncates = config.data.overlong_prompts == "truncate_left"
     is_many = any(length.over > MAX_CUT * length.looked_at for length in lengths)
-    if not (lengths and truncates or is_many):
-        return
-    limit = config.data.max_prompt_tokens
-    effect = "lose their beginning" if truncates else "are dropped"
-    progress.alarm(
-        f"prompts of more than {limit} tokens {effect}",
-        "; ".join(length.describe() for length in lengths)
-        + f". config.data.max_prompt_tokens = {limit} is the limit; all prompts that were checked "
-        f"fit under {fitting(config, lengths)}.",
-    )
+    if lengths and truncates or is_many:
+        limit = config.data.max_prompt_tokens
+        effect = "lose their beginning" if truncates else "are dropped"
+        progress.alarm(
+            f"prompts of more than {limit} tokens {effect}",
+            "; ".join(length.describe() for length in lengths)
+            + f". config.data.max_prompt_tokens = {limit} is the limit; all prompts that were "
+            f"checked fit under {fitting(config, lengths)}.",
+        )
 
 
 def saving_seconds(size: float, hosts: int) -> float:
@@ -96,11 +95,11 @@ def warn_about_rounding(config: Config, progress: Progress) -> None:
 def warn_about_warmup(config: Config, progress: Progress) -> None:
     """Warn if a run ends before its learning rate reaches the peak."""
     warmup = config.optimizer.warmup_steps
-    steps = config.total_steps
-    if warmup > steps:
+    if warmup > config.total_steps:
         progress.warn(
             f"optimizer.warmup_steps = {warmup} is longer than the run: the learning rate reaches "
-            f"only {steps / warmup:.0%} of its peak (total_steps = {steps})"
+            f"only {config.total_steps / warmup:.0%} of its peak "
+            f"(total_steps = {config.total_steps})"
         )
 
 
@@ -111,34 +110,33 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
         summary: content of summary.json.
         longer: True if the run can resume with a larger `total_steps`.
     """
-    folder = config.run_dir
     steps = summary["steps"]
     before = summary["heldout_accuracy_before"]
     after = summary["heldout_accuracy_after"]
     scores = "" if before is None or after is None else f", held-out {before:.3f} -> {after:.3f}"
-    choices = {"resume": f"--config.total_steps={2 * steps}"} if longer else {}
-    choices |= {
-        "start over": "--config.run_dir=FOLDER",
-        "evaluate": "dapo-jax evaluate, with the same arguments",
-        "export": f"dapo-jax export --run={folder} --out=FOLDER",
-    }
-    progress.say(escape(f"{folder} is already finished: {steps} steps{scores}"))
-    for name, command in choices.items():
-        progress.say(escape(f"  {name:<10}  {command}"))
+    resume = [f"  resume      --config.total_steps={2 * steps}"] if longer else []
+    for line in (
+        f"{config.run_dir} is already finished: {steps} steps{scores}",
+        *resume,
+        "  start over  --config.run_dir=FOLDER",
+        "  evaluate    dapo-jax evaluate, with the same arguments",
+        f"  export      dapo-jax export --run={config.run_dir} --out=FOLDER",
+    ):
+        progress.say(escape(line))
 
 
 def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:
     """Warn before training if the verifier finds no answer in most responses."""
-    reads_answers = does_apply(READS_ANSWERS, settings_of(config))
     without = [response for response in responses if response.extracted is None]
-    if not reads_answers or len(without) <= MANY_WITHOUT_ANSWER * len(responses):
+    if not reads_answers(settings_of(config)) or len(without) <= MANY_WITHOUT_ANSWER * len(
+        responses
+    ):
         return
-    truncated = sum(response.truncated for response in without)
     causes = (
         f"config.data.template = {config.data.template!r} asks for one form of answer and "
         f"config.reward.verifier = {config.reward.verifier!r} reads another"
     )
-    if truncated:
+    if truncated := sum(response.truncated for response in without):
         causes += (
             f", or responses end too early: {truncated / len(without):.0%} of these were cut off "
             f"by config.sampler.max_response_tokens = {config.sampler.max_response_tokens}"

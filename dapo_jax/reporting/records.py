@@ -7,8 +7,7 @@ from dapo_jax.runtime.storage.jsonl import objects, read_object, spell
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import suppress_storage_errors
 
-READ_BYTES = 1 << 28  # of each kind of records, the newest files first
-JSON_FILES = ("config.json", "summary.json")
+MAX_CHECKED_BYTES = 1 << 28  # of each kind of records, the newest files first
 
 
 def rollouts_name(step: int) -> str:
@@ -30,16 +29,16 @@ def describe_gaps(run_dir: Folder, last_row: int, log: Log) -> list[str]:
         last_row: newest step that should have a row.
         log: says which records the run writes and keeps.
     """
-    steps = {row.get("step") for row in read_rows(run_dir / "metrics.jsonl")}
     texts = []
+    steps = {row.get("step") for row in read_rows(run_dir / "metrics.jsonl")}
     if missing := [step for step in range(1, last_row + 1) if step not in steps]:
         texts.append(f"metrics.jsonl lacks the rows of steps {spell(missing)}")
-    for name in JSON_FILES:
+    for name in ("config.json", "summary.json"):
         if is_damaged(run_dir / name):
             texts.append(f"{name} is damaged: it is no JSON object")
     if not log.rollouts:
         return texts
-    names = {path.name for path in _files(run_dir / "rollouts")}
+    names = {path.name for path in (run_dir / "rollouts").glob("step_*.jsonl")}
     first_kept = last_row + 1 - log.rollouts_keep if log.rollouts_keep else 1
     kept = range(max(1, first_kept), last_row + 1)
     if missing := [step for step in kept if rollouts_name(step) not in names]:
@@ -57,26 +56,19 @@ def is_damaged(path: Folder) -> bool:
 
 def _damaged_files(folder: Folder) -> list[str]:
     damaged = []
-    left = READ_BYTES
-    for path in sorted(_files(folder), reverse=True):
-        content = _read(path)
-        left -= len(content)
+    left = MAX_CHECKED_BYTES
+    for path in sorted(folder.glob("step_*.jsonl"), reverse=True):
+        *lines, rest = _read(path).split(b"\n")
+        left -= sum(map(len, lines))
         if left < 0:
             break
-        *lines, rest = content.split(b"\n")
-        is_complete = not rest and bool(lines)
-        if not is_complete or any(read_object(line) is None for line in lines):
+        if rest or not lines or any(read_object(line) is None for line in lines):
             damaged.append(path.name)
     return damaged[::-1]
 
 
 def _read(path: Folder) -> bytes:
     """Return the content of a file; empty, thus damaged, if it cannot be read."""
-    content = b""
     with suppress_storage_errors():
-        content = path.read_bytes()
-    return content
-
-
-def _files(folder: Folder) -> list[Folder]:
-    return list(folder.glob("step_*.jsonl")) if folder.exists() else []
+        return path.read_bytes()
+    return b""

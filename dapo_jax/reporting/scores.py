@@ -11,14 +11,15 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 RESAMPLES = 2000
-CONFIDENCE = 0.95
-NORMAL_QUANTILE = 1.959964  # of (1 + CONFIDENCE) / 2
+TAIL = 50 * (1 - 0.95)  # percent on either side of an interval
+PERCENTILES = (TAIL, 100 - TAIL)
+NORMAL_QUANTILE = 1.959964  # of the upper percentile
 RIGHT = 0  # class of correct answers
 POLICY, ENVIRONMENT = "policy", "environment"  # speakers of turns
 REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
@@ -166,12 +167,6 @@ def _majority(responses: Sequence[Response], k: int, equivalent: Equivalence) ->
     return float(np.mean([majority_score(classes[i : i + k]) for i in starts]))
 
 
-def _interval(resampled: np.ndarray) -> np.ndarray:
-    """Return the percentile interval of resampled means, [2] or [2, M]."""
-    tail = 50 * (1 - CONFIDENCE)
-    return np.percentile(resampled, [tail, 100 - tail], axis=0)
-
-
 def wilson(share: float, units: float) -> tuple[float, float]:
     """Return Wilson's score interval (1927) of a share of independent units."""
     square = NORMAL_QUANTILE**2 / units
@@ -205,7 +200,8 @@ def estimates(
         return [Estimate(float(mean), None, None) for mean in means]
     shares = np.full(problems, 1 / problems)
     drawn = np.random.default_rng(seed).multinomial(problems, shares, size=RESAMPLES) * weights
-    lows, highs = _interval(drawn @ values / drawn.sum(axis=1, keepdims=True))
+    resampled = drawn @ values / drawn.sum(axis=1, keepdims=True)
+    lows, highs = np.percentile(resampled, PERCENTILES, axis=0)
     columns = zip(means, lows, highs, strict=True)
     results = [Estimate(float(mean), float(low), float(high)) for mean, low, high in columns]
     units = float(weights.sum() ** 2 / (weights**2).sum())
@@ -240,20 +236,13 @@ def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float =
         distinct, sizes = np.unique(values, return_counts=True)
         counts = rng.multinomial(len(values), sizes / len(values), mask.sum())
         resampled[mask] = counts @ distinct / len(values)
-    low, high = _interval(resampled.mean(axis=1))
+    low, high = np.percentile(resampled.mean(axis=1), PERCENTILES)
     return Estimate(mean, float(low), float(high))
 
 
-def by_problem(responses: Sequence[Response]) -> list[list[Response]]:
-    """Group responses by question and answer, in the order given."""
-    problems: dict[tuple[str, str], list[Response]] = {}
-    for response in responses:
-        problems.setdefault((response.question, response.answer), []).append(response)
-    return list(problems.values())
-
-
 def _reflection(problems: list[list[Response]], seed: int) -> Reflection | None:
-    rows, weights = [], []
+    rows = []
+    weights = []
     for samples in problems:
         with_word = [sample.correct for sample in samples if sample.reflection]
         without = [sample.correct for sample in samples if not sample.reflection]
@@ -263,10 +252,8 @@ def _reflection(problems: list[list[Response]], seed: int) -> Reflection | None:
             weights.append(len(samples))
     if not rows:
         return None
-    with_word, without, difference = estimates(
-        np.array(rows), np.array(weights), seed, lowest=(0, 0, -1)
-    )
-    return Reflection(len(rows), with_word, without, difference)
+    results = estimates(np.array(rows), np.array(weights), seed, lowest=(0, 0, -1))
+    return Reflection(len(rows), *results)
 
 
 def _rows(problems: list[list[Response]], field: str, seed: int) -> list[Row]:
@@ -274,21 +261,16 @@ def _rows(problems: list[list[Response]], field: str, seed: int) -> list[Row]:
     members: dict[str, list[list[Response]]] = {}
     for samples in problems:
         members.setdefault(getattr(samples[0], field), []).append(samples)
-    if set(members) == {""}:
-        return []
-    return [
-        Row(name or "(none)", len(own), _accuracy(own, seed))
-        for name, own in sorted(members.items())
-    ]
+    rows = []
+    for name, own in sorted(members.items()) if set(members) != {""} else ():
+        means = np.array([[_mean(sample.correct for sample in samples)] for samples in own])
+        (accuracy,) = estimates(means, np.array([len(samples) for samples in own]), seed)
+        rows.append(Row(name or "(none)", len(own), accuracy))
+    return rows
 
 
-def _accuracy(problems: list[list[Response]], seed: int) -> Estimate:
-    means = np.array([[np.mean([sample.correct for sample in samples])] for samples in problems])
-    return estimates(means, np.array([len(samples) for samples in problems]), seed)[0]
-
-
-def _mean(values: Sequence[float] | np.ndarray) -> float:
-    return float(np.mean(values))
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
 def make_report(
@@ -302,21 +284,25 @@ def make_report(
     """
     # Sort, so that sums do not depend on the order in which responses finished.
     responses = sorted(responses, key=lambda response: (response.index, response.sample))
-    problems = by_problem(responses)
+    grouped: dict[tuple[str, str], list[Response]] = {}
+    for response in responses:
+        grouped.setdefault((response.question, response.answer), []).append(response)
+    problems = list(grouped.values())
     sizes = np.array([len(samples) for samples in problems])
     listings = [len({sample.index for sample in samples}) for samples in problems]
     k = int(sizes.min())
     powers = [2**i for i in range(k.bit_length())]
-    right = [sum(sample.correct for sample in samples) for samples in problems]
-    table = [
-        [c / n, *(pass_at_k(int(n), c, power) for power in powers), _majority(s, k, equivalent)]
-        for n, c, s in zip(sizes, right, problems, strict=True)
-    ]
+    table = []
+    for samples in problems:
+        n = len(samples)
+        right = sum(sample.correct for sample in samples)
+        passes = [pass_at_k(n, right, power) for power in powers]
+        table.append([right / n, *passes, _majority(samples, k, equivalent)])
     accuracy, *passes, majority = estimates(np.array(table), sizes, seed)
     lengths = np.array([response.tokens for response in responses])
     correct = np.array([response.correct for response in responses])
     tokens = int(lengths.sum())
-    has_turns = any(response.turns for response in responses)
+    turns = [response.policy_turns for response in responses]
     return Report(
         problems=len(problems),
         responses=len(responses),
@@ -329,13 +315,13 @@ def make_report(
         response_tokens=tokens / len(responses),
         response_tokens_right=_mean(lengths[correct]) if correct.any() else None,
         response_tokens_wrong=_mean(lengths[~correct]) if not correct.all() else None,
-        turns=_mean([response.policy_turns for response in responses]) if has_turns else None,
-        truncated_fraction=_mean([response.truncated for response in responses]),
-        answer_not_found_rate=_mean([response.extracted is None for response in responses]),
+        turns=_mean(turns) if any(response.turns for response in responses) else None,
+        truncated_fraction=_mean(response.truncated for response in responses),
+        answer_not_found_rate=_mean(response.extracted is None for response in responses),
         verifier_failures=sum(response.failure is not None for response in responses),
-        repetition=_mean([response.repetition for response in responses]),
+        repetition=_mean(response.repetition for response in responses),
         entropy=-sum(response.logprob for response in responses) / tokens if tokens else None,
-        reflection_fraction=_mean([response.reflection for response in responses]),
+        reflection_fraction=_mean(response.reflection for response in responses),
         reflection=_reflection(problems, seed),
         subjects=_rows(problems, "subject", seed),
         levels=_rows(problems, "level", seed),

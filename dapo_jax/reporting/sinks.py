@@ -24,7 +24,7 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.page.curves import plot_run
 from dapo_jax.reporting.records import read_rows, rollouts_name
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
-from dapo_jax.reporting.sink import Sink
+from dapo_jax.reporting.wandb_tracker import Sink
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, rewind, spell
 from dapo_jax.runtime.storage.paths import Folder
@@ -119,8 +119,7 @@ class CurvesPicture(Sink):
     def on_summary(self, summary: dict[str, Any]) -> None:
         picture = self._run_dir / "curves.png"
         rows = self._rows.read()
-        title = str(self._run_dir)
-        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, title))
+        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, str(self._run_dir)))
 
 
 class RolloutFiles(Sink):
@@ -157,9 +156,10 @@ def token_fields(
     completion: Completion, trace: Trace | None, tokenizer: Tokenizer
 ) -> dict[str, list]:
     """Return texts, log-probs, ratios and clips of the sampled tokens of a response."""
-    texts = tokenizer.split(completion.drawn_tokens.tolist())
-    logprobs = completion.sampler_logprobs[completion.drawn]
-    fields = {"token_texts": texts, "token_logprobs": _rounded(logprobs)}
+    fields = {
+        "token_texts": tokenizer.split(completion.drawn_tokens.tolist()),
+        "token_logprobs": _rounded(completion.sampler_logprobs[completion.drawn]),
+    }
     if trace and trace.ratios is not None and trace.clipped is not None:
         fields["token_ratios"] = _rounded(trace.ratios)
         fields["token_clipped"] = trace.clipped.astype(int).tolist()

@@ -1,34 +1,47 @@
-"""Weights & Biases: the rows of a run in the project that `log.wandb` names."""
+"""Trackers: the base of sinks, and the sink of Weights & Biases that `log.wandb` switches on."""
 
 import dataclasses
 import importlib.util
 import pathlib
 import secrets
+from collections.abc import Sequence
+from typing import Any
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.sink import Sink
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.paths import Folder, is_remote
+from dapo_jax.structs import CollectedGroups
 
 RUN_ID = "wandb_id"  # file in the run folder
 FORBIDDEN_CHARACTERS = "/\\#?%:"  # in the name of a project, by wandb's rules
 MAX_CHARACTERS = 128
 
 
+class Sink:
+    """A `contracts.RunSink` that ignores everything: a sink overrides what it uses."""
+
+    def on_row(self, step: int, values: dict[str, float]) -> None: ...
+
+    def on_rollouts(self, step: int, collected: CollectedGroups) -> None: ...
+
+    def on_evaluation(self, step: int, responses: Sequence[Any]) -> None: ...
+
+    def on_summary(self, summary: dict[str, Any]) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
+
+
 def check_project(project: str) -> None:
     """Raise `ConfigError` if wandb rejects the name or is not installed."""
     is_allowed = project == project.strip() and not set(FORBIDDEN_CHARACTERS) & set(project)
-    allowed = f"empty, or at most {MAX_CHARACTERS} characters, none of " + " ".join(
-        FORBIDDEN_CHARACTERS
-    )
+    characters = " ".join(FORBIDDEN_CHARACTERS)
+    allowed = f"empty, or at most {MAX_CHARACTERS} characters, none of {characters}"
     require(is_allowed and len(project) <= MAX_CHARACTERS, "log.wandb", project, allowed)
-    if not project:
-        return
     package = importlib.util.find_spec("wandb")
     # A folder called wandb with offline runs looks like a package without an origin.
     is_installed = package is not None and package.origin is not None
     allowed = "empty without the package wandb: pip install 'dapo_jax[wandb]'"
-    require(is_installed, "log.wandb", project, allowed)
+    require(is_installed or not project, "log.wandb", project, allowed)
 
 
 class WandbSink(Sink):

@@ -70,6 +70,8 @@ class RewardFunction(Protocol):
     def __call__(self, *, prompt: str, response: str, answer: str) -> float | Awaitable[float]: ...
 
 
+# --- functions by name ----------------------------------------------------------------------
+
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*\Z", re.DOTALL)
 
 
@@ -95,9 +97,9 @@ def find_functions(names: Sequence[str]) -> dict[str, Callable]:
         ConfigError: a name is no part, can't be imported, or can't be called as one.
     """
     known = (*TRAINER_PARTS, *BUILTIN_FUNCTIONS)
+    allowed = ", ".join(known) + " or module:function"
     functions = {}
     for name in names:
-        allowed = ", ".join(known) + " or module:function"
         require(name in known or ":" in name, "reward.parts", name, allowed)
         if name in TRAINER_PARTS:
             continue
@@ -116,11 +118,7 @@ def find_functions(names: Sequence[str]) -> dict[str, Callable]:
 
 
 def arguments(function: Callable) -> tuple[str, ...]:
-    """Return the names of the arguments that a reward function is called with.
-
-    Raises:
-        TypeError, ValueError: the function has no signature.
-    """
+    """Return the names of the arguments that a reward function is called with."""
     parameters = inspect.signature(function).parameters
     if "responses" in parameters:
         return GroupCall._fields
@@ -241,9 +239,13 @@ async def _limited(awaitable: Awaitable, seconds: float) -> Any:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
-async def _await_all(awaitables: Sequence[Awaitable], seconds: float) -> list[Any]:
-    limited = (_limited(awaitable, seconds) for awaitable in awaitables)
-    return await asyncio.gather(*limited, return_exceptions=True)
+async def _await_all(values: Sequence[Any], seconds: float) -> list[Any]:
+    """Return the values, with results or exceptions in the place of awaitables."""
+
+    async def result(value: Any) -> Any:
+        return await _limited(value, seconds) if inspect.isawaitable(value) else value
+
+    return await asyncio.gather(*map(result, values), return_exceptions=True)
 
 
 def _call(function: Callable, call: Call) -> Any:
@@ -255,6 +257,14 @@ def _call(function: Callable, call: Call) -> Any:
         return function(**copies)
     except Exception as error:
         return error
+
+
+def _check(value: Any, call: Call) -> float | list:
+    if isinstance(value, BaseException):
+        raise value
+    if isinstance(call, GroupCall):
+        return _group_reward(value, len(call.responses))
+    return _response_reward(value)
 
 
 def compute(
@@ -272,22 +282,12 @@ def compute(
         if sees_group(function) == isinstance(call, GroupCall)
     ]
     values = [_call(function, calls[i]) for i, _, function in jobs]
-    places = [place for place, value in enumerate(values) if inspect.isawaitable(value)]
-    if places:
-        results = _run(_await_all([values[place] for place in places], seconds))
-        for place, result in zip(places, results, strict=True):
-            values[place] = result
+    if any(map(inspect.isawaitable, values)):
+        values = _run(_await_all(values, seconds))
     replies = [PartsReply({}) for _ in calls]
     for (i, name, _), value in zip(jobs, values, strict=True):
         try:
-            if isinstance(value, BaseException):
-                raise value
-            call = calls[i]
-            replies[i].parts[name] = (
-                _group_reward(value, len(call.responses))
-                if isinstance(call, GroupCall)
-                else _response_reward(value)
-            )
+            replies[i].parts[name] = _check(value, calls[i])
         except (Exception, asyncio.CancelledError) as error:
             broken = replies[i].broken or f"{name}: {describe_error(error)}"
             replies[i] = replies[i]._replace(broken=broken)

@@ -61,7 +61,9 @@ class Judge:
 
     def groups(self, pending: list[Pending]) -> list[Group]:
         """Return the rewarded groups, in order, on every process. Raises `Interrupted`."""
-        scores = self._model_scores(pending)
+        scores: Sequence[np.ndarray | None] = [None] * len(pending)
+        if self._model is not None and pending:
+            scores = self._model.score([(group.prompt, group.completions) for group in pending])
         results = gather_results(
             [group.prompt.index for group in pending],
             [group.verdicts for group in pending],
@@ -71,21 +73,13 @@ class Judge:
         )
         if results is None:
             raise Interrupted
-        return [
-            reward_group(
-                self._config,
-                group.prompt,
-                group.completions,
-                tuple(Verdict(**fields) for fields in verdicts),
-                model_scores,
+        groups = []
+        for group, fields, model_scores in zip(pending, results, scores, strict=True):
+            verdicts = tuple(Verdict(**own) for own in fields)
+            groups.append(
+                reward_group(self._config, group.prompt, group.completions, verdicts, model_scores)
             )
-            for group, verdicts, model_scores in zip(pending, results, scores, strict=True)
-        ]
-
-    def _model_scores(self, pending: list[Pending]) -> Sequence[np.ndarray | None]:
-        if self._model is None or not pending:
-            return [None] * len(pending)
-        return self._model.score([(group.prompt, group.completions) for group in pending])
+        return groups
 
     def close(self) -> None:
         """End the worker processes."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.contracts import Verifier
+from dapo_jax.contracts import Verifier, VerifierResult
 from dapo_jax.rewards.functions import (
     TOKENS,
     Call,
@@ -27,12 +27,15 @@ from dapo_jax.rewards.functions import (
 )
 from dapo_jax.rewards.group_rewards import GYM
 from dapo_jax.rewards.gym import ScoreReply, ScoreRequest
-from dapo_jax.rewards.verifiers import builtin_verifier
 from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool
 from dapo_jax.structs import Completion, Prompt, Verdict, present
-from dapo_jax.verifier import algebra_process
+from dapo_jax.verifier.algebra_process import WORKER as ALGEBRA_WORKER
+from dapo_jax.verifier.algebra_process import Memory, RemoteAlgebra
+from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
+from dapo_jax.verifier.equivalence import decide, gold_answer
+from dapo_jax.verifier.verifier import BY_VALUE, VERIFIERS
 
 WORKER = "dapo_jax.rewards.worker"
 MAX_REPLY_BYTES = 1 << 26  # rewards of each token of 64 responses
@@ -40,6 +43,53 @@ MAX_CONCURRENT_CALLS = 64  # of async functions
 GRACE_SECONDS = 2.0  # for a worker to report that calls were late
 
 Place = Callable[[list], np.ndarray]  # from a list that a function returned to rewards of tokens
+
+
+# --- verifiers ------------------------------------------------------------------------------
+
+
+def _builtin_verifier(reward: Reward) -> Callable[[RestartingWorker], Verifier]:
+    """Return the maker of the verifier that the settings name, from a process for algebra."""
+    rule = VERIFIERS[reward.verifier]
+    memory = Memory()
+
+    def make(worker: RestartingWorker) -> Verifier:
+        def verify(response: str, gold: str, prompt: str) -> VerifierResult:
+            algebra = RemoteAlgebra(worker, memory, reward.timeout_seconds)
+            correct, extracted, decided = rule(response, gold, algebra)
+            value = extracted if reward.verifier in BY_VALUE else None
+            if value is not None and not correct and reward.percent == "as_asked":
+                number = as_percentage(value, prompt)
+                correct = number is not None and decide(number, gold_answer(gold), algebra)
+            if value is not None and correct and reward.unfinished == "wrong":
+                if is_unfinished(value, gold_answer(gold), prompt):
+                    return VerifierResult(False, extracted, "unfinished")
+            if extracted is not None:
+                decided = _how_decided(algebra, correct)
+            return VerifierResult(correct, extracted, decided)
+
+        return verify
+
+    return make
+
+
+def _how_decided(algebra: RemoteAlgebra, correct: bool) -> str:
+    if algebra.undecided and not correct:
+        return "undecided"
+    if algebra.asked:
+        return "algebra"
+    return "remembered" if algebra.remembered else "direct"
+
+
+def _verify(verifier: Verifier, call: ResponseCall) -> Verdict:
+    try:
+        result = verifier(call.response, call.answer, call.prompt)
+    except Exception as error:  # a late process or a bug costs one response, never the run
+        return Verdict(False, None, f"{type(error).__name__}: {error}", decided="failed")
+    return Verdict(result.correct, result.extracted, decided=result.decided)
+
+
+# --- reward functions -----------------------------------------------------------------------
 
 
 class _Workers(NamedTuple):
@@ -54,36 +104,19 @@ class _AsyncWorker(NamedTuple):
     parts: RestartingWorker
 
 
-def _ask_parts(
-    worker: RestartingWorker, calls: Sequence[Call], seconds: float, retry_late: bool
-) -> list[PartsReply]:
-    job = {"calls": [call._asdict() for call in calls]}
-    replies = worker.ask(job, seconds, retry_late=retry_late)["replies"]
-    return [PartsReply(**reply) for reply in replies]
-
-
 class _Parts:
-    """Reward functions of a config, assigned to this process and to workers.
-
-    Attributes:
-        any_of_group: true if a function sees all responses to a prompt.
-        any_with_tokens: true if a function needs the texts of the tokens.
-    """
+    """Reward functions of a config, assigned to this process and to workers."""
 
     def __init__(self, reward: Reward):
         self._seconds = reward.timeout_seconds
-        self._functions = find_functions(list(reward.weights()))  # fails here, not in a worker
-        self._in_process = {
-            name: function
-            for name, function in self._functions.items()
-            if name.startswith(IN_PROCESS_PREFIX)
-        }
-        in_workers = [name for name in self._functions if name not in self._in_process]
-        self._async_names = [name for name in in_workers if is_async(self._functions[name])]
+        functions = find_functions(list(reward.weights()))  # fails here, not in a worker
+        self._in_process = {n: f for n, f in functions.items() if n.startswith(IN_PROCESS_PREFIX)}
+        in_workers = [name for name in functions if name not in self._in_process]
+        self._async_names = [name for name in in_workers if is_async(functions[name])]
         self._names = [name for name in in_workers if name not in self._async_names]
-        self._of_group = {name for name, f in self._functions.items() if sees_group(f)}
+        self._of_group = {name for name, function in functions.items() if sees_group(function)}
         self.any_of_group = bool(self._of_group)
-        self.any_with_tokens = any(TOKENS in arguments(f) for f in self._functions.values())
+        self.any_with_tokens = any(TOKENS in arguments(f) for f in functions.values())
         self._copies = FunctionCopies(in_workers)
         self._queue: collections.deque[tuple[Call, Future[PartsReply]]] = collections.deque()
         self._async_pool = WorkerPool(
@@ -100,7 +133,6 @@ class _Parts:
 
     @property
     def kills(self) -> int:
-        """Number of killed processes of async functions."""
         return self._async_pool.kills
 
     def _select(self, names: Sequence[str], call: Call) -> list[str]:
@@ -113,10 +145,7 @@ class _Parts:
         names = self._select(self._names, call)
         if not names:
             return own
-        try:
-            (reply,) = _ask_parts(worker, [call], self._seconds, retry_late=True)
-        except (OSError, ValueError) as error:
-            reply = PartsReply({}, f"{names[0]}: {type(error).__name__}: {error}")
+        (reply,) = self._ask(worker, [call], self._seconds, f"{names[0]}: ")
         return PartsReply(own.parts | reply.parts, own.broken or reply.broken)
 
     def submit_async(self, call: Call) -> list[Future[PartsReply]]:
@@ -132,23 +161,30 @@ class _Parts:
         count = min(len(self._queue), MAX_CONCURRENT_CALLS)
         batch = [self._queue.popleft() for _ in range(count)]
         if batch:
-            replies = self._ask_async(workers.parts, [call for call, _ in batch])
+            seconds = self._seconds + GRACE_SECONDS
+            replies = self._ask(workers.parts, [call for call, _ in batch], seconds)
             for (_, future), reply in zip(batch, replies, strict=True):
                 future.set_result(reply)
 
-    def _ask_async(self, worker: RestartingWorker, calls: list[Call]) -> list[PartsReply]:
+    def _ask(
+        self, worker: RestartingWorker, calls: list[Call], seconds: float, name: str = ""
+    ) -> list[PartsReply]:
         """Return the replies to calls; if the worker fails, ask again for each alone."""
-        seconds = self._seconds + GRACE_SECONDS
+        job = {"calls": [call._asdict() for call in calls]}
         try:
-            return _ask_parts(worker, calls, seconds, retry_late=len(calls) == 1)
+            replies = worker.ask(job, seconds, retry_late=len(calls) == 1)["replies"]
+            return [PartsReply(**reply) for reply in replies]
         except Exception as error:
             if len(calls) > 1:
-                return [reply for call in calls for reply in self._ask_async(worker, [call])]
-            return [PartsReply({}, f"{type(error).__name__}: {error}")]
+                return [reply for call in calls for reply in self._ask(worker, [call], seconds)]
+            return [PartsReply({}, f"{name}{type(error).__name__}: {error}")]
 
     def close(self) -> None:
         self._async_pool.close()
         self._copies.close()
+
+
+# --- the pool -------------------------------------------------------------------------------
 
 
 def _when_done(awaited: Sequence[Future], function: Callable[[list], Any]) -> Future:
@@ -187,12 +223,12 @@ class RewardPool:
         self._split = split
         self._weights = reward.weights()
         self._parts = _Parts(reward)
-        self._make_verifier = builtin_verifier(reward)
+        self._make_verifier = _builtin_verifier(reward)
         self._pool = WorkerPool(reward.workers, self._open_workers, "reward")
 
     def _open_workers(self) -> _Workers:
         return _Workers(
-            RestartingWorker(algebra_process.WORKER),
+            RestartingWorker(ALGEBRA_WORKER),
             RestartingWorker(WORKER, "gym"),
             self._parts.open_worker(),
         )
@@ -217,16 +253,14 @@ class RewardPool:
         It never fails: the verdict holds errors.
 
         Args:
-            source: source of a problem with a scorer of its own.
-            metadata: metadata of such a problem.
+            source, metadata: of a problem with a scorer of its own.
             tokens: tokens of the response; of a trajectory, of its last turn.
             drawn: number of sampled tokens of a trajectory; rewards of tokens are placed on the
                 last ones.
         """
         split = functools.cache(lambda: present(self._split, "split")(tokens))
-        call = ResponseCall(
-            prompt, response, answer, split() if self._parts.any_with_tokens else None
-        )
+        pieces = split() if self._parts.any_with_tokens else None
+        call = ResponseCall(prompt, response, answer, pieces)
         before = (len(tokens) if drawn is None else drawn) - len(tokens)
 
         def place(value: list) -> np.ndarray:
@@ -293,15 +327,11 @@ class RewardPool:
         self, worker: RestartingWorker, verdict: Verdict, source: str, metadata: str
     ) -> Verdict:
         """Return the verdict of the problem's own scorer on the extracted answer."""
-        request = ScoreRequest(source, metadata, verdict.extracted)
+        job = ScoreRequest(source, metadata, verdict.extracted)._asdict()
+        first = ScoreRequest(source)._asdict()
         try:
-            fields = worker.ask(
-                request._asdict(),
-                self._reward.timeout_seconds,
-                retry_late=True,
-                first=ScoreRequest(source)._asdict(),
-            )
-            reply = ScoreReply(**fields)
+            seconds = self._reward.timeout_seconds
+            reply = ScoreReply(**worker.ask(job, seconds, retry_late=True, first=first))
         except (OSError, ValueError, TypeError) as error:
             reply = ScoreReply(failure=f"{type(error).__name__}: {error}")
         decided = verdict.decided if verdict.extracted is None else "scorer"
@@ -337,11 +367,3 @@ class RewardPool:
         """End the worker processes; pending verdicts are lost."""
         self._pool.close()
         self._parts.close()
-
-
-def _verify(verifier: Verifier, call: ResponseCall) -> Verdict:
-    try:
-        result = verifier(call.response, call.answer, call.prompt)
-    except Exception as error:  # a late process or a bug costs one response, never the run
-        return Verdict(False, None, f"{type(error).__name__}: {error}", decided="failed")
-    return Verdict(result.correct, result.extracted, decided=result.decided)

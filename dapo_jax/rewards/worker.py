@@ -27,7 +27,8 @@ def make_parts(file: str, seconds: float, names: list[str]) -> Callable[[dict], 
     from dapo_jax.rewards.functions import PartsReply, compute, find_functions, read_call
     from dapo_jax.runtime.workers.pickled_functions import load_copies
 
-    functions, failure = {}, None
+    functions = {}
+    failure = None
     try:
         load_copies(file)
         functions = find_functions(names)

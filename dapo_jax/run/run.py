@@ -261,7 +261,7 @@ def open_run(
     folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
     components = build(config, should_abort=signals.received_locally)
     console = components.progress
-    stack.enter_context(console.compilation(config.model.folder))
+    stack.enter_context(console.compilation())
     stack.callback(components.close)
     storage = Storage(lambda text: console.warn(escape(text)))
     checkpoints = stack.enter_context(Checkpoints(folder, config.checkpoint, storage))

@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import os
-import pathlib
 import textwrap
-import time
 
 import pytest
 import tokenizers
@@ -133,30 +131,6 @@ def test_a_fork_answers_once(opened):
         "2+7",
         "1+7",
     ]
-
-
-def test_children_of_a_killed_process_die_with_it(opened, tmp_path):
-    (tmp_path / "forker.py").write_text(
-        "import os, pathlib, time\n"
-        "class Forker:\n"
-        "    def step(self, text):\n"
-        "        child = os.fork()\n"
-        "        if not child:\n"
-        "            time.sleep(3600)\n"
-        f"        pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child))\n"
-        "        time.sleep(3600)\n"
-    )
-    environments = opened(name="forker:Forker")
-    assert step(environments, ["0"]).late
-    child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 10
-    while pathlib.Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
-        status = pathlib.Path(f"/proc/{child}/stat").read_text().split()[2]
-        if status == "Z":
-            break
-        time.sleep(0.05)
-    else:
-        assert not pathlib.Path(f"/proc/{child}").exists()
 
 
 def test_role_tokens_in_an_observation_are_broken_up(opened):

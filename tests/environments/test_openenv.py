@@ -7,10 +7,7 @@ and its folder envs/textarena_env on PYTHONPATH as textarena_env.
 import importlib.util
 
 import pytest
-from conftest import make_prompt
 
-from dapo_jax.config.experiment import Environment
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.environments.registry import open_factory
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
@@ -60,22 +57,6 @@ def test_a_published_game_is_played_turn_by_turn():
     environment.reset(Problem("0", "Play.", "", ""))
     wrong = environment.step("no number")
     assert not wrong.done and "invalid" in wrong.text
-
-
-@pytest.mark.slow
-def test_a_published_game_in_worker_processes(one_device):
-    pytest.importorskip("textarena_env")
-    from dapo_jax.environments.sessions import Environments
-
-    settings = Environment(name=GAME, workers=1, step_seconds=60.0)
-    environments = Environments(settings, arithmetic_tokenizer(), chat=False)
-    try:
-        opened = environments.open(Problem("7", "Play.", "", ""))
-        assert "between 1 and 20" in opened.text
-        (step,) = environments.steps([environments.submit(make_prompt(0, [2]), 1, ["[3]"], [])])
-        assert not step.failure and ("higher" in step.text or "lower" in step.text or step.reward)
-    finally:
-        environments.close()
 
 
 @pytest.mark.slow

@@ -93,19 +93,3 @@ def test_a_run_goes_on_in_its_environment_alone(base, played):
     other = dataclasses.replace(other, reward=Reward())
     with pytest.raises(ConfigError, match="environment.name"):
         train(other)
-
-
-@pytest.mark.slow
-def test_a_program_plays_with_a_class_of_its_own(base):
-    class Echo:
-        def step(self, text):
-            return dapo_jax.Observation("7", reward=1.0, done=len(text) % 2 == 0)
-
-    limits = {"max_prompt_tokens": 16, "max_response_tokens": 48, "slots": 8}
-    ((one, two),) = dapo_jax.sample(
-        base, ["3+4="], samples=2, environment=Echo, max_turns=3, **limits
-    )
-    for done in (one, two):
-        assert done.truncated or done.rewards
-        for turn in done.turns[1::2]:
-            assert (turn.drawn, turn.text) == (False, "7")

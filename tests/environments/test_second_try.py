@@ -1,20 +1,17 @@
 """A second try after a wrong answer, by value and by the scorers of reasoning-gym's tasks."""
 
 import dataclasses
-import itertools
 import json
 
 import pytest
 from conftest import make_prompt
 from gym_items import write_package
 
-from dapo_jax.config.experiment import Data, Environment, Reward
-from dapo_jax.data.prompt_stream import PromptStream
+from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.environments.builtin import SecondTry
 from dapo_jax.environments.registry import with_reward_settings
 from dapo_jax.environments.sessions import Environments
-from dapo_jax.rewards.pool import RewardPool
 
 TOKENIZER = arithmetic_tokenizer()
 # Its task takes longer to make ready than a step may take.
@@ -85,19 +82,3 @@ def test_a_gym_task_is_asked_again_by_its_own_scorer(opened, tmp_path, monkeypat
     prompt = dataclasses.replace(prompt, source="gym:odd", metadata=metadata)
     said = ["\\boxed{another}", "no marker\nat all", "#### seven"]
     assert replies(opened(step_seconds=1.0), prompt, *said) == [WRONG, WRONG, RIGHT]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["leg_counting", "rearc", "sudoku"])
-def test_the_real_gym_agrees_with_its_reward(task, opened):
-    """Slow: CI does not install the package."""
-    pytest.importorskip("reasoning_gym")
-    data = Data(source=f"gym:{task}", heldout_problems=1, max_prompt_tokens=9999)
-    environments = opened()
-    pool = RewardPool(Reward(verifier="math", parts="gym=1"))
-    for prompt in itertools.islice(PromptStream(data, 0, TOKENIZER), 3):
-        said = ["\\boxed{-1}", "no answer\nat all", f"\\boxed{{{prompt.answer}}}"]
-        assert replies(environments, prompt, *said) == [WRONG, WRONG, RIGHT]
-        place = prompt.answer, prompt.source, prompt.metadata
-        assert [pool.submit("", text, *place).result().correct for text in said] == [0, 0, 1]
-    pool.close()

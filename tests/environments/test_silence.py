@@ -4,7 +4,6 @@ import json
 
 import jax
 import pytest
-from several import final_state, train_with
 from small_runs import equal, make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax.config.experiment import Environment, Log, Rollout, Sampler
@@ -69,20 +68,3 @@ def test_silence_changes_no_bit_of_a_run(cache, rounds, but, base, tmp_path, wri
     assert responses(tmp_path / "alone") == responses(tmp_path / "asked")
     rows = read_rows(tmp_path / "asked")
     assert all(row["environment_turns"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_silence_changes_no_bit_of_two_processes(base, tmp_path, compiled_once):
-    (tmp_path / "silence.py").write_text(SILENT)
-    patch = f"""
-from dapo_jax.config.experiment import Environment
-sys.path.append({str(tmp_path)!r})
-config.environment = Environment("silence:Silent", workers=1)
-"""
-    train_with(base, tmp_path / "alone", 2)
-    train_with(base, tmp_path / "asked", 2, patch=patch)
-    left, right = (final_state(base, tmp_path / name) for name in ("alone", "asked"))
-    assert left[1] == right[1] and equal(left[0], right[0])
-    but = f"{OF_THE_SCHEDULE} kl_sampler_trainer"
-    assert learned(tmp_path / "alone", but) == learned(tmp_path / "asked", but)
-    assert responses(tmp_path / "alone") == responses(tmp_path / "asked")

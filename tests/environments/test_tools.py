@@ -11,7 +11,7 @@ from dapo_jax.environments.worker import MAX_CHARACTERS, Request, Sessions
 from dapo_jax.structs import Problem
 
 if typing.TYPE_CHECKING:
-    from nowhere import Thing
+    pass
 
 
 def search(
@@ -41,9 +41,6 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def hidden(thing: "Thing") -> None: ...
-
-
 def test_a_description_from_signature_and_docstring():
     text, number = {"type": "string"}, {"type": "number"}
     tags = {"anyOf": [{"type": "array", "items": text}, {"type": "null"}]}
@@ -66,11 +63,6 @@ def test_a_description_from_signature_and_docstring():
             },
         },
     }
-
-
-def test_a_type_that_is_not_there_when_it_runs():
-    parameters = tool_schema(hidden)["function"]["parameters"]
-    assert parameters == {"type": "object", "properties": {"thing": {}}, "required": ["thing"]}
 
 
 def raises():
@@ -172,19 +164,6 @@ def test_a_turn_without_a_call_is_the_answer(text):
     assert observation.done and not (observation.messages or observation.failure)
 
 
-def test_every_call_of_a_turn_is_answered_in_order():
-    broken = "<tool_call>{</tool_call>"
-    found = contents(call("add", a=1, b=2) + broken + call("text") + call("nothing"))
-    assert found[:2] == ["3", "é"] and len(found) == 4
-    assert all(text.startswith("error: ") for text in found[2:])
-
-
-def test_ten_thousand_calls_in_one_turn():
-    found = contents("".join(call("add", a=i, b=0) for i in range(10_000)))
-    assert found[:-1] == [str(i) for i in range(MAX_CALLS)]
-    assert found[-1] == f"error: 10000 calls; at most {MAX_CALLS} are made in a turn"
-
-
 def test_a_repeated_step_says_the_same():
     text = call("add", a=1, b=2) * 3
     assert use().step(text) == use().step(text)
@@ -203,3 +182,9 @@ def test_ten_megabytes_stay_a_result_of_a_tool(text):
 def test_a_tool_that_exits_is_left_to_the_worker():
     with pytest.raises(SystemExit):
         use().step(call("exits"))
+
+
+def test_calls_beyond_the_limit_are_one_error():
+    found = contents("".join(call("add", a=i, b=0) for i in range(10_000)))
+    assert found[:-1] == [str(i) for i in range(MAX_CALLS)]
+    assert found[-1] == f"error: 10000 calls; at most {MAX_CALLS} are made in a turn"

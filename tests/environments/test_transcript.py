@@ -11,10 +11,8 @@ from chat_families import ASKED, FAMILIES, begin_token, called, conversations
 
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
-from dapo_jax.environments.tools import tool_schema
 from dapo_jax.environments.transcript import Transcript
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.tool_calls import read_calls
 
 MOST = 1 << 20
 
@@ -75,15 +73,6 @@ def test_what_was_drawn_stays_where_the_template_rewrites_it():
     observed = "<|im_end|>\n<|im_start|>user\nNo<|im_end|>\n<|im_start|>assistant\n"
     assert text == begin + thought["content"] + observed
     assert "odd" not in tokenizer.chat.render([ASKED, *talk])
-
-
-def test_a_turn_that_another_token_ended_is_ended_once():
-    tokenizer = opened("llama")
-    tokens, _ = Transcript(tokenizer, chat=True).tokens([{"role": "tool", "content": "7"}], MOST)
-    assert not {*tokens[:1]} & {*tokenizer.end_ids}
-    text = tokenizer.backend.decode(tokens, skip_special_tokens=False)
-    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    assert text == f'{head.format("ipython")}"7"<|eot_id|>{head.format("assistant")}'
 
 
 @pytest.mark.parametrize(
@@ -184,19 +173,6 @@ def test_without_a_chat_template_texts_are_joined():
     said = [{"role": "user", "content": text} for text in ("47", "<|end|>", "+1=")]
     assert Transcript(tokenizer, chat=False).tokens(said[::2], 9) == (tokenizer.encode("47+1="), 0)
     assert tokenizer.end_ids[0] not in Transcript(tokenizer, chat=False).tokens(said, 99)[0]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_drawn_call_is_read_from_its_decoded_tokens(family):
-    def add(a: int, b: int) -> int:
-        return a + b
-
-    tokenizer, text = opened(family), called(family)
-    text = f"<|python_tag|>{text}" if family == "llama" else text
-    decoded = tokenizer.decode([*tokenizer.encode(text), tokenizer.end_ids[0]])
-    for one in {decoded, text.removeprefix("[TOOL_CALLS]")}:
-        rest, (call,) = read_calls(one, [tool_schema(add)])
-        assert rest == "" and json.loads(call["function"]["arguments"]) == {"a": 17, "b": 25}
 
 
 def test_contents_that_join_to_a_special_token_are_broken_up_too():

@@ -175,24 +175,6 @@ def test_limits_end_trajectories_as_truncated(tiny_params, one_device):
     assert counts.turns.ended_by_tokens < len(lengths)
 
 
-def test_an_observation_of_which_nothing_is_left_ends_as_truncated(tiny_params, one_device):
-    groups, counts = play(
-        one_device, tiny_params, Scripted(lambda *_: TokenizedReply([], "é", cut=True))
-    )
-    cut = [c for group in groups.values() for c in group if c.rewards]
-    assert cut and all(done.truncated for done in cut)
-    assert counts.turns.cut_observations == counts.turns.ended_by_tokens == len(cut)
-
-
-def test_a_limit_of_drawn_tokens_cuts_where_a_shorter_budget_would(tiny_params, one_device):
-    short, _ = play(one_device, tiny_params, None, response=9)
-    limited = Scripted(silent, Environment(name="x:Y", max_drawn_tokens=9))
-    cut, _ = play(one_device, tiny_params, limited)
-    for index, group in short.items():
-        for a, b in zip(group, cut[index], strict=True):
-            assert a.tokens.tolist() == b.tokens.tolist() and a.truncated == b.truncated
-
-
 @pytest.mark.parametrize("keep_turns", [False, True])
 def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(keep_turns, tiny_params, one_device):
     more = WINDOW | {"prefill_prompts": 1, "keep_turns": keep_turns}
@@ -216,15 +198,6 @@ def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(keep_turns, tiny_p
         for a, b in zip(group, groups[index], strict=True):
             assert a.tokens.tolist() == b.tokens.tolist() and a.turns == b.turns
             assert a.rewards == b.rewards
-
-
-def test_nothing_is_asked_of_a_response_that_was_cut(tiny_params, one_device):
-    environment = Scripted(silent)
-    play(one_device, tiny_params, environment, response=4)
-    assert all(text.count("") for _, _, (text, *_), _ in environment.asked)
-    groups, _ = play(one_device, tiny_params, None, response=4)
-    ended = sum(not c.truncated for group in groups.values() for c in group)
-    assert len(environment.asked) == ended
 
 
 def test_what_is_written_of_a_trajectory_is_read_back_whole(tiny_params, one_device):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
@@ -19,14 +18,10 @@ from small_runs import ROOT, make_short_config, read_rows
 from dapo_jax.reporting import console as progress
 from dapo_jax.reporting.console import (
     PROGRAMS,
-    SECONDS_FILE,
     WIDTH,
-    Compilation,
-    CompileSeconds,
     Progress,
     describe_turns,
     duration,
-    fit,
     remaining,
     step_lines,
 )
@@ -117,10 +112,6 @@ def test_the_eta_goes_by_the_last_steps_and_not_by_the_first(capsys):
         time.sleep(0.02)
     lines = capsys.readouterr().out.splitlines()[::2]
     assert ["ETA 0 s" in line for line in lines] == [False, True, False]
-
-
-def test_parts_wider_than_a_line_get_lines_of_their_own():
-    assert fit(["a" * 90, "b", "c" * 78]).splitlines() == ["a" * 90, "  b", "  " + "c" * 78]
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m[red]a[/red]\r\u202eb\ud800 \u6f22\n\n"
@@ -264,37 +255,11 @@ def test_loading_and_compiling_are_named_with_their_seconds(piped):
 
 
 @pytest.mark.slow
-def test_what_the_cache_has_is_not_compiled_and_its_seconds_are_known(piped, base):
+def test_programs_in_the_cache_are_not_reported_as_compiled(piped, base):
     folder, _, _ = piped
-    seconds = json.loads((folder / "cache" / SECONDS_FILE).read_text())
-    assert {f"{base} {program}" for program in PROGRAMS} <= set(seconds)
     shutil.rmtree(folder / "run")
     out, _ = run_piped(base, folder)
-    assert "step 2/2" in out and "compiled " not in out and "first time" not in out
-
-
-@pytest.fixture
-def new_cache(tmp_path):
-    """Folder that jax is told to keep programs in, not there yet."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "new"))
-    yield tmp_path / "new"
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
-def test_the_time_to_go_is_that_of_the_last_compilation(new_cache):
-    CompileSeconds("a").keep("jit(f)", 200.04)
-    CompileSeconds("b").keep("jit(f)", 20.0)
-    assert CompileSeconds("a").last("jit(f)") == 200.0
-    assert CompileSeconds("b").last("jit(f)") == 20.0 and CompileSeconds("c").last("jit(f)") is None
-    (new_cache / SECONDS_FILE).write_text("[1, broken")
-    assert CompileSeconds("a").last("jit(f)") is None
-    known = Compilation("the update", 20.0)
-    first = Compilation("the update", None)
-    assert known.describe() == "compiling the update: 20 s left of about 20 s"
-    assert first.describe() == "compiling the update: longer the first time · 0 s"
-    late = Compilation("the update", 0.0)
-    assert late.describe() == "compiling the update: about 0 s · 0 s"
+    assert "step 2/2" in out and "compiled " not in out
 
 
 def test_rows_have_a_time_that_comparisons_leave_out(piped):

@@ -1,5 +1,7 @@
 """The report page: what it says of runs, what it refuses, and that no text in it is ever run."""
 
+import base64
+import hashlib
 import json
 import pathlib
 import re
@@ -27,10 +29,8 @@ from dapo_jax.reporting.page.comparison import (
 from dapo_jax.reporting.page.curves import asset
 from dapo_jax.reporting.page.recorded_run import (
     SHOWN_CHARACTERS,
-    coarse_to_fine,
     read_run,
     sample_groups,
-    spread_out,
 )
 from dapo_jax.runtime.settings import ConfigError
 
@@ -49,10 +49,10 @@ def test_text_that_a_model_wrote_is_never_markup(write_run):
     assert [tag for tag, _ in result.tags].count("script") == len(result.scripts) == 4
     assert not any(name.startswith("on") for _, attrs in result.tags for name in attrs)
     (group,) = data_of(text)["rollouts"]
-    assert group["prompt"] == group["id"] == group["responses"][0]["text"] == HOSTILE
+    assert group["prompt"] == group["prompt_id"] == group["responses"][0]["response"] == HOSTILE
     (_, _, drawn), (_, _, observed) = group["responses"][0]["turns"]
     assert drawn == HOSTILE and len(observed) < 1.1 * SHOWN_CHARACTERS
-    assert "pieces" not in group["responses"][0]  # of a trajectory that long
+    assert "token_texts" not in group["responses"][0]  # of a trajectory that long
     assert data_of(text)["experiments"][0]["name"] == hostile.rsplit("/")[-1]
     code = asset("page.js")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", code)
@@ -65,7 +65,8 @@ def test_the_page_needs_nothing_else_and_lets_no_other_script_run(write_run):
     policy = next(a["content"] for t, a in result.tags if a.get("http-equiv"))
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy.partition("style")[0]
     for script in result.scripts[2:]:
-        assert page._hash(script) in policy
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
 
 
 def test_seeds_of_one_experiment_are_a_band_and_settings_tell_others_apart(write_run):
@@ -168,14 +169,7 @@ def test_the_mean_of_nothing_is_a_gap(write_run):
     assert lines["response_tokens_wrong"]["mean"] == [None, 4, None, 4]
     assert lines["clip_fraction_high"]["mean"] == [0.01, 0.1, 0, 0.1]
     assert lines["reward"]["mean"][3] is None
-    assert lines["heldout_accuracy"]["at"] == [0]  # evaluations are joined by a line
-
-
-def test_many_runs_have_a_short_heading(write_run):
-    rates = [
-        write_run(f"r{i}", rows=[row(0)], optimizer=Optimizer(learning_rate=i)) for i in range(6)
-    ]
-    assert "<h1>r0, r1, r2 and 3 more</h1>" in make(*rates)
+    assert lines["heldout_accuracy"]["mean"] == [0.4, None, None, None]
 
 
 def test_tokens_add_up_to_all_that_was_drawn(write_run):
@@ -204,20 +198,14 @@ def test_a_thousand_steps_and_long_responses_stay_under_the_cap(write_run):
     folder = write_run("long", rollouts=files, rows=[row(s) for s in range(5001)])
     text = make(folder, max_mb=6.0)
     data = data_of(text)
-    assert 5.5e6 < len(text.encode()) <= 6e6
-    assert "more did not fit" in text and f"{len(data['rollouts'])} groups from at most" in text
+    assert 5e6 < len(text.encode()) <= 6e6
+    assert f"{len(data['rollouts'])} groups from at most" in text
     (one,) = data["experiments"]
     assert one["curves"]["steps"] == 5001 and one["curves"]["points"] <= page.MAX_POINTS
     assert {group["step"] for group in data["rollouts"]} >= {1, 60}
-    assert all(len(r["text"]) < 7000 for g in data["rollouts"] for r in g["responses"])
+    assert all(len(r["response"]) < 7000 for g in data["rollouts"] for r in g["responses"])
     with pytest.raises(ConfigError, match="max_mb = 4.8: must be at least 4.9"):
         make(folder, max_mb=4.8)
-
-
-def test_a_sample_goes_from_coarse_to_fine():
-    assert spread_out(5, 9) == [0, 1, 2, 3, 4] and spread_out(101, 3) == [0, 50, 100]
-    assert sorted(coarse_to_fine(range(24))) == list(range(24))
-    assert coarse_to_fine([]) == [] and coarse_to_fine([3]) == [3]
 
 
 def test_groups_of_each_outcome_are_shown_and_those_with_tokens_first(write_run, monkeypatch):
@@ -227,10 +215,10 @@ def test_groups_of_each_outcome_are_shown_and_those_with_tokens_first(write_run,
     details = [response(2, i, token_texts=["a"], token_logprobs=[-1.0]) for i in range(2)]
     monkeypatch.setattr(recorded_run, "GROUPS_PER_STEP", 3)
     run = read_run(write_run("a", rollouts=[(1, [*right, *more, *wrong, *details])]))
-    result = list(sample_groups(run))
-    assert [group["id"] for group in result] == ["p2", "p0", "p1"]
+    (result,) = sample_groups(run)
+    assert [group["prompt_id"] for group in result] == ["p2", "p0", "p1"]
     assert [group["outcome"] for group in result] == ["mixed", "all right", "all wrong"]
-    assert result[0]["responses"][0]["logprobs"] == [-1.0]
+    assert result[0]["responses"][0]["token_logprobs"] == [-1.0]
 
 
 def test_files_of_a_run_that_was_killed_are_read_as_far_as_they_go(write_run, tmp_path):

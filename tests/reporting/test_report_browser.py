@@ -3,7 +3,6 @@
 import json
 import pathlib
 import random
-import re
 
 import pytest
 from browser import CHROMIUM, browser
@@ -122,25 +121,6 @@ def test_the_keyboard_reaches_everything(report_of_three, tmp_path):
         page.run("document.getElementById('group').value = 0; drawGroup()")
         page.wait("document.querySelector('#responses .clip')?.title.includes('the upper clip')")
         assert not page.trouble
-
-
-def test_a_comparison_begins_with_its_numbers_and_settings(report_of_three, tmp_path):
-    with browser(tmp_path / "profile") as page:
-        page.open(report_of_three, 1440)
-        tables = page.run(
-            "[...document.querySelectorAll('#headlines table')].map(t => t.innerText)"
-        )
-        numbers, settings = tables
-        assert (
-            "a (2 seeds)" in numbers
-            and " points" in numbers
-            and "optimizer.learning_rate" in settings
-        )
-        top = "document.querySelector('{}').getBoundingClientRect().top"
-        assert page.run(f"{top.format('#headlines')} < {top.format('#curves')}")
-        assert not re.search(
-            r"[a-z]_[a-z]", page.run("document.querySelector('#charts').innerText")
-        )
 
 
 def test_turns_show_who_spoke_and_nobody_speaks_in_anothers_place(write_run, tmp_path):

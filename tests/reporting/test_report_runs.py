@@ -9,12 +9,9 @@ from conftest import check_documented, make_completion
 from reports import data_of
 from small_runs import (
     make_config,
-    make_groups,
     make_quick_config,
-    open_run,
     read_rollouts,
     read_rows,
-    step_on,
 )
 
 from dapo_jax.config.experiment import Log, Optimizer, Rollout
@@ -23,7 +20,6 @@ from dapo_jax.reporting.page import page
 from dapo_jax.reporting.page.curves import read_curves
 from dapo_jax.reporting.sinks import token_fields
 from dapo_jax.run.run import train
-from dapo_jax.run.step_record import trace
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -77,7 +73,7 @@ def test_stored_advantages_are_the_algorithms(traced):
 def test_a_run_writes_its_page(traced):
     data = data_of((traced / page.PAGE).read_text())
     assert data["experiments"][0]["curves"]["steps"] == 1
-    assert any("ratios" in r for group in data["rollouts"] for r in group["responses"])
+    assert any("token_ratios" in r for group in data["rollouts"] for r in group["responses"])
 
 
 def test_ratios_of_a_single_update_are_refused_as_nothing_reads_them(base, tmp_path):
@@ -92,21 +88,6 @@ def test_every_curve_is_of_metrics_that_exist():
     words = [word for curve in read_curves() for word in curve.metrics.values()]
     assert all(words) and not any("_" in word for word in words)
     assert all(curve.healthy and curve.ill for curve in read_curves())
-
-
-@pytest.mark.slow
-def test_a_starved_step_with_a_single_update_has_no_ratios(base, tmp_path, alone):
-    """The policy is then still the one that is differentiated; nothing was scored before."""
-    log = Log(0, console=False, tensorboard=False, token_ratios=True)
-    config = make_quick_config(base, tmp_path / "run", log=log)
-    with open_run(config) as run:
-        groups = make_groups(config)[:1]
-        _, record = step_on(run.components, run.state, groups)
-        traces = trace(config, record)
-    assert [trace.ratios for trace in traces[0]] == [None] * 4
-    np.testing.assert_allclose(
-        [t.advantage for t in traces[0]], np.sqrt(0.75) * np.array([1, -1, 1, -1]), rtol=1e-3
-    )
 
 
 def test_tokens_are_written_short(base, tmp_path):

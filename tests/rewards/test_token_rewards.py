@@ -12,9 +12,7 @@ from conftest import make_completion, make_prompt
 from served import TOKENIZER
 
 from dapo_jax import algorithms
-from dapo_jax.algorithms import dapo
 from dapo_jax.config.experiment import Config, Reward, Rollout
-from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.minibatches import Minibatches
 from dapo_jax.learner.packing import Segment, pack
@@ -111,22 +109,6 @@ def test_a_span_counts_on_the_last_token_that_has_a_character_of_it():
         place_rewards([[0, 1, 1.0]], text, 0, list)
 
 
-@pytest.mark.parametrize(
-    "ids", [[], [0xC3, 0xA9], list("aé€🙂".encode()), [0xC3, 0x41, 0xE2, 0x82]]
-)
-def test_texts_of_the_tokens_join_to_the_response(ids):
-    tokens = [TOKENIZER.backend.token_to_id(piece) for piece in byte_pieces(ids)]
-    pieces = TOKENIZER.split(tokens)
-    assert len(pieces) == len(tokens) and "".join(pieces) == TOKENIZER.decode(tokens)
-
-
-def byte_pieces(values: list[int]) -> list[str]:
-    """The letters by which a vocabulary of bytes names them."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [value for value in range(256) if value not in plain]
-    return [chr(value if value in plain else 256 + others.index(value)) for value in values]
-
-
 ODD = [
     ("[1.0, 2.0]", r"own:odd: returned 2 numbers: must be 11, one per token"),
     ("[[0, 99, 1.0]]", r"own:odd: returned the span \(0, 99\): must be 0 <= start < end <= 14"),
@@ -181,7 +163,6 @@ RNG = np.random.default_rng(0)
 OF_TOKENS = [RNG.normal(size=n).tolist() if i != 4 else None for i, n in enumerate(LENGTHS)]
 OF_RESPONSES = RNG.normal(size=len(LENGTHS)).tolist()
 PENALTIES = [RNG.normal(0, 0.3, n).tolist() for n in LENGTHS]
-VALUES = [RNG.normal(size=n).tolist() for n in LENGTHS]
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 
 
@@ -250,33 +231,3 @@ def test_each_token_has_its_own_reward_and_the_last_one_the_rest(kl):
     np.testing.assert_allclose(feedback.token_rewards, place(loop, 0.0), **EXACT)
     sums = [math.fsum(own) if own else OF_RESPONSES[i] for i, own in enumerate(loop)]
     np.testing.assert_allclose(feedback.rewards, sums, **EXACT)
-
-
-@pytest.mark.parametrize("kl", [False, True], ids=["bare", "with KL in the reward"])
-def test_reward_to_go_and_gae_read_rewards_of_tokens(kl):
-    feedback, place = feedback_of_groups(kl)
-    algorithm = dataclasses.replace(dapo(), gamma=0.9, lambda_policy=0.7)
-    to_go, gae = [], []
-    for rewards, values in zip(loop_token_rewards(kl), VALUES, strict=True):
-        n = len(rewards)
-        to_go.append(
-            [math.fsum(0.9 ** (k - t) * rewards[k] for k in range(t, n)) for t in range(n)]
-        )
-        errors = [rewards[t] + 0.9 * [*values, 0.0][t + 1] - values[t] for t in range(n)]
-        gae.append([math.fsum(0.63 ** (k - t) * errors[k] for k in range(t, n)) for t in range(n)])
-    for name, expected in (("reward_to_go", to_go), ("gae", gae)):
-        found = ESTIMATORS[name](algorithm, feedback)
-        np.testing.assert_allclose(found, place(expected, 0.0), **EXACT)
-
-
-def test_estimators_of_responses_read_the_sums():
-    feedback, place = feedback_of_groups(kl=False)
-    rewards = [
-        math.fsum(2 * r for r in own or []) + OF_RESPONSES[i] for i, own in enumerate(OF_TOKENS)
-    ]
-    expected = [
-        [r - math.fsum(rewards[i // 3 * 3 : i // 3 * 3 + 3]) / 3] * LENGTHS[i]
-        for i, r in enumerate(rewards)
-    ]
-    found = ESTIMATORS["group_centre"](dapo(), feedback)
-    np.testing.assert_allclose(found, place(expected, 0.0), **EXACT)

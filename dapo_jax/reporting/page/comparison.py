@@ -32,8 +32,8 @@ class Experiment:
         return self.runs[0].settings
 
 
-def _shared_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if not name.startswith(SEED_SETTINGS)}
+def _shared_settings(run: RecordedRun) -> dict[str, Any]:
+    return {name: v for name, v in run.settings.items() if not name.startswith(SEED_SETTINGS)}
 
 
 def _experiment_name(runs: list[RecordedRun]) -> str:
@@ -46,21 +46,20 @@ def _experiment_name(runs: list[RecordedRun]) -> str:
 
 def experiments(runs: Sequence[RecordedRun]) -> list[Experiment]:
     """Group runs that are seeds of one experiment, in the order given, under unique names."""
-    groups: list[list[RecordedRun]] = []
+    groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
-        shared = _shared_settings(run.settings)
-        matching = (group for group in groups if _shared_settings(group[0].settings) == shared)
-        group = next(matching, None)
-        if group is None:
-            groups.append([run])
-        else:
-            group.append(run)
-    named: list[Experiment] = []
-    for number, group in enumerate(groups, 1):
+        groups.setdefault(repr(sorted(_shared_settings(run).items())), []).append(run)
+    named: dict[str, Experiment] = {}
+    for number, group in enumerate(groups.values(), 1):
         name = _experiment_name(group)
-        is_taken = any(name == experiment.name for experiment in named)
-        named.append(Experiment(f"{name} [{number}]" if is_taken else name, group))
-    return named
+        name = f"{name} [{number}]" if name in named else name
+        named[name] = Experiment(name, group)
+    return list(named.values())
+
+
+def _t_interval(mean: float, variance: float, freedom: float) -> Interval:
+    half = float(stdtrit(freedom, 0.975) * np.sqrt(variance))
+    return [mean, mean - half, mean + half]
 
 
 def mean_interval(samples: np.ndarray, are_shares: bool = False) -> Interval:
@@ -76,9 +75,22 @@ def mean_interval(samples: np.ndarray, are_shares: bool = False) -> Interval:
         return [mean, None, None]
     if are_shares and not np.ptp(samples):
         return [mean, *wilson(mean, samples.size)]
-    error = samples.std(ddof=1) / np.sqrt(samples.size)
-    half = float(stdtrit(samples.size - 1, 0.975) * error)
-    return [mean, mean - half, mean + half]
+    return _t_interval(mean, samples.var(ddof=1) / samples.size, samples.size - 1)
+
+
+def welch_interval(left: np.ndarray, right: np.ndarray) -> Interval:
+    """Return the difference of two means of independent values, with 95 % by Welch's t.
+
+    There is no interval if a side has fewer than two values or no side has a spread.
+    """
+    if not (left.size and right.size):
+        return [None, None, None]
+    difference = float(left.mean() - right.mean())
+    if min(left.size, right.size) < 2 or not (left.std() or right.std()):
+        return [difference, None, None]
+    errors = np.array([side.var(ddof=1) / side.size for side in (left, right)])
+    freedom = errors.sum() ** 2 / sum(errors**2 / [left.size - 1, right.size - 1])
+    return _t_interval(difference, errors.sum(), freedom)
 
 
 class Headline(NamedTuple):
@@ -116,20 +128,21 @@ def _headline_interval(experiment: Experiment, headline: Headline) -> tuple[Inte
     """Return a headline number, and a text that tells what its interval is over."""
     runs = experiment.runs
     metric = headline.metric
-    samples = _samples(experiment, headline)
-    if len(runs) > 1 and metric == "heldout_accuracy":
+    if len(runs) == 1 and headline.rows != "end":
+        rows = [row for row in runs[0].rows if finite_values([row], metric).size] or [{}]
+        row = rows[EVALUATION[headline.rows]]
+        return [
+            row.get(name) for name in (metric, f"{metric}_low", f"{metric}_high")
+        ], "over problems"
+    if metric == "heldout_accuracy":
         recorded = [heldout_shares(run, EVALUATION[headline.rows]) for run in runs]
         shares = [values for values in recorded if values is not None]
         if len(shares) == len(runs):
             estimate = estimate_over_seeds(shares, 0)
-            return list(dataclasses.astuple(estimate)), f"over {len(runs)} seeds and their problems"
-    if len(runs) > 1:
-        return mean_interval(samples, "accuracy" in metric), f"over {samples.size} seeds"
-    if headline.rows == "end":
-        return mean_interval(samples, "accuracy" in metric), "over these steps"
-    rows = [row for row in runs[0].rows if finite_values([row], metric).size] or [{}]
-    names = (metric, f"{metric}_low", f"{metric}_high")
-    return [rows[EVALUATION[headline.rows]].get(name) for name in names], "over problems"
+            return [*dataclasses.astuple(estimate)], f"over {len(runs)} seeds and their problems"
+    samples = _samples(experiment, headline)
+    over = f"over {samples.size} seeds" if len(runs) > 1 else "over these steps"
+    return mean_interval(samples, "accuracy" in metric), over
 
 
 def headlines(experiment: Experiment) -> list[dict[str, Any]]:
@@ -145,44 +158,23 @@ def headlines(experiment: Experiment) -> list[dict[str, Any]]:
     return lines
 
 
-def welch_interval(left: np.ndarray, right: np.ndarray) -> Interval:
-    """Return the difference of two means of independent values, with 95 % by Welch's t.
-
-    There is no interval if a side has fewer than two values or no side has a spread.
-    """
-    if not (left.size and right.size):
-        return [None, None, None]
-    difference = float(left.mean() - right.mean())
-    if min(left.size, right.size) < 2 or not (left.std() or right.std()):
-        return [difference, None, None]
-    errors = np.array([side.var(ddof=1) / side.size for side in (left, right)])
-    freedom = errors.sum() ** 2 / sum(errors**2 / [left.size - 1, right.size - 1])
-    half = float(stdtrit(freedom, 0.975) * np.sqrt(errors.sum()))
-    return [difference, difference - half, difference + half]
-
-
 def _paired_shares(left: Experiment, right: Experiment, which: int) -> list[np.ndarray]:
     """Return differences of held-out shares by seed and problem; none if these differ."""
 
-    def by_seed(experiment: Experiment) -> dict[Any, np.ndarray | None]:
+    def shares(experiment: Experiment) -> dict[Any, np.ndarray | None]:
         return {run.settings.get("seed"): heldout_shares(run, which) for run in experiment.runs}
 
     def problems(experiment: Experiment) -> dict[str, Any]:
         return {name: v for name, v in experiment.settings.items() if name.startswith("data.")}
 
-    left_shares = by_seed(left)
-    right_shares = by_seed(right)
-    if left_shares.keys() != right_shares.keys() or problems(left) != problems(right):
+    ones = shares(left)
+    others = shares(right)
+    is_paired = ones.keys() == others.keys() and problems(left) == problems(right)
+    if not is_paired or not len(ones) == len(left.runs) == len(right.runs):
         return []
-    if not len(left_shares) == len(left.runs) == len(right.runs):
-        return []
-    differences = []
-    for seed, shares in left_shares.items():
-        others = right_shares[seed]
-        if shares is None or others is None or len(shares) != len(others):
-            return []
-        differences.append(shares - others)
-    return differences
+    pairs = [(ones[seed], others[seed]) for seed in ones]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None and len(a) == len(b)]
+    return [a - b for a, b in known] if len(known) == len(pairs) else []
 
 
 def _heldout_difference(
@@ -193,11 +185,10 @@ def _heldout_difference(
     if pairs and not np.ptp(np.concatenate(pairs)):  # such as one initial policy
         return [float(pairs[0][0]), None, None], "by problem"
     if len(pairs) > 1:
-        estimate = estimate_over_seeds(pairs, 0)
-        return list(dataclasses.astuple(estimate)), "by seed and problem"
+        return [*dataclasses.astuple(estimate_over_seeds(pairs, 0))], "by seed and problem"
     if pairs:
         (estimate,) = estimates(pairs[0][:, None], np.ones(len(pairs[0])), 0)
-        return list(dataclasses.astuple(estimate)), "by problem"
+        return [*dataclasses.astuple(estimate)], "by problem"
     if len(left.runs) == len(right.runs) == 1:
         shares = [heldout_shares(side.runs[0], which) for side in (left, right)]
         if shares[0] is not None and shares[1] is not None:
@@ -251,51 +242,48 @@ def from_defaults(settings: dict[str, Any]) -> list[list[Any]]:
 
 def differing_settings(shown: Sequence[Experiment]) -> list[list[Any]]:
     """Return [name, value in each experiment, ...] of settings that differ between experiments."""
-    tables = [_shared_settings(experiment.settings) for experiment in shown]
+    tables = [_shared_settings(experiment.runs[0]) for experiment in shown]
     names = dict.fromkeys(name for table in tables for name in table)
     lines = [[name, *(table.get(name) for table in tables)] for name in names]
     return [line for line in lines if any(value != line[1] for value in line[2:])]
 
 
+SUMMED = (
+    "seconds_rollout seconds_decode seconds_score seconds_update seconds_evaluation "
+    "abandoned_tokens put_back_tokens"
+).split()
+RATES = ("sampled_tokens_per_second", "sampled_to_kept_tokens")
+
+
 def spent(experiment: Experiment) -> dict[str, dict[str, float]]:
     """Return the seconds and tokens of all runs by their use."""
     rows = [row for run in experiment.runs for row in run.rows]
-
-    def total(name: str) -> float:
-        return float(finite_values(rows, name).sum())
-
-    rollout = total("seconds_rollout")
-    decode = min(total("seconds_decode"), rollout)
+    total = {name: 0.0 for name in SUMMED}
+    sampled = trained = 0.0
+    for row in rows:
+        values = {name: row.get(name) or 0.0 for name in (*SUMMED, *RATES)}  # null: not finite
+        for name in SUMMED:
+            total[name] += values[name]
+        tokens = values["sampled_tokens_per_second"] * values["seconds_rollout"]
+        sampled += tokens
+        if values["sampled_to_kept_tokens"] and row.get("trained_groups"):
+            lost = values["abandoned_tokens"] + values["put_back_tokens"]
+            trained += min(tokens, (tokens + lost) / values["sampled_to_kept_tokens"])
+    decode = min(total["seconds_decode"], total["seconds_rollout"])
     seconds = {
         "decoding": decode,
-        "rest of the rollout (prefill, scoring)": rollout - decode,
-        "score pass": total("seconds_score"),
-        "update": total("seconds_update"),
-        "evaluation": total("seconds_evaluation"),
+        "rest of the rollout (prefill, scoring)": total["seconds_rollout"] - decode,
+        "score pass": total["seconds_score"],
+        "update": total["seconds_update"],
+        "evaluation": total["seconds_evaluation"],
     }
-    sampled = [_sampled_tokens(row) for row in rows]
-    trained = [_trained_tokens(row) for row in rows]
     tokens = {
-        "kept: trained on": sum(trained),
-        "dropped: no signal, or surplus": sum(sampled) - sum(trained),
-        "abandoned: stopped when the batch was full": total("abandoned_tokens"),
-        "put back: sampled again, pages had run out": total("put_back_tokens"),
+        "kept: trained on": trained,
+        "dropped: no signal, or surplus": sampled - trained,
+        "abandoned: stopped when the batch was full": total["abandoned_tokens"],
+        "put back: sampled again, pages had run out": total["put_back_tokens"],
     }
     return {
         part: {name: round(x, 1) for name, x in table.items() if x > 0}
         for part, table in (("seconds", seconds), ("tokens", tokens))
     }
-
-
-def _sampled_tokens(row: Mapping[str, Any]) -> float:
-    speed = row.get("sampled_tokens_per_second") or 0.0  # may be null: not finite
-    return speed * (row.get("seconds_rollout") or 0.0)
-
-
-def _trained_tokens(row: Mapping[str, Any]) -> float:
-    ratio = row.get("sampled_to_kept_tokens") or 0.0
-    if not ratio or not row.get("trained_groups"):
-        return 0.0
-    sampled = _sampled_tokens(row)
-    lost = (row.get("abandoned_tokens") or 0.0) + (row.get("put_back_tokens") or 0.0)
-    return min(sampled, (sampled + lost) / ratio)

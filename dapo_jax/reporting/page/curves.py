@@ -16,8 +16,16 @@ SUBSET_MEANS = {
     "response_tokens_right": "response_tokens_right",
     "response_tokens_wrong": "response_tokens_wrong",
 }
+# Charts of curves.png, in its order.
+PICTURE = (
+    "Reward",
+    "Accuracy of sampled responses",
+    "Held-out accuracy",
+    "Entropy",
+    "Length of right and wrong responses",
+    "Groups by outcome",
+)
 MAX_MARKED = 40  # longer lines have dots only at points between two gaps
-REWARD_SPAN = 0.001
 TITLE_CHARACTERS = 120
 
 
@@ -57,83 +65,42 @@ def value_at(row: Mapping[str, Any], metric: str) -> float:
     return float(value)
 
 
-class Panel(NamedTuple):
-    """A panel of curves.png.
-
-    Attributes:
-        metrics: label and colour by metric.
-        top: lowest upper end of an axis from 0; None for an axis that follows the values.
-    """
-
-    title: str
-    metrics: dict[str, tuple[str, str]]
-    top: float | None
-
-
-# C1, orange, is used only for held-out problems.
-PANELS = (
-    Panel("Reward", {"reward": ("reward", "C0")}, None),
-    Panel(
-        "Accuracy",
-        {"accuracy": ("sampled responses", "C0"), "heldout_accuracy": ("held-out problems", "C1")},
-        1.0,
-    ),
-    Panel("Entropy (nats per token)", {"entropy": ("entropy", "C0")}, 0.01),
-    Panel(
-        "Response tokens",
-        {
-            "response_tokens_mean": ("all", "C0"),
-            "response_tokens_right": ("right", "C2"),
-            "response_tokens_wrong": ("wrong", "C3"),
-        },
-        1.0,
-    ),
-    Panel(
-        "Share of groups",
-        {
-            "kept_fraction": ("kept", "C0"),
-            "all_right_fraction": ("all right", "C2"),
-            "all_wrong_fraction": ("all wrong", "C3"),
-        },
-        1.0,
-    ),
-    Panel("Share of responses cut off", {"truncated_fraction": ("cut off", "C0")}, 0.1),
-)
-
-
-def draw_panel(axis: Any, panel: Panel, rows: list[dict[str, float]]) -> None:
-    """Draw the lines of a panel, and its legend above them."""
-    for metric, (label, colour) in panel.metrics.items():
+def draw_panel(axis: Any, curve: Curve, rows: list[dict[str, float]]) -> None:
+    """Draw a chart of curves.png, with its legend above the lines."""
+    for metric, label in curve.metrics.items():
         measured = [row for row in rows if metric in row]
         steps = [row["step"] for row in measured]
         values = [value_at(row, metric) for row in measured]
         gaps = [True, *map(math.isnan, values), True]
         isolated = [i for i in range(len(values)) if gaps[i] and gaps[i + 2]]
         marked = isolated if len(values) > MAX_MARKED else None
-        axis.plot(steps, values, "o-", color=colour, label=label, ms=4, markevery=marked)
-    axis.update_datalim([(0, 0), (1, panel.top or 0)], updatey=panel.top is not None)
-    axis.autoscale_view()
-    if panel.top is None:
+        axis.plot(steps, values, "o-", label=label, ms=4, markevery=marked)
+    if curve.title == "Reward":
         low, high = axis.get_ylim()
-        missing = max(0.0, REWARD_SPAN - (high - low)) / 2
+        missing = max(0.0, curve.span - (high - low)) / 2
         axis.set_ylim(low - missing, high + missing)
+    else:
+        top = 1.0 if curve.unit.startswith("share") else curve.span
+        axis.update_datalim([(0, 0), (1, top)])
+        axis.autoscale_view()
     axis.grid(alpha=0.3)
-    axis.set_title(panel.title, fontsize=10, pad=22)
+    axis.set_title(f"{curve.title} ({curve.unit})", fontsize=10, pad=22)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.ticklabel_format(useOffset=False)
-    if len(panel.metrics) > 1:
+    if len(curve.metrics) > 1:
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=8, frameon=False)
 
 
 def plot_run(rows: list[dict[str, float]], path: Folder, title: str) -> None:
-    """Write a PNG of six panels over rollout steps."""
+    """Write a PNG of six charts over rollout steps."""
     from matplotlib.figure import Figure
 
     # Not pyplot: its backend may be that of the calling notebook.
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     axes = figure.subplots(2, 3, sharex=True)
-    for axis, panel in zip(axes.flat, PANELS, strict=True):
-        draw_panel(axis, panel, rows)
+    curves = {curve.title: curve for curve in read_curves()}
+    for axis, name in zip(axes.flat, PICTURE, strict=True):
+        draw_panel(axis, curves[name], rows)
     for axis in axes[-1]:
         axis.set_xlabel("rollout step")
     figure.suptitle(title[-TITLE_CHARACTERS:], parse_math=False)

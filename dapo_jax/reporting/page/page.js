@@ -7,7 +7,6 @@ const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9
 const DASHES = [["solid", "solid"], ["dashed", "dash"], ["dotted", "dot"]]; // names in CSS and in plotly
 const CLIPS = ["", "cut by the lower clip", "cut by the upper clip", "cut by the dual clip"];
 const OPTIONS = { displayModeBar: false, responsive: true };
-const runs = data.experiments.flatMap((experiment) => experiment.runs);
 const several = data.experiments.length > 1; // each plot then compares one metric
 
 function make(tag, properties = {}, ...children) {
@@ -50,7 +49,7 @@ function layout(title) {
 
 function smoothed(values, width) {
   return values.map((value, i) => {
-    if (value === null) return null; // keep gaps
+    if (value === null) return null;
     const part = values.slice(Math.max(0, i - width + 1), i + 1).filter((v) => v !== null);
     return part.reduce((a, b) => a + b) / part.length;
   });
@@ -69,22 +68,24 @@ function bandOf(x, low, high) {
   return band;
 }
 
-// Lines of the experiments that are shown: i numbers the experiment, place the metric.
+// Lines of the shown experiments: i numbers the experiment, place the metric. A line joins rare evaluations; elsewhere are gaps.
 const linesOf = (curve) => [...data.experiments.entries()].filter(([i]) => byId(`experiment-${i}`)?.checked ?? true)
-  .flatMap(([i, { name, curves }]) => Object.entries(curve.metrics).map(([metric, words], place) => ({ i, name, place, words, line: curves.lines[metric], x: curves.x })))
+  .flatMap(([i, { name, curves }]) => Object.entries(curve.metrics).map(([metric, words], place) => ({ i, name, place, words, metric, line: curves.lines[metric], x: curves.x })))
   .filter(({ line }) => line);
 
 function traces(curve) {
   const width = Number(byId("smooth").value);
-  return linesOf(curve).flatMap(({ i, name, place, words, line, x: axes }) => {
-    const x = line.at.map((at) => axes[byId("axis").value][at]);
-    const y = smoothed(line.mean, width);
+  return linesOf(curve).flatMap(({ i, name, place, words, metric, line, x: axes }) => {
+    const measured = [...line.mean.keys()].filter((at) => line.mean[at] !== null || !metric.startsWith("heldout_"));
+    const at = (values) => measured.map((place) => values[place]);
+    const x = at(axes[byId("axis").value]);
+    const y = smoothed(at(line.mean), width);
     const colour = colourOf(several ? i : place);
     const label = several ? name : words;
     const known = line.mean.filter((value) => value !== null);
-    const isDot = (at) => y[at] !== null && (known.length < 40 || ((y[at - 1] ?? null) === null && (y[at + 1] ?? null) === null));
-    const sizes = y.map((_, at) => (isDot(at) ? 5 : 0));
-    const band = line.low ? [{ ...bandOf(x, smoothed(line.low, width), smoothed(line.high, width)), mode: "lines", line: { width: 0 },
+    const isDot = (i) => y[i] !== null && (known.length < 40 || ((y[i - 1] ?? null) === null && (y[i + 1] ?? null) === null));
+    const sizes = y.map((_, i) => (isDot(i) ? 5 : 0));
+    const band = line.low ? [{ ...bandOf(x, smoothed(at(line.low), width), smoothed(at(line.high), width)), mode: "lines", line: { width: 0 },
       fill: "toself", fillcolor: colour + "30", hoverinfo: "skip", showlegend: false }] : [];
     return [...band, { x, y, name: plain(shorten(label, 40)), mode: sizes.some(Boolean) ? "lines+markers" : "lines",
       line: { color: colour, width: 2, dash: dashOf(several ? i : 0)[1] }, marker: { size: sizes, opacity: 1, line: { width: 0 } },
@@ -99,8 +100,7 @@ function flatRange(curve, lines) {
   const high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   const span = Math.max(curve.span, 0.01 * Math.max(Math.abs(low), Math.abs(high)));
   if (!values.length || high - low >= span) return [undefined, ""];
-  const centred = (low + high - span) / 2;
-  const from = low >= 0 ? Math.max(0, centred) : centred;
+  const from = Math.max(low >= 0 ? 0 : -Infinity, (low + high - span) / 2);
   const note = high > low && high - low < span / 10
     ? `All values lie within ${show(high - low)} of each other. The axis spans ${show(span)}, so that rounding looks flat.` : "";
   return [[from - 0.05 * span, from + 1.05 * span], note];
@@ -140,6 +140,7 @@ function drawSpent() {
     const spent = data.experiments.map((experiment) => experiment.spent[plot.dataset.part]);
     const kinds = [...new Set(spent.flatMap(Object.keys))];
     const places = spent.map((_, i) => i);
+    plot.setAttribute("aria-label", data.experiments.map(({ name }, i) => `${plot.dataset.part} of ${name}: ${Object.entries(spent[i]).join("; ")}`).join("; "));
     const bars = kinds.map((kind, i) => ({ type: "bar", orientation: "h", name: kind, marker: { color: colourOf(i) }, y: places,
       x: spent.map((table) => table[kind] ?? 0), hovertemplate: `%{x:,.0f} ${plot.dataset.part}` }));
     const look = { ...layout(""), barmode: "stack", hovermode: "closest", dragmode: false };
@@ -154,18 +155,18 @@ function drawSpent() {
 
 function colourOfToken(by, value) {
   if (value === null || value === undefined) return "";
-  if (by === "logprobs") return `rgba(var(--heat), ${Math.min(0.75, -value / 6)})`;
+  if (by === "token_logprobs") return `rgba(var(--heat), ${Math.min(0.75, -value / 6)})`;
   const share = Math.log(Math.max(value, 1e-6)) / 0.5;
   return `rgba(var(--${share > 0 ? "heat" : "less"}), ${Math.min(0.75, Math.abs(share))})`;
 }
 
-function tokensOf(response, text = response.text, first = 0, last = Infinity) {
+function tokensOf(response, text = response.response, first = 0, last = Infinity) {
   const by = byId("colour").value;
-  if (!response.pieces) return box("response", text ?? "");
-  return box("response", ...response.pieces.slice(first, last).flatMap((piece, place) => {
+  if (!response.token_texts) return box("response", text ?? "");
+  return box("response", ...response.token_texts.slice(first, last).flatMap((piece, place) => {
     const i = first + place;
-    const clip = CLIPS[response.clipped?.[i] ?? 0];
-    const facts = [`log-probability ${show(response.logprobs?.[i])}`, response.ratios ? `ratio ${show(response.ratios[i])}` : "", clip];
+    const clip = CLIPS[response.token_clipped?.[i] ?? 0];
+    const facts = [`log-probability ${show(response.token_logprobs?.[i])}`, response.token_ratios ? `ratio ${show(response.token_ratios[i])}` : "", clip];
     const token = make("span", { title: facts.filter(Boolean).join(", "), className: clip ? "clip" : "" }, piece || "◦");
     if (by && response[by]) token.style.background = colourOfToken(by, response[by][i]);
     return [token, clip ? make("span", { hidden: true }, ` (${clip})`) : ""];
@@ -175,7 +176,7 @@ function tokensOf(response, text = response.text, first = 0, last = Infinity) {
 // A box per turn. Only the policy's turns have tokens and rewards.
 function turnsOf(response) {
   let sampled = 0;
-  const rewards = response.rewards?.some(Boolean) ? [...response.rewards] : [];
+  const rewards = response.environment_rewards?.some(Boolean) ? [...response.environment_rewards] : [];
   return response.turns.map(([speaker, tokens, text]) => {
     const isPolicy = speaker === "policy";
     const reward = isPolicy && rewards.length ? `, reward ${show(rewards.shift())}` : "";
@@ -190,7 +191,7 @@ function drawResponse(response, number) {
   const advantage = response.advantage === null ? "not trained on" : `advantage ${show(response.advantage)}`;
   const facts = [`reward ${show(response.reward)}`, response.advantage === undefined ? "" : advantage,
     `${response.tokens} tokens`, response.truncated ? "cut off by the budget" : "", response.surplus ? "surplus" : ""];
-  const parts = Object.entries(response.parts ?? {}).map(([name, value]) => `${name} ${show(value)}`).join(", ");
+  const parts = Object.entries(response.reward_parts ?? {}).map(([name, value]) => `${name} ${show(value)}`).join(", ");
   const failure = response.failure ? `; the verdict failed: ${response.failure}` : "";
   const verdict = make("span", { className: response.correct ? "right" : "wrong" }, response.correct ? "✓ right" : "✗ wrong");
   const details = make("details", { open: number === 0 }, make("summary", {}, `${number + 1}. `, verdict, ` · ${facts.filter(Boolean).join(" · ")}`));
@@ -202,9 +203,9 @@ function drawResponse(response, number) {
 
 function legendOf(group) {
   const by = byId("colour").value;
-  const meaning = { logprobs: "The darker a token, the less likely it was to the sampler; full at 1 in 90.",
-    ratios: "Orange: more likely to the policy of the last update than to the old one; blue: less. The gradient of underlined tokens was cut by the clip." };
-  const [name, setting] = by === "ratios" ? ["ratios", "token_ratios"] : ["tokens", "token_groups"];
+  const meaning = { token_logprobs: "The darker a token, the less likely it was to the sampler; full at 1 in 90.",
+    token_ratios: "Orange: more likely to the policy of the last update than to the old one; blue: less. The gradient of underlined tokens was cut by the clip." };
+  const [name, setting] = by === "token_ratios" ? ["ratios", "token_ratios"] : ["tokens", "token_groups"];
   if (!by) return "";
   return group.responses.some((response) => response[by]) ? `${meaning[by]} ◦ is a token without text, such as the end.`
     : `No ${name} are stored for this group: see config.log.${setting}.`;
@@ -215,7 +216,7 @@ function drawGroup() {
   const group = rollouts[place];
   byId("previous").disabled = place === 0;
   byId("next").disabled = place === rollouts.length - 1;
-  byId("responses").replaceChildren(make("h3", {}, `Prompt ${group.id}, step ${group.step}, ${group.outcome}`), box("prompt", group.prompt),
+  byId("responses").replaceChildren(make("h3", {}, `Prompt ${group.prompt_id}, step ${group.step}, ${group.outcome}`), box("prompt", group.prompt),
     make("p", { dir: "auto" }, `Answer: ${group.answer}`), ...group.responses.map(drawResponse));
   byId("legend").textContent = legendOf(group);
 }
@@ -223,6 +224,7 @@ function drawGroup() {
 function drawRollouts() {
   rollouts = JSON.parse(byId("rollouts-data").textContent);
   if (!rollouts.length) return;
+  const runs = data.experiments.flatMap((experiment) => experiment.runs);
   byId("group").append(...rollouts.map((group, i) => {
     const correct = group.responses.filter((response) => response.correct).length;
     const name = runs.length > 1 ? `${runs[group.run]}, ` : "";
@@ -233,7 +235,7 @@ function drawRollouts() {
   }
   for (const id of ["group", "colour"]) byId(id).addEventListener("change", drawGroup);
   byId("open").addEventListener("click", () => byId("responses").querySelectorAll("details").forEach((details) => { details.open = true; }));
-  byId("group").value = Math.max(0, rollouts.findLastIndex((group) => group.responses[0].pieces));
+  byId("group").value = Math.max(0, rollouts.findLastIndex((group) => group.responses[0].token_texts));
   drawGroup();
 }
 

@@ -7,43 +7,28 @@ objects are skipped.
 import collections
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from dapo_jax.runtime.settings import require
+from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.paths import Folder, folder_at
 
 SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}  # of its config.json
-
 MAX_FILES = 24  # rollouts files of a run
 MAX_BYTES = 32_000_000  # of each file
 GROUPS_PER_STEP = 4
 SHOWN_CHARACTERS = 6000  # the middle of a longer text is cut
 ALLOWED = "the folder of a run, with config.json and metrics.jsonl"
-TOKEN_FIELDS = ("pieces", "logprobs", "ratios", "clipped")
-# Names of a response's fields in the page, by their names in the file.
-FIELDS = {
-    "response": "text",
-    "extracted": "extracted",
-    "correct": "correct",
-    "truncated": "truncated",
-    "surplus": "surplus",
-    "tokens": "tokens",
-    "reward": "reward",
-    "reward_parts": "parts",
-    "advantage": "advantage",
-    "failure": "failure",
-    "turns": "turns",
-    "environment_rewards": "rewards",
-    "token_texts": "pieces",
-    "token_logprobs": "logprobs",
-    "token_ratios": "ratios",
-    "token_clipped": "clipped",
-}
+# Fields of a response that the page shows.
+TEXT_FIELDS = ("response", "extracted", "failure")
+TOKEN_FIELDS = ("token_texts", "token_logprobs", "token_ratios", "token_clipped")
+OTHER_FIELDS = (
+    "correct truncated surplus tokens reward reward_parts advantage environment_rewards".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +57,7 @@ def read_run(name: str) -> RecordedRun:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         rows = sort_rows(list(objects(folder / "metrics.jsonl")))
     except (OSError, ValueError) as error:
-        require(False, "run", name, f"{ALLOWED}; {error}")
-        raise AssertionError from None
+        raise ConfigError(f"config.run = {name!r}: must be {ALLOWED}; {error}", "run") from None
     is_run = isinstance(settings, dict) and settings.keys() >= SECTIONS_OF_A_RUN
     require(is_run, "run", name, f"{ALLOWED}; its config.json is not that of a run")
     require(bool(rows), "run", name, f"{ALLOWED}; there is no row in its metrics.jsonl")
@@ -95,20 +79,17 @@ def heldout_shares(run: RecordedRun, which: int) -> np.ndarray | None:
     return np.array([np.mean(values) for values in correct.values()]) if correct else None
 
 
+# --- rollouts -------------------------------------------------------------------------------
+
+
 def spread_out(count: int, most: int) -> list[int]:
     """Return at most `most` evenly spaced numbers below `count`, with both ends."""
+    if count == 0:
+        return []
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
-def coarse_to_fine(numbers: Sequence[int]) -> list[int]:
-    """Reorder numbers: the last, the first, then halves, quarters and so on."""
-    count = len(numbers)
-    parts = [2**power + 1 for power in range(count.bit_length() + 1)]
-    return [numbers[i] for i in dict.fromkeys(i for n in parts for i in spread_out(count, n)[::-1])]
-
-
-def shorten(text: Any) -> str:
-    """Return a text without its middle if it is too long for a page."""
+def _shorten(text: Any) -> str:
     text = str(text)
     half = SHOWN_CHARACTERS // 2
     if len(text) <= SHOWN_CHARACTERS:
@@ -117,19 +98,13 @@ def shorten(text: Any) -> str:
 
 
 def _response(line: dict[str, Any]) -> dict[str, Any]:
-    fields = {new: line[name] for name, new in FIELDS.items() if line.get(name) is not None}
-    if "advantage" in line:  # null if no update used the response; older runs lack the field
-        fields["advantage"] = line["advantage"]
-    turns = [[speaker, tokens, str(text)] for speaker, tokens, text in fields.pop("turns", ())]
-    text = "".join(text for _, _, text in turns) or str(fields.get("text", ""))
-    if turns:
-        fields["turns"] = [[speaker, tokens, shorten(text)] for speaker, tokens, text in turns]
-    if len(text) > SHOWN_CHARACTERS:
-        for name in TOKEN_FIELDS:
-            fields.pop(name, None)
-    for name in ("text", "extracted", "failure"):
-        if name in fields:
-            fields[name] = shorten(fields[name])
+    fields = {name: line[name] for name in OTHER_FIELDS if name in line}
+    fields |= {name: _shorten(line[name]) for name in TEXT_FIELDS if line.get(name) is not None}
+    turns = [[speaker, tokens, str(text)] for speaker, tokens, text in line.get("turns") or ()]
+    fields["turns"] = [[speaker, tokens, _shorten(text)] for speaker, tokens, text in turns]
+    text = "".join(text for _, _, text in turns) or str(line.get("response", ""))
+    if len(text) <= SHOWN_CHARACTERS:
+        fields |= {name: line[name] for name in TOKEN_FIELDS if name in line}
     return fields
 
 
@@ -140,7 +115,7 @@ def _outcome(lines: list[dict[str, Any]]) -> str:
     return "all right" if correct else "all wrong"
 
 
-def groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
+def _groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
     """Return a few groups of a rollouts file: first those with tokens, then of every outcome."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for line in objects(path, MAX_BYTES):
@@ -152,28 +127,15 @@ def groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
         return "token_texts" not in group[0], outcomes[_outcome(group)]
 
     return [
-        {
-            "step": step,
-            "prompt": shorten(lines[0].get("prompt", "")),
-            "answer": shorten(lines[0].get("answer", "")),
-            "id": shorten(lines[0].get("prompt_id", "")),
-            "outcome": _outcome(lines),
-            "responses": [_response(line) for line in lines],
-        }
+        {name: _shorten(lines[0].get(name, "")) for name in ("prompt", "answer", "prompt_id")}
+        | {"step": step, "outcome": _outcome(lines), "responses": [*map(_response, lines)]}
         for lines in sorted(groups.values(), key=rank)[:GROUPS_PER_STEP]
     ]
 
 
-def sample_groups(run: RecordedRun) -> Iterator[dict[str, Any]]:
-    """Yield groups of evenly spaced steps, ordered so that any prefix is a fair sample."""
-    folder = run.folder / "rollouts"
-    files: dict[int, Folder] = {}
-    for path in folder.glob("step_*.jsonl") if folder.exists() else ():
-        number = path.stem.removeprefix("step_")
-        if number.isdigit():
-            files[int(number)] = path
+def sample_groups(run: RecordedRun) -> list[list[dict[str, Any]]]:
+    """Return a few groups of each of at most `MAX_FILES` evenly spaced steps."""
+    numbers = {path: path.stem[5:] for path in (run.folder / "rollouts").glob("step_*.jsonl")}
+    files = {int(number): path for path, number in numbers.items() if number.isdigit()}
     steps = sorted(files)
-    chosen = coarse_to_fine([steps[i] for i in spread_out(len(steps), MAX_FILES)])
-    groups = [groups_of(files[step], step) for step in chosen]
-    for place in range(GROUPS_PER_STEP):
-        yield from (of_step[place] for of_step in groups if place < len(of_step))
+    return [_groups_of(files[steps[i]], steps[i]) for i in spread_out(len(steps), MAX_FILES)]

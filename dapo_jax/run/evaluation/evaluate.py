@@ -189,7 +189,7 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         folder = claim_folder(config, checkpoints, stack)
         components = build(config, training=False, should_abort=signals.received_locally)
         stack.callback(components.close)
-        stack.enter_context(components.progress.compilation(config.model.folder))
+        stack.enter_context(components.progress.compilation())
         with components.progress.working("loading the policy"):
             policy, params = open_policy(config, components, checkpoints)
         prompts = components.prompts.heldout_prompts()
