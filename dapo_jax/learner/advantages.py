@@ -114,7 +114,7 @@ def _sum_over_responses(values: np.ndarray, index: np.ndarray, responses: int) -
 
 def gather_feedback(
     response_index: Int[np.ndarray, "*M R T"],
-    earned: Float[np.ndarray, "B"],
+    earned: Float[np.ndarray, "B"],  # rewards before the penalties
     *,
     earned_by_tokens: Float[np.ndarray, "*M R T"] | None = None,
     penalties: Float[np.ndarray, "*M R T"] | None = None,
@@ -122,16 +122,7 @@ def gather_feedback(
     trained: Bool[np.ndarray, "*M R T"] | None = None,
     **known: np.ndarray | None,
 ) -> Feedback:
-    """Make a `Feedback` from rewards per response and penalties per token.
-
-    Args:
-        earned: rewards before the penalties.
-        earned_by_tokens: the part of `earned` assigned to tokens; the last token gets the rest.
-        penalties: penalty per token, ignored outside the responses.
-        log_ratios: old - reference log-probs, ignored outside the responses.
-        trained: mask of trained tokens; default: all tokens of the responses.
-        known: the remaining fields of `Feedback`.
-    """
+    """Make a `Feedback` from rewards per response and penalties per token."""
     on = response_index >= 0
     rewards = earned
     token_rewards = np.zeros(response_index.shape)

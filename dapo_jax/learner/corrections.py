@@ -51,16 +51,12 @@ def rejections(
     log_ratios: Float[Array, "R T"],
     segment_ids: Int[Array, "R T"],
     trained: Bool[Array, "R T"],
-    rejectable: Bool[Array, "R T"],
+    rejectable: Bool[Array, "R T"],  # trained tokens that may be rejected
 ) -> tuple[Bool[Array, "R T"], Bool[Array, "R T"]]:
     """Return masks of tokens with a ratio to the sampler below and above the bounds.
 
     IcePop (2510.18855) and masked importance sampling bound the ratio of a token. OPSM (2512.02556)
     rejects responses of negative advantage that have become unlikely under the trained policy.
-
-    Args:
-        log_ratios: log-probs of the old or the trained policy minus those of the sampler.
-        rejectable: trained tokens that may be rejected.
     """
     ratio = jnp.exp(clamp_log(POOLS[algorithm.rejection](log_ratios, segment_ids, trained)))
     below = ratio < algorithm.rejection_low

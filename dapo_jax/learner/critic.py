@@ -36,8 +36,7 @@ def critic_learner(
     """Return the critic's learner; it scores token t with V(tokens before t)."""
 
     def score(params, rows: PackedRows) -> TokenScores:
-        arrays = (rows.tokens, rows.segment_ids, rows.positions)
-        return TokenScores(token_values(params, config, *arrays))
+        return TokenScores(token_values(params, config, rows.inputs))
 
     def loss(params, batch: TrainBatch) -> tuple[Array, UpdateOutputs]:
         values = score(params, batch.scored.rollouts).values

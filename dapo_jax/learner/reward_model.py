@@ -17,27 +17,20 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RewardModel:
-    """A reward model on devices, sharded like the policy.
-
-    Args:
-        params: parameters of a `scalar_head` decoder, in their forward dtype.
-        row_tokens, rows: shape of the only batch that is compiled.
-    """
+    """A reward model on devices, sharded like the policy."""
 
     def __init__(
         self,
-        params: Any,
+        params: Any,  # parameters of a `scalar_head` decoder, in their forward dtype
         config: DecoderConfig,
         mesh: jax.sharding.Mesh,
-        row_tokens: int,
-        rows: int,
+        row_tokens: int,  # shape of the only batch that is compiled
+        rows: int,  # shape of the only batch that is compiled
     ):
         self._mesh = mesh
         self._shape = (row_tokens, rows)
         self._params = params
-        self._read_rows = jax.jit(
-            lambda params, r: scalars_after(params, config, r.tokens, r.segment_ids, r.positions)
-        )
+        self._read_rows = jax.jit(lambda params, rows: scalars_after(params, config, rows.inputs))
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[np.ndarray]:
         """Return the scores of each group, [len(completions)] float32.

@@ -38,12 +38,7 @@ def first_skipped(updates: Sequence[UpdateRecord]) -> tuple[UpdateRecord, TrainB
 def write_skipped(
     run_dir: Folder, step: int, update: UpdateRecord, batch: TrainBatch, groups: Sequence[Group]
 ) -> Folder | None:
-    """Write a skipped batch and return its folder; None if the run has `MAX_BATCHES` already.
-
-    Args:
-        step: number of the finished step.
-        groups: trained groups of the step, in order.
-    """
+    """Write a skipped batch and return its folder; None if the run has `MAX_BATCHES` already."""
     folder = run_dir / FOLDER / f"step_{step:06d}_{update.learner}"
     if _is_full(run_dir / FOLDER) and not folder.exists():
         return None

@@ -22,11 +22,7 @@ DUAL = 3
 def trace_ratios(
     algorithm: Algorithm, batch: TrainBatch, logprobs: Float[Array, "M R T"]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return ([n] ratios, [n] bounds) of each response; empty for those of other minibatches.
-
-    Args:
-        logprobs: log-probs of the policy that the update differentiated.
-    """
+    """Return ([n] ratios, [n] bounds) of each response; empty for those of other minibatches."""
     rollouts = batch.scored.rollouts
     old = present(batch.scored.old_logprobs, "old_logprobs")
     arrays = (logprobs, old, batch.advantages, batch.loss_weights, rollouts.segment_ids)
@@ -44,11 +40,7 @@ def trace_responses(
     response_index: np.ndarray,
     ratios: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> list[Trace]:
-    """Return the trace of each response, ordered by index.
-
-    Args:
-        ratios: result of `trace_ratios` for one minibatch.
-    """
+    """Return the trace of each response, ordered by index."""
     per_response = take_tokens(advantages, response_index)
     means = [float(values.mean()) if values.size else 0.0 for values in per_response]
     traced = {i: pair for i, pair in enumerate(ratios) if len(pair[0])}

@@ -37,16 +37,6 @@ def weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean:
 class Learner:
     """Compiled score pass and update of a model (policy or critic), with their shardings.
 
-    Args:
-        score: function (params, rows [R, T]) -> `TokenScores`.
-        loss: function (params, batch [R, T]) -> (loss, `UpdateOutputs`), sums over microbatches.
-        boxed_params: shapes and logical axis names of all parameters.
-        settings: the optimizer.
-        mesh: data x fsdp shards rows, context their length, and fsdp x context x tensor weights and
-            moments.
-        frozen: parameters on the mesh that never change; states and checkpoints omit them.
-        sums_rows: loss and metrics are also sums over rows, so replicas reduce once per update.
-
     Attributes:
         start: jitted function from parameters to a fresh `TrainState`.
         copy: jitted copy of the parameters, which an update donates.
@@ -57,8 +47,8 @@ class Learner:
         self,
         score: Callable[[Any, PackedRows], TokenScores],
         loss: Callable[[Any, TrainBatch], tuple[Array, UpdateOutputs]],
-        boxed_params: Any,
-        settings: Optimizer,
+        boxed_params: Any,  # shapes and logical axis names of all parameters
+        settings: Optimizer,  # the optimizer
         mesh: jax.sharding.Mesh,
         frozen: Any = None,
         sums_rows: bool = True,
@@ -90,11 +80,7 @@ class Learner:
         )
 
     def score(self, params: Any, rollouts: PackedRows, microbatches: int) -> TokenScores:
-        """Return log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows.
-
-        Args:
-            params: those of a state; or all, if frozen ones differ from the learner's.
-        """
+        """Return log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows."""
         rollouts = sharding.put(self.mesh, rollouts, *ROWS)
         with self._rules():
             return self._score(join(self.frozen, params), rollouts, microbatches)
@@ -130,9 +116,6 @@ class Learner:
         """Lower the program "score" or "update" for a batch of these shapes [M, R, T].
 
         Nothing is computed, and the devices of the mesh need not exist.
-
-        Args:
-            params: shapes and shardings of the parameters for "score"; default: those of the state.
         """
         place = sharding.sharding(self.mesh, *ROWS)
         batch = jax.tree.map(

@@ -193,18 +193,12 @@ def load_params(
     config: DecoderConfig,
     mesh: jax.sharding.Mesh,
     *,
-    field: str = "model.folder",
+    field: str = "model.folder",  # the setting that names the folder, for the error message
     wanted: Callable[[str], bool] = lambda path: True,
-    cast: bool = False,
-    fresh_score: bool = False,
+    cast: bool = False,  # load in the dtypes of a forward pass (`forward_dtype`) instead of float32
+    fresh_score: bool = False,  # add a scalar head of zeros if the folder has none (a policy's)
 ) -> Any:
     """Return the parameters of a model folder, each shard read directly onto its device.
-
-    Args:
-        field: the setting that names the folder, for the error message.
-        wanted: selects the parameters to read by path; names and shapes of all are checked.
-        cast: load in the dtypes of a forward pass (`forward_dtype`) instead of float32.
-        fresh_score: add a scalar head of zeros if the folder has none (a policy's).
 
     Raises:
         ConfigError: tensors are missing, unknown, wrongly shaped or not finite.

@@ -59,19 +59,13 @@ def _inner(path: str, shape: tuple[int, ...]) -> int:
 
 
 def save_adapters(
-    folder: pathlib.Path | None,
-    trained: Collection[str],
+    folder: pathlib.Path | None,  # None on processes that only help to gather the tensors
+    trained: Collection[str],  # paths of the parameters that `read` returns whole
     read: Callable[[str], Any],
     config: DecoderConfig,
-    base: str,
+    base: str,  # name of the adapted model
 ) -> None:
-    """Write adapters in float32 and their config.
-
-    Args:
-        folder: None on processes that only help to gather the tensors.
-        trained: paths of the parameters that `read` returns whole.
-        base: name of the adapted model.
-    """
+    """Write adapters in float32 and their config."""
     tensors = {}
     adapters = cast(Adapters, config.adapters)
     for path in trained:

@@ -111,11 +111,7 @@ class Tensors:
         return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
 
     def read_expert(self, part: TensorPart, *index: slice) -> np.ndarray:
-        """Return a part of an expert's matrix or vector in a fused tensor; MXFP4 as float32.
-
-        Args:
-            index: slices with a start and an end, without a step.
-        """
+        """Return a part of an expert's matrix or vector in a fused tensor; MXFP4 as float32."""
         *rows, last = index
         expert = slice(part.expert, part.expert + 1)
         alternate = slice(part.first, None, part.step)

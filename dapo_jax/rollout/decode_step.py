@@ -17,31 +17,22 @@ from dapo_jax.structs import SamplingRule, present
 
 
 class Starts(NamedTuple):
-    """Responses that start: sample `samples[i]` of prompt `rows[i]` in `slots[i]`.
-
-    Attributes:
-        fills: cache pages to write; None if the cache has no pages.
-    """
+    """Responses that start: sample `samples[i]` of prompt `rows[i]` in `slots[i]`."""
 
     slots: Int[Any, "n"]
     rows: Int[Any, "n"]
     samples: Int[Any, "n"]
-    fills: Fills | None
+    fills: Fills | None  # cache pages to write; None if the cache has no pages
 
 
 class StepOptions(NamedTuple):
-    """Constants of the decode steps of a burst.
-
-    Attributes:
-        rule: of every slot, unless the state has a rule per slot.
-        columns: number of a slot's pages that attention has to read.
-    """
+    """Constants of the decode steps of a burst."""
 
     config: DecoderConfig
     attend: Callable
     end_ids: Int[Array, "e"]
-    rule: SamplingRule
-    columns: int | None
+    rule: SamplingRule  # of every slot, unless the state has a rule per slot
+    columns: int | None  # number of a slot's pages that attention has to read
 
 
 def empty_state(
@@ -70,17 +61,12 @@ def start_responses(
     state: DecodeState,
     starts: Starts,
     *,
-    write_prompts: Callable,
+    write_prompts: Callable,  # method of the cache's layout
     in_turn: bool = False,
 ) -> DecodeState:
     """Start responses to prefilled prompts; a slot past the last one is dropped.
 
     The known tokens of a resumed response are on the host: only their count is written.
-
-    Args:
-        write_prompts: method of the cache's layout.
-        in_turn: write layer after layer, or XLA:TPU gathers all prompts of all layers at once. On
-            CPU this would copy the caches.
     """
     slots, rows, samples, fills = starts
 
@@ -173,12 +159,7 @@ def decode_burst(
     *,
     early: bool,
 ) -> DecodeState:
-    """Sample `tokens` tokens per active slot, and count the slot steps.
-
-    Args:
-        early: stop as soon as no slot is active. This is checked after every token, so several
-            replicas would synchronise at every token.
-    """
+    """Sample `tokens` tokens per active slot, and count the slot steps."""
 
     def more(carry):
         step, state = carry

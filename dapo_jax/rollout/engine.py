@@ -40,18 +40,6 @@ from dapo_jax.structs import SamplingRule
 class PolicyEngine(Engine):
     """Decodes `settings.slots` responses in parallel, `settings.burst_tokens` tokens per call.
 
-    Args:
-        config: shape and numerics of the policy.
-        mesh: devices; slots are split over data x fsdp (replicas), heads over tensor.
-        settings: sizes of slots, cache and calls; not the sampling rule.
-        max_prompt_tokens: with `settings.max_response_tokens` the size of a slot's cache.
-        insert_width: number of slots that one `insert` can fill from one prompt (the group size).
-        tokenizer: its `end_ids` end a response; JetStream encodes and decodes with it.
-        seed: part of the random key of prompts that come without a key.
-        frozen: parameters that never change; one copy of them is made for decoding.
-        trained_on: mesh of the trainer's parameters; default `mesh`.
-        programs: makes the compiled programs, as `engine_programs` does.
-
     Attributes:
         shape: constants of the compiled programs.
         layout: of the caches on devices.
@@ -63,15 +51,15 @@ class PolicyEngine(Engine):
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: DecoderConfig,  # shape and numerics of the policy
         mesh: jax.sharding.Mesh,
-        settings: Sampler,
+        settings: Sampler,  # sizes of slots, cache and calls; not the sampling rule
         *,
-        max_prompt_tokens: int,
+        max_prompt_tokens: int,  # with `settings.max_response_tokens` the size of a slot's cache
         insert_width: int = 1,
-        tokenizer: Ends,
-        seed: int = 0,
-        frozen: Any = None,
+        tokenizer: Ends,  # its `end_ids` end a response; JetStream encodes and decodes with it
+        seed: int = 0,  # part of the random key of prompts that come without a key
+        frozen: Any = None,  # parameters that never change; one copy of them is made for decoding
         trained_on: jax.sharding.Mesh | None = None,
         programs: Callable[..., Programs] = engine_programs,
     ):
@@ -178,13 +166,7 @@ class PolicyEngine(Engine):
         rule: SamplingRule = SamplingRule(),  # noqa: B008
         longest: int | None = None,
     ) -> tuple[DecodeState, ResultTokens]:
-        """Sample up to `burst_tokens` tokens per active slot.
-
-        Args:
-            rule: of every slot, unless the engine has a rule per slot.
-            longest: maximum tokens that an active slot has in its cache now; default: the cache
-                may be full. The cache grows first if this burst would not fit.
-        """
+        """Sample up to `burst_tokens` tokens per active slot."""
         burst = self.shape.settings.burst_tokens
         needed = burst + (self.cache_tokens if longest is None else longest)
         state = self._fit(decode_state, needed)
@@ -265,11 +247,7 @@ class PolicyEngine(Engine):
         return self._insert_widths[-1]
 
     def claim(self, free: Sequence[int], tokens: int, prompt: Hashable) -> int | None:
-        """Reserve cache space for a prompt in the first free slot that has it; None if none has.
-
-        Args:
-            prompt: responses that name the same prompt share what it fills.
-        """
+        """Reserve cache space for a prompt in the first free slot that has it; None if none has."""
         full = set()
         for slot in free:
             replica = slot * self.replicas // self.max_concurrent_decodes
@@ -294,15 +272,10 @@ class PolicyEngine(Engine):
         params: Any,
         padded_tokens: Int[np.ndarray, "n P"],
         true_lengths: Sequence[int],
-        keys: jax.Array,
+        keys: jax.Array,  # of the prompts, with the last one repeated up to `prefill_batch`
         sampled: Sequence[int] = (),
     ) -> Prefix:
-        """Compute keys and values of up to `prefill_width` prompts, split over the replicas.
-
-        Args:
-            keys: of the prompts, with the last one repeated up to `prefill_batch`.
-            sampled: how many of the last tokens are a resumed response's; default 0.
-        """
+        """Compute keys and values of up to `prefill_width` prompts, split over the replicas."""
         pad = self.prefill_batch(len(true_lengths)) - len(true_lengths)
         tokens = np.pad(padded_tokens, ((0, pad), (0, 0)), mode="edge").astype(np.int32)
         counts = np.asarray([true_lengths, sampled or [0] * len(true_lengths)], np.int32)
@@ -313,15 +286,7 @@ class PolicyEngine(Engine):
     def reserve_burst(
         self, state: DecodeState, slots: Sequence[int], held: Sequence[int] = ()
     ) -> tuple[DecodeState, list[int]]:
-        """Reserve cache space for the next burst; slots that lose theirs are stopped.
-
-        Args:
-            slots: running slots, the oldest first.
-            held: slots of trajectories between two turns, the oldest first.
-
-        Returns:
-            the state, and the stopped slots: held ones first, then the youngest.
-        """
+        """Reserve cache space for the next burst; slots that lose theirs are stopped."""
         burst = self.shape.settings.burst_tokens
         stopped = self.pages.reserve(slots, burst, held) if self.pages else []
         return self.stop(state, stopped), stopped
@@ -329,11 +294,7 @@ class PolicyEngine(Engine):
     def feed(
         self, state: DecodeState, slots: Sequence[int], responses: Sequence[np.ndarray]
     ) -> DecodeState:
-        """Feed slots the tokens that their caches lack; they resume sampling after them.
-
-        Args:
-            responses: whole responses, [n] tokens each; the first ones are in the cache.
-        """
+        """Feed slots the tokens that their caches lack; they resume sampling after them."""
         size = 1 << (len(slots) - 1).bit_length()
         tokens = np.zeros((size, self.max_response_tokens), np.int32)
         places = np.full(size, self.max_concurrent_decodes, np.int32)

@@ -35,21 +35,13 @@ CALIBRATION_MARGIN = 1.5  # keys and values of a prompt may exceed the calibrate
 
 @dataclasses.dataclass(frozen=True)
 class EngineShape:
-    """Everything besides mesh and weights that the programs of an engine depend on.
+    """Everything besides mesh and weights that the programs of an engine depend on."""
 
-    Attributes:
-        config: shape and numerics of the policy.
-        settings: sizes of slots, cache and calls; not the sampling rule.
-        max_prompt_tokens: maximum length of a prompt.
-        end_ids: tokens that end a response.
-        rule_per_slot: each response has its own sampling rule.
-    """
-
-    config: decoder.DecoderConfig
-    settings: Sampler
-    max_prompt_tokens: int
-    end_ids: tuple[int, ...]
-    rule_per_slot: bool = False
+    config: decoder.DecoderConfig  # shape and numerics of the policy
+    settings: Sampler  # sizes of slots, cache and calls; not the sampling rule
+    max_prompt_tokens: int  # maximum length of a prompt
+    end_ids: tuple[int, ...]  # tokens that end a response
+    rule_per_slot: bool = False  # each response has its own sampling rule
 
     @property
     def cache_tokens(self) -> int:
@@ -94,10 +86,6 @@ class EnginePrograms:
 
     It has one attribute for each compiled program, so more than twelve.
 
-    Args:
-        layout: of the caches.
-        trainer: mesh of the trainer's parameters, and those that are frozen.
-
     Attributes:
         weights: loads the parameters.
         state_shardings, prefix_sharding: shardings of decode states and prefilled caches.
@@ -107,8 +95,8 @@ class EnginePrograms:
         self,
         shape: EngineShape,
         mesh: Mesh,
-        layout: SlotLayout | PagedLayout,
-        trainer: TrainerWeights,
+        layout: SlotLayout | PagedLayout,  # of the caches
+        trainer: TrainerWeights,  # mesh of the trainer's parameters, and those that are frozen
     ):
         self._shape = shape
         self._mesh = mesh

@@ -26,21 +26,13 @@ class Fills(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PageGeometry:
-    """Sizes of a paged cache.
+    """Sizes of a paged cache."""
 
-    Attributes:
-        replicas: number of parts of slots and pages.
-        pages: pages of one replica, page 0 included.
-        page_tokens: tokens of a page.
-        slots: slots of all replicas; the slots of a replica are adjacent.
-        slot_tokens: maximum tokens of a slot.
-    """
-
-    replicas: int
-    pages: int
-    page_tokens: int
-    slots: int
-    slot_tokens: int
+    replicas: int  # number of parts of slots and pages
+    pages: int  # pages of one replica, page 0 included
+    page_tokens: int  # tokens of a page
+    slots: int  # slots of all replicas; the slots of a replica are adjacent
+    slot_tokens: int  # maximum tokens of a slot
 
     @property
     def slots_per_replica(self) -> int:
@@ -103,13 +95,11 @@ class PageTable:
         return slot // self.geometry.slots_per_replica
 
     def claim(self, slot: int, tokens: int, prompt: Hashable, *, beside: bool = True) -> bool:
-        """Allocate the first pages of a response that starts in a slot; False if too few are free.
+        """Allocate the first pages of a response in a slot; return False if too few are free.
 
-        Args:
-            tokens: of its prompt; the last one is not cached before the first decode step.
-            prompt: responses that name the same prompt share its full pages.
-            beside: leave a free page for every growing response of the replica; without it, a
-                lack of pages raises ValueError.
+        The last of its `tokens` is not cached before the first decode step. Responses that name the
+        same prompt share its full pages. With `beside` a free page is left for every growing
+        response of the replica; without it, a lack of pages raises ValueError.
         """
         self.release(slot)
         replica = self.replica(slot)
@@ -148,13 +138,7 @@ class PageTable:
     def fills(
         self, slots: Iterable[int], rows: Iterable[int], *, width: int, prompts: int, time: int
     ) -> Fills:
-        """Return the unwritten prompt blocks of claimed slots, and mark them as written.
-
-        Args:
-            rows: prompt of each slot.
-            width, prompts, time: maximum slots, maximum prompts and their padded length; the shape
-                of the result depends on nothing else.
-        """
+        """Return the unwritten prompt blocks of claimed slots, and mark them as written."""
         size = min(width, self.geometry.slots_per_replica)
         size += prompts * (time // self.geometry.page_tokens)
         arrays = np.zeros((3, self.geometry.replicas, size), np.int32)
@@ -173,10 +157,6 @@ class PageTable:
 
     def reserve(self, slots: Sequence[int], tokens: int, held: Sequence[int] = ()) -> list[int]:
         """Allocate pages for `tokens` more tokens per slot; the youngest lose theirs if needed.
-
-        Args:
-            slots: the oldest first. The oldest of a replica always gets its pages.
-            held: slots that do not sample, the oldest first; they lose their pages first.
 
         Returns the slots that lost their pages, in that order.
         """

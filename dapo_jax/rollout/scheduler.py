@@ -98,9 +98,6 @@ class Scheduler:
     depends on the key of (seed, purpose, step, prompt index, sample index, position), not on
     slots. If the cache has no space for all running responses, the youngest return to the queue
     and are sampled again, with the same result.
-
-    Args:
-        environments: reply to the policy between the turns of a trajectory; read by `begin`.
     """
 
     def __init__(

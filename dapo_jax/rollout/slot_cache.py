@@ -31,11 +31,6 @@ def window_of(needed: int, first: int, limit: int) -> int:
 class SlotLayout:
     """Caches of the same length for every slot.
 
-    Args:
-        settings: number of slots, and the initial length.
-        cache_tokens: maximum tokens of a slot.
-        dtype: of keys and values; int8 ones have scales.
-
     Attributes:
         attend: attention over these caches.
         takes_many: one call may insert the responses to several prompts.
@@ -50,9 +45,9 @@ class SlotLayout:
         self,
         config: DecoderConfig,
         mesh: jax.sharding.Mesh,
-        settings: Sampler,
-        cache_tokens: int,
-        dtype: Any,
+        settings: Sampler,  # number of slots, and the initial length
+        cache_tokens: int,  # maximum tokens of a slot
+        dtype: Any,  # of keys and values; int8 ones have scales
     ):
         self._config = config
         self._mesh = mesh

@@ -69,13 +69,7 @@ class NextTurn(NamedTuple):
 
 
 class Trajectories:
-    """Trajectories that wait for their environments, ordered by the end of their turns.
-
-    Args:
-        environments: None if every response is one turn.
-        max_tokens: tokens of a trajectory, observations included.
-        key: part of a trajectory's seed, besides prompt, step and sample.
-    """
+    """Trajectories that wait for their environments, ordered by the end of their turns."""
 
     def __init__(
         self, environments: EnvironmentPool | None, max_tokens: int, key: Sequence[int] = ()
@@ -130,10 +124,9 @@ class Trajectories:
         return True
 
     def due(self, burst: int, idle: bool) -> list[NextTurn]:
-        """Return the trajectories to place after a burst, with the replies of their environments.
+        """Return the trajectories to place after a burst, with their replies.
 
-        Args:
-            idle: nothing else can be decoded, so wait for the next replies now.
+        If nothing else can be decoded (`idle`), wait for the next replies now.
         """
         if self._environments is None or not self._awaiting:
             return []

@@ -48,7 +48,8 @@ def results(attend, arrays, ids, mesh=None, window=None, sinks=None):
     context = training_attention.Context(jnp.zeros_like(ids), ids)
 
     def loss(queries, keys, values, sinks, window):
-        mixed, _ = attend(queries, keys, values, context, None, window, sinks)
+        options = training_attention.AttentionOptions(window, sinks)
+        mixed, _ = attend(queries, keys, values, context, None, options)
         mixed = jnp.where(ids[..., None, None] > 0, mixed, 0)
         return jnp.sum(jnp.sin(mixed) * weights), mixed
 

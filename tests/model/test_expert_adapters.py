@@ -15,7 +15,7 @@ from dapo_jax.config.experiment import Lora
 from dapo_jax.model import peft_adapters, save_huggingface
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.load_huggingface import load_params
-from dapo_jax.model.logprobs import hidden_states
+from dapo_jax.model.logprobs import Rows, hidden_states
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.export import policy_layers
@@ -44,7 +44,9 @@ def export_merged(base, adapters, decoder, plain, folder, mesh):
 
 
 def states(flat, config, rows=ROWS):
-    return jax.jit(lambda p: hidden_states(p, config, *rows)[0])(unflatten_dict(flat, sep="/"))
+    return jax.jit(lambda p: hidden_states(p, config, Rows(*rows))[0])(
+        unflatten_dict(flat, sep="/")
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def decode(attend, lengths, cache, heads=4, active=None, dtype=jnp.float32):
     new = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
     active = jnp.ones(slots, bool) if active is None else active
     context = SlotContext(jnp.asarray(lengths, jnp.int32)[:, None], active, None)
-    return jax.jit(attend)(*new, context, cache, None, None)
+    return jax.jit(attend)(*new, context, cache)
 
 
 def filled(slots: int, kv_heads: int, length: int, width: int) -> KVCache:

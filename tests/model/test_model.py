@@ -12,7 +12,7 @@ from conftest import TINY
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import decoder, load_huggingface
 from dapo_jax.model.lm_head import head_logprobs
-from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.model.training_attention import choose
 from dapo_jax.rollout.sampling import sample_tokens
 from dapo_jax.runtime.settings import ConfigError
@@ -52,7 +52,7 @@ def test_unrolling_does_not_change_the_numbers(tiny_params):
 
 def test_logprobs_and_entropy_equal_those_of_the_softmax(tiny_params):
     logprobs, entropy = token_logprobs(
-        tiny_params, TINY, TOKENS, SEGMENTS, POSITIONS, temperature=0.7, chunk_tokens=10**6
+        tiny_params, TINY, Rows(TOKENS, SEGMENTS, POSITIONS), temperature=0.7, chunk_tokens=10**6
     )
     logits = hidden(tiny_params) @ tiny_params["embedding"].T / 0.7
     full = np.asarray(jax.nn.log_softmax(logits), np.float64)

@@ -51,7 +51,7 @@ def params():
     return random_params()
 
 
-def by_definition(queries, keys, values, context, mesh, window, sinks):
+def by_definition(queries, keys, values, context, cache, options):
     """Return attention head by head, with a sink as one more column of scores."""
     heads, ids = [], context.segment_ids
     mask = (ids[:, :, None] == ids[:, None]) & jnp.tril(jnp.ones((ids.shape[1],) * 2, bool))
@@ -59,7 +59,7 @@ def by_definition(queries, keys, values, context, mesh, window, sinks):
         of_keys = head * keys.shape[2] // queries.shape[2]
         scores = jnp.einsum("bqe,bke->bqk", queries[:, :, head], keys[:, :, of_keys])
         scores = jnp.where(mask, scores * queries.shape[-1] ** -0.5, -jnp.inf)
-        column = jnp.broadcast_to(sinks[head], (*scores.shape[:2], 1))
+        column = jnp.broadcast_to(options.sinks[head], (*scores.shape[:2], 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, column], -1))[..., :-1]
         heads.append(jnp.einsum("bqk,bke->bqe", weights, values[:, :, of_keys]))
     return jnp.stack(heads, axis=2), None

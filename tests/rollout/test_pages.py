@@ -14,7 +14,7 @@ from samplers import GREEDY, TOKENIZER, sample, tokens_of
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.model.caches import PageCache
 from dapo_jax.model.decode_attention import PagedAttention, SlotContext, read_pages_by_kernel
-from dapo_jax.model.training_attention import Window
+from dapo_jax.model.training_attention import AttentionOptions, Window
 from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageGeometry, PageTable
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import warn_about_rounding
@@ -179,7 +179,9 @@ def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8, one_devi
     new = normal(slots, 1, kv_heads, head_dim), normal(slots, 1, kv_heads, head_dim)
     context = SlotContext(lengths[:, None] - 1, lengths > 0, tables)
     attend = PagedAttention(one_device, kernel=False)
-    actual, cache = attend(queries, *new, context, PageCache(pages, scales), window)
+    actual, cache = attend(
+        queries, *new, context, PageCache(pages, scales), AttentionOptions(window)
+    )
     options = {}
 
     def reference(queries, pages, *args, sm_scale, sliding_window, **others):

@@ -10,7 +10,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, head_kernel
-from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.structs import SamplingRule
@@ -55,7 +55,7 @@ def packed_gradients(folder, mesh):
 
     def loss(params):
         options = {"temperature": 1.0, "chunk_tokens": 1 << 20}
-        logprobs, _ = token_logprobs(params, config, *rows, **options)
+        logprobs, _ = token_logprobs(params, config, Rows(*rows), **options)
         return jnp.sum(logprobs * drawn[None])
 
     gradient = save_huggingface.flatten(jax.jit(jax.grad(loss))(params))
