@@ -220,7 +220,7 @@ class Algorithm:
     rejection: Literal["none", "token", "product", "sequence", "worst"] = setting(
         "none",
         "Ratio to the sampler's probability; tokens or responses outside its bounds are removed "
-        "from the loss: a key of corrections.POOLS.",
+        "from the loss: a key of losses.RATIOS, or worst.",
     )
     rejection_low: PositiveOr0 = setting(0.5, "Lower bound of that ratio.", read=IF_REJECTION)
     rejection_high: PositiveOr0 = setting(

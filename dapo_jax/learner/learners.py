@@ -7,10 +7,9 @@ import jax
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
-from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.policy import IMPORTANCE_SQUARE
-from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM
-from dapo_jax.learner.update import Learner, UpdateOutputs
+from dapo_jax.learner.ratios import RATIO_HISTOGRAM
+from dapo_jax.learner.update import Learner, UpdateOutputs, learning_rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +89,11 @@ def update(
         return states, []
 
     def record(learner: str, rate: float, outputs: UpdateOutputs) -> UpdateRecord:
-        means = outputs.means
+        means, logprobs = outputs
         histogram = means.pop(RATIO_HISTOGRAM, None)
         square = means.pop(IMPORTANCE_SQUARE, None)
         return UpdateRecord(
-            learner,
-            minibatch,
-            batch,
-            microbatches,
-            rate,
-            means,
-            outputs.token_logprobs,
-            histogram,
-            square,
+            learner, minibatch, batch, microbatches, rate, means, logprobs, histogram, square
         )
 
     policy = states.policy

@@ -11,9 +11,15 @@ from jaxtyping import Array, Float
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch
-from dapo_jax.learner.corrections import importance_weights, rejections
-from dapo_jax.learner.losses import KL_ESTIMATORS, clamp_log, k3, policy_loss
-from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, histogram
+from dapo_jax.learner.losses import (
+    KL_ESTIMATORS,
+    clamp_log,
+    importance_weights,
+    k3,
+    policy_loss,
+    rejections,
+)
+from dapo_jax.learner.ratios import RATIO_HISTOGRAM, histogram
 from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence

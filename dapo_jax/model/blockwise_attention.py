@@ -206,8 +206,8 @@ def _keep(queries, keys, values, segment_ids, sinks, span):
 
 def _gradients(kept, upstream):
     arrays, span, mixed, log_total = kept
-    queries, keys, values, _, _ = arrays
-    blocks = _blocks(*arrays, span.first)
+    queries, keys, values, segment_ids, sinks = arrays
+    blocks = _blocks(queries, keys, values, segment_ids, sinks, span.first)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
     d_queries, d_keys, d_values, d_sinks = _backward(

@@ -243,8 +243,8 @@ def read_pages_by_kernel(queries, cache: PageCache, tables, lengths, window, sin
 def _write_pages(cache: PageCache, keys, values, context: SlotContext) -> PageCache:
     """Write one token per slot of a replica to the replica's own pages."""
     _, page_tokens, *heads = cache.pages.shape
-    positions = context.positions[:, 0]
-    page = jnp.take_along_axis(context.tables, positions[:, None] // page_tokens, axis=1)[:, 0]
+    tables, positions = cast(Array, context.tables), context.positions[:, 0]
+    page = jnp.take_along_axis(tables, positions[:, None] // page_tokens, axis=1)[:, 0]
     # A slot without pages has zeros in its table: it writes to page 0, which no slot owns.
     at = page * page_tokens + positions % page_tokens
     new, scales = rounded(cache, interleave(keys, values, 1))

@@ -21,8 +21,7 @@ from safetensors.numpy import load_file
 from dapo_jax.model import param_paths, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
-from dapo_jax.model.load_huggingface import list_problems
-from dapo_jax.model.published_tensors import DTYPES
+from dapo_jax.model.load_huggingface import DTYPES, list_problems
 from dapo_jax.model.trainable import is_trained, without_adapters
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json, require

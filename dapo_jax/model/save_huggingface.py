@@ -18,8 +18,7 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
 from dapo_jax.model.config_json import decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.load_huggingface import Layers
-from dapo_jax.model.published_tensors import INDEX
+from dapo_jax.model.load_huggingface import INDEX, Layers
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
 

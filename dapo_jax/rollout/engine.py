@@ -17,8 +17,8 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.decode_step import Starts
-from dapo_jax.rollout.engine_programs import EngineShape, Programs, engine_programs
+from dapo_jax.rollout.cache_layout import choose_layout, with_scales
+from dapo_jax.rollout.engine_programs import EngineShape, Programs, Starts, engine_programs
 from dapo_jax.rollout.jetstream_api import (
     NO_TOKEN,
     Engine,
@@ -27,7 +27,6 @@ from dapo_jax.rollout.jetstream_api import (
     TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
 )
 from dapo_jax.rollout.page_table import PageTable
-from dapo_jax.rollout.paged_cache import choose_layout, with_scales
 from dapo_jax.rollout.requests import SlotOutput
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.rollout.weight_transfer import TrainerWeights

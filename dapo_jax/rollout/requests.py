@@ -7,7 +7,7 @@ continues with the same random numbers.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,18 +99,6 @@ def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> 
     padded = np.full(max(len(tokens), min(length, limit)), pad_id, np.int32)
     padded[: len(tokens)] = tokens
     return padded
-
-
-def split_group(
-    group: PendingGroup, carried: PartialGroup | None
-) -> Iterator[tuple[Completion | None, list[int]]]:
-    """Yield the responses that start with the same tokens: (response so far, sample numbers)."""
-    partial = {response.sample: response for response in carried.begun} if carried else {}
-    for sample, response in partial.items():
-        yield response, [sample]
-    fresh = [i for i in group.samples if i not in partial and i not in group.finished]
-    if fresh:
-        yield None, fresh
 
 
 def make_completion(

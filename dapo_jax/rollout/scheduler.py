@@ -20,7 +20,6 @@ from dapo_jax.rollout.requests import (
     carry_groups,
     make_completion,
     pad_prompt,
-    split_group,
 )
 from dapo_jax.rollout.sampling import sample_keys
 from dapo_jax.rollout.trajectories import EnvironmentPool, HeldSlot, NextTurn, Trajectories
@@ -237,15 +236,16 @@ class Scheduler:
         tokens = group.prompt.tokens
         if len(tokens) == 0:
             raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
-        for response, samples in split_group(group, carried):
-            if response is None:
-                limit = self._engine.max_prefill_length
-                padded = pad_prompt(tokens, limit, self._tokenizer.pad_id)
-                waiting = collections.deque(samples)
-                prefix_id = next(self._prefix_ids)
-                self._waiting.append(PendingResponses(group, waiting, prefix_id, padded))
-            elif not self._request_reply(group, response):
+        begun = {response.sample: response for response in carried.begun} if carried else {}
+        for response in begun.values():
+            if not self._request_reply(group, response):
                 self._waiting.append(self._resumed(group, response))
+        fresh = [i for i in group.samples if i not in begun and i not in group.finished]
+        if fresh:
+            padded = pad_prompt(tokens, self._engine.max_prefill_length, self._tokenizer.pad_id)
+            waiting = collections.deque(fresh)
+            prefix_id = next(self._prefix_ids)
+            self._waiting.append(PendingResponses(group, waiting, prefix_id, padded))
 
     def _request_reply(self, group: PendingGroup, response: Completion) -> bool:
         """Request the environment's reply to a carried response that had ended its turn."""

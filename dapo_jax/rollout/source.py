@@ -86,11 +86,9 @@ class NoJournal:
     def begin(self, step: int) -> FinishedGroups:
         return NO_GROUPS
 
-    def add(self, groups: Sequence[Group]) -> None:
-        pass
+    def add(self, groups: Sequence[Group]) -> None: ...
 
-    def forget(self, step: int) -> None:
-        pass
+    def forget(self, step: int) -> None: ...
 
 
 @contextlib.contextmanager
@@ -169,16 +167,3 @@ class RolloutSource:
         sampler.release()  # an update may need the memory of the caches
         counts = dataclasses.replace(sampler.counts)
         return Rollout(batch, counts, time.perf_counter() - start)
-
-
-def open_source(
-    config: Config,
-    prompts: PromptStream,
-    sampler: Sampler,
-    judge: Judge,
-    copy: Callable[[Any], Any],
-    **options: Any,
-) -> RolloutSource:
-    """Return the source for `config.rollout`; `options` are the other fields of `RolloutSource`."""
-    options["copy_behaviour"] = copy if config.rollout.lag else None
-    return RolloutSource(config, prompts, sampler, judge, **options)

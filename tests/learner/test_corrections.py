@@ -9,7 +9,7 @@ import pytest
 from policy_cases import COUNT, EXACT, case, changed, gradient, spread_coefficients
 from policy_loops import drifts_of, loop_ppo, pool_ratios
 
-from dapo_jax.learner.corrections import rejections
+from dapo_jax.learner.losses import rejections
 
 NO_KL = {"kl": "none", "kl_coefficient": 0.0, "reference": False}
 KINDS = ("near", "apart", "far", "edges", "edges of products", "extremes", "whole extremes")

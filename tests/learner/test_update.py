@@ -24,9 +24,9 @@ from learners import (
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Optimizer
-from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import assign_rows, pack, padded_microbatches
-from dapo_jax.learner.ratio_quantiles import EDGES, RATIO_HISTOGRAM
+from dapo_jax.learner.ratios import EDGES, RATIO_HISTOGRAM
+from dapo_jax.learner.update import learning_rate
 from dapo_jax.runtime import sharding
 
 

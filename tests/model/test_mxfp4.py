@@ -10,7 +10,7 @@ from mxfp4_folders import quantised, write_both
 from safetensors.numpy import load_file, save_file
 from test_sinks import GPT_OSS, random_params
 
-from dapo_jax.model import load_huggingface, mxfp4, save_huggingface
+from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh
 
@@ -27,11 +27,11 @@ def folders(tmp_path_factory):
 def test_numbers_equal_those_of_another_library():
     draws = np.random.default_rng(0).normal(size=(2, 64, 3)) * np.exp2([-40, 0, 40])
     blocks, scales, numbers = quantised(np.concatenate([draws, -draws]).astype("f"))
-    np.testing.assert_array_equal(mxfp4.dequantise(blocks, scales), numbers)
+    np.testing.assert_array_equal(load_huggingface.dequantise(blocks, scales), numbers)
     every = np.arange(256, dtype=np.uint8).reshape(1, 16, 1, 16)
-    doubled = mxfp4.dequantise(every, np.full((1, 16, 1), 128, np.uint8))
+    doubled = load_huggingface.dequantise(every, np.full((1, 16, 1), 128, np.uint8))
     assert set(np.abs(doubled).ravel()) == {0, 1, 2, 3, 4, 6, 8, 12}
-    assert np.isnan(mxfp4.dequantise(blocks, np.full_like(scales, 255))).all()
+    assert np.isnan(load_huggingface.dequantise(blocks, np.full_like(scales, 255))).all()
 
 
 def test_a_folder_in_mxfp4_loads_like_a_plain_one(folders, one_device, monkeypatch):

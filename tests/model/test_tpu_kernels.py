@@ -26,7 +26,7 @@ from dapo_jax.model.training_attention import (
     Context,
     Window,
 )
-from dapo_jax.rollout import paged_cache
+from dapo_jax.rollout import cache_layout
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime import sharding
@@ -211,7 +211,7 @@ def test_engine_draws_by_the_ragged_kernel_what_it_draws_otherwise(
     tokens = [[2 + (7 * length + j) % 20 for j in range(length)] for length in (18, 9, 2)]
     prompts = [make_prompt(i, prompt) for i, prompt in enumerate(tokens)]
     kernel = True
-    monkeypatch.setattr(paged_cache, "has_kernel", lambda *_: kernel)
+    monkeypatch.setattr(cache_layout, "has_kernel", lambda *_: kernel)
 
     def draw(cache: str):
         settings = Sampler(slots=4, burst_tokens=3, max_response_tokens=20, cache=cache)

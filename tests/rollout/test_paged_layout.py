@@ -15,8 +15,7 @@ from dapo_jax.commands.plan.simulated_engine import named_mesh
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model.decode_attention import has_kernel, interleave, rounded
 from dapo_jax.model.inference import prefill
-from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
-from dapo_jax.rollout.slot_cache import SlotLayout
+from dapo_jax.rollout.cache_layout import choose_layout
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -40,7 +39,7 @@ def test_unaligned_heads_never_use_the_ragged_kernel(head_dim, monkeypatch, one_
     slots.pages = np.nan_to_num(slots.pages)  # gathered keys of weight 0 are multiplied
     with pytest.raises(AssertionError, match="the kernel was called"):
         jax.jit(decode(one_device, kernel=True))(*slots.arrays(jnp.float32))
-    assert isinstance(layout(head_dim=head_dim), SlotLayout)
+    assert layout(head_dim=head_dim).pages is None
     kernel = layout("paged", head_dim=head_dim).attend.kernel
     mixed, _ = jax.jit(decode(one_device, kernel=kernel))(*slots.arrays(jnp.float32))
     np.testing.assert_allclose(mixed, slots.mixed(), atol=2e-6)
@@ -71,9 +70,9 @@ def test_supported_kernel_shapes_are_those_that_jax_traces(kv_heads, head_dim, d
 
 def test_the_layout_depends_on_the_heads_per_device():
     of_heads = {"head_dim": 128, "heads": 40, "kv_heads": 40, "dtype": jnp.bfloat16}
-    assert isinstance(layout(**of_heads), PagedLayout)
+    assert layout(**of_heads).pages is not None
     assert layout(**of_heads).attend.kernel
-    assert isinstance(layout(tensor=4, **of_heads), SlotLayout)  # 10 of each
+    assert layout(tensor=4, **of_heads).pages is None  # 10 of each
     assert not layout("paged", tensor=4, **of_heads).attend.kernel
 
 
@@ -84,7 +83,7 @@ def test_int8_pages_on_tpu_need_a_scale_per_head():
         layout(**by_head, kv_heads=1)  # a word has four int8
     with pytest.raises(ConfigError, match=r"sampler.cache = 'slots'.*'paged' or 'auto'"):
         layout("slots", **by_head)
-    assert isinstance(layout(cache_dtype="int8", head_dim=128), SlotLayout)
+    assert layout(cache_dtype="int8", head_dim=128).pages is None
     with pytest.raises(ConfigError, match=r"sampler.cache = 'paged'.*reads no scales"):
         layout("paged", cache_dtype="int8", head_dim=128)
 

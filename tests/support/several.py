@@ -25,7 +25,7 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
-from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.update import learning_rate
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.components import build
 from dapo_jax.run.run import train

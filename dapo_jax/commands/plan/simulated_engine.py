@@ -13,8 +13,7 @@ from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.config.sections import Mesh
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.rollout.decode_step import Starts
-from dapo_jax.rollout.engine_programs import EngineShape
+from dapo_jax.rollout.engine_programs import EngineShape, Starts
 from dapo_jax.run.compute import mesh_sizes
 from dapo_jax.runtime import sharding
 from dapo_jax.structs import Completion, Group, Prompt, SamplingRule, Verdict
