@@ -72,12 +72,6 @@ def dequantise(
 # --- the files ------------------------------------------------------------------------------
 
 
-def _weight_map(folder: pathlib.Path, field: str) -> Any:
-    """Return the index's files by tensor, unchecked; empty without an index."""
-    path = folder / INDEX
-    return read_json(path, field).get("weight_map", {}) if path.exists() else {}
-
-
 def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
     """Return the *.safetensors files of a folder, sorted by name.
 
@@ -90,9 +84,11 @@ def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
         others = [path.name for ending in OTHER_WEIGHTS for path in sorted(folder.glob(ending))]
         beside = f" and can't read {others[0]}: save it as safetensors" if others else ""
         raise ConfigError(f"{named}: has no *.safetensors file{beside}", field)
-    weight_map = _weight_map(folder, field)
-    files = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-    if missing := sorted(files - {path.name for path in paths}):
+    index = read_json(folder / INDEX, field) if (folder / INDEX).exists() else {}
+    weight_map = index.get("weight_map", {})
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{named}: {INDEX}: weight_map must be an object", field)
+    if missing := sorted(set(map(str, weight_map.values())) - {path.name for path in paths}):
         many = f" and {len(missing) - 1:,} more" * (len(missing) > 1)
         raise ConfigError(f"{named}: lacks {missing[0]}{many}, which {INDEX} names", field)
     for path in paths:
@@ -120,7 +116,6 @@ class Tensors:
         paths = weight_files(self.folder, field)
         for path in paths:
             self._open(path)
-        self._check_index(field)
         self._packed: set[str] = set()
         for name in [name for name in self.shapes if name.endswith(BLOCKS)]:
             self._join(name.removesuffix(BLOCKS))
@@ -137,16 +132,6 @@ class Tensors:
             part = file.get_slice(name)
             self._files[name], self.shapes[name] = path, tuple(part.get_shape())
             self.dtypes[name] = part.get_dtype()
-
-    def _check_index(self, field: str) -> None:
-        """Add a problem for each tensor that is not in the file named by the index."""
-        weight_map = _weight_map(self.folder, field)
-        if not isinstance(weight_map, dict):
-            self.problems.append(f"{INDEX}: weight_map must be an object")
-            return
-        for name, file in weight_map.items():
-            if name not in self._files or self._files[name].name != file:
-                self.problems.append(f"{name}: not in {file}, where {INDEX} has it")
 
     def _join(self, name: str) -> None:
         """Replace blocks and scales of a tensor in MXFP4 by the tensor, if they fit."""

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -50,15 +50,6 @@ class Decoding:
     step: int = 0
     policy_step: int = 0
     slot_steps: tuple[int, int] = (0, 0)
-
-
-class Start(NamedTuple):
-    """Response that starts in a slot, and the row of its prompt in a prefix."""
-
-    prefix: Prefix
-    slot: int
-    sample: int
-    row: int
 
 
 class Slots:
@@ -274,7 +265,7 @@ class Scheduler:
             return
         occupied = set(self._occupied())
         free = [slot for slot in range(len(self._slots.generated)) if slot not in occupied]
-        starts: list[Start] = []
+        starts: dict[int, tuple[Prefix, list[tuple[int, int, int]]]] = {}
         fed: list[int] = []
         while free and self._waiting:
             pending = self._waiting[0]
@@ -286,13 +277,14 @@ class Scheduler:
                 self._prefill_first()
             prefix, row = present(pending.prefilled, "prefilled")
             sample = self._slots.occupy(slot, pending, self._trajectories.sampled_limit)
-            starts.append(Start(prefix, slot, sample, row))
+            starts.setdefault(id(prefix), (prefix, []))[1].append((slot, sample, row))
             self._slots.generated[slot] = pending.prefilled_response_tokens
             if pending.fed:
                 fed.append(slot)
             if not pending.waiting:
                 self._waiting.popleft().prefilled = None
-        self._insert(starts)
+        for prefix, started in starts.values():
+            self._insert(prefix, started)
         self._feed(fed)
 
     def _prefill_first(self) -> None:
@@ -326,22 +318,14 @@ class Scheduler:
             pending.prefilled = (prefix, row)
         self.counts.prefills += len(batch)
 
-    def _insert(self, starts: Sequence[Start]) -> None:
-        """Start responses to prefilled prompts, as many per call as the engine takes."""
-        by_prefix: dict[int, list[Start]] = {}
-        for start in starts:
-            by_prefix.setdefault(id(start.prefix), []).append(start)
+    def _insert(self, prefix: Prefix, starts: Sequence[tuple[int, int, int]]) -> None:
+        """Start responses, (slot, sample, row of the prefix) each, as many per call as possible."""
         width = self._engine.max_insert_width
-        for same_prefix in by_prefix.values():
-            for i in range(0, len(same_prefix), width):
-                _, slots, samples, rows = zip(*same_prefix[i : i + width], strict=True)
-                self._decoding.state = self._engine.insert(
-                    same_prefix[0].prefix,
-                    self._decoding.state,
-                    np.array(slots),
-                    sample_index=np.array(samples),
-                    row=np.array(rows),
-                )
+        for i in range(0, len(starts), width):
+            slots, samples, rows = np.array(starts[i : i + width]).T
+            self._decoding.state = self._engine.insert(
+                prefix, self._decoding.state, slots, sample_index=samples, row=rows
+            )
 
     def _feed(self, slots: Sequence[int]) -> None:
         """Feed the resumed responses in these slots the tokens that their caches lack."""

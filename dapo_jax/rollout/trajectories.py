@@ -18,17 +18,6 @@ from dapo_jax.rollout.requests import PendingGroup, PendingResponses
 from dapo_jax.structs import Completion, Prompt, Turn, TurnCounts
 
 
-class Reply(Protocol):
-    """Reply to a turn, such as `environments.sessions.Step`."""
-
-    tokens: list[int]
-    text: str
-    reward: float
-    failure: str
-    cut: bool
-    late: bool
-
-
 class EnvironmentPool(Protocol):
     """Environments that run beside decoding, such as `environments.sessions.Environments`."""
 
@@ -146,8 +135,8 @@ class Trajectories:
             for waiting, reply in zip(due, replies, strict=True)
         ]
 
-    def _next_turn(self, waiting: AwaitingReply, reply: Reply, max_turns: int) -> NextTurn:
-        """Append the reply to a trajectory, unless the trajectory ends with it."""
+    def _next_turn(self, waiting: AwaitingReply, reply: Any, max_turns: int) -> NextTurn:
+        """Append the reply, such as `environments.sessions.Step`, unless the trajectory ends."""
         counts = self.counts
         next_turn = functools.partial(NextTurn, waiting.group, waiting.held)
         counts.failed_steps += bool(reply.failure)

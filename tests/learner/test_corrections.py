@@ -78,21 +78,6 @@ def test_rejection_removes_ratios_beyond_its_bounds(pool):
         assert_corrected(algorithm, ("apart", "edges", "extremes"))
 
 
-def test_weights_and_rejections_act_together():
-    both = {"importance_cap": 2.0, "rejection_low": 0.7, "rejection_high": 1.4}
-    for weight, pool in (("product", "sequence"), ("token", "worst"), ("sequence", "token")):
-        algorithm = changed("grpo", **NO_KL, **both, importance_ratio=weight, rejection=pool)
-        assert_corrected(algorithm, ("apart",))
-
-
-@pytest.mark.parametrize("low", [2.0, 1e9])
-def test_a_batch_that_is_rejected_as_a_whole_has_gradient_zero(low):
-    """The weights keep their denominators: nothing is divided by what is left."""
-    batch, logprobs, responses = case("near")
-    rejecting = changed("sequence_mis", rejection_low=low, rejection_high=0.0)
-    assert not gradient(rejecting, batch, logprobs).any()
-
-
 def test_rejected_tokens_keep_their_kl():
     batch, logprobs, _ = case("apart")
     nothing = {"rejection": "sequence", "rejection_low": 1e3, "rejection_high": 0.0}

@@ -20,7 +20,6 @@ from policy_loops import LOOPS, OF_SAMPLER, assert_gradient_is_the_loop, loop_bo
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import PRESETS
-from dapo_jax.learner.losses import response_weights
 from dapo_jax.learner.policy import policy_objective
 
 
@@ -94,20 +93,6 @@ def test_on_the_bounds_of_a_region_a_gradient_is_whole(region):
         assert_same(changed("grpo", **bounds, **NO_KL), PLAIN, batch=batch)
 
 
-def test_dppo_without_a_region_is_truncated_importance_sampling():
-    """Even a region that ends at 1 on either side holds every move of a probability."""
-    wide = {"clip_low": 1.0, "clip_high": 1e9}
-    truncated = changed("cispo", weight_high=20.0)
-    for kind in ("apart", "far"):
-        assert_same(changed("dppo_tv", **wide), truncated, kind)
-        assert_same(changed("dppo_kl", **wide | {"region": "tv"}), truncated, kind)
-
-
-def test_sapo_of_low_temperature_has_the_plain_ratio():
-    gentle = changed("sapo", decay_positive=1e-9, decay_negative=1e-9)
-    assert_same(gentle, changed("grpo", region="none", **NO_KL))
-
-
 @pytest.mark.parametrize("bounds", [(0.2, 0.2), (0.1, 0.5)])
 def test_a_region_of_both_sides_is_the_loop(bounds):
     low, high = bounds
@@ -115,22 +100,3 @@ def test_a_region_of_both_sides_is_the_loop(bounds):
     algorithm = changed("grpo", region_sides="both", clip_low=low, clip_high=high, **NO_KL)
     expected = spread_coefficients(lambda own: loop_both_sides(own, low, high), batch, responses)
     np.testing.assert_allclose(gradient(algorithm, batch, logprobs), expected, **EXACT)
-
-
-def test_bounds_that_reject_nothing_change_nothing():
-    plain = changed("grpo", **NO_KL)
-    for pool in ("token", "product", "sequence", "worst"):
-        for of in ("old", "new"):
-            rejecting = {"rejection": pool, "rejection_low": 0.0, "rejection_high": 0.0}
-            assert_same(changed("grpo", rejection_of=of, **rejecting, **NO_KL), plain, "far")
-
-
-def test_luspo_is_gspo_times_the_length():
-    lengths, groups, right = np.array([3, 1, 0, 7]), np.zeros(4, int), np.ones(4, bool)
-    luspo, gspo = (
-        response_weights(algorithm, lengths, groups, right, 9)
-        for algorithm in (algorithms.luspo(), algorithms.gspo())
-    )
-    np.testing.assert_allclose(luspo, gspo * lengths, rtol=1e-12)
-    narrow = changed("luspo", clip_low=3e-4, clip_high=4e-4)
-    assert_same(narrow, algorithms.gspo(), "near")

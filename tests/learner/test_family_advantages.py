@@ -92,14 +92,6 @@ def test_opo_weighs_the_baseline_by_length():
     assert_advantages(estimator("length_weighted_centre"), make_feedback(), expected)
 
 
-def test_opo_of_a_group_of_empty_responses_is_finite():
-    rewards, groups = np.array([1.0, 0, 0.5, 0]), np.array([0, 0, 1, 1])
-    index = np.array([[[0, 0, 1]]])
-    known = gather_feedback(index, rewards, groups=groups, correct=rewards > 0.6)
-    actual = ESTIMATORS["length_weighted_centre"](dapo(), known)
-    np.testing.assert_allclose(actual, [[[1 / 3, 1 / 3, -2 / 3]]])
-
-
 PARTS = np.random.default_rng(3).normal(size=(3, len(REWARDS)))
 PARTS[0] = REWARDS
 PARTS[2, 5:10] = 0.125  # equal in two groups

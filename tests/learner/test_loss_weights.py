@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 from conftest import make_prompt
 from policy_loops import mean
-from small_runs import make_groups
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
-from dapo_jax.config.experiment import Config, Packing, Rollout
 from dapo_jax.learner.advantages import Estimates, estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
-from dapo_jax.learner.minibatches import Minibatches, make_batch, make_train_batches, split_groups
-from dapo_jax.learner.packing import Segment, pack, pack_updates
+from dapo_jax.learner.minibatches import Minibatches, make_batch
+from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.structs import Completion
@@ -229,18 +227,6 @@ def test_a_group_weighs_the_same_in_a_minibatch_with_fewer_groups_than_planned(a
         np.testing.assert_array_equal(getattr(unplanned, name), weights)
 
 
-def test_the_last_minibatch_of_a_starved_step_is_weighed_as_planned():
-    rollout = Rollout(prompts_per_step=4, samples_per_prompt=2, updates_per_rollout=2)
-    config = Config(algorithm=dapo(), rollout=rollout)
-    segments = split_groups(config, make_groups(config)[:3])
-    rollouts, used = pack_updates(segments, Packing(32, 4))
-    estimates = Estimates(np.zeros(rollouts.tokens.shape))
-    minibatches = Minibatches(segments, rollouts, used)
-    batches = make_train_batches(config, minibatches, ScoredBatch(rollouts, None), estimates)
-    sums = [batch.loss_weights.sum() for batch in batches]
-    np.testing.assert_allclose(sums, [1, 0.5], rtol=1e-6)
-
-
 # --- what the feedback is made of ------------------------------------------------------------
 
 
@@ -281,12 +267,6 @@ def test_a_kl_in_the_reward_costs_every_token_its_k1():
             np.testing.assert_allclose(actual.rewards[i], EARNED[i] - math.fsum(costs), rtol=1e-6)
         assert actual.tokens.tolist() == TOKENS
         assert not actual.token_rewards[actual.response_index < 0].any()
-
-
-def test_without_a_kl_in_the_reward_the_reward_is_unchanged():
-    actual, _ = gathered(algorithms.grpo(), EARNED)
-    assert actual.rewards.tolist() == EARNED
-    assert np.count_nonzero(actual.token_rewards) == 4  # three are empty or earned 0
 
 
 def test_whitening_is_over_the_tokens_that_carry_loss():

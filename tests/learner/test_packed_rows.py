@@ -35,11 +35,6 @@ def test_responses_over_half_a_row_get_longer_rows():
     assert places(updates, actual) < 0.75 * places(updates, SHORTEST)
 
 
-@pytest.mark.parametrize("length", [100, 50, 25])
-def test_responses_that_fill_the_shortest_rows_stay_there(length):
-    assert choose_rows([segments([length] * 64)], SHORTEST, **FREE) == SHORTEST
-
-
 def test_a_last_microbatch_that_is_nearly_empty_is_halved():
     long = Packing(row_tokens=600, rows_per_microbatch=8)
     updates = [segments([600] * 9)]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from learners import (
     ADVANTAGES,
-    RNG,
     SEGMENTS,
     assert_close,
     logprobs_alone,
@@ -239,16 +238,6 @@ def test_every_token_of_every_segment_is_packed_once():
             assert index[row, places].tolist() == expected
             seen += 1
     assert seen == len(SEGMENTS) and used == microbatches_of(20, 2)
-
-
-def test_every_segment_is_in_one_row_and_no_row_is_too_long():
-    for _ in range(300):
-        row = int(RNG.integers(10, 60))
-        longest = int(RNG.integers(1, row + 1))
-        lengths = RNG.integers(1, longest + 1, RNG.integers(1, 40)).tolist()
-        rows = assign_rows(lengths, row)
-        assert all(sum(lengths[i] for i in members) <= row for members in rows)
-        assert sorted(i for members in rows for i in members) == list(range(len(lengths)))
 
 
 def test_arrays_are_less_than_twice_as_wide_as_their_use_and_of_few_widths():

@@ -84,13 +84,6 @@ def by_plain():
     return arrays, ids, results("plain", arrays, ids)
 
 
-@pytest.mark.parametrize("block", [128, 1024])
-def test_splash_attention_equals_plain(block, monkeypatch, one_device, by_plain):
-    monkeypatch.setattr(splash_attention, "MAX_BLOCK", block)  # 3 x 3 blocks, or one
-    arrays, ids, expected = by_plain
-    assert_equal(results("splash", arrays, ids, one_device), expected)
-
-
 @pytest.mark.parametrize("window", [None, 200])
 def test_splash_skips_blocks_of_other_segments(window, monkeypatch, one_device):
     """NaN in a segment stays in its blocks and their gradients; a mask alone would spread it."""

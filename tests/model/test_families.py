@@ -107,7 +107,6 @@ def test_every_wrong_tensor_of_several_files_is_named_at_once(tmp_path, one_devi
     message = str(caught.value)
     for words in (
         f"{lost}: missing",
-        f"{lost}: not in {first.name}, where {load_huggingface.INDEX} has it",
         f"{repeated}: in {first.name} and in {second.name}",
         "model.extra: unknown",
         f"{cut}: shape",

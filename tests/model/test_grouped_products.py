@@ -5,21 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.model.grouped_products import grouped_product, matrices_gradient, product_by_blocks
-
-ROWS, SIZES = 256, (100, 0, 129, 20)  # a group without rows, and seven rows of none
-
-
-def test_rows_of_no_group_reach_no_gradient_of_the_kernel():
-    """On TPU they hold whatever memory held; the kernel's gradient by matrices ignores them."""
-    rng = np.random.default_rng(0)
-    rows, gradient = (rng.normal(size=(ROWS, width)).astype("f") for width in (128, 192))
-    rows[sum(SIZES) :] = gradient[sum(SIZES) :] = np.nan
-    actual = matrices_gradient(rows, gradient, jnp.array(SIZES, jnp.int32), interpret=True)
-    ends = np.cumsum(SIZES)
-    for matrix, start, end in zip(actual, ends - SIZES, ends, strict=True):
-        expected = rows[start:end].T @ gradient[start:end]
-        np.testing.assert_allclose(matrix, expected, atol=1e-4)
+from dapo_jax.model.grouped_products import grouped_product, product_by_blocks
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,6 @@ def test_a_token_reaches_later_tokens_of_its_segment_and_nothing_else(tiny_param
         assert np.flatnonzero(differs[0]).tolist() == list(reached) and not differs[1].any()
 
 
-def test_packing_does_not_change_what_a_segment_computes(tiny_params):
-    alone = hidden(tiny_params, TOKENS[:1, 5:11], jnp.ones((1, 6), jnp.int32), jnp.arange(6)[None])
-    np.testing.assert_allclose(hidden(tiny_params)[:1, 5:11], alone, atol=1e-5)
-
-
 def test_unrolling_does_not_change_the_numbers(tiny_params):
     def loss(params, config):
         return jnp.sum(jnp.sin(hidden(params, config=config)))

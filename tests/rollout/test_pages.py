@@ -258,11 +258,3 @@ def test_every_page_is_either_free_or_held(seed):
     for slot in list(lengths):
         table.release(slot)
     assert table.free_pages == total and not table.tables.any()
-
-
-def test_a_table_without_free_pages_raises():
-    table = PageTable(PageGeometry(replicas=1, pages=4, page_tokens=2, slots=2, slot_tokens=6))
-    assert table.claim(0, 5, "a") and not table.claim(1, 5, "b")
-    with pytest.raises(ValueError, match="slot 1: no pages are left; raise sampler.pages"):
-        table.claim(1, 5, "b", beside=False)
-    assert table.slots == [0] and table.free_pages == 0

@@ -21,7 +21,7 @@ from dapo_jax.structs import PartialGroup, SamplingRule
 MOE = dataclasses.replace(
     TINY, mlp=16, experts=8, experts_per_token=2, family="qwen3_moe", records_routes=True
 )
-SOME, KEY = PROMPTS[:5], jax.random.key(0)
+SOME = PROMPTS[:5]
 
 
 @pytest.fixture(scope="module")
