@@ -354,17 +354,7 @@ def length_adaptive_gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     return generalised_advantages(algorithm, feedback, broadcast_to_tokens(lambdas, index))
 
 
-# --- imitation and preference ----------------------------------------------------------------
-
-
-def constant_one(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
-    """Return 1: imitation of the trained responses."""
-    return np.where(feedback.on_response, 1.0, 0.0)
-
-
-def constant_zero(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
-    """Return 0: rewards are not used, only a teacher."""
-    return np.zeros(feedback.response_index.shape)
+# --- preference ----------------------------------------------------------------
 
 
 def pair_up(correct: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -414,9 +404,11 @@ ESTIMATORS: dict[str, Estimator] = {
     "reward_to_go": reward_to_go,
     "gae": gae,
     "length_adaptive_gae": length_adaptive_gae,
-    "one": constant_one,
+    # Imitation of the trained responses.
+    "one": lambda algorithm, feedback: np.where(feedback.on_response, 1.0, 0.0),
     "preference": preference,
-    "zero": constant_zero,
+    # Rewards are not used, only a teacher.
+    "zero": lambda algorithm, feedback: np.zeros(feedback.response_index.shape),
 }
 
 

@@ -54,17 +54,13 @@ def token_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Arr
     return log_ratio
 
 
-def no_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Array:
-    """Return 0, a ratio of 1: the plain policy gradient."""
-    return jnp.zeros_like(log_ratio)
-
-
 RATIOS = {
     "token": token_log_ratio,
     "sequence": mean_over_responses,
     "product": sum_over_responses,
     "geometric": token_log_ratio,  # policy_loss averages after the region has bounded each token
-    "none": no_log_ratio,
+    # A ratio of 1: the plain policy gradient.
+    "none": lambda log_ratio, segment_ids, trained: jnp.zeros_like(log_ratio),
 }
 
 # --- trust regions: (algorithm, ratio, p, p_old) -> (is below, is above, bounded ratio) -------
@@ -115,11 +111,6 @@ REGIONS = {
 # --- weights of the gradient of log p: (algorithm, ratio, A > 0) -> weight --------------------
 
 
-def ratio_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
-    """Return the ratio: the gradient of A * ratio."""
-    return ratio
-
-
 def sapo_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
     """Return d/d(log p) of (4 / t) sigmoid(t (ratio - 1)) (SAPO, 2511.20347); 1 at ratio 1."""
     t = jnp.where(positive, algorithm.decay_positive, algorithm.decay_negative)
@@ -133,16 +124,12 @@ def gamma_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
     return jnp.exp(k * jnp.log(jnp.maximum(ratio, 1e-30)) + d * (1 - ratio))
 
 
-def topr_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
-    """Return 1 if A > 0, else min(ratio, 1) (TOPR, 2503.14286)."""
-    return jnp.where(positive, 1.0, jnp.minimum(ratio, 1.0))
-
-
 WEIGHTS = {
-    "ratio": ratio_weight,
+    "ratio": lambda algorithm, ratio, positive: ratio,  # the gradient of A * ratio
     "sapo": sapo_weight,
     "gamma": gamma_weight,
-    "topr": topr_weight,
+    # 2503.14286
+    "topr": lambda algorithm, ratio, positive: jnp.where(positive, 1.0, jnp.minimum(ratio, 1.0)),
 }
 
 # --- KL to another policy: (logprobs, reference logprobs) -> estimate per token ---------------

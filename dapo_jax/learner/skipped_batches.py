@@ -40,7 +40,8 @@ def write_skipped(
 ) -> Folder | None:
     """Write a skipped batch and return its folder; None if the run has `MAX_BATCHES` already."""
     folder = run_dir / FOLDER / f"step_{step:06d}_{update.learner}"
-    if _is_full(run_dir / FOLDER) and not folder.exists():
+    full = (run_dir / FOLDER).exists() and len(list((run_dir / FOLDER).iterdir())) >= MAX_BATCHES
+    if full and not folder.exists():
         return None
     folder.mkdir(parents=True, exist_ok=True)
     named = jax.tree_util.tree_leaves_with_path(batch)
@@ -55,10 +56,6 @@ def write_skipped(
     }
     write_text(folder / RECORD, json.dumps(record, indent=2))
     return folder
-
-
-def _is_full(folder: Folder) -> bool:
-    return folder.exists() and sum(1 for _ in folder.iterdir()) >= MAX_BATCHES
 
 
 def read_skipped(folder: Folder) -> tuple[dict[str, Any], TrainBatch]:

@@ -189,12 +189,6 @@ def _read_table(
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _read_rope(values: dict[str, Any], grows: bool) -> dict[str, Any]:
-    """Return the rotations of a family with one base for all layers; raises as `_read_table`."""
-    table = read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
-    return _read_table(values, table, grows)
-
-
 def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) -> dict[str, Any]:
     """Return the rotations of a family with a separate base for sliding layers.
 
@@ -306,15 +300,6 @@ def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[s
     return {"window": window, "sliding": () if all(slides) else slides}
 
 
-def _read_rotations(
-    values: dict[str, Any], family: Family, windows: dict[str, Any]
-) -> dict[str, Any]:
-    if not family.local_rope:
-        return _read_rope(values, family.query_growth)
-    some_slide = bool(windows.get("sliding"))
-    return _read_local_rope(values, some_slide, all_slide=bool(windows) and not some_slide)
-
-
 def decoder_from_json(
     values: dict[str, Any], folder: str, field: str, **numerics: Any
 ) -> DecoderConfig:
@@ -335,7 +320,13 @@ def decoder_from_json(
         values = values | {name: defaults[name] for name in missing}
         fields = _read_fields(values, family) | family.fixed
         windows = _read_windows(values, family, fields["layers"])
-        rotations = _read_rotations(values, family, windows)
+        if family.local_rope:
+            some_slide = bool(windows.get("sliding"))
+            all_slide = bool(windows) and not some_slide
+            rotations = _read_local_rope(values, some_slide, all_slide)
+        else:
+            table = read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
+            rotations = _read_table(values, table, family.query_growth)
         return DecoderConfig(**fields, family=kind, **windows, **rotations, **numerics)
     except KeyError as missing:
         raise ConfigError(f"config.{field}: {folder}/config.json has no {missing}", field) from None
@@ -346,8 +337,11 @@ def decoder_from_json(
 def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of a config.json for a decoder that was not read from a folder."""
     family, scaling = FAMILIES[config.family], config.rope_scaling
+    name = f"{family.class_name}ForCausalLM"  # of the class in `transformers`
+    if config.scalar_head:
+        name = f"{family.classifier_name or family.class_name}ForSequenceClassification"
     values = {
-        "architectures": [_class_name(config, family)],
+        "architectures": [name],
         "model_type": config.family,
         family.activation_field: family.required[family.activation_field],
     }
@@ -382,10 +376,3 @@ def _windows_json(config: DecoderConfig, windows: Windows) -> dict[str, Any]:
     if windows.by_layer:
         values["layer_types"] = types
     return values
-
-
-def _class_name(config: DecoderConfig, family: Family) -> str:
-    """Return the name of the folder's class in `transformers`."""
-    if config.scalar_head:
-        return f"{family.classifier_name or family.class_name}ForSequenceClassification"
-    return f"{family.class_name}ForCausalLM"

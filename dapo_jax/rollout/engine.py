@@ -236,11 +236,6 @@ class PolicyEngine(Engine):
         return self.shape.settings.max_response_tokens
 
     @property
-    def keeps_turns(self) -> bool:
-        """True if trajectories keep their slots between turns, so that `feed` may be called."""
-        return self.shape.settings.keep_turns
-
-    @property
     def max_insert_width(self) -> int:
         """Maximum number of slots that one `insert` can fill."""
         return self._insert_widths[-1]

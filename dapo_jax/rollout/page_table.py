@@ -38,11 +38,6 @@ class PageGeometry:
     def slots_per_replica(self) -> int:
         return self.slots // self.replicas
 
-    @property
-    def pages_per_slot(self) -> int:
-        """Maximum pages of a slot."""
-        return -(-self.slot_tokens // self.page_tokens)
-
 
 class PageTable:
     """Page allocator: the pages of every slot, and the number of slots that hold each page.
@@ -53,7 +48,8 @@ class PageTable:
 
     def __init__(self, geometry: PageGeometry):
         self.geometry = geometry
-        self.tables = np.zeros((geometry.slots, geometry.pages_per_slot), np.int32)
+        columns = -(-geometry.slot_tokens // geometry.page_tokens)
+        self.tables = np.zeros((geometry.slots, columns), np.int32)
         self.reset()
 
     def reset(self) -> None:

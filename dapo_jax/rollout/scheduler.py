@@ -22,7 +22,7 @@ from dapo_jax.rollout.requests import (
     pad_prompt,
 )
 from dapo_jax.rollout.sampling import sample_keys
-from dapo_jax.rollout.trajectories import EnvironmentPool, HeldSlot, NextTurn, Trajectories
+from dapo_jax.rollout.trajectories import EnvironmentPool, HeldSlot, Trajectories
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import (
     Completion,
@@ -229,7 +229,10 @@ class Scheduler:
             raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
         begun = {response.sample: response for response in carried.begun} if carried else {}
         for response in begun.values():
-            if not self._request_reply(group, response):
+            # A carried response that had ended its turn still needs the environment's reply.
+            observed = response.turns and not response.turns[-1].drawn
+            ended = not observed and self._has_ended(response.tokens)
+            if not ended or not self._trajectories.request(group, response, self.counts.bursts):
                 self._waiting.append(self._resumed(group, response))
         fresh = [i for i in group.samples if i not in begun and i not in group.finished]
         if fresh:
@@ -237,13 +240,6 @@ class Scheduler:
             waiting = collections.deque(fresh)
             prefix_id = next(self._prefix_ids)
             self._waiting.append(PendingResponses(group, waiting, prefix_id, padded))
-
-    def _request_reply(self, group: PendingGroup, response: Completion) -> bool:
-        """Request the environment's reply to a carried response that had ended its turn."""
-        observed = response.turns and not response.turns[-1].drawn
-        if observed or not self._has_ended(response.tokens):
-            return False
-        return self._trajectories.request(group, response, self.counts.bursts)
 
     def _resumed(self, group: PendingGroup, response: Completion) -> PendingResponses:
         """Return a response that resumes after a prefill of prompt and known tokens."""
@@ -367,7 +363,10 @@ class Scheduler:
                 if slot is not None:
                     self._engine.release(slot)
                 continue
-            pending = self._next_pending(turn)
+            if turn.held is None:
+                pending = self._resumed(turn.group, turn.completion)
+            else:
+                pending = turn.held.pending.extended(turn.completion, next(self._prefix_ids))
             if slot is not None:
                 self._slots.occupy(slot, pending, self._trajectories.sampled_limit)
                 kept.append(slot)
@@ -378,11 +377,6 @@ class Scheduler:
         self._waiting.extendleft(reversed(queued))
         self._feed(kept)
         return completed
-
-    def _next_pending(self, turn: NextTurn) -> PendingResponses:
-        if turn.held is None:
-            return self._resumed(turn.group, turn.completion)
-        return turn.held.pending.extended(turn.completion, next(self._prefix_ids))
 
     # --- finished responses ---------------------------------------------------------------------
 
@@ -424,7 +418,7 @@ class Scheduler:
         if self.environments is not None:
             responses = with_texts(responses, self._tokenizer.decode_all)
         for (slot, pending), response in zip(ended, responses, strict=True):
-            held = HeldSlot(pending, slot) if self._engine.keeps_turns else None
+            held = HeldSlot(pending, slot) if self._engine.shape.settings.keep_turns else None
             burst = self.counts.bursts
             requested = self._trajectories.request(pending.group, response, burst, held)
             if not requested:
