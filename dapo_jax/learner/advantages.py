@@ -241,7 +241,11 @@ def gather_feedback(
     trained: Bool[np.ndarray, "*M R T"] | None = None,
     **known: np.ndarray | None,
 ) -> Feedback:
-    """Make a `Feedback` from rewards per response and penalties per token."""
+    """Make a `Feedback` from rewards per response and penalties per token.
+
+    `earned_by_tokens` is the part of `earned` assigned to tokens; the last token gets the rest.
+    Values outside the responses are ignored. `known` are the remaining fields of `Feedback`.
+    """
     on = response_index >= 0
     rewards = earned
     token_rewards = np.zeros(response_index.shape)

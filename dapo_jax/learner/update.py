@@ -88,13 +88,13 @@ class Learner:
 
     def __init__(
         self,
-        score: Callable[[Any, PackedRows], TokenScores],
-        loss: Callable[[Any, TrainBatch], tuple[Array, UpdateOutputs]],
+        score: Callable[[Any, PackedRows], TokenScores],  # of parameters and rows [R, T]
+        loss: Callable[[Any, TrainBatch], tuple[Array, UpdateOutputs]],  # a sum over microbatches
         boxed_params: Any,  # shapes and logical axis names of all parameters
-        settings: Optimizer,  # the optimizer
+        settings: Optimizer,
         mesh: jax.sharding.Mesh,
-        frozen: Any = None,
-        sums_rows: bool = True,
+        frozen: Any = None,  # parameters on the mesh that never change; no state has them
+        sums_rows: bool = True,  # loss and metrics are sums over rows: replicas reduce once
     ):
         self.mesh = mesh
         self.frozen = frozen or {}

@@ -53,7 +53,8 @@ def prefill(
 ) -> tuple[tuple[PromptCache, ...], Int[Array, "B P L k"] | None]:
     """Return keys and values of every layer for prompts padded on the right, and routes.
 
-    Padding never affects earlier positions; the caller masks its keys.
+    Padding never affects earlier positions; the caller masks its keys. Longer prompts go through
+    the layers by `chunk_tokens` (0: at once), so attention scores are [chunk, P].
     """
     batch, width = tokens.shape
 

@@ -163,7 +163,10 @@ def add_up(shard: HeadShard, slope_of_chunk: Callable, hidden, head, whole, chun
 
 
 def sharded(function: Callable, takes: str, gives: str):
-    """Return `function(shard, *arrays)` mapped over devices."""
+    """Return `function(shard, *arrays)` mapped over devices.
+
+    `takes` and `gives` have a letter per array: h(idden states), w(eights of a head), r(ows).
+    """
     mesh = sharding.active_mesh()
     local = functools.partial(function, HeadShard(mesh))
     if mesh is None:

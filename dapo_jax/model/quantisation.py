@@ -32,7 +32,7 @@ def int8_product(
     matrix: Int8[Array, "I O"],
     scale: Float[Array, "O"],
     dtype: Any,
-    pieces: int = 1,
+    pieces: int = 1,  # of the summed dimension, each converted to `dtype` on its device
 ) -> Float[Array, "N O"]:
     """Return the product of rows, each rounded to int8 by its own scale, and an int8 matrix.
 

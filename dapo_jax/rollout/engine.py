@@ -280,7 +280,10 @@ class PolicyEngine(Engine):
     def reserve_burst(
         self, state: DecodeState, slots: Sequence[int], held: Sequence[int] = ()
     ) -> tuple[DecodeState, list[int]]:
-        """Reserve cache space for the next burst; slots that lose theirs are stopped."""
+        """Reserve cache space for the next burst; return the state and the slots that lost theirs.
+
+        Running and `held` slots are given the oldest first. Lost slots are stopped.
+        """
         burst = self.shape.settings.burst_tokens
         stopped = self.pages.reserve(slots, burst, held) if self.pages else []
         return self.stop(state, stopped), stopped
@@ -288,7 +291,7 @@ class PolicyEngine(Engine):
     def feed(
         self, state: DecodeState, slots: Sequence[int], responses: Sequence[np.ndarray]
     ) -> DecodeState:
-        """Feed slots the tokens that their caches lack; they resume sampling after them."""
+        """Feed slots the tokens of whole responses that their caches lack; then they sample."""
         size = 1 << (len(slots) - 1).bit_length()
         tokens = np.zeros((size, self.max_response_tokens), np.int32)
         places = np.full(size, self.max_concurrent_decodes, np.int32)

@@ -134,7 +134,10 @@ class PageTable:
     def fills(
         self, slots: Iterable[int], rows: Iterable[int], *, width: int, prompts: int, time: int
     ) -> Fills:
-        """Return the unwritten prompt blocks of claimed slots, and mark them as written."""
+        """Return the unwritten prompt blocks of claimed slots, and mark them as written.
+
+        The result's shape depends only on the maximum slots, prompts and padded length of a call.
+        """
         size = min(width, self.geometry.slots_per_replica)
         size += prompts * (time // self.geometry.page_tokens)
         arrays = np.zeros((3, self.geometry.replicas, size), np.int32)
@@ -154,7 +157,8 @@ class PageTable:
     def reserve(self, slots: Sequence[int], tokens: int, held: Sequence[int] = ()) -> list[int]:
         """Allocate pages for `tokens` more tokens per slot; the youngest lose theirs if needed.
 
-        Returns the slots that lost their pages, in that order.
+        Slots are given the oldest first; those `held` between turns lose their pages first. Return
+        the slots that lost their pages, in that order.
         """
         waiting = list(slots)
         held = list(held)

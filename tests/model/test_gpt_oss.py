@@ -7,7 +7,6 @@ import pytest
 from flax.traverse_util import flatten_dict
 from kept_groups import make_kept
 from mxfp4_folders import write_both
-from samplers import GREEDY, PROMPTS, TOKENIZER, greedy_loop, make_engine, place, sample
 from small_runs import read_rows
 from test_sinks import GPT_OSS, random_params
 
@@ -15,13 +14,10 @@ from dapo_jax.config.experiment import ExportConfig, Lora, Mesh, Optimizer
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.experts import REPLACED
 from dapo_jax.model.load_huggingface import load_params, read_config
-from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.export import export
 from dapo_jax.run.run import train
-from dapo_jax.runtime.sharding import make_mesh
 
 slow = pytest.mark.slow
-SOME = PROMPTS[:4]
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +27,6 @@ def folder(tmp_path_factory, tiny_folder):
     save_huggingface.save_folder(folder, random_params(), GPT_OSS, (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)
     return folder
-
-
-@slow
-@pytest.mark.parametrize(
-    ("settings", "cut"),
-    [
-        ({}, False),
-        ({"cache": "paged", "page_tokens": 4}, True),
-        ({"slots": 8, "burst": 7, "first_window_tokens": 2}, True),
-        ({"prefill_chunk_tokens": 3, "prefill_prompts": 4}, False),
-    ],
-    ids=["slots", "pages", "growing", "chunks"],
-)
-def test_greedy_decoding_equals_the_whole_forward_pass(settings, cut, one_device):
-    """On one device and with experts on four."""
-    mesh = make_mesh(1, 1, 2, expert=4) if cut else one_device
-    params = random_params()
-    engine = make_engine(mesh, config=GPT_OSS, **{"slots": 8} | settings)
-    groups = sample(
-        Scheduler(engine, TOKENIZER, seed=5), place(params, GPT_OSS, mesh), SOME, 1, GREEDY
-    )
-    for prompt in SOME:
-        expected = greedy_loop(params, prompt.tokens.tolist(), 20, GPT_OSS)
-        assert groups[prompt.index][0].tokens.tolist() == expected
 
 
 LORA = Lora(rank=2, alpha=3.0, targets="out,gate,up,down")
