@@ -167,7 +167,7 @@ def test_imitation_has_coefficient_one_on_responses_only():
     np.testing.assert_array_equal(estimated("one", feedback()), np.where(INDEX >= 0, 1.0, 0.0))
 
 
-# --- preference ------------------------------------------------------------------------------
+# --- preference ----------------------------------------------------------------------------
 
 
 def loop_pairs(tokens):
@@ -231,7 +231,7 @@ def test_a_huge_margin_neither_overflows_nor_pulls_more_than_beta(margin):
     assert np.isfinite(actual).all()
 
 
-# --- whitening -------------------------------------------------------------------------------
+# --- whitening -----------------------------------------------------------------------------
 
 
 def loop_whitened(per_token):
@@ -265,7 +265,7 @@ def test_reinforce_pp_whitens_over_tokens(name):
     np.testing.assert_allclose(actual, placed(loop_whitened(values), 0.0), rtol=1e-6, atol=1e-7)
 
 
-# --- feedback --------------------------------------------------------------------------------
+# --- feedback ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf])

@@ -85,7 +85,7 @@ def test_the_update_descends_the_papers_mean_divergence(teacher, tiny_params, on
     assert_close(actual, expected, 1e-5)
 
 
-# --- on drawn tokens --------------------------------------------------------------------------
+# --- on drawn tokens ------------------------------------------------------------------------
 
 INDEX = np.array([[[-1, 0, 0, -1, 1, 1, 1, -1], [-1, -1, 2, 3, 3, -1, -1, -1]]])
 TRAINED = (INDEX >= 0) & (RNG.random(INDEX.shape) > 0.3)

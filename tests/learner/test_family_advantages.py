@@ -78,7 +78,7 @@ def loop_centred(rewards=REWARDS):
     return [rewards[i] - mean([rewards[j] for j in members(i)]) for i in ALL]
 
 
-# --- estimators ------------------------------------------------------------------------------
+# --- estimators ----------------------------------------------------------------------------
 
 
 def test_opo_weighs_the_baseline_by_length():
@@ -152,7 +152,7 @@ def test_the_best_has_its_lead_over_the_second_best():
     assert_advantages(estimator("best_minus_second"), make_feedback(rewards), expected)
 
 
-# --- scales ----------------------------------------------------------------------------------
+# --- scales --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["group_centre", "leave_one_out", "length_weighted_centre"])

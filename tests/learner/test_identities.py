@@ -86,7 +86,7 @@ def objective_gradient(algorithm, batch, logprobs):
         )
 
 
-# --- methods that coincide -------------------------------------------------------------------
+# --- methods that coincide -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if PRESETS[n]().distillation == "none"])

@@ -260,7 +260,7 @@ def test_only_k1_is_accepted_in_the_reward(name, capsys):
     assert expected in capsys.readouterr().err
 
 
-# --- value loss ------------------------------------------------------------------------------
+# --- value loss ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2, 0.5])

@@ -43,7 +43,7 @@ def difference(found, expected) -> float:
     return float(np.abs(found - expected).max() / max(np.abs(expected).max(), 1))
 
 
-# --- splash: training attention ------------------------------------------------------------------
+# --- splash: training attention ----------------------------------------------------------------
 
 # Ends of segments: of one token, inside a block of 128, at its end, two blocks long and more; the
 # second row ends in padding.

@@ -134,7 +134,7 @@ def test_twenty_thousand_samples_of_the_engine_follow_the_rule(first_token, rule
     np.testing.assert_allclose(logprobs, np.log(full[drawn]), atol=1e-4)
 
 
-# --- drawing --------------------------------------------------------------------------------
+# --- drawing ------------------------------------------------------------------------------
 
 
 def test_a_token_without_mass_is_never_sampled():
