@@ -120,14 +120,8 @@ def mix(
     return jnp.sum(back * weights[:, :, None], axis=1).astype(x.dtype)
 
 
-def _mix_on_mesh(
-    x: Float[Array, "B T D"],
-    weights: Float[Array, "B T k"],
-    chosen: Int[Array, "B T k"],
-    matrices: dict[str, Array],
-    activation: Callable,
-) -> Float[Array, "B T D"]:
-    """Return the weighted sums of the experts of all devices."""
+def _mix_on_mesh(x, weights, chosen, matrices: dict[str, Array], activation: Callable) -> Array:
+    """Return the weighted sums of the experts of all devices; arrays are [B, T, ...]."""
 
     def flat(x, weights, chosen, matrices, first):
         def merged(array):

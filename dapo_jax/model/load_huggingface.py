@@ -228,11 +228,7 @@ def list_problems(problems: list[str], limit: int) -> str:
 
 
 def _read_part(
-    tensors: Tensors,
-    part: TensorPart,
-    path: str,
-    shape: tuple[int, ...],
-    index: tuple[slice, ...],
+    tensors: Tensors, part: TensorPart, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> np.ndarray:
     """Return the slices `index` of the parameter of `shape` that `part` holds; float32."""
     name = part.name
@@ -258,10 +254,7 @@ def _read_part(
 
 
 def _to_devices(
-    shape: tuple[int, ...],
-    layout: jax.sharding.Sharding,
-    dtype: Any,
-    read: Callable[[tuple], np.ndarray],
+    shape: tuple[int, ...], layout: jax.sharding.Sharding, dtype: Any, read: Callable
 ) -> jax.Array:
     """Return a sharded array; a part that several devices hold is read once."""
     parts: dict[tuple, np.ndarray] = {}
