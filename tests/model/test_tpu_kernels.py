@@ -5,6 +5,7 @@ It compiles nothing and keeps no time: what a TPU's compiler makes of a kernel i
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,8 @@ from dapo_jax.runtime.kept_programs import forget_programs
 pytestmark = pytest.mark.slow
 
 FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
+# Two cores share a chip's memory and a grid's parallel dimensions, as in v4 and v5p.
+TWO_CORES = {"detect_races": True, "num_cores_or_threads": 2}
 
 
 def difference(found, expected) -> float:
@@ -43,7 +46,7 @@ def difference(found, expected) -> float:
     return float(np.abs(found - expected).max() / max(np.abs(expected).max(), 1))
 
 
-# --- splash: training attention ----------------------------------------------------------------
+# --- splash: training attention ------------------------------------------------------------------
 
 # Ends of segments: of one token, inside a block of 128, at its end, two blocks long and more; the
 # second row ends in padding.
@@ -138,11 +141,29 @@ def test_splash_gives_plain_attention_and_its_gradients(
     assert worst <= min(1e-6 if dtype == FLOAT32 else 5.1e-3, 1.5 * plain)
 
 
+def test_splash_has_no_race_between_two_cores(monkeypatch, one_device, capfd):
+    """But one: both cores leave their last sums in outputs [block, 128], which nothing reads."""
+    monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
+    rng, ids = np.random.default_rng(0), packed_ids(((1, 100, 256), (9, 200)), 256)
+    shapes = [(*ids.shape, count, 128) for count in (4, 2, 2)]
+    arrays, weights = [normal(rng, shape, FLOAT32) for shape in shapes], np.ones(shapes[0], "f")
+    run = functools.partial(interpret, **TWO_CORES)
+    found, races = training_attention("splash", arrays, ids, weights, None, one_device, run)
+    assert races == [True] * len(ids) + [False] * 2 * len(ids)  # forward; by queries, and by keys
+    reported = re.findall(r"(?:read|write) of \S+ \S+ \S+ \S+\[(.*)\] from", capfd.readouterr().out)
+    assert len(reported) == 3 * 2 * len(ids) and set(reported) == {
+        "(slice(0, 128, 1), slice(0, 128, 1))"
+    }
+    expected = exact_attention(arrays, ids, weights, None)
+    assert max(map(difference, found, expected)) <= 1e-6
+
+
 # --- ragged paged attention: decoding ------------------------------------------------------------
 
 # At, before and after the end of one page and of two, one token, all that a slot may have; idle
 # slots (0) first, last and between.
 LENGTHS = (0, 15, 16, 17, 31, 0, 32, 33, 1, SIZE * WIDTH, 129, 70, 0)
+FEW = (0, 17, 16, 15, 33, 0, 40, 1, 18, 0)  # more than the kernel works on at a time
 
 
 def assert_decodes(slots: Slots, result, window: int | None, tolerance: float) -> None:
@@ -210,6 +231,13 @@ def test_engine_draws_by_the_ragged_kernel_what_it_draws_otherwise(
     assert drawn == draw("slots" if cache_dtype == "auto" else "paged")
 
 
+def test_ragged_kernel_has_no_race(one_device):
+    slots = make_slots(4, 2, 128, FEW, BFLOAT16)
+    result, races = interpret(decode(one_device), *slots.arrays(BFLOAT16), detect_races=True)
+    assert races == [False]
+    assert_decodes(slots, result, None, 3.9e-3)
+
+
 # --- megablox: gradients by experts' matrices ----------------------------------------------------
 
 
@@ -240,3 +268,15 @@ def test_gradients_by_matrices_are_plain_products_of_each_group(sizes, dtype):
         else:
             print(difference(matrix, expected))
             assert difference(matrix, expected) <= (5e-7 if dtype == FLOAT32 else 2**-8)
+
+
+def test_gradients_by_matrices_have_no_race_between_two_cores():
+    rng, sizes = np.random.default_rng(2), jnp.array((0, 100, 284), jnp.int32)
+    left, right = (normal(rng, (384, width), FLOAT32) for width in (128, 640))
+
+    def gradient(left, right, sizes):
+        return matrices_gradient(left, right, sizes)
+
+    found, races = interpret(gradient, left, right, sizes, **TWO_CORES)
+    assert races == [False]
+    assert difference(found[2], np.asarray(left)[100:].T @ np.asarray(right)[100:]) <= 1e-6
