@@ -11,7 +11,7 @@ from conftest import TINY
 from learners import BUDGET, LENGTHS, assert_close, make_learner, place
 
 from dapo_jax import algorithms
-from dapo_jax.algorithms import PRESETS
+from dapo_jax.algorithms import PRESETS, dapo
 from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.batches import ScoredBatch
@@ -86,7 +86,26 @@ def objective_gradient(algorithm, batch, logprobs):
         )
 
 
-# --- methods that coincide -----------------------------------------------------------------
+# --- methods that coincide -------------------------------------------------------------------
+
+PLAIN = {"dynamic_sampling": False, "overlong_punishment": False}
+
+
+def test_dapo_without_its_changes_is_grpo_with_beta_zero():
+    off = dataclasses.replace(
+        dapo(), clip_high=0.2, aggregate="sequence_mean", dual_clip=0.0, **PLAIN
+    )
+    beta_zero = dataclasses.replace(algorithms.grpo(), kl_coefficient=0.0)
+    assert off == dataclasses.replace(beta_zero, kl="none", reference=False)
+    batches = [first_rows(make_update(algorithm)[0]) for algorithm in (off, beta_zero)]
+    logprobs = batches[0].scored.rollouts.sampler_logprobs
+    actual, expected = (
+        objective_gradient(algorithm, batch, logprobs)
+        for algorithm, batch in zip((off, beta_zero), batches, strict=True)
+    )
+    np.testing.assert_array_equal(actual, expected)
+    full = objective_gradient(dapo(), first_rows(make_update(dapo())[0]), logprobs)
+    assert np.abs(full - actual).max() > 1e-3 and actual.any()
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if PRESETS[n]().distillation == "none"])
@@ -106,6 +125,14 @@ def test_on_policy_the_policy_term_has_gradient_minus_weights_times_advantages(n
         actual, clipped = jax.grad(total, has_aux=True)(old)
     np.testing.assert_allclose(actual, -weights * batch.advantages, rtol=1e-9, atol=1e-15)
     assert np.any(actual) and not any(np.any(side) for side in clipped.values())
+
+
+def test_rft_on_policy_descends_the_nll_of_right_responses():
+    batch = first_rows(make_update(algorithms.rft())[0])
+    right = np.isin(batch.scored.rollouts.response_index, np.flatnonzero(CORRECT))
+    logprobs = batch.scored.rollouts.sampler_logprobs
+    actual = objective_gradient(algorithms.rft(), batch, logprobs)
+    np.testing.assert_allclose(actual, -1.0 * right / right.sum(), rtol=1e-6)
 
 
 def test_dpo_on_policy_descends_the_mean_loss_over_pairs():
