@@ -203,48 +203,13 @@ gkd = _changed(  # 2306.13649
     reinforce, **_TOKEN_GRPO, advantage="zero", distillation="jsd"
 )
 
-PRESETS: dict[str, Callable[[], Algorithm]] = {
-    "reinforce": reinforce,
-    "ppo": ppo,
-    "grpo": grpo,
-    "dapo": dapo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "gspo": gspo,
-    "vapo": vapo,
-    "sft": sft,
-    "rft": rft,
-    "dpo": dpo,
-    "cispo": cispo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "prime_rl": prime_rl,
-    "ipo": ipo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "luspo": luspo,
-    "gspo_token": gspo_token,
-    "vespo": vespo,
-    "topr": topr,
-    "dro": dro,
-    "gpg": gpg,
-    "tis": tis,
-    "sequence_tis": sequence_tis,
-    "icepop": icepop,
-    "sequence_mis": sequence_mis,
-    "worst_token_mis": worst_token_mis,
-    "deepseek_v3p2": deepseek_v3p2,
-    "lite_ppo": lite_ppo,
-    "maxrl": maxrl,
-    "opo": opo,
-    "gdpo": gdpo,
-    "pass_at_k": pass_at_k,
-    "best_minus_second": best_minus_second,
-    "on_policy_distillation": on_policy_distillation,
-    "gkd": gkd,
-}
+_NAMES = (
+    "reinforce ppo grpo dapo dr_grpo rloo reinforce_pp reinforce_pp_baseline gspo vapo sft "
+    "rft dpo cispo dppo_tv dppo_kl prime_rl ipo sapo gmpo luspo gspo_token vespo topr dro "
+    "gpg tis sequence_tis icepop sequence_mis worst_token_mis deepseek_v3p2 lite_ppo maxrl "
+    "opo gdpo pass_at_k best_minus_second on_policy_distillation gkd"
+)
+PRESETS: dict[str, Callable[[], Algorithm]] = {name: globals()[name] for name in _NAMES.split()}
 
 
 def preset(name: str) -> Algorithm:

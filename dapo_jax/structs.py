@@ -264,7 +264,7 @@ class Trace:
 
     advantage: float  # mean over its tokens
     ratios: np.ndarray | None = None  # [n] in the last update, with log.token_ratios
-    clipped: np.ndarray | None = None  # [n] bound that clipped the token: see learner.token_traces
+    clipped: np.ndarray | None = None  # [n] bound that clipped the token: see learner.ratios
 
 
 @dataclasses.dataclass

@@ -179,7 +179,8 @@ class Algorithm:
         "token", "That ratio: per token, or product or geometric mean of the response.", read=IF_CAP
     )
     rejection: Literal["none", "token", "product", "sequence", "worst"] = setting(
-        "none", "Ratio to the sampler; tokens outside lose their loss: a key of corrections.POOLS."
+        "none",
+        "Ratio to the sampler; tokens outside lose their loss: a key of losses.RATIOS, or worst.",
     )
     rejection_low: PositiveOr0 = setting(0.5, "Lower bound of that ratio.", read=REJECTS)
     rejection_high: PositiveOr0 = setting(5.0, "Upper bound; 0: none.", read=REJECTS)

@@ -5,6 +5,8 @@ from typing import Any
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from dapo_jax.model.logprobs import Rows
+
 
 class PackedRows(struct.PyTreeNode):
     """Prompts with responses, packed into rows of one length.
@@ -20,6 +22,11 @@ class PackedRows(struct.PyTreeNode):
     response_index: Int[Array, "*M R T"]
     sampler_logprobs: Float[Array, "*M R T"]
     routes: Int[Array, "*M R T L k"] | None = None  # experts to replay, -1: unknown
+
+    @property
+    def inputs(self) -> Rows:
+        """The arrays that a decoder reads, without routes."""
+        return Rows(self.tokens, self.segment_ids, self.positions)
 
 
 class ScoredBatch(struct.PyTreeNode):

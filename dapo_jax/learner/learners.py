@@ -7,10 +7,9 @@ import jax
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
-from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.policy import IMPORTANCE_SQUARE
-from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM
-from dapo_jax.learner.update import Learner, UpdateOutputs
+from dapo_jax.learner.ratios import RATIO_HISTOGRAM
+from dapo_jax.learner.update import Learner, UpdateOutputs, learning_rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +17,12 @@ class LearnerPrograms:
     """Compiled programs of policy, critic and teacher, and the parameters of frozen models.
 
     Attributes:
-        reference: parameters of the reference, None without one.
         teacher_params: with algorithm.distillation = 'jsd' the policy's update reads them too.
     """
 
     policy: Learner
     critic: Learner | None = None
-    reference: Any = None
+    reference: Any = None  # parameters of the reference, None without one
     teacher: Learner | None = None
     teacher_params: Any = None
 
@@ -42,23 +40,19 @@ class UpdateRecord:
     """The batch and metrics of an optimizer update; arrays may still be computed on devices.
 
     Attributes:
-        learner: "policy" or "critic".
-        minibatch: its index in the step.
-        microbatches: number of microbatches that are not empty.
         means: metrics by name; empty if the learning rate is 0 and nothing was updated.
         token_logprobs: [M, R, T] of the differentiated policy, with `log.token_ratios`.
-        ratio_histogram: counts of the policy's ratios, for their quantiles.
         importance_square: mean squared importance weight, for the effective sample size.
     """
 
-    learner: str
-    minibatch: int
+    learner: str  # "policy" or "critic"
+    minibatch: int  # its index in the step
     batch: TrainBatch
-    microbatches: int
+    microbatches: int  # number of microbatches that are not empty
     learning_rate: float
     means: dict[str, Mean]
     token_logprobs: jax.Array | None = None
-    ratio_histogram: Mean | None = None
+    ratio_histogram: Mean | None = None  # counts of the policy's ratios, for their quantiles
     importance_square: Mean | None = None
 
 
@@ -95,19 +89,11 @@ def update(
         return states, []
 
     def record(learner: str, rate: float, outputs: UpdateOutputs) -> UpdateRecord:
-        means = outputs.means
+        means, logprobs = outputs
         histogram = means.pop(RATIO_HISTOGRAM, None)
         square = means.pop(IMPORTANCE_SQUARE, None)
         return UpdateRecord(
-            learner,
-            minibatch,
-            batch,
-            microbatches,
-            rate,
-            means,
-            outputs.token_logprobs,
-            histogram,
-            square,
+            learner, minibatch, batch, microbatches, rate, means, logprobs, histogram, square
         )
 
     policy = states.policy

@@ -54,17 +54,13 @@ def token_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Arr
     return log_ratio
 
 
-def no_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Array:
-    """Return 0, a ratio of 1: the plain policy gradient."""
-    return jnp.zeros_like(log_ratio)
-
-
 RATIOS = {
     "token": token_log_ratio,
     "sequence": mean_over_responses,
     "product": sum_over_responses,
     "geometric": token_log_ratio,  # policy_loss averages after the region has bounded each token
-    "none": no_log_ratio,
+    # A ratio of 1: the plain policy gradient.
+    "none": lambda log_ratio, segment_ids, trained: jnp.zeros_like(log_ratio),
 }
 
 # --- trust regions: (algorithm, ratio, p, p_old) -> (is below, is above, bounded ratio) -------
@@ -115,11 +111,6 @@ REGIONS = {
 # --- weights of the gradient of log p: (algorithm, ratio, A > 0) -> weight --------------------
 
 
-def ratio_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
-    """Return the ratio: the gradient of A * ratio."""
-    return ratio
-
-
 def sapo_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
     """Return d/d(log p) of (4 / t) sigmoid(t (ratio - 1)) (SAPO, 2511.20347); 1 at ratio 1."""
     t = jnp.where(positive, algorithm.decay_positive, algorithm.decay_negative)
@@ -133,16 +124,12 @@ def gamma_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
     return jnp.exp(k * jnp.log(jnp.maximum(ratio, 1e-30)) + d * (1 - ratio))
 
 
-def topr_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
-    """Return 1 if A > 0, else min(ratio, 1) (TOPR, 2503.14286)."""
-    return jnp.where(positive, 1.0, jnp.minimum(ratio, 1.0))
-
-
 WEIGHTS = {
-    "ratio": ratio_weight,
+    "ratio": lambda algorithm, ratio, positive: ratio,  # the gradient of A * ratio
     "sapo": sapo_weight,
     "gamma": gamma_weight,
-    "topr": topr_weight,
+    # 2503.14286
+    "topr": lambda algorithm, ratio, positive: jnp.where(positive, 1.0, jnp.minimum(ratio, 1.0)),
 }
 
 # --- KL to another policy: (logprobs, reference logprobs) -> estimate per token ---------------
@@ -234,6 +221,60 @@ def policy_loss(
     clipped = {"clipped_low": below, "clipped_high": above, "clipped_dual": capped}
     clipped = {name: (trained & cut).astype(jnp.float32) for name, cut in clipped.items()}
     return loss, clipped | {"ratio": ratio}
+
+
+# --- corrections for tokens that a policy other than the trained one sampled --------------------
+# An importance weight multiplies a token's loss, a rejection sets it to 0. Rejected tokens stay in
+# the counts of the loss weights, so a batch with many of them moves the policy less.
+
+
+def any_in_response(
+    flags: Bool[Array, "R T"], segment_ids: Int[Array, "R T"], trained: Bool[Array, "R T"]
+) -> Bool[Array, "R T"]:
+    """Return True on all tokens of a response if one of its trained tokens is flagged."""
+    return sum_over_responses(flags.astype(jnp.float32), segment_ids, trained) > 0
+
+
+def importance_weights(
+    algorithm: Algorithm,
+    old_logprobs: Float[Array, "R T"],
+    sampler_logprobs: Float[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    trained: Bool[Array, "R T"],
+) -> Float[Array, "R T"]:
+    """Return min(p_old / p_sampler, cap): truncated importance sampling (Ionides, 2008).
+
+    The ratio is that of the token, or the product or geometric mean over its response. The weight
+    has no gradient.
+    """
+    ratio = RATIOS[algorithm.importance_ratio]
+    log_ratio = ratio(old_logprobs - sampler_logprobs, segment_ids, trained)
+    return jnp.minimum(jnp.exp(clamp_log(log_ratio)), algorithm.importance_cap)
+
+
+def rejections(
+    algorithm: Algorithm,
+    log_ratios: Float[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    trained: Bool[Array, "R T"],
+    rejectable: Bool[Array, "R T"],  # trained tokens that may be rejected
+) -> tuple[Bool[Array, "R T"], Bool[Array, "R T"]]:
+    """Return masks of tokens with a ratio to the sampler below and above the bounds.
+
+    IcePop (2510.18855) and masked importance sampling bound the ratio of a token. OPSM (2512.02556)
+    rejects responses of negative advantage that have become unlikely under the trained policy.
+    """
+    pool = RATIOS.get(algorithm.rejection, token_log_ratio)  # "worst" bounds the ratio of a token
+    ratio = jnp.exp(clamp_log(pool(log_ratios, segment_ids, trained)))
+    below = ratio < algorithm.rejection_low
+    above = ratio > (algorithm.rejection_high or jnp.inf)
+    if algorithm.rejection == "worst":
+        below = any_in_response(below, segment_ids, trained)
+        above = any_in_response(above, segment_ids, trained)
+    return below & rejectable, above & rejectable & ~below
+
+
+# --- value loss -------------------------------------------------------------------------------
 
 
 def value_loss(

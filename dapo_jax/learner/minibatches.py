@@ -29,17 +29,11 @@ TokenWeights = Callable[[Group, int], Sequence[float]]  # user function: group, 
 
 @dataclasses.dataclass(frozen=True)
 class Minibatches:
-    """The responses of a rollout batch by optimizer minibatch, and their packed rows.
+    """The responses of a rollout batch by optimizer minibatch, and their packed rows."""
 
-    Attributes:
-        segments: the responses of each minibatch with their prompts.
-        rollouts: arrays [U, M, R, T].
-        microbatches: number of microbatches of each minibatch that are not empty.
-    """
-
-    segments: list[list[Segment]]
-    rollouts: PackedRows
-    microbatches: list[int]
+    segments: list[list[Segment]]  # the responses of each minibatch with their prompts
+    rollouts: PackedRows  # arrays [U, M, R, T]
+    microbatches: list[int]  # number of microbatches of each minibatch that are not empty
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -165,17 +159,13 @@ def make_batch(
     segments: Sequence[Segment],
     estimates: Estimates,
     algorithm: Algorithm,
-    budget: int,
-    planned_groups: int | None = None,
+    budget: int,  # maximum number of sampled tokens of a response
+    planned_groups: int | None = None,  # of a full minibatch; default: as many as there are
 ) -> TrainBatch:
     """Add loss weights, computed from the counts of this minibatch; arrays are [M, R, T].
 
     If a starved step left fewer groups than planned, each keeps the weight that it would have in a
     full minibatch: all weights are multiplied by groups / planned groups.
-
-    Args:
-        budget: maximum number of sampled tokens of a response.
-        planned_groups: of a full minibatch; default: as many as there are.
     """
     index = np.asarray(scored.rollouts.response_index)
     correct = np.array([segment.correct for segment in segments], bool)

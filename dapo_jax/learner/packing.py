@@ -69,15 +69,9 @@ def pack(
     segments: Sequence[Segment],
     row_tokens: int,
     rows_per_microbatch: int,
-    microbatches: int | None = None,
+    microbatches: int | None = None,  # default: as `padded_microbatches` returns
 ) -> tuple[PackedRows, int]:
     """Pack a minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
-
-    Args:
-        microbatches: default: as `padded_microbatches` returns.
-
-    Returns:
-        the rows, padded to `microbatches`, and the number of microbatches that are not empty.
 
     Raises:
         ValueError: a segment is longer than a row, or there are too many rows.
@@ -135,19 +129,14 @@ def _pack_routes(
 def choose_rows(
     updates: Sequence[Sequence[Segment]],
     shortest: Packing,
-    shards: int,
-    longest: int,
-    attention_tokens: float,
+    shards: int,  # divides the rows of a microbatch
+    longest: int,  # maximum row length, unless the shortest exceeds it
+    attention_tokens: float,  # row length at which attention costs as much as everything else
 ) -> Packing:
     """Return the row shape with the least computation for these minibatches, padding included.
 
     Rows are one to four times as long as the shortest, with the same number of tokens per
     microbatch or half of it, because the last microbatch is seldom full.
-
-    Args:
-        shards: divides the rows of a microbatch.
-        longest: maximum row length, unless the shortest exceeds it.
-        attention_tokens: row length at which attention costs as much as everything else.
     """
     best = shortest
     least = math.inf

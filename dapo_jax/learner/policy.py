@@ -11,9 +11,15 @@ from jaxtyping import Array, Float
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch
-from dapo_jax.learner.corrections import importance_weights, rejections
-from dapo_jax.learner.losses import KL_ESTIMATORS, clamp_log, k3, policy_loss
-from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, histogram
+from dapo_jax.learner.losses import (
+    KL_ESTIMATORS,
+    clamp_log,
+    importance_weights,
+    k3,
+    policy_loss,
+    rejections,
+)
+from dapo_jax.learner.ratios import RATIO_HISTOGRAM, histogram
 from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence
@@ -150,16 +156,14 @@ class PolicySettings:
     """Settings of the policy's score and loss.
 
     Attributes:
-        temperature: that of the sampler, so that log-probs are of the same distribution.
-        keep_logprobs: whether updates return the log-probs that they differentiate.
         teacher: decoder of the teacher that the loss diverges from; its parameters are
             `frozen[TEACHER]`.
     """
 
     algorithm: Algorithm
     compute: Compute
-    temperature: float = 1.0
-    keep_logprobs: bool = False
+    temperature: float = 1.0  # that of the sampler, so that log-probs are of the same distribution
+    keep_logprobs: bool = False  # whether updates return the log-probs that they differentiate
     teacher: DecoderConfig | None = None
 
 
@@ -168,20 +172,16 @@ def policy_learner(
     optimizer: Optimizer,
     config: DecoderConfig,
     mesh: jax.sharding.Mesh,
-    frozen: Any = None,
+    frozen: Any = None,  # parameters that never change (see `Learner`)
 ) -> Learner:
-    """Return the learner of the policy; it scores tokens with their log-probs.
-
-    Args:
-        frozen: parameters that never change (see `Learner`).
-    """
+    """Return the learner of the policy; it scores tokens with their log-probs."""
     algorithm = settings.algorithm
     chunk_tokens = settings.compute.logprob_chunk_tokens
     recorded = router_records(algorithm, config)
 
     def run(params, rows: PackedRows, record: Sequence[str] = ()):
-        arrays = (rows.tokens, rows.segment_ids, rows.positions)
-        hidden, records = hidden_states(params, config, *arrays, routes=rows.routes, record=record)
+        routed = rows.inputs._replace(routes=rows.routes)
+        hidden, records = hidden_states(params, config, routed, record)
         logprobs, entropy = logprobs_of(
             params, hidden, rows.tokens, settings.temperature, chunk_tokens
         )
@@ -199,8 +199,7 @@ def policy_learner(
             algorithm.distillation_top_k,
             algorithm.distillation_temperature,
         )
-        arrays = (rows.tokens, rows.segment_ids, rows.positions)
-        teacher_hidden, _ = hidden_states(params[TEACHER], teacher, *arrays)
+        teacher_hidden, _ = hidden_states(params[TEACHER], teacher, rows.inputs)
         return divergences_of(
             params, hidden, params[TEACHER], teacher_hidden, divergence, chunk_tokens
         )

@@ -38,14 +38,10 @@ def first_skipped(updates: Sequence[UpdateRecord]) -> tuple[UpdateRecord, TrainB
 def write_skipped(
     run_dir: Folder, step: int, update: UpdateRecord, batch: TrainBatch, groups: Sequence[Group]
 ) -> Folder | None:
-    """Write a skipped batch and return its folder; None if the run has `MAX_BATCHES` already.
-
-    Args:
-        step: number of the finished step.
-        groups: trained groups of the step, in order.
-    """
+    """Write a skipped batch and return its folder; None if the run has `MAX_BATCHES` already."""
     folder = run_dir / FOLDER / f"step_{step:06d}_{update.learner}"
-    if _is_full(run_dir / FOLDER) and not folder.exists():
+    full = (run_dir / FOLDER).exists() and len(list((run_dir / FOLDER).iterdir())) >= MAX_BATCHES
+    if full and not folder.exists():
         return None
     folder.mkdir(parents=True, exist_ok=True)
     named = jax.tree_util.tree_leaves_with_path(batch)
@@ -60,10 +56,6 @@ def write_skipped(
     }
     write_text(folder / RECORD, json.dumps(record, indent=2))
     return folder
-
-
-def _is_full(folder: Folder) -> bool:
-    return folder.exists() and sum(1 for _ in folder.iterdir()) >= MAX_BATCHES
 
 
 def read_skipped(folder: Folder) -> tuple[dict[str, Any], TrainBatch]:

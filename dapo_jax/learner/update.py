@@ -1,9 +1,10 @@
-"""The sharded, jitted optimizer step and score pass of a model.
+"""AdamW, and the sharded, jitted optimizer step and score pass of a model.
 
-Both loop over microbatches in one compiled call. The number of iterations is dynamic and the array
-shapes are static, so a batch that packs into fewer rows does not recompile.
+Step and score pass loop over microbatches in one compiled call. The number of iterations is dynamic
+and the array shapes are static, so a batch that packs into fewer rows does not recompile.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ from jaxtyping import Array, Float
 
 from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch, TrainState
-from dapo_jax.learner.optimizer import make_optimizer
+from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.trainable import join, without
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.nonfinite import REASONS
 
 ROWS = (None, "batch", "sequence")  # logical axes of [M, R, T]
+MATRICES = ("kernel", "embedding", "head", "score", *ADAPTER_NAMES)
 
 
 class UpdateOutputs(NamedTuple):
@@ -34,18 +36,49 @@ def weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean:
     return Mean(jnp.sum(jnp.where(weights > 0, values, 0.0) * weights), jnp.sum(weights))
 
 
+def _is_matrix(params: Any) -> Any:
+    """Return a mask of the matrices: norms and biases are not decayed."""
+
+    def is_matrix(path: tuple, _: Any) -> bool:
+        return any(getattr(part, "key", None) in MATRICES for part in path)
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def make_optimizer(settings: Optimizer) -> optax.GradientTransformation:
+    """Return AdamW without the learning rate: clipping by global norm, Adam, weight decay.
+
+    The caller multiplies by -lr, because the schedule counts rollout steps, not optimizer steps.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(settings.max_grad_norm),
+        optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps),
+        optax.add_decayed_weights(settings.weight_decay, mask=_is_matrix),
+    )
+
+
+# Schedule after the warm-up: completed fraction of the steps -> fraction of the peak.
+SCHEDULES = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
+def learning_rate(settings: Optimizer, step: int, total_steps: int) -> float:
+    """Return the learning rate of `step` (from 0): a linear warm-up, then the schedule.
+
+    No step has rate 0: the first has peak / warmup_steps, and a decay reaches 0 after the last.
+    """
+    warmup = settings.warmup_steps
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, total_steps - warmup)
+    return settings.learning_rate * SCHEDULES[settings.schedule](done)
+
+
 class Learner:
     """Compiled score pass and update of a model (policy or critic), with their shardings.
-
-    Args:
-        score: function (params, rows [R, T]) -> `TokenScores`.
-        loss: function (params, batch [R, T]) -> (loss, `UpdateOutputs`), sums over microbatches.
-        boxed_params: shapes and logical axis names of all parameters.
-        settings: the optimizer.
-        mesh: data x fsdp shards rows, context their length, and fsdp x context x tensor weights and
-            moments.
-        frozen: parameters on the mesh that never change; states and checkpoints omit them.
-        sums_rows: loss and metrics are also sums over rows, so replicas reduce once per update.
 
     Attributes:
         start: jitted function from parameters to a fresh `TrainState`.
@@ -55,13 +88,13 @@ class Learner:
 
     def __init__(
         self,
-        score: Callable[[Any, PackedRows], TokenScores],
-        loss: Callable[[Any, TrainBatch], tuple[Array, UpdateOutputs]],
-        boxed_params: Any,
+        score: Callable[[Any, PackedRows], TokenScores],  # of parameters and rows [R, T]
+        loss: Callable[[Any, TrainBatch], tuple[Array, UpdateOutputs]],  # a sum over microbatches
+        boxed_params: Any,  # shapes and logical axis names of all parameters
         settings: Optimizer,
         mesh: jax.sharding.Mesh,
-        frozen: Any = None,
-        sums_rows: bool = True,
+        frozen: Any = None,  # parameters on the mesh that never change; no state has them
+        sums_rows: bool = True,  # loss and metrics are sums over rows: replicas reduce once
     ):
         self.mesh = mesh
         self.frozen = frozen or {}
@@ -90,11 +123,7 @@ class Learner:
         )
 
     def score(self, params: Any, rollouts: PackedRows, microbatches: int) -> TokenScores:
-        """Return log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows.
-
-        Args:
-            params: those of a state; or all, if frozen ones differ from the learner's.
-        """
+        """Return log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows."""
         rollouts = sharding.put(self.mesh, rollouts, *ROWS)
         with self._rules():
             return self._score(join(self.frozen, params), rollouts, microbatches)
@@ -130,9 +159,6 @@ class Learner:
         """Lower the program "score" or "update" for a batch of these shapes [M, R, T].
 
         Nothing is computed, and the devices of the mesh need not exist.
-
-        Args:
-            params: shapes and shardings of the parameters for "score"; default: those of the state.
         """
         place = sharding.sharding(self.mesh, *ROWS)
         batch = jax.tree.map(

@@ -22,6 +22,13 @@ First = Int[Array, ""] | None  # position of the first query in the row; None: 0
 Sinks = Float[Array, "H"] | None  # logits that heads add to each softmax's sum (2309.17453)
 
 
+class Span(NamedTuple):
+    """Keys that queries see, and the queries' place in the row."""
+
+    reach: Reach = None  # blocks out of reach are not computed
+    first: First = None
+
+
 class Blocks(NamedTuple):
     """Attention inputs cut into blocks of b tokens; g = H / K query heads share a key head."""
 
@@ -181,37 +188,30 @@ def blocked_attention(
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
     segment_ids: Int[Array, "B T"],
-    sinks: Sinks = None,
-    reach: Reach = None,
-    first: First = None,
+    sinks: Sinks,  # one per query head; float32
+    span: Span,
 ) -> Float[Array, "B t H E"]:
-    """Return causal attention inside segments; adjacent query heads share a key head.
-
-    Args:
-        sinks: one per query head; float32.
-        reach: tokens that a token sees, at most T; blocks out of reach are not computed.
-        first: position of the first query in the row; None: queries cover the whole row.
-    """
-    mixed, _ = _forward(_blocks(queries, keys, values, segment_ids, sinks, first), reach)
+    """Return causal attention inside segments; adjacent query heads share a key head."""
+    mixed, _ = _forward(_blocks(queries, keys, values, segment_ids, sinks, span.first), span.reach)
     return _join_queries(mixed, queries.shape[1])
 
 
-def _keep(queries, keys, values, segment_ids, sinks=None, reach=None, first=None):
+def _keep(queries, keys, values, segment_ids, sinks, span):
     arrays = queries, keys, values, segment_ids, sinks
-    mixed, log_total = _forward(_blocks(*arrays, first), reach)
+    mixed, log_total = _forward(_blocks(*arrays, span.first), span.reach)
     mixed = checkpoint_name(_join_queries(mixed, queries.shape[1]), ATTENTION_RESIDUALS)
     log_total = checkpoint_name(log_total, ATTENTION_RESIDUALS)
-    return mixed, (arrays, reach, first, mixed, log_total)
+    return mixed, (arrays, span, mixed, log_total)
 
 
 def _gradients(kept, upstream):
-    arrays, reach, first, mixed, log_total = kept
+    arrays, span, mixed, log_total = kept
     queries, keys, values, segment_ids, sinks = arrays
-    blocks = _blocks(queries, keys, values, segment_ids, sinks, first)
+    blocks = _blocks(queries, keys, values, segment_ids, sinks, span.first)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
     d_queries, d_keys, d_values, d_sinks = _backward(
-        blocks, reach, cut(mixed), log_total, cut(upstream)
+        blocks, span.reach, cut(mixed), log_total, cut(upstream)
     )
     d_queries = _join_queries(d_queries, queries.shape[1]) * queries.shape[-1] ** -0.5
     return (
@@ -220,7 +220,6 @@ def _gradients(kept, upstream):
         _join(d_values.swapaxes(2, 3), length).astype(values.dtype),
         None,
         None if d_sinks is None else d_sinks.reshape(-1),
-        None,
         None,
     )
 

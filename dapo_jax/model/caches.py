@@ -25,6 +25,11 @@ class KVCache(struct.PyTreeNode):
     value_scale: Float[Array, "S K T"] | None = None
     time_last: bool = struct.field(pytree_node=False, default=True)
 
+    @property
+    def axes(self) -> tuple[str, str]:
+        """Order of slots b, heads k, time t and head dimension e in keys and in values."""
+        return "bket" if self.time_last else "bkte", "bkte"
+
 
 class PageCache(struct.PyTreeNode):
     """Pages of one layer, replica after replica; key and value heads alternate.
@@ -46,6 +51,10 @@ class PromptCache(struct.PyTreeNode):
 
     keys: Float[Array, "B P K E"]
     values: Float[Array, "B P K E"]
+    key_scale: Float[Array, "B K P"] | None = None  # if keys are int8
+    value_scale: Float[Array, "B K P"] | None = None
+
+    axes = ("btke", "btke")  # as of KVCache
 
 
 class Prefix(struct.PyTreeNode):

@@ -1,20 +1,14 @@
 """Conversion of config.json to `DecoderConfig` and back, as the model's family declares."""
 
+import math
 import reprlib
 from typing import Any
 
-from dapo_jax.model.config_fields import (
-    NUMBERS,
-    check_number,
-    read_number,
-    read_switch,
-    read_table,
-)
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.families import FAMILIES
-from dapo_jax.model.families.family import Family, Windows
-from dapo_jax.model.rotary import FULL, SLIDING, read_local_rope, read_rope, scaling_json
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.model.families import FAMILIES, Family, Windows
+from dapo_jax.model.rotary import RopeScaling
+from dapo_jax.runtime.rules import Range
+from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError
 
 MAX_POSITION_EMBEDDINGS = 32_768  # of folders that are not made from another one
 
@@ -35,6 +29,192 @@ COMMON_FIELDS = {
 DERIVED = ("kv_heads", "head_dim", "rope_theta")  # depend on other fields if they are missing
 DEFAULTS = {"rms_norm_eps": 1e-6}
 BIASES = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
+# Ranges of the numbers in config.json. The upper limits are far above every published model. A
+# larger value is a mistake or an attack: a list of 10^18 layers fills the memory, and a rotation by
+# NaN trains to the end.
+_COUNTS = {  # names by the largest number
+    2**10: "num_hidden_layers sliding_window_pattern",
+    2**14: "num_attention_heads num_key_value_heads num_experts num_local_experts "
+    "num_experts_per_tok",
+    2**20: "hidden_size query_pre_attn_scalar",
+    2**22: "intermediate_size moe_intermediate_size",
+    2**24: "vocab_size",
+    2**31 - 1: "sliding_window max_position_embeddings original_max_position_embeddings",
+}
+_FACTORS = (
+    "factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale "
+    "mscale_all_dim"
+)
+NUMBERS: dict[str, tuple[type, Range]] = {
+    "head_dim": (int, Range(at_least=2, at_most=2**14)),
+    "max_window_layers": (int, Range(at_least=0, at_most=2**10)),
+    "rms_norm_eps": (float, Range(above=0, at_most=1)),
+    "rope_theta": (float, Range(at_least=1, at_most=1e15)),
+    "rope_local_base_freq": (float, Range(at_least=1, at_most=1e15)),
+    "llama_4_scaling_beta": (float, Range(at_least=0, at_most=1e6)),
+    **dict.fromkeys(_FACTORS.split(), (float, Range(above=0, at_most=1e6))),
+    **{
+        name: (int, Range(at_least=1, at_most=largest))
+        for largest, names in _COUNTS.items()
+        for name in names.split()
+    },
+}
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in config.json
+# Fields of a scaling in config.json by its type, with the attributes of RopeScaling they set.
+_ORIGINAL = {"original_max_position_embeddings": "original_tokens"}
+_FIELDS: dict[str, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_turns",
+        "high_freq_factor": "high_turns",
+        **_ORIGINAL,
+    },
+    "yarn": {
+        "factor": "factor",
+        "beta_slow": "low_turns",
+        "beta_fast": "high_turns",
+        **_ORIGINAL,
+        "attention_factor": "attention_factor",
+        "truncate": "truncate",
+    },
+}
+_QUERY_GROWTH = {"llama_4_scaling_beta": "query_growth"}
+_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+
+
+# --- single fields --------------------------------------------------------------------------
+
+
+def check_number(name: str, value: Any) -> Any:
+    """Return the value of a field of `NUMBERS` as its type. Raises ValueError for a wrong one."""
+    kind, allowed = NUMBERS[name]
+    numbers = (int, float) if kind is float else (int,)
+    if type(value) not in numbers or not allowed(value):
+        raise ValueError(f"{name} = {reprlib.repr(value)}: must be {TYPE_NAMES[kind]} {allowed}")
+    return kind(value)
+
+
+def read_number(values: dict[str, Any], name: str, default: Any = None) -> Any:
+    """Return the number of a field, or its default if the field is missing or null.
+
+    Raises KeyError for a missing field without a default, ValueError for a wrong one.
+    """
+    value = values[name] if default is None else values.get(name)
+    return default if value is None and default is not None else check_number(name, value)
+
+
+def read_switch(values: dict[str, Any], name: str) -> bool:
+    """Return a boolean field, false if missing or null. Raises ValueError for a wrong one."""
+    value = values.get(name)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"{name} = {reprlib.repr(value)}: must be true or false")
+    return bool(value)
+
+
+def read_table(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an object field, empty if missing or null. Raises ValueError for a wrong one."""
+    value = values.get(name) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} = {reprlib.repr(value)}: must be an object")
+    return value
+
+
+# --- rotations ------------------------------------------------------------------------------
+
+
+def _attention_factor(rope: dict[str, Any], factor: float) -> float:
+    """Return YaRN's factor of rotated vectors (equation 22 of the paper)."""
+
+    def growth(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return read_number(rope, "attention_factor")
+    names = ("mscale", "mscale_all_dim")
+    if all(rope.get(name) is not None for name in names):
+        numerator, denominator = (growth(read_number(rope, name)) for name in names)
+        return numerator / denominator
+    return growth(1.0)
+
+
+def _original_tokens(values: dict[str, Any], rope: dict[str, Any]) -> int:
+    """Return the context length of pretraining: of config.json, of `rope`, or else the model's."""
+    (name,) = _ORIGINAL
+    for table in (values, rope):
+        if table.get(name) is not None:
+            return read_number(table, name)
+    return read_number(values, "max_position_embeddings")
+
+
+def _read_table(
+    values: dict[str, Any], rope: dict[str, Any], grows: bool = False
+) -> dict[str, Any]:
+    """Return base and scaling of rotations as fields of a decoder.
+
+    Raises KeyError for a missing field, ValueError for a wrong one.
+    """
+    rotated = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if rotated is not None and rotated != 1:
+        raise ValueError(f"partial_rotary_factor {reprlib.repr(rotated)}: must be 1.0")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" and (not isinstance(kind, str) or kind not in _FIELDS):
+        allowed = "', '".join(_FIELDS)
+        raise ValueError(f"rope_scaling of type {kind!r}: must be 'default' or '{allowed}'")
+    theta = read_number(values | rope, "rope_theta", 10_000.0)
+    if kind == "default":
+        return {"rope_theta": theta}
+    fields = _FIELDS[kind] | (_QUERY_GROWTH if grows else {})
+    read: dict[str, Any] = {"kind": kind}
+    for name, ours in fields.items():
+        if name == "attention_factor":
+            read[ours] = _attention_factor(rope, read["factor"])
+        elif name in _ORIGINAL:
+            read[ours] = _original_tokens(values, rope)
+        elif name == "truncate":
+            read[ours] = rope.get(name) is None or read_switch(rope, name)
+        else:
+            read[ours] = read_number(rope, name, _DEFAULTS.get(name))
+    if kind == "dynamic":
+        read["original_tokens"] = read_number(values, "max_position_embeddings")
+    if kind == "yarn" and theta <= 1:
+        raise ValueError(f"rope_theta = {theta}: must be above 1 with yarn")
+    scaling = RopeScaling(**read)
+    if "low_turns" in read and scaling.low_turns >= scaling.high_turns:
+        low, high = (name for name, ours in fields.items() if ours.endswith("turns"))
+        raise ValueError(
+            f"{high} = {scaling.high_turns}: must be above {low} = {scaling.low_turns}"
+        )
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) -> dict[str, Any]:
+    """Return the rotations of a family with a separate base for sliding layers.
+
+    Newer folders have a table for each kind of layer, older ones a scaling of full layers only.
+    Raises as `_read_table`.
+    """
+    tables = read_table(values, "rope_parameters")
+    table = read_table(tables, FULL) | read_table(values, "rope_scaling")
+    full = _read_table(values | {"rope_theta": read_number(values, "rope_theta")}, table)
+    base = {"rope_theta": read_number(values, "rope_local_base_freq")}
+    sliding = _read_table(values | base, read_table(tables, SLIDING))
+    if "rope_scaling" in sliding:
+        raise ValueError(f"rope_parameters of {SLIDING}: must be of type 'default'")
+    if all_slide:
+        return sliding
+    return full | ({"sliding_rope_theta": sliding["rope_theta"]} if some_slide else {})
+
+
+def _scaling_json(scaling: RopeScaling, grows: bool) -> dict[str, Any]:
+    """Return the table `rope_scaling` of a config.json."""
+    fields = _FIELDS[scaling.kind] | (_QUERY_GROWTH if grows else {})
+    table = {name: getattr(scaling, ours) for name, ours in fields.items()}
+    return {"rope_type": scaling.kind, **table}
+
+
+# --- decoders -------------------------------------------------------------------------------
 
 
 def _check_supported(values: dict[str, Any], family: Family) -> None:
@@ -120,15 +300,6 @@ def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[s
     return {"window": window, "sliding": () if all(slides) else slides}
 
 
-def _read_rotations(
-    values: dict[str, Any], family: Family, windows: dict[str, Any]
-) -> dict[str, Any]:
-    if not family.local_rope:
-        return read_rope(values, family.query_growth)
-    some_slide = bool(windows.get("sliding"))
-    return read_local_rope(values, some_slide, all_slide=bool(windows) and not some_slide)
-
-
 def decoder_from_json(
     values: dict[str, Any], folder: str, field: str, **numerics: Any
 ) -> DecoderConfig:
@@ -149,7 +320,13 @@ def decoder_from_json(
         values = values | {name: defaults[name] for name in missing}
         fields = _read_fields(values, family) | family.fixed
         windows = _read_windows(values, family, fields["layers"])
-        rotations = _read_rotations(values, family, windows)
+        if family.local_rope:
+            some_slide = bool(windows.get("sliding"))
+            all_slide = bool(windows) and not some_slide
+            rotations = _read_local_rope(values, some_slide, all_slide)
+        else:
+            table = read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
+            rotations = _read_table(values, table, family.query_growth)
         return DecoderConfig(**fields, family=kind, **windows, **rotations, **numerics)
     except KeyError as missing:
         raise ConfigError(f"config.{field}: {folder}/config.json has no {missing}", field) from None
@@ -160,8 +337,11 @@ def decoder_from_json(
 def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of a config.json for a decoder that was not read from a folder."""
     family, scaling = FAMILIES[config.family], config.rope_scaling
+    name = f"{family.class_name}ForCausalLM"  # of the class in `transformers`
+    if config.scalar_head:
+        name = f"{family.classifier_name or family.class_name}ForSequenceClassification"
     values = {
-        "architectures": [_class_name(config, family)],
+        "architectures": [name],
         "model_type": config.family,
         family.activation_field: family.required[family.activation_field],
     }
@@ -169,7 +349,7 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
     values["max_position_embeddings"] = MAX_POSITION_EMBEDDINGS
     values |= {name: getattr(config, BIASES[name][0]) for name in family.biases}
     if scaling is not None:
-        values["rope_scaling"] = scaling_json(scaling, family.query_growth)
+        values["rope_scaling"] = _scaling_json(scaling, family.query_growth)
         if scaling.kind == "dynamic":
             values["max_position_embeddings"] = scaling.original_tokens
     elif "rope_scaling" in family.defaults:
@@ -196,10 +376,3 @@ def _windows_json(config: DecoderConfig, windows: Windows) -> dict[str, Any]:
     if windows.by_layer:
         values["layer_types"] = types
     return values
-
-
-def _class_name(config: DecoderConfig, family: Family) -> str:
-    """Return the name of the folder's class in `transformers`."""
-    if config.scalar_head:
-        return f"{family.classifier_name or family.class_name}ForSequenceClassification"
-    return f"{family.class_name}ForCausalLM"

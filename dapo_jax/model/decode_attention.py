@@ -1,14 +1,13 @@
 """Decoding attention over prompts during prefill, over slot caches and over pages.
 
-`Block` calls `attend(queries, keys, values, context, cache, window, sinks)` with arrays [batch,
-time, heads, head_dim]. It writes the new keys and values into the cache, reads it, and returns
+`Block` calls `attend(queries, keys, values, context, cache, options)` with arrays [batch, time,
+heads, head_dim]. It writes the new keys and values into the cache, reads it, and returns
 output and cache. The slot cache of a layer with a window is a ring of the window's length. All
 writes are in place: compiled programs hold no second cache (tests check them).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -17,10 +16,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from dapo_jax.model import gpu_attention
-from dapo_jax.model.blockwise_attention import Sinks
 from dapo_jax.model.caches import KVCache, PageCache, PromptCache
 from dapo_jax.model.quantisation import quantise, to_int8_by
-from dapo_jax.model.training_attention import Window, grouped_attention
+from dapo_jax.model.training_attention import CAUSAL, AttentionOptions, Window, grouped_attention
 from dapo_jax.runtime import sharding
 
 LANES = 128  # of a TPU's vector registers; its paged kernel needs head widths of a multiple
@@ -61,13 +59,7 @@ def in_ring(length: int, last: Int[Array, "B 1"]) -> Int[Array, "B T"]:
 
 
 def attend_prompt(
-    queries,
-    keys,
-    values,
-    context: PromptContext,
-    cache: PromptCache | None,
-    window: Window | None = None,
-    sinks: Sinks = None,
+    queries, keys, values, context: PromptContext, cache, options: AttentionOptions = CAUSAL
 ) -> tuple[Array, PromptCache]:
     """Attend over whole prompts (without a cache) or over their next chunk."""
     if cache is None:
@@ -78,18 +70,14 @@ def attend_prompt(
             jax.lax.dynamic_update_slice(cache.keys, keys, start),
             jax.lax.dynamic_update_slice(cache.values, values, start),
         )
-    mask = _visible(cache.keys.shape[1], context.positions[:, :, None], window)
-    axes = ("btke", "btke")
-    return grouped_attention(queries, cache.keys, cache.values, mask, axes, sinks=sinks), cache
+    mask = _visible(cache.keys.shape[1], context.positions[:, :, None], options.window)
+    return grouped_attention(queries, cache, mask, options.sinks), cache
 
 
 def at_each(array: Array, index: tuple, new: Array) -> Array:
     """Set `array[i][index[i]] = new[i]` for every slot i; indices past the end are dropped.
 
     It maps over slots, since a mesh would gather `new` for every replica if slots were indexed.
-
-    Args:
-        index: index into one slot's array; its arrays have one entry per slot.
     """
     per_slot = [axis for axis, part in enumerate(index) if not isinstance(part, slice)]
 
@@ -105,90 +93,79 @@ def at_each(array: Array, index: tuple, new: Array) -> Array:
 # --- slots -----------------------------------------------------------------------------------
 
 
-def attend_slots(
-    queries,
-    keys,
-    values,
-    context: SlotContext,
-    cache: KVCache,
-    window: Window | None = None,
-    sinks: Sinks = None,
-    read: Callable[..., Array] | None = None,
-) -> tuple[Array, KVCache]:
-    """Attend with one token per slot over slot caches of one length.
+@dataclasses.dataclass(frozen=True)
+class SlotAttention:
+    """Attention with one token per slot over slot caches of one length.
 
-    With a window the cache is a ring: a token overwrites one that is no longer visible.
-
-    Args:
-        read: a kernel's attention over (queries [S, H, E], cache, lengths [S]), if there is no
-            window.
+    With a window the cache is a ring: a token overwrites one that is no longer visible. The GPU's
+    kernel, for layers without a window, reads only filled blocks.
     """
-    length, at = cache.values.shape[2], context.positions[:, 0]
-    if window is not None and length >= window.tokens:
-        at %= length
+
+    mesh: jax.sharding.Mesh | None = None  # read by the kernel only
+    kernel: bool = False
+
+    def __call__(
+        self, queries, keys, values, context: SlotContext, cache, options: AttentionOptions = CAUSAL
+    ) -> tuple[Array, KVCache]:
+        window, length = options.window, cache.values.shape[2]
+        at = context.positions[:, 0]
+        if window is not None and length >= window.tokens:
+            at %= length
+        cache = _write_slots(cache, keys[:, 0], values[:, 0], at)
+        if window is None:
+            if self.kernel:
+                lengths = jnp.where(context.active, at + 1, 1)
+                return self._read(queries[:, 0], cache, lengths)[:, None], cache
+            mask = _visible(length, context.positions, None)
+        else:
+            cached = in_ring(length, context.positions)
+            mask = (cached >= 0) & (cached > context.positions - window.tokens)
+        return grouped_attention(queries, cache, mask[:, None], options.sinks), cache
+
+    def _read(self, queries: Array, cache: KVCache, lengths: Array) -> Array:
+        if gpu_attention.split_of(cache.values.shape[2]) is None:  # the shortest caches
+            mask = _visible(cache.values.shape[2], lengths[:, None] - 1, None)[:, None]
+            return grouped_attention(queries[:, None], cache, mask)[:, 0]
+        heads = sharding.spec("batch", "kv_heads", column=sharding.DECODING)
+        slot = sharding.spec("batch", column=sharding.DECODING)
+        mesh = cast(jax.sharding.Mesh, self.mesh)
+        interpret = mesh.devices.flat[0].platform not in gpu_attention.PLATFORMS
+        return jax.shard_map(
+            functools.partial(gpu_attention.slots_attention, interpret=interpret),
+            mesh=mesh,
+            in_specs=(heads, heads, heads, slot),
+            out_specs=heads,
+            check_vma=False,
+        )(queries, cache.keys, cache.values, lengths)
+
+
+attend_slots = SlotAttention()
+
+
+def _write_slots(cache: KVCache, keys: Array, values: Array, at: Int[Array, "S"]) -> KVCache:
+    """Write a token's keys and values [S, K, E] to position `at` of each slot."""
     (keys, key_scale), (values, value_scale) = (
-        quantise(new[:, 0], cache.values.dtype) for new in (keys, values)
+        quantise(new, cache.values.dtype) for new in (keys, values)
     )
 
     def scaled(scales, new):
         return None if scales is None else at_each(scales, (slice(None), at), new)
 
     if cache.time_last:
-        axes = ("bket", "bkte")
-        cache = cache.replace(
-            keys=at_each(cache.keys, (slice(None), slice(None), at), keys),
-            values=at_each(cache.values, (slice(None), at), values),
-        )
+        written_keys = at_each(cache.keys, (slice(None), slice(None), at), keys)
+        written_values = at_each(cache.values, (slice(None), at), values)
     else:
         # XLA:TPU gives a scatter another layout than the products, and copies the cache twice;
         # slices of single slots are written in place.
         write = jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice(old, new, (0, at, 0)))
-        axes = ("bkte", "bkte")
-        cache = cache.replace(
-            keys=write(cache.keys, keys[:, :, None], at),
-            values=write(cache.values, values[:, :, None], at),
-        )
-    cache = cache.replace(
+        written_keys = write(cache.keys, keys[:, :, None], at)
+        written_values = write(cache.values, values[:, :, None], at)
+    return cache.replace(
+        keys=written_keys,
+        values=written_values,
         key_scale=scaled(cache.key_scale, key_scale),
         value_scale=scaled(cache.value_scale, value_scale),
     )
-    if window is None:
-        if read is not None:
-            return read(queries[:, 0], cache, jnp.where(context.active, at + 1, 1))[:, None], cache
-        mask = _visible(length, context.positions, None)
-    else:
-        cached = in_ring(length, context.positions)
-        mask = (cached >= 0) & (cached > context.positions - window.tokens)
-    scales = (cache.key_scale, cache.value_scale)
-    mixed = grouped_attention(queries, cache.keys, cache.values, mask[:, None], axes, scales, sinks)
-    return mixed, cache
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotAttention:
-    """Decoding attention over slots on a mesh; the GPU's kernel reads only filled blocks."""
-
-    mesh: jax.sharding.Mesh
-    kernel: bool
-
-    def __call__(self, *arrays) -> tuple[Array, KVCache]:
-        return attend_slots(*arrays, read=self._read if self.kernel else None)
-
-    def _read(self, queries: Array, cache: KVCache, lengths: Array) -> Array:
-        if gpu_attention.split_of(cache.values.shape[2]) is None:  # the shortest caches
-            mask = _visible(cache.values.shape[2], lengths[:, None] - 1, None)[:, None]
-            axes = ("bkte", "bkte")
-            return grouped_attention(queries[:, None], cache.keys, cache.values, mask, axes)[:, 0]
-        heads = sharding.spec("batch", "kv_heads", column=sharding.DECODING)
-        slot = sharding.spec("batch", column=sharding.DECODING)
-        interpret = self.mesh.devices.flat[0].platform not in gpu_attention.PLATFORMS
-        return jax.shard_map(
-            functools.partial(gpu_attention.slots_attention, interpret=interpret),
-            mesh=self.mesh,
-            in_specs=(heads, heads, heads, slot),
-            out_specs=heads,
-            check_vma=False,
-        )(queries, cache.keys, cache.values, lengths)
 
 
 # --- pages -----------------------------------------------------------------------------------
@@ -208,32 +185,25 @@ def rounded(cache: PageCache, pairs: Array) -> tuple[Array, Array | None]:
 
 
 def has_kernel(platform: str, head_dim: int, page_tokens: int, kv_heads: int, dtype: Any) -> bool:
-    """Return True if the TPU's ragged kernel can read pages of that shape and dtype.
-
-    Args:
-        kv_heads: key heads per device. Keys and values of a token have to fill 1, 2, 4 or a
-            multiple of 8 rows of 32-bit words (`get_min_heads_per_blk` of the kernel's module).
-    """
+    """Return True if the TPU's ragged kernel can read pages of that shape and dtype."""
     rows = 2 * kv_heads * jnp.dtype(dtype).itemsize / 4
     tiled = rows in (1, 2, 4) or rows % 8 == 0
     return platform == "tpu" and head_dim % LANES == 0 and page_tokens % 8 == 0 and tiled
 
 
-def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
+def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks) -> Array:
     """Attend over a gathered copy of the pages, on any platform and with any shape."""
     slots, width = tables.shape
     _, page_tokens, double, head_dim = cache.pages.shape
     pages = cache.pages[tables].reshape(slots, width * page_tokens, double, head_dim)
-    scales = (None, None)
+    gathered = PromptCache(pages[:, :, 0::2], pages[:, :, 1::2])
     if cache.scales is not None:
-        pair_scales = cache.scales[None, :, None]
+        scales = cache.scales[None, :, None]
         if not cache.calibrated:
-            pair_scales = cache.scales[tables].reshape(slots, -1, double).transpose(0, 2, 1)
-        scales = (pair_scales[:, 0::2], pair_scales[:, 1::2])
+            scales = cache.scales[tables].reshape(slots, -1, double).transpose(0, 2, 1)
+        gathered = gathered.replace(key_scale=scales[:, 0::2], value_scale=scales[:, 1::2])
     mask = _visible(pages.shape[1], lengths[:, None] - 1, window)[:, None]
-    keys, values = pages[:, :, 0::2], pages[:, :, 1::2]
-    axes = ("btke", "btke")
-    return grouped_attention(queries[:, None], keys, values, mask, axes, scales, sinks)[:, 0]
+    return grouped_attention(queries[:, None], gathered, mask, sinks)[:, 0]
 
 
 def read_pages_by_kernel(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
@@ -270,11 +240,10 @@ def read_pages_by_kernel(queries, cache: PageCache, tables, lengths, window, sin
     return mixed if value_scales is None else (mixed * value_scales).astype(mixed.dtype)
 
 
-def _attend_pages_of_replica(
-    queries, keys, values, cache: PageCache, tables, positions, active, sinks, *, kernel, window
-):
-    """Attend with one token per slot of a replica over the replica's own pages."""
+def _write_pages(cache: PageCache, keys, values, context: SlotContext) -> PageCache:
+    """Write one token per slot of a replica to the replica's own pages."""
     _, page_tokens, *heads = cache.pages.shape
+    tables, positions = cast(Array, context.tables), context.positions[:, 0]
     page = jnp.take_along_axis(tables, positions[:, None] // page_tokens, axis=1)[:, 0]
     # A slot without pages has zeros in its table: it writes to page 0, which no slot owns.
     at = page * page_tokens + positions % page_tokens
@@ -282,13 +251,11 @@ def _attend_pages_of_replica(
     # Flat, so that XLA scatters whole rows in the layout of the pages.
     flat = cache.pages.reshape(-1, *heads).at[at].set(new)
     cache = cache.replace(pages=flat.reshape(cache.pages.shape))
-    if scales is not None:
-        before = cast(Array, cache.scales)
-        flat = before.reshape(-1, heads[0]).at[at].set(scales)
-        cache = cache.replace(scales=flat.reshape(before.shape))
-    lengths = jnp.where(active, positions + 1, 1)
-    read = read_pages_by_kernel if kernel else _gather_pages
-    return read(queries, cache, tables, lengths, window, sinks), cache
+    if scales is None:
+        return cache
+    before = cast(Array, cache.scales)
+    flat = before.reshape(-1, heads[0]).at[at].set(scales)
+    return cache.replace(scales=flat.reshape(before.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,36 +269,26 @@ class PagedAttention:
     kernel: bool
 
     def __call__(
-        self,
-        queries,
-        keys,
-        values,
-        context: SlotContext,
-        cache: PageCache | KVCache,
-        window: Window | None = None,
-        sinks: Sinks = None,
+        self, queries, keys, values, context: SlotContext, cache, options: AttentionOptions = CAUSAL
     ):
         if isinstance(cache, KVCache):
-            return attend_slots(queries, keys, values, context, cache, window, sinks)
+            return attend_slots(queries, keys, values, context, cache, options)
+        read = read_pages_by_kernel if self.kernel else _gather_pages
+
+        def attend(queries, keys, values, cache, context, sinks):
+            cache = _write_pages(cache, keys, values, context)
+            lengths = jnp.where(context.active, context.positions[:, 0] + 1, 1)
+            return read(queries, cache, context.tables, lengths, options.window, sinks), cache
+
         spec = functools.partial(sharding.spec, column=sharding.DECODING)
-        heads, slot = spec("batch", "kv_heads"), spec("batch")
-        pages = page_specs(cache)
+        heads, pages = spec("batch", "kv_heads"), page_specs(cache)
         mixed, cache = jax.shard_map(
-            functools.partial(_attend_pages_of_replica, kernel=self.kernel, window=window),
+            attend,
             mesh=self.mesh,
-            in_specs=(heads, heads, heads, pages, slot, slot, slot, spec("kv_heads")),
+            in_specs=(heads, heads, heads, pages, spec("batch"), spec("kv_heads")),
             out_specs=(heads, pages),
             check_vma=False,
-        )(
-            queries[:, 0],
-            keys[:, 0],
-            values[:, 0],
-            cache,
-            context.tables,
-            context.positions[:, 0],
-            context.active,
-            sinks,
-        )
+        )(queries[:, 0], keys[:, 0], values[:, 0], cache, context, options.sinks)
         return mixed[:, None], cache
 
 

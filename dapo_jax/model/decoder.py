@@ -20,7 +20,7 @@ from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
 from dapo_jax.model.experts import RECORDS, Experts
 from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, Projection, look_up, named
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
-from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
+from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
 from dapo_jax.runtime.sharding import constrain
 
 LAYER_INPUT = "layer_input"
@@ -114,10 +114,6 @@ class DecoderConfig:
             changes |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
         return dataclasses.replace(self, **changes)
 
-    def window_of(self, slides: Bool[Array, ""] | None) -> Window | None:
-        """Return the window of a layer; `slides` is set if layers differ."""
-        return None if self.window is None else Window(self.window, slides)
-
 
 def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm | OffsetNorm:
     """Return an RMS norm with float32 statistics in every compute dtype."""
@@ -205,15 +201,10 @@ class Block(nn.Module):
         x: Float[Array, "B T D"],
         context: Any,
         cache: Any,
-        slides: Bool[Array, ""] | None = None,
-        routes: Int[Array, "B T k"] | None = None,
+        slides: Bool[Array, ""] | None = None,  # whether this layer slides, if layers differ
+        routes: Int[Array, "B T k"] | None = None,  # experts to take; None: the likeliest
     ):
-        """Return output and cache of the layer.
-
-        Args:
-            slides: whether this layer slides, if layers differ.
-            routes: experts to take; None: the likeliest.
-        """
+        """Return output and cache of the layer."""
         c = self.config
         x = checkpoint_name(x, LAYER_INPUT)
         h = self._whole("attention_norm", x)
@@ -223,11 +214,13 @@ class Block(nn.Module):
         if c.qk_norm:
             queries, keys = self._norm("query_norm")(queries), self._norm("key_norm")(keys)
         queries, keys = self._rotated(queries, keys, context.positions, slides)
-        window = c.window_of(slides)
+        window = None if c.window is None else Window(c.window, slides)
         sinks = None
         if c.sinks:
             sinks = self.param("sinks", named(nn.initializers.zeros, ("heads",)), (c.heads,))
-        mixed, cache = self.attend(queries, keys, values, context, cache, window, sinks)
+        mixed, cache = self.attend(
+            queries, keys, values, context, cache, AttentionOptions(window, sinks)
+        )
         mixed = constrain(mixed, "batch", "sequence", "heads", None)
         axes = ("heads", "head_dim", "embed")
         out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)

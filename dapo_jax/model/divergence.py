@@ -26,12 +26,11 @@ class Divergence(NamedTuple):
     Attributes:
         top_k: number of the teacher's likeliest tokens that are compared one by one; all others
             count as one. 0: all tokens are compared.
-        temperature: of both softmaxes.
     """
 
     beta: float = 0.5
     top_k: int = 0
-    temperature: float = 1.0
+    temperature: float = 1.0  # of both softmaxes
 
     def terms(self, p: Array, q: Array) -> Array:
         """Return each outcome's contribution from its log-probs."""
@@ -113,19 +112,14 @@ def _divergence_gradients(shard: HeadShard, divergence: Divergence, chunk_tokens
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def head_divergence(
-    hidden: Float[Array, "R T D"],
+    hidden: Float[Array, "R T D"],  # final hidden states of both; the teacher's have no gradient
     head: Float[Array, "D V"],
-    teacher: Float[Array, "R T E"],
+    teacher: Float[Array, "R T E"],  # final hidden states of both; the teacher's have no gradient
     teacher_head: Float[Array, "E V"],
     divergence: Divergence,
-    chunk_tokens: int,
+    chunk_tokens: int,  # tokens per device with logits of both in memory at the same time
 ) -> Float[Array, "R T"]:
-    """Return the student's divergence from the teacher's next-token distributions; float32, nats.
-
-    Args:
-        hidden, teacher: final hidden states of both; the teacher's have no gradient.
-        chunk_tokens: tokens per device with logits of both in memory at the same time.
-    """
+    """Return the student's divergence from the teacher's next-token distributions, in nats."""
     return _keep_divergence(hidden, head, teacher, teacher_head, divergence, chunk_tokens)[0]
 
 

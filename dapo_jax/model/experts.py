@@ -45,15 +45,9 @@ def route(
     logits: Float[Array, "B T X"],
     count: int,
     normalise: bool,
-    replayed: Int[Array, "B T k"] | None = None,
+    replayed: Int[Array, "B T k"] | None = None,  # experts to take; -1 means the likeliest
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"], Int[Array, "B T k"]]:
-    """Return weights (float32) and numbers of each token's experts, and its `count` likeliest.
-
-    Args:
-        normalise: the weights of a token add up to one; otherwise they are probabilities among all
-            experts.
-        replayed: experts to take; -1 means the likeliest.
-    """
+    """Return weights (float32) and numbers of each token's experts, and its `count` likeliest."""
     probabilities = jax.nn.softmax(logits, axis=-1)
     weights, likeliest = jax.lax.top_k(probabilities, count)
     chosen = likeliest
@@ -78,9 +72,6 @@ def _balance(
 
     Its mean over tokens is the load-balance loss of Switch Transformers (2101.03961, equation 4);
     loads have no gradient.
-
-    Args:
-        real: [B, T] bool, false on padding, which is not counted as load.
     """
     experts = logits.shape[-1]
     taken = jnp.where(real[..., None], chosen, experts)  # a number past the last is dropped
@@ -110,16 +101,10 @@ def mix(
     weights: Float[Array, "N k"],
     chosen: Int[Array, "N k"],
     matrices: dict[str, Array],
-    activation: Callable,
+    activation: Callable,  # function of gate and up, as in ACTIVATIONS
     first: Array | int = 0,
 ) -> Float[Array, "N D"]:
-    """Return the weighted sum of each token's experts with numbers from `first` in `matrices`.
-
-    Args:
-        matrices: [x, I, O] by NAMES, scales of int8 matrices [x, O], biases [x, O], and adapters
-            [x, I, rank] and [x, rank, O], the latter scaled.
-        activation: function of gate and up, as in ACTIVATIONS.
-    """
+    """Return the weighted sum of each token's experts with numbers from `first` in `matrices`."""
     (tokens, per_token), count = chosen.shape, matrices[NAMES[0]].shape[0]
     local = chosen.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < count), local, count)  # `count`: another device's
@@ -135,14 +120,8 @@ def mix(
     return jnp.sum(back * weights[:, :, None], axis=1).astype(x.dtype)
 
 
-def _mix_on_mesh(
-    x: Float[Array, "B T D"],
-    weights: Float[Array, "B T k"],
-    chosen: Int[Array, "B T k"],
-    matrices: dict[str, Array],
-    activation: Callable,
-) -> Float[Array, "B T D"]:
-    """Return the weighted sums of the experts of all devices."""
+def _mix_on_mesh(x, weights, chosen, matrices: dict[str, Array], activation: Callable) -> Array:
+    """Return the weighted sums of the experts of all devices; arrays are [B, T, ...]."""
 
     def flat(x, weights, chosen, matrices, first):
         def merged(array):

@@ -22,15 +22,7 @@ def has_kernels(platform: str, head_dim: int, dtype: Any = None) -> bool:
     return platform in PLATFORMS and fits and (dtype is None or jnp.dtype(dtype) != jnp.int8)
 
 
-def rows_attention(
-    queries: Float[Array, "R T H E"],
-    keys: Float[Array, "R T K E"],
-    values: Float[Array, "R T K E"],
-    segment_ids: Int[Array, "R T"],
-    sinks: None,
-    *,
-    interpret: bool,
-) -> Float[Array, "R T H E"]:
+def rows_attention(queries, keys, values, segment_ids, sinks: None, *, interpret: bool) -> Array:
     """Return causal attention inside segments without a [T, T] array; ROW_MULTIPLE divides T."""
     assert sinks is None, "the kernel has no sinks"
     from jax.experimental.pallas.ops.gpu.attention import mha
@@ -48,12 +40,7 @@ def split_of(length: int) -> tuple[int, int] | None:
 
 
 def slots_attention(
-    queries: Float[Array, "S H E"],
-    keys: Float[Array, "S K T E"],
-    values: Float[Array, "S K T E"],
-    lengths: Int[Array, "S"],
-    *,
-    interpret: bool,
+    queries: Float[Array, "S H E"], keys, values, lengths: Int[Array, "S"], *, interpret: bool
 ) -> Float[Array, "S H E"]:
     """Return the attention of one query per slot over the first `lengths` tokens of its cache.
 

@@ -62,11 +62,7 @@ def matrices_gradient(
     *,
     interpret: bool = False,
 ) -> Float[Array, "x I O"]:
-    """Return each group's sum of the outer products of its rows, by the TPU's kernel.
-
-    Args:
-        interpret: run the kernel as plain operations, slowly, without a TPU (for tests).
-    """
+    """Return each group's sum of the outer products of its rows, by the TPU's kernel."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles = (math.gcd(len(rows), TILE), min(rows.shape[1], TILE), min(gradient.shape[1], TILE))

@@ -53,11 +53,8 @@ def prefill(
 ) -> tuple[tuple[PromptCache, ...], Int[Array, "B P L k"] | None]:
     """Return keys and values of every layer for prompts padded on the right, and routes.
 
-    Padding never affects earlier positions; the caller masks its keys.
-
-    Args:
-        chunk_tokens: tokens of a longer prompt that go through the layers at a time, up to the end
-            of the longest; attention scores are then [chunk, P]. 0: all at once.
+    Padding never affects earlier positions; the caller masks its keys. Longer prompts go through
+    the layers by `chunk_tokens` (0: at once), so attention scores are [chunk, P].
     """
     batch, width = tokens.shape
 
@@ -121,21 +118,12 @@ def _logits(params: Any, config: DecoderConfig, x: Float[Array, "n D"]) -> Float
 def score(
     params: Any,
     config: DecoderConfig,
-    tokens: Int[Array, "T"],
+    tokens: Int[Array, "T"],  # padded on the right; results at the padding are undefined
     *,
-    likeliest: int,
-    chunk_tokens: int,
+    likeliest: int,  # number of likeliest tokens
+    chunk_tokens: int,  # tokens that go through the layers and the head at a time; it divides T
 ) -> tuple[Float[Array, "T"], Float[Array, "T k"], Int[Array, "T k"]]:
-    """Return, at t, log p(tokens[t + 1] | tokens[<= t]) and the likeliest tokens.
-
-    Args:
-        tokens: padded on the right; results at the padding are undefined.
-        likeliest: number of likeliest tokens.
-        chunk_tokens: tokens that go through the layers and the head at a time; it divides T.
-
-    Returns:
-        Log-probs, and log-probs and ids of the likeliest tokens; float32.
-    """
+    """Return, at t, log p(tokens[t + 1] | tokens[<= t]) and the likeliest tokens."""
     following = jnp.roll(tokens, -1)
     empty = jnp.zeros((1, *tokens.shape, config.kv_heads, config.head_dim), config.dtype)
 

@@ -130,9 +130,6 @@ def _backward(
     """Return gradients of hidden states and head.
 
     d log p(target) / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
-
-    Args:
-        kept: the fields of Softmax, and the gradients of logprobs and entropy, each [r, t].
     """
     whole = shard.whole(head, hidden.dtype)
 
@@ -152,11 +149,7 @@ def _backward(
 
 
 def add_up(shard: HeadShard, slope_of_chunk: Callable, hidden, head, whole, chunks: tuple):
-    """Return gradients of hidden states and head from that of each chunk's logits [n, v].
-
-    Args:
-        chunks: arguments of `slope_of_chunk`; the first are hidden states.
-    """
+    """Return gradients of hidden states and head from that of each chunk's logits [n, v]."""
 
     def add_chunk(gradient, chunk):
         states, *_ = chunk
@@ -172,8 +165,7 @@ def add_up(shard: HeadShard, slope_of_chunk: Callable, hidden, head, whole, chun
 def sharded(function: Callable, takes: str, gives: str):
     """Return `function(shard, *arrays)` mapped over devices.
 
-    Args:
-        takes, gives: a letter per array: h(idden states), w(eights of a head), r(ows).
+    `takes` and `gives` have a letter per array: h(idden states), w(eights of a head), r(ows).
     """
     mesh = sharding.active_mesh()
     local = functools.partial(function, HeadShard(mesh))
@@ -196,13 +188,9 @@ def head_logprobs(
     head: Float[Array, "D V"],
     targets: Int[Array, "R T"],
     temperature: float,
-    chunk_tokens: int,
+    chunk_tokens: int,  # tokens per device with logits in memory at the same time
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Return the log-prob of each target and the entropy of its distribution; float32.
-
-    Args:
-        chunk_tokens: tokens per device with logits in memory at the same time.
-    """
+    """Return the log-prob of each target and the entropy of its distribution; float32."""
     return _keep(hidden, head, targets, temperature, chunk_tokens)[0]
 
 

@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from jaxtyping import Float, UInt8
+from safetensors import SafetensorError, safe_open
 
 from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
 from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.param_paths import forward_dtype, summed_axes
-from dapo_jax.model.published_tensors import DTYPES, Tensors, weight_files
+from dapo_jax.model.param_paths import TensorPart, forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
-from dapo_jax.runtime.settings import ConfigError, read_json
+from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
 
 READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # of a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once
@@ -33,6 +34,139 @@ Layers = Callable[[int], Any]  # returns a parameter's layer by number; 0 outsid
 MAX_PROBLEMS = 1000  # of a folder that one error lists
 # OWNER/NAME of the hub, but not folders that our configs and commands use.
 HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
+OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.msgpack", "*.h5")
+INDEX = "model.safetensors.index.json"
+
+
+# --- MXFP4 ----------------------------------------------------------------------------------
+# The format of gpt-oss: FP4 numbers with one scale per block of 32. A number is e2m1 (a sign, two
+# bits of exponent, one of mantissa); a byte holds two, the lower half first. A scale is e8m0, a
+# power of two (OCP Microscaling Formats 1.0, sections 5.3 and 5.4).
+
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of a matrix's two tensors
+HOLDS = "BF16"  # narrowest file dtype that represents every number exactly
+PAIRS = 16  # bytes of a block
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NUMBERS = np.array([sign * size for sign in (1, -1) for size in _SIZES], np.float32)
+_BOTH = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=-1)  # by byte
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+
+
+def plain_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape [X, I, O] of matrices in blocks [X, O, G, 16]; None if scales don't fit."""
+    if len(blocks) != 4 or blocks[3] != PAIRS or scales != blocks[:3]:
+        return None
+    experts, columns, groups, _ = blocks
+    return experts, 2 * PAIRS * groups, columns
+
+
+def dequantise(
+    blocks: UInt8[np.ndarray, "X O G 16"], scales: UInt8[np.ndarray, "X O G"]
+) -> Float[np.ndarray, "X I O"]:
+    """Return the matrices of a layer's experts; a scale of 255 means NaN."""
+    numbers = _BOTH[blocks].reshape(*scales.shape, -1) * _POWERS[scales][..., None]
+    return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+# --- the files ------------------------------------------------------------------------------
+
+
+def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
+    """Return the *.safetensors files of a folder, sorted by name.
+
+    Raises:
+        ConfigError: the folder has none, lacks one of the index, or one is no regular file.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    named = f"config.{field} = {str(folder)!r}"
+    if not paths:
+        others = [path.name for ending in OTHER_WEIGHTS for path in sorted(folder.glob(ending))]
+        beside = f" and can't read {others[0]}: save it as safetensors" if others else ""
+        raise ConfigError(f"{named}: has no *.safetensors file{beside}", field)
+    index = read_json(folder / INDEX, field) if (folder / INDEX).exists() else {}
+    weight_map = index.get("weight_map", {})
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{named}: {INDEX}: weight_map must be an object", field)
+    if missing := sorted(set(map(str, weight_map.values())) - {path.name for path in paths}):
+        many = f" and {len(missing) - 1:,} more" * (len(missing) > 1)
+        raise ConfigError(f"{named}: lacks {missing[0]}{many}, which {INDEX} names", field)
+    for path in paths:
+        try:
+            check_regular(path)
+        except OSError as error:
+            raise ConfigError(f"config.{field}: {path} can't be read: {error}", field) from None
+    return paths
+
+
+class Tensors:
+    """Tensors of a folder's safetensors files by name, and problems of the files.
+
+    Each read opens its file again: the pages of an open file stay mapped and count as memory of
+    this process.
+    """
+
+    def __init__(self, folder: str | pathlib.Path, field: str = "model.folder"):
+        self.named = folder
+        self.problems: list[str] = []
+        self.folder = model_path(folder, field, weights=True)
+        self._files: dict[str, pathlib.Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        paths = weight_files(self.folder, field)
+        for path in paths:
+            self._open(path)
+        self._packed: set[str] = set()
+        for name in [name for name in self.shapes if name.endswith(BLOCKS)]:
+            self._join(name.removesuffix(BLOCKS))
+
+    def _open(self, path: pathlib.Path) -> None:
+        try:
+            file = safe_open(path, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            self.problems.append(f"{path.name}: {error}")
+            return
+        for name in file.keys():
+            if name in self._files:
+                self.problems.append(f"{name}: in {self._files[name].name} and in {path.name}")
+            part = file.get_slice(name)
+            self._files[name], self.shapes[name] = path, tuple(part.get_shape())
+            self.dtypes[name] = part.get_dtype()
+
+    def _join(self, name: str) -> None:
+        """Replace blocks and scales of a tensor in MXFP4 by the tensor, if they fit."""
+        blocks, scales = name + BLOCKS, name + SCALES
+        shape = plain_shape(self.shapes[blocks], self.shapes.get(scales, ()))
+        if shape is None or self.dtypes[blocks] != "U8" or self.dtypes[scales] != "U8":
+            self.problems.append(f"{blocks}: must be U8 [X, O, G, 16], with scales [X, O, G]")
+            return
+        for part in (blocks, scales):
+            del self.shapes[part], self.dtypes[part]
+        if name in self.shapes:
+            self.problems.append(f"{name}: plain and in MXFP4")
+        self._packed.add(name)
+        self.shapes[name], self.dtypes[name] = shape, HOLDS
+
+    def read(self, name: str, *index: slice) -> np.ndarray:
+        """Return a part of a tensor in the file's dtype; all of it without an index."""
+        return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
+
+    def read_expert(self, part: TensorPart, *index: slice) -> np.ndarray:
+        """Return a part of an expert's matrix or vector in a fused tensor; MXFP4 as float32."""
+        *rows, last = index
+        expert = slice(part.expert, part.expert + 1)
+        alternate = slice(part.first, None, part.step)
+        columns = slice(part.step * last.start, part.step * last.stop)  # of all alternating ones
+        if part.name not in self._packed:
+            return self.read(part.name, expert, *rows, columns)[0][..., alternate]
+        blocks, scales = (
+            self.read(part.name + suffix, expert, columns)[:, alternate]
+            for suffix in (BLOCKS, SCALES)
+        )
+        return dequantise(blocks, scales)[0][tuple(rows)]
+
+
+# --- parameters -----------------------------------------------------------------------------
 
 
 def read_config(
@@ -94,11 +228,7 @@ def list_problems(problems: list[str], limit: int) -> str:
 
 
 def _read_part(
-    tensors: Tensors,
-    part: param_paths.TensorPart,
-    path: str,
-    shape: tuple[int, ...],
-    index: tuple[slice, ...],
+    tensors: Tensors, part: TensorPart, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> np.ndarray:
     """Return the slices `index` of the parameter of `shape` that `part` holds; float32."""
     name = part.name
@@ -124,10 +254,7 @@ def _read_part(
 
 
 def _to_devices(
-    shape: tuple[int, ...],
-    layout: jax.sharding.Sharding,
-    dtype: Any,
-    read: Callable[[tuple], np.ndarray],
+    shape: tuple[int, ...], layout: jax.sharding.Sharding, dtype: Any, read: Callable
 ) -> jax.Array:
     """Return a sharded array; a part that several devices hold is read once."""
     parts: dict[tuple, np.ndarray] = {}
@@ -193,18 +320,12 @@ def load_params(
     config: DecoderConfig,
     mesh: jax.sharding.Mesh,
     *,
-    field: str = "model.folder",
+    field: str = "model.folder",  # the setting that names the folder, for the error message
     wanted: Callable[[str], bool] = lambda path: True,
-    cast: bool = False,
-    fresh_score: bool = False,
+    cast: bool = False,  # load in the dtypes of a forward pass (`forward_dtype`) instead of float32
+    fresh_score: bool = False,  # add a scalar head of zeros if the folder has none (a policy's)
 ) -> Any:
     """Return the parameters of a model folder, each shard read directly onto its device.
-
-    Args:
-        field: the setting that names the folder, for the error message.
-        wanted: selects the parameters to read by path; names and shapes of all are checked.
-        cast: load in the dtypes of a forward pass (`forward_dtype`) instead of float32.
-        fresh_score: add a scalar head of zeros if the folder has none (a policy's).
 
     Raises:
         ConfigError: tensors are missing, unknown, wrongly shaped or not finite.
@@ -240,7 +361,7 @@ def read_layers(
     """Yield parameters of a model folder as functions that read a layer to the host; float32."""
     tensors, shapes = Tensors(folder), param_paths.param_shapes(config)
 
-    def layer(path: str, parts: list[param_paths.TensorPart], number: int) -> np.ndarray:
+    def layer(path: str, parts: list[TensorPart], number: int) -> np.ndarray:
         shape = shapes[path][param_paths.stacked_axes(path) :]
         return _read_part(tensors, parts[number], path, shape, (slice(None),) * len(shape))
 

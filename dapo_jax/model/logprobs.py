@@ -1,7 +1,11 @@
-"""Log-probs, entropies and scalar values of packed tokens under a decoder."""
+"""Log-probs, entropies and scalar values of packed tokens under a decoder.
+
+A value at t belongs to the distribution of tokens[t] given tokens[<t]. The first token of a segment
+has no past: its value must be masked.
+"""
 
 from collections.abc import Collection
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -12,42 +16,28 @@ from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.lm_head import head_logprobs
 
 
-def token_logprobs(
-    params: Any,
-    config: DecoderConfig,
-    tokens: Int[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-    *,
-    temperature: float,
-    chunk_tokens: int,
-) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Return log p(tokens[t] | tokens[<t]) and the entropy of its distribution, at t; float32.
+class Rows(NamedTuple):
+    """Packed rows as a decoder reads them."""
 
-    The first token of a segment has no past: mask both numbers there.
-    """
-    hidden, _ = hidden_states(params, config, tokens, segment_ids, positions)
-    return logprobs_of(params, hidden, tokens, temperature, chunk_tokens)
+    tokens: Int[Array, "R T"]
+    segment_ids: Int[Array, "R T"]
+    positions: Int[Array, "R T"]
+    routes: Int[Array, "R T L k"] | None = None  # experts to take; -1 for the likeliest
+
+
+def token_logprobs(
+    params: Any, config: DecoderConfig, rows: Rows, *, temperature: float, chunk_tokens: int
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """Return log p(tokens[t] | tokens[<t]) and the entropy of its distribution, at t; float32."""
+    hidden, _ = hidden_states(params, config, rows)
+    return logprobs_of(params, hidden, rows.tokens, temperature, chunk_tokens)
 
 
 def hidden_states(
-    params: Any,
-    config: DecoderConfig,
-    tokens: Int[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-    routes: Int[Array, "R T L k"] | None = None,
-    record: Collection[str] = (),
+    params: Any, config: DecoderConfig, rows: Rows, record: Collection[str] = ()
 ) -> tuple[Float[Array, "R T D"], RouterRecords]:
-    """Return the final hidden states, at t those of tokens[<=t], and records of the routers.
-
-    Args:
-        routes: experts to take; -1 for the likeliest.
-        record: the `experts.RECORDS` to return.
-    """
-    hidden, collections = Decoder(config).apply(
-        {"params": params}, tokens, segment_ids, positions, routes, mutable=list(record)
-    )
+    """Return the final hidden states, at t those of tokens[<=t], and `record` of the routers."""
+    hidden, collections = Decoder(config).apply({"params": params}, *rows, mutable=list(record))
 
     def layers(name: str) -> Array | None:
         if name not in record:
@@ -85,10 +75,7 @@ def divergences_of(
     divergence: Divergence,
     chunk_tokens: int,
 ) -> Float[Array, "R T"]:
-    """Return, at t, the divergence of the distributions of tokens[t]; float32, in nats.
-
-    The value at the first token of a segment must be masked.
-    """
+    """Return, at t, the divergence of the distributions of tokens[t]; float32, in nats."""
     head, teacher_head = head_kernel(params), head_kernel(teacher_params)
     divergences = head_divergence(
         hidden, head, teacher_hidden, teacher_head, divergence, chunk_tokens
@@ -96,27 +83,12 @@ def divergences_of(
     return jnp.roll(cast(Array, divergences), 1, axis=1)
 
 
-def token_values(
-    params: Any,
-    config: DecoderConfig,
-    tokens: Int[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-) -> Float[Array, "R T"]:
-    """Return the scalar head's value V(tokens[<t]) at t; float32.
-
-    The value at the first token of a segment must be masked.
-    """
-    return jnp.roll(scalars_after(params, config, tokens, segment_ids, positions), 1, axis=1)
+def token_values(params: Any, config: DecoderConfig, rows: Rows) -> Float[Array, "R T"]:
+    """Return the scalar head's value V(tokens[<t]) at t; float32."""
+    return jnp.roll(scalars_after(params, config, rows), 1, axis=1)
 
 
-def scalars_after(
-    params: Any,
-    config: DecoderConfig,
-    tokens: Int[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-) -> Float[Array, "R T"]:
+def scalars_after(params: Any, config: DecoderConfig, rows: Rows) -> Float[Array, "R T"]:
     """Return the scalar head's value of tokens[<=t] at t; float32."""
-    hidden = cast(Array, Decoder(config).apply({"params": params}, tokens, segment_ids, positions))
+    hidden = cast(Array, Decoder(config).apply({"params": params}, *rows))
     return jnp.dot(hidden, params["score"], preferred_element_type=jnp.float32)

@@ -21,8 +21,7 @@ from safetensors.numpy import load_file
 from dapo_jax.model import param_paths, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
-from dapo_jax.model.load_huggingface import list_problems
-from dapo_jax.model.published_tensors import DTYPES
+from dapo_jax.model.load_huggingface import DTYPES, list_problems
 from dapo_jax.model.trainable import is_trained, without_adapters
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json, require
@@ -59,19 +58,13 @@ def _inner(path: str, shape: tuple[int, ...]) -> int:
 
 
 def save_adapters(
-    folder: pathlib.Path | None,
-    trained: Collection[str],
+    folder: pathlib.Path | None,  # None on processes that only help to gather the tensors
+    trained: Collection[str],  # paths of the parameters that `read` returns whole
     read: Callable[[str], Any],
     config: DecoderConfig,
-    base: str,
+    base: str,  # name of the adapted model
 ) -> None:
-    """Write adapters in float32 and their config.
-
-    Args:
-        folder: None on processes that only help to gather the tensors.
-        trained: paths of the parameters that `read` returns whole.
-        base: name of the adapted model.
-    """
+    """Write adapters in float32 and their config."""
     tensors = {}
     adapters = cast(Adapters, config.adapters)
     for path in trained:

@@ -32,15 +32,11 @@ def int8_product(
     matrix: Int8[Array, "I O"],
     scale: Float[Array, "O"],
     dtype: Any,
-    pieces: int = 1,
+    pieces: int = 1,  # of the summed dimension, each converted to `dtype` on its device
 ) -> Float[Array, "N O"]:
     """Return the product of rows, each rounded to int8 by its own scale, and an int8 matrix.
 
     Sums are 32-bit integers, exact up to 133,000 terms; a row's result depends on no other row.
-
-    Args:
-        pieces: into which devices cut the summed dimension. Each device converts its sum to
-            `dtype` before they are added, which halves the bytes compared to integers.
     """
     whole, row_scale = to_int8(rows)
     sums = jnp.einsum(

@@ -18,8 +18,7 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
 from dapo_jax.model.config_json import decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.load_huggingface import Layers
-from dapo_jax.model.published_tensors import INDEX
+from dapo_jax.model.load_huggingface import INDEX, Layers
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
 
@@ -84,20 +83,15 @@ def save_tensors(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
 
 
 def save_weights(
-    folder: pathlib.Path | None,
+    folder: pathlib.Path | None,  # None on processes that only help to gather the tensors
     leaves: Iterable[tuple[str, Layers]],
     config: DecoderConfig,
     dtype: str = "float32",
-    max_shard_gb: float = 5.0,
+    max_shard_gb: float = 5.0,  # largest size of a file, in 10^9 bytes
 ) -> None:
     """Write safetensors files and, if there are several, their index.
 
     The host holds one file's tensors at a time.
-
-    Args:
-        folder: None on processes that only help to gather the tensors.
-        leaves: paths of all parameters with functions that return layers, read one by one.
-        max_shard_gb: largest size of a file, in 10^9 bytes.
 
     Raises:
         NotFinite: a tensor holds numbers that are not finite in `dtype`.

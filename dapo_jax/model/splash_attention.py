@@ -94,12 +94,7 @@ def _may_share_segments(segment_ids: Int[Array, "T"], block: int) -> Bool[Array,
 
 
 def _skip(info: Any, shares: Bool[Array, "n N"], inner: int) -> Any:
-    """Return the mask of a kernel that also skips pairs of blocks without a shared segment.
-
-    Args:
-        info: `MaskInfo` with arrays [1, query blocks, key blocks]. Dimension `inner` is the grid's
-            innermost and lacks the blocks that nothing sees.
-    """
+    """Return the mask of a kernel that also skips pairs of blocks without a shared segment."""
     indices, kinds = jnp.asarray(info.data_next), jnp.asarray(info.block_mask)
     computed = jnp.take_along_axis(shares[None], indices.astype(jnp.int32), axis=inner)
     kinds = jnp.where(computed, kinds, 0)  # 0: nothing is seen
@@ -118,20 +113,13 @@ def splash_attention(
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
     segment_ids: Int[Array, "B T"],
-    sinks: Float[Array, "H"] | None = None,
+    sinks: Float[Array, "H"] | None = None,  # logits that heads add to each softmax's sum; float32
     *,
-    interpret: bool,
-    window: int | None = None,
+    interpret: bool,  # run the kernel as plain operations, slowly, without a TPU (for tests)
+    window: int | None = None,  # tokens that a token sees, itself included; None: all before it
     first: Int[Array, ""] | None = None,
 ) -> Float[Array, "B t H E"]:
-    """Return causal attention inside segments; t, a multiple of 128, divides T.
-
-    Args:
-        sinks: logits that heads add to each softmax's sum; float32.
-        interpret: run the kernel as plain operations, slowly, without a TPU (for tests).
-        window: tokens that a token sees, itself included; None: all before it.
-        first: position of the first query, a multiple of t; None: queries cover the whole row.
-    """
+    """Return causal attention inside segments; t, a multiple of 128, divides T."""
     _, local, heads, width = queries.shape
     length = keys.shape[1]
     mask = _Causal((length, length))

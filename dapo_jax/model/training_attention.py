@@ -1,13 +1,14 @@
 """Training attention over packed rows: plain, blockwise, by a TPU or GPU kernel.
 
-`Block` calls `attend(queries, keys, values, context, cache, window, sinks)` with arrays [batch,
-time, heads, head_dim]; it returns the attention output in that shape and the cache, None in
+`Block` calls `attend(queries, keys, values, context, cache, options)` with arrays [batch, time,
+heads, head_dim]; it returns the attention output in that shape and the cache, None in
 training. Layers share one segment number per token; only `attend_plain` builds a dense mask.
 `decode_attention.py` has the attention of the sampler.
 """
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model import gpu_attention
-from dapo_jax.model.blockwise_attention import Sinks, blocked_attention
+from dapo_jax.model.blockwise_attention import Sinks, Span, blocked_attention
+from dapo_jax.model.caches import KVCache, PromptCache
 from dapo_jax.model.splash_attention import LANES, splash_attention
 from dapo_jax.runtime import sharding
 
@@ -43,6 +45,16 @@ class Window:
         """Return the number of tokens that a token sees in a row of `length`."""
         tokens = jnp.int32(min(self.tokens, length))
         return tokens if self.slides is None else jnp.where(self.slides, tokens, length)
+
+
+class AttentionOptions(NamedTuple):
+    """Differences of a layer's attention from causal attention over all tokens."""
+
+    window: Window | None = None
+    sinks: Sinks = None  # float32
+
+
+CAUSAL = AttentionOptions()
 
 
 def packed_mask(
@@ -75,36 +87,32 @@ def choose(requested: str, platform: str, row_tokens: int) -> str:
 
 def grouped_attention(
     queries: Float[Array, "B Q H E"],
-    keys: Array,
-    values: Array,
+    cache: KVCache | PromptCache,
     mask: Bool[Array, "B Q T"],
-    axes: tuple[str, str],
-    scales: tuple[Float[Array, "B K T"] | None, Float[Array, "B K T"] | None] = (None, None),
     sinks: Sinks = None,
 ) -> Float[Array, "B Q H E"]:
-    """Return grouped-query attention with a float32 softmax; adjacent query heads share a key head.
+    """Return grouped-query attention; adjacent query heads share a key head.
 
-    Args:
-        axes: order of the axes b, k, t, e in `keys` and in `values`.
-        scales: scales of int8 keys and values, which multiply their products.
-        sinks: logits that heads add to each softmax's sum; float32.
+    The softmax is float32. The scales of int8 keys and values multiply their products.
     """
     batch, count, heads, width = queries.shape
-    groups, dtype = keys.shape[axes[0].index("k")], queries.dtype
+    key_axes, value_axes = cache.axes
+    groups, dtype = cache.keys.shape[key_axes.index("k")], queries.dtype
     split = queries.reshape(batch, count, groups, heads // groups, width) * width**-0.5
     scores = jnp.einsum(
-        f"bkgqe,{axes[0]}->bkgqt",
+        f"bkgqe,{key_axes}->bkgqt",
         split.transpose(0, 2, 3, 1, 4),
-        keys.astype(dtype),
+        cache.keys.astype(dtype),
         preferred_element_type=jnp.float32,
     )
-    if scales[0] is not None:
-        scores *= scales[0][:, :, None, None]
+    if cache.key_scale is not None:
+        scores *= cache.key_scale[:, :, None, None]
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
-    if scales[1] is not None:
-        weights *= scales[1][:, :, None, None]
-    mixed = jnp.einsum(f"bkgqt,{axes[1]}->bkgqe", weights.astype(dtype), values.astype(dtype))
+    if cache.value_scale is not None:
+        weights *= cache.value_scale[:, :, None, None]
+    values = cache.values.astype(dtype)
+    mixed = jnp.einsum(f"bkgqt,{value_axes}->bkgqe", weights.astype(dtype), values)
     if sinks is not None:
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         kept = jax.nn.sigmoid(total - sinks.reshape(groups, -1, 1, 1))  # fraction beside sinks
@@ -113,34 +121,23 @@ def grouped_attention(
 
 
 def attend_plain(
-    queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
+    queries, keys, values, context: Context, cache, options: AttentionOptions = CAUSAL
 ):
     """Compute all scores at once, for short rows."""
-    keys, values = keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
-    mask = packed_mask(context.segment_ids, window)
-    axes = ("bket", "bkte")
-    return grouped_attention(queries, keys, values, mask, axes, sinks=sinks), cache
+    row = KVCache(keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3))
+    mask = packed_mask(context.segment_ids, options.window)
+    return grouped_attention(queries, row, mask, options.sinks), cache
 
 
 def attend_in_context(
-    attention: Callable,
-    axes: tuple[str, ...],
-    queries: Float[Array, "B t H E"],
-    keys: Float[Array, "B t K E"],
-    values: Float[Array, "B t K E"],
-    segment_ids: Int[Array, "B T"],
-    *shared: Array,
+    attention: Callable, axes: tuple[str, ...], queries, keys, values, segment_ids, *shared: Array
 ) -> Float[Array, "B t H E"]:
     """Return the attention output of a device's tokens in rows cut by length (context parallelism).
 
     Keys and values are gathered layer by layer, queries stay cut: device i holds the pieces 2i and
     2i + 1 of a row. Later tokens see more keys, so each device attends from an early piece and from
-    the late piece at the same distance from the row's end.
-
-    Args:
-        attention: function of the queries of a piece, whole keys, values and segment numbers,
-            `shared`, and `first`, the place of the piece's first token in the row.
-        axes: mesh axes that cut the rows.
+    the late piece at the same distance from the row's end. `attention` takes the position of a
+    piece's first token in the row as `first`.
     """
     devices = jax.lax.axis_size(axes)
     pieces, size = PIECES * devices, queries.shape[1] // PIECES
@@ -159,12 +156,9 @@ def attend_in_context(
 
 
 def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sinks, *shared):
-    """Run `attention` on every device over its own rows and heads.
+    """Run `attention` on every device over its own rows and heads; `shared` is replicated.
 
     Devices communicate only if the mesh cuts rows by length.
-
-    Args:
-        shared: replicated arguments.
     """
     mesh = sharding.active_mesh()
     if mesh is None:
@@ -186,24 +180,29 @@ def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sin
 
 
 def attend_blocked(
-    queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
+    queries, keys, values, context: Context, cache, options: AttentionOptions = CAUSAL
 ):
     """Compute blocks, without a [T, T] array; for every platform."""
-    reach = None if window is None else window.reach(queries.shape[1])
-    arrays = queries, keys, values, context.segment_ids, sinks
-    return _on_each_device(blocked_attention, *arrays, reach), cache
+    reach = None if options.window is None else options.window.reach(queries.shape[1])
+
+    def attention(*arrays, first=None):
+        *arrays, reach = arrays
+        return blocked_attention(*arrays, Span(reach, first))
+
+    arrays = queries, keys, values, context.segment_ids, options.sinks
+    return _on_each_device(attention, *arrays, reach), cache
 
 
 def attend_splash(
-    queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
+    queries, keys, values, context: Context, cache, options: AttentionOptions = CAUSAL
 ):
     """Run the TPU's splash kernel; plain attention if no mesh names the platform."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, window = jax.sharding.get_abstract_mesh(), options.window
     if mesh.empty:
-        return attend_plain(queries, keys, values, context, cache, window, sinks)
+        return attend_plain(queries, keys, values, context, cache, options)
     interpret = mesh.abstract_device.platform != "tpu"
     full = functools.partial(splash_attention, interpret=interpret)
-    arrays = queries, keys, values, context.segment_ids, sinks
+    arrays = queries, keys, values, context.segment_ids, options.sinks
     if window is None:
         return _on_each_device(full, *arrays), cache
     local = functools.partial(full, window=window.tokens)
@@ -219,7 +218,7 @@ def attend_splash(
 
 
 def attend_triton(
-    queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
+    queries, keys, values, context: Context, cache, options: AttentionOptions = CAUSAL
 ):
     """Run the GPU's Triton kernel; blockwise attention for what it doesn't support.
 
@@ -230,8 +229,8 @@ def attend_triton(
     platform = jax.default_backend() if target.empty else target.abstract_device.platform
     fits = gpu_attention.has_kernels("gpu", width) and length % gpu_attention.ROW_MULTIPLE == 0
     cut = mesh is not None and sharding.shards(mesh, "sequence") > 1
-    if window is not None or sinks is not None or cut or not fits:
-        return attend_blocked(queries, keys, values, context, cache, window, sinks)
+    if options.window is not None or options.sinks is not None or cut or not fits:
+        return attend_blocked(queries, keys, values, context, cache, options)
     interpret = platform not in gpu_attention.PLATFORMS
     kernel = functools.partial(gpu_attention.rows_attention, interpret=interpret)
     return _on_each_device(kernel, queries, keys, values, context.segment_ids, None), cache

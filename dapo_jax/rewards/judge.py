@@ -23,7 +23,7 @@ class Pending(NamedTuple):
 
 
 class RewardModel(Protocol):
-    """Learned scores of responses, as `learner.reward_model` computes them on devices."""
+    """Learned scores of responses, as `learner.critic` computes them on devices."""
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[np.ndarray]:
         """Return the [len(completions)] float32 scores of each group."""

@@ -19,18 +19,13 @@ from dapo_jax.structs import CollectedGroups, Completion, Group, PartialGroup, P
 
 
 class CarryOverCollection(Collection[Pending]):
-    """Collection that starts with partial groups and leaves some to the next step.
-
-    Args:
-        step: the current step, from which ages are counted.
-        partial: groups that the step before left; they are requested first.
-    """
+    """Collection that starts with partial groups and leaves some to the next step."""
 
     def __init__(
         self,
         config: Config,
         kept_fraction: float,
-        step: int,
+        step: int,  # the current step, from which ages are counted
         partial: Sequence[PartialGroup],
         position: int,
     ):
@@ -110,11 +105,7 @@ def carry(
     unfinished: Sequence[PartialGroup],
     first_steps: Mapping[int, int],
 ) -> tuple[list[PartialGroup], int]:
-    """Return the partial groups for step + 1 in data order, and how many were too old.
-
-    Args:
-        first_steps: the step that started a group, by position in the data, if it was earlier.
-    """
+    """Return the partial groups for step + 1 in data order, and how many were too old."""
     carried = list(unfinished)
     for group in surplus:
         scored = group if rollout.carry_over == "all" else None
@@ -199,15 +190,10 @@ def empty_arrays(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 def unpack_partial(
     arrays: dict[str, np.ndarray],
     records: list[dict[str, Any]],
-    read_prompt: Callable[[int], Prompt],
-    decode: Callable[[list[int]], str],
+    read_prompt: Callable[[int], Prompt],  # returns the prompt at a position in the data
+    decode: Callable[[list[int]], str],  # returns the text of a response's tokens
 ) -> tuple[PartialGroup, ...]:
-    """Return partial groups from their arrays and record: the inverse of `pack_partial`.
-
-    Args:
-        read_prompt: returns the prompt at a position in the data.
-        decode: returns the text of a response's tokens.
-    """
+    """Return partial groups from their arrays and record: the inverse of `pack_partial`."""
     saved = [response for group in records for response in group["responses"]]
     responses = _unpack_responses(arrays, saved, decode)
     groups = []

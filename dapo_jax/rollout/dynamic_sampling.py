@@ -98,22 +98,16 @@ class CollectionHooks:
 
     Attributes:
         on_scored: receives groups when their rewards are final, to write them down.
-        on_burst: receives the collection after every burst.
         interrupted: called between two bursts; True ends the collection.
     """
 
     on_scored: Callable[[list[Group]], None] = lambda _: None
-    on_burst: Callable[[Any], None] = lambda _: None
+    on_burst: Callable[[Any], None] = lambda _: None  # receives the collection after every burst
     interrupted: Callable[[], bool] = lambda: False
 
 
 class Collection(Generic[Pending]):
-    """Prompts of one step in the order of their requests, with their scored groups.
-
-    Args:
-        kept_fraction: running estimate from the steps before.
-        position: position in the data of the first prompt.
-    """
+    """Prompts of one step in the order of their requests, with their scored groups."""
 
     def __init__(self, config: Config, kept_fraction: float, position: int):
         self.config = config
@@ -226,9 +220,6 @@ class Collection(Generic[Pending]):
         """Return the collected groups; nothing is sampled or scored any more.
 
         Surplus groups are not trained on: the next step requests their prompts from its policy.
-
-        Args:
-            position: position in the data of the first prompt that was not requested.
         """
         sampler.abandon()
         groups = self.first_kept()
@@ -290,9 +281,6 @@ def collect(
 
     Groups that end in a burst are decoded to text and scored while the next burst runs, and their
     rewards are read after it: every decision depends on burst counts, never on the clock.
-
-    Args:
-        finished: groups that an earlier attempt of this step scored, as written by `on_scored`.
 
     Raises:
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no

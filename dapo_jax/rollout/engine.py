@@ -17,8 +17,8 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.decode_step import Starts
-from dapo_jax.rollout.engine_programs import EngineShape, Programs, engine_programs
+from dapo_jax.rollout.cache_layout import choose_layout, with_scales
+from dapo_jax.rollout.engine_programs import EngineShape, Programs, Starts, engine_programs
 from dapo_jax.rollout.jetstream_api import (
     NO_TOKEN,
     Engine,
@@ -27,7 +27,6 @@ from dapo_jax.rollout.jetstream_api import (
     TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
 )
 from dapo_jax.rollout.page_table import PageTable
-from dapo_jax.rollout.paged_cache import choose_layout, with_scales
 from dapo_jax.rollout.requests import SlotOutput
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.rollout.weight_transfer import TrainerWeights
@@ -40,18 +39,6 @@ from dapo_jax.structs import SamplingRule
 class PolicyEngine(Engine):
     """Decodes `settings.slots` responses in parallel, `settings.burst_tokens` tokens per call.
 
-    Args:
-        config: shape and numerics of the policy.
-        mesh: devices; slots are split over data x fsdp (replicas), heads over tensor.
-        settings: sizes of slots, cache and calls; not the sampling rule.
-        max_prompt_tokens: with `settings.max_response_tokens` the size of a slot's cache.
-        insert_width: number of slots that one `insert` can fill from one prompt (the group size).
-        tokenizer: its `end_ids` end a response; JetStream encodes and decodes with it.
-        seed: part of the random key of prompts that come without a key.
-        frozen: parameters that never change; one copy of them is made for decoding.
-        trained_on: mesh of the trainer's parameters; default `mesh`.
-        programs: makes the compiled programs, as `engine_programs` does.
-
     Attributes:
         shape: constants of the compiled programs.
         layout: of the caches on devices.
@@ -63,15 +50,15 @@ class PolicyEngine(Engine):
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: DecoderConfig,  # shape and numerics of the policy
         mesh: jax.sharding.Mesh,
-        settings: Sampler,
+        settings: Sampler,  # sizes of slots, cache and calls; not the sampling rule
         *,
-        max_prompt_tokens: int,
+        max_prompt_tokens: int,  # with `settings.max_response_tokens` the size of a slot's cache
         insert_width: int = 1,
-        tokenizer: Ends,
-        seed: int = 0,
-        frozen: Any = None,
+        tokenizer: Ends,  # its `end_ids` end a response; JetStream encodes and decodes with it
+        seed: int = 0,  # part of the random key of prompts that come without a key
+        frozen: Any = None,  # parameters that never change; one copy of them is made for decoding
         trained_on: jax.sharding.Mesh | None = None,
         programs: Callable[..., Programs] = engine_programs,
     ):
@@ -178,13 +165,7 @@ class PolicyEngine(Engine):
         rule: SamplingRule = SamplingRule(),  # noqa: B008
         longest: int | None = None,
     ) -> tuple[DecodeState, ResultTokens]:
-        """Sample up to `burst_tokens` tokens per active slot.
-
-        Args:
-            rule: of every slot, unless the engine has a rule per slot.
-            longest: maximum tokens that an active slot has in its cache now; default: the cache
-                may be full. The cache grows first if this burst would not fit.
-        """
+        """Sample up to `burst_tokens` tokens per active slot."""
         burst = self.shape.settings.burst_tokens
         needed = burst + (self.cache_tokens if longest is None else longest)
         state = self._fit(decode_state, needed)
@@ -255,21 +236,12 @@ class PolicyEngine(Engine):
         return self.shape.settings.max_response_tokens
 
     @property
-    def keeps_turns(self) -> bool:
-        """True if trajectories keep their slots between turns, so that `feed` may be called."""
-        return self.shape.settings.keep_turns
-
-    @property
     def max_insert_width(self) -> int:
         """Maximum number of slots that one `insert` can fill."""
         return self._insert_widths[-1]
 
     def claim(self, free: Sequence[int], tokens: int, prompt: Hashable) -> int | None:
-        """Reserve cache space for a prompt in the first free slot that has it; None if none has.
-
-        Args:
-            prompt: responses that name the same prompt share what it fills.
-        """
+        """Reserve cache space for a prompt in the first free slot that has it; None if none has."""
         full = set()
         for slot in free:
             replica = slot * self.replicas // self.max_concurrent_decodes
@@ -294,15 +266,10 @@ class PolicyEngine(Engine):
         params: Any,
         padded_tokens: Int[np.ndarray, "n P"],
         true_lengths: Sequence[int],
-        keys: jax.Array,
+        keys: jax.Array,  # of the prompts, with the last one repeated up to `prefill_batch`
         sampled: Sequence[int] = (),
     ) -> Prefix:
-        """Compute keys and values of up to `prefill_width` prompts, split over the replicas.
-
-        Args:
-            keys: of the prompts, with the last one repeated up to `prefill_batch`.
-            sampled: how many of the last tokens are a resumed response's; default 0.
-        """
+        """Compute keys and values of up to `prefill_width` prompts, split over the replicas."""
         pad = self.prefill_batch(len(true_lengths)) - len(true_lengths)
         tokens = np.pad(padded_tokens, ((0, pad), (0, 0)), mode="edge").astype(np.int32)
         counts = np.asarray([true_lengths, sampled or [0] * len(true_lengths)], np.int32)
@@ -313,14 +280,9 @@ class PolicyEngine(Engine):
     def reserve_burst(
         self, state: DecodeState, slots: Sequence[int], held: Sequence[int] = ()
     ) -> tuple[DecodeState, list[int]]:
-        """Reserve cache space for the next burst; slots that lose theirs are stopped.
+        """Reserve cache space for the next burst; return the state and the slots that lost theirs.
 
-        Args:
-            slots: running slots, the oldest first.
-            held: slots of trajectories between two turns, the oldest first.
-
-        Returns:
-            the state, and the stopped slots: held ones first, then the youngest.
+        Running and `held` slots are given the oldest first. Lost slots are stopped.
         """
         burst = self.shape.settings.burst_tokens
         stopped = self.pages.reserve(slots, burst, held) if self.pages else []
@@ -329,11 +291,7 @@ class PolicyEngine(Engine):
     def feed(
         self, state: DecodeState, slots: Sequence[int], responses: Sequence[np.ndarray]
     ) -> DecodeState:
-        """Feed slots the tokens that their caches lack; they resume sampling after them.
-
-        Args:
-            responses: whole responses, [n] tokens each; the first ones are in the cache.
-        """
+        """Feed slots the tokens of whole responses that their caches lack; then they sample."""
         size = 1 << (len(slots) - 1).bit_length()
         tokens = np.zeros((size, self.max_response_tokens), np.int32)
         places = np.full(size, self.max_concurrent_decodes, np.int32)

@@ -3,30 +3,29 @@
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.model import decoder
+from dapo_jax.model import decoder, inference
 from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
-from dapo_jax.model.decode_attention import interleave
+from dapo_jax.model.decode_attention import SlotContext, at_each, interleave
 from dapo_jax.model.inference import empty_routes, prefill
 from dapo_jax.model.quantisation import to_int8
-from dapo_jax.rollout import decode_step
-from dapo_jax.rollout.decode_step import Starts
+from dapo_jax.rollout.cache_layout import CacheLayout, choose_layout
 from dapo_jax.rollout.jetstream_api import ResultTokens, result_tokens
-from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
-from dapo_jax.rollout.sampling import repeat_rule
-from dapo_jax.rollout.slot_cache import SlotLayout
+from dapo_jax.rollout.page_table import Fills
+from dapo_jax.rollout.sampling import repeat_rule, sample_tokens, sample_tokens_by_slot
 from dapo_jax.rollout.weight_transfer import DecodingWeights, TrainerWeights
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.kept_programs import keep
-from dapo_jax.structs import SamplingRule
+from dapo_jax.structs import SamplingRule, present
 
 CALIBRATION_ROWS = 4
 CALIBRATION_TOKENS = 256
@@ -35,26 +34,27 @@ CALIBRATION_MARGIN = 1.5  # keys and values of a prompt may exceed the calibrate
 
 @dataclasses.dataclass(frozen=True)
 class EngineShape:
-    """Everything besides mesh and weights that the programs of an engine depend on.
+    """Everything besides mesh and weights that the programs of an engine depend on."""
 
-    Attributes:
-        config: shape and numerics of the policy.
-        settings: sizes of slots, cache and calls; not the sampling rule.
-        max_prompt_tokens: maximum length of a prompt.
-        end_ids: tokens that end a response.
-        rule_per_slot: each response has its own sampling rule.
-    """
-
-    config: decoder.DecoderConfig
-    settings: Sampler
-    max_prompt_tokens: int
-    end_ids: tuple[int, ...]
-    rule_per_slot: bool = False
+    config: decoder.DecoderConfig  # shape and numerics of the policy
+    settings: Sampler  # sizes of slots, cache and calls; not the sampling rule
+    max_prompt_tokens: int  # maximum length of a prompt
+    end_ids: tuple[int, ...]  # tokens that end a response
+    rule_per_slot: bool = False  # each response has its own sampling rule
 
     @property
     def cache_tokens(self) -> int:
         """Maximum tokens of a slot; the last sampled one is never fed back."""
         return self.max_prompt_tokens + self.settings.max_response_tokens
+
+
+class Starts(NamedTuple):
+    """Responses that start: sample `samples[i]` of prompt `rows[i]` in `slots[i]`."""
+
+    slots: Int[Any, "n"]
+    rows: Int[Any, "n"]
+    samples: Int[Any, "n"]
+    fills: Fills | None  # cache pages to write; None if the cache has no pages
 
 
 class Programs(Protocol):
@@ -94,10 +94,6 @@ class EnginePrograms:
 
     It has one attribute for each compiled program, so more than twelve.
 
-    Args:
-        layout: of the caches.
-        trainer: mesh of the trainer's parameters, and those that are frozen.
-
     Attributes:
         weights: loads the parameters.
         state_shardings, prefix_sharding: shardings of decode states and prefilled caches.
@@ -107,12 +103,12 @@ class EnginePrograms:
         self,
         shape: EngineShape,
         mesh: Mesh,
-        layout: SlotLayout | PagedLayout,
-        trainer: TrainerWeights,
+        layout: CacheLayout,
+        trainer: TrainerWeights,  # mesh of the trainer's parameters, and those that are frozen
     ):
         self._shape = shape
         self._mesh = mesh
-        self._layout: Any = layout  # whose caches are of its own kind
+        self._layout: Any = layout  # its caches are of its own kind
         self.weights = DecodingWeights(shape.config, mesh, trainer, shape.settings)
         # Any: a prefix or a state of shardings, which has arrays there.
         place: Any = functools.partial(sharding.sharding, mesh, column=sharding.DECODING)
@@ -127,19 +123,19 @@ class EnginePrograms:
             out_shardings=Prefix(self.prefix_sharding, *[replicated] * 4, routes=place("batch")),
         )
         start = functools.partial(
-            decode_step.start_responses,
+            _start_responses,
             write_prompts=layout.write_prompts,
             in_turn=mesh.devices.flat[0].platform == "tpu",
         )
         self.insert = jax.jit(start, donate_argnums=1, out_shardings=state)
-        self.stop = jax.jit(decode_step.stop_responses, donate_argnums=0, out_shardings=state)
+        self.stop = jax.jit(_stop_responses, donate_argnums=0, out_shardings=state)
         self.generate = jax.jit(
             self._generate,
             static_argnames=("rule", "columns"),
             donate_argnums=1,
             out_shardings=(state, replicated),
         )
-        self.feed = jax.jit(decode_step.feed_responses, donate_argnums=0, out_shardings=state)
+        self.feed = jax.jit(_feed_responses, donate_argnums=0, out_shardings=state)
         self.grow = jax.jit(self._grow, static_argnames="window", out_shardings=state)
         self.calibrate = jax.jit(self._calibrate, out_shardings=place("kv_heads"))
         self.empty = jax.jit(self._empty, static_argnames="window", out_shardings=state)
@@ -157,22 +153,31 @@ class EnginePrograms:
         return jax.make_array_from_callback(array.shape, place, lambda at: array[at])
 
     def _empty(self, *, window: int) -> DecodeState:
+        """Return a decode state with every slot free."""
         config, settings = self._shape.config, self._shape.settings
         slots = settings.slots
         pages = self._layout.pages
-        options: dict[str, Any] = {"rules": None, "known": None, "routes": None}
-        if self._shape.rule_per_slot:
-            options["rules"] = repeat_rule(SamplingRule(), slots)
-        if settings.keep_turns:
-            options["known"] = jnp.zeros(slots, jnp.int32)
+        rules = repeat_rule(SamplingRule(), slots) if self._shape.rule_per_slot else None
+        routes = None
         if config.records_routes:
-            options["routes"] = empty_routes(config, slots, self._shape.cache_tokens)
-        return decode_step.empty_state(
-            self._layout.empty(window),
-            None if pages is None else jnp.zeros(pages.tables.shape, jnp.int32),
-            slots,
-            settings.max_response_tokens,
-            **options,
+            routes = empty_routes(config, slots, self._shape.cache_tokens)
+        counts = jnp.zeros(slots, jnp.int32)
+        responses = slots, settings.max_response_tokens
+        return DecodeState(
+            caches=self._layout.empty(window),
+            tables=None if pages is None else jnp.zeros(pages.tables.shape, jnp.int32),
+            last_token=counts,
+            length=counts,
+            generated=counts,
+            active=jnp.zeros(slots, bool),
+            key=jax.random.split(jax.random.key(0), slots),
+            tokens=jnp.zeros(responses, jnp.int32),
+            logprobs=jnp.zeros(responses, jnp.float32),
+            busy_slot_steps=jnp.zeros((), jnp.int32),
+            slot_steps=jnp.zeros((), jnp.int32),
+            rules=rules,
+            routes=routes,
+            known=counts if settings.keep_turns else None,
         )
 
     def _calibrate(self, params: Any) -> tuple[Array, ...]:
@@ -213,24 +218,125 @@ class EnginePrograms:
     def _generate(
         self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: int | None
     ) -> tuple[DecodeState, ResultTokens]:
+        """Sample up to `burst_tokens` tokens per active slot, and count the slot steps."""
         tokens = self._shape.settings.burst_tokens
-        options = decode_step.StepOptions(
-            self._shape.config,
-            self._layout.attend,
-            jnp.asarray(self._shape.end_ids, jnp.int32),
-            rule,
-            columns,
-        )
-        sample_token = functools.partial(decode_step.decode_one, params, options)
-        generated_before = state.generated
+        # Several replicas would have to synchronise after every token to stop early.
         early = sharding.shards(self._mesh, "batch", sharding.DECODING) == 1
+        before = state.generated
+
+        def more(carry):
+            step, state = carry
+            return (step < tokens) & (state.active.any() if early else True)
+
+        def sample(carry):
+            step, state = carry
+            return step + 1, self._decode_one(params, state, rule, columns)
+
         with self._mesh_context():
-            state = decode_step.decode_burst(sample_token, state, tokens, early=early)
-        return state, result_tokens(state, generated_before, tokens)
+            steps, state = jax.lax.while_loop(more, sample, (0, state))
+        state = state.replace(
+            busy_slot_steps=state.busy_slot_steps + jnp.sum(state.generated - before),
+            slot_steps=state.slot_steps + steps * len(before),
+        )
+        return state, result_tokens(state, before, tokens)
+
+    def _decode_one(self, params: Any, state: DecodeState, rule: SamplingRule, columns: int | None):
+        """Sample one token for every active slot; other slots compute without effect.
+
+        No value is summed over slots: on a mesh, that would be an all-reduce for every token.
+        """
+        tables = None if state.tables is None else state.tables[:, :columns]
+        context = SlotContext(state.length[:, None], state.active, tables)
+        config, attend = self._shape.config, self._layout.attend
+        logits, caches, routes = inference.decode_step(
+            params, config, attend, state.last_token, context, state.caches
+        )
+        if state.rules is None:
+            tokens, logprobs = sample_tokens(logits, state.key, state.generated, rule)
+        else:
+            tokens, logprobs = sample_tokens_by_slot(
+                logits, state.key, state.generated, state.rules
+            )
+        limit = state.tokens.shape[1]
+        at = jnp.where(state.active, state.generated, limit)  # an index past the end is dropped
+        step = state.active.astype(jnp.int32)
+        generated = state.generated + step
+        ended = (tokens[:, None] == jnp.asarray(self._shape.end_ids, jnp.int32)).any(axis=-1)
+        if state.known is not None:
+            is_fed = state.generated < state.known
+            fed = jnp.minimum(state.generated, limit - 1)[:, None]
+            fed = jnp.take_along_axis(state.tokens, fed, axis=1)[:, 0]
+            tokens = jnp.where(is_fed, fed, tokens)
+            ended = ended & ~is_fed
+        if routes is not None and state.routes is not None:
+            place = jnp.where(state.active, state.length, state.routes.shape[1])
+            routes = at_each(state.routes, (place,), routes)
+        return state.replace(
+            caches=caches,
+            routes=routes,
+            last_token=jnp.where(state.active, tokens, state.last_token),
+            length=state.length + step,
+            generated=generated,
+            active=state.active & ~ended & (generated < limit),
+            tokens=at_each(state.tokens, (at,), tokens),
+            logprobs=at_each(state.logprobs, (at,), logprobs),
+        )
+
+
+def _start_responses(
+    prefix: Prefix, state: DecodeState, starts: Starts, *, write_prompts: Callable, in_turn: bool
+) -> DecodeState:
+    """Start responses to prefilled prompts; a slot past the last one is dropped.
+
+    The known tokens of a resumed response are on the host: only their count is written.
+    """
+    slots, rows, samples, fills = starts
+
+    def place(array, value):
+        return array.at[slots].set(value, mode="drop")
+
+    keys = jax.vmap(jax.random.fold_in)(prefix.key[rows], samples)
+    caches = []
+    for cache, new in zip(state.caches, prefix.caches, strict=True):
+        # XLA:TPU would gather all prompts of all layers at once. On CPU this would copy the caches.
+        if in_turn and caches:
+            new, caches[-1] = jax.lax.optimization_barrier((new, caches[-1]))
+        caches.append(write_prompts(cache, new, slots, rows, prefix.true_length[rows], fills))
+    routes = state.routes
+    if routes is not None and prefix.routes is not None:
+        prefilled = prefix.routes[rows, : routes.shape[1]]
+        routes = routes.at[slots, : prefilled.shape[1]].set(prefilled, mode="drop")
+    return state.replace(
+        caches=tuple(caches),
+        last_token=place(state.last_token, prefix.last_token[rows]),
+        length=place(state.length, prefix.true_length[rows] - 1),
+        generated=place(state.generated, prefix.drawn[rows]),
+        active=place(state.active, True),
+        key=place(state.key, keys),
+        routes=routes,
+        known=None if state.known is None else place(state.known, prefix.drawn[rows]),
+        rules=jax.tree.map(lambda old, new: place(old, new[rows]), state.rules, prefix.rules),
+    )
+
+
+def _feed_responses(
+    state: DecodeState, slots: Int[Array, "n"], tokens: Int[Array, "n C"], known: Int[Array, "n"]
+) -> DecodeState:
+    """Activate slots: they are fed the first `known` tokens of their responses, then sample."""
+    return state.replace(
+        tokens=state.tokens.at[slots].set(tokens, mode="drop"),
+        known=present(state.known, "known").at[slots].set(known, mode="drop"),
+        active=state.active.at[slots].set(True, mode="drop"),
+    )
+
+
+def _stop_responses(state: DecodeState, slots: Int[Array, "n"]) -> DecodeState:
+    """Deactivate slots."""
+    return state.replace(active=state.active.at[slots].set(False, mode="drop"))
 
 
 def engine_programs(
-    shape: EngineShape, mesh: Mesh, layout: SlotLayout | PagedLayout, trainer: TrainerWeights
+    shape: EngineShape, mesh: Mesh, layout: CacheLayout, trainer: TrainerWeights
 ) -> EnginePrograms:
     """Return the programs of an engine; equal engines without frozen parameters share them."""
     if trainer.frozen:

@@ -79,12 +79,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 def result_tokens(
     state: DecodeState, generated_before: Int[Array, "S"], columns: int
 ) -> ResultTokens:
-    """Return the tokens of the last burst and their validity in JetStream's one-array layout.
-
-    Args:
-        generated_before: response tokens of each slot before the burst.
-        columns: tokens of a burst.
-    """
+    """Return the tokens of the last burst and their validity in JetStream's one-array layout."""
     at = generated_before[:, None] + jnp.arange(columns)
     valid = at < state.generated[:, None]
     at = jnp.minimum(at, state.tokens.shape[1] - 1)

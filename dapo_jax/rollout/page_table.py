@@ -26,30 +26,17 @@ class Fills(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PageGeometry:
-    """Sizes of a paged cache.
+    """Sizes of a paged cache."""
 
-    Attributes:
-        replicas: number of parts of slots and pages.
-        pages: pages of one replica, page 0 included.
-        page_tokens: tokens of a page.
-        slots: slots of all replicas; the slots of a replica are adjacent.
-        slot_tokens: maximum tokens of a slot.
-    """
-
-    replicas: int
-    pages: int
-    page_tokens: int
-    slots: int
-    slot_tokens: int
+    replicas: int  # number of parts of slots and pages
+    pages: int  # pages of one replica, page 0 included
+    page_tokens: int  # tokens of a page
+    slots: int  # slots of all replicas; the slots of a replica are adjacent
+    slot_tokens: int  # maximum tokens of a slot
 
     @property
     def slots_per_replica(self) -> int:
         return self.slots // self.replicas
-
-    @property
-    def pages_per_slot(self) -> int:
-        """Maximum pages of a slot."""
-        return -(-self.slot_tokens // self.page_tokens)
 
 
 class PageTable:
@@ -61,7 +48,8 @@ class PageTable:
 
     def __init__(self, geometry: PageGeometry):
         self.geometry = geometry
-        self.tables = np.zeros((geometry.slots, geometry.pages_per_slot), np.int32)
+        columns = -(-geometry.slot_tokens // geometry.page_tokens)
+        self.tables = np.zeros((geometry.slots, columns), np.int32)
         self.reset()
 
     def reset(self) -> None:
@@ -103,13 +91,11 @@ class PageTable:
         return slot // self.geometry.slots_per_replica
 
     def claim(self, slot: int, tokens: int, prompt: Hashable, *, beside: bool = True) -> bool:
-        """Allocate the first pages of a response that starts in a slot; False if too few are free.
+        """Allocate the first pages of a response in a slot; return False if too few are free.
 
-        Args:
-            tokens: of its prompt; the last one is not cached before the first decode step.
-            prompt: responses that name the same prompt share its full pages.
-            beside: leave a free page for every growing response of the replica; without it, a
-                lack of pages raises ValueError.
+        The last of its `tokens` is not cached before the first decode step. Responses that name the
+        same prompt share its full pages. With `beside` a free page is left for every growing
+        response of the replica; without it, a lack of pages raises ValueError.
         """
         self.release(slot)
         replica = self.replica(slot)
@@ -150,10 +136,7 @@ class PageTable:
     ) -> Fills:
         """Return the unwritten prompt blocks of claimed slots, and mark them as written.
 
-        Args:
-            rows: prompt of each slot.
-            width, prompts, time: maximum slots, maximum prompts and their padded length; the shape
-                of the result depends on nothing else.
+        The result's shape depends only on the maximum slots, prompts and padded length of a call.
         """
         size = min(width, self.geometry.slots_per_replica)
         size += prompts * (time // self.geometry.page_tokens)
@@ -174,11 +157,8 @@ class PageTable:
     def reserve(self, slots: Sequence[int], tokens: int, held: Sequence[int] = ()) -> list[int]:
         """Allocate pages for `tokens` more tokens per slot; the youngest lose theirs if needed.
 
-        Args:
-            slots: the oldest first. The oldest of a replica always gets its pages.
-            held: slots that do not sample, the oldest first; they lose their pages first.
-
-        Returns the slots that lost their pages, in that order.
+        Slots are given the oldest first; those `held` between turns lose their pages first. Return
+        the slots that lost their pages, in that order.
         """
         waiting = list(slots)
         held = list(held)

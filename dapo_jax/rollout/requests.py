@@ -7,7 +7,7 @@ continues with the same random numbers.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,24 +49,15 @@ class PendingGroup:
 
 @dataclasses.dataclass(eq=False)
 class PendingResponses:
-    """Responses of a group that start with the same tokens.
-
-    Attributes:
-        waiting: sample numbers of the responses that have no slot yet.
-        prefix_id: names the cache entries that these responses share.
-        padded: tokens to prefill, padded on the right.
-        resumed: the response so far, if this is one response that resumes.
-        fed: number of its last tokens that decode steps are fed because prefill lacks them.
-        prefilled: prefilled prompts, and the row of this one.
-    """
+    """Responses of a group that start with the same tokens."""
 
     group: PendingGroup
-    waiting: collections.deque[int]
-    prefix_id: int
-    padded: np.ndarray
-    resumed: Completion | None = None
-    fed: int = 0
-    prefilled: tuple[Prefix, int] | None = None
+    waiting: collections.deque[int]  # sample numbers of the responses that have no slot yet
+    prefix_id: int  # names the cache entries that these responses share
+    padded: np.ndarray  # tokens to prefill, padded on the right
+    resumed: Completion | None = None  # the response so far, if this is one response that resumes
+    fed: int = 0  # number of its last tokens that decode steps are fed because prefill lacks them
+    prefilled: tuple[Prefix, int] | None = None  # prefilled prompts, and the row of this one
 
     @property
     def known_tokens(self) -> int:
@@ -110,27 +101,10 @@ def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> 
     return padded
 
 
-def split_group(
-    group: PendingGroup, carried: PartialGroup | None
-) -> Iterator[tuple[Completion | None, list[int]]]:
-    """Yield the responses that start with the same tokens: (response so far, sample numbers)."""
-    partial = {response.sample: response for response in carried.begun} if carried else {}
-    for sample, response in partial.items():
-        yield response, [sample]
-    fresh = [i for i in group.samples if i not in partial and i not in group.finished]
-    if fresh:
-        yield None, fresh
-
-
 def make_completion(
     pending: PendingResponses, sample: int, output: SlotOutput, length: int, **fields: Any
 ) -> Completion:
-    """Join the output of a slot with the tokens that were known before.
-
-    Args:
-        length: number of tokens of the whole response.
-        fields: the other fields of `Completion`, `policy_step` among them.
-    """
+    """Join the output of a slot with the tokens that were known before."""
     before = pending.resumed
     fields = {"truncated": False, "text": "", "sample": sample} | fields
     if output.routes is not None:  # the last token was not fed
@@ -167,11 +141,7 @@ def _extend_turns(turns: tuple[Turn, ...], new_tokens: int) -> tuple[Turn, ...]:
 
 
 def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[PartialGroup]:
-    """Return the groups to carry over, in data order.
-
-    Args:
-        parts: unfinished responses as far as they were sampled; None if no token was.
-    """
+    """Return the groups to carry over, in data order."""
     partial: dict[PendingGroup, list[Completion]] = {}
     for group, response in parts:
         partial.setdefault(group, []).extend([response] if response else [])

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +20,9 @@ from dapo_jax.rollout.requests import (
     carry_groups,
     make_completion,
     pad_prompt,
-    split_group,
 )
 from dapo_jax.rollout.sampling import sample_keys
-from dapo_jax.rollout.trajectories import EnvironmentPool, HeldSlot, NextTurn, Trajectories
+from dapo_jax.rollout.trajectories import EnvironmentPool, HeldSlot, Trajectories
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import (
     Completion,
@@ -51,15 +50,6 @@ class Decoding:
     step: int = 0
     policy_step: int = 0
     slot_steps: tuple[int, int] = (0, 0)
-
-
-class Start(NamedTuple):
-    """Response that starts in a slot, and the row of its prompt in a prefix."""
-
-    prefix: Prefix
-    slot: int
-    sample: int
-    row: int
 
 
 class Slots:
@@ -98,9 +88,6 @@ class Scheduler:
     depends on the key of (seed, purpose, step, prompt index, sample index, position), not on
     slots. If the cache has no space for all running responses, the youngest return to the queue
     and are sampled again, with the same result.
-
-    Args:
-        environments: reply to the policy between the turns of a trajectory; read by `begin`.
     """
 
     def __init__(
@@ -240,22 +227,19 @@ class Scheduler:
         tokens = group.prompt.tokens
         if len(tokens) == 0:
             raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
-        for response, samples in split_group(group, carried):
-            if response is None:
-                limit = self._engine.max_prefill_length
-                padded = pad_prompt(tokens, limit, self._tokenizer.pad_id)
-                waiting = collections.deque(samples)
-                prefix_id = next(self._prefix_ids)
-                self._waiting.append(PendingResponses(group, waiting, prefix_id, padded))
-            elif not self._request_reply(group, response):
+        begun = {response.sample: response for response in carried.begun} if carried else {}
+        for response in begun.values():
+            # A carried response that had ended its turn still needs the environment's reply.
+            observed = response.turns and not response.turns[-1].drawn
+            ended = not observed and self._has_ended(response.tokens)
+            if not ended or not self._trajectories.request(group, response, self.counts.bursts):
                 self._waiting.append(self._resumed(group, response))
-
-    def _request_reply(self, group: PendingGroup, response: Completion) -> bool:
-        """Request the environment's reply to a carried response that had ended its turn."""
-        observed = response.turns and not response.turns[-1].drawn
-        if observed or not self._has_ended(response.tokens):
-            return False
-        return self._trajectories.request(group, response, self.counts.bursts)
+        fresh = [i for i in group.samples if i not in begun and i not in group.finished]
+        if fresh:
+            padded = pad_prompt(tokens, self._engine.max_prefill_length, self._tokenizer.pad_id)
+            waiting = collections.deque(fresh)
+            prefix_id = next(self._prefix_ids)
+            self._waiting.append(PendingResponses(group, waiting, prefix_id, padded))
 
     def _resumed(self, group: PendingGroup, response: Completion) -> PendingResponses:
         """Return a response that resumes after a prefill of prompt and known tokens."""
@@ -277,7 +261,7 @@ class Scheduler:
             return
         occupied = set(self._occupied())
         free = [slot for slot in range(len(self._slots.generated)) if slot not in occupied]
-        starts: list[Start] = []
+        starts: dict[int, tuple[Prefix, list[tuple[int, int, int]]]] = {}
         fed: list[int] = []
         while free and self._waiting:
             pending = self._waiting[0]
@@ -289,13 +273,14 @@ class Scheduler:
                 self._prefill_first()
             prefix, row = present(pending.prefilled, "prefilled")
             sample = self._slots.occupy(slot, pending, self._trajectories.sampled_limit)
-            starts.append(Start(prefix, slot, sample, row))
+            starts.setdefault(id(prefix), (prefix, []))[1].append((slot, sample, row))
             self._slots.generated[slot] = pending.prefilled_response_tokens
             if pending.fed:
                 fed.append(slot)
             if not pending.waiting:
                 self._waiting.popleft().prefilled = None
-        self._insert(starts)
+        for prefix, started in starts.values():
+            self._insert(prefix, started)
         self._feed(fed)
 
     def _prefill_first(self) -> None:
@@ -329,22 +314,14 @@ class Scheduler:
             pending.prefilled = (prefix, row)
         self.counts.prefills += len(batch)
 
-    def _insert(self, starts: Sequence[Start]) -> None:
-        """Start responses to prefilled prompts, as many per call as the engine takes."""
-        by_prefix: dict[int, list[Start]] = {}
-        for start in starts:
-            by_prefix.setdefault(id(start.prefix), []).append(start)
+    def _insert(self, prefix: Prefix, starts: Sequence[tuple[int, int, int]]) -> None:
+        """Start responses, (slot, sample, row of the prefix) each, as many per call as possible."""
         width = self._engine.max_insert_width
-        for same_prefix in by_prefix.values():
-            for i in range(0, len(same_prefix), width):
-                _, slots, samples, rows = zip(*same_prefix[i : i + width], strict=True)
-                self._decoding.state = self._engine.insert(
-                    same_prefix[0].prefix,
-                    self._decoding.state,
-                    np.array(slots),
-                    sample_index=np.array(samples),
-                    row=np.array(rows),
-                )
+        for i in range(0, len(starts), width):
+            slots, samples, rows = np.array(starts[i : i + width]).T
+            self._decoding.state = self._engine.insert(
+                prefix, self._decoding.state, slots, sample_index=samples, row=rows
+            )
 
     def _feed(self, slots: Sequence[int]) -> None:
         """Feed the resumed responses in these slots the tokens that their caches lack."""
@@ -386,7 +363,10 @@ class Scheduler:
                 if slot is not None:
                     self._engine.release(slot)
                 continue
-            pending = self._next_pending(turn)
+            if turn.held is None:
+                pending = self._resumed(turn.group, turn.completion)
+            else:
+                pending = turn.held.pending.extended(turn.completion, next(self._prefix_ids))
             if slot is not None:
                 self._slots.occupy(slot, pending, self._trajectories.sampled_limit)
                 kept.append(slot)
@@ -397,11 +377,6 @@ class Scheduler:
         self._waiting.extendleft(reversed(queued))
         self._feed(kept)
         return completed
-
-    def _next_pending(self, turn: NextTurn) -> PendingResponses:
-        if turn.held is None:
-            return self._resumed(turn.group, turn.completion)
-        return turn.held.pending.extended(turn.completion, next(self._prefix_ids))
 
     # --- finished responses ---------------------------------------------------------------------
 
@@ -443,7 +418,7 @@ class Scheduler:
         if self.environments is not None:
             responses = with_texts(responses, self._tokenizer.decode_all)
         for (slot, pending), response in zip(ended, responses, strict=True):
-            held = HeldSlot(pending, slot) if self._engine.keeps_turns else None
+            held = HeldSlot(pending, slot) if self._engine.shape.settings.keep_turns else None
             burst = self.counts.bursts
             requested = self._trajectories.request(pending.group, response, burst, held)
             if not requested:

@@ -56,7 +56,6 @@ class SourceState:
     """Everything that decides the next rollouts, besides the policy.
 
     Attributes:
-        position: position in the endless data order.
         kept_fraction: running estimate of the fraction of groups that carry signal.
         partial: groups that earlier steps sampled and did not train on (`rollout.carry_over`).
         behaviour: parameters that sample the next rollouts (`rollout.lag`): the policy before its
@@ -64,7 +63,7 @@ class SourceState:
         ahead: rollouts of the next step (`rollout.lag`); a resumed run samples them again.
     """
 
-    position: int = 0
+    position: int = 0  # position in the endless data order
     kept_fraction: float = INITIAL_KEPT_FRACTION
     partial: tuple[PartialGroup, ...] = ()
     behaviour: Any = None
@@ -87,11 +86,9 @@ class NoJournal:
     def begin(self, step: int) -> FinishedGroups:
         return NO_GROUPS
 
-    def add(self, groups: Sequence[Group]) -> None:
-        pass
+    def add(self, groups: Sequence[Group]) -> None: ...
 
-    def forget(self, step: int) -> None:
-        pass
+    def forget(self, step: int) -> None: ...
 
 
 @contextlib.contextmanager
@@ -106,7 +103,6 @@ class RolloutSource:
     Attributes:
         copy_behaviour: copies the parameters that sample the next step while the policy is updated
             (`rollout.lag`), since an update consumes them; None: the current policy samples.
-        journal: stores the groups of a step in progress.
         interrupted: called between two bursts; True ends a step without a batch.
         show: context of a step's collection (from 1) that yields a callback for every burst.
     """
@@ -116,16 +112,13 @@ class RolloutSource:
     sampler: Sampler
     judge: Judge
     copy_behaviour: Callable[[Any], Any] | None = None
-    journal: Journal = NoJournal()
+    journal: Journal = NoJournal()  # stores the groups of a step in progress
     interrupted: Callable[[], bool] = lambda: False
     show: Callable[[int, SamplerCounts], contextlib.AbstractContextManager[OnBurst]] = _show_nothing
 
     @timed("rollout")
     def collect(self, state: SourceState, params: Any, step: int) -> tuple[SourceState, Rollout]:
         """Return the rollouts of `step`, and the state after them.
-
-        Args:
-            params: of the policy, which was trained for `step` steps.
 
         Raises:
             Starved, Interrupted: as `dynamic_sampling.collect`; `state` repeats the step.
@@ -174,16 +167,3 @@ class RolloutSource:
         sampler.release()  # an update may need the memory of the caches
         counts = dataclasses.replace(sampler.counts)
         return Rollout(batch, counts, time.perf_counter() - start)
-
-
-def open_source(
-    config: Config,
-    prompts: PromptStream,
-    sampler: Sampler,
-    judge: Judge,
-    copy: Callable[[Any], Any],
-    **options: Any,
-) -> RolloutSource:
-    """Return the source for `config.rollout`; `options` are the other fields of `RolloutSource`."""
-    options["copy_behaviour"] = copy if config.rollout.lag else None
-    return RolloutSource(config, prompts, sampler, judge, **options)

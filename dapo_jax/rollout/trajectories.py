@@ -18,17 +18,6 @@ from dapo_jax.rollout.requests import PendingGroup, PendingResponses
 from dapo_jax.structs import Completion, Prompt, Turn, TurnCounts
 
 
-class Reply(Protocol):
-    """Reply to a turn, such as `environments.sessions.Step`."""
-
-    tokens: list[int]
-    text: str
-    reward: float
-    failure: str
-    cut: bool
-    late: bool
-
-
 class EnvironmentPool(Protocol):
     """Environments that run beside decoding, such as `environments.sessions.Environments`."""
 
@@ -69,13 +58,7 @@ class NextTurn(NamedTuple):
 
 
 class Trajectories:
-    """Trajectories that wait for their environments, ordered by the end of their turns.
-
-    Args:
-        environments: None if every response is one turn.
-        max_tokens: tokens of a trajectory, observations included.
-        key: part of a trajectory's seed, besides prompt, step and sample.
-    """
+    """Trajectories that wait for their environments, ordered by the end of their turns."""
 
     def __init__(
         self, environments: EnvironmentPool | None, max_tokens: int, key: Sequence[int] = ()
@@ -130,10 +113,9 @@ class Trajectories:
         return True
 
     def due(self, burst: int, idle: bool) -> list[NextTurn]:
-        """Return the trajectories to place after a burst, with the replies of their environments.
+        """Return the trajectories to place after a burst, with their replies.
 
-        Args:
-            idle: nothing else can be decoded, so wait for the next replies now.
+        If nothing else can be decoded (`idle`), wait for the next replies now.
         """
         if self._environments is None or not self._awaiting:
             return []
@@ -153,8 +135,8 @@ class Trajectories:
             for waiting, reply in zip(due, replies, strict=True)
         ]
 
-    def _next_turn(self, waiting: AwaitingReply, reply: Reply, max_turns: int) -> NextTurn:
-        """Append the reply to a trajectory, unless the trajectory ends with it."""
+    def _next_turn(self, waiting: AwaitingReply, reply: Any, max_turns: int) -> NextTurn:
+        """Append the reply, such as `environments.sessions.Step`, unless the trajectory ends."""
         counts = self.counts
         next_turn = functools.partial(NextTurn, waiting.group, waiting.held)
         counts.failed_steps += bool(reply.failure)

@@ -57,22 +57,14 @@ def _with_memory_layout(place: NamedSharding, path: str) -> NamedSharding | Form
 
 
 class Loader:
-    """Program that loads the parameters at the paths of `boxed`.
-
-    Args:
-        mesh: of the parameters.
-        decoding_mesh: of the loaded weights; if it differs, it must have as many tensor shards.
-        boxed: shapes and logical axis names by path.
-        settings: layers of a stack per call (0: everything in one call), and whether matrices
-            become int8; embedding, biases and adapters don't.
-    """
+    """Program that loads the parameters at the paths of `boxed`."""
 
     def __init__(
         self,
         config: decoder.DecoderConfig,
-        mesh: Mesh,
+        mesh: Mesh,  # of the parameters
         decoding_mesh: Mesh,
-        boxed: dict[str, Any],
+        boxed: dict[str, Any],  # shapes and logical axis names by path
         settings: Sampler,
     ):
         self._config = config

@@ -16,10 +16,9 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source
 from dapo_jax.environments.registry import tool_schemas, with_reward_settings
 from dapo_jax.environments.sessions import Environments
-from dapo_jax.learner.critic import scalar_config
+from dapo_jax.learner.critic import RewardModel, scalar_config
 from dapo_jax.learner.learners import LearnerPrograms
 from dapo_jax.learner.minibatches import TokenWeights
-from dapo_jax.learner.reward_model import RewardModel
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import (
@@ -33,7 +32,7 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MAX_CUT, fitting
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rollout.source import open_source
+from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run.compute import (
     check_divisible,
     check_rotations,
@@ -119,15 +118,9 @@ class Components:
     decoder: DecoderConfig
 
     def trainer(self, **options: Any) -> Trainer:
-        """Return the trainer of a run; `options` as of `rollout.source.OnPolicy`."""
-        source = open_source(
-            self.config,
-            self.prompts,
-            self.sampler,
-            self.judge,
-            self.learners.policy.copy,
-            **options,
-        )
+        """Return the trainer of a run; `options` are other fields of `RolloutSource`."""
+        copy = self.learners.policy.copy if self.config.rollout.lag else None
+        source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 
     def first_params(self) -> Any:

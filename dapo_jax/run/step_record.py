@@ -11,8 +11,7 @@ from dapo_jax.learner.batches import Mean
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.learners import learning_rates
 from dapo_jax.learner.packing import fill
-from dapo_jax.learner.ratio_quantiles import quantiles
-from dapo_jax.learner.token_traces import trace_ratios, trace_responses
+from dapo_jax.learner.ratios import quantiles, trace_ratios, trace_responses
 from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics, speed_metrics
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.structs import Trace

@@ -93,8 +93,7 @@ def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
     replaced = []
     for m in range(used):
         part = jax.tree.map(lambda x, m=m: x[m], rows)
-        inputs = {name: getattr(part, name) for name in ("tokens", "segment_ids", "positions")}
-        _, records = states(params, **inputs, routes=part.routes)
+        _, records = states(params, rows=part.inputs._replace(routes=part.routes))
         replaced.append(np.asarray(records.replaced).mean(axis=0)[part.response_index >= 0])
     return figures | {"replaced": float(np.concatenate(replaced).mean())}
 

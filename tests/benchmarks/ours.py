@@ -48,7 +48,7 @@ from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.rollout import decode_step
+from dapo_jax.rollout import engine_programs
 from dapo_jax.rollout.sampling import sample_tokens
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run import step_record
@@ -176,7 +176,7 @@ class Calls:
 
     def __init__(self, workload: Workload):
         self.workload = workload
-        decode_step.sample_tokens = workload.draw
+        engine_programs.sample_tokens = workload.draw
         with tempfile.TemporaryDirectory() as folder:
             write_folder(folder, workload.decoder)
             parts = build(workload.config(folder))

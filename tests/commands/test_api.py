@@ -69,7 +69,7 @@ def test_type_checkers_see_the_same_names():
         "dapo_jax.commands.api",
         "dapo_jax.commands.policy",
         "dapo_jax.learner.losses",
-        "dapo_jax.learner.baselines",
+        "dapo_jax.learner.advantages",
         "dapo_jax.verifier.algebra_process",
         "dapo_jax.algorithms",
     ],

@@ -21,7 +21,7 @@ from dapo_jax.config.experiment import Compute
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import load_huggingface
-from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.run.compute import numerics
 from dapo_jax.runtime.sharding import make_mesh
 
@@ -112,7 +112,7 @@ def chosen_rightly(model: pathlib.Path, path: pathlib.Path) -> float:
     def score(ids):
         ones, positions = jnp.ones_like(ids), jnp.arange(ids.size)[None]
         options = {"temperature": 1.0, "chunk_tokens": 64}
-        return token_logprobs(params, config, ids, ones, positions, **options)[0][0]
+        return token_logprobs(params, config, Rows(ids, ones, positions), **options)[0][0]
 
     right = []
     for row in map(json.loads, path.read_text().splitlines()):

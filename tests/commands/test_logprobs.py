@@ -16,7 +16,7 @@ from dapo_jax.commands.serve import server
 from dapo_jax.commands.serve.logprobs import CHUNK_TOKENS, Scorer
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime.tool_calls import read_calls
 
 CHAT = ChatTemplate(
@@ -44,7 +44,8 @@ def row_logprobs(params: dict, row: jax.Array, length: int) -> jax.Array:
     positions = jnp.arange(row.size)[None]
     segments = (positions < length).astype(jnp.int32)
     options = {"temperature": 1.0, "chunk_tokens": 64}
-    return token_logprobs(params, BYTES_DECODER, row[None], segments, positions, **options)[0][0]
+    rows = Rows(row[None], segments, positions)
+    return token_logprobs(params, BYTES_DECODER, rows, **options)[0][0]
 
 
 def logprobs_of(ids: list[int]) -> np.ndarray:

@@ -10,7 +10,7 @@ from dapo_jax.commands.plan import hlo_text, roofline
 from dapo_jax.commands.plan.hlo_text import Times
 from dapo_jax.commands.plan.published_shapes import read_shape
 from dapo_jax.model.decoder import abstract_params
-from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime.sharding import unbox
 
 
@@ -42,7 +42,7 @@ def test_operations_of_a_small_policy_are_those_that_xla_counts():
 
     def forward(params, tokens, segments, positions):
         return token_logprobs(
-            params, decoder, tokens, segments, positions, temperature=1.0, chunk_tokens=80
+            params, decoder, Rows(tokens, segments, positions), temperature=1.0, chunk_tokens=80
         )[0]
 
     whole = jax.ShapeDtypeStruct((1, 80), np.int32)

@@ -10,7 +10,7 @@ from dapo_jax.config.experiment import Config, ExportConfig, SftConfig
 from dapo_jax.data.prompts.templates import TEMPLATES, open_template
 from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
-from dapo_jax.learner.optimizer import SCHEDULES
+from dapo_jax.learner.update import SCHEDULES
 from dapo_jax.model.load_huggingface import DTYPES
 from dapo_jax.runtime.settings import rules
 from dapo_jax.verifier.verifier import BY_VALUE, VERIFIERS

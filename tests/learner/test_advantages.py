@@ -163,15 +163,11 @@ def test_length_adaptive_lambda_grows_with_the_response_and_is_never_negative(al
     np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
 
 
-def test_without_values_there_are_no_returns():
-    assert estimate(dapo(), feedback())[1] is None
-
-
 def test_imitation_has_coefficient_one_on_responses_only():
     np.testing.assert_array_equal(estimated("one", feedback()), np.where(INDEX >= 0, 1.0, 0.0))
 
 
-# --- preference ------------------------------------------------------------------------------
+# --- preference ----------------------------------------------------------------------------
 
 
 def loop_pairs(tokens):
@@ -235,7 +231,7 @@ def test_a_huge_margin_neither_overflows_nor_pulls_more_than_beta(margin):
     assert np.isfinite(actual).all()
 
 
-# --- whitening -------------------------------------------------------------------------------
+# --- whitening -----------------------------------------------------------------------------
 
 
 def loop_whitened(per_token):
@@ -269,18 +265,7 @@ def test_reinforce_pp_whitens_over_tokens(name):
     np.testing.assert_allclose(actual, placed(loop_whitened(values), 0.0), rtol=1e-6, atol=1e-7)
 
 
-def test_estimators_coincide():
-    known = feedback(PENALTIES, VALUES)
-    sizes = np.array([(GROUPS == group).sum() for group in GROUPS])
-    factors = placed([[size / (size - 1)] * n for size, n in zip(sizes, LENGTHS, strict=True)], 0.0)
-    centred = estimated("group_centre", known)
-    np.testing.assert_allclose(estimated("leave_one_out", known), centred * factors, **EXACT)
-    to_go = estimated("reward_to_go", known)
-    whole = estimated("gae", known, lambda_policy=1.0)
-    np.testing.assert_allclose(whole, to_go - placed(VALUES, 0.0), **EXACT)
-
-
-# --- feedback --------------------------------------------------------------------------------
+# --- feedback ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf])

@@ -197,7 +197,7 @@ def test_the_critic_learns_to_explain_the_rewards(tiny_folder, alone, tmp_path):
     assert seen[-1][1] < 0.5 * seen[0][1]
 
 
-# --- explained variance ----------------------------------------------------------------------
+# --- explained variance --------------------------------------------------------------------
 
 INDEX = np.array([[-1, 0, 0, 0, -1, 1, 1, -1]])
 

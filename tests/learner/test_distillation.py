@@ -85,17 +85,7 @@ def test_the_update_descends_the_papers_mean_divergence(teacher, tiny_params, on
     assert_close(actual, expected, 1e-5)
 
 
-def test_the_teachers_parameters_are_arguments_of_the_program(teacher, one_device):
-    learner = make_distiller(one_device, teacher, algorithms.gkd())
-    batch, _ = make_batch(algorithms.gkd(), segments=HOLES)
-    text = learner.lower("update", batch).as_text()
-    head = f"tensor<{SHAPE.embed}x{SHAPE.vocab}xf32>"
-    arguments = text.split("@main(")[1].split(") ->")[0]
-    assert arguments.count(head) == 1
-    assert not [line for line in text.splitlines() if "constant" in line and f"> : {head}" in line]
-
-
-# --- on drawn tokens --------------------------------------------------------------------------
+# --- on drawn tokens ------------------------------------------------------------------------
 
 INDEX = np.array([[[-1, 0, 0, -1, 1, 1, 1, -1], [-1, -1, 2, 3, 3, -1, -1, -1]]])
 TRAINED = (INDEX >= 0) & (RNG.random(INDEX.shape) > 0.3)

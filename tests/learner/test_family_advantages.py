@@ -78,7 +78,7 @@ def loop_centred(rewards=REWARDS):
     return [rewards[i] - mean([rewards[j] for j in members(i)]) for i in ALL]
 
 
-# --- estimators ------------------------------------------------------------------------------
+# --- estimators ----------------------------------------------------------------------------
 
 
 def test_opo_weighs_the_baseline_by_length():
@@ -90,14 +90,6 @@ def test_opo_weighs_the_baseline_by_length():
         baseline = math.fsum(LENGTHS[j] * REWARDS[j] for j in group) / total
         expected.append(REWARDS[i] - baseline)
     assert_advantages(estimator("length_weighted_centre"), make_feedback(), expected)
-
-
-def test_opo_of_a_group_of_empty_responses_is_finite():
-    rewards, groups = np.array([1.0, 0, 0.5, 0]), np.array([0, 0, 1, 1])
-    index = np.array([[[0, 0, 1]]])
-    known = gather_feedback(index, rewards, groups=groups, correct=rewards > 0.6)
-    actual = ESTIMATORS["length_weighted_centre"](dapo(), known)
-    np.testing.assert_allclose(actual, [[[1 / 3, 1 / 3, -2 / 3]]])
 
 
 PARTS = np.random.default_rng(3).normal(size=(3, len(REWARDS)))
@@ -160,7 +152,7 @@ def test_the_best_has_its_lead_over_the_second_best():
     assert_advantages(estimator("best_minus_second"), make_feedback(rewards), expected)
 
 
-# --- scales ----------------------------------------------------------------------------------
+# --- scales --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["group_centre", "leave_one_out", "length_weighted_centre"])

@@ -6,21 +6,23 @@ import types
 
 import numpy as np
 import pytest
-from conftest import make_prompt
+from conftest import make_completion, make_prompt
 from policy_loops import mean
-from small_runs import make_groups
+from small_runs import make_quick_config
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
-from dapo_jax.config.experiment import Config, Packing, Rollout
+from dapo_jax.config.experiment import Config, Rollout
 from dapo_jax.learner.advantages import Estimates, estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
-from dapo_jax.learner.minibatches import Minibatches, make_batch, make_train_batches, split_groups
-from dapo_jax.learner.packing import Segment, pack, pack_updates
+from dapo_jax.learner.minibatches import Minibatches, make_batch, split_groups
+from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.metrics import feedback_metrics
-from dapo_jax.structs import Completion
+from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Completion, Verdict
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 
@@ -90,7 +92,7 @@ def test_a_minibatch_without_trained_responses_has_no_weights(aggregate, trained
         assert not response_weights(algorithm, tokens, groups, np.zeros(7, bool), BUDGET).any()
 
 
-# --- packed minibatches ----------------------------------------------------------------------
+# --- packed minibatches --------------------------------------------------------------------
 
 
 def make_segments(truncated=(), weights=None, first=0):
@@ -229,18 +231,6 @@ def test_a_group_weighs_the_same_in_a_minibatch_with_fewer_groups_than_planned(a
         np.testing.assert_array_equal(getattr(unplanned, name), weights)
 
 
-def test_the_last_minibatch_of_a_starved_step_is_weighed_as_planned():
-    rollout = Rollout(prompts_per_step=4, samples_per_prompt=2, updates_per_rollout=2)
-    config = Config(algorithm=dapo(), rollout=rollout)
-    segments = split_groups(config, make_groups(config)[:3])
-    rollouts, used = pack_updates(segments, Packing(32, 4))
-    estimates = Estimates(np.zeros(rollouts.tokens.shape))
-    minibatches = Minibatches(segments, rollouts, used)
-    batches = make_train_batches(config, minibatches, ScoredBatch(rollouts, None), estimates)
-    sums = [batch.loss_weights.sum() for batch in batches]
-    np.testing.assert_allclose(sums, [1, 0.5], rtol=1e-6)
-
-
 # --- what the feedback is made of ------------------------------------------------------------
 
 
@@ -283,12 +273,6 @@ def test_a_kl_in_the_reward_costs_every_token_its_k1():
         assert not actual.token_rewards[actual.response_index < 0].any()
 
 
-def test_without_a_kl_in_the_reward_the_reward_is_unchanged():
-    actual, _ = gathered(algorithms.grpo(), EARNED)
-    assert actual.rewards.tolist() == EARNED
-    assert np.count_nonzero(actual.token_rewards) == 4  # three are empty or earned 0
-
-
 def test_whitening_is_over_the_tokens_that_carry_loss():
     """Response 3, the longest, is truncated and filtered; its advantage is far from the others'."""
     algorithm = dataclasses.replace(
@@ -307,3 +291,63 @@ def test_whitening_is_over_the_tokens_that_carry_loss():
     assert feedback_metrics(algorithm, actual, advantages, None)["advantage_std"] == pytest.approx(
         trained.std()
     )
+
+
+# --- token weights of a user function -------------------------------------------------------------
+
+
+LENGTHS = [5, 1, 3, 0, 7, 2, 4, 6]
+CONFIG = Config(
+    algorithm=dataclasses.replace(
+        algorithms.dapo(), token_weights="own:hook", aggregate="sequence_mean"
+    ),
+    rollout=Rollout(prompts_per_step=2, samples_per_prompt=4, updates_per_rollout=1),
+)
+
+
+def make_groups():
+    """Two groups whose responses have those lengths; every other one is right."""
+    verdicts = tuple(Verdict(j % 2 == 0, "1") for j in range(4))
+    groups = []
+    for i in (0, 4):
+        done = tuple(make_completion([5] * length) for length in LENGTHS[i : i + 4])
+        groups.append(reward_group(CONFIG, make_prompt(i, [3, 4]), done, verdicts))
+    return groups
+
+
+def test_the_hook_sees_a_group_and_the_number_of_a_response():
+    """It gives wrong responses the weights 0.5, 1, 1.5, ...; those of weight 0 leave the mean."""
+
+    def hook(group, sample):
+        places = np.arange(1, len(group.completions[sample]) + 1)
+        return 0.5 * places * (not group.correct[sample])
+
+    (segments,) = split_groups(CONFIG, make_groups(), hook)
+    rollouts, _ = pack(segments, 20, 2, 4)
+    estimates, scored = Estimates(np.ones(rollouts.tokens.shape)), ScoredBatch(rollouts, None)
+    batch = make_batch(scored, segments, estimates, CONFIG.algorithm, 20)
+    wrong = (1, 5, 7)  # number 3 is empty
+    for i, n in enumerate(LENGTHS):
+        expected = 0.5 * np.arange(1, n + 1) / n / len(wrong) if i in wrong else np.zeros(n)
+        actual = batch.loss_weights[rollouts.response_index == i]
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "shape"), [(np.ones(4), (4,)), (1.0, ()), (-np.ones(5), (5,)), ([np.inf] * 5, (5,))]
+)
+def test_weights_that_do_not_fit_a_response_are_rejected(weights, shape):
+    with pytest.raises(ConfigError) as caught:
+        split_groups(CONFIG, make_groups(), lambda group, sample: weights)
+    message = str(caught.value)
+    assert "config.algorithm.token_weights = 'own:hook'" in message
+    assert "5 finite numbers, none below 0, for response 0 to prompt p0" in message
+    assert f"got shape {shape}" in message
+
+
+@pytest.mark.parametrize("name", ["own:absent", "no_such_module:f", "hook", "own:number"])
+def test_a_hook_must_be_a_function(name, write_module, tiny_folder, alone, tmp_path):
+    write_module("own", "number = 3\n")
+    algorithm = dataclasses.replace(algorithms.dapo(), token_weights=name)
+    with pytest.raises(ConfigError, match=f"config.algorithm.token_weights = '{name}': "):
+        make_quick_config(tiny_folder, tmp_path, algorithm=algorithm)  # checks as a command does

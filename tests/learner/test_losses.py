@@ -26,7 +26,6 @@ STEP = 1e-5  # of central differences
 RESPONSES = [(0, 1, 2, 6), (0, 2, 9, 3), (1, 1, 1, 1), (1, 2, 4, 5), (1, 3, 10, 0), (1, 4, 11, 1)]
 MASKED = [(2, 1, 3, 4), (2, 2, 8, 2)]
 SHAPE = (4, 12)
-PLACES = [(row, start + t) for row, _, start, n in RESPONSES for t in range(n)]
 SKIPPED = (1, 6)  # a token of weight 0 inside a trained response
 
 
@@ -261,7 +260,7 @@ def test_only_k1_is_accepted_in_the_reward(name, capsys):
     assert expected in capsys.readouterr().err
 
 
-# --- value loss ------------------------------------------------------------------------------
+# --- value loss ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2, 0.5])

@@ -1,7 +1,6 @@
 """Every preset trains: it validates, and two steps of a small run move the policy."""
 
 import dataclasses
-import importlib
 
 import jax
 import numpy as np
@@ -9,8 +8,6 @@ import pytest
 from small_runs import equal, make_quick_config, open_run, read_rows
 
 from dapo_jax import algorithms
-
-train_module = importlib.import_module("dapo_jax.train")
 
 QUICK = ("dpo", "grpo", "gspo", "rloo", "vapo")  # between them every branch of an update
 RL_PRESETS = [

@@ -86,12 +86,6 @@ def test_a_reference_folder_of_its_own_is_read(
     assert_same(parts.first_params(), tiny_params)
 
 
-def test_neither_reference_nor_critic_is_held_without_a_use(tiny_folder, alone, tmp_path):
-    parts = build(make_quick_config(tiny_folder, tmp_path, "dapo"))
-    parts.close()
-    assert parts.learners.reference is None and parts.learners.critic is None
-
-
 def test_the_reference_is_held_in_the_compute_dtype_and_sharded_as_the_policy(
     tiny_folder, tmp_path
 ):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config.experiment import Config, Model, Packing, Reward
 from dapo_jax.learner.critic import scalar_config
-from dapo_jax.model.logprobs import scalars_after
+from dapo_jax.model.logprobs import Rows, scalars_after
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.run.components import load_reward_model
@@ -44,7 +44,7 @@ RESPONSES = make_responses([5, 1, 0, 14, 7, 20, 3, 12, 2, 6, 8, 8])
 @pytest.fixture(scope="module")
 def expected(score_params):
     """Each score by a forward pass of its own: nothing packed beside it."""
-    of_row = jax.jit(lambda *row: scalars_after(score_params, scalar_config(TINY), *row))
+    of_row = jax.jit(lambda *row: scalars_after(score_params, scalar_config(TINY), Rows(*row)))
     scores = []
     for prompt, done in RESPONSES:
         tokens = [*prompt.tokens, *done.tokens]

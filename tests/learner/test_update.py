@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import make_completion, make_prompt
 from learners import (
     ADVANTAGES,
-    RNG,
     SEGMENTS,
     assert_close,
     logprobs_alone,
@@ -23,11 +23,21 @@ from learners import (
 )
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Optimizer
-from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.packing import assign_rows, pack, padded_microbatches
-from dapo_jax.learner.ratio_quantiles import EDGES, RATIO_HISTOGRAM
+from dapo_jax.commands import checks, command_line
+from dapo_jax.config.experiment import Config, DpoConfig, Optimizer, Packing, SftConfig
+from dapo_jax.learner.packing import (
+    Segment,
+    assign_rows,
+    choose_rows,
+    fill,
+    pack,
+    pack_updates,
+    padded_microbatches,
+)
+from dapo_jax.learner.ratios import EDGES, RATIO_HISTOGRAM
+from dapo_jax.learner.update import learning_rate
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.settings import ConfigError
 
 
 def microbatches_of(row_tokens: int, rows: int) -> int:
@@ -216,7 +226,7 @@ def test_no_step_of_any_schedule_is_wasted_at_rate_zero():
     assert learning_rate(Optimizer(learning_rate=2.0, warmup_steps=0), 0, 8) == 2.0
 
 
-# --- packing --------------------------------------------------------------------------------
+# --- packing ------------------------------------------------------------------------------
 
 
 def test_every_token_of_every_segment_is_packed_once():
@@ -241,16 +251,6 @@ def test_every_token_of_every_segment_is_packed_once():
     assert seen == len(SEGMENTS) and used == microbatches_of(20, 2)
 
 
-def test_every_segment_is_in_one_row_and_no_row_is_too_long():
-    for _ in range(300):
-        row = int(RNG.integers(10, 60))
-        longest = int(RNG.integers(1, row + 1))
-        lengths = RNG.integers(1, longest + 1, RNG.integers(1, 40)).tolist()
-        rows = assign_rows(lengths, row)
-        assert all(sum(lengths[i] for i in members) <= row for members in rows)
-        assert sorted(i for members in rows for i in members) == list(range(len(lengths)))
-
-
 def test_arrays_are_less_than_twice_as_wide_as_their_use_and_of_few_widths():
     """A program is compiled for each width."""
     widths = set()
@@ -267,3 +267,81 @@ def test_arrays_are_less_than_twice_as_wide_as_their_use_and_of_few_widths():
 def test_a_segment_longer_than_a_row_is_rejected():
     with pytest.raises(ValueError, match="row_tokens = 10"):
         pack(SEGMENTS, 10, 4, 4)
+
+
+# --- packing.row_tokens=auto ----------------------------------------------------------------------
+
+
+PROMPT = make_prompt(0, [3, 4, 5, 6])
+SHORTEST = Packing(row_tokens=100, rows_per_microbatch=8)
+FREE = {"shards": 2, "longest": 10_000, "attention_tokens": 1e9}
+
+
+def segments(lengths) -> list[Segment]:
+    """Prompts and responses of so many tokens in all."""
+    return [
+        Segment(PROMPT, make_completion([7] * (length - len(PROMPT.tokens))), i)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def places(updates, packing: Packing) -> int:
+    """That updates in such rows compute."""
+    _, used = pack_updates(updates, packing)
+    return sum(used) * packing.rows_per_microbatch * packing.row_tokens
+
+
+def test_responses_over_half_a_row_get_longer_rows():
+    updates = [segments([60 + i % 5 for i in range(96)])]
+    actual = choose_rows(updates, SHORTEST, **FREE)
+    assert actual.row_tokens > 100 and actual.rows_per_microbatch % 2 == 0
+    assert actual.row_tokens * actual.rows_per_microbatch <= 800
+    assert places(updates, actual) < 0.75 * places(updates, SHORTEST)
+
+
+def test_a_last_microbatch_that_is_nearly_empty_is_halved():
+    long = Packing(row_tokens=600, rows_per_microbatch=8)
+    updates = [segments([600] * 9)]
+    actual = choose_rows(updates, long, **FREE)
+    assert actual == Packing(row_tokens=600, rows_per_microbatch=4)
+    assert places(updates, actual) == 12 * 600 < places(updates, long)
+
+
+def test_no_row_is_longer_than_attention_allows():
+    updates = [segments([60] * 96)]
+    assert choose_rows(updates, SHORTEST, **FREE | {"longest": 100}) == SHORTEST
+    assert choose_rows(updates, SHORTEST, **FREE | {"longest": 250}).row_tokens == 200
+    # Where attention is most of the work, padding is cheaper than longer rows.
+    assert choose_rows(updates, SHORTEST, **FREE | {"attention_tokens": 10.0}) == SHORTEST
+
+
+def test_an_empty_batch_takes_the_shortest_rows():
+    assert choose_rows([[]], SHORTEST, **FREE) == SHORTEST
+
+
+def test_fill_counts_what_microbatches_compute():
+    rollouts, used = pack_updates([segments([50, 50, 30]), segments([9])], Packing(100, 2))
+    assert used == [1, 1] and fill(rollouts, used) == pytest.approx(139 / 400)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--config.packing.row_tokens=auto"], ["--config.packing.row_tokens", "auto"]],
+    ids=["one word", "two"],
+)
+def test_auto_is_a_value_on_the_command_line(arguments):
+    config = command_line.override(Config(), arguments)
+    assert config.packing.row_tokens == -1
+    longest = config.data.max_prompt_tokens + config.sampler.max_response_tokens
+    assert longest <= config.rows().row_tokens < longest + 128
+    assert config.rows().row_tokens % 128 == 0 or longest <= 512
+
+
+def test_other_settings_and_examples_reject_auto():
+    with pytest.raises(ConfigError, match="seed = 'auto'"):
+        command_line.override(Config(), ["--config.seed=auto"])
+    for kind in SftConfig, DpoConfig:
+        config = command_line.override(kind(), ["--config.packing.row_tokens=auto"])
+        config.data.source, config.start = "own.jsonl", "somewhere"
+        with pytest.raises(ConfigError, match="packing.row_tokens = -1: must be above 0"):
+            checks.check(config)

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from dapo_jax.model.config_fields import NUMBERS, check_number
-from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
+from dapo_jax.model.config_json import NUMBERS, check_number, decoder_from_json, decoder_to_json
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.settings import ConfigError
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import processors
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.model import load_huggingface, published_tensors
+from dapo_jax.model import load_huggingface
 from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
 from dapo_jax.runtime.settings import ConfigError
 
@@ -49,7 +49,7 @@ def test_a_folder_read_onto_eight_devices_is_written_back_bit_for_bit(
     config = export(folder, tmp_path / "out", eight_devices, max_shard_gb=2e-5)
     stored = stored_bytes(folder)
     assert stored_bytes(tmp_path / "out") == stored
-    index = read_json(tmp_path / "out" / published_tensors.INDEX)
+    index = read_json(tmp_path / "out" / load_huggingface.INDEX)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("model-*")}
     assert sizes.keys() == set(index["weight_map"].values()) and len(sizes) > 1
     largest = max(len(content) for *_, content in stored.values())
@@ -107,7 +107,6 @@ def test_every_wrong_tensor_of_several_files_is_named_at_once(tmp_path, one_devi
     message = str(caught.value)
     for words in (
         f"{lost}: missing",
-        f"{lost}: not in {first.name}, where {published_tensors.INDEX} has it",
         f"{repeated}: in {first.name} and in {second.name}",
         "model.extra: unknown",
         f"{cut}: shape",

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from mxfp4_folders import write_both
 
-from dapo_jax.model import load_huggingface, save_huggingface
-
 pytestmark = pytest.mark.slow
 TESTS = pathlib.Path(__file__).parents[1]
 WRITER = TESTS / "fixtures/write_models.py"
@@ -79,14 +77,6 @@ def test_exported_folders_load_in_transformers_with_identical_logits(
     for folder in folders:
         families.export(folder, tmp_path / folder.name, eight_devices, max_shard_gb=2e-3)
         assert families.stored_bytes(tmp_path / folder.name) == families.stored_bytes(folder)
-    check_logits(tmp_path, folders)
-
-
-def test_folders_with_a_config_json_of_ours_load_in_transformers(folders, one_device, tmp_path):
-    for folder in folders:
-        config = load_huggingface.read_config(folder)
-        params = load_huggingface.load_params(folder, config, one_device)
-        save_huggingface.save_folder(tmp_path / folder.name, params, config, (1,))
     check_logits(tmp_path, folders)
 
 

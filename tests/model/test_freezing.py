@@ -8,13 +8,11 @@ import pytest
 from conftest import TINY
 from frozen_samplers import make_sampler, sample
 from learners import assert_close, make_batch, make_learner, place
-from safetensors.numpy import load_file
 from small_runs import make_quick_config
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Model, Optimizer
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.trainable import frozen_layers, join, without
 from dapo_jax.run.components import build, load_frozen
 from dapo_jax.runtime.settings import ConfigError
@@ -74,21 +72,6 @@ def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device,
     for a, b in zip(actual, expected, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
-
-
-def test_a_written_folder_is_the_same_with_frozen_layers(
-    tiny_folder, tiny_params, eight_devices, tmp_path
-):
-    frozen = load_huggingface.load_params(tiny_folder, HALF, eight_devices)
-    jax.tree.map(np.testing.assert_array_equal, frozen, split(tiny_params))
-    save_huggingface.save_folder(tmp_path, frozen, HALF, (1,))
-    written, original = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path, tiny_folder)
-    )
-    assert written.keys() == original.keys()
-    for name, tensor in original.items():
-        np.testing.assert_array_equal(written[name], tensor)
-    assert load_huggingface.read_config(tmp_path) == TINY
 
 
 @pytest.mark.parametrize(

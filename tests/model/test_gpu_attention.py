@@ -21,7 +21,7 @@ from dapo_jax.model import decode_attention, gpu_attention, training_attention
 from dapo_jax.model.caches import KVCache
 from dapo_jax.model.decode_attention import SlotAttention, SlotContext
 from dapo_jax.model.gpu_attention import rows_attention, slots_attention
-from dapo_jax.rollout.slot_cache import SlotLayout
+from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.runtime.sharding import make_mesh
 
 RNG = np.random.default_rng(5)
@@ -61,7 +61,7 @@ def decode(attend, lengths, cache, heads=4, active=None, dtype=jnp.float32):
     new = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
     active = jnp.ones(slots, bool) if active is None else active
     context = SlotContext(jnp.asarray(lengths, jnp.int32)[:, None], active, None)
-    return jax.jit(attend)(*new, context, cache, None, None)
+    return jax.jit(attend)(*new, context, cache)
 
 
 def filled(slots: int, kv_heads: int, length: int, width: int) -> KVCache:
@@ -107,7 +107,7 @@ def test_only_gpu_engines_use_the_kernel(one_device):
 
     def takes_it(mesh, dtype=jnp.float32, **shape):
         config = dataclasses.replace(TINY, head_dim=16, **shape)
-        return SlotLayout(config, mesh, Sampler(slots=4), 64, dtype).attend.kernel
+        return CacheLayout(config, mesh, Sampler(slots=4), 64, dtype).attend.kernel
 
     assert takes_it(gpu) and not takes_it(one_device)
     assert not takes_it(gpu, sinks=True) and not takes_it(gpu, jnp.int8)

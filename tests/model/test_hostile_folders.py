@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.model import load_huggingface, published_tensors
+from dapo_jax.model import load_huggingface
 from dapo_jax.runtime.settings import MAX_TEXT_BYTES, ConfigError
 
 SECONDS = 20.0
@@ -111,7 +111,7 @@ def begins_with(number: int):
 
 CONFIG = "config.json"
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
-INDEX = published_tensors.INDEX
+INDEX = load_huggingface.INDEX
 GENERATION = "generation_config.json"
 HOSTILE = {
     "config: nested deeply": (write(CONFIG, DEEP), "nested too deeply"),

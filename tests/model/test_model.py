@@ -12,7 +12,7 @@ from conftest import TINY
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import decoder, load_huggingface
 from dapo_jax.model.lm_head import head_logprobs
-from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.model.training_attention import choose
 from dapo_jax.rollout.sampling import sample_tokens
 from dapo_jax.runtime.settings import ConfigError
@@ -36,11 +36,6 @@ def test_a_token_reaches_later_tokens_of_its_segment_and_nothing_else(tiny_param
         assert np.flatnonzero(differs[0]).tolist() == list(reached) and not differs[1].any()
 
 
-def test_packing_does_not_change_what_a_segment_computes(tiny_params):
-    alone = hidden(tiny_params, TOKENS[:1, 5:11], jnp.ones((1, 6), jnp.int32), jnp.arange(6)[None])
-    np.testing.assert_allclose(hidden(tiny_params)[:1, 5:11], alone, atol=1e-5)
-
-
 def test_unrolling_does_not_change_the_numbers(tiny_params):
     def loss(params, config):
         return jnp.sum(jnp.sin(hidden(params, config=config)))
@@ -52,7 +47,7 @@ def test_unrolling_does_not_change_the_numbers(tiny_params):
 
 def test_logprobs_and_entropy_equal_those_of_the_softmax(tiny_params):
     logprobs, entropy = token_logprobs(
-        tiny_params, TINY, TOKENS, SEGMENTS, POSITIONS, temperature=0.7, chunk_tokens=10**6
+        tiny_params, TINY, Rows(TOKENS, SEGMENTS, POSITIONS), temperature=0.7, chunk_tokens=10**6
     )
     logits = hidden(tiny_params) @ tiny_params["embedding"].T / 0.7
     full = np.asarray(jax.nn.log_softmax(logits), np.float64)

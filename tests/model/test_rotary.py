@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 
-from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
+from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies
 from dapo_jax.run.compute import check_rotations
 from dapo_jax.runtime.settings import ConfigError
 
@@ -48,13 +48,6 @@ def test_linear_scaling_slows_all_and_dynamic_none_within_the_context():
     )
     dynamic = RopeScaling(4.0, kind="dynamic", original_tokens=64)
     np.testing.assert_array_equal(rope_frequencies(1e4, 8, dynamic), plain)
-
-
-def test_rotated_vectors_are_longer_by_the_attention_factor():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 8)), jnp.float32)
-    places, frequencies = jnp.arange(5)[None], rope_frequencies(1e4, 8, None)
-    plain, longer = (rotate(x, places, frequencies, factor) for factor in (1.0, 1.25))
-    np.testing.assert_allclose(longer, 1.25 * plain, atol=1e-6)
 
 
 def test_queries_grow_by_the_logarithm_of_whole_contexts():

@@ -10,7 +10,7 @@ from conftest import MOE
 
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, Experts, route, route_dtype
-from dapo_jax.model.logprobs import hidden_states
+from dapo_jax.model.logprobs import Rows, hidden_states
 from dapo_jax.model.training_attention import Context
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
@@ -23,8 +23,9 @@ PLACES = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
 PARAMS = unbox(init_params(MOE, jax.random.key(0)))
 
 
-def run(params=PARAMS, config=MOE, **options):
-    return jax.jit(lambda p: hidden_states(p, config, TOKENS, SEGMENTS, PLACES, **options))(params)
+def run(params=PARAMS, config=MOE, routes=None, record=()):
+    rows = Rows(TOKENS, SEGMENTS, PLACES, routes)
+    return jax.jit(lambda p: hidden_states(p, config, rows, record))(params)
 
 
 def record(*arguments):
@@ -111,13 +112,13 @@ def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
 @pytest.mark.parametrize("sizes", [{"expert": 4, "tensor": 2, "fsdp": 1}, {"fsdp": 4, "tensor": 2}])
 def test_replay_is_the_same_on_a_mesh(sizes):
     hidden, routes = record()
-    tokens = {"routes": others(routes), "record": [ROUTES, REPLACED, BALANCE]}
-    expected, wanted = run(**tokens)
+    recorded = [ROUTES, REPLACED, BALANCE]
+    expected, wanted = run(routes=others(routes), record=recorded)
     assert np.abs(expected - hidden).max() > 1e-3
     with sharding.activate(make_mesh(**({"data": 1} | sizes))):
-        rows = [jnp.tile(x, (4, 1)) for x in (TOKENS, SEGMENTS, PLACES)]
-        tokens["routes"] = jnp.tile(tokens["routes"], (4, 1, 1, 1))
-        found, records = jax.jit(lambda p: hidden_states(p, MOE, *rows, **tokens))(PARAMS)
+        arrays = TOKENS, SEGMENTS, PLACES, others(routes)
+        rows = Rows(*(jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) for x in arrays))
+        found, records = jax.jit(lambda p: hidden_states(p, MOE, rows, recorded))(PARAMS)
     np.testing.assert_allclose(found[:ROWS], expected, atol=1e-5)
     np.testing.assert_array_equal(records.routes[:ROWS], wanted.routes)
     np.testing.assert_allclose(records.replaced[:, :ROWS], wanted.replaced, atol=1e-5)

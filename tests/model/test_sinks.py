@@ -15,8 +15,7 @@ from dapo_jax.commands.plan.simulate import named_mesh
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model import blockwise_attention
 from dapo_jax.model.decoder import abstract_params
-from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
-from dapo_jax.rollout.slot_cache import SlotLayout
+from dapo_jax.rollout.cache_layout import choose_layout
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
 SINKS = jnp.array([0.5, -1.0, 3.0, 0.0])  # of four query heads
@@ -51,7 +50,7 @@ def params():
     return random_params()
 
 
-def by_definition(queries, keys, values, context, mesh, window, sinks):
+def by_definition(queries, keys, values, context, cache, options):
     """Return attention head by head, with a sink as one more column of scores."""
     heads, ids = [], context.segment_ids
     mask = (ids[:, :, None] == ids[:, None]) & jnp.tril(jnp.ones((ids.shape[1],) * 2, bool))
@@ -59,7 +58,7 @@ def by_definition(queries, keys, values, context, mesh, window, sinks):
         of_keys = head * keys.shape[2] // queries.shape[2]
         scores = jnp.einsum("bqe,bke->bqk", queries[:, :, head], keys[:, :, of_keys])
         scores = jnp.where(mask, scores * queries.shape[-1] ** -0.5, -jnp.inf)
-        column = jnp.broadcast_to(sinks[head], (*scores.shape[:2], 1))
+        column = jnp.broadcast_to(options.sinks[head], (*scores.shape[:2], 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, column], -1))[..., :-1]
         heads.append(jnp.einsum("bqk,bke->bqe", weights, values[:, :, of_keys]))
     return jnp.stack(heads, axis=2), None
@@ -89,6 +88,7 @@ def test_no_kernel_without_sinks_reads_the_pages():
     """A TPU that would take pages without sinks takes slots."""
     wide = dataclasses.replace(GPT_OSS, head_dim=128, dtype=jnp.bfloat16)
     chip = named_mesh(Mesh(), "tpu", 1)
-    for sinks, layout in (False, PagedLayout), (True, SlotLayout):
+    for sinks in (False, True):
         config = dataclasses.replace(wide, sinks=sinks, window=None, sliding=())
-        assert isinstance(choose_layout(config, chip, Sampler(slots=2), 256), layout)
+        layout = choose_layout(config, chip, Sampler(slots=2), 256)
+        assert (layout.pages is None) == sinks

@@ -20,8 +20,13 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import splash_attention
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.grouped_products import matrices_gradient
-from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
-from dapo_jax.rollout import paged_cache
+from dapo_jax.model.training_attention import (
+    TRAINING_ATTENTION,
+    AttentionOptions,
+    Context,
+    Window,
+)
+from dapo_jax.rollout import cache_layout
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime import sharding
@@ -86,7 +91,7 @@ def training_attention(name: str, arrays, ids, weights, window: Window | None, m
     context = Context(jnp.zeros_like(ids), jnp.asarray(ids))
 
     def loss(queries, keys, values):
-        whole = queries, keys, values, context, None, window
+        whole = queries, keys, values, context, None, AttentionOptions(window)
         mixed, _ = TRAINING_ATTENTION[name](*whole)
         mixed = jnp.where(context.segment_ids[..., None, None] > 0, mixed, 0)
         return jnp.sum(mixed.astype(FLOAT32) * weights), mixed
@@ -206,7 +211,7 @@ def test_engine_draws_by_the_ragged_kernel_what_it_draws_otherwise(
     tokens = [[2 + (7 * length + j) % 20 for j in range(length)] for length in (18, 9, 2)]
     prompts = [make_prompt(i, prompt) for i, prompt in enumerate(tokens)]
     kernel = True
-    monkeypatch.setattr(paged_cache, "has_kernel", lambda *_: kernel)
+    monkeypatch.setattr(cache_layout, "has_kernel", lambda *_: kernel)
 
     def draw(cache: str):
         settings = Sampler(slots=4, burst_tokens=3, max_response_tokens=20, cache=cache)

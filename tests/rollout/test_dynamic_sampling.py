@@ -90,12 +90,6 @@ def test_the_first_qualifying_groups_in_data_order_are_kept():
     assert not collected.starved
 
 
-def test_no_prompt_is_requested_twice_or_lost_between_steps():
-    collected, prompts, _ = run(lambda i: i % 2)
-    assert indices(collected) == [1, 3, 5, 7]
-    assert next(prompts).index == 8
-
-
 def test_the_number_of_requests_follows_the_estimate():
     _, _, eager = run(lambda i: 1, fraction=0.25, bursts=lambda i: 3)
     _, _, frugal = run(lambda i: 1, fraction=1.0, bursts=lambda i: 3)
@@ -133,12 +127,6 @@ def test_a_starved_step_trains_on_the_groups_there_are():
 def test_a_starved_run_stops_with_its_counts_if_configured():
     with pytest.raises(Starved, match="only 0 of 4 .* 8 were all right and 0 all wrong"):
         run(lambda i: 2, max_sample_rounds=2, when_starved="stop")
-
-
-def test_without_dynamic_sampling_every_group_is_taken():
-    collected, _, sampler = run(lambda i: 2, algorithm=algorithms.grpo(), fraction=0.1)
-    assert indices(collected) == [0, 1, 2, 3] == sampler.submitted
-    assert not collected.starved
 
 
 def test_an_interruption_takes_effect_between_bursts():

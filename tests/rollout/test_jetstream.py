@@ -69,7 +69,7 @@ def test_a_slot_stops_at_its_budget(byte_engine, byte_responses):
     assert generate(engine, params, state, 0, BUDGET + 3) == byte_responses["3+4="]
 
 
-# --- JetStream's orchestrator -----------------------------------------------------------------
+# --- JetStream's orchestrator ---------------------------------------------------------------
 
 
 SLOW = pytest.mark.slow
@@ -112,7 +112,7 @@ def test_jetstreams_orchestrator_drives_the_engine(
     assert driver.live is False
 
 
-# --- text ------------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------
 
 
 def test_streamed_text_equals_the_decoded_whole():

@@ -12,7 +12,7 @@ from samplers import PROMPTS, TOKENIZER, make_sampler, sample
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import ROUTES
-from dapo_jax.model.logprobs import hidden_states
+from dapo_jax.model.logprobs import Rows, hidden_states
 from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.sharding import unbox
@@ -21,7 +21,7 @@ from dapo_jax.structs import PartialGroup, SamplingRule
 MOE = dataclasses.replace(
     TINY, mlp=16, experts=8, experts_per_token=2, family="qwen3_moe", records_routes=True
 )
-SOME, KEY = PROMPTS[:5], jax.random.key(0)
+SOME = PROMPTS[:5]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def trainer_routes(params, groups) -> dict[tuple[int, int], np.ndarray]:
     actual = {}
     for microbatch in range(used):
         part = jax.tree.map(lambda x, m=microbatch: x[m], rows)
-        arrays = part.tokens, part.segment_ids, part.positions
-        records = jax.jit(lambda *a: hidden_states(params, MOE, *a, record=[ROUTES])[1])(*arrays)
+        arrays = Rows(part.tokens, part.segment_ids, part.positions)
+        records = jax.jit(lambda rows: hidden_states(params, MOE, rows, [ROUTES])[1])(arrays)
         routes = np.asarray(records.routes)
         for row, number in np.argwhere(part.positions == 0):
             if not (segment := part.segment_ids[row, number]):

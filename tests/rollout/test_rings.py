@@ -25,7 +25,6 @@ from dapo_jax.model.decoder import init_params
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run import memory
 from dapo_jax.runtime.sharding import make_mesh, unbox
-from dapo_jax.structs import SamplingRule
 
 WINDOW = 5  # prompts are of 3 to 7 tokens, responses of 20
 MIXED = dataclasses.replace(TINY, layers=3, window=WINDOW, sliding=(True, False, True))
@@ -89,27 +88,6 @@ def test_eight_devices_sample_what_one_does(layout, tokens):
     mesh, params = make_mesh(2, 2, 2), params_of(MIXED)
     sharded = open_sampler(mesh, MIXED, slots=8, **LAYOUTS[layout])
     assert tokens_of(sample(sharded, place(params, MIXED, mesh), SOME)) == tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_response_longer_than_its_ring_resumes(layout, one_device, tokens):
-    """Prompt and response are longer than the ring then."""
-    params, actual = params_of(MIXED), {}
-    sampler = open_sampler(one_device, MIXED, **LAYOUTS[layout])
-    sampler.begin(params, purpose=0, step=2, rule=SamplingRule())
-    for prompt in SOME:
-        sampler.submit(prompt, 3)
-    for _ in range(3):
-        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
-    partial = sampler.suspend()
-    assert any(len(done.tokens) > WINDOW for group in partial for done in group.begun)
-    sampler.begin(params, purpose=0, step=2, rule=SamplingRule())
-    for group in partial:
-        sampler.submit(group.prompt, 3, group)
-    while not sampler.idle:
-        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
-    assert tokens_of(actual) == tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

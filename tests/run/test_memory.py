@@ -13,7 +13,7 @@ from dapo_jax.commands.serve import server
 from dapo_jax.config.experiment import Lora, Packing, Rollout, Sampler, ServeConfig
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.trainable import choose_trained
-from dapo_jax.rollout.slot_cache import SlotLayout
+from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.run import memory
 from dapo_jax.run.components import build
 from dapo_jax.runtime.settings import ConfigError
@@ -65,7 +65,7 @@ def test_estimate_equals_the_size_of_the_arrays(one_device, eight_devices, tiny_
     params = sizes(jax.eval_shape(lambda: unbox(init_params(TINY, jax.random.key(0)))))
     assert memory.params_bytes(TINY, one_device) == params
     assert params / 8 < memory.params_bytes(TINY, eight_devices) < params / 2
-    layout = SlotLayout(TINY, one_device, Sampler(slots=6), 40, jnp.float32)
+    layout = CacheLayout(TINY, one_device, Sampler(slots=6), 40, jnp.float32)
     cache = sizes(jax.eval_shape(lambda: layout.empty(40)))
     assert memory.cache_bytes(TINY, Sampler(), one_device, 6, 10, 30) == cache + 6 * 30 * 8
     config = make_quick_config(tiny_folder, tmp_path, algorithm=algorithms.preset("grpo"))

@@ -11,7 +11,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, head_kernel
-from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 
@@ -55,7 +55,7 @@ def packed_gradients(folder, mesh):
     options = {"temperature": 1.0, "chunk_tokens": 1 << 20}
 
     def loss(params):
-        return jnp.sum(token_logprobs(params, config, *rows, **options)[0] * drawn[None])
+        return jnp.sum(token_logprobs(params, config, Rows(*rows), **options)[0] * drawn[None])
 
     gradient = save_huggingface.flatten(jax.jit(jax.grad(loss))(params))
     return dict(save_huggingface.published_tensors(gradient, config, "float32"))

@@ -13,7 +13,7 @@ from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
-from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.structs import Completion
 
@@ -72,4 +72,4 @@ def logprobs_alone(params, row, length):
     place = jnp.arange(row.shape[0])[None]
     segment = (place < length).astype(jnp.int32)
     options = {"temperature": 1.0, "chunk_tokens": 10**6}
-    return token_logprobs(params, TINY, row[None], segment, place, **options)[0][0]
+    return token_logprobs(params, TINY, Rows(row[None], segment, place), **options)[0][0]

@@ -8,7 +8,7 @@ import numpy as np
 
 from dapo_jax.model.caches import PageCache
 from dapo_jax.model.decode_attention import PagedAttention, SlotContext
-from dapo_jax.model.training_attention import Window
+from dapo_jax.model.training_attention import AttentionOptions, Window
 
 SIZE, WIDTH = 16, 10  # tokens of a page, pages of a slot: more than the kernel works on at a time
 
@@ -89,7 +89,7 @@ def decode(mesh, window: Window | None = None, *, kernel: bool = True):
     def step(queries, keys, values, pages, tables, positions, active):
         new = (array[:, None] for array in (queries, keys, values))
         context = SlotContext(positions[:, None], active, tables)
-        mixed, cache = attend(*new, context, PageCache(pages), window)
+        mixed, cache = attend(*new, context, PageCache(pages), AttentionOptions(window))
         return mixed[:, 0], cache.pages
 
     return step

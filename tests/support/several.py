@@ -15,7 +15,7 @@ from small_runs import make_config, read_rollouts
 
 from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Log, Mesh, Rollout, Sampler
-from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.update import learning_rate
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.components import build
 from dapo_jax.run.run import train

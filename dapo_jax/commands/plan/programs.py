@@ -30,9 +30,8 @@ from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, join, without
-from dapo_jax.rollout.decode_step import Starts
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.engine_programs import EnginePrograms
+from dapo_jax.rollout.engine_programs import EnginePrograms, Starts
 from dapo_jax.run.compute import (
     check_divisible,
     check_rotations,

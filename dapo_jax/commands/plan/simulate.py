@@ -22,14 +22,13 @@ from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout.carry_over import open_collection
-from dapo_jax.rollout.decode_step import Starts
 from dapo_jax.rollout.dynamic_sampling import (
     INITIAL_KEPT_FRACTION,
     CollectionHooks,
     collect,
     seek,
 )
-from dapo_jax.rollout.engine_programs import EngineShape
+from dapo_jax.rollout.engine_programs import EngineShape, Starts
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.compute import mesh_sizes, open_engine, open_sampler
 from dapo_jax.runtime import sharding

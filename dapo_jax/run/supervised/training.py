@@ -16,9 +16,8 @@ from dapo_jax.config.experiment import DpoConfig, SftConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD
 from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
-from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.learner.update import Learner
+from dapo_jax.learner.update import Learner, learning_rate
 from dapo_jax.model import peft_adapters, save_huggingface
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.reporting.console import Progress

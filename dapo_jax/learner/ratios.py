@@ -1,32 +1,51 @@
-"""Advantages, ratios and clips of each response in an update, for reports."""
+"""Importance ratios of an update for reports: their quantiles, and traces of each response."""
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.learner.batches import TrainBatch
+from dapo_jax.learner.batches import Mean, TrainBatch
 from dapo_jax.learner.losses import policy_loss
 from dapo_jax.learner.packing import take_tokens
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import Trace, present
 
+RATIO_HISTOGRAM = "ratio_histogram"
+QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
+_SIZES = np.geomspace(1e-4, 20.0, 80)  # log-ratios in steps of 16 %
+EDGES = np.concatenate([-_SIZES[::-1], _SIZES])
 # Bounds that removed the gradient of a token; 0: none.
 LOW = 1
 HIGH = 2
 DUAL = 3
 
 
+def histogram(ratio: Float[Array, "R T"], trained: Float[Array, "R T"]) -> Mean:
+    """Count the log-ratios of trained tokens between the edges: [len(EDGES) + 1]."""
+    place = jnp.searchsorted(jnp.asarray(EDGES, ratio.dtype), jnp.log(ratio).ravel())
+    counts = jax.ops.segment_sum(trained.ravel(), place, len(EDGES) + 1)
+    return Mean(counts, trained.sum())
+
+
+def quantiles(counts: np.ndarray) -> dict[str, float]:
+    """Return the quantiles of the ratios by name, accurate to a bin; 1 if there is no token."""
+    if not counts.sum():
+        return dict.fromkeys(QUANTILES, 1.0)
+    # The outermost bins have one edge, which stands for their middle.
+    middles = np.concatenate([EDGES[:1], (EDGES[1:] + EDGES[:-1]) / 2, EDGES[-1:]])
+    reached = np.cumsum(counts) / counts.sum()
+    places = {name: np.searchsorted(reached, share) for name, share in QUANTILES.items()}
+    return {name: float(np.exp(middles[place])) for name, place in places.items()}
+
+
 def trace_ratios(
     algorithm: Algorithm, batch: TrainBatch, logprobs: Float[Array, "M R T"]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return ([n] ratios, [n] bounds) of each response; empty for those of other minibatches.
-
-    Args:
-        logprobs: log-probs of the policy that the update differentiated.
-    """
+    """Return ([n] ratios, [n] bounds) of each response; empty for those of other minibatches."""
     rollouts = batch.scored.rollouts
     old = present(batch.scored.old_logprobs, "old_logprobs")
     arrays = (logprobs, old, batch.advantages, batch.loss_weights, rollouts.segment_ids)
@@ -44,11 +63,7 @@ def trace_responses(
     response_index: np.ndarray,
     ratios: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> list[Trace]:
-    """Return the trace of each response, ordered by index.
-
-    Args:
-        ratios: result of `trace_ratios` for one minibatch.
-    """
+    """Return the trace of each response, ordered by index."""
     per_response = take_tokens(advantages, response_index)
     means = [float(values.mean()) if values.size else 0.0 for values in per_response]
     traced = {i: pair for i, pair in enumerate(ratios) if len(pair[0])}

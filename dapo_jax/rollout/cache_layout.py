@@ -1,0 +1,324 @@
+"""Layout of the caches on devices: slots of equal length, or pages of the page table."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.model.caches import KVCache, PageCache, PromptCache
+from dapo_jax.model.decode_attention import (
+    PagedAttention,
+    SlotAttention,
+    has_kernel,
+    in_ring,
+    interleave,
+    page_specs,
+    rounded,
+)
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.gpu_attention import has_kernels
+from dapo_jax.model.quantisation import quantise
+from dapo_jax.rollout.page_table import Fills, PageGeometry, PageTable
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.settings import require
+
+Caches = tuple[PageCache | KVCache, ...]
+
+
+class CacheLayout:
+    """Caches of every layer: pages, or slots of one length that grow in a few sizes.
+
+    A layer with a window shorter than a slot has a ring buffer in each slot, and no pages.
+    `settings.pages` counts the pages of all replicas without their pages 0 (0: as many as full
+    slots need). `settings.first_window_tokens` is the first length of slots, or of attention over
+    pages if no kernel reads only the existing tokens.
+
+    Attributes:
+        attend: attention over these caches.
+        takes_many: one call may insert the responses to several prompts.
+        pages: the page table; None without pages.
+        calibrated: pages are int8 with a scale per head that must be known beforehand.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        mesh: jax.sharding.Mesh,
+        settings: Sampler,
+        cache_tokens: int,  # maximum tokens of a slot
+        dtype: Any,  # of keys and values; int8 ones have scales
+        paged: bool = False,
+    ):
+        self._config = config
+        self._mesh = mesh
+        self._settings = settings
+        self._limit = cache_tokens
+        self._dtype = dtype
+        platform = mesh.devices.flat[0].platform
+        self._time_last = platform == "cpu"
+        self.calibrated = paged and settings.cache_dtype == "int8_per_head"
+        # Without pages, a replica also gets the prompts of other replicas, and drops them.
+        self.takes_many = paged or mesh.size == 1
+        self.pages = None
+        if paged:
+            self.pages = PageTable(_page_geometry(mesh, settings, cache_tokens))
+            self.attend = PagedAttention(mesh, _read_by_kernel(config, mesh, settings, dtype))
+        else:
+            kernel = has_kernels(platform, config.head_dim, dtype) and not config.sinks
+            self.attend = SlotAttention(mesh, kernel)
+
+    def window(self, needed: int) -> int:
+        """Return the length of slots that hold `needed` tokens; with pages always the maximum."""
+        return self._grown(needed) if self.pages is None else self._limit
+
+    def _grown(self, needed: int) -> int:
+        window = self._settings.first_window_tokens
+        while window < needed:
+            window *= 2
+        return min(window, self._limit)
+
+    def fits(self, caches: Caches, needed: int) -> bool:
+        """Return True if the caches hold `needed` tokens per slot."""
+        lengths = self._lengths(self.window(needed))
+        pairs = zip(lengths, caches, strict=True)
+        return all(isinstance(c, PageCache) or n <= c.values.shape[2] for n, c in pairs)
+
+    def longest(self, caches: tuple[KVCache, ...]) -> int:
+        """Return the tokens of the longest cache."""
+        return max(cache.values.shape[2] for cache in caches)
+
+    def columns(self, needed: int) -> int | None:
+        """Return the page table columns that attention reads for `needed` tokens of a slot."""
+        if self.pages is None:
+            return None
+        window = self._limit if self.attend.kernel else self._grown(needed)
+        return -(-window // self._settings.page_tokens)
+
+    def _lengths(self, window: int) -> list[int]:
+        """Return the tokens of each layer's slots or rings."""
+        return [min(window, reach or window) for reach in self._config.reaches]
+
+    def _by_layer(self, pages: Any, slots: list) -> tuple:
+        """Return `pages` for each layer with pages, and an entry of `slots` for the others."""
+        if self.pages is None:
+            return tuple(slots)
+        reaches = [reach or self._limit for reach in self._config.reaches]
+        pairs = zip(reaches, slots, strict=True)
+        return tuple(pages if reach >= self._limit else slot for reach, slot in pairs)
+
+    def empty(self, window: int) -> Caches:
+        """Return zeroed caches of every layer with space for `window` tokens per slot."""
+        lengths = self._lengths(self.window(window))
+        kinds = {length: self._empty_slots(length) for length in lengths}
+        pages = None if self.pages is None else self._empty_pages(self.pages.geometry)
+        return self._by_layer(pages, [kinds[length] for length in lengths])
+
+    def _empty_slots(self, length: int) -> KVCache:
+        c, slots = self._config, self._settings.slots
+        shape, turned = (c.kv_heads, length, c.head_dim), (c.kv_heads, c.head_dim, length)
+        keys = jnp.zeros((slots, *(turned if self._time_last else shape)), self._dtype)
+        values = jnp.zeros((slots, *shape), self._dtype)
+        scales = (None, None)
+        if self._dtype == jnp.int8:
+            scales = (jnp.zeros((slots, c.kv_heads, length)),) * 2
+        return KVCache(keys, values, *scales, time_last=self._time_last)
+
+    def _empty_pages(self, geometry: PageGeometry) -> PageCache:
+        c, count = self._config, geometry.replicas * geometry.pages
+        shape = (count, geometry.page_tokens, 2 * c.kv_heads, c.head_dim)
+        return PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
+
+    def _scales(self, shape: tuple[int, ...]) -> jax.Array | None:
+        """Return initial scales of pages of that shape, [N, P, K2]."""
+        if self.calibrated:
+            return jnp.ones(shape[-1:])
+        return jnp.zeros(shape) if self._dtype == jnp.int8 else None
+
+    def shardings(self) -> Caches:
+        """Return the shardings of the caches: pages or slots over replicas, heads over tensor."""
+        place = sharding.sharding(self._mesh, "batch", "kv_heads", column=sharding.DECODING)
+        slots = jax.tree.map(lambda _: place, jax.eval_shape(lambda: self._empty_slots(1)))
+        scales = jax.eval_shape(lambda: self._scales((1, 1, 2)))
+        named = functools.partial(jax.sharding.NamedSharding, self._mesh)
+        pages = jax.tree.map(named, page_specs(PageCache(jnp.zeros(()), scales)))
+        return self._by_layer(pages, [slots] * self._config.layers)
+
+    def grow(self, caches: tuple[KVCache, ...], window: int) -> tuple[KVCache, ...]:
+        """Return copies of slot caches with space for `window` tokens per slot.
+
+        A ring buffer that still grows has not wrapped around yet.
+        """
+
+        def longer(array: Array, length: int, last: bool = False) -> Array:
+            axis = 3 if last else 2
+            pad = [(0, 0)] * array.ndim
+            pad[axis] = (0, length - array.shape[axis])
+            return jnp.pad(array, pad)
+
+        grown = []
+        for cache, length in zip(caches, self._lengths(window), strict=True):
+            keys = longer(cache.keys, length, cache.time_last)
+            rest = jax.tree.map(lambda x, n=length: longer(x, n), cache.replace(keys=None))
+            grown.append(rest.replace(keys=keys))
+        return tuple(grown)
+
+    def write_prompts(
+        self, cache: Any, new: PromptCache, slots: Array, rows: Array, lengths: Array, fills: Any
+    ) -> Any:
+        """Write prompt `rows[i]`, of `lengths[i]` tokens, into `slots[i]` or the pages of `fills`.
+
+        A slot past the last one is dropped.
+        """
+        if isinstance(cache, KVCache):
+            return _write_slots(cache, new, slots, rows, lengths)
+        place = functools.partial(sharding.spec, column=sharding.DECODING)
+        pages = page_specs(cache)
+        prompts = jax.tree.map(lambda _: place(None, None, "kv_heads"), new)
+        blocks = jax.tree.map(lambda _: place("batch"), fills)
+        return jax.shard_map(
+            _fill_replica,
+            mesh=self._mesh,
+            in_specs=(pages, prompts, blocks),
+            out_specs=pages,
+            check_vma=False,
+        )(cache, new, fills)
+
+
+def _write_slots(
+    cache: KVCache, new: PromptCache, slots: Array, rows: Array, lengths: Array
+) -> KVCache:
+    """Write whole prompts into slots; a ring buffer gets the end of a longer prompt."""
+    time, ring = new.keys.shape[1], cache.values.shape[2]
+    ends = in_ring(ring, lengths[:, None] - 1)[:, :, None, None] if time > ring else None
+    time = min(time, ring)
+
+    def written(x: Array):
+        x = x[rows]
+        if ends is not None:
+            x = jnp.take_along_axis(x, jnp.maximum(ends, 0), axis=1)
+        x, scale = quantise(x, cache.values.dtype)
+        return x.transpose(0, 2, 1, 3), None if scale is None else scale.transpose(0, 2, 1)
+
+    def put(old, new):
+        return None if old is None else old.at[slots, :, :time].set(new, mode="drop")
+
+    (keys, key_scale), (values, value_scale) = written(new.keys), written(new.values)
+    if cache.time_last:
+        keys = cache.keys.at[slots, :, :, :time].set(keys.swapaxes(2, 3), mode="drop")
+    else:
+        keys = put(cache.keys, keys)
+    return cache.replace(
+        keys=keys,
+        values=put(cache.values, values),
+        key_scale=put(cache.key_scale, key_scale),
+        value_scale=put(cache.value_scale, value_scale),
+    )
+
+
+def _fill_replica(cache: PageCache, new: PromptCache, fills: Fills) -> PageCache:
+    pairs = interleave(new.keys, new.values, 2)
+    size = cache.pages.shape[1]
+    pairs = jnp.pad(pairs, ((0, 0), (0, -pairs.shape[1] % size), (0, 0), (0, 0)))
+    blocks = pairs.reshape(len(pairs), -1, size, *pairs.shape[2:])[fills.row[0], fills.block[0]]
+    pages, scales = rounded(cache, blocks)
+    if cache.calibrated:
+        return cache.replace(pages=_fill_in_turn(cache.pages, pages, fills.page[0]))
+    filled = PageCache(pages, scales)
+    return jax.tree.map(lambda old, new: old.at[fills.page[0]].set(new, mode="drop"), cache, filled)
+
+
+def _page_geometry(mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int) -> PageGeometry:
+    """Return the sizes of the pages. Raise `ConfigError` if a longest response does not fit."""
+    replicas = sharding.shards(mesh, "batch", sharding.DECODING)
+    full = -(-cache_tokens // settings.page_tokens)
+    pages = settings.pages or settings.slots * full
+    require(
+        pages % replicas == 0 and pages // replicas >= full,
+        "sampler.pages",
+        pages,
+        f"0, or a multiple of data x fsdp = {replicas} with at least {full} pages, enough for the "
+        "longest response, per replica",
+    )
+    return PageGeometry(
+        replicas=replicas,
+        pages=pages // replicas + 1,
+        page_tokens=settings.page_tokens,
+        slots=settings.slots,
+        slot_tokens=cache_tokens,
+    )
+
+
+def _fill_in_turn(pages: jax.Array, blocks: jax.Array, places: jax.Array) -> jax.Array:
+    """Write a block to each place; an index past the last page goes to the unused page 0.
+
+    XLA:TPU aborts if it compiles scatters of int8 blocks in more than a few layers (libtpu
+    0.0.42.1, memory_bound_loop_optimizer.cc).
+    """
+    places = jnp.where(places < len(pages), places, 0)
+
+    def put(i, pages):
+        return jax.lax.dynamic_update_index_in_dim(pages, blocks[i], places[i], 0)
+
+    return jax.lax.fori_loop(0, len(places), put, pages)
+
+
+def with_scales(caches: Caches, scales: tuple[jax.Array, ...]) -> Caches:
+    """Return the caches with the given scales of pages, [K2] of each layer."""
+    return tuple(
+        cache.replace(scales=own) if isinstance(cache, PageCache) else cache
+        for cache, own in zip(caches, scales, strict=True)
+    )
+
+
+def _read_by_kernel(
+    config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, dtype: Any
+) -> bool:
+    """Return True if the TPU's kernel can read each device's pages.
+
+    It supports neither scales per token nor attention sinks.
+    """
+    platform, shards = mesh.devices.flat[0].platform, sharding.shards
+    kv_heads = config.kv_heads // shards(mesh, "kv_heads", sharding.DECODING)
+    read = has_kernel(platform, config.head_dim, settings.page_tokens, kv_heads, dtype)
+    return read and settings.cache_dtype != "int8" and not config.sinks
+
+
+def choose_layout(
+    config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int
+) -> CacheLayout:
+    """Return the layout for `sampler.cache`; 'auto' is pages if a kernel reads them, else slots.
+
+    Raises:
+        ConfigError: cache, its dtype and the platform don't fit together.
+    """
+    dtype = config.dtype if settings.cache_dtype == "auto" else jnp.int8
+    kind, platform = settings.cache, mesh.devices.flat[0].platform
+    by_head = settings.cache_dtype == "int8_per_head"
+    read = _read_by_kernel(config, mesh, settings, dtype)
+    if kind == "auto":
+        kind = "paged" if read or by_head else "slots"
+    require(
+        kind == "slots" or platform != "tpu" or settings.cache_dtype != "int8",
+        "sampler.cache",
+        kind,
+        "'slots' with sampler.cache_dtype = 'int8' on TPU: the paged kernel reads no scales per "
+        "token; pages take 'int8_per_head'",
+    )
+    require(
+        kind == "paged" or not by_head,
+        "sampler.cache",
+        kind,
+        "'paged' or 'auto' with sampler.cache_dtype = 'int8_per_head'",
+    )
+    require(
+        read or not by_head or platform != "tpu",
+        "sampler.cache_dtype",
+        settings.cache_dtype,
+        "'auto' if the TPU's paged kernel can't read the pages: a chip must hold 2, 4, 8 or a "
+        "multiple of 16 key/value heads, head_dim must be a multiple of 128, and the policy must "
+        "have no sinks",
+    )
+    return CacheLayout(config, mesh, settings, cache_tokens, dtype, paged=kind == "paged")
