@@ -28,7 +28,7 @@ from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.source import NoJournal
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.integrity import saved_steps
+from dapo_jax.run.checkpointing.checkpoints import saved_steps
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.checkpointing.same_run import (
     Record,

@@ -15,7 +15,7 @@ from dapo_jax.config.experiment import DpoConfig, SftConfig
 from dapo_jax.config.sections import Checkpoint
 from dapo_jax.learner.batches import TrainState
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.integrity import find_steps, saved_steps
+from dapo_jax.run.checkpointing.checkpoints import find_steps, saved_steps
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import leaves
