@@ -251,12 +251,7 @@ def check_same_model(
 def build(
     config: Config, *, training: bool = True, should_abort: Callable[[], bool] = lambda: False
 ) -> Components:
-    """Build the components of a run; compile nothing yet. Raises `ConfigError`.
-
-    Args:
-        training: if False, leave out training prompts, reference policy and teacher.
-        should_abort: returns True if nothing waits for verdicts any longer.
-    """
+    """Build the components of a run; compile nothing yet. Raises `ConfigError`."""
     progress = Progress(config.log.console)
     with progress.working(f"loading {config.model.folder}"):
         return _build(config, progress, training, should_abort)

@@ -86,9 +86,6 @@ def numerics(
 ) -> dict[str, Any]:
     """Return the fields of `DecoderConfig` that the run chooses, not the model folder.
 
-    Args:
-        row_tokens: length of training rows; None: nothing is trained.
-
     Raises:
         ConfigError: these devices or rows don't support a setting.
     """
@@ -145,12 +142,7 @@ def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
 
 
 def check_rotations(decoder: DecoderConfig, longest_tokens: int, field: str, folder: str) -> None:
-    """Raise `ConfigError` if sequences exceed the positions with known rotations.
-
-    Args:
-        longest_tokens: length of the longest prompt and response together.
-        field: setting that names the model folder.
-    """
+    """Raise `ConfigError` if sequences exceed the positions with known rotations."""
     scaling = decoder.rope_scaling
     require(
         scaling is None or scaling.kind != "dynamic" or longest_tokens <= scaling.original_tokens,
@@ -187,10 +179,6 @@ def open_engine(
 
     If scored groups are saved, each program is compiled for one shape only, so that a group that
     is sampled again after a kill rounds in the same way, whatever the batch.
-
-    Args:
-        mesh: mesh of the parameters to load; they decode on `sampling_mesh`.
-        programs: as for `PolicyEngine`.
     """
     settings = config.sampler
     if config.checkpoint.keep_groups:
@@ -223,11 +211,7 @@ def open_learners(
     frozen: Any,
     teacher: DecoderConfig | None = None,
 ) -> tuple[Learner, Learner | None]:
-    """Return the learner of the policy, and of the critic if the algorithm has one.
-
-    Args:
-        teacher: shape of the teacher, if its parameters are among `frozen`.
-    """
+    """Return the learner of the policy, and of the critic if the algorithm has one."""
     algorithm, compute = config.algorithm, config.compute
     temperature = config.sampler.temperature
     critic = None

@@ -51,12 +51,7 @@ def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
 def check_same_shapes(
     trained: dict[str, tuple[int, ...]], decoder: DecoderConfig, folder: str
 ) -> None:
-    """Raise one `ConfigError` that names every parameter of another shape.
-
-    Args:
-        trained: shapes of the run's parameters, by path.
-        decoder: shape of the model in `folder`.
-    """
+    """Raise one `ConfigError` that names every parameter of another shape."""
     shapes = param_paths.param_shapes(decoder).items()
     expected = {path: shape for path, shape in shapes if is_trained(path, decoder)}
     wrong = [
@@ -84,11 +79,7 @@ def merged_layer(
 def policy_layers(
     trained: Collection[str], read: Callable[[str], Any], decoder: DecoderConfig, source: str
 ) -> Iterator[tuple[str, save_huggingface.Layers]]:
-    """Yield the layers of all parameters, adapters merged; read untrained ones from `source`.
-
-    Args:
-        trained: paths of the parameters that `read` returns.
-    """
+    """Yield the layers of all parameters, adapters merged; read untrained ones from `source`."""
     base = without_adapters(decoder)
     paths = [path for path in param_paths.param_shapes(base) if path not in trained]
     for path, layer in load_huggingface.read_layers(source, paths, base):
@@ -117,13 +108,7 @@ def write_adapters(
     decoder: DecoderConfig,
     base: str,
 ) -> None:
-    """Write adapters into the folder beside `out`; every process calls it.
-
-    Args:
-        kind: kind of the folder, a key of `output_folder.ALLOWED`.
-        trained, read: as for `policy_layers`.
-        base: name of the adapted model.
-    """
+    """Write adapters into the folder beside `out`; every process calls it."""
     with replace("out", adapter_folder(out), kind) as folder:
         peft_adapters.save_adapters(folder, trained, read, decoder, base)
 

@@ -69,12 +69,7 @@ def check_repository(config: ExportConfig) -> str:
 
 
 def push(folder: pathlib.Path, config: ExportConfig, name: str, wrote: Sequence[str]) -> str:
-    """Upload a folder as one commit, and return its address.
-
-    Args:
-        name: full name of the repository; created if it does not exist.
-        wrote: patterns of the files of an earlier export, which are deleted.
-    """
+    """Upload a folder as one commit, and return its address."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -72,12 +72,7 @@ def params_bytes(
     itemsize: Callable[[str], float] = lambda path: FLOAT_BYTES,
     column: int = sharding.TRAINING,
 ) -> float:
-    """Return the bytes of parameters on one device.
-
-    Args:
-        itemsize: bytes of an element, by path; 0: not counted.
-        column: column of the sharding table: training or decoding.
-    """
+    """Return the bytes of parameters on one device."""
     boxed = abstract_params(decoder)
     places = sharding.flatten(sharding.tree_shardings(mesh, boxed, column))
     shapes = sharding.flatten(sharding.unbox(boxed))
@@ -194,13 +189,7 @@ def describe(size: float) -> str:
 def check_fits(
     what: str, needs: dict[str, float], mesh: jax.sharding.Mesh, settings: dict[str, str]
 ) -> None:
-    """Raise `ConfigError` with the estimate if a device has less memory.
-
-    Args:
-        needs: bytes on one device, by part.
-        settings: setting that determines a part, such as `sampler.slots = 9 ...`, by part; the
-            message names that of the largest part that has one.
-    """
+    """Raise `ConfigError` with the estimate if a device has less memory."""
     total = sum(needs.values())
     available = available_bytes(mesh)
     if total <= available:

@@ -27,8 +27,7 @@ from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.source import NoJournal
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.checkpoints import saved_steps
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, saved_steps
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.checkpointing.same_run import (
     Record,
@@ -251,9 +250,6 @@ def open_run(
     on_step: OnStep | None = None,
 ) -> Run:
     """Open the run of `config.run_dir`, from its newest checkpoint or from the beginning.
-
-    Args:
-        stack: closes workers, checkpoints, sinks and the lock on the folder.
 
     Raises:
         ConfigError: the folder holds another run, or settings and model don't fit together.

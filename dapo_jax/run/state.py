@@ -12,8 +12,7 @@ from dapo_jax.reporting.notices import SPOT_SECONDS, describe_saving, saving_sec
 from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import seek
 from dapo_jax.rollout.source import NoJournal, SourceState
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.checkpoints import find_steps
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import Components

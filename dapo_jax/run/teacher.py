@@ -67,9 +67,6 @@ def abstract_teacher(
 ) -> Teacher:
     """Return the shapes, dtypes and shardings of the teacher, with the policy's vocabulary.
 
-    Args:
-        read: returns the shape of a folder.
-
     Raises:
         ConfigError: the mesh can't shard it, or it lacks tokens of the policy.
     """
@@ -129,11 +126,7 @@ def open_programs(
     frozen: Any,
     teacher: Teacher | None,
 ) -> LearnerPrograms:
-    """Return the programs of policy and critic, and of the teacher if there is one.
-
-    Args:
-        frozen: untrained parameters of the policy.
-    """
+    """Return the programs of policy and critic, and of the teacher if there is one."""
     if teacher is None:
         return LearnerPrograms(*open_learners(config, decoder, mesh, frozen))
     if config.algorithm.distillation == "jsd":

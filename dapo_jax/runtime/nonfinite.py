@@ -59,12 +59,7 @@ def describe(tree: Any) -> str:
 
 
 def check_state(states: Mapping[str, Any], what: str) -> None:
-    """Raise `NotFinite` if parameters or moments have NaN or infinity.
-
-    Args:
-        states: `TrainState`s or parameters, by entry of a checkpoint; None is ignored.
-        what: beginning of the error.
-    """
+    """Raise `NotFinite` if parameters or moments have NaN or infinity."""
     for name, state in states.items():
         params, moments = getattr(state, "params", state), getattr(state, "opt_state", {})
         for kind, tree in ("parameters", params), ("optimizer moments", moments):
@@ -74,11 +69,7 @@ def check_state(states: Mapping[str, Any], what: str) -> None:
 
 
 def count_skipped(before: dict[str, int], values: dict[str, float]) -> dict[str, int]:
-    """Count consecutive steps without a taken update, by prefix of policy and critic.
-
-    Args:
-        values: metrics of the newest step; a step without an update is not counted.
-    """
+    """Count consecutive steps without a taken update, by prefix of policy and critic."""
     now = {prefix: values.get(f"{prefix}{SKIPPED}") for prefix in PREFIXES}
     return {
         prefix: before.get(prefix, 0) + (share == 1) if share in (None, 1) else 0
@@ -97,12 +88,7 @@ def is_reason(name: str) -> bool:
 
 
 def check_skipped(count: int, limit: int, values: dict[str, float], prefix: str = "") -> None:
-    """Raise `NotFinite` if `limit` consecutive steps (0: no limit) took no update.
-
-    Args:
-        values: metrics of the newest step.
-        prefix: of the metric names of the critic.
-    """
+    """Raise `NotFinite` if `limit` consecutive steps (0: no limit) took no update."""
     if 0 < limit <= count:
         critic = prefix != ""
         raise NotFinite(

@@ -177,9 +177,6 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
 
     If a process fails, the others lose their connection to it and exit with `PEER_LOST`; JAX aborts
     those that are blocked, after `HEARTBEAT_TIMEOUT_SECONDS`.
-
-    Args:
-        alone: name of a command that a single process has to run.
     """
     set_compilation_cache()
     with as_command():
@@ -240,10 +237,6 @@ def exit_process(code: int) -> None:
 def all_gather_json(value: Any, name: str) -> list[Any]:
     """Return the values of all processes, ordered by index, after one small all-gather.
 
-    Args:
-        value: small JSON value of this process.
-        name: what is gathered.
-
     Raises:
         RuntimeError: another process gathers something else.
     """
@@ -298,13 +291,7 @@ def broadcast_from_host0(work: Callable[[], Any], name: str) -> Any:
 
 
 def map_over_hosts(owners: list[int], work: Callable[[int], Any], name: str) -> list[Any]:
-    """Call `work` for each item on one process and return all results on every process.
-
-    Args:
-        owners: a number per item; process `number % count()` computes it.
-        work: function from the index of an item to a JSON result. A `ConfigError` that it raises is
-            raised on every process.
-    """
+    """Call `work` for each item on one process and return all results on every process."""
     if count() == 1 or not owners:
         return [work(i) for i in range(len(owners))]
     mine: dict[str, Any] = {}

@@ -22,10 +22,6 @@ WEIGHT_AXES = ("expert", "decode_tensor", "tensor")  # axes that shard weights i
 def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence, Sequence]:
     """Split devices into those of the learner and those of the sampler, the last of each process.
 
-    Args:
-        share: fraction of devices of the sampler; 0: all devices do both.
-        block: number of devices that hold one copy of the decoding weights.
-
     Raises:
         ConfigError: the devices cannot be split like this.
     """
@@ -65,11 +61,6 @@ def open_sampling_mesh(mesh: Mesh, learning: Sequence, sampling: Sequence, share
 
     With a share of 0.5 each device has the position of a learner device of its process.
 
-    Args:
-        mesh: mesh of the learner.
-        learning, sampling: result of `split_devices`.
-        share: setting, for errors.
-
     Raises:
         ConfigError: a process would sample with a shard that its learner does not hold.
     """
@@ -105,12 +96,7 @@ def _shards_by_process(mesh: Mesh) -> set[tuple[int, ...]]:
 
 
 def move(tree: Any, places: Any) -> Any:
-    """Copy arrays to other devices with the same shards; each process copies its own.
-
-    Args:
-        places: a sharding or format per array; a device of this process already holds each of its
-            shards, in the same layout.
-    """
+    """Copy arrays to other devices with the same shards; each process copies its own."""
 
     def move_one(leaf: jax.Array, place: NamedSharding | Format) -> jax.Array:
         local = {str(shard.index): shard.data for shard in leaf.addressable_shards}

@@ -126,11 +126,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
 
 
 def check_name(kind: type, name: str, section: str = "") -> None:
-    """Raise `ConfigError` if the section `kind` has no setting `name`.
-
-    Args:
-        section: dotted name of the section, if known.
-    """
+    """Raise `ConfigError` if the section `kind` has no setting `name`."""
     known = kind.__dataclass_fields__  # type: ignore[attr-defined]
     if name not in known:
         hint = nearest(name, known) or f"; {kind.__name__} has {', '.join(known)}"

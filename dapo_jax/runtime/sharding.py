@@ -177,12 +177,7 @@ def active_mesh() -> Any:
 def per_replica(
     function: Callable, mesh: Mesh, in_axes: Sequence[int | None], out_axes: Sequence[int | None]
 ) -> Callable:
-    """Return a function that runs on every replica of `data` separately.
-
-    Args:
-        in_axes, out_axes: axis of each argument and result that is sharded over `data`; None: it is
-            equal on all replicas.
-    """
+    """Return a function that runs on every replica of `data` separately."""
 
     def specs(axes: Sequence[int | None]) -> tuple[PartitionSpec, ...]:
         return tuple(

@@ -12,8 +12,14 @@ from saved_states import SIZE, make_state, restored, save
 
 from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.run.checkpointing import checkpoints
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy
-from dapo_jax.run.checkpointing.checkpoints import CHECKSUMS, UNLISTED, damage, saved_steps
+from dapo_jax.run.checkpointing.checkpoints import (
+    CHECKSUMS,
+    UNLISTED,
+    Checkpoints,
+    SavedPolicy,
+    damage,
+    saved_steps,
+)
 from dapo_jax.run.checkpointing.same_run import Record
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.retries import NotSaved, Storage

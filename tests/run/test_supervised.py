@@ -31,7 +31,6 @@ from dapo_jax.config.experiment import (
 from dapo_jax.data.supervised import Example, Turns
 from dapo_jax.learner.packing import pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.run.supervised import common as offline
 from dapo_jax.run.supervised import dpo as preferences
 from dapo_jax.run.supervised import training
 from dapo_jax.run.supervised.sft import imitation_batch, make_base
@@ -80,7 +79,7 @@ def open_learner(algorithm, mesh):
 def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params, one_device):
     examples = make_examples()
     turns = [one for example in examples for one in example.turns]
-    segments = offline.own_segments(examples)
+    segments = training.own_segments(examples)
     batch, used = imitation_batch(segments, Packing(ROW_TOKENS, 2), ROW_TOKENS)
 
     def loss(params):

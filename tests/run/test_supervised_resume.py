@@ -8,7 +8,7 @@ from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax.config.experiment import DpoConfig, Lora, SftConfig
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
-from dapo_jax.run.supervised import common, dpo, training
+from dapo_jax.run.supervised import dpo, training
 from dapo_jax.run.supervised.sft import make_base
 
 SIDES = ("whole", "stopped")
@@ -48,7 +48,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         return rate(settings, step, total)
 
     monkeypatch.setattr(training, "learning_rate", learning_rate)
-    with pytest.raises((Killed, common.Stopped)) as raised:
+    with pytest.raises((Killed, training.Stopped)) as raised:
         work(stopped)
     if end == "signal":
         assert raised.value.step == 5

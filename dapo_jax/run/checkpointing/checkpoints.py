@@ -46,6 +46,7 @@ UNNAMED = ".orbax-checkpoint-tmp"  # in the name of a local checkpoint that is b
 UNLISTED = ("_CHECKPOINT_METADATA", COMMITTED)
 INCOMPLETE = "incomplete"  # partly deleted, or never finished
 DAMAGED = "damaged_checkpoints"
+CHUNK_BYTES = 1 << 22  # of a file, at a time
 POLL_SECONDS = 0.1
 SETTLING_SECONDS = 0.5  # for threads of a failed save, which may still create files
 MAX_TRIES = 3  # of a save, a step apart
@@ -80,14 +81,23 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
         yield from _files(path) if path.is_dir() else [path]
 
 
-def _digests(folder: epath.Path, names: list[str], sync: bool = False) -> dict[str, list[Any]]:
-    """Return [bytes, sha256] by name, after flushing a file to the disk if `sync`."""
+def _digests(folder: epath.Path, names: list[str], sync: bool = False) -> dict[str, Any]:
+    """Return [bytes, sha256] by name, or the error as text; flush files first if `sync`."""
 
-    def digest(name: str) -> list[Any]:
-        with (folder / name).open("rb") as file:
-            if sync:
-                os.fsync(file.fileno())
-            return [(folder / name).stat().length, hashlib.file_digest(file, "sha256").hexdigest()]
+    def digest(name: str) -> list[Any] | str:
+        size, sha256 = 0, hashlib.sha256()
+        try:
+            with (folder / name).open("rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    size += len(chunk)
+                    sha256.update(chunk)
+                if sync:
+                    os.fsync(file.fileno())
+        except FileNotFoundError:  # a bucket words it differently
+            return "No such file or directory"
+        except (OSError, ValueError) as error:  # ValueError: the name itself was damaged
+            return getattr(error, "strerror", None) or str(error)
+        return [size, sha256.hexdigest()]
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         return dict(zip(names, pool.map(digest, names), strict=True))
@@ -98,6 +108,9 @@ def seal(folder: epath.Path) -> None:
     names = [str(path.relative_to(folder)) for path in _files(folder)]
     names = [name for name in names if name not in (CHECKSUMS, *UNLISTED)]
     digests = _digests(folder, names, sync=not is_remote(folder))
+    for name, digest in digests.items():
+        if isinstance(digest, str):
+            raise OSError(f"{name}: {digest}")
     write_text(folder / CHECKSUMS, json.dumps(digests, indent=0))
     if not is_remote(folder):
         for parent in {folder, *(path.parent for path in _files(folder))}:
@@ -121,14 +134,14 @@ def damage(folder: epath.Path) -> str:
     written = processes.broadcast_from_host0(read_list, "files of a checkpoint")
     if isinstance(written, str):
         return written
-    text = ""
-    for name in sorted(written)[processes.index() :: processes.count()]:
-        try:
-            if _digests(folder, [name])[name] != written[name]:
-                text = text or f"{name} is not what was written"
-        except (OSError, ValueError) as error:  # ValueError: the name itself was damaged
-            text = text or f"{name}: {getattr(error, 'strerror', None) or error}"
-    return next(filter(None, processes.all_gather_json(text, "damaged files")), "")
+    own = sorted(written)[processes.index() :: processes.count()]
+    texts = [
+        f"{name}: {digest}" if isinstance(digest, str) else f"{name} is not what was written"
+        for name, digest in _digests(folder, own).items()
+        if digest != written[name]
+    ]
+    texts = processes.all_gather_json(texts[0] if texts else "", "damaged files")
+    return next(filter(None, texts), "")
 
 
 def latest_valid(
@@ -234,11 +247,7 @@ class Checkpoints:
         )
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
-        """Return the arrays of an entry of the newest valid checkpoint. Raises `NotFinite`.
-
-        Args:
-            abstract_state: shapes and shardings.
-        """
+        """Return the arrays of an entry of the newest valid checkpoint. Raises `NotFinite`."""
         restored = self._restore(entry, ocp.args.StandardRestore(abstract_state))
         # Once somebody has moved that folder away, an older one is the newest.
         check_state({entry: restored}, str(self._folder / str(self._step)))
@@ -258,11 +267,8 @@ class Checkpoints:
     def save(self, record: Record, states: Mapping[str, Any]) -> None:
         """Start writing in the background; a step that is already saved is left alone.
 
-        Args:
-            states: arrays by entry ("state" is the policy's `TrainState`); None has no entry.
-
         Raises:
-            NotSaved: it could not be started; later `is_done` and `wait` raise it.
+            NotSaved: it could not be started; later `wait` raises it.
             NotFinite: such a state would one day be the only one that is kept.
         """
         check_state(states, f"step {record.step} is not saved")
@@ -324,7 +330,7 @@ class Checkpoints:
         saving = self._finished is not None and not self._finished.done()
         return any(processes.all_gather_json(saving, "whether a checkpoint is being saved"))
 
-    def is_done(self, seconds: float) -> bool:
+    def _is_done(self, seconds: float) -> bool:
         """Return True if everything is on disk within so many seconds. Raises `NotSaved`."""
         ends = time.monotonic() + seconds
         while self.is_saving():
@@ -342,21 +348,23 @@ class Checkpoints:
         """Save after a step if that is due or has just failed; warn of failures."""
         try:
             if self._finished is not None:
-                if not self.is_done(WAIT_SECONDS if is_due else 0):
-                    if is_due:
-                        text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
-                        self._storage.report_failure(CHECKPOINT, text)
+                if self._is_done(WAIT_SECONDS if is_due else 0):
+                    self._finished = None
+                    self._failures = 0
+                    self._storage.report_recovery(CHECKPOINT)
+                elif is_due:
+                    text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
+                    self._storage.report_failure(CHECKPOINT, text)
                     return
-                self._finished = None
-                self._failures = 0
-                self._storage.report_recovery(CHECKPOINT)
+                else:
+                    return
         except NotSaved as error:
             self._report(error)
-        if is_due or 0 < self._failures < MAX_TRIES:
-            try:
+        try:
+            if is_due or 0 < self._failures < MAX_TRIES:
                 save()
-            except NotSaved as error:
-                self._report(error)
+        except NotSaved as error:
+            self._report(error)
 
     def _report(self, error: NotSaved) -> None:
         self._failures += 1

@@ -94,12 +94,7 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
-    """Return a digest of what a run computes: 16 hexadecimal digits.
-
-    Args:
-        settings: by dotted name, of any command; those that may change are left out.
-        inputs: digests of the files that the run reads.
-    """
+    """Return a digest of what a run computes: 16 hexadecimal digits."""
     known = with_defaults(settings)
     fixed = {name: value for name, value in settings.items() if not _may_change(name, known)}
     text = json.dumps([fixed, inputs], sort_keys=True, default=str)
@@ -107,11 +102,7 @@ def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
 
 
 def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise `ConfigError` with every setting that would make this another run.
-
-    Args:
-        settings, saved: leaves by dotted name, now and when the run began.
-    """
+    """Raise `ConfigError` with every setting that would make this another run."""
     settings, saved = _resolved(settings), _resolved(saved)
     changed = []
     for name, value in settings.items():
@@ -147,11 +138,7 @@ def frozen_content(folder: str) -> str:
 
 
 def run_settings(config: Config, heldout_problems: int | None = None) -> dict[str, Any]:
-    """Return the settings that a checkpoint holds; frozen models and own templates by content.
-
-    Args:
-        heldout_problems: their number, if the setting leaves it open.
-    """
+    """Return the settings that a checkpoint holds; frozen models and own templates by content."""
     model, folders = config.model, {"reward.model_folder": config.reward.model_folder}
     if config.lora.rank or model.freeze_layers:
         folders["model.folder"] = model.folder
@@ -211,13 +198,7 @@ def _describe_changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
 
 
 def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str], None]) -> None:
-    """Raise `ConfigError` if resuming from a checkpoint would be another run.
-
-    Args:
-        now: settings and inputs of this run.
-        saved: record of the checkpoint.
-        warn: receives changes of code, and of data if they are allowed.
-    """
+    """Raise `ConfigError` if resuming from a checkpoint would be another run."""
     settings = dict(saved.settings)
     changed = "; ".join(_describe_changes(now.inputs["data"], saved.inputs.get("data", {})))
     if changed and config.data.heldout_problems < 0:  # a fraction of a small file

@@ -57,11 +57,6 @@ def sample_responses(
 
     Prompt and sample number alone determine the random key: two policies are compared on the same
     random numbers, and a response sampled later equals the one that would have come at once.
-
-    Args:
-        wanted: each prompt with the numbers of its samples.
-        interrupted: called between bursts; if it returns True, the iterator yields the responses
-            scored so far and raises `Interrupted`.
     """
     sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
     for prompt, samples in wanted:

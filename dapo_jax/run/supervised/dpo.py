@@ -7,14 +7,14 @@ freed: memory holds one policy.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.algorithms import Algorithm, dpo
 from dapo_jax.config.experiment import DpoConfig
-from dapo_jax.data.supervised import PAIRS, Example, Examples
+from dapo_jax.data.supervised import PAIRS, Example
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.minibatches import make_batch
@@ -23,8 +23,15 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.run.components import check_same_model, load_whole
-from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
-from dapo_jax.run.supervised.training import Task, train_supervised
+from dapo_jax.run.supervised.training import (
+    Batch,
+    Start,
+    Task,
+    open_examples,
+    own_segments,
+    score_responses,
+    train_supervised,
+)
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import PREFERRING
@@ -52,12 +59,7 @@ def pair_segments(pairs: Sequence[Example]) -> list[Segment]:
 def pair_feedback(
     rollouts: PackedRows, policy: np.ndarray, reference: Sequence[np.ndarray]
 ) -> Feedback:
-    """Return the feedback on packed pairs: log-ratios of policy to reference.
-
-    Args:
-        policy: log-probs of the policy, as packed.
-        reference: log-probs of the reference, by response.
-    """
+    """Return the feedback on packed pairs: log-ratios of policy to reference."""
     index, count = np.asarray(rollouts.response_index), len(reference)
     return gather_feedback(
         index,
@@ -82,56 +84,17 @@ def prefer(config: DpoConfig) -> pathlib.Path:
     return train_supervised(config, "dpo", PREFERRING, algorithm_of(config), _open)
 
 
-class PreferenceEvaluator:
-    """Preferences of a policy on pairs, against a reference that is scored at construction.
-
-    Args:
-        logprobs: from parameters and pairs to log-probs of every token, by response: chosen and
-            rejected in turn.
-        reference: parameters.
-        sample: number of training pairs that `measure_training` takes.
-    """
-
-    def __init__(
-        self,
-        logprobs: Callable[[Any, Sequence[Example]], list[np.ndarray]],
-        pairs: Examples,
-        reference: Any,
-        beta: float,
-        sample: int,
-    ):
-        self._logprobs = logprobs
-        self._pairs = pairs
-        self._beta = beta
-        self._sample = sample
-        self._training = logprobs(reference, pairs.training)
-        self._heldout = logprobs(reference, pairs.heldout)
-
-    def reference_logprobs(self, numbers: Sequence[int]) -> list[np.ndarray]:
-        """Return the log-probs of the reference on the responses of these training pairs."""
-        return [logprobs for i in numbers for logprobs in self._training[2 * i : 2 * i + 2]]
-
-    def measure_training(self, params: Any) -> dict[str, float]:
-        """Return DPO's loss and accuracy on the first training pairs."""
-        return self._measure(params, self._pairs.training[: self._sample], self._training, "")
-
-    def measure_heldout(self, params: Any) -> dict[str, float]:
-        """Return DPO's loss and accuracy on the held-out pairs; empty without any."""
-        return self._measure(params, self._pairs.heldout, self._heldout, "heldout_")
-
-    def _measure(
-        self, params: Any, pairs: Sequence[Example], reference: Sequence[np.ndarray], prefix: str
-    ) -> dict[str, float]:
-        """Return mean loss and accuracy; a margin of 0 counts half."""
-        if not pairs:
-            return {}
-        both = zip(self._logprobs(params, pairs), reference, strict=False)
-        gains = np.array([np.sum(np.float64(now) - before) for now, before in both])
-        margins = gains[0::2] - gains[1::2]
-        return {
-            f"{prefix}preference_loss": float(np.logaddexp(0.0, -self._beta * margins).mean()),
-            f"{prefix}preference_accuracy": float(np.mean((np.sign(margins) + 1) / 2)),
-        }
+def _preferences(
+    beta: float, now: Sequence[np.ndarray], reference: Sequence[np.ndarray], prefix: str
+) -> dict[str, float]:
+    """Return mean loss and accuracy of pairs; a margin of 0 counts half."""
+    both = zip(now, reference, strict=False)
+    gains = np.array([np.sum(np.float64(policy) - before) for policy, before in both])
+    margins = gains[0::2] - gains[1::2]
+    return {
+        f"{prefix}preference_loss": float(np.logaddexp(0.0, -beta * margins).mean()),
+        f"{prefix}preference_accuracy": float(np.mean((np.sign(margins) + 1) / 2)),
+    }
 
 
 def _open(config: DpoConfig, start: Start, learner: Learner, signals: Signals) -> Task:
@@ -140,8 +103,10 @@ def _open(config: DpoConfig, start: Start, learner: Learner, signals: Signals) -
     if config.reference:
         check_same_model("reference", config.reference, config.start, lambda shape: shape)
     pairs, steps, numbers = open_examples(config, start.tokenizer, PAIRS, "pairs_per_step")
+    digests = {"data": pairs.digest()}
     params = reference = start.load()
     if config.reference:
+        digests[config.reference] = fingerprint(config.reference)
         reference = load_whole(
             config.reference, start.decoder, start.mesh, config.seed, field="reference"
         )
@@ -150,28 +115,27 @@ def _open(config: DpoConfig, start: Start, learner: Learner, signals: Signals) -
         scored = score_responses(learner, params, pairs, size, packing, signals)
         return [logprobs for _, logprobs in scored]
 
+    # Log-probs of the reference, by response: chosen and rejected in turn.
+    training = logprobs(reference, pairs.training)
+    heldout = logprobs(reference, pairs.heldout)
     # A multiple of `size`: the pairs are packed as before, so scores repeat bit for bit.
-    sample = size * math.ceil(MEASURED_PAIRS / size)
-    evaluator = PreferenceEvaluator(logprobs, pairs, reference, config.beta, sample)
+    sample = pairs.training[: size * math.ceil(MEASURED_PAIRS / size)]
 
-    def batch(step: int, params: Any) -> tuple[TrainBatch, int, dict[str, float]]:
+    def batch(step: int, params: Any) -> Batch:
         segments = pair_segments([pairs.training[i] for i in numbers(step)])
         rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
         policy = to_host(learner.score(params, rollouts, used).values)
-        feedback = pair_feedback(rollouts, policy, evaluator.reference_logprobs(numbers(step)))
+        before = [logprobs for i in numbers(step) for logprobs in training[2 * i : 2 * i + 2]]
+        feedback = pair_feedback(rollouts, policy, before)
         batch = preference_batch(algorithm, segments, rollouts, feedback)
         advantages = np.asarray(batch.advantages)
         return batch, used, feedback_metrics(algorithm, feedback, advantages, None)
 
-    digests = {"data": pairs.digest()}
-    if config.reference:
-        digests[config.reference] = fingerprint(config.reference)
-    return Task(
-        steps,
-        lambda: params,
-        batch,
-        LABELS,
-        digests,
-        evaluator.measure_heldout,
-        evaluator.measure_training,
-    )
+    def measure_heldout(params: Any) -> dict[str, float]:
+        now = logprobs(params, pairs.heldout)
+        return _preferences(config.beta, now, heldout, "heldout_") if now else {}
+
+    def measure_training(params: Any) -> dict[str, float]:
+        return _preferences(config.beta, logprobs(params, sample), training, "")
+
+    return Task(steps, lambda: params, batch, LABELS, digests, measure_heldout, measure_training)

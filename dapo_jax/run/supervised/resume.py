@@ -14,16 +14,15 @@ from typing import Any
 from dapo_jax.config.experiment import DpoConfig, SftConfig
 from dapo_jax.config.sections import Checkpoint
 from dapo_jax.learner.batches import TrainState
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.checkpoints import find_steps, saved_steps
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import leaves
 from dapo_jax.runtime.storage.jsonl import objects
-from dapo_jax.runtime.storage.output_folder import MARK, UNFINISHED, claim
+from dapo_jax.runtime.storage.output_folder import UNFINISHED, claim
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
 
-CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
+METRICS = "metrics.jsonl"
 NOT_COMPARED = ("out", "save_every_steps")
 
 
@@ -37,12 +36,6 @@ class Stopped(Exception):
     step = 0
 
 
-def resume_folder(out: str) -> pathlib.Path:
-    """Return the folder beside `out` that holds the state until `out` is complete."""
-    path = pathlib.Path(out)
-    return path.with_name(f"{path.name}.halfway")
-
-
 class ResumePoint:
     """Newest state of a supervised run; a context manager that locks its folder.
 
@@ -50,24 +43,19 @@ class ResumePoint:
 
     Args:
         digests: of the files that the run reads, by name.
-        storage: warns of failed saves.
 
     Attributes:
         path: of the folder, which holds metrics.jsonl too.
-        step: finished steps.
-        skipped: updates in a row that were skipped.
+        record: finished steps, settings and skipped updates.
     """
 
-    def __init__(
-        self, config: SftConfig | DpoConfig, digests: dict[str, str], storage: Storage | None = None
-    ):
-        self._storage = storage or Storage()
+    def __init__(self, config: SftConfig | DpoConfig, digests: dict[str, str]):
+        self._storage = Storage()
         self._every = config.save_every_steps
-        self.path = resume_folder(config.out)
+        out = pathlib.Path(config.out)
+        self.path = out.with_name(f"{out.name}.halfway")
         settings = {name: value for name, _, value in leaves(config) if name not in NOT_COMPARED}
-        self._record = Record(0, settings, digests)
-        self.step = 0
-        self.skipped: dict[str, int] = {}
+        self.record = Record(0, settings, digests)
         self._state: TrainState | None = None
 
     def __enter__(self) -> "ResumePoint":
@@ -89,22 +77,25 @@ class ResumePoint:
         if not Checkpoints.exist(self.path):
             return
         with Checkpoints(self.path) as saved:
-            if saved.latest_step() is None or self._record.continues(saved.record()):
+            if saved.latest_step() is None or self.record.continues(saved.record()):
                 return
         self._storage.warn(f"{self.path} has other settings or data: training starts from scratch")
-        processes.broadcast_from_host0(lambda: _remove(self.path), "removal of another run")
+        processes.broadcast_from_host0(self._remove, "removal of another run")
 
     def _remove_if_empty(self) -> None:
         if processes.is_first() and not find_steps(self.path):
-            _remove(self.path)
+            self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+        (self.path / METRICS).unlink(missing_ok=True)
 
     def begin(self, abstract: TrainState, make_state: Callable[[], TrainState]) -> TrainState:
         """Return the newest saved state, or a new one."""
         if self._checkpoints.latest_step() is None:
             return make_state()
-        record = self._checkpoints.record()
-        self.step = record.step
-        self.skipped = record.progress.skipped
+        saved = self._checkpoints.record()
+        self.record = dataclasses.replace(self.record, step=saved.step, progress=saved.progress)
         self._state = self._checkpoints.state(abstract)
         return self._state
 
@@ -112,43 +103,35 @@ class ResumePoint:
         """Return the metrics from before the first step, on every process; empty without any."""
 
         def read() -> dict[str, Any]:
-            rows = objects(self.path / METRICS) if self.step else ()
+            rows = objects(self.path / METRICS) if self.record.step else ()
             return next((row for row in rows if row.get("step") == 0), {})
 
         return processes.broadcast_from_host0(read, "metrics before the first step")
 
-    def is_due(self, step: int) -> bool:
-        """Return True if the state after so many steps is to be saved."""
-        return step % self._every == 0
+    def is_due(self) -> bool:
+        """Return True if the state after the running step is to be saved."""
+        return (self.record.step + 1) % self._every == 0
 
     def after_step(self, state: TrainState, skipped: dict[str, int]) -> None:
         """Count a step, and save if that is due."""
+        is_due = self.is_due()
         self._state = state
-        self.step += 1
-        self.skipped = skipped
-        self._checkpoints.after_step(self.is_due(self.step), self._save)
+        step, progress = self.record.step + 1, RunProgress(skipped=skipped)
+        self.record = dataclasses.replace(self.record, step=step, progress=progress)
+        self._checkpoints.after_step(is_due, self._save)
 
     def _save(self) -> None:
-        progress = RunProgress(skipped=self.skipped)
-        record = dataclasses.replace(self._record, step=self.step, progress=progress)
-        self._checkpoints.save(record, {"state": self._state})
+        self._checkpoints.save(self.record, {"state": self._state})
 
     def keep(self) -> None:
         """Wait until the newest state is on disk, or can't be."""
         try:
-            if self.step:
+            if self.record.step:
                 self._checkpoints.save_last(self._save)
         except NotSaved as error:
             self._storage.report_failure("the training state", str(error))
 
-
-def _remove(folder: pathlib.Path) -> None:
-    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-    (folder / METRICS).unlink(missing_ok=True)
-
-
-def forget(out: str) -> None:
-    """Remove the state beside a folder that is complete."""
-    path = resume_folder(out)
-    if processes.is_first() and (path / MARK).exists():
-        shutil.rmtree(path, ignore_errors=True)
+    def forget(self) -> None:
+        """Remove the folder, once the output is complete."""
+        if processes.is_first():
+            shutil.rmtree(self.path, ignore_errors=True)

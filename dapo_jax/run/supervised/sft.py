@@ -17,8 +17,15 @@ from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.minibatches import make_batch
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.update import Learner
-from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
-from dapo_jax.run.supervised.training import Task, train_supervised
+from dapo_jax.run.supervised.training import (
+    Batch,
+    Start,
+    Task,
+    open_examples,
+    own_segments,
+    score_responses,
+    train_supervised,
+)
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import TRAINED
 from dapo_jax.structs import Completion, Prompt, Turn
@@ -72,11 +79,7 @@ def make_base(config: SftConfig) -> pathlib.Path:
 def imitation_batch(
     segments: Sequence[Segment], packing: Packing, budget: int
 ) -> tuple[TrainBatch, int]:
-    """Return a minibatch of the mean cross-entropy over trained tokens, and its microbatches.
-
-    Args:
-        budget: tokens of the longest response.
-    """
+    """Return a minibatch of the mean cross-entropy over trained tokens, and its microbatches."""
     algorithm = sft()
     rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
     feedback = gather_feedback(
@@ -92,26 +95,27 @@ def imitation_batch(
 def _open(config: SftConfig, start: Start, learner: Learner, signals: Signals) -> Task:
     """Return the task of SFT: generated examples, or examples of files."""
     labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
+    packing, size = config.packing, config.examples_per_step
     if config.data.source in GENERATED:
 
-        def generated_batch(step: int, _: Any) -> tuple[TrainBatch, int, dict[str, float]]:
+        def generated_batch(step: int, _: Any) -> Batch:
             segments = example_segments(config, start.tokenizer, step)
-            return *imitation_batch(segments, config.packing, config.max_response_tokens), {}
+            return *imitation_batch(segments, packing, config.max_response_tokens), {}
 
         return Task(config.total_steps, start.load, generated_batch, labels)
     examples, steps, numbers = open_examples(config, start.tokenizer, EXAMPLES, "examples_per_step")
 
-    def batch(step: int, _: Any) -> tuple[TrainBatch, int, dict[str, float]]:
+    def batch(step: int, _: Any) -> Batch:
         segments = own_segments([examples.training[i] for i in numbers(step)])
-        return *imitation_batch(segments, config.packing, config.packing.row_tokens), {}
+        return *imitation_batch(segments, packing, packing.row_tokens), {}
 
     def heldout_nll(params: Any) -> dict[str, float]:
         total = tokens = 0.0
-        for segment, logprobs in score_responses(
-            learner, params, examples.heldout, config.examples_per_step, config.packing, signals
-        ):
+        heldout = examples.heldout
+        for segment, logprobs in score_responses(learner, params, heldout, size, packing, signals):
             weights = np.asarray(segment.token_weights)
-            total, tokens = total + weights @ logprobs, tokens + weights.sum()
+            total += weights @ logprobs
+            tokens += weights.sum()
         return {"heldout_nll": -float(total / tokens)} if tokens else {}
 
     return Task(steps, start.load, batch, labels, {"data": examples.digest()}, heldout_nll)

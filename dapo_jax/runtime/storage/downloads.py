@@ -92,10 +92,6 @@ def local_folder(
     bucket's files decide their path, so a changed model is downloaded again. An interrupted
     download resumes with the file at which it stopped.
 
-    Args:
-        field: the setting that names the folder, for the error.
-        weights: download the weights too; otherwise config, tokenizer and templates alone.
-
     Raises:
         ConfigError: the bucket has no such folder or refuses, or the disk is too small.
     """

@@ -95,11 +95,7 @@ class AppendFile:
         self._waiting.append(content)
 
     def write(self, rarely: bool = False) -> None:
-        """Append all that is queued, completely or not at all. Raises storage errors.
-
-        Args:
-            rarely: an object may wait, so that writing takes a small fraction of the time.
-        """
+        """Append all that is queued, completely or not at all. Raises storage errors."""
         content = b"".join(self._waiting)
         if isinstance(self.path, pathlib.Path):
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -96,6 +96,8 @@ class _Target:
         mark = self.path / MARK
         is_new = not mark.exists()
         with contextlib.ExitStack() as stack:
+            if is_new:
+                stack.callback(self._remove_if_empty)
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 if exclusive:
@@ -105,7 +107,9 @@ class _Target:
             except OSError as error:
                 self.reject(f"{str(self.path)!r} can't be written: {error.strerror}")
             yield
-        if is_new and self.path.exists() and not _names(self.path):
+
+    def _remove_if_empty(self) -> None:
+        if self.path.is_dir() and not _names(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -142,12 +146,7 @@ def _target(field: str, value: str, kind: str, below: str = "") -> _Target:
 
 
 def check_free(field: str, value: str, kind: str) -> None:
-    """Raise `ConfigError` if a command must not write a folder; change nothing.
-
-    Args:
-        field: the setting that names the folder by its `value`.
-        kind: of the folder, a key of `ALLOWED`.
-    """
+    """Raise `ConfigError` if a command must not write a folder; change nothing."""
     if is_remote(value):
         require(kind in (RUN, EVALUATION), field, value, "a folder of this file system")
         return
@@ -166,11 +165,6 @@ def claim(
 
     A new folder that is still empty when the block ends is removed. Of several processes the first
     one locks it for all; a folder of an object store has no lock.
-
-    Args:
-        field, value, kind: as for `check_free`.
-        below: relative path from there to the folder that is meant.
-        exclusive: False takes no lock: other processes may write the folder too.
     """
     folder = folder_at(value, below)
     if not processes.is_first():
@@ -201,9 +195,6 @@ def replace(field: str, value: str, kind: str) -> Iterator[pathlib.Path | None]:
 
     The old folder stays until the new one is complete. Two renames exchange them; if the process is
     killed between these, the next command puts the old folder back.
-
-    Args:
-        field, value, kind: as for `check_free`.
 
     Yields None on processes other than the first, which write nothing.
     """

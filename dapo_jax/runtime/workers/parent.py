@@ -131,12 +131,6 @@ class RestartingWorker:
     ) -> dict:
         """Return the reply to a job; retry once in a new process if the process fails.
 
-        Args:
-            seconds: limit of one attempt, without the start of a process.
-            retry_late: whether to retry also if the process was late. A job that exceeded its CPU
-                time is never retried, since it would exceed it again.
-            first: job that a process runs once before others; its time does not count as theirs.
-
         Raises:
             TimeoutError: the reply is late, or the process used up its CPU time.
             OSError, ValueError: the process died, or its reply can't be read.

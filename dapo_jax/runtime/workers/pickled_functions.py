@@ -50,10 +50,7 @@ def _cached(function: Callable, parameters: dict[str, Any]) -> Callable:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickler that rejects arrays on devices, since a worker would occupy the trainer's device.
-
-    It copies the code of a function with a cache; `pickle` would send only the name.
-    """
+    """Pickler that rejects arrays on devices, since a worker would occupy the trainer's device."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper) and not _is_importable(obj):
@@ -119,11 +116,6 @@ def register_function(
     field: str = "reward.parts",
 ) -> str:
     """Return a name for a function: `module:function`, `given:NAME` or `in_process:NAME`.
-
-    Args:
-        in_process: whether this process calls it, rather than a worker.
-        taken: names of other functions in the same setting.
-        field: the setting.
 
     Raises:
         ConfigError: the function can't be copied to a worker.

@@ -68,14 +68,7 @@ def gather_results(
     should_abort: Callable[[], bool],
     topic: str,
 ) -> list[list[Any]] | None:
-    """Return the encoded results of all futures, on every process; None if one aborts.
-
-    Args:
-        owners: for each item, a number; process `number % processes.count()` has its futures.
-        encode: makes JSON of a result.
-        should_abort: called while results are missing.
-        topic: name of the exchange between processes.
-    """
+    """Return the encoded results of all futures, on every process; None if one aborts."""
 
     def wait(i: int) -> list[Any] | None:
         while futures.wait(pending[i], POLL_SECONDS).not_done:
