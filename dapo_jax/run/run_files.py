@@ -21,7 +21,7 @@ from dapo_jax.reporting.sinks import (
     TensorBoardEvents,
 )
 from dapo_jax.reporting.wandb_tracker import WandbSink
-from dapo_jax.run.evaluation.heldout import stamp, write_responses
+from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text

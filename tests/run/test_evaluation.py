@@ -15,9 +15,8 @@ from small_runs import ROOT
 
 from dapo_jax.commands.evaluate import main
 from dapo_jax.config.experiment import Data, Evaluation
-from dapo_jax.run.evaluation import evaluate
-from dapo_jax.run.evaluation.evaluate import params_digest
-from dapo_jax.run.evaluation.heldout import ResponseFile
+from dapo_jax.run import evaluation
+from dapo_jax.run.evaluation import ResponseFile, params_digest
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -72,7 +71,7 @@ import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
 from evaluations import make_evaluation, run_evaluation
-from dapo_jax.run.evaluation.heldout import ResponseFile
+from dapo_jax.run.evaluation import ResponseFile
 append = ResponseFile.append
 def append_and_end(self, response):
     append(self, response)
@@ -180,7 +179,7 @@ def test_short_flags_stand_for_settings_and_the_last_line_is_json(base, tmp_path
 @pytest.mark.parametrize(("flag", "from_folder"), [("model", True), ("config.model.folder", False)])
 def test_a_model_flag_asks_for_the_folder_not_the_checkpoint(flag, from_folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda config, **options: asked.append(options))
+    monkeypatch.setattr(evaluation, "evaluate", lambda config, **options: asked.append(options))
     assert run_command(f"--config={ROOT}/configs/arithmetic.py", f"--{flag}=somewhere") == 0
     assert asked == [{"from_folder": from_folder}]
 

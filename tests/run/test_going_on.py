@@ -14,7 +14,7 @@ from dapo_jax.commands import train
 from dapo_jax.config.experiment import Data, Log, Reward
 from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.sinks import MetricRows, TensorBoardEvents
-from dapo_jax.run.evaluation.heldout import ResponseFile
+from dapo_jax.run.evaluation import ResponseFile
 from dapo_jax.run.run import finished
 from dapo_jax.run.run import train as train_run
 from dapo_jax.runtime.settings import ConfigError

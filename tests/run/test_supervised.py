@@ -31,9 +31,8 @@ from dapo_jax.config.experiment import (
 from dapo_jax.data.supervised import Example, Turns
 from dapo_jax.learner.packing import pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.run.supervised import dpo as preferences
-from dapo_jax.run.supervised import training
-from dapo_jax.run.supervised.sft import imitation_batch, make_base
+from dapo_jax.run import supervised
+from dapo_jax.run.supervised import imitation_batch, make_base
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.output_folder import replace
@@ -79,7 +78,7 @@ def open_learner(algorithm, mesh):
 def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params, one_device):
     examples = make_examples()
     turns = [one for example in examples for one in example.turns]
-    segments = training.own_segments(examples)
+    segments = supervised.own_segments(examples)
     batch, used = imitation_batch(segments, Packing(ROW_TOKENS, 2), ROW_TOKENS)
 
     def loss(params):
@@ -93,7 +92,7 @@ def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params,
 
 def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     pairs, beta = make_pairs(), 0.7
-    algorithm = preferences.algorithm_of(DpoConfig(beta=beta))
+    algorithm = supervised.algorithm_of(DpoConfig(beta=beta))
     other = jax.tree.map(
         lambda leaf: leaf + 0.05 * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape), tiny_params
     )
@@ -107,12 +106,12 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
 
     learner = open_learner(algorithm, one_device)
     placed = jax.device_put(tiny_params, learner.shardings.params)
-    segments = preferences.pair_segments(pairs)
+    segments = supervised.pair_segments(pairs)
     rollouts, used = pack(segments, ROW_TOKENS, 2)
     policy = to_host(learner.score(placed, rollouts, used).values)
     reference = [np.asarray(alone(other, one)) for _, pair in pairs for one in pair]
-    feedback = preferences.pair_feedback(rollouts, policy, reference)
-    batch = preferences.preference_batch(algorithm, segments, rollouts, feedback)
+    feedback = supervised.pair_feedback(rollouts, policy, reference)
+    batch = supervised.preference_batch(algorithm, segments, rollouts, feedback)
     expected = jax.grad(loss)(tiny_params)
     assert_close(learner.gradient(placed, batch, used), expected, 1e-5)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
@@ -138,7 +137,7 @@ def test_a_policy_learns_its_users_examples_and_goes_on_from_there(tiny_folder, 
 def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, tmp_path, capsys):
     config = DpoConfig(**settings(tmp_path, pair_rows(), tiny_folder, pairs_per_step=28))
     config.data.passes = 8.0
-    preferences.prefer(config)
+    supervised.prefer(config)
     told = capsys.readouterr().out
     assert "held-out accuracy 0.500 -> " in told and "held-out loss 0.693 -> " in told
     rows = read_metrics(config.out)
@@ -151,7 +150,7 @@ def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, tmp_path, caps
     config.start, config.reference = config.out, str(tiny_folder)
     config.total_steps, config.optimizer.learning_rate = 1, 1e-12
     config.out = str(tmp_path / "again")
-    preferences.prefer(config)
+    supervised.prefer(config)
     again = read_metrics(config.out)[0]
     for name in ("heldout_preference_loss", "heldout_preference_accuracy"):
         assert again[name] == pytest.approx(rows[-1][name], abs=1e-5)
@@ -165,13 +164,13 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
         (folder / "config.json").write_text("the earlier one")
     rows = example_rows() if command == "sft" else pair_rows()
     source = write_lines(tmp_path / "own.jsonl", rows)
-    before, open_start = snapshot(tmp_path / "out"), training.open_start
+    before, open_start = snapshot(tmp_path / "out"), supervised.open_start
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return open_start(*args)
 
-    monkeypatch.setattr(training, "open_start", interrupted)
+    monkeypatch.setattr(supervised, "open_start", interrupted)
     line = [f"--config.out={tmp_path}/out", f"--config.data.source={source}"]
     monkeypatch.setattr(sys, "argv", [command, *line, f"--config.start={tiny_folder}"])
     assert entry(command)() == 130

@@ -11,8 +11,7 @@ from supervised_runs import example_rows, pair_rows, read_metrics, settings
 from dapo_jax.commands.model_folders import check_folder
 from dapo_jax.config.experiment import DpoConfig, Lora, Optimizer, SftConfig
 from dapo_jax.config.validation import validate
-from dapo_jax.run.supervised.dpo import prefer
-from dapo_jax.run.supervised.sft import make_base
+from dapo_jax.run.supervised import make_base, prefer
 from dapo_jax.runtime.settings import ConfigError
 
 LORA = Lora(rank=4, alpha=8.0, targets="query,value,out,down")

@@ -7,9 +7,9 @@ import pytest
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax.config.experiment import DpoConfig, Lora, SftConfig
+from dapo_jax.run import supervised
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
-from dapo_jax.run.supervised import dpo, training
-from dapo_jax.run.supervised.sft import make_base
+from dapo_jax.run.supervised import make_base
 
 SIDES = ("whole", "stopped")
 
@@ -28,7 +28,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 ):
     kind, rows = (SftConfig, example_rows()) if command == "sft" else (DpoConfig, pair_rows())
     size: dict = {"examples_per_step": 14} if command == "sft" else {"pairs_per_step": 14}
-    work = make_base if command == "sft" else dpo.prefer
+    work = make_base if command == "sft" else supervised.prefer
     size["lora"] = Lora(rank=3 * ("adapters" in command))
 
     def config_in(folder):
@@ -37,7 +37,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
     whole = config_in(tmp_path / "whole")
     work(whole)
-    stopped, rate = config_in(tmp_path / "stopped"), training.learning_rate
+    stopped, rate = config_in(tmp_path / "stopped"), supervised.learning_rate
     halfway = tmp_path / "stopped/out.halfway"
 
     def learning_rate(settings, step, total):
@@ -47,15 +47,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(
             os.kill(os.getpid(), signal.SIGTERM)
         return rate(settings, step, total)
 
-    monkeypatch.setattr(training, "learning_rate", learning_rate)
-    with pytest.raises((Killed, training.Stopped)) as raised:
+    monkeypatch.setattr(supervised, "learning_rate", learning_rate)
+    with pytest.raises((Killed, supervised.Stopped)) as raised:
         work(stopped)
     if end == "signal":
         assert raised.value.step == 5
     assert halfway.is_dir() and not (tmp_path / "stopped/out").exists()
     parts = {path.split("/")[-1] for path in SavedPolicy(halfway).shapes()}
     assert parts == {"lora_a", "lora_b"} or "adapters" not in command
-    monkeypatch.setattr(training, "learning_rate", rate)
+    monkeypatch.setattr(supervised, "learning_rate", rate)
     work(stopped)
     assert not halfway.exists()
     ours, theirs = (read_metrics(tmp_path / side / "out") for side in SIDES)
@@ -71,7 +71,7 @@ def test_what_another_run_left_halfway_is_no_beginning(tiny_folder, alone, tmp_p
     rows = example_rows()
     config = SftConfig(**settings(tmp_path, rows, tiny_folder, save_every_steps=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "write_policy", lambda *_: (_ for _ in ()).throw(Killed()))
+        patch.setattr(supervised, "write_policy", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             make_base(config)
     assert (tmp_path / "out.halfway").is_dir()

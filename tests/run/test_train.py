@@ -18,7 +18,7 @@ from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.run.checkpointing.same_run import check_same_run
 from dapo_jax.run.components import build
-from dapo_jax.run.evaluation.evaluate import evaluate
+from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.structs import Verdict

@@ -14,7 +14,7 @@ import pytest
 from output_folders import COMMANDS, ROOT, call, snapshot
 
 from dapo_jax.config.experiment import Config, Evaluation
-from dapo_jax.run.evaluation.evaluate import claim_folder
+from dapo_jax.run.evaluation import claim_folder
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.output_folder import (
     EVALUATION,

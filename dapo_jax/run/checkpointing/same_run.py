@@ -79,13 +79,13 @@ class Record:
 
 
 def _rule(name: str) -> Rule:
-    """Return the rule of a run's setting; the strictest for other entries of a checkpoint."""
-    return rules(Config).get(name, Rule())
+    return rules(Config).get(name, Rule())  # the strictest for other entries of a checkpoint
 
 
-def _may_change(name: str, settings: dict[str, Any]) -> bool:
-    may_change = _rule(name).may_change
-    return may_change(settings) if isinstance(may_change, When) else may_change
+def may_change(name: str, settings: dict[str, Any]) -> bool:
+    """Return True if a resumed run may have another value of a setting."""
+    allowed = _rule(name).may_change
+    return allowed(settings) if isinstance(allowed, When) else allowed
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
     """Return a digest of what a run computes: 16 hexadecimal digits."""
     known = with_defaults(settings)
-    fixed = {name: value for name, value in settings.items() if not _may_change(name, known)}
+    fixed = {name: value for name, value in settings.items() if not may_change(name, known)}
     text = json.dumps([fixed, inputs], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -109,7 +109,7 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
         read = _rule(name).read
         # A setting that nothing reads was once accepted with any value.
         is_read = read is None or read(settings)
-        if value != saved.get(name) and is_read and not _may_change(name, settings):
+        if value != saved.get(name) and is_read and not may_change(name, settings):
             before = saved.get(name)
             changed.append(f"config.{name} = {value!r}, but the run was made with {before!r}")
     if changed:
@@ -119,13 +119,8 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-def can_be_longer(settings: dict[str, Any]) -> bool:
-    """Return True if `total_steps` decides only when a run ends, not what its steps compute."""
-    return _may_change("total_steps", settings)
-
-
 def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
-    """Resolve the critic's number of steps: -1 leaves it to the algorithm."""
+    # -1 critic steps leave it to the algorithm.
     others = dict(settings)
     preset = others.pop("algorithm.critic_pretrain_steps")
     steps = others["critic.pretrain_steps"]
@@ -163,22 +158,17 @@ def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
     require(content in (None, fingerprint(folder)), field, folder, allowed)
 
 
-def _source_digest(field: str, name: str) -> str:
-    """Return the digest of the file of a user function."""
-    file = inspect.getsourcefile(resolve(field, name))
-    return hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()[:16] if file else ""
-
-
 def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
     """Return digests of the data, by source, and of the user's code, by module:function."""
     functions = {name: "reward.parts" for name in config.reward.weights() if ":" in name}
     if config.algorithm.token_weights:
         functions[config.algorithm.token_weights] = "algorithm.token_weights"
-    code = {
-        name: _source_digest(field, name)
-        for name, field in functions.items()
-        if not name.startswith((IN_PROCESS_PREFIX, PICKLED_PREFIX))
-    }
+    code = {}
+    for name, field in functions.items():
+        if not name.startswith((IN_PROCESS_PREFIX, PICKLED_PREFIX)):
+            file = inspect.getsourcefile(resolve(field, name))
+            content = pathlib.Path(file).read_bytes() if file else None
+            code[name] = "" if content is None else hashlib.sha256(content).hexdigest()[:16]
     return {"data": prompts.digests, "code": code}
 
 

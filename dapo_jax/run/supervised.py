@@ -1,4 +1,4 @@
-"""Supervised training: initial policy, examples, the loop of steps, and the model folder."""
+"""Supervised training, `sft` and `dpo`: initial policy, examples, the loop of steps, and the model folder."""
 
 import dataclasses
 import json
@@ -13,34 +13,54 @@ import jax
 import numpy as np
 from rich.markup import escape
 
+from dapo_jax import algorithms
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import DpoConfig, Packing, SftConfig
+from dapo_jax.config.sections import GENERATED
+from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
-from dapo_jax.data.supervised import Example, Examples, Forms, endless_order, read_examples
-from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
+from dapo_jax.data.supervised import (
+    EXAMPLES,
+    PAIRS,
+    Example,
+    Examples,
+    Forms,
+    endless_order,
+    read_examples,
+)
+from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
+from dapo_jax.learner.batches import Mean, PackedRows, ScoredBatch, TrainBatch, TrainState
+from dapo_jax.learner.minibatches import make_batch
 from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.packing import Segment, pack, take_tokens
+from dapo_jax.learner.packing import Segment, pack, place_tokens, take_tokens
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
+from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.metrics import add_up
+from dapo_jax.reporting.metrics import add_up, feedback_metrics
 from dapo_jax.reporting.sinks import MetricRows
-from dapo_jax.run.components import check_processes, load_frozen, load_trained
+from dapo_jax.run.components import (
+    check_processes,
+    check_same_model,
+    load_frozen,
+    load_trained,
+    load_whole,
+)
 from dapo_jax.run.compute import check_divisible, check_rotations, numerics, open_mesh
 from dapo_jax.run.export import policy_layers, write_adapters
-from dapo_jax.run.supervised.resume import METRICS, ResumePoint, Stopped
+from dapo_jax.run.halfway import METRICS, ResumePoint, Stopped
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.sharding import flatten, to_host, unbox
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.output_folder import replace
-from dapo_jax.structs import Completion, Prompt
+from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, replace
+from dapo_jax.structs import Completion, Prompt, Turn
 
 # Metrics of an update that have a meaning without sampling.
 MEASURED = ("policy_nll", "entropy", "mean_probability", "gradient_norm", "skipped_updates")
@@ -352,3 +372,198 @@ def write_policy(
     else:
         tokenizer.backend.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_SETTINGS, indent=2))
+
+
+def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:
+    """Return the worked examples of one step; example i depends on (seed, i) alone.
+
+    An example that exceeds the budget is cut, so it has no end token.
+    """
+    segments, examples = [], config.examples
+    for i in range(config.examples_per_step):
+        index = step * config.examples_per_step + i
+        if config.data.source == "multi_digit_sums":
+            text, turns = multi_digit_sums.make_worked_example(config.seed, index, examples)
+        else:
+            text, worked = arithmetic.make_worked_example(config.seed, index, examples)
+            turns = [worked]
+        prompt_tokens = np.asarray(tokenizer.encode_prompt(text), np.int32)
+        prompt = Prompt(index, str(index), text, prompt_tokens, "", config.data.source)
+        completion = _worked(turns, tokenizer, config.max_response_tokens)
+        segments.append(Segment(prompt, completion, i))
+    return segments
+
+
+def _worked(turns: Sequence[str], tokenizer: Tokenizer, budget: int) -> Completion:
+    """Return a response of turns; every second one is observed, the others have an end token."""
+    parts: list[Turn] = []
+    tokens: list[int] = []
+    for number, text in enumerate(turns):
+        is_sampled = number % 2 == 0
+        ids = [*tokenizer.encode(text), *tokenizer.end_ids[:1] * is_sampled]
+        ids = ids[: budget - len(tokens)]
+        parts.append(Turn(is_sampled, len(ids), text))
+        tokens += ids
+    return Completion(
+        np.asarray(tokens, np.int32),
+        np.zeros(len(tokens)),
+        tokens[-1] not in tokenizer.end_ids,
+        0,
+        "",
+        turns=tuple(parts) if len(parts) > 1 else (),
+    )
+
+
+def make_base(config: SftConfig) -> pathlib.Path:
+    """Train a policy on examples; errors as for `train_supervised`."""
+    return train_supervised(config, "sft", TRAINED, algorithms.sft(), _open_sft)
+
+
+def imitation_batch(
+    segments: Sequence[Segment], packing: Packing, budget: int
+) -> tuple[TrainBatch, int]:
+    """Return a minibatch of the mean cross-entropy over trained tokens, and its microbatches."""
+    algorithm = algorithms.sft()
+    rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
+    feedback = gather_feedback(
+        np.asarray(rollouts.response_index),
+        np.ones(len(segments)),
+        groups=np.arange(len(segments)),
+        correct=np.ones(len(segments), bool),
+    )
+    scored = ScoredBatch(rollouts, None)
+    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget), used
+
+
+def _open_sft(config: SftConfig, start: Start, learner: Learner, signals: Signals) -> Task:
+    """Return the task of SFT: generated examples, or examples of files."""
+    labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
+    packing, size = config.packing, config.examples_per_step
+    if config.data.source in GENERATED:
+
+        def generated_batch(step: int, _: Any) -> Batch:
+            segments = example_segments(config, start.tokenizer, step)
+            return *imitation_batch(segments, packing, config.max_response_tokens), {}
+
+        return Task(config.total_steps, start.load, generated_batch, labels)
+    examples, steps, numbers = open_examples(config, start.tokenizer, EXAMPLES, "examples_per_step")
+
+    def batch(step: int, _: Any) -> Batch:
+        segments = own_segments([examples.training[i] for i in numbers(step)])
+        return *imitation_batch(segments, packing, packing.row_tokens), {}
+
+    def heldout_nll(params: Any) -> dict[str, float]:
+        total = tokens = 0.0
+        heldout = examples.heldout
+        for segment, logprobs in score_responses(learner, params, heldout, size, packing, signals):
+            weights = np.asarray(segment.token_weights)
+            total += weights @ logprobs
+            tokens += weights.sum()
+        return {"heldout_nll": -float(total / tokens)} if tokens else {}
+
+    return Task(steps, start.load, batch, labels, {"data": examples.digest()}, heldout_nll)
+
+
+MEASURED_PAIRS = 256  # of the training pairs, before and after
+LABELS = {
+    "preference_loss": "loss",
+    "preference_accuracy": "accuracy",
+    "heldout_preference_loss": "held-out loss",
+    "heldout_preference_accuracy": "held-out accuracy",
+}
+
+
+def algorithm_of(config: DpoConfig) -> Algorithm:
+    """Return the preset `dpo` with the beta of the run."""
+    return dataclasses.replace(algorithms.dpo(), preference_beta=config.beta)
+
+
+def pair_segments(pairs: Sequence[Example]) -> list[Segment]:
+    """Return chosen and rejected responses in turn; the chosen one counts as correct."""
+    segments = own_segments(pairs)
+    return [segment._replace(correct=i % 2 == 0) for i, segment in enumerate(segments)]
+
+
+def pair_feedback(
+    rollouts: PackedRows, policy: np.ndarray, reference: Sequence[np.ndarray]
+) -> Feedback:
+    """Return the feedback on packed pairs: log-ratios of policy to reference."""
+    index, count = np.asarray(rollouts.response_index), len(reference)
+    return gather_feedback(
+        index,
+        np.zeros(count),
+        log_ratios=policy - place_tokens(reference, index),
+        groups=np.arange(count) // 2,
+        correct=np.arange(count) % 2 == 0,
+    )
+
+
+def preference_batch(
+    algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, feedback: Feedback
+) -> TrainBatch:
+    """Return a minibatch of the mean of -log sigmoid(beta margin) over pairs."""
+    scored = ScoredBatch(rollouts, None)
+    budget = rollouts.tokens.shape[-1]
+    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget)
+
+
+def prefer(config: DpoConfig) -> pathlib.Path:
+    """Train a policy on pairs; errors as for `train_supervised`."""
+    return train_supervised(config, "dpo", PREFERRING, algorithm_of(config), _open_dpo)
+
+
+def _preferences(
+    beta: float, now: Sequence[np.ndarray], reference: Sequence[np.ndarray], prefix: str
+) -> dict[str, float]:
+    """Return mean loss and accuracy of pairs; a margin of 0 counts half."""
+    both = zip(now, reference, strict=False)
+    gains = np.array([np.sum(np.float64(policy) - before) for policy, before in both])
+    margins = gains[0::2] - gains[1::2]
+    return {
+        f"{prefix}preference_loss": float(np.logaddexp(0.0, -beta * margins).mean()),
+        f"{prefix}preference_accuracy": float(np.mean((np.sign(margins) + 1) / 2)),
+    }
+
+
+def _open_dpo(config: DpoConfig, start: Start, learner: Learner, signals: Signals) -> Task:
+    """Return the task of DPO on the pairs of files."""
+    size, packing, algorithm = config.pairs_per_step, config.packing, algorithm_of(config)
+    if config.reference:
+        check_same_model("reference", config.reference, config.start, lambda shape: shape)
+    pairs, steps, numbers = open_examples(config, start.tokenizer, PAIRS, "pairs_per_step")
+    digests = {"data": pairs.digest()}
+    params = reference = start.load()
+    if config.reference:
+        digests[config.reference] = fingerprint(config.reference)
+        reference = load_whole(
+            config.reference, start.decoder, start.mesh, config.seed, field="reference"
+        )
+
+    def logprobs(params: Any, pairs: Sequence[Example]) -> list[np.ndarray]:
+        scored = score_responses(learner, params, pairs, size, packing, signals)
+        return [logprobs for _, logprobs in scored]
+
+    # Log-probs of the reference, by response: chosen and rejected in turn.
+    training = logprobs(reference, pairs.training)
+    heldout = logprobs(reference, pairs.heldout)
+    # A multiple of `size`: the pairs are packed as before, so scores repeat bit for bit.
+    sample = pairs.training[: size * math.ceil(MEASURED_PAIRS / size)]
+
+    def batch(step: int, params: Any) -> Batch:
+        segments = pair_segments([pairs.training[i] for i in numbers(step)])
+        rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
+        policy = to_host(learner.score(params, rollouts, used).values)
+        before = [logprobs for i in numbers(step) for logprobs in training[2 * i : 2 * i + 2]]
+        feedback = pair_feedback(rollouts, policy, before)
+        batch = preference_batch(algorithm, segments, rollouts, feedback)
+        advantages = np.asarray(batch.advantages)
+        return batch, used, feedback_metrics(algorithm, feedback, advantages, None)
+
+    def measure_heldout(params: Any) -> dict[str, float]:
+        now = logprobs(params, pairs.heldout)
+        return _preferences(config.beta, now, heldout, "heldout_") if now else {}
+
+    def measure_training(params: Any) -> dict[str, float]:
+        return _preferences(config.beta, logprobs(params, sample), training, "")
+
+    return Task(steps, lambda: params, batch, LABELS, digests, measure_heldout, measure_training)
