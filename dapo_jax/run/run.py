@@ -15,43 +15,21 @@ from rich.markup import escape
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.load_huggingface import fingerprint
+from dapo_jax.reporting import notices
 from dapo_jax.reporting.alerts import Alerts
 from dapo_jax.reporting.console import Progress, fit
-from dapo_jax.reporting.notices import (
-    SPOT_SECONDS,
-    announce_data,
-    announce_end,
-    describe_saving,
-    saving_seconds,
-    warn_about_answers,
-    warn_about_rounding,
-    warn_about_warmup,
-)
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.source import NoJournal, SourceState
+from dapo_jax.run import evaluation
+from dapo_jax.run.checkpointing import same_run
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
-from dapo_jax.run.checkpointing.same_run import (
-    Record,
-    RunProgress,
-    check_record,
-    check_same_run,
-    gather_inputs,
-    may_change,
-    run_identity,
-    run_settings,
-)
+from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import Components, build, check_data, check_processes
-from dapo_jax.run.evaluation import (
-    evaluation_rule,
-    heldout_metrics,
-    report_on,
-    sample_responses,
-)
 from dapo_jax.run.memory import checkpoint_bytes, megabytes_per_device
 from dapo_jax.run.run_files import SUMMARY, RunFiles
 from dapo_jax.run.step_record import measure, trace
@@ -81,40 +59,29 @@ class RunStore:
     journal: RolloutJournal | NoJournal
 
 
+@dataclasses.dataclass
 class Run:
     """The loop of a run from its first step to its last.
-
-    Args:
-        trainer: as for `train_step`.
-        on_step: receives every finished step and its metrics; True ends the run.
 
     Attributes:
         state: after the newest step.
         progress: of the run, beside the state.
+        on_step: receives every finished step and its metrics; True ends the run.
     """
 
-    def __init__(
-        self,
-        components: Components,
-        trainer: Trainer,
-        state: TrainerState,
-        progress: RunProgress,
-        store: RunStore,
-        files: RunFiles,
-        signals: Signals,
-        on_step: OnStep | None = None,
-    ):
-        self.components = components
-        self.trainer = trainer
-        self.state = state
-        self.progress = progress
-        self.store = store
-        self.files = files
-        self.signals = signals
-        self._on_step = on_step
-        self._alerts = Alerts(components.config, files.rows())
-        self._heldout = components.prompts.heldout_prompts()
-        self._started = time.perf_counter() - progress.seconds
+    components: Components
+    trainer: Trainer
+    state: TrainerState
+    progress: RunProgress
+    store: RunStore
+    files: RunFiles
+    signals: Signals
+    on_step: OnStep | None = None
+
+    def __post_init__(self):
+        self._alerts = Alerts(self.components.config, self.files.rows())
+        self._heldout = self.components.prompts.heldout_prompts()
+        self._started = time.perf_counter() - self.progress.seconds
 
     def begin(self) -> None:
         """Measure before the first step, and check that template and verifier agree."""
@@ -126,7 +93,9 @@ class Run:
             progress.heldout_before = values["heldout_accuracy"]
             self.files.write_row(0, values)
             console.say(f"held-out accuracy before training: {progress.heldout_before:.3f}")
-        warn_about_answers(responses or self._first_responses(), self.components.config, console)
+        notices.warn_about_answers(
+            responses or self._first_responses(), self.components.config, console
+        )
 
     def evaluate(self) -> tuple[dict[str, float], list[Response]]:
         """Return held-out metrics of the current policy, and the responses; empty without any."""
@@ -134,13 +103,14 @@ class Run:
             return {}, []
         clock, config = Clock(), self.components.config
         samples = range(config.evaluation.samples_per_problem)
-        rule, show = evaluation_rule(config), self.components.progress.working
+        rule, show = evaluation.evaluation_rule(config), self.components.progress.working
         with show(f"evaluating {len(self._heldout)} held-out problems"):
             responses = self._sample(self._heldout, samples, rule)
         self.files.write_evaluation(self.state.step, responses)
         # Equality of answers runs in a worker process, so one process decides.
         values = processes.broadcast_from_host0(
-            lambda: heldout_metrics(report_on(responses, config)), "held-out metrics"
+            lambda: evaluation.heldout_metrics(evaluation.report_on(responses, config)),
+            "held-out metrics",
         )
         return values | {"seconds_evaluation": clock.total()}, responses
 
@@ -148,7 +118,7 @@ class Run:
         wanted = [(prompt, samples) for prompt in prompts]
         params = self.state.learners.policy.params
         sampler, judge = self.components.sampler, self.components.judge
-        return list(sample_responses(params, wanted, sampler, judge, rule, self.signals))
+        return list(evaluation.sample_responses(params, wanted, sampler, judge, rule, self.signals))
 
     def _first_responses(self) -> list[Response]:
         """Return a few responses to the first training prompts."""
@@ -205,7 +175,7 @@ class Run:
         if isinstance(self.store.journal, RolloutJournal) and processes.is_first():
             with suppress_storage_errors():  # else after the next step
                 self.store.journal.forget(max(find_steps(config.run_dir), default=0))
-        ends = self._on_step(step, values) if self._on_step else None
+        ends = self.on_step(step, values) if self.on_step else None
         if isinstance(ends, bool | np.bool_) and ends:
             self.signals.received = self.signals.received or "on_step"
 
@@ -309,9 +279,9 @@ def announce_policy(components: Components, state: TrainerState) -> None:
     components.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
     components.progress.say(fit(["MB per device:", *sizes]))
     size, hosts = checkpoint_bytes(components.config, components.decoder), processes.count()
-    if saving_seconds(size, hosts) > SPOT_SECONDS / 2:
+    if notices.saving_seconds(size, hosts) > notices.SPOT_SECONDS / 2:
         every = components.config.checkpoint.every_steps
-        components.progress.say(describe_saving(size, hosts, every))
+        components.progress.say(notices.describe_saving(size, hosts, every))
 
 
 def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:
@@ -348,9 +318,9 @@ def open_run(
     storage = Storage(lambda text: console.warn(escape(text)))
     checkpoints = stack.enter_context(Checkpoints(folder, config.checkpoint, storage))
     check_data([*components.prompts.sources, *components.prompts.heldout])
-    announce_data(config, components.prompts, console)
-    warn_about_rounding(config, console)
-    warn_about_warmup(config, console)
+    notices.announce_data(config, components.prompts, console)
+    notices.warn_about_rounding(config, console)
+    notices.warn_about_warmup(config, console)
     now = describe_run(components)
     step = checkpoints.latest_step()
     if step is None:
@@ -360,15 +330,14 @@ def open_run(
     else:
         record = checkpoints.record()
         progress = record.progress
-        check_record(config, now, record, storage.warn)
+        same_run.check_record(config, now, record, storage.warn)
         with console.working(f"loading the checkpoint of step {step}"):
             state = restore(components, checkpoints, record)
         console.say(f"resuming {escape(str(folder))} after step {step}")
-        is_unwritten = (
-            progress.unwritten is not None or not step and progress.heldout_before is None
-        )
     announce_policy(components, state)
-    last_row = state.step - is_unwritten  # the newest row to keep
+    # The row of the newest step may not be written yet.
+    is_missing = progress.unwritten is not None if state.step else progress.heldout_before is None
+    last_row = state.step - is_missing
     files = stack.enter_context(
         RunFiles(config, folder, storage, components.tokenizer, last_row, console)
     )
@@ -377,7 +346,7 @@ def open_run(
     journal: RolloutJournal | NoJournal = NoJournal()
     if config.checkpoint.keep_groups:
         inputs = now.inputs | {"model": fingerprint(config.model.folder)}
-        identity = run_identity(now.settings, inputs)
+        identity = same_run.run_identity(now.settings, inputs)
         journal = RolloutJournal(folder, identity, storage, components.tokenizer.decode)
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
     store = RunStore(checkpoints, now, storage, journal)
@@ -390,7 +359,9 @@ def describe_run(components: Components) -> Record:
     # The setting may be -1; of a small file its number is a fraction.
     heldout = sum(len(source.problems) for source in prompts.heldout)
     heldout = config.data.heldout_source and config.data.heldout_count() or heldout
-    return Record(0, run_settings(config, heldout), gather_inputs(config, prompts))
+    return Record(
+        0, same_run.run_settings(config, heldout), same_run.gather_inputs(config, prompts)
+    )
 
 
 def finished(config: Config) -> dict[str, Any] | None:
@@ -409,8 +380,8 @@ def finished(config: Config) -> dict[str, Any] | None:
             return None
         record = checkpoints.record()
     saved = record.settings["data.heldout_problems"]
-    settings = run_settings(config, saved if config.data.heldout_problems < 0 else None)
-    check_same_run(settings, record.settings)
+    settings = same_run.run_settings(config, saved if config.data.heldout_problems < 0 else None)
+    same_run.check_same_run(settings, record.settings)
     folder = folder_at(config.run_dir)
 
     def read() -> tuple[Any, list[str]]:
@@ -428,7 +399,7 @@ def finished(config: Config) -> dict[str, Any] | None:
     progress = Progress(config.log.console)
     for text in warnings + gaps:
         progress.warn(escape(text))
-    announce_end(config, summary, may_change("total_steps", settings), progress)
+    notices.announce_end(config, summary, same_run.may_change("total_steps", settings), progress)
     return summary
 
 

@@ -1,4 +1,8 @@
-"""Supervised training, `sft` and `dpo`: initial policy, examples, the loop of steps, and the model folder."""
+"""Supervised training (`sft`, `dpo`): policy, examples, batches, the loop, the model folder.
+
+DPO (arXiv 2305.18290) computes the log-probs of the reference once, before the first step, and then
+frees it: memory holds one policy.
+"""
 
 import dataclasses
 import json
@@ -70,6 +74,13 @@ TOKENIZER_SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": END,
     "pad_token": PAD,
+}
+MEASURED_PAIRS = 256  # of the training pairs, before and after
+LABELS = {
+    "preference_loss": "loss",
+    "preference_accuracy": "accuracy",
+    "heldout_preference_loss": "held-out loss",
+    "heldout_preference_accuracy": "held-out accuracy",
 }
 Measure = Callable[[Any], dict[str, float]]  # from parameters to metrics
 Batch = tuple[TrainBatch, int, dict[str, float]]  # a minibatch, microbatches in use, metrics
@@ -419,58 +430,55 @@ def make_base(config: SftConfig) -> pathlib.Path:
     return train_supervised(config, "sft", TRAINED, algorithms.sft(), _open_sft)
 
 
-def imitation_batch(
-    segments: Sequence[Segment], packing: Packing, budget: int
-) -> tuple[TrainBatch, int]:
+def supervised_batch(
+    algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, feedback: Feedback
+) -> TrainBatch:
+    """Return a minibatch of the algorithm's loss on packed responses."""
+    scored, budget = ScoredBatch(rollouts, None), rollouts.tokens.shape[-1]
+    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget)
+
+
+def imitation_batch(segments: Sequence[Segment], packing: Packing) -> tuple[TrainBatch, int]:
     """Return a minibatch of the mean cross-entropy over trained tokens, and its microbatches."""
-    algorithm = algorithms.sft()
     rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
+    count = len(segments)
     feedback = gather_feedback(
         np.asarray(rollouts.response_index),
-        np.ones(len(segments)),
-        groups=np.arange(len(segments)),
-        correct=np.ones(len(segments), bool),
+        np.ones(count),
+        groups=np.arange(count),
+        correct=np.ones(count, bool),
     )
-    scored = ScoredBatch(rollouts, None)
-    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget), used
+    return supervised_batch(algorithms.sft(), segments, rollouts, feedback), used
 
 
 def _open_sft(config: SftConfig, start: Start, learner: Learner, signals: Signals) -> Task:
     """Return the task of SFT: generated examples, or examples of files."""
     labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
-    packing, size = config.packing, config.examples_per_step
+    packing = config.packing
     if config.data.source in GENERATED:
 
         def generated_batch(step: int, _: Any) -> Batch:
             segments = example_segments(config, start.tokenizer, step)
-            return *imitation_batch(segments, packing, config.max_response_tokens), {}
+            return *imitation_batch(segments, packing), {}
 
         return Task(config.total_steps, start.load, generated_batch, labels)
     examples, steps, numbers = open_examples(config, start.tokenizer, EXAMPLES, "examples_per_step")
 
     def batch(step: int, _: Any) -> Batch:
         segments = own_segments([examples.training[i] for i in numbers(step)])
-        return *imitation_batch(segments, packing, packing.row_tokens), {}
+        return *imitation_batch(segments, packing), {}
 
     def heldout_nll(params: Any) -> dict[str, float]:
         total = tokens = 0.0
-        heldout = examples.heldout
-        for segment, logprobs in score_responses(learner, params, heldout, size, packing, signals):
+        for segment, logprobs in score_responses(
+            learner, params, examples.heldout, config.examples_per_step, packing, signals
+        ):
             weights = np.asarray(segment.token_weights)
             total += weights @ logprobs
             tokens += weights.sum()
         return {"heldout_nll": -float(total / tokens)} if tokens else {}
 
     return Task(steps, start.load, batch, labels, {"data": examples.digest()}, heldout_nll)
-
-
-MEASURED_PAIRS = 256  # of the training pairs, before and after
-LABELS = {
-    "preference_loss": "loss",
-    "preference_accuracy": "accuracy",
-    "heldout_preference_loss": "held-out loss",
-    "heldout_preference_accuracy": "held-out accuracy",
-}
 
 
 def algorithm_of(config: DpoConfig) -> Algorithm:
@@ -496,15 +504,6 @@ def pair_feedback(
         groups=np.arange(count) // 2,
         correct=np.arange(count) % 2 == 0,
     )
-
-
-def preference_batch(
-    algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, feedback: Feedback
-) -> TrainBatch:
-    """Return a minibatch of the mean of -log sigmoid(beta margin) over pairs."""
-    scored = ScoredBatch(rollouts, None)
-    budget = rollouts.tokens.shape[-1]
-    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget)
 
 
 def prefer(config: DpoConfig) -> pathlib.Path:
@@ -555,7 +554,7 @@ def _open_dpo(config: DpoConfig, start: Start, learner: Learner, signals: Signal
         policy = to_host(learner.score(params, rollouts, used).values)
         before = [logprobs for i in numbers(step) for logprobs in training[2 * i : 2 * i + 2]]
         feedback = pair_feedback(rollouts, policy, before)
-        batch = preference_batch(algorithm, segments, rollouts, feedback)
+        batch = supervised_batch(algorithm, segments, rollouts, feedback)
         advantages = np.asarray(batch.advantages)
         return batch, used, feedback_metrics(algorithm, feedback, advantages, None)
 

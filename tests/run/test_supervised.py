@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params,
     examples = make_examples()
     turns = [one for example in examples for one in example.turns]
     segments = supervised.own_segments(examples)
-    batch, used = imitation_batch(segments, Packing(ROW_TOKENS, 2), ROW_TOKENS)
+    batch, used = imitation_batch(segments, Packing(ROW_TOKENS, 2))
 
     def loss(params):
         total = sum((alone(params, one) * one.trained).sum() for one in turns)
@@ -111,7 +111,7 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     policy = to_host(learner.score(placed, rollouts, used).values)
     reference = [np.asarray(alone(other, one)) for _, pair in pairs for one in pair]
     feedback = supervised.pair_feedback(rollouts, policy, reference)
-    batch = supervised.preference_batch(algorithm, segments, rollouts, feedback)
+    batch = supervised.supervised_batch(algorithm, segments, rollouts, feedback)
     expected = jax.grad(loss)(tiny_params)
     assert_close(learner.gradient(placed, batch, used), expected, 1e-5)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
