@@ -95,14 +95,13 @@ def read_environment() -> dict[str, Any]:
         if not valid:
             raise ConfigError(f"{name} = {texts[name]!r}: must be {allowed}")
 
-    allowed = "a whole number above 0; 1: only this process"
-    check(processes.isdecimal() and int(processes) > 0, PROCESSES, allowed)
-    total = int(processes)
+    total = int(processes) if processes.isdecimal() else 0
+    check(total > 0, PROCESSES, "a whole number above 0; 1: only this process")
     if total == 1:
         return {"num_processes": 1}
     host, _, port = address.rpartition(":")
-    allowed = "HOST:PORT of process 0, equal on all processes"
-    check(bool(host) and port.isdecimal() and 0 < int(port) < 65_536, COORDINATOR, allowed)
+    valid = bool(host) and port.isdecimal() and 0 < int(port) < 65_536
+    check(valid, COORDINATOR, "HOST:PORT of process 0, equal on all processes")
     valid = process.isdecimal() and int(process) < total
     check(valid, PROCESS_ID, f"from 0 to {PROCESSES} - 1 = {total - 1}, unique per process")
     arguments = {"coordinator_address": address, "num_processes": total, "process_id": int(process)}
@@ -111,12 +110,8 @@ def read_environment() -> dict[str, Any]:
     return arguments | {"cluster_detection_method": "deactivate"}
 
 
-def join() -> None:
-    """Join the processes that were started together; call it before JAX looks for devices.
-
-    Raises:
-        ConfigError: the processes cannot be joined.
-    """
+def _join() -> None:
+    """Join the processes that were started together, before JAX looks for devices."""
     arguments = read_environment()
     if arguments.get("num_processes") == 1 or jax.distributed.is_initialized():
         return
@@ -127,15 +122,13 @@ def join() -> None:
             initialization_timeout=JOIN_TIMEOUT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
         )
-    except ValueError as error:
-        if arguments or "coordinator_address" not in str(error):
+        signal.signal(signal.SIGTERM, handler)  # JAX's handler would swallow the signal
+    except (ValueError, RuntimeError) as error:
+        is_lone = "coordinator_address" in str(error)  # no launcher was detected
+        if isinstance(error, RuntimeError):  # or a program that has already used its devices
+            is_lone = not isinstance(error, jax.errors.JaxRuntimeError)
+        if arguments or not is_lone:
             raise ConfigError(f"cannot join the processes: {error}") from None
-        return  # no launcher was detected
-    except RuntimeError as error:
-        if arguments or isinstance(error, jax.errors.JaxRuntimeError):
-            raise ConfigError(f"cannot join the processes: {error}") from None
-        return  # a single-process program that has already used its devices
-    signal.signal(signal.SIGTERM, handler)  # JAX's handler would swallow the signal
 
 
 def set_compilation_cache() -> None:
@@ -181,7 +174,7 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
     set_compilation_cache()
     with as_command():
         try:
-            join()
+            _join()
             return _run(work, alone)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)

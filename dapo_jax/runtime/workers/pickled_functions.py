@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import linecache
 import os
 import pathlib
@@ -89,24 +90,19 @@ def _copy_error(value: Any) -> str:
 
 def _variable_error(function: Callable) -> str:
     """Return the name of a variable that can't be copied, and why; empty if unknown."""
-    if not inspect.isfunction(function):
-        return ""
-    variables = inspect.getclosurevars(function)
-    for name, value in {**variables.nonlocals, **variables.globals}.items():
-        if error := _copy_error(value):
-            return f"its variable `{name}`: {error}"
+    if inspect.isfunction(function):
+        variables = inspect.getclosurevars(function)
+        for name, value in {**variables.nonlocals, **variables.globals}.items():
+            if error := _copy_error(value):
+                return f"its variable `{name}`: {error}"
     return ""
 
 
 def _unique_name(prefix: str, function: Callable, taken: Collection[str]) -> str:
     own = getattr(function, "__qualname__", type(function).__name__).split("<locals>.")[-1]
     base = prefix + (re.sub(r"\W+", "_", own).strip("_") or "function")
-    name = base
-    number = 1
-    while name in taken:
-        number += 1
-        name = f"{base}_{number}"
-    return name
+    names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def register_function(
@@ -163,12 +159,17 @@ class FunctionCopies:
     def __init__(self, names: Iterable[str]):
         self.path = ""
         pickled = [name for name in names if name.startswith(PICKLED_PREFIX)]
-        if pickled:
-            self._folder = tempfile.TemporaryDirectory(
-                prefix="dapo_jax_", ignore_cleanup_errors=True
-            )
-            self.path = os.path.join(self._folder.name, "functions")
-            _write_copies(pickled, pathlib.Path(self.path))
+        if not pickled:
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="dapo_jax_", ignore_cleanup_errors=True)
+        self.path = os.path.join(self._folder.name, "functions")
+        # Source lines of notebook cells are sent too, so that a worker can show the line that
+        # raised.
+        codes = [getattr(_functions[name], "__code__", None) for name in pickled]
+        files = {code.co_filename for code in codes if code}
+        lines = {file: linecache.getlines(file) for file in files if not os.path.exists(file)}
+        copies = {name: _copies[name] for name in pickled}
+        pathlib.Path(self.path).write_bytes(cloudpickle.dumps((copies, lines)))
 
     def close(self) -> None:
         """Delete the file."""
@@ -176,20 +177,10 @@ class FunctionCopies:
             self._folder.cleanup()
 
 
-def _write_copies(names: Iterable[str], path: pathlib.Path) -> None:
-    # Source lines of notebook cells are sent too, so that a worker can show the line that raised.
-    codes = [getattr(_functions[name], "__code__", None) for name in names]
-    files = {code.co_filename for code in codes if code}
-    lines = {file: linecache.getlines(file) for file in files if not os.path.exists(file)}
-    copies = {name: _copies[name] for name in names}
-    path.write_bytes(cloudpickle.dumps((copies, lines)))
-
-
 def load_copies(path: str) -> None:
     """Register the functions that `FunctionCopies` of the parent wrote; none if it is empty."""
-    if not path:
-        return
-    copies, lines = cloudpickle.loads(pathlib.Path(path).read_bytes())
-    for file, texts in lines.items():
-        linecache.cache[file] = (sum(map(len, texts)), None, texts, file)
-    _functions.update({name: cloudpickle.loads(copy) for name, copy in copies.items()})
+    if path:
+        copies, lines = cloudpickle.loads(pathlib.Path(path).read_bytes())
+        for file, texts in lines.items():
+            linecache.cache[file] = (sum(map(len, texts)), None, texts, file)
+        _functions.update({name: cloudpickle.loads(copy) for name, copy in copies.items()})
