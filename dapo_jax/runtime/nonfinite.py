@@ -24,15 +24,9 @@ class NotFinite(RuntimeError):
 
 
 @jax.jit
-def _finite(leaf: jax.Array) -> jax.Array:
-    # A maximum does not work: XLA:CPU's maximum of a long array with NaN is not NaN.
-    return jnp.all(jnp.isfinite(leaf))
-
-
-@jax.jit
-def _counts(leaves: list[jax.Array]) -> list[jax.Array]:
+def _count(leaf: jax.Array) -> jax.Array:
     # float32, because a stack of layers can have more values than int32 counts.
-    return [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32) for leaf in leaves]
+    return jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32)
 
 
 def path_name(path: tuple) -> str:
@@ -46,14 +40,10 @@ def describe(tree: Any) -> str:
 
     A collective call.
     """
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    # One after the other, because XLA:CPU materialises the intermediate array.
-    named = [(path, leaf) for path, leaf in named if not _finite(leaf)]
-    counts = jax.device_get(_counts([leaf for _, leaf in named]))
-    broken = [
-        f"{path_name(path)} ({count:.0f} of {np.size(leaf)})"
-        for (path, leaf), count in zip(named, counts, strict=True)
-    ]
+    broken = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if count := float(_count(leaf)):
+            broken.append(f"{path_name(path)} ({count:.0f} of {np.size(leaf)})")
     rest = len(broken) - MAX_SHOWN
     return ", ".join(broken[:MAX_SHOWN]) + f" and {rest} more" * (rest > 0)
 

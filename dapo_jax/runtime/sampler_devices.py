@@ -33,26 +33,20 @@ def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence
     learning, sampling = [], []
     for local in owned.values():
         count = round(share * len(local))
-        require(
-            abs(count - share * len(local)) < 1e-6 and 0 < count < len(local),
-            "mesh.sampler_share",
-            share,
-            f"0, or a fraction of a process's {len(local)} devices that leaves some to the learner",
-        )
+        fits = abs(count - share * len(local)) < 1e-6 and 0 < count < len(local)
+        part = f"a fraction of a process's {len(local)} devices"
+        require(fits, "mesh.sampler_share", share, f"0, or {part} that leaves some to the learner")
         learning += local[:-count]
         sampling += local[-count:]
     is_whole = len(learning) % block == len(sampling) % block == 0
     require(is_whole, "mesh.sampler_share", share, _allowed(block))
-    flat = (
-        devices[0].platform == "tpu" and "lite" in devices[0].device_kind
-    )  # a two-dimensional torus
-    require(
-        not flat or all(map(fills_a_box, by_slice(learning) + by_slice(sampling))),
-        "mesh.sampler_share",
-        share,
-        f"0 on several hosts of {devices[0].device_kind}: its compiler needs chips without gaps "
-        "between them",
-    )
+    kind = devices[0].device_kind
+    if devices[0].platform == "tpu" and "lite" in kind:  # a two-dimensional torus
+        fits = all(map(fills_a_box, by_slice(learning) + by_slice(sampling)))
+        allowed = (
+            f"0 on several hosts of {kind}: its compiler needs chips without gaps between them"
+        )
+        require(fits, "mesh.sampler_share", share, allowed)
     return learning, sampling
 
 

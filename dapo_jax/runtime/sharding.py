@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 from flax.linen import spmd
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -28,18 +28,13 @@ AXES = ("data", "fsdp", "expert", "context", "decode_tensor", "tensor")
 
 # logical name: (mesh axes in training, mesh axes in decoding)
 RULES = {
-    "batch": (  # rows, decode slots
-        ("data", "fsdp", "expert", "decode_tensor"),
-        ("data", "fsdp", "expert", "context"),
-    ),
+    # rows, decode slots
+    "batch": (("data", "fsdp", "expert", "decode_tensor"), ("data", "fsdp", "expert", "context")),
     "sequence": ("context", None),  # tokens of a row
     "length": (("context", "tensor"), None),  # tokens of the residual stream
     "embed": (("fsdp", "expert", "context", "decode_tensor"), None),
     "experts": ("expert", "expert"),
-    "expert_embed": (
-        ("fsdp", "context", "decode_tensor"),
-        None,
-    ),  # `embed` beside `experts`
+    "expert_embed": (("fsdp", "context", "decode_tensor"), None),  # `embed` beside `experts`
     "heads": ("tensor", ("tensor", "decode_tensor")),
     "kv_heads": ("tensor", ("tensor", "decode_tensor")),
     "mlp": ("tensor", ("tensor", "decode_tensor")),
@@ -263,24 +258,13 @@ def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
 
 def to_host(tree: Any) -> Any:
     """Copy whole arrays to the host of every process; a collective call."""
-    leaves, structure = jax.tree.flatten(tree)
-    remote = [i for i, leaf in enumerate(leaves) if not _is_local(leaf)]
-    if remote:
-        gather = _replicated(leaves[remote[0]].sharding.mesh)
-        for i, leaf in zip(remote, gather([leaves[i] for i in remote]), strict=True):
-            leaves[i] = leaf
-    return jax.tree.unflatten(structure, map(np.asarray, leaves))
 
+    def copy(leaf: Any) -> np.ndarray:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        return np.asarray(leaf)
 
-def _is_local(leaf: Any) -> bool:
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return True
-    return leaf.is_fully_replicated
-
-
-@functools.cache
-def _replicated(mesh: Mesh) -> Callable[[Any], Any]:
-    return jax.jit(lambda arrays: arrays, out_shardings=sharding(mesh))
+    return jax.tree.map(copy, tree)
 
 
 def unbox(tree: Any) -> Any:

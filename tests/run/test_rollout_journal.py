@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -120,20 +119,6 @@ def test_groups_go_when_a_checkpoint_has_their_step(groups, tmp_path):
 
 def files_of(folder) -> list[str]:
     return sorted(path.name for path in (folder / FOLDER).rglob("*.npz"))
-
-
-def test_groups_judged_while_a_file_is_written_are_in_the_next(groups, tmp_path, monkeypatch):
-    going, storage = threading.Event(), Storage()
-    kept = opened(tmp_path, storage=storage)
-    kept.begin(0)
-    compress = np.savez_compressed
-    monkeypatch.setattr(np, "savez_compressed", lambda *a, **k: going.wait() and compress(*a, **k))
-    for group in groups * 3:  # more than may wait in a queue of files
-        kept.add([group])
-    going.set()
-    storage.drain()
-    assert len(files_of(tmp_path)) <= 2
-    assert sorted(opened(tmp_path).begin(0)) == [group.prompt.index for group in groups]
 
 
 def test_groups_of_a_file_that_failed_are_in_the_next(groups, tmp_path):

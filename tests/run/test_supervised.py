@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax import algorithms
 from dapo_jax.__main__ import entry
-from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import (
     Compute,
     DpoConfig,
@@ -189,24 +187,8 @@ REFUSED = {  # command, overrides, and what the message names: field, value, wha
     "no data": ("sft", "seed=1", "total_steps 0 above 0"),
     "no start": ("sft", OWN, "start '' a model folder 'own.jsonl'"),
     "no pairs": ("dpo", START, "data.source '' a file"),
-    "range": ("dpo", f"{OWN} {START} beta=0", "beta 0.0 above 0"),
-    "choice": ("sft", f"{OWN} {START} data.overlong=shrink", "data.overlong 'shrink' drop cut"),
     "field": ("sft", f"{OWN} {START} data.fields=gold=a", "data.fields 'gold=a' messages response"),
-    "half a form": ("sft", f"{OWN} {START} data.fields=prompt=a", "data.fields 'prompt=a' forms"),
-    "fields of pairs": (
-        "dpo",
-        f"{OWN} {START} data.fields=prompt=a,chosen=b",
-        "data.fields 'prompt=a,chosen=b' chosen+rejected",
-    ),
-    "unshown system": (
-        "dpo",
-        f"{OWN} {START} data.fields=system=s,chosen=a,rejected=b",
-        "data.fields 'system=s,chosen=a,rejected=b' system 'none'",
-    ),
-    # settings that nothing reads
-    "passes by steps": ("sft", f"{OWN} {START} total_steps=9 data.passes=1", "data.passes 1.0 3.0"),
     "system": ("dpo", f"{OWN} {START} data.system_prompt=Hi", "data.system_prompt 'Hi' 'none'"),
-    "shape": ("sft", f"{OWN} {START} architecture.layers=9", "architecture.layers 9 3 start"),
     "generated": ("sft", "total_steps=9 data.template=r1", "data.template 'r1' 'none'"),
     "no such file": ("sft", f"{OWN} {START}", "data.source 'own.jsonl' file"),
 }
@@ -226,16 +208,6 @@ def test_wrong_settings_are_rejected_on_one_line(name, capsys, tmp_path, monkeyp
     assert (named := f"{field} = {value}: ") in message, message
     assert all(word in message.split(named)[1] for word in allowed), message
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("kind", [SftConfig, DpoConfig])
-def test_overrides_of_the_defaults_are_enough(kind):
-    line = [f"--config.{text}" for text in (OWN, START, "data.fields=prompt=a,chosen=b,rejected=c")]
-    line = line if kind is DpoConfig else line[:2]
-    with mock.patch.object(sys, "argv", ["x", *line]):
-        config = command_line.load(kind, "", needs_file=False)
-    assert (config.data.source, config.start) == ("own.jsonl", "somewhere")
-    assert config.total_steps == 0 and config.data.passes in (1, 3)
 
 
 def test_more_in_a_step_than_there_is_and_a_folder_without_a_model(tiny_folder, tmp_path):

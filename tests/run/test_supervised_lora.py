@@ -8,7 +8,6 @@ import pytest
 from safetensors.numpy import load_file
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
-from dapo_jax.commands.model_folders import check_folder
 from dapo_jax.config.experiment import DpoConfig, Lora, Optimizer, SftConfig
 from dapo_jax.config.validation import validate
 from dapo_jax.run.supervised import make_base, prefer
@@ -87,11 +86,3 @@ def test_an_unknown_matrix_is_refused_before_anything_is_loaded(tiny_folder, alo
     with pytest.raises(ConfigError, match="config.lora.folder: .*adapter_config.json can't be re"):
         make_base(config)
     assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
-
-
-def test_a_folder_for_adapters_that_holds_something_else_is_refused(tmp_path):
-    (tmp_path / "out.adapter").mkdir()
-    (tmp_path / "out.adapter/mine.txt").write_text("keep")
-    config = make_config("dpo", tmp_path, "nowhere")
-    with pytest.raises(ConfigError, match="config.out = '.*out.adapter': must be a new or empty"):
-        check_folder(config)

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import gc
-import weakref
 
 import jax
 import numpy as np
@@ -18,7 +17,6 @@ from dapo_jax.config.experiment import Config, Log, Optimizer
 from dapo_jax.reporting.console import PROGRAMS
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.compute import open_learners
-from dapo_jax.runtime import kept_programs
 from dapo_jax.runtime.kept_programs import forget_programs, keep
 
 TRACED, COMPILED = "jaxpr_trace_duration", "backend_compile_duration"
@@ -122,15 +120,3 @@ def test_values_are_compared_and_not_the_objects_or_how_they_print(one_device, e
         keep(lambda *given, **named: make(*given, **named), Optimizer(), one_device, scale=1.0),
     ]
     assert len({id(one) for one in (first, *others)}) == 6
-
-
-def test_frozen_parameters_are_not_kept():
-    assert keep(make, 1, frozen={"a": 1}) is not keep(make, 1, frozen={"a": 1})
-    assert keep(make, 1, frozen={}) is keep(make, 1)
-
-
-def test_only_the_last_ones_are_kept():
-    made = [weakref.ref(keep(make, number)) for number in range(kept_programs.MAX_KEPT + 3)]
-    gc.collect()
-    alive = [number for number, one in enumerate(made) if one() is not None]
-    assert alive == list(range(3, kept_programs.MAX_KEPT + 3))

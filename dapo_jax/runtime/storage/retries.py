@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import errno
+import functools
 import io
 import logging
 import math
@@ -23,12 +24,7 @@ REPEAT_SECONDS = 600.0  # between two warnings of the same kind
 MAX_WAITING = 4  # background writes; each may hold a step's responses in memory
 SHOWN_CHARACTERS = 200
 UNSAVED = 74  # EX_IOERR of sysexits.h, a run's exit code
-REFUSALS = (
-    "PermissionDeniedError",
-    "UnauthenticatedError",
-    "NotFoundError",
-    "InvalidArgumentError",
-)
+REFUSALS = "PermissionDenied Unauthenticated NotFound InvalidArgument".split()
 # Errors of storage; no mistake of the program has these numbers.
 FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
@@ -47,7 +43,7 @@ def is_bucket_error(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Return True if a bucket refused: no permission, or no such bucket."""
-    return is_bucket_error(error) and type(error).__name__ in REFUSALS
+    return is_bucket_error(error) and type(error).__name__.removesuffix("Error") in REFUSALS
 
 
 def is_storage_error(error: BaseException) -> bool:
@@ -164,6 +160,8 @@ class Storage:
             time.sleep(pause)
             try:
                 work()
+                self.report_recovery(what)
+                return True
             except Exception as error:
                 if not is_storage_error(error):
                     raise
@@ -172,9 +170,6 @@ class Storage:
                     now = time.monotonic()
                     self._backoff_until = now + (now - started)
                     break
-            else:
-                self.report_recovery(what)
-                return True
         self.report_failure(what, cause)
         return False
 
@@ -210,20 +205,17 @@ class Storage:
             self.warn(f"{what} can be written again")
 
 
+@functools.cache
 def silence_orbax() -> None:
     """Silence errors that Orbax logs in each of its threads before it raises them once."""
-    logging.getLogger("absl").addFilter(_is_not_orbax_error)
-    if not hasattr(sys.unraisablehook, "shows_others"):
-        before = sys.unraisablehook
+    logging.getLogger("absl").addFilter(
+        lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
+    )
+    before = sys.unraisablehook
 
-        def hook(event: Any) -> None:
-            # TensorStore reports results that nobody awaits to a closed event loop.
-            if str(event.exc_value) != "Event loop is closed":
-                before(event)
+    def hook(event: Any) -> None:
+        # TensorStore reports results that nobody awaits to a closed event loop.
+        if str(event.exc_value) != "Event loop is closed":
+            before(event)
 
-        hook.shows_others = True  # type: ignore[attr-defined]
-        sys.unraisablehook = hook
-
-
-def _is_not_orbax_error(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+    sys.unraisablehook = hook
