@@ -262,11 +262,7 @@ def open_tokenizer(config: Config, decoder: DecoderConfig) -> Tokenizer:
 def open_environments(
     config: Config, tokenizer: Tokenizer, should_abort: Callable[[], bool] = lambda: False
 ) -> Environments | None:
-    """Return the environments of trajectories, or None if responses have one turn.
-
-    Raises:
-        ConfigError: there is no such environment, or the chat template can't show its replies.
-    """
+    """Return the environments of trajectories, or None if responses have one turn."""
     if not config.environment.used:
         return None
     chat = config.data.template == "chat"

@@ -76,11 +76,7 @@ def open_meshes(
 def numerics(
     compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return the fields of `DecoderConfig` that the run chooses, not the model folder.
-
-    Raises:
-        ConfigError: these devices or rows don't support a setting.
-    """
+    """Return the fields of `DecoderConfig` that the run chooses, not the model folder."""
     device = mesh.devices.flat[0]
     name, platform = compute.attention, device.platform
     chosen = training_attention.choose(name, platform, row_tokens or 1)

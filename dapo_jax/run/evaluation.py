@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.contracts import Sampler
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.model.trainable import join
@@ -24,7 +23,7 @@ from dapo_jax.reporting.notices import announce_data
 from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
-from dapo_jax.rewards.judge import Judge, Pending
+from dapo_jax.rewards.judge import Pending
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.same_run import check_frozen, warn_about_heldout
@@ -40,10 +39,8 @@ from dapo_jax.structs import Group, Interrupted, Prompt, SamplingRule
 from dapo_jax.verifier.algebra_process import same_answer
 
 MAX_WAIT_SECONDS = 2.0  # for open verdicts when an evaluation is stopped
-FIELDS = {field.name for field in dataclasses.fields(Response)}
-REQUIRED_FIELDS = {
-    field.name for field in dataclasses.fields(Response) if field.default is dataclasses.MISSING
-}
+FIELDS = {field.name: field.default for field in dataclasses.fields(Response)}
+REQUIRED_FIELDS = {name for name, default in FIELDS.items() if default is dataclasses.MISSING}
 
 
 def evaluation_rule(config: Config) -> SamplingRule:
@@ -51,44 +48,43 @@ def evaluation_rule(config: Config) -> SamplingRule:
     return SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
 
 
-def split_scored(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
+def _split_scored(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
     """Return the groups with complete verdicts, and the others; every host agrees."""
+    owners = [group.prompt.index for group in pending]
     is_scored = processes.map_over_hosts(
-        [group.prompt.index for group in pending],
-        lambda i: all(verdict.done() for verdict in pending[i].verdicts),
-        "which are judged",
+        owners, lambda i: all(v.done() for v in pending[i].verdicts), "which are judged"
     )
-    ready = [group for group, scored in zip(pending, is_scored, strict=True) if scored]
-    return ready, [group for group, scored in zip(pending, is_scored, strict=True) if not scored]
+    both = list(zip(pending, is_scored, strict=True))
+    return [group for group, done in both if done], [group for group, done in both if not done]
 
 
 def sample_responses(
+    components: Components,
     params: Any,
     wanted: Sequence[tuple[Prompt, Sequence[int]]],
-    sampler: Sampler,
-    judge: Judge,
     rule: SamplingRule,
-    interrupted: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool],
 ) -> Iterator[Response]:
-    """Yield scored responses as they finish.
+    """Yield scored responses to prompts, by sample number, as they finish. Raises `Interrupted`.
 
     Prompt and sample number alone determine the random key: two policies are compared on the same
     random numbers, and a response sampled later equals the one that would have come at once.
     """
+    sampler, judge = components.sampler, components.judge
     sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
     for prompt, samples in wanted:
         sampler.submit_each(prompt, samples)
     pending: list[Pending] = []
     while not sampler.idle and not interrupted():
         pending += [judge.submit(*finished) for finished in sampler.decode_burst()]
-        scored, pending = split_scored(pending)
+        scored, pending = _split_scored(pending)
         for group in judge.groups(scored):
             yield from make_responses(group)
     stopped = not sampler.idle
     sampler.release()
     if stopped:
         futures.wait([v for group in pending for v in group.verdicts], MAX_WAIT_SECONDS)
-        pending, _ = split_scored(pending)
+        pending, _ = _split_scored(pending)
     for group in judge.groups(pending):
         yield from make_responses(group)
     if stopped:
@@ -223,7 +219,7 @@ class ResponseFile:
             if values is None or not values.keys() >= REQUIRED_FIELDS:
                 broken.append(number)
             elif values.get("failure") is None:  # a failed verdict is sampled and scored again
-                response = Response(**{name: values[name] for name in FIELDS & set(values)})
+                response = Response(**{name: values[name] for name in FIELDS.keys() & values})
                 self.responses[response.index, response.sample] = response
         if broken:
             self._storage.warn(
@@ -306,17 +302,13 @@ def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dic
 def open_checkpoints(
     config: Config, from_folder: bool, stack: contextlib.ExitStack
 ) -> Checkpoints | None:
-    """Return the checkpoints of run_dir, or None if the model folder is evaluated.
-
-    Raises `ConfigError` if run_dir has no checkpoint.
-    """
+    """Return the checkpoints of run_dir, or None if the model folder is evaluated."""
     if from_folder:
         return None
     if Checkpoints.exist(config.run_dir):
         warn = Progress(config.log.console).warn
-        checkpoints = stack.enter_context(
-            Checkpoints(config.run_dir, storage=Storage(lambda text: warn(escape(text))))
-        )
+        storage = Storage(lambda text: warn(escape(text)))
+        checkpoints = stack.enter_context(Checkpoints(config.run_dir, storage=storage))
         if checkpoints.latest_step() is not None:
             return checkpoints
     raise ConfigError(
@@ -385,9 +377,7 @@ def sample_missing(
         path = escape(str(file.path))
         progress.say(f"{done} of {len(keys)} responses are there already, in {path}")
     with progress.evaluating(done, len(keys)) as show:
-        for response in sample_responses(
-            params, wanted, components.sampler, components.judge, rule, interrupted
-        ):
+        for response in sample_responses(components, params, wanted, rule, interrupted):
             file.append(response)
             show(response)
     file.tidy()

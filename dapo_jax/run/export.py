@@ -96,19 +96,6 @@ def adapter_folder(out: str) -> str:
     return f"{pathlib.Path(out)}.adapter"
 
 
-def write_adapters(
-    out: str,
-    kind: str,
-    trained: Collection[str],
-    read: Callable[[str], Any],
-    decoder: DecoderConfig,
-    base: str,
-) -> None:
-    """Write adapters into the folder beside `out`; every process calls it."""
-    with replace("out", adapter_folder(out), kind) as folder:
-        peft_adapters.save_adapters(folder, trained, read, decoder, base)
-
-
 def export(config: ExportConfig) -> pathlib.Path:
     """Write the model folder with its card, upload it if asked to, and return its path.
 
@@ -136,7 +123,8 @@ def export(config: ExportConfig) -> pathlib.Path:
     trained = policy.shapes()
     base = config.base_model or model_path(source).absolute().name
     if merged and decoder.adapters:
-        write_adapters(config.out, EXPORTED, trained, policy.read, decoder, base)
+        with replace("out", adapter_folder(config.out), EXPORTED) as folder:
+            peft_adapters.save_adapters(folder, trained, policy.read, decoder, base)
     with replace("out", config.out, EXPORTED) as folder:
         folder = present(folder, "folder")  # the command runs in one process
         if merged:
@@ -173,11 +161,7 @@ def check_names(config: ExportConfig) -> None:
 
 
 def check_repository(config: ExportConfig) -> str:
-    """Return the full name of the repository to write, checked at the hub; empty without one.
-
-    Raises:
-        ConfigError: no token, no permission to write, or a repository with other content.
-    """
+    """Return the full name of the repository to write, checked at the hub; empty without one."""
     if not config.push_to_hub:
         return ""
     from huggingface_hub import HfApi, get_token

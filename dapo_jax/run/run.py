@@ -117,8 +117,8 @@ class Run:
     def _sample(self, prompts: list, samples: range, rule: SamplingRule) -> list[Response]:
         wanted = [(prompt, samples) for prompt in prompts]
         params = self.state.learners.policy.params
-        sampler, judge = self.components.sampler, self.components.judge
-        return list(evaluation.sample_responses(params, wanted, sampler, judge, rule, self.signals))
+        sampled = evaluation.sample_responses(self.components, params, wanted, rule, self.signals)
+        return list(sampled)
 
     def _first_responses(self) -> list[Response]:
         """Return a few responses to the first training prompts."""

@@ -55,7 +55,7 @@ from dapo_jax.run.components import (
     load_whole,
 )
 from dapo_jax.run.compute import check_divisible, check_rotations, numerics, open_mesh
-from dapo_jax.run.export import policy_layers, write_adapters
+from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.run.halfway import METRICS, ResumePoint, Stopped
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.kept_programs import keep
@@ -359,10 +359,7 @@ def write_policy(
     folder: pathlib.Path | None,
     params: Any,
 ) -> None:
-    """Write weights, settings and tokenizer into `folder`; adapters are also written beside it.
-
-    Every process calls it; `folder` is None on those that do not write.
-    """
+    """Write weights, settings and tokenizer into `folder`; adapters are also written beside it."""
     decoder, tokenizer = start.decoder, start.tokenizer
     if decoder.adapters:
         flat = flatten(params)
@@ -371,7 +368,8 @@ def write_policy(
             return to_host(flat[path])
 
         base = model_path(config.start).absolute().name
-        write_adapters(config.out, kind, flat, read, decoder, base)
+        with replace("out", adapter_folder(config.out), kind) as beside:
+            peft_adapters.save_adapters(beside, flat, read, decoder, base)
         layers = policy_layers(flat, read, decoder, config.start)
         save_huggingface.save_weights(folder, layers, decoder)
     else:

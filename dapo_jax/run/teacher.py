@@ -65,11 +65,7 @@ def abstract_teacher(
     mesh: jax.sharding.Mesh,
     read: Callable[..., DecoderConfig] = READ,
 ) -> Teacher:
-    """Return the shapes, dtypes and shardings of the teacher, with the policy's vocabulary.
-
-    Raises:
-        ConfigError: the mesh can't shard it, or it lacks tokens of the policy.
-    """
+    """Return the shapes, dtypes and shardings of the teacher, with the policy's vocabulary."""
     decoder = _shape_in_folder(config, policy, mesh, read)
     decoder = dataclasses.replace(decoder, vocab=policy.vocab)
     boxed = abstract_params(decoder)

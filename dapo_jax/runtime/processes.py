@@ -81,11 +81,7 @@ def print_error(text: str) -> None:
 
 
 def read_environment() -> dict[str, Any]:
-    """Return arguments of `jax.distributed.initialize` from the environment; {}: let JAX detect.
-
-    Raises:
-        ConfigError: a variable is missing or invalid.
-    """
+    """Return arguments of `jax.distributed.initialize` from the environment; {}: let JAX detect."""
     texts = {name: os.environ.get(name, "") for name in (COORDINATOR, PROCESSES, PROCESS_ID)}
     address, processes, process = texts.values()
     if not any(texts.values()):
@@ -228,11 +224,7 @@ def exit_process(code: int) -> None:
 
 
 def all_gather_json(value: Any, name: str) -> list[Any]:
-    """Return the values of all processes, ordered by index, after one small all-gather.
-
-    Raises:
-        RuntimeError: another process gathers something else.
-    """
+    """Return the values of all processes, ordered by index, after one small all-gather."""
     if count() == 1:
         return [value]
     answers = [json.loads(text) for text in _gather(json.dumps([name, value]).encode())]

@@ -20,11 +20,7 @@ WEIGHT_AXES = ("expert", "decode_tensor", "tensor")  # axes that shard weights i
 
 
 def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence, Sequence]:
-    """Split devices into those of the learner and those of the sampler, the last of each process.
-
-    Raises:
-        ConfigError: the devices cannot be split like this.
-    """
+    """Return the devices of the learner, and those of the sampler: the last of each process."""
     if share == 0:
         return devices, devices
     owned: dict[int, list] = {}
@@ -54,9 +50,6 @@ def open_sampling_mesh(mesh: Mesh, learning: Sequence, sampling: Sequence, share
     """Return the sampler's mesh: the same shards of the weights, the other axes are replicas.
 
     With a share of 0.5 each device has the position of a learner device of its process.
-
-    Raises:
-        ConfigError: a process would sample with a shard that its learner does not hold.
     """
     sizes = mesh.shape
     block = math.prod(sizes[axis] for axis in WEIGHT_AXES)

@@ -305,11 +305,7 @@ def check_read(config: Any) -> None:
 
 
 def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
-    """Return a section with the values of nested dictionaries and defaults for the rest.
-
-    Raises:
-        ConfigError: a name is unknown, or a section is not a dictionary.
-    """
+    """Return a section with the values of nested dictionaries and defaults for the rest."""
     require(isinstance(values, dict), prefix.rstrip(".") or "(all)", values, "a table of settings")
     made = kind()
     for name, value in values.items():

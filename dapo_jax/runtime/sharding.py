@@ -57,11 +57,7 @@ def mesh_shape(
     expert: int = 1,
     context: int = 1,
 ) -> tuple[int, int, int, int, int, int]:
-    """Return the sizes of AXES; `data` or `fsdp` = -1 takes the remaining devices.
-
-    Raises:
-        ConfigError: the product is not the number of devices.
-    """
+    """Return the sizes of AXES; `data` or `fsdp` = -1 takes the remaining devices."""
     cut = expert * context * decode_tensor * tensor
     if data == -1:
         data = max(1, devices // (fsdp * cut))
@@ -88,9 +84,6 @@ def make_mesh(
     On TPU, neighbours in the mesh are neighbours in the torus, and only `data` spans slices, so
     only gradient sums cross them. Axes are Auto: the compiler places collectives (jax.make_mesh
     would make them Explicit).
-
-    Raises:
-        ConfigError: as `mesh_shape`, or the slices do not divide `data`.
     """
     devices = jax.devices() if devices is None else devices
     cut = {"decode_tensor": decode_tensor, "expert": expert, "context": context}
@@ -260,7 +253,8 @@ def to_host(tree: Any) -> Any:
     """Copy whole arrays to the host of every process; a collective call."""
 
     def copy(leaf: Any) -> np.ndarray:
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        is_device = isinstance(leaf, jax.Array)
+        if is_device and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
         return np.asarray(leaf)
 

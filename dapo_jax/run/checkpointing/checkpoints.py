@@ -147,10 +147,7 @@ def damage(folder: epath.Path) -> str:
 def latest_valid(
     run_dir: str | os.PathLike, warn: Callable[[str], None] = print_error, field: str = "run_dir"
 ) -> int | None:
-    """Return the step of the newest valid checkpoint; None if there are no checkpoints.
-
-    Raises `ConfigError` if all are damaged.
-    """
+    """Return the step of the newest valid checkpoint; None if there are no checkpoints."""
     folder, damages = checkpoint_folder(run_dir), dict[int, str]()
     for step in reversed(saved_steps(run_dir)):
         damages[step] = damage(folder / str(step))

@@ -85,9 +85,6 @@ def local_folder(
     Copies are in XDG_CACHE_HOME (~/.cache) under dapo_jax_models. Names, sizes and times of the
     bucket's files decide their path, so a changed model is downloaded again. An interrupted
     download resumes with the file at which it stopped.
-
-    Raises:
-        ConfigError: the bucket has no such folder or refuses, or the disk is too small.
     """
     try:
         copy, stats = _locate(str(name), field)

@@ -111,11 +111,7 @@ def register_function(
     taken: Collection[str] = (),
     field: str = "reward.parts",
 ) -> str:
-    """Return a name for a function: `module:function`, `given:NAME` or `in_process:NAME`.
-
-    Raises:
-        ConfigError: the function can't be copied to a worker.
-    """
+    """Return a name for a function: `module:function`, `given:NAME` or `in_process:NAME`."""
     require(callable(function), field, function, "a function, or the name of one")
     if _is_importable(function) and not in_process:
         return f"{function.__module__}:{function.__qualname__}"
@@ -136,11 +132,7 @@ def register_function(
 
 
 def find_registered(field: str, name: str) -> Callable | None:
-    """Return the function that `register_function` named; None for a name `module:function`.
-
-    Raises:
-        ConfigError: the name has a prefix and is not registered.
-    """
+    """Return the function that `register_function` named; None for a name `module:function`."""
     if not name.startswith((PICKLED_PREFIX, IN_PROCESS_PREFIX)):
         return None
     option = ", in_process=True" * name.startswith(IN_PROCESS_PREFIX)
