@@ -38,6 +38,11 @@ from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_t
 from dapo_jax.structs import Group, Interrupted, Prompt, SamplingRule
 from dapo_jax.verifier.algebra_process import same_answer
 
+# Means over responses in a report.
+MEANS = (
+    "answer_not_found_rate truncated_fraction response_tokens turns repetition "
+    "reflection_fraction entropy"
+).split()
 MAX_WAIT_SECONDS = 2.0  # for open verdicts when an evaluation is stopped
 FIELDS = {field.name: field.default for field in dataclasses.fields(Response)}
 REQUIRED_FIELDS = {name for name, default in FIELDS.items() if default is dataclasses.MISSING}
@@ -104,14 +109,7 @@ def heldout_metrics(report: Report) -> dict[str, float]:
         "heldout_accuracy_high": report.accuracy.high,
         "heldout_pass_at_k": report.pass_at_k[max(report.pass_at_k)].value,
         "heldout_majority": report.majority.value,
-        "heldout_answer_not_found_rate": report.answer_not_found_rate,
-        "heldout_truncated_fraction": report.truncated_fraction,
-        "heldout_response_tokens": report.response_tokens,
-        "heldout_turns": report.turns,
-        "heldout_repetition": report.repetition,
-        "heldout_reflection_fraction": report.reflection_fraction,
-        "heldout_entropy": report.entropy,
-    }
+    } | {f"heldout_{name}": getattr(report, name) for name in MEANS}
     return {name: value for name, value in values.items() if value is not None}
 
 
