@@ -30,14 +30,6 @@ MIN_MAGNITUDE = 1e-30
 MAX_MAGNITUDE = 1e30
 MAX_TEXT_BYTES = 64 << 20  # of a file that is read as a whole
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # start of a pointer file
-FILE_KINDS = {
-    stat.S_ISDIR: "a folder",
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-    stat.S_ISSOCK: "a socket",
-}
-
 COLUMNS = 88
 INDENT = " " * 4
 FILLED = textwrap.TextWrapper(COLUMNS - 2 * len(INDENT), break_on_hyphens=False)
@@ -88,10 +80,8 @@ def check_regular(path: Any) -> None:
 
     Reading a pipe or a device may never end.
     """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        kind = next((word for test, word in FILE_KINDS.items() if test(mode)), "something else")
-        raise OSError(f"it is {kind}: must be a file")
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("it is a pipe, a device or a folder: must be a file")
     with open(path, "rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise OSError("it is a Git LFS pointer, not the file: run git lfs pull in its checkout")

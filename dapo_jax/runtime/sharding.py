@@ -47,37 +47,24 @@ RULES = {
 TRAINING, DECODING = 0, 1
 
 
-def mesh_shape(
-    data: int,
-    fsdp: int,
-    tensor: int,
-    devices: int,
-    *,
-    decode_tensor: int = 1,
-    expert: int = 1,
-    context: int = 1,
-) -> tuple[int, int, int, int, int, int]:
-    """Return the sizes of AXES; `data` or `fsdp` = -1 takes the remaining devices."""
-    cut = expert * context * decode_tensor * tensor
-    if data == -1:
-        data = max(1, devices // (fsdp * cut))
-    if fsdp == -1:
-        fsdp = max(1, devices // (data * cut))
-    shape = (data, fsdp, expert, context, decode_tensor, tensor)
+def mesh_shape(data: int, fsdp: int, tensor: int, devices: int, **cut: int) -> tuple[int, ...]:
+    """Return the sizes of AXES; `data` or `fsdp` = -1 takes the remaining devices.
+
+    `cut` has the sizes of `decode_tensor`, `expert` and `context`. Raises `ConfigError` if the
+    product is not the number of devices.
+    """
+    sizes = dict.fromkeys(AXES, 1) | cut | {"data": data, "fsdp": fsdp, "tensor": tensor}
+    for axis in ("data", "fsdp"):
+        if sizes[axis] == -1:
+            others = math.prod(sizes[other] for other in AXES if other != axis)
+            sizes[axis] = max(1, devices // others)
     allowed = f"a factorisation of the {devices} devices"
-    require(data * fsdp * cut == devices, "mesh", dict(zip(AXES, shape, strict=True)), allowed)
-    return shape
+    require(math.prod(sizes.values()) == devices, "mesh", sizes, allowed)
+    return tuple(sizes[axis] for axis in AXES)
 
 
 def make_mesh(
-    data: int,
-    fsdp: int,
-    tensor: int,
-    devices: Sequence | None = None,
-    *,
-    decode_tensor: int = 1,
-    expert: int = 1,
-    context: int = 1,
+    data: int, fsdp: int, tensor: int, devices: Sequence | None = None, **cut: int
 ) -> Mesh:
     """Return a device mesh with the sizes of `mesh_shape`.
 
@@ -86,7 +73,6 @@ def make_mesh(
     would make them Explicit).
     """
     devices = jax.devices() if devices is None else devices
-    cut = {"decode_tensor": decode_tensor, "expert": expert, "context": context}
     shape = mesh_shape(data, fsdp, tensor, len(devices), **cut)
     slices = by_slice(devices)
     allowed = f"a multiple of the {len(slices)} slices, across which gradients are summed"

@@ -193,10 +193,10 @@ def begun(tiny_folder, tmp_path, alone):
 
 
 CHANGES = {
-    "replaced": ([("9+8=", "17"), *PROBLEMS[1:]], "40 problems, it had 40|as before, but others"),
+    "replaced": ([("9+8=", "17"), *PROBLEMS[1:]], "; their texts, answers"),
     "dropped": (PROBLEMS[5:], "problems, it had"),
     "appended": ([*PROBLEMS, ("9+8=", "17")], "problems, it had"),
-    "answers": ([*PROBLEMS[:-1], (PROBLEMS[-1][0], "1")], "but other answers or solutions"),
+    "answers": ([*PROBLEMS[:-1], (PROBLEMS[-1][0], "1")], "answers or solutions differ"),
 }
 
 

@@ -177,13 +177,10 @@ def _describe_changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     changes = []
     for name, digest in now.items():
         before = then.get(name, digest)
-        if digest["problems"] != before["problems"]:
-            counts = f"{digest['problems']:,} problems, it had {before['problems']:,}"
-            changes.append(f"{name} has {counts}")
-        elif digest["texts"] != before["texts"]:
-            changes.append(f"{name} has {digest['problems']:,} problems, as before, but others")
-        elif digest != before:
-            changes.append(f"{name} has the problems it had, but other answers or solutions")
+        counts = f"{name} has {digest['problems']:,} problems, it had {before['problems']:,}"
+        if digest["problems"] == before["problems"]:
+            counts += "; their texts, answers or solutions differ"
+        changes += [counts] if digest != before else []
     return changes
 
 

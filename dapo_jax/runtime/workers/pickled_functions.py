@@ -31,13 +31,6 @@ _functions: dict[str, Callable] = {}  # by name
 _copies: dict[str, bytes] = {}
 
 
-class _LimitedFile(io.BytesIO):
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > MAX_COPY_BYTES:
-            raise ValueError(f"its copy has over {MAX_COPY_BYTES:,} bytes")
-        return super().write(data)
-
-
 def _is_importable(function: Callable) -> bool:
     """Return whether a worker can import the function."""
     module = getattr(function, "__module__", None) or "__main__"
@@ -66,8 +59,10 @@ class _Pickler(cloudpickle.Pickler):
 
 def _copy(value: Any) -> bytes:
     """Return a copy that a worker can load. Raises whatever the value's pickling raises."""
-    file = _LimitedFile()
+    file = io.BytesIO()
     _Pickler(file).dump(value)
+    if file.tell() > MAX_COPY_BYTES:
+        raise ValueError(f"its copy has over {MAX_COPY_BYTES:,} bytes")
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")  # a worker has another one
     try:
@@ -98,13 +93,6 @@ def _variable_error(function: Callable) -> str:
     return ""
 
 
-def _unique_name(prefix: str, function: Callable, taken: Collection[str]) -> str:
-    own = getattr(function, "__qualname__", type(function).__name__).split("<locals>.")[-1]
-    base = prefix + (re.sub(r"\W+", "_", own).strip("_") or "function")
-    names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
-    return next(name for name in names if name not in taken)
-
-
 def register_function(
     function: Callable,
     in_process: bool,
@@ -116,7 +104,10 @@ def register_function(
     if _is_importable(function) and not in_process:
         return f"{function.__module__}:{function.__qualname__}"
     prefix = IN_PROCESS_PREFIX if in_process else PICKLED_PREFIX
-    name = _unique_name(prefix, function, taken)
+    own = getattr(function, "__qualname__", type(function).__name__).split("<locals>.")[-1]
+    base = prefix + (re.sub(r"\W+", "_", own).strip("_") or "function")
+    names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+    name = next(name for name in names if name not in taken)
     if not in_process:
         try:
             _copies[name] = _copy(function)
