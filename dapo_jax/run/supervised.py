@@ -87,13 +87,14 @@ Batch = tuple[TrainBatch, int, dict[str, float]]  # a minibatch, microbatches in
 
 
 class Start(NamedTuple):
-    """Policy to train: shape, tokenizer, mesh, and initial parameters.
+    """Policy to train: settings, shape, tokenizer, mesh, and initial parameters.
 
     Attributes:
         load: loads or makes the parameters to train.
         frozen: parameters under adapters, which are never trained; empty without adapters.
     """
 
+    config: Any
     decoder: DecoderConfig
     tokenizer: Tokenizer
     mesh: jax.sharding.Mesh
@@ -124,7 +125,7 @@ class Task:
     measure_training: Measure = lambda params: {}
 
 
-OpenTask = Callable[[Any, Start, Learner, Signals], Task]
+OpenTask = Callable[[Start, Learner, Signals], Task]
 
 
 def own_segments(examples: Sequence[Example]) -> list[Segment]:
@@ -149,7 +150,7 @@ def open_start(config: SftConfig | DpoConfig) -> Start:
         decoder = DecoderConfig(vocab=tokenizer.padded_vocab, **shape)
         check_divisible(decoder, mesh)
         key = jax.random.key(config.seed)
-        return Start(decoder, tokenizer, mesh, lambda: unbox(init_params(decoder, key)), {})
+        return Start(config, decoder, tokenizer, mesh, lambda: unbox(init_params(decoder, key)), {})
     folder, adapters = config.start, config.lora.folder
     decoder = load_huggingface.read_config(folder, field="start", **numbers)
     decoder = choose_trained(decoder, 0.0, config.lora)
@@ -163,7 +164,8 @@ def open_start(config: SftConfig | DpoConfig) -> Start:
 
     if adapters:
         peft_adapters.read_adapters(adapters, decoder)  # raises before the base is loaded
-    return Start(decoder, tokenizer, mesh, load, load_frozen(folder, decoder, mesh, "start"))
+    frozen = load_frozen(folder, decoder, mesh, "start")
+    return Start(config, decoder, tokenizer, mesh, load, frozen)
 
 
 def open_examples(
@@ -225,7 +227,7 @@ def train_supervised(
         learner: Learner = keep(
             policy_learner, score, config.optimizer, start.decoder, start.mesh, frozen=start.frozen
         )
-        task = open_task(config, start, learner, signals)
+        task = open_task(start, learner, signals)
         digests = dict(task.digests)
         if config.start:
             digests[config.start] = load_huggingface.fingerprint(config.start)
@@ -237,7 +239,7 @@ def train_supervised(
             task = dataclasses.replace(task, first_params=dict)  # frees the parameters it holds
             log = TrainingLog(name, resume, task, config.optimizer.max_skipped_steps)
             state = _learn(config, task, learner, state, log, signals)
-            write_policy(config, kind, start, folder, state.params)
+            write_policy(start, kind, folder, state.params)
             if folder is not None:
                 shutil.copyfile(resume.path / METRICS, folder / METRICS)
     resume.forget()
@@ -352,15 +354,9 @@ class TrainingLog:
         return values
 
 
-def write_policy(
-    config: SftConfig | DpoConfig,
-    kind: str,
-    start: Start,
-    folder: pathlib.Path | None,
-    params: Any,
-) -> None:
+def write_policy(start: Start, kind: str, folder: pathlib.Path | None, params: Any) -> None:
     """Write weights, settings and tokenizer into `folder`; adapters are also written beside it."""
-    decoder, tokenizer = start.decoder, start.tokenizer
+    config, decoder, tokenizer = start.config, start.decoder, start.tokenizer
     if decoder.adapters:
         flat = flatten(params)
 
@@ -449,8 +445,9 @@ def imitation_batch(segments: Sequence[Segment], packing: Packing) -> tuple[Trai
     return supervised_batch(algorithms.sft(), segments, rollouts, feedback), used
 
 
-def _open_sft(config: SftConfig, start: Start, learner: Learner, signals: Signals) -> Task:
+def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
     """Return the task of SFT: generated examples, or examples of files."""
+    config: SftConfig = start.config
     labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
     packing = config.packing
     if config.data.source in GENERATED:
@@ -522,8 +519,9 @@ def _preferences(
     }
 
 
-def _open_dpo(config: DpoConfig, start: Start, learner: Learner, signals: Signals) -> Task:
+def _open_dpo(start: Start, learner: Learner, signals: Signals) -> Task:
     """Return the task of DPO on the pairs of files."""
+    config: DpoConfig = start.config
     size, packing, algorithm = config.pairs_per_step, config.packing, algorithm_of(config)
     if config.reference:
         check_same_model("reference", config.reference, config.start, lambda shape: shape)
