@@ -88,8 +88,11 @@ def flip_an_array(folder):
 
 DAMAGE = {
     "flipped": (flip_an_array, "is not what was written"),
-    "truncated": (lambda folder: largest(folder).write_bytes(b"\0" * 100), "has 100 bytes, not"),
-    "empty": (lambda folder: largest(folder).write_bytes(b""), "has 0 bytes, not"),
+    "truncated": (
+        lambda folder: largest(folder).write_bytes(b"\0" * 100),
+        "is not what was written",
+    ),
+    "empty": (lambda folder: largest(folder).write_bytes(b""), "is not what was written"),
     "missing": (lambda folder: shutil.rmtree(folder / "state"), "No such file or directory"),
     "record": (lambda folder: (folder / "record/metadata").write_text("{"), "record/metadata"),
     "list": (lambda folder: (folder / CHECKSUMS).write_text("{"), f"{CHECKSUMS} can't be read"),
