@@ -4,6 +4,7 @@ DPO (arXiv 2305.18290) computes the log-probs of the reference once, before the 
 frees it: memory holds one policy.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,7 +21,7 @@ from rich.markup import escape
 from dapo_jax import algorithms
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import DpoConfig, Packing, SftConfig
-from dapo_jax.config.sections import GENERATED
+from dapo_jax.config.sections import GENERATED, Checkpoint
 from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
@@ -47,6 +48,8 @@ from dapo_jax.model.trainable import choose_trained
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import add_up, feedback_metrics
 from dapo_jax.reporting.sinks import MetricRows
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
+from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import (
     check_processes,
     check_same_model,
@@ -56,19 +59,22 @@ from dapo_jax.run.components import (
 )
 from dapo_jax.run.compute import check_divisible, check_rotations, numerics, open_mesh
 from dapo_jax.run.export import adapter_folder, policy_layers
-from dapo_jax.run.halfway import METRICS, ResumePoint, Stopped
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
-from dapo_jax.runtime.settings import require
+from dapo_jax.runtime.settings import leaves, require
 from dapo_jax.runtime.sharding import flatten, to_host, unbox
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, replace
+from dapo_jax.runtime.storage.jsonl import objects
+from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, UNFINISHED, claim, replace
+from dapo_jax.runtime.storage.retries import NotSaved, Storage
 from dapo_jax.structs import Completion, Prompt, Turn
 
 # Metrics of an update that have a meaning without sampling.
 MEASURED = ("policy_nll", "entropy", "mean_probability", "gradient_norm", "skipped_updates")
 LINES_PER_RUN = 10
+METRICS = "metrics.jsonl"
+NOT_COMPARED = ("out", "save_every_steps")  # by resumed runs
 # Other libraries would otherwise take the end and pad tokens of the family.
 TOKENIZER_SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -84,6 +90,16 @@ LABELS = {
 }
 Measure = Callable[[Any], dict[str, float]]  # from parameters to metrics
 Batch = tuple[TrainBatch, int, dict[str, float]]  # a minibatch, microbatches in use, metrics
+
+
+class Stopped(Exception):
+    """Raised if a signal, named by the argument, ended the command; `out` is not written.
+
+    Attributes:
+        step: the newest one on disk; 0: none.
+    """
+
+    step = 0
 
 
 class Start(NamedTuple):
@@ -233,49 +249,49 @@ def train_supervised(
             digests[config.start] = load_huggingface.fingerprint(config.start)
         if config.lora.folder:
             digests[config.lora.folder] = peft_adapters.fingerprint(config.lora.folder)
-        resume = ResumePoint(config, digests)
-        with resume:
-            state = resume.begin(learner.abstract_state, lambda: learner.start(task.first_params()))
+        run = SupervisedRun(name, config, task, digests)
+        with run:
+            state = run.begin(learner.abstract_state, lambda: learner.start(task.first_params()))
             task = dataclasses.replace(task, first_params=dict)  # frees the parameters it holds
-            log = TrainingLog(name, resume, task, config.optimizer.max_skipped_steps)
-            state = _learn(config, task, learner, state, log, signals)
+            run.task = task
+            state = _learn(config, run, learner, state, signals)
             write_policy(start, kind, folder, state.params)
             if folder is not None:
-                shutil.copyfile(resume.path / METRICS, folder / METRICS)
-    resume.forget()
+                shutil.copyfile(run.path / METRICS, folder / METRICS)
+    run.forget()
     Progress().say(f"policy written to {escape(config.out)}")
     return pathlib.Path(config.out)
 
 
 def _learn(
     config: SftConfig | DpoConfig,
-    task: Task,
+    run: "SupervisedRun",
     learner: Learner,
     state: TrainState,
-    log: "TrainingLog",
     signals: Signals,
 ) -> TrainState:
     """Return the state after all steps."""
+    task, first_step = run.task, run.record.step
     heldout: dict[str, float] = {}
-    first_step = log.resume.record.step
     if first_step:
-        row = log.resume.first_row()
+        row = run.first_row()
         before = {name: row[name] for name in task.labels if name in row}
     else:
         before = task.measure_training(state.params) | task.measure_heldout(state.params)
         if before:
-            log.add(0, before, {})
+            run.add(0, before, {})
     for step in range(first_step, task.steps):
         if signals():
-            log.stop(signals.received)
+            run.stop(signals.received)
         batch, used, values = task.batch(step, state.params)
         rate = learning_rate(config.optimizer, step, task.steps)
         state, (means, _) = learner.update(state, batch, used, rate)
-        log.add(step + 1, {"learning_rate": rate} | values, means)
-        if log.is_due(step + 1):
+        run.add(step + 1, {"learning_rate": rate} | values, means)
+        is_shown = (step + 1) % max(1, task.steps // LINES_PER_RUN) == 0 or step + 1 == task.steps
+        if is_shown:
             heldout = task.measure_heldout(state.params)
-            log.show(heldout)
-        log.after_step(state)
+            run.show(heldout)
+        run.after_step(state)
     if before:
         # The last step was measured, unless the run was stopped after it.
         after = task.measure_training(state.params)
@@ -287,46 +303,94 @@ def _learn(
     return state
 
 
-class TrainingLog:
-    """Lines of metrics.jsonl, one a step, and a console line now and then.
+class SupervisedRun:
+    """Checkpoints, metrics.jsonl and console lines of a supervised run; locks their folder.
 
-    The metrics of a step are read while the next one runs, so that no step waits for the host.
-    `add` and `show` raise `NotFinite` after `max_skipped_steps` without an update.
+    `OUT.halfway` holds them until OUT is complete. A command that was stopped resumes from them;
+    one with other settings, data or models starts from scratch. The metrics of a step are read
+    while the next one runs, so that no step waits for the host. Every process calls every method.
+
+    Args:
+        name: of the command, for the console.
+        digests: of the files that the run reads, by name.
+
+    Attributes:
+        path: of the folder.
+        record: finished steps, settings and skipped updates.
     """
 
-    def __init__(self, name: str, resume: ResumePoint, task: Task, max_skipped_steps: int):
+    def __init__(
+        self, name: str, config: SftConfig | DpoConfig, task: Task, digests: dict[str, str]
+    ):
+        self.task = task
+        out = pathlib.Path(config.out)
+        self.path = out.with_name(f"{out.name}.halfway")
+        settings = {name: value for name, _, value in leaves(config) if name not in NOT_COMPARED}
+        self.record = Record(0, settings, digests)
         self._name = name
-        self.resume = resume
-        self._labels = task.labels
-        self._total = task.steps
+        self._config = config
+        self._storage = Storage()
+        self._state: TrainState | None = None
         self._writer: MetricRows | None = None
-        if processes.is_first():
-            self._writer = MetricRows(resume.path, resume.record.step)
         self._pending: tuple[int, dict[str, float], dict[str, Mean]] | None = None
         self._started = time.perf_counter()
-        self._skipped = resume.record.progress.skipped
-        self._max_skipped = max_skipped_steps
 
-    def is_due(self, step: int) -> bool:
-        """Return True if the console gets a line after so many steps."""
-        return step % max(1, self._total // LINES_PER_RUN) == 0 or step == self._total
+    def __enter__(self) -> "SupervisedRun":
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(claim("out", str(self.path), UNFINISHED))
+            stack.callback(self._remove_if_empty)
+            self._remove_other_run()
+            checkpoints = Checkpoints(self.path, Checkpoint(keep=1), self._storage)
+            self._checkpoints = stack.enter_context(checkpoints)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stack.__exit__(kind, error, trace)  # waits for what is being written
+        if isinstance(error, Stopped):
+            error.step = max(saved_steps(self.path), default=0)
+
+    def _remove_other_run(self) -> None:
+        if not Checkpoints.exist(self.path):
+            return
+        with Checkpoints(self.path) as saved:
+            if saved.latest_step() is None or self.record.continues(saved.record()):
+                return
+        self._storage.warn(f"{self.path} has other settings or data: training starts from scratch")
+        processes.broadcast_from_host0(self._remove, "removal of another run")
+
+    def _remove_if_empty(self) -> None:
+        if processes.is_first() and not find_steps(self.path):
+            self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+        (self.path / METRICS).unlink(missing_ok=True)
+
+    def begin(self, abstract: TrainState, make_state: Callable[[], TrainState]) -> TrainState:
+        """Return the newest saved state, or a new one."""
+        if self._checkpoints.latest_step() is None:
+            state = make_state()
+        else:
+            saved = self._checkpoints.record()
+            self.record = dataclasses.replace(self.record, step=saved.step, progress=saved.progress)
+            state = self._state = self._checkpoints.state(abstract)
+        if processes.is_first():
+            self._writer = MetricRows(self.path, self.record.step)
+        return state
+
+    def first_row(self) -> dict[str, Any]:
+        """Return the metrics from before the first step, on every process; empty without any."""
+
+        def read() -> dict[str, Any]:
+            return next((row for row in objects(self.path / METRICS) if row.get("step") == 0), {})
+
+        return processes.broadcast_from_host0(read, "metrics before the first step")
 
     def add(self, step: int, values: dict[str, float], means: dict[str, Mean]) -> None:
         """Add the metrics of a step that is running."""
         self._flush()
         self._pending = step, values, means
-
-    def after_step(self, state: TrainState) -> None:
-        """End the newest step; its line is written before a checkpoint has it."""
-        if self.resume.is_due():
-            self._flush()
-        self.resume.after_step(state, self._skipped)
-
-    def stop(self, received: str) -> None:
-        """Raise `Stopped`, once all steps are on disk."""
-        self._flush()
-        self.resume.keep()
-        raise Stopped(received)
 
     def show(self, heldout: dict[str, float]) -> None:
         """Print the newest step, with its held-out metrics."""
@@ -334,13 +398,42 @@ class TrainingLog:
             return
         step, values, means = self._pending
         self._pending = step, values | heldout, means
-        metrics = self._flush()
-        shown = (name for name in self._labels if name in metrics)
-        numbers = "  ".join(f"{self._labels[name]} {metrics[name]:.4f}" for name in shown)
+        metrics, labels = self._flush(), self.task.labels
+        numbers = "  ".join(f"{labels[n]} {metrics[n]:.4f}" for n in labels if n in metrics)
         seconds = time.perf_counter() - self._started
-        Progress().say(f"{self._name} step {step:>5}/{self._total}  {numbers}  {seconds:.0f} s")
+        total = self.task.steps
+        Progress().say(f"{self._name} step {step:>5}/{total}  {numbers}  {seconds:.0f} s")
+
+    def after_step(self, state: TrainState) -> None:
+        """End the newest step; its line is written before a checkpoint has it."""
+        step = self.record.step + 1
+        is_due = step % self._config.save_every_steps == 0
+        if is_due:
+            self._flush()
+        self._state = state
+        self.record = dataclasses.replace(self.record, step=step)
+        self._checkpoints.after_step(is_due, self._save)
+
+    def _save(self) -> None:
+        self._checkpoints.save(self.record, {"state": self._state})
+
+    def stop(self, received: str) -> None:
+        """Raise `Stopped`, once all steps are on disk, or can't be."""
+        self._flush()
+        try:
+            if self.record.step:
+                self._checkpoints.save_last(self._save)
+        except NotSaved as error:
+            self._storage.report_failure("the training state", str(error))
+        raise Stopped(received)
+
+    def forget(self) -> None:
+        """Remove the folder, once the output is complete."""
+        if processes.is_first():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _flush(self) -> dict[str, float]:
+        """Write the row of the newest step; raise `NotFinite` after too many skipped steps."""
         if self._pending is None:
             return {}
         step, values, means = self._pending
@@ -349,8 +442,10 @@ class TrainingLog:
         if self._writer:
             self._writer.on_row(step, values)
         self._pending = None
-        self._skipped = count_skipped(self._skipped, measured)
-        check_skipped(self._skipped[""], self._max_skipped, measured)
+        progress = RunProgress(skipped=count_skipped(self.record.progress.skipped, measured))
+        self.record = dataclasses.replace(self.record, progress=progress)
+        limit = self._config.optimizer.max_skipped_steps
+        check_skipped(progress.skipped[""], limit, measured)
         return values
 
 
