@@ -35,11 +35,7 @@ class RunFiles:
     """Sinks of a run, and the files that only the run itself writes.
 
     The first process writes; on the others every method does nothing. A file that can't be written
-    is a warning, and is tried again with the next one.
-
-    Args:
-        last_row: step of the newest row that stays; later ones are cut off.
-        console: prints the lines of each step.
+    is a warning, and is tried again with the next one. Rows after `last_row` are cut off.
     """
 
     def __init__(

@@ -135,9 +135,6 @@ class Storage:
 
     `attempt_later` writes in one background thread, in order. When the program ends, what was
     queued is written first.
-
-    Args:
-        warn: receives the warnings.
     """
 
     def __init__(self, warn: Callable[[str], None] = print_error):

@@ -15,12 +15,7 @@ Workers = TypeVar("Workers", bound=tuple[RestartingWorker, ...])
 
 
 class WorkerPool(Generic[Workers]):
-    """Threads, each with worker processes of its own that start with their first job.
-
-    Args:
-        open_workers: makes the processes of one thread.
-        name: prefix of the threads' names.
-    """
+    """Threads, each with worker processes of its own that start with their first job."""
 
     def __init__(self, threads: int, open_workers: Callable[[], Workers], name: str):
         self._open_workers = open_workers
