@@ -47,13 +47,11 @@ def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any
     if settings.dtype != "auto":
         numbers["dtype"] = jnp.dtype(settings.dtype)
     decoder = read(folder, **numbers)
-    require(
-        decoder.vocab >= policy.vocab,
-        FIELD,
-        folder,
+    allowed = (
         f"a folder of at least the policy's {policy.vocab} tokens, padding included: it has "
-        f"{decoder.vocab}, and what it lacks would have no probability",
+        f"{decoder.vocab}, and what it lacks would have no probability"
     )
+    require(decoder.vocab >= policy.vocab, FIELD, folder, allowed)
     check_divisible(decoder, mesh)
     check_rotations(decoder, config.longest_tokens(), FIELD, folder)
     return decoder
@@ -100,12 +98,10 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
     """
     if not has_teacher(config):
         return None
-    whole = _shape_in_folder(config, policy, mesh, READ)
-    params = load_huggingface.load_params(
-        config.teacher.folder, whole, mesh, field=FIELD, cast=True
+    whole, folder = _shape_in_folder(config, policy, mesh, READ), config.teacher.folder
+    flat = sharding.flatten(
+        load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
     )
-    flat = sharding.flatten(params)
-    del params
     abstract = abstract_teacher(config, policy, mesh)
     targets = sharding.flatten(abstract.params)
     for path in list(flat):  # one at a time, to free each array that is replaced
@@ -137,14 +133,14 @@ def open_programs(
 
 def _convert(path: str, leaf: jax.Array, targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Return the array sliced to the target's shape, or as int8 and its scales."""
-    shape = targets[0].shape
+    shape, is_int8 = targets[0].shape, len(targets) > 1
     summed = tuple(1 + axis for axis in scaled_axes(path))
 
     def convert(array):
-        if len(targets) > 1:
+        if is_int8:
             return list(quantise(array, jnp.int8, summed))
         return [array[tuple(map(slice, shape))]]
 
-    if leaf.shape == shape and len(targets) == 1:
+    if leaf.shape == shape and not is_int8:
         return [leaf]
     return jax.jit(convert, out_shardings=[target.sharding for target in targets])(leaf)

@@ -1,6 +1,8 @@
-"""Learning from a user's own examples and from offline pairs: gradients, runs, settings."""
+"""Learning from own examples and from offline pairs: gradients, runs, adapters, resumption."""
 
+import json
 import os
+import pathlib
 import signal
 import sys
 
@@ -18,19 +20,14 @@ from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax import algorithms
 from dapo_jax.__main__ import entry
-from dapo_jax.config.experiment import (
-    Compute,
-    DpoConfig,
-    Mesh,
-    Optimizer,
-    Packing,
-    SftConfig,
-)
+from dapo_jax.config.experiment import Compute, DpoConfig, Lora, Mesh, Optimizer, Packing, SftConfig
+from dapo_jax.config.validation import validate
 from dapo_jax.data.supervised import Example, Turns
 from dapo_jax.learner.packing import pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.run import supervised
-from dapo_jax.run.supervised import imitation_batch, make_base
+from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
+from dapo_jax.run.supervised import imitation_batch, make_base, prefer
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.output_folder import replace
@@ -236,3 +233,150 @@ def test_two_processes_learn_from_files_as_one_does(tiny_folder, tmp_path):
             found[count] = load_file(out / "model.safetensors"), read_metrics(out)
         assert_rounded_alike(found[1][0], found[2][0], moved=3 * 1e-3)
         assert len(found[1][1]) == len(found[2][1]) == 4
+
+
+LORA = Lora(rank=4, alpha=8.0, targets="query,value,out,down")
+TRAINED_BY = {"sft": (SftConfig, example_rows), "dpo": (DpoConfig, pair_rows)}
+
+
+def make_lora_config(command, path, folder, **changes):
+    kind, rows = TRAINED_BY[command]
+    size = {"examples_per_step" if command == "sft" else "pairs_per_step": 28}
+    quick = {"lora": LORA, "optimizer": Optimizer(learning_rate=2e-2, warmup_steps=2)}
+    return kind(**settings(path, rows(), folder, **quick | size | changes))
+
+
+def stored(folder) -> dict[str, np.ndarray]:
+    return load_file(pathlib.Path(folder) / "model.safetensors")
+
+
+def assert_merged(folder, base):
+    """Matrices with an adapter are W + alpha / r B A; all else is the base's."""
+    after, before = stored(folder), stored(base)
+    adapters, moved = load_file(f"{folder}.adapter/adapter_model.safetensors"), set()
+    assert after.keys() == before.keys()
+    for name, array in before.items():
+        below = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{below}.lora_A.weight" in adapters:
+            moved.add(name.split(".")[-2])
+            up, down = (adapters[f"{below}.lora_{part}.weight"] for part in "BA")
+            assert np.abs(up).max() > 1e-3
+            array = array + LORA.alpha / LORA.rank * up @ down
+        np.testing.assert_allclose(after[name], array, atol=1e-6)
+    assert moved == {"q_proj", "v_proj", "o_proj", "down_proj"}
+
+
+def test_adapters_learn_examples_and_the_folder_has_them_merged(tiny_folder, alone, tmp_path):
+    config = make_lora_config("sft", tmp_path, tiny_folder)
+    make_base(config)
+    rows = read_metrics(config.out)
+    assert rows[-1]["heldout_nll"] < 0.9 * rows[0]["heldout_nll"]
+    assert_merged(config.out, tiny_folder)
+
+
+def test_adapters_come_to_prefer_the_chosen_answers(tiny_folder, alone, tmp_path):
+    config = make_lora_config("dpo", tmp_path, tiny_folder)
+    config.data.passes = 8.0
+    prefer(config)
+    rows = read_metrics(config.out)
+    assert rows[0]["heldout_preference_loss"] == pytest.approx(np.log(2), abs=1e-12)
+    assert rows[-1]["heldout_preference_accuracy"] > 0.5
+    assert_merged(config.out, tiny_folder)
+    values = json.loads((tmp_path / "out.adapter/adapter_config.json").read_text())
+    assert values["base_model_name_or_path"] == tiny_folder.name and values["r"] == 4
+
+
+@pytest.mark.parametrize(
+    ("start", "lora", "words"),
+    [
+        ("", Lora(rank=2), "lora.*2.*must be"),
+        ("", Lora(rank=-1), "lora.*-1.*must be"),
+        ("", Lora(alpha=1.0), "lora.*alpha.*must be"),
+        ("base", Lora(folder="here"), "lora.rank = 0: must be r of here/adapter_config"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_are_refused(start, lora, words):
+    with pytest.raises(ConfigError, match=words):
+        validate(SftConfig(total_steps=1, start=start, lora=lora))
+
+
+def test_an_unknown_matrix_is_refused_before_anything_is_loaded(tiny_folder, alone, tmp_path):
+    config = make_lora_config("sft", tmp_path, tiny_folder, lora=Lora(rank=2, targets="q_proj"))
+    with pytest.raises(ConfigError, match="lora.targets = 'q_proj': must be some of query"):
+        make_base(config)
+    config.lora = Lora(rank=2, folder=str(tmp_path))
+    with pytest.raises(ConfigError, match="config.lora.folder: .*adapter_config.json can't be re"):
+        make_base(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
+
+
+SIDES = ("whole", "stopped")
+
+
+class Killed(BaseException):
+    """Ends a run as a kill would: nothing is saved any more."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["sft", *(pytest.param(c, marks=pytest.mark.slow) for c in ("dpo", "dpo of adapters"))],
+)
+@pytest.mark.parametrize("end", ["kill", pytest.param("signal", marks=pytest.mark.slow)])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    end, command, tiny_folder, alone, tmp_path, monkeypatch, capfd
+):
+    kind, rows = (SftConfig, example_rows()) if command == "sft" else (DpoConfig, pair_rows())
+    size: dict = {"examples_per_step": 14} if command == "sft" else {"pairs_per_step": 14}
+    work = make_base if command == "sft" else supervised.prefer
+    size["lora"] = Lora(rank=3 * ("adapters" in command))
+
+    def config_in(folder):
+        folder.mkdir(exist_ok=True)
+        return kind(**settings(folder, rows, tiny_folder, save_every_steps=3, **size))
+
+    whole = config_in(tmp_path / "whole")
+    work(whole)
+    stopped, rate = config_in(tmp_path / "stopped"), supervised.learning_rate
+    halfway = tmp_path / "stopped/out.halfway"
+
+    def learning_rate(settings, step, total):
+        if step == 4 and end == "kill":
+            raise Killed
+        if step == 4 and end == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rate(settings, step, total)
+
+    monkeypatch.setattr(supervised, "learning_rate", learning_rate)
+    with pytest.raises((Killed, supervised.Stopped)) as raised:
+        work(stopped)
+    if end == "signal":
+        assert raised.value.step == 5
+    assert halfway.is_dir() and not (tmp_path / "stopped/out").exists()
+    parts = {path.split("/")[-1] for path in SavedPolicy(halfway).shapes()}
+    assert parts == {"lora_a", "lora_b"} or "adapters" not in command
+    monkeypatch.setattr(supervised, "learning_rate", rate)
+    work(stopped)
+    assert not halfway.exists()
+    ours, theirs = (read_metrics(tmp_path / side / "out") for side in SIDES)
+    assert [row | {"time": 0} for row in ours] == [row | {"time": 0} for row in theirs]
+    names = ("model.safetensors", "config.json", "metrics.jsonl")
+    assert all((tmp_path / "stopped/out" / name).exists() for name in names)
+    weights = [(tmp_path / side / "out/model.safetensors").read_bytes() for side in SIDES]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_what_another_run_left_halfway_is_no_beginning(tiny_folder, alone, tmp_path, capfd):
+    rows = example_rows()
+    config = SftConfig(**settings(tmp_path, rows, tiny_folder, save_every_steps=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervised, "write_policy", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            make_base(config)
+    assert (tmp_path / "out.halfway").is_dir()
+    config.optimizer.learning_rate *= 2
+    make_base(config)
+    assert "has other settings or data: training starts from scratch" in capfd.readouterr().err
+    steps = [row["step"] for row in read_metrics(config.out)]
+    assert steps == list(range(len(steps)))
+    assert not (tmp_path / "out.halfway").exists()

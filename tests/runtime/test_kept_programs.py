@@ -120,3 +120,26 @@ def test_values_are_compared_and_not_the_objects_or_how_they_print(one_device, e
         keep(lambda *given, **named: make(*given, **named), Optimizer(), one_device, scale=1.0),
     ]
     assert len({id(one) for one in (first, *others)}) == 6
+
+
+WARM_STEPS, STEPS = 6, 20
+
+
+@pytest.mark.slow
+def test_twenty_steps_of_varied_lengths_compile_in_the_first_ones_only(
+    base, tmp_path, alone, fresh_programs
+):
+    compiled, by_step, lengths = [0], [], []
+
+    def count(event: str, seconds: float, **_) -> None:
+        compiled[0] += event.endswith(COMPILED)
+
+    def on_step(step: int, values: dict[str, float]) -> None:
+        by_step.append(compiled[0])
+        lengths.append((values["response_tokens_mean"], values["trained_groups"]))
+
+    config = make_quick_config(base, tmp_path / "run", total_steps=STEPS)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    dapo_jax.train(config, on_step=on_step)
+    assert len(set(lengths)) > STEPS / 2 and len(by_step) == STEPS
+    assert by_step[0] > 0 and by_step[WARM_STEPS - 1] == by_step[-2], np.diff(by_step)
