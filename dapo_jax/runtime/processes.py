@@ -202,8 +202,7 @@ def _run(work: Callable[[], int], alone: str) -> int:
 
 
 def _exit_after_others(code: int) -> None:
-    """Exit; process 0, which runs the coordination service, first gives the others time to exit."""
-    if is_first():
+    if is_first():  # it runs the coordination service of the others
         time.sleep(EXIT_SECONDS)
     exit_process(code)
 
