@@ -78,7 +78,8 @@ def numerics(
 ) -> dict[str, Any]:
     """Return the fields of `DecoderConfig` that the run chooses, not the model folder."""
     device = mesh.devices.flat[0]
-    name, platform = compute.attention, device.platform
+    name = compute.attention
+    platform = device.platform
     chosen = training_attention.choose(name, platform, row_tokens or 1)
     platforms = {"splash": ("tpu",), "triton": PLATFORMS}
     fits = platform in platforms.get(chosen, (platform,))

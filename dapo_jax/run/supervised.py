@@ -271,7 +271,8 @@ def _learn(
     signals: Signals,
 ) -> TrainState:
     """Return the state after all steps."""
-    task, first_step = run.task, run.record.step
+    task = run.task
+    first_step = run.record.step
     heldout: dict[str, float] = {}
     if first_step:
         row = run.first_row()
@@ -398,7 +399,8 @@ class SupervisedRun:
             return
         step, values, means = self._pending
         self._pending = step, values | heldout, means
-        metrics, labels = self._flush(), self.task.labels
+        metrics = self._flush()
+        labels = self.task.labels
         numbers = "  ".join(f"{labels[n]} {metrics[n]:.4f}" for n in labels if n in metrics)
         seconds = time.perf_counter() - self._started
         total = self.task.steps

@@ -98,10 +98,11 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
     """
     if not has_teacher(config):
         return None
-    whole, folder = _shape_in_folder(config, policy, mesh, READ), config.teacher.folder
-    flat = sharding.flatten(
-        load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
-    )
+    folder = config.teacher.folder
+    whole = _shape_in_folder(config, policy, mesh, READ)
+    params = load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
+    flat = sharding.flatten(params)
+    del params
     abstract = abstract_teacher(config, policy, mesh)
     targets = sharding.flatten(abstract.params)
     for path in list(flat):  # one at a time, to free each array that is replaced
@@ -133,7 +134,8 @@ def open_programs(
 
 def _convert(path: str, leaf: jax.Array, targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Return the array sliced to the target's shape, or as int8 and its scales."""
-    shape, is_int8 = targets[0].shape, len(targets) > 1
+    shape = targets[0].shape
+    is_int8 = len(targets) > 1
     summed = tuple(1 + axis for axis in scaled_axes(path))
 
     def convert(array):
