@@ -240,7 +240,7 @@ def evaluate(
         config = dataclasses.replace(config, **{section: changed})
     checks.check(config)
     processes.set_compilation_cache()
-    from dapo_jax.run.evaluation.evaluate import evaluate as run
+    from dapo_jax.run.evaluation import evaluate as run
 
     return run(config, from_folder=bool(model))
 

@@ -47,7 +47,7 @@ def main() -> int:
         from dapo_jax.runtime import processes
 
         with Progress(config.log.console).working("loading the libraries"):
-            from dapo_jax.run.evaluation.evaluate import evaluate
+            from dapo_jax.run.evaluation import evaluate
         scores = evaluate(config, from_folder=from_folder)
         if scores is not None and processes.is_first():
             print(json.dumps(scores))

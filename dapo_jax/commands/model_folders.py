@@ -9,7 +9,7 @@ from dapo_jax.config.validation import check_warmup
 from dapo_jax.runtime.settings import leaves
 
 if TYPE_CHECKING:
-    from dapo_jax.run.supervised.resume import Stopped
+    from dapo_jax.run.supervised import Stopped
 
 SFT_USAGE = """\
 Train a policy on examples: your own, or generated ones of the built-in task.
@@ -62,9 +62,7 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
 
 def train_model(config: SftConfig | DpoConfig) -> "Stopped | None":
     """Train on examples or pairs; return the early stop by a signal, if there was one."""
-    from dapo_jax.run.supervised.dpo import prefer
-    from dapo_jax.run.supervised.resume import Stopped
-    from dapo_jax.run.supervised.sft import make_base
+    from dapo_jax.run.supervised import Stopped, make_base, prefer
 
     try:
         if isinstance(config, SftConfig):

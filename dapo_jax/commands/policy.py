@@ -83,7 +83,7 @@ class Policy:
         seed: int = 0,
     ):
         from dapo_jax.run.components import build
-        from dapo_jax.run.evaluation.evaluate import open_checkpoints, open_policy
+        from dapo_jax.run.evaluation import open_checkpoints, open_policy
 
         model = os.fspath(model)
         is_run = (pathlib.Path(model) / "checkpoints").is_dir()

@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_jax.runtime.setting_texts import explain
-from dapo_jax.runtime.settings import ConfigError, leaves, nearest
+from dapo_jax.runtime.settings import ConfigError, explain, leaves, nearest
 
 COLUMNS = 80
 EVERYTHING = "all"

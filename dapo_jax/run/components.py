@@ -57,7 +57,6 @@ MODEL_FOLDERS = (
 
 def check_processes(config: Any) -> None:
     """Raise `ConfigError` if processes have different settings, models or code."""
-
     digests: dict[str, Callable[[str], str]] = {
         **dict.fromkeys(MODEL_FOLDERS, load_huggingface.fingerprint),
         "lora.folder": peft_adapters.fingerprint,
@@ -68,13 +67,12 @@ def check_processes(config: Any) -> None:
         settings = {name: value for name, _, value in leaves(config)}
         compared = {f"config.{name}": value for name, value in settings.items()}
         for name, digest in digests.items():
-            if not settings.get(name):
-                continue
-            try:
-                content = digest(settings[name])
-            except (ConfigError, OSError) as error:
-                content = str(error)
-            compared[f"the content of config.{name}"] = content
+            if settings.get(name):
+                try:
+                    content = digest(settings[name])
+                except (ConfigError, OSError) as error:
+                    content = str(error)
+                compared[f"the content of config.{name}"] = content
         compared["dapo_jax's code"] = processes.code_digest()
         compared["jax's version"] = jax.__version__
         return compared
@@ -92,13 +90,12 @@ def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:
     if config.data.overlong_prompts != "truncate_left":
         return
     for source in lengths:
-        require(
-            source.over <= MAX_CUT * source.looked_at,
-            "data.max_prompt_tokens",
-            config.data.max_prompt_tokens,
+        allowed = (
             f"larger, such as {fitting(config, lengths)}: too many prompts would lose their "
-            f"beginning ({source.describe()}); data.overlong_prompts = 'drop' skips them instead",
+            f"beginning ({source.describe()}); data.overlong_prompts = 'drop' skips them instead"
         )
+        fits = source.over <= MAX_CUT * source.looked_at
+        require(fits, "data.max_prompt_tokens", config.data.max_prompt_tokens, allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +127,10 @@ class Components:
 
     def critic_params(self) -> Any:
         """Return the critic's initial parameters, from the folder of a policy or reward model."""
-        own = self.config.critic.folder
+        own, mesh = self.config.critic.folder, self.learners.policy.mesh
         folder = own or self.config.model.folder
         field = "critic.folder" if own else "model.folder"
         shape = scalar_config(self.decoder)
-        mesh = self.learners.policy.mesh
         return load_huggingface.load_params(folder, shape, mesh, field=field, fresh_score=True)
 
     def close(self) -> None:
@@ -157,9 +153,8 @@ def load_trained(
         return peft_adapters.load_adapters(adapters, decoder, mesh)
     if decoder.adapters:
         return fresh_adapters(decoder, mesh, seed)
-    return load_huggingface.load_params(
-        folder, decoder, mesh, wanted=lambda path: is_trained(path, decoder), **options
-    )
+    options["wanted"] = lambda path: is_trained(path, decoder)
+    return load_huggingface.load_params(folder, decoder, mesh, **options)
 
 
 def load_frozen(
@@ -168,14 +163,9 @@ def load_frozen(
     """Return the untrained parameters of a folder; read nothing if all are trained."""
     if not decoder.adapters and not decoder.frozen_layers:
         return {}
-    return load_huggingface.load_params(
-        folder,
-        without_adapters(decoder),
-        mesh,
-        field=field,
-        wanted=lambda path: not is_trained(path, decoder),
-        cast=True,
-    )
+    base = without_adapters(decoder)
+    options: dict[str, Any] = {"wanted": lambda path: not is_trained(path, decoder)}
+    return load_huggingface.load_params(folder, base, mesh, field=field, cast=True, **options)
 
 
 def load_reference(
@@ -234,25 +224,9 @@ def check_same_model(
     decoder = load_huggingface.read_config(folder, field=field)
     same_shape = shape(decoder) == shape(load_huggingface.read_config(policy))
     require(same_shape, field, folder, f"a folder with the shape of {policy}")
-    tokenizer = model_path(folder) / "tokenizer.json"
-    if tokenizer.is_file():
-        policy_tokenizer = model_path(policy) / "tokenizer.json"
-        same = tokenizer.read_bytes() == policy_tokenizer.read_bytes()
-        require(same, field, folder, f"a folder with the tokenizer of {policy}")
-
-
-def build(
-    config: Config, *, training: bool = True, should_abort: Callable[[], bool] = lambda: False
-) -> Components:
-    """Build the components of a run; compile nothing yet. Raises `ConfigError`.
-
-    Args:
-        training: if False, leave out training prompts, reference policy and teacher.
-        should_abort: returns True if nothing waits for verdicts any longer.
-    """
-    progress = Progress(config.log.console)
-    with progress.working(f"loading {config.model.folder}"):
-        return _build(config, progress, training, should_abort)
+    own, other = (model_path(name) / "tokenizer.json" for name in (folder, policy))
+    same = not own.is_file() or own.read_bytes() == other.read_bytes()
+    require(same, field, folder, f"a folder with the tokenizer of {policy}")
 
 
 def open_decoder(
@@ -264,16 +238,15 @@ def open_decoder(
     """
     mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
     processes.exchange_on(sampling_mesh.devices.flat)  # updates keep the others busy
+    folder = config.model.folder
     numbers = numerics(config.compute, mesh, config.rows().row_tokens)
-    decoder = load_huggingface.read_config(config.model.folder, **numbers)
+    decoder = load_huggingface.read_config(folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     decoder = choose_recording(config.algorithm, decoder, training)
     check_divisible(decoder, mesh)
-    check_rotations(decoder, config.longest_tokens(), "model.folder", config.model.folder)
+    check_rotations(decoder, config.longest_tokens(), "model.folder", folder)
     if training and has_teacher(config):
-        check_same_model(
-            "teacher.folder", config.teacher.folder, config.model.folder, lambda shape: None
-        )
+        check_same_model("teacher.folder", config.teacher.folder, folder, lambda shape: None)
     check_run_fits(config, decoder, mesh, sampling_mesh, training)
     return decoder, mesh, sampling_mesh
 
@@ -288,11 +261,7 @@ def open_tokenizer(config: Config, decoder: DecoderConfig) -> Tokenizer:
 def open_environments(
     config: Config, tokenizer: Tokenizer, should_abort: Callable[[], bool] = lambda: False
 ) -> Environments | None:
-    """Return the environments of trajectories, or None if responses have one turn.
-
-    Raises:
-        ConfigError: there is no such environment, or the chat template can't show its replies.
-    """
+    """Return the environments of trajectories, or None if responses have one turn."""
     if not config.environment.used:
         return None
     chat = config.data.template == "chat"
@@ -319,35 +288,40 @@ def open_prompts(
     )
 
 
-def _build(
-    config: Config, progress: Progress, training: bool, should_abort: Callable[[], bool]
+def build(
+    config: Config, *, training: bool = True, should_abort: Callable[[], bool] = lambda: False
 ) -> Components:
-    hook = config.algorithm.token_weights
-    token_weights = resolve("algorithm.token_weights", hook) if hook else None
-    decoder, mesh, sampling_mesh = open_decoder(config, training)
-    tokenizer = open_tokenizer(config, decoder)
-    environments = open_environments(config, tokenizer, should_abort)
-    prompts = open_prompts(config, tokenizer, environments, training)
-    check_lengths(config, prompts.lengths)
-    frozen = load_frozen(config.model.folder, decoder, mesh)
-    engine = open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
-    if config.critic.folder:
-        check_same_model("critic.folder", config.critic.folder, config.model.folder, scalar_config)
-    teacher = load_teacher(config, decoder, mesh) if training else None
-    learners = open_programs(config, decoder, mesh, frozen, teacher)
-    reference = load_reference(config, decoder, mesh, frozen) if training else None
-    pool = RewardPool(config.reward, tokenizer.split)
-    model = load_reward_model(config, mesh)
-    return Components(
-        config=config,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        sampler=open_sampler(engine, tokenizer, config.seed, environments),
-        environments=environments,
-        judge=Judge(config, pool, model, should_abort, tokenizer.decode_all),
-        learners=dataclasses.replace(learners, reference=reference),
-        progress=progress,
-        frozen=frozen,
-        token_weights=token_weights,
-        decoder=decoder,
-    )
+    """Build the components of a run; compile nothing yet. Raises `ConfigError`."""
+    progress = Progress(config.log.console)
+    with progress.working(f"loading {config.model.folder}"):
+        hook = config.algorithm.token_weights
+        token_weights = resolve("algorithm.token_weights", hook) if hook else None
+        decoder, mesh, sampling_mesh = open_decoder(config, training)
+        tokenizer = open_tokenizer(config, decoder)
+        environments = open_environments(config, tokenizer, should_abort)
+        prompts = open_prompts(config, tokenizer, environments, training)
+        check_lengths(config, prompts.lengths)
+        frozen = load_frozen(config.model.folder, decoder, mesh)
+        engine = open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
+        if config.critic.folder:
+            check_same_model(
+                "critic.folder", config.critic.folder, config.model.folder, scalar_config
+            )
+        teacher = load_teacher(config, decoder, mesh) if training else None
+        learners = open_programs(config, decoder, mesh, frozen, teacher)
+        reference = load_reference(config, decoder, mesh, frozen) if training else None
+        pool = RewardPool(config.reward, tokenizer.split)
+        model = load_reward_model(config, mesh)
+        return Components(
+            config=config,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            sampler=open_sampler(engine, tokenizer, config.seed, environments),
+            environments=environments,
+            judge=Judge(config, pool, model, should_abort, tokenizer.decode_all),
+            learners=dataclasses.replace(learners, reference=reference),
+            progress=progress,
+            frozen=frozen,
+            token_weights=token_weights,
+            decoder=decoder,
+        )

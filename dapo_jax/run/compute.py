@@ -27,7 +27,7 @@ from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.sampler_devices import open_sampling_mesh, split_devices
 from dapo_jax.runtime.settings import require
-from dapo_jax.runtime.sharding import DECODING, TRAINING, make_mesh, shards
+from dapo_jax.runtime.sharding import AXES, DECODING, TRAINING, make_mesh, shards
 
 HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
 # Fields of the decoder that are also names of logical axes.
@@ -36,14 +36,7 @@ SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab", "experts")
 
 def mesh_sizes(settings: OneMesh) -> dict[str, int]:
     """Return the axis sizes of a config's mesh, as keywords of `make_mesh` and `mesh_shape`."""
-    return {
-        "data": settings.data,
-        "fsdp": settings.fsdp,
-        "tensor": settings.tensor,
-        "decode_tensor": settings.decode_tensor,
-        "expert": settings.expert,
-        "context": settings.context,
-    }
+    return {axis: getattr(settings, axis) for axis in AXES}
 
 
 def open_mesh(
@@ -52,13 +45,12 @@ def open_mesh(
     """Return the learning mesh of all or the given devices. Raises `ConfigError`."""
     mesh = make_mesh(**mesh_sizes(settings), devices=devices)
     pieces = shards(mesh, "batch")
-    require(
-        rows_per_microbatch % pieces == 0,
-        "packing.rows_per_microbatch",
-        rows_per_microbatch,
+    allowed = (
         f"a multiple of data x fsdp x expert x decode_tensor = {pieces}, or take the config's "
-        f"variant for {mesh.size} devices if it has one",
+        f"variant for {mesh.size} devices if it has one"
     )
+    fits = rows_per_microbatch % pieces == 0
+    require(fits, "packing.rows_per_microbatch", rows_per_microbatch, allowed)
     return mesh
 
 
@@ -84,46 +76,31 @@ def open_meshes(
 def numerics(
     compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return the fields of `DecoderConfig` that the run chooses, not the model folder.
-
-    Args:
-        row_tokens: length of training rows; None: nothing is trained.
-
-    Raises:
-        ConfigError: these devices or rows don't support a setting.
-    """
+    """Return the fields of `DecoderConfig` that the run chooses, not the model folder."""
     device = mesh.devices.flat[0]
-    chosen = training_attention.choose(compute.attention, device.platform, row_tokens or 1)
+    name = compute.attention
+    platform = device.platform
+    chosen = training_attention.choose(name, platform, row_tokens or 1)
     platforms = {"splash": ("tpu",), "triton": PLATFORMS}
-    require(
-        device.platform in platforms.get(chosen, (device.platform,)),
-        "compute.attention",
-        compute.attention,
-        f"'auto', 'plain' or 'blocked' on {device.platform}",
-    )
+    fits = platform in platforms.get(chosen, (platform,))
+    require(fits, "compute.attention", name, f"'auto', 'plain' or 'blocked' on {platform}")
     context = shards(mesh, "sequence")
     reasons, unit = [], 1
     if chosen == "splash":
-        reasons.append(f"compute.attention = {compute.attention!r} on TPU")
+        reasons.append(f"compute.attention = {name!r} on TPU")
         unit = training_attention.LANES
     if chosen == "triton":
-        reasons.append(f"compute.attention = {compute.attention!r} on GPUs")
+        reasons.append(f"compute.attention = {name!r} on GPUs")
         unit = ROW_MULTIPLE
     if context > 1:
         reasons.append(f"mesh.context = {context}, each with two pieces of a row")
         unit *= training_attention.PIECES * context
-    require(
-        row_tokens is None or row_tokens % unit == 0,
-        "packing.row_tokens",
-        row_tokens,
-        f"a multiple of {unit} with {' and '.join(reasons)}",
-    )
-    require(
-        compute.remat != "offload" or any(m.kind == HOST for m in device.addressable_memories()),
-        "compute.remat",
-        compute.remat,
-        f"another one on {device.platform}, which has no {HOST} memory",
-    )
+    fits = row_tokens is None or row_tokens % unit == 0
+    allowed = f"a multiple of {unit} with {' and '.join(reasons)}"
+    require(fits, "packing.row_tokens", row_tokens, allowed)
+    fits = compute.remat != "offload" or any(m.kind == HOST for m in device.addressable_memories())
+    allowed = f"another one on {platform}, which has no {HOST} memory"
+    require(fits, "compute.remat", compute.remat, allowed)
     return {
         "dtype": jnp.dtype(compute.dtype),
         "remat": compute.remat,
@@ -136,29 +113,20 @@ def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
     """Raise `ConfigError` if the mesh can't shard the model evenly for training or decoding."""
     for name, column in itertools.product(SHARDED_SIZES, (TRAINING, DECODING)):
         size, pieces = getattr(decoder, name), shards(mesh, name, column)
-        require(
-            size % pieces == 0,
-            "mesh",
-            dict(mesh.shape),
-            f"one whose {pieces} shards divide the model's {name} = {size}",
-        )
+        allowed = f"one whose {pieces} shards divide the model's {name} = {size}"
+        require(size % pieces == 0, "mesh", dict(mesh.shape), allowed)
 
 
 def check_rotations(decoder: DecoderConfig, longest_tokens: int, field: str, folder: str) -> None:
-    """Raise `ConfigError` if sequences exceed the positions with known rotations.
-
-    Args:
-        longest_tokens: length of the longest prompt and response together.
-        field: setting that names the model folder.
-    """
+    """Raise `ConfigError` if sequences exceed the positions with known rotations."""
     scaling = decoder.rope_scaling
-    require(
-        scaling is None or scaling.kind != "dynamic" or longest_tokens <= scaling.original_tokens,
-        field,
-        folder,
-        f"a model without rope_scaling of type 'dynamic' for sequences of {longest_tokens} tokens: "
-        "beyond max_position_embeddings its rotations depend on a batch's longest sequence",
-    )
+    if scaling and scaling.kind == "dynamic" and longest_tokens > scaling.original_tokens:
+        allowed = (
+            f"a model without rope_scaling of type 'dynamic' for sequences of {longest_tokens} "
+            "tokens: beyond max_position_embeddings its rotations depend on a batch's longest "
+            "sequence"
+        )
+        require(False, field, folder, allowed)
 
 
 def choose_recording(algorithm: Algorithm, decoder: DecoderConfig, training: bool) -> DecoderConfig:
@@ -187,10 +155,6 @@ def open_engine(
 
     If scored groups are saved, each program is compiled for one shape only, so that a group that
     is sampled again after a kill rounds in the same way, whatever the batch.
-
-    Args:
-        mesh: mesh of the parameters to load; they decode on `sampling_mesh`.
-        programs: as for `PolicyEngine`.
     """
     settings = config.sampler
     if config.checkpoint.keep_groups:
@@ -223,11 +187,7 @@ def open_learners(
     frozen: Any,
     teacher: DecoderConfig | None = None,
 ) -> tuple[Learner, Learner | None]:
-    """Return the learner of the policy, and of the critic if the algorithm has one.
-
-    Args:
-        teacher: shape of the teacher, if its parameters are among `frozen`.
-    """
+    """Return the learner of the policy, and of the critic if the algorithm has one."""
     algorithm, compute = config.algorithm, config.compute
     temperature = config.sampler.temperature
     critic = None

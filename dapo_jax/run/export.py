@@ -1,10 +1,11 @@
-"""Export of a run's policy as a model folder in the Hugging Face layout."""
+"""Export of a run's policy as a model folder in the Hugging Face layout, and its upload."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,17 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
+from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.reporting import model_card
-from dapo_jax.run import hub
+from dapo_jax.reporting.model_card import TAG
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.runtime.settings import ConfigError, check_values, require
-from dapo_jax.runtime.storage.output_folder import EXPORTED, check_free, replace
+from dapo_jax.runtime.storage.output_folder import EXPORTED, OWN_PREFIX, check_free, replace
 from dapo_jax.structs import present
 
+HUB_FIELD = "push_to_hub"
 # Names of all files that the command may write.
 WRITTEN = (
     *save_huggingface.WRITTEN,
@@ -38,7 +41,7 @@ def check(config: ExportConfig) -> None:
     require(bool(config.run), "run", config.run, "the run_dir of a run")
     require(bool(config.out), "out", config.out, "the folder to write")
     check_free("out", config.out, EXPORTED)
-    hub.check_names(config)
+    check_names(config)
 
 
 def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
@@ -51,12 +54,7 @@ def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
 def check_same_shapes(
     trained: dict[str, tuple[int, ...]], decoder: DecoderConfig, folder: str
 ) -> None:
-    """Raise one `ConfigError` that names every parameter of another shape.
-
-    Args:
-        trained: shapes of the run's parameters, by path.
-        decoder: shape of the model in `folder`.
-    """
+    """Raise one `ConfigError` that names every parameter of another shape."""
     shapes = param_paths.param_shapes(decoder).items()
     expected = {path: shape for path, shape in shapes if is_trained(path, decoder)}
     wrong = [
@@ -69,13 +67,8 @@ def check_same_shapes(
         raise ConfigError(f"config.model = {folder!r}: is not the model of the run:\n  {listed}")
 
 
-def merged_layer(
-    number: int,
-    *,
-    kernel: save_huggingface.Layers,
-    down: save_huggingface.Layers,
-    up: save_huggingface.Layers,
-    adapters: Adapters,
+def _merged(
+    adapters: Adapters, kernel: Layers, down: Layers, up: Layers, number: int
 ) -> np.ndarray:
     """Return one layer of a matrix, or of one of its experts, with the adapter merged."""
     return merge(kernel(number), down(number), up(number), adapters)
@@ -83,21 +76,15 @@ def merged_layer(
 
 def policy_layers(
     trained: Collection[str], read: Callable[[str], Any], decoder: DecoderConfig, source: str
-) -> Iterator[tuple[str, save_huggingface.Layers]]:
-    """Yield the layers of all parameters, adapters merged; read untrained ones from `source`.
-
-    Args:
-        trained: paths of the parameters that `read` returns.
-    """
+) -> Iterator[tuple[str, Layers]]:
+    """Yield the layers of all parameters, adapters merged; read untrained ones from `source`."""
     base = without_adapters(decoder)
     paths = [path for path in param_paths.param_shapes(base) if path not in trained]
     for path, layer in load_huggingface.read_layers(source, paths, base):
         adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
         if decoder.adapters and path.endswith("kernel") and adapter[0] in trained:
             down, up = (save_huggingface.layers_of(name, read(name)) for name in adapter)
-            layer = functools.partial(
-                merged_layer, kernel=layer, down=down, up=up, adapters=decoder.adapters
-            )
+            layer = functools.partial(_merged, decoder.adapters, layer, down, up)
         yield path, layer
     if not decoder.adapters:
         for path in trained:
@@ -107,25 +94,6 @@ def policy_layers(
 def adapter_folder(out: str) -> str:
     """Return the name of the folder beside a merged one that holds the adapters."""
     return f"{pathlib.Path(out)}.adapter"
-
-
-def write_adapters(
-    out: str,
-    kind: str,
-    trained: Collection[str],
-    read: Callable[[str], Any],
-    decoder: DecoderConfig,
-    base: str,
-) -> None:
-    """Write adapters into the folder beside `out`; every process calls it.
-
-    Args:
-        kind: kind of the folder, a key of `output_folder.ALLOWED`.
-        trained, read: as for `policy_layers`.
-        base: name of the adapted model.
-    """
-    with replace("out", adapter_folder(out), kind) as folder:
-        peft_adapters.save_adapters(folder, trained, read, decoder, base)
 
 
 def export(config: ExportConfig) -> pathlib.Path:
@@ -149,14 +117,14 @@ def export(config: ExportConfig) -> pathlib.Path:
     dtype = load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     out = pathlib.Path(config.out).absolute()
     is_source = out.exists() and os.path.samefile(out, model_path(source))
-    require(
-        not is_source, "out", config.out, "another folder than the model's, which the run needs"
-    )
-    repository = hub.check_repository(config)
+    allowed = "another folder than the model's, which the run needs"
+    require(not is_source, "out", config.out, allowed)
+    repository = check_repository(config)
     trained = policy.shapes()
     base = config.base_model or model_path(source).absolute().name
     if merged and decoder.adapters:
-        write_adapters(config.out, EXPORTED, trained, policy.read, decoder, base)
+        with replace("out", adapter_folder(config.out), EXPORTED) as folder:
+            peft_adapters.save_adapters(folder, trained, policy.read, decoder, base)
     with replace("out", config.out, EXPORTED) as folder:
         folder = present(folder, "folder")  # the command runs in one process
         if merged:
@@ -171,5 +139,91 @@ def export(config: ExportConfig) -> pathlib.Path:
     kind = dtype if merged else "float32"
     print(f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {kind} written to {config.out}")
     if repository:
-        print(f"sent to {hub.push(out, config, repository, WRITTEN)}")
+        print(f"sent to {push(out, config, repository, WRITTEN)}")
     return out
+
+
+def check_names(config: ExportConfig) -> None:
+    """Raise `ConfigError` for names that a hub rejects, without a request."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    for field in (HUB_FIELD, "base_model", "datasets"):
+        value = getattr(config, field)
+        for name in value.split(",") if field == "datasets" else [value]:
+            try:
+                validate_repo_id(name or "empty")
+            except HFValidationError as error:
+                require(False, field, value, f"OWNER/NAME; {_line(error)}")
+    plain = config.license.replace("-", "").replace(".", "")
+    fits = not plain or plain.isalnum() and plain.islower() and plain.isascii()
+    require(fits, "license", config.license, "an identifier such as apache-2.0")
+
+
+def check_repository(config: ExportConfig) -> str:
+    """Return the full name of the repository to write, checked at the hub; empty without one."""
+    if not config.push_to_hub:
+        return ""
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    name = config.push_to_hub
+    api = HfApi()
+    with _hub_errors(name):
+        allowed = "empty without a token of the hub: `hf auth login`, or the variable HF_TOKEN"
+        require(get_token() is not None, HUB_FIELD, name, allowed)
+        user = api.whoami()
+        role = user.get("auth", {}).get("accessToken", {}).get("role")
+        require(role != "read", HUB_FIELD, name, "empty with a token that may only read")
+        owners = [user["name"], *(group["name"] for group in user.get("orgs", ()))]
+        owner, _, repository = name.rpartition("/")
+        fits = owner in ("", *owners)
+        require(fits, HUB_FIELD, name, f"NAME, or OWNER/NAME of {' or '.join(owners)}")
+        full = f"{owner or owners[0]}/{repository}"
+        try:
+            info = api.model_info(full)
+        except RepositoryNotFoundError:
+            return full
+    files = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
+    first = min(files, default="")
+    allowed = f"a new or empty repository, or an earlier export; {full} holds {first}"
+    require(not files or TAG in (info.tags or ()), HUB_FIELD, name, allowed)
+    private = bool(info.private)
+    allowed = f"{private}: {full} is {'private' if private else 'public'}"
+    require(private == config.private, "private", config.private, allowed)
+    return full
+
+
+def push(folder: pathlib.Path, config: ExportConfig, name: str, wrote: Sequence[str]) -> str:
+    """Upload a folder as one commit, and return its address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    hint = f"; {config.out} is complete: hf upload {name} {config.out} --exclude '{OWN_PREFIX}*'"
+    with _hub_errors(config.push_to_hub, hint):
+        api.create_repo(name, private=config.private, exist_ok=True)
+        api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message=f"Export by {TAG}",
+            ignore_patterns=[f"{OWN_PREFIX}*"],
+            delete_patterns=list(wrote),
+        )
+    return f"{api.endpoint}/{name}"
+
+
+@contextlib.contextmanager
+def _hub_errors(name: str, hint: str = "") -> Iterator[None]:
+    """Convert errors of the client and its network to `ConfigError`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # of the client, its HTTP library, or the system
+        raise ConfigError(
+            f"config.{HUB_FIELD} = {name!r}: {_line(error)}{hint}", HUB_FIELD
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.param_paths import forward_dtype
+from dapo_jax.model.param_paths import forward_dtype, param_shapes
 from dapo_jax.model.trainable import is_trained
 from dapo_jax.run.teacher import has_teacher, teacher_bytes
 from dapo_jax.runtime import sharding
@@ -71,12 +71,7 @@ def params_bytes(
     itemsize: Callable[[str], float] = lambda path: FLOAT_BYTES,
     column: int = sharding.TRAINING,
 ) -> float:
-    """Return the bytes of parameters on one device.
-
-    Args:
-        itemsize: bytes of an element, by path; 0: not counted.
-        column: column of the sharding table: training or decoding.
-    """
+    """Return the bytes of parameters on one device."""
     boxed = abstract_params(decoder)
     places = sharding.flatten(sharding.tree_shardings(mesh, boxed, column))
     shapes = sharding.flatten(sharding.unbox(boxed))
@@ -98,16 +93,11 @@ def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.
 
 def checkpoint_bytes(config: Config, decoder: DecoderConfig) -> float:
     """Return the bytes of a checkpoint: trained parameters and moments of policy and critic."""
-    parts = [(decoder, lambda path: is_trained(path, decoder))]
+    sizes = {path: math.prod(shape) for path, shape in param_shapes(decoder).items()}
+    count = sum(size for path, size in sizes.items() if is_trained(path, decoder))
     if config.algorithm.critic:
-        parts.append((scalar_config(decoder), lambda path: True))
-    sizes = [
-        math.prod(leaf.shape)
-        for shape, wanted in parts
-        for path, leaf in sharding.flatten(sharding.unbox(abstract_params(shape))).items()
-        if wanted(path)
-    ]
-    return 3 * FLOAT_BYTES * sum(sizes)
+        count += sum(map(math.prod, param_shapes(scalar_config(decoder)).values()))
+    return 3 * FLOAT_BYTES * count
 
 
 def resident_bytes(
@@ -115,21 +105,18 @@ def resident_bytes(
 ) -> dict[str, float]:
     """Return the bytes that a learning device holds all the time, by name."""
 
-    def forward(path: str) -> float:
-        return jnp.dtype(forward_dtype(path, decoder)).itemsize
+    def count(trained: bool, forward: bool) -> float:
+        def itemsize(path: str) -> float:
+            size = jnp.dtype(forward_dtype(path, decoder)).itemsize if forward else FLOAT_BYTES
+            return size if is_trained(path, decoder) == trained else 0.0
 
-    def count(trained: bool, itemsize: Callable[[str], float]) -> float:
-        return params_bytes(
-            decoder,
-            mesh,
-            lambda path: itemsize(path) if is_trained(path, decoder) == trained else 0.0,
-        )
+        return params_bytes(decoder, mesh, itemsize)
 
-    trained = count(True, lambda path: FLOAT_BYTES)
-    held = {"parameters": trained, "frozen parameters": count(False, forward)}
+    trained = count(True, forward=False)
+    held = {"parameters": trained, "frozen parameters": count(False, forward=True)}
     if training:
         held["optimizer"] = 2 * trained
-        held["reference"] = count(True, forward) * config.algorithm.reference
+        held["reference"] = count(True, forward=True) * config.algorithm.reference
         if has_teacher(config):
             held["teacher"] = teacher_bytes(config, decoder, mesh)
         held["policy before the update"] = trained * bool(config.rollout.lag)
@@ -193,13 +180,7 @@ def describe(size: float) -> str:
 def check_fits(
     what: str, needs: dict[str, float], mesh: jax.sharding.Mesh, settings: dict[str, str]
 ) -> None:
-    """Raise `ConfigError` with the estimate if a device has less memory.
-
-    Args:
-        needs: bytes on one device, by part.
-        settings: setting that determines a part, such as `sampler.slots = 9 ...`, by part; the
-            message names that of the largest part that has one.
-    """
+    """Raise `ConfigError` with the estimate if a device has less memory."""
     total = sum(needs.values())
     available = available_bytes(mesh)
     if total <= available:
@@ -224,17 +205,11 @@ def run_bytes(
 ) -> dict[str, dict[str, float]]:
     """Return the least bytes on one device, by part, of `sampling` and `an update`."""
     sampler = config.sampler
+    lengths = config.data.max_prompt_tokens, sampler.max_response_tokens
     held = resident_bytes(config, decoder, mesh, training)
     sampling = dict(held) if sampling_mesh is mesh else {}
     sampling["decoding weights"] = decoding_bytes(decoder, sampler, sampling_mesh)
-    sampling["cache"] = cache_bytes(
-        decoder,
-        sampler,
-        sampling_mesh,
-        sampler.slots,
-        config.data.max_prompt_tokens,
-        sampler.max_response_tokens,
-    )
+    sampling["cache"] = cache_bytes(decoder, sampler, sampling_mesh, sampler.slots, *lengths)
     needs = {"sampling": sampling}
     if training:
         update = update_bytes(config, decoder, mesh)
@@ -250,15 +225,13 @@ def check_run_fits(
     training: bool,
 ) -> None:
     """Raise `ConfigError` if sampling or learning can't fit into memory."""
-    responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    batch = responses * MIN_RESPONSE_BYTES
-    require(
-        batch <= host_bytes(),
-        "rollout.prompts_per_step",
-        config.rollout.prompts_per_step,
+    prompts = config.rollout.prompts_per_step
+    batch = prompts * config.rollout.samples_per_prompt * MIN_RESPONSE_BYTES
+    allowed = (
         f"smaller, since a rollout batch takes at least {describe(batch)} of the host's memory and "
-        f"{describe(host_bytes())} are there",
+        f"{describe(host_bytes())} are there"
     )
+    require(batch <= host_bytes(), "rollout.prompts_per_step", prompts, allowed)
     sampler, packing = config.sampler, config.rows()
     settings = {
         "cache": f"sampler.slots = {sampler.slots} of data.max_prompt_tokens = "

@@ -8,53 +8,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.load_huggingface import fingerprint
+from dapo_jax.reporting import notices
 from dapo_jax.reporting.alerts import Alerts
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.notices import (
-    announce_data,
-    announce_end,
-    warn_about_answers,
-    warn_about_rounding,
-    warn_about_warmup,
-)
+from dapo_jax.reporting.console import Progress, fit
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.scores import Response
+from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
-from dapo_jax.rollout.source import NoJournal
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.integrity import saved_steps
+from dapo_jax.rollout.source import NoJournal, SourceState
+from dapo_jax.run import evaluation
+from dapo_jax.run.checkpointing import same_run
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
-from dapo_jax.run.checkpointing.same_run import (
-    Record,
-    RunProgress,
-    can_be_longer,
-    check_record,
-    check_same_run,
-    gather_inputs,
-    run_identity,
-    run_settings,
-)
+from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import Components, build, check_data, check_processes
-from dapo_jax.run.evaluation.heldout import (
-    heldout_metrics,
-    report_on,
-    sample_heldout,
-    sample_responses,
-)
+from dapo_jax.run.memory import checkpoint_bytes, megabytes_per_device
 from dapo_jax.run.run_files import SUMMARY, RunFiles
-from dapo_jax.run.state import (
-    RunStore,
-    announce_policy,
-    first_state,
-    resident_megabytes,
-    restore,
-)
 from dapo_jax.run.step_record import measure, trace
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
@@ -62,9 +39,9 @@ from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import RUN, claim
-from dapo_jax.runtime.storage.paths import Folder, folder_at
-from dapo_jax.runtime.storage.retries import Storage
-from dapo_jax.structs import Interrupted, SamplingRule
+from dapo_jax.runtime.storage.paths import folder_at
+from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
+from dapo_jax.structs import Interrupted, PartialGroup, SamplingRule
 from dapo_jax.train import Trainer, TrainerState, train_step
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems
@@ -72,42 +49,39 @@ SHOWN_BROKEN_GROUPS = 3
 OnStep = Callable[[int, dict[str, float]], Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class RunStore:
+    """Checkpoints and journal of a run; `record` has the settings and inputs of the run."""
+
+    checkpoints: Checkpoints
+    record: Record
+    storage: Storage
+    journal: RolloutJournal | NoJournal
+
+
+@dataclasses.dataclass
 class Run:
     """The loop of a run from its first step to its last.
-
-    Args:
-        trainer: as for `train_step`.
-        store: checkpoints and journal.
-        files: files and sinks.
-        on_step: receives every finished step and its metrics; True ends the run.
 
     Attributes:
         state: after the newest step.
         progress: of the run, beside the state.
+        on_step: receives every finished step and its metrics; True ends the run.
     """
 
-    def __init__(
-        self,
-        components: Components,
-        trainer: Trainer,
-        state: TrainerState,
-        progress: RunProgress,
-        store: RunStore,
-        files: RunFiles,
-        signals: Signals,
-        on_step: OnStep | None = None,
-    ):
-        self.components = components
-        self.trainer = trainer
-        self.state = state
-        self.progress = progress
-        self.store = store
-        self.files = files
-        self.signals = signals
-        self._on_step = on_step
-        self._alerts = Alerts(components.config, files.rows())
-        self._heldout = components.prompts.heldout_prompts()
-        self._started = time.perf_counter() - progress.seconds
+    components: Components
+    trainer: Trainer
+    state: TrainerState
+    progress: RunProgress
+    store: RunStore
+    files: RunFiles
+    signals: Signals
+    on_step: OnStep | None = None
+
+    def __post_init__(self):
+        self._alerts = Alerts(self.components.config, self.files.rows())
+        self._heldout = self.components.prompts.heldout_prompts()
+        self._started = time.perf_counter() - self.progress.seconds
 
     def begin(self) -> None:
         """Measure before the first step, and check that template and verifier agree."""
@@ -119,45 +93,42 @@ class Run:
             progress.heldout_before = values["heldout_accuracy"]
             self.files.write_row(0, values)
             console.say(f"held-out accuracy before training: {progress.heldout_before:.3f}")
-        warn_about_answers(responses or self._first_responses(), self.components.config, console)
+        notices.warn_about_answers(
+            responses or self._first_responses(), self.components.config, console
+        )
 
     def evaluate(self) -> tuple[dict[str, float], list[Response]]:
         """Return held-out metrics of the current policy, and the responses; empty without any."""
         if not self._heldout:
             return {}, []
-        clock, components = Clock(), self.components
-        config = components.config
-        with components.progress.working(f"evaluating {len(self._heldout)} held-out problems"):
-            responses = sample_heldout(
-                config,
-                self.state.learners.policy.params,
-                self._heldout,
-                components.sampler,
-                components.judge,
-                self.signals,
-            )
+        clock, config = Clock(), self.components.config
+        samples = range(config.evaluation.samples_per_problem)
+        rule, show = evaluation.evaluation_rule(config), self.components.progress.working
+        with show(f"evaluating {len(self._heldout)} held-out problems"):
+            responses = self._sample(self._heldout, samples, rule)
         self.files.write_evaluation(self.state.step, responses)
         # Equality of answers runs in a worker process, so one process decides.
         values = processes.broadcast_from_host0(
-            lambda: heldout_metrics(report_on(responses, config)), "held-out metrics"
+            lambda: evaluation.heldout_metrics(evaluation.report_on(responses, config)),
+            "held-out metrics",
         )
         return values | {"seconds_evaluation": clock.total()}, responses
 
+    def _sample(self, prompts: list, samples: range, rule: SamplingRule) -> list[Response]:
+        wanted = [(prompt, samples) for prompt in prompts]
+        params = self.state.learners.policy.params
+        sampled = evaluation.sample_responses(self.components, params, wanted, rule, self.signals)
+        return list(sampled)
+
     def _first_responses(self) -> list[Response]:
         """Return a few responses to the first training prompts."""
-        components, config = self.components, self.components.config
-        prompts = seek(components.prompts, self.state.source.position)
+        config = self.components.config
+        prompts = seek(self.components.prompts, self.state.source.position)
         samples = range(min(CHECKED_SAMPLES, config.rollout.samples_per_prompt))
         count = min(CHECKED_PROMPTS, config.rollout.prompts_per_step)
-        wanted = [(prompt, samples) for prompt in itertools.islice(prompts, count)]
         sampler = config.sampler
         rule = SamplingRule(sampler.temperature, sampler.top_p, sampler.top_k)
-        params = self.state.learners.policy.params
-        return list(
-            sample_responses(
-                params, wanted, components.sampler, components.judge, rule, self.signals
-            )
-        )
+        return self._sample(list(itertools.islice(prompts, count)), samples, rule)
 
     def step(self) -> None:
         """Run a rollout step, and report it."""
@@ -200,20 +171,38 @@ class Run:
             check_skipped(count, optimizer.max_skipped_steps, values, prefix)
         learns = not any(self.progress.skipped.values())  # else older checkpoints are worth more
         is_due = is_last or learns and due(step, config.checkpoint.every_steps)
-        self.store.after_step(is_due, self.save, config.run_dir)
-        ends = self._on_step(step, values) if self._on_step else None
+        self.store.checkpoints.after_step(is_due, self.save)
+        if isinstance(self.store.journal, RolloutJournal) and processes.is_first():
+            with suppress_storage_errors():  # else after the next step
+                self.store.journal.forget(max(find_steps(config.run_dir), default=0))
+        ends = self.on_step(step, values) if self.on_step else None
         if isinstance(ends, bool | np.bool_) and ends:
             self.signals.received = self.signals.received or "on_step"
 
     def save(self) -> None:
         """Start writing a checkpoint. Raises `NotSaved`, `NotFinite`."""
         self.progress.seconds = time.perf_counter() - self._started
-        self.store.save(self.state, self.progress)
+        self.store.storage.drain()  # the files of a step come before its checkpoint
+        source, learners = self.state.source, self.state.learners
+        arrays, carried = pack_partial(source.partial)
+        progress = dataclasses.replace(
+            self.progress,
+            position=source.position,
+            kept_fraction=source.kept_fraction,
+            carried=carried,
+        )
+        record = dataclasses.replace(self.store.record, step=self.state.step, progress=progress)
+        states = {"state": learners.policy, "critic": learners.critic}
+        states |= {"behaviour": source.behaviour, "carried": arrays}
+        self.store.checkpoints.save(record, states)
 
     def keep(self) -> None:
         """Save, and wait until the state is on disk. Raises `NotSaved`, `NotFinite`."""
         with self.components.progress.working("saving"):
-            self.store.save_last(self.state.step, self.save)
+            self.store.checkpoints.save_last(self.save)
+            self.store.storage.clear_backoff()  # last chance to write: do not back off
+            self.store.journal.forget(self.state.step)
+            self.store.storage.drain()
 
     def finish(self) -> dict[str, Any]:
         """Save, write the summary with its picture and page, and return it."""
@@ -244,6 +233,72 @@ class Run:
         return summary
 
 
+def due(step: int, every: int) -> bool:
+    """Return True if an event of every `every` steps (0: never) happens at `step`."""
+    return every > 0 and step % every == 0
+
+
+def first_state(components: Components) -> TrainerState:
+    """Return the state before the first step."""
+    learners, critic = components.learners, None
+    if learners.critic:
+        critic = learners.critic.start(components.critic_params())
+    policy = learners.policy.start(components.first_params())
+    return TrainerState(0, LearnerStates(policy, critic), SourceState())
+
+
+def restore(components: Components, checkpoints: Checkpoints, record: Record) -> TrainerState:
+    """Return the state of the newest checkpoint; `record` belongs to it."""
+    learners, critic, behaviour = components.learners, None, None
+    policy = checkpoints.state(learners.policy.abstract_state)
+    if learners.critic:
+        critic = checkpoints.state(learners.critic.abstract_state, "critic")
+    if components.config.rollout.lag and record.step:
+        behaviour = checkpoints.state(learners.policy.abstract_state.params, "behaviour")
+    progress = record.progress
+    partial = _restore_partial(components, checkpoints, progress.carried)
+    source = SourceState(progress.position, progress.kept_fraction, partial, behaviour)
+    return TrainerState(record.step, LearnerStates(policy, critic), source)
+
+
+def _restore_partial(
+    components: Components, checkpoints: Checkpoints, records: list[dict[str, Any]]
+) -> tuple[PartialGroup, ...]:
+    arrays: Any = empty_arrays(records)
+    if arrays["tokens"].size:  # these only say what to read
+        arrays = checkpoints.state(arrays, "carried")
+    decode, prompts = components.tokenizer.decode, components.prompts
+    return unpack_partial(arrays, records, lambda index: next(seek(prompts, index)), decode)
+
+
+def announce_policy(components: Components, state: TrainerState) -> None:
+    """Print the number of parameters and their memory."""
+    trees = state.learners.policy.params, components.frozen
+    trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
+    sizes = [f"{name} {size:g}" for name, size in resident_megabytes(components, state).items()]
+    components.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
+    components.progress.say(fit(["MB per device:", *sizes]))
+    size, hosts = checkpoint_bytes(components.config, components.decoder), processes.count()
+    if notices.saving_seconds(size, hosts) > notices.SPOT_SECONDS / 2:
+        every = components.config.checkpoint.every_steps
+        components.progress.say(notices.describe_saving(size, hosts, every))
+
+
+def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:
+    """Return megabytes per device that stay in memory between steps, by name."""
+    policy, critic = state.learners.policy, state.learners.critic
+    return megabytes_per_device(
+        policy=policy.params,
+        policy_optimizer=policy.opt_state,
+        policy_frozen=components.frozen,
+        sampler_frozen=components.sampler.resident(),
+        critic=critic and critic.params,
+        critic_optimizer=critic and critic.opt_state,
+        reference=components.learners.reference,
+        teacher=components.learners.teacher_params,
+    )
+
+
 def open_run(
     config: Config,
     signals: Signals,
@@ -252,11 +307,8 @@ def open_run(
 ) -> Run:
     """Open the run of `config.run_dir`, from its newest checkpoint or from the beginning.
 
-    Args:
-        stack: closes workers, checkpoints, sinks and the lock on the folder.
-
-    Raises:
-        ConfigError: the folder holds another run, or settings and model don't fit together.
+    `stack` closes workers, checkpoints, sinks and the lock on the folder. Raises `ConfigError` if
+    the folder holds another run, or settings and model don't fit together.
     """
     folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
     components = build(config, should_abort=signals.received_locally)
@@ -266,9 +318,9 @@ def open_run(
     storage = Storage(lambda text: console.warn(escape(text)))
     checkpoints = stack.enter_context(Checkpoints(folder, config.checkpoint, storage))
     check_data([*components.prompts.sources, *components.prompts.heldout])
-    announce_data(config, components.prompts, console)
-    warn_about_rounding(config, console)
-    warn_about_warmup(config, console)
+    notices.announce_data(config, components.prompts, console)
+    notices.warn_about_rounding(config, console)
+    notices.warn_about_warmup(config, console)
     now = describe_run(components)
     step = checkpoints.latest_step()
     if step is None:
@@ -278,18 +330,24 @@ def open_run(
     else:
         record = checkpoints.record()
         progress = record.progress
-        check_record(config, now, record, storage.warn)
+        same_run.check_record(config, now, record, storage.warn)
         with console.working(f"loading the checkpoint of step {step}"):
             state = restore(components, checkpoints, record)
         console.say(f"resuming {escape(str(folder))} after step {step}")
     announce_policy(components, state)
-    last_row = newest_row(state.step, progress)
+    # The row of the newest step may not be written yet.
+    is_missing = progress.unwritten is not None if state.step else progress.heldout_before is None
+    last_row = state.step - is_missing
     files = stack.enter_context(
         RunFiles(config, folder, storage, components.tokenizer, last_row, console)
     )
     if step is None:
         files.write_settings()
-    journal = open_journal(components, now, folder, storage)
+    journal: RolloutJournal | NoJournal = NoJournal()
+    if config.checkpoint.keep_groups:
+        inputs = now.inputs | {"model": fingerprint(config.model.folder)}
+        identity = same_run.run_identity(now.settings, inputs)
+        journal = RolloutJournal(folder, identity, storage, components.tokenizer.decode)
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
     store = RunStore(checkpoints, now, storage, journal)
     return Run(components, trainer, state, progress, store, files, signals, on_step)
@@ -301,44 +359,9 @@ def describe_run(components: Components) -> Record:
     # The setting may be -1; of a small file its number is a fraction.
     heldout = sum(len(source.problems) for source in prompts.heldout)
     heldout = config.data.heldout_source and config.data.heldout_count() or heldout
-    return Record(0, run_settings(config, heldout), gather_inputs(config, prompts))
-
-
-def open_journal(
-    components: Components, record: Record, folder: Folder, storage: Storage
-) -> RolloutJournal | NoJournal:
-    """Return the journal of scored groups, if the config asks for one."""
-    config = components.config
-    if not config.checkpoint.keep_groups:
-        return NoJournal()
-    inputs = record.inputs | {"model": fingerprint(config.model.folder)}
-    identity = run_identity(record.settings, inputs)
-    return RolloutJournal(folder, identity, storage, components.tokenizer.decode)
-
-
-def newest_row(step: int, progress: RunProgress) -> int:
-    """Return the step of the newest row to keep; the row of `step` itself may not be written."""
-    is_missing = progress.heldout_before is None if step == 0 else progress.unwritten is not None
-    return step - 1 if is_missing else step
-
-
-def due(step: int, every: int) -> bool:
-    """Return True if an event of every `every` steps (0: never) happens at `step`."""
-    return every > 0 and step % every == 0
-
-
-def read_summary(config: Config) -> dict[str, Any]:
-    """Return the content of a run's summary.json; empty if it is missing or damaged."""
-    path = folder_at(config.run_dir, SUMMARY)
-
-    def read() -> dict[str, Any]:
-        try:
-            summary = json.loads(path.read_text()) if path.exists() else {}
-        except (OSError, ValueError):
-            return {}
-        return summary if isinstance(summary, dict) else {}
-
-    return processes.broadcast_from_host0(read, "summary")
+    return Record(
+        0, same_run.run_settings(config, heldout), same_run.gather_inputs(config, prompts)
+    )
 
 
 def finished(config: Config) -> dict[str, Any] | None:
@@ -357,19 +380,26 @@ def finished(config: Config) -> dict[str, Any] | None:
             return None
         record = checkpoints.record()
     saved = record.settings["data.heldout_problems"]
-    settings = run_settings(config, saved if config.data.heldout_problems < 0 else None)
-    check_same_run(settings, record.settings)
-    summary = read_summary(config)
+    settings = same_run.run_settings(config, saved if config.data.heldout_problems < 0 else None)
+    same_run.check_same_run(settings, record.settings)
+    folder = folder_at(config.run_dir)
+
+    def read() -> tuple[Any, list[str]]:
+        try:
+            path = folder / SUMMARY
+            summary = json.loads(path.read_text() if path.exists() else "null")
+        except (OSError, ValueError):
+            summary = None
+        return summary, describe_gaps(folder, step, config.log)
+
+    summary, gaps = processes.broadcast_from_host0(read, "summary")
     # A checkpoint made before the last evaluation lacks it; the summary is written after that.
-    if summary.get("steps") != step:
+    if not isinstance(summary, dict) or summary.get("steps") != step:
         return None
-    progress, folder = Progress(config.log.console), folder_at(config.run_dir)
-    warnings += processes.broadcast_from_host0(
-        lambda: describe_gaps(folder, step, config.log), "gaps"
-    )
-    for text in warnings:
+    progress = Progress(config.log.console)
+    for text in warnings + gaps:
         progress.warn(escape(text))
-    announce_end(config, summary, can_be_longer(settings), progress)
+    notices.announce_end(config, summary, same_run.may_change("total_steps", settings), progress)
     return summary
 
 

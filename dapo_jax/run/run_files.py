@@ -21,7 +21,7 @@ from dapo_jax.reporting.sinks import (
     TensorBoardEvents,
 )
 from dapo_jax.reporting.wandb_tracker import WandbSink
-from dapo_jax.run.evaluation.heldout import stamp, write_responses
+from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
@@ -35,11 +35,7 @@ class RunFiles:
     """Sinks of a run, and the files that only the run itself writes.
 
     The first process writes; on the others every method does nothing. A file that can't be written
-    is a warning, and is tried again with the next one.
-
-    Args:
-        last_row: step of the newest row that stays; later ones are cut off.
-        console: prints the lines of each step.
+    is a warning, and is tried again with the next one. Rows after `last_row` are cut off.
     """
 
     def __init__(
@@ -51,25 +47,24 @@ class RunFiles:
         last_row: int,
         console: Progress,
     ):
-        self._config = config
         self.folder = folder
+        self._config = config
         self._storage = storage
         self._rows: MetricRows | None = None
         self.sinks: list[RunSink] = []
-        if processes.is_first():
-            if config.log.wandb:
-                self.sinks.append(WandbSink(folder, config))
-            self._rows = MetricRows(folder, last_row, storage)
-            self.sinks += [self._rows, CurvesPicture(folder, self._rows, storage)]
-            if config.log.tensorboard:
-                self.sinks.append(TensorBoardEvents(folder, last_row, storage))
-            if config.log.rollouts:
-                self.sinks.append(RolloutFiles(folder, config.log, tokenizer, storage))
-            self.sinks.append(StepLines(console, config.total_steps))
-            for text in describe_gaps(folder, last_row, config.log):
-                storage.warn(text)
-            if is_damaged(folder / CONFIG):
-                self.write_settings()
+        if not processes.is_first():
+            return
+        log = config.log
+        self.sinks += [WandbSink(folder, config)] if log.wandb else []
+        self._rows = MetricRows(folder, last_row, storage)
+        self.sinks += [self._rows, CurvesPicture(folder, self._rows, storage)]
+        self.sinks += [TensorBoardEvents(folder, last_row, storage)] if log.tensorboard else []
+        self.sinks += [RolloutFiles(folder, log, tokenizer, storage)] if log.rollouts else []
+        self.sinks.append(StepLines(console, config.total_steps))
+        for text in describe_gaps(folder, last_row, log):
+            storage.warn(text)
+        if is_damaged(folder / CONFIG):
+            self.write_settings()
 
     def __enter__(self) -> "RunFiles":
         return self
@@ -84,7 +79,7 @@ class RunFiles:
         return self._rows.read() if self._rows else []
 
     def write_settings(self) -> None:
-        """Write config.json, from which a run can be repeated."""
+        """Write config.json; a run can be repeated from it."""
         self._write_json(CONFIG, dataclasses.asdict(self._config))
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:

@@ -19,11 +19,7 @@ from dapo_jax.train import StepRecord
 
 
 def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float]:
-    """Return every metric of a step by name; host metrics first, then those of the updates.
-
-    Args:
-        clock: ran while the step was made.
-    """
+    """Return every metric of a step by name; host metrics first, then those of the updates."""
     rollouts = record.rollouts
     host_values = _host_metrics(config, record)  # overlaps device compute
     means = jax.device_get([(update.learner, update.means) for update in record.updates])

@@ -47,13 +47,11 @@ def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any
     if settings.dtype != "auto":
         numbers["dtype"] = jnp.dtype(settings.dtype)
     decoder = read(folder, **numbers)
-    require(
-        decoder.vocab >= policy.vocab,
-        FIELD,
-        folder,
+    allowed = (
         f"a folder of at least the policy's {policy.vocab} tokens, padding included: it has "
-        f"{decoder.vocab}, and what it lacks would have no probability",
+        f"{decoder.vocab}, and what it lacks would have no probability"
     )
+    require(decoder.vocab >= policy.vocab, FIELD, folder, allowed)
     check_divisible(decoder, mesh)
     check_rotations(decoder, config.longest_tokens(), FIELD, folder)
     return decoder
@@ -65,14 +63,7 @@ def abstract_teacher(
     mesh: jax.sharding.Mesh,
     read: Callable[..., DecoderConfig] = READ,
 ) -> Teacher:
-    """Return the shapes, dtypes and shardings of the teacher, with the policy's vocabulary.
-
-    Args:
-        read: returns the shape of a folder.
-
-    Raises:
-        ConfigError: the mesh can't shard it, or it lacks tokens of the policy.
-    """
+    """Return the shapes, dtypes and shardings of the teacher, with the policy's vocabulary."""
     decoder = _shape_in_folder(config, policy, mesh, read)
     decoder = dataclasses.replace(decoder, vocab=policy.vocab)
     boxed = abstract_params(decoder)
@@ -107,10 +98,9 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
     """
     if not has_teacher(config):
         return None
+    folder = config.teacher.folder
     whole = _shape_in_folder(config, policy, mesh, READ)
-    params = load_huggingface.load_params(
-        config.teacher.folder, whole, mesh, field=FIELD, cast=True
-    )
+    params = load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
     flat = sharding.flatten(params)
     del params
     abstract = abstract_teacher(config, policy, mesh)
@@ -129,11 +119,7 @@ def open_programs(
     frozen: Any,
     teacher: Teacher | None,
 ) -> LearnerPrograms:
-    """Return the programs of policy and critic, and of the teacher if there is one.
-
-    Args:
-        frozen: untrained parameters of the policy.
-    """
+    """Return the programs of policy and critic, and of the teacher if there is one."""
     if teacher is None:
         return LearnerPrograms(*open_learners(config, decoder, mesh, frozen))
     if config.algorithm.distillation == "jsd":
@@ -149,13 +135,14 @@ def open_programs(
 def _convert(path: str, leaf: jax.Array, targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Return the array sliced to the target's shape, or as int8 and its scales."""
     shape = targets[0].shape
+    is_int8 = len(targets) > 1
     summed = tuple(1 + axis for axis in scaled_axes(path))
 
     def convert(array):
-        if len(targets) > 1:
+        if is_int8:
             return list(quantise(array, jnp.int8, summed))
         return [array[tuple(map(slice, shape))]]
 
-    if leaf.shape == shape and len(targets) == 1:
+    if leaf.shape == shape and not is_int8:
         return [leaf]
     return jax.jit(convert, out_shardings=[target.sharding for target in targets])(leaf)

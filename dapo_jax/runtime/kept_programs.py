@@ -32,12 +32,6 @@ def keep(make: Callable[..., Any], *arguments: Any, frozen: Any = None, **option
     """Return what an earlier call with equal arguments made, or call `make`.
 
     Call `forget_programs` after changing code that the programs were traced from.
-
-    Args:
-        make: makes programs that hold no parameters and no other state.
-        arguments, options: settings, meshes and plain values. The programs get copies, because the
-            caller may change its settings.
-        frozen: parameters that the programs hold; if there are any, nothing is kept.
     """
     if frozen:
         return make(*arguments, frozen=frozen, **options)

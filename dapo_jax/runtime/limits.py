@@ -38,9 +38,7 @@ def resource_error_message(error: BaseException) -> str | None:
     text = (str(error).splitlines() or [""])[0]
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         reason = "not enough memory" + (f": {text}" if text else "")
-    elif (
-        isinstance(error, OSError) and error.errno in RESOURCE_ERRORS or "start new thread" in text
-    ):
+    elif getattr(error, "errno", None) in RESOURCE_ERRORS or "start new thread" in text:
         reason = f"a limit of this machine is reached: {text}"
     else:
         return None

@@ -24,15 +24,9 @@ class NotFinite(RuntimeError):
 
 
 @jax.jit
-def _finite(leaf: jax.Array) -> jax.Array:
-    # A maximum does not work: XLA:CPU's maximum of a long array with NaN is not NaN.
-    return jnp.all(jnp.isfinite(leaf))
-
-
-@jax.jit
-def _counts(leaves: list[jax.Array]) -> list[jax.Array]:
+def _count(leaf: jax.Array) -> jax.Array:
     # float32, because a stack of layers can have more values than int32 counts.
-    return [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32) for leaf in leaves]
+    return jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32)
 
 
 def path_name(path: tuple) -> str:
@@ -46,25 +40,16 @@ def describe(tree: Any) -> str:
 
     A collective call.
     """
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    # One after the other, because XLA:CPU materialises the intermediate array.
-    named = [(path, leaf) for path, leaf in named if not _finite(leaf)]
-    counts = jax.device_get(_counts([leaf for _, leaf in named]))
-    broken = [
-        f"{path_name(path)} ({count:.0f} of {np.size(leaf)})"
-        for (path, leaf), count in zip(named, counts, strict=True)
-    ]
+    broken = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if count := float(_count(leaf)):
+            broken.append(f"{path_name(path)} ({count:.0f} of {np.size(leaf)})")
     rest = len(broken) - MAX_SHOWN
     return ", ".join(broken[:MAX_SHOWN]) + f" and {rest} more" * (rest > 0)
 
 
 def check_state(states: Mapping[str, Any], what: str) -> None:
-    """Raise `NotFinite` if parameters or moments have NaN or infinity.
-
-    Args:
-        states: `TrainState`s or parameters, by entry of a checkpoint; None is ignored.
-        what: beginning of the error.
-    """
+    """Raise `NotFinite` if parameters or moments have NaN or infinity."""
     for name, state in states.items():
         params, moments = getattr(state, "params", state), getattr(state, "opt_state", {})
         for kind, tree in ("parameters", params), ("optimizer moments", moments):
@@ -74,11 +59,7 @@ def check_state(states: Mapping[str, Any], what: str) -> None:
 
 
 def count_skipped(before: dict[str, int], values: dict[str, float]) -> dict[str, int]:
-    """Count consecutive steps without a taken update, by prefix of policy and critic.
-
-    Args:
-        values: metrics of the newest step; a step without an update is not counted.
-    """
+    """Count consecutive steps without a taken update, by prefix of policy and critic."""
     now = {prefix: values.get(f"{prefix}{SKIPPED}") for prefix in PREFIXES}
     return {
         prefix: before.get(prefix, 0) + (share == 1) if share in (None, 1) else 0
@@ -97,12 +78,7 @@ def is_reason(name: str) -> bool:
 
 
 def check_skipped(count: int, limit: int, values: dict[str, float], prefix: str = "") -> None:
-    """Raise `NotFinite` if `limit` consecutive steps (0: no limit) took no update.
-
-    Args:
-        values: metrics of the newest step.
-        prefix: of the metric names of the critic.
-    """
+    """Raise `NotFinite` if `limit` consecutive steps (0: no limit) took no update."""
     if 0 < limit <= count:
         critic = prefix != ""
         raise NotFinite(

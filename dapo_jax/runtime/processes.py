@@ -81,11 +81,7 @@ def print_error(text: str) -> None:
 
 
 def read_environment() -> dict[str, Any]:
-    """Return arguments of `jax.distributed.initialize` from the environment; {}: let JAX detect.
-
-    Raises:
-        ConfigError: a variable is missing or invalid.
-    """
+    """Return arguments of `jax.distributed.initialize` from the environment; {}: let JAX detect."""
     texts = {name: os.environ.get(name, "") for name in (COORDINATOR, PROCESSES, PROCESS_ID)}
     address, processes, process = texts.values()
     if not any(texts.values()):
@@ -95,14 +91,13 @@ def read_environment() -> dict[str, Any]:
         if not valid:
             raise ConfigError(f"{name} = {texts[name]!r}: must be {allowed}")
 
-    allowed = "a whole number above 0; 1: only this process"
-    check(processes.isdecimal() and int(processes) > 0, PROCESSES, allowed)
-    total = int(processes)
+    total = int(processes) if processes.isdecimal() else 0
+    check(total > 0, PROCESSES, "a whole number above 0; 1: only this process")
     if total == 1:
         return {"num_processes": 1}
     host, _, port = address.rpartition(":")
-    allowed = "HOST:PORT of process 0, equal on all processes"
-    check(bool(host) and port.isdecimal() and 0 < int(port) < 65_536, COORDINATOR, allowed)
+    valid = bool(host) and port.isdecimal() and 0 < int(port) < 65_536
+    check(valid, COORDINATOR, "HOST:PORT of process 0, equal on all processes")
     valid = process.isdecimal() and int(process) < total
     check(valid, PROCESS_ID, f"from 0 to {PROCESSES} - 1 = {total - 1}, unique per process")
     arguments = {"coordinator_address": address, "num_processes": total, "process_id": int(process)}
@@ -111,12 +106,8 @@ def read_environment() -> dict[str, Any]:
     return arguments | {"cluster_detection_method": "deactivate"}
 
 
-def join() -> None:
-    """Join the processes that were started together; call it before JAX looks for devices.
-
-    Raises:
-        ConfigError: the processes cannot be joined.
-    """
+def _join() -> None:
+    """Join the processes that were started together, before JAX looks for devices."""
     arguments = read_environment()
     if arguments.get("num_processes") == 1 or jax.distributed.is_initialized():
         return
@@ -127,15 +118,13 @@ def join() -> None:
             initialization_timeout=JOIN_TIMEOUT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
         )
-    except ValueError as error:
-        if arguments or "coordinator_address" not in str(error):
+        signal.signal(signal.SIGTERM, handler)  # JAX's handler would swallow the signal
+    except (ValueError, RuntimeError) as error:
+        is_lone = "coordinator_address" in str(error)  # no launcher was detected
+        if isinstance(error, RuntimeError):  # or a program that has already used its devices
+            is_lone = not isinstance(error, jax.errors.JaxRuntimeError)
+        if arguments or not is_lone:
             raise ConfigError(f"cannot join the processes: {error}") from None
-        return  # no launcher was detected
-    except RuntimeError as error:
-        if arguments or isinstance(error, jax.errors.JaxRuntimeError):
-            raise ConfigError(f"cannot join the processes: {error}") from None
-        return  # a single-process program that has already used its devices
-    signal.signal(signal.SIGTERM, handler)  # JAX's handler would swallow the signal
 
 
 def set_compilation_cache() -> None:
@@ -177,14 +166,11 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
 
     If a process fails, the others lose their connection to it and exit with `PEER_LOST`; JAX aborts
     those that are blocked, after `HEARTBEAT_TIMEOUT_SECONDS`.
-
-    Args:
-        alone: name of a command that a single process has to run.
     """
     set_compilation_cache()
     with as_command():
         try:
-            join()
+            _join()
             return _run(work, alone)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -216,8 +202,7 @@ def _run(work: Callable[[], int], alone: str) -> int:
 
 
 def _exit_after_others(code: int) -> None:
-    """Exit; process 0, which runs the coordination service, first gives the others time to exit."""
-    if is_first():
+    if is_first():  # it runs the coordination service of the others
         time.sleep(EXIT_SECONDS)
     exit_process(code)
 
@@ -238,15 +223,7 @@ def exit_process(code: int) -> None:
 
 
 def all_gather_json(value: Any, name: str) -> list[Any]:
-    """Return the values of all processes, ordered by index, after one small all-gather.
-
-    Args:
-        value: small JSON value of this process.
-        name: what is gathered.
-
-    Raises:
-        RuntimeError: another process gathers something else.
-    """
+    """Return the values of all processes, ordered by index, after one small all-gather."""
     if count() == 1:
         return [value]
     answers = [json.loads(text) for text in _gather(json.dumps([name, value]).encode())]
@@ -298,13 +275,7 @@ def broadcast_from_host0(work: Callable[[], Any], name: str) -> Any:
 
 
 def map_over_hosts(owners: list[int], work: Callable[[int], Any], name: str) -> list[Any]:
-    """Call `work` for each item on one process and return all results on every process.
-
-    Args:
-        owners: a number per item; process `number % count()` computes it.
-        work: function from the index of an item to a JSON result. A `ConfigError` that it raises is
-            raised on every process.
-    """
+    """Call `work` for each item on one process and return all results on every process."""
     if count() == 1 or not owners:
         return [work(i) for i in range(len(owners))]
     mine: dict[str, Any] = {}

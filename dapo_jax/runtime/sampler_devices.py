@@ -20,15 +20,7 @@ WEIGHT_AXES = ("expert", "decode_tensor", "tensor")  # axes that shard weights i
 
 
 def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence, Sequence]:
-    """Split devices into those of the learner and those of the sampler, the last of each process.
-
-    Args:
-        share: fraction of devices of the sampler; 0: all devices do both.
-        block: number of devices that hold one copy of the decoding weights.
-
-    Raises:
-        ConfigError: the devices cannot be split like this.
-    """
+    """Return the devices of the learner, and those of the sampler: the last of each process."""
     if share == 0:
         return devices, devices
     owned: dict[int, list] = {}
@@ -37,26 +29,20 @@ def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence
     learning, sampling = [], []
     for local in owned.values():
         count = round(share * len(local))
-        require(
-            abs(count - share * len(local)) < 1e-6 and 0 < count < len(local),
-            "mesh.sampler_share",
-            share,
-            f"0, or a fraction of a process's {len(local)} devices that leaves some to the learner",
-        )
+        fits = abs(count - share * len(local)) < 1e-6 and 0 < count < len(local)
+        part = f"a fraction of a process's {len(local)} devices"
+        require(fits, "mesh.sampler_share", share, f"0, or {part} that leaves some to the learner")
         learning += local[:-count]
         sampling += local[-count:]
     is_whole = len(learning) % block == len(sampling) % block == 0
     require(is_whole, "mesh.sampler_share", share, _allowed(block))
-    flat = (
-        devices[0].platform == "tpu" and "lite" in devices[0].device_kind
-    )  # a two-dimensional torus
-    require(
-        not flat or all(map(fills_a_box, by_slice(learning) + by_slice(sampling))),
-        "mesh.sampler_share",
-        share,
-        f"0 on several hosts of {devices[0].device_kind}: its compiler needs chips without gaps "
-        "between them",
-    )
+    kind = devices[0].device_kind
+    if devices[0].platform == "tpu" and "lite" in kind:  # a two-dimensional torus
+        fits = all(map(fills_a_box, by_slice(learning) + by_slice(sampling)))
+        allowed = (
+            f"0 on several hosts of {kind}: its compiler needs chips without gaps between them"
+        )
+        require(fits, "mesh.sampler_share", share, allowed)
     return learning, sampling
 
 
@@ -64,14 +50,6 @@ def open_sampling_mesh(mesh: Mesh, learning: Sequence, sampling: Sequence, share
     """Return the sampler's mesh: the same shards of the weights, the other axes are replicas.
 
     With a share of 0.5 each device has the position of a learner device of its process.
-
-    Args:
-        mesh: mesh of the learner.
-        learning, sampling: result of `split_devices`.
-        share: setting, for errors.
-
-    Raises:
-        ConfigError: a process would sample with a shard that its learner does not hold.
     """
     sizes = mesh.shape
     block = math.prod(sizes[axis] for axis in WEIGHT_AXES)
@@ -105,12 +83,7 @@ def _shards_by_process(mesh: Mesh) -> set[tuple[int, ...]]:
 
 
 def move(tree: Any, places: Any) -> Any:
-    """Copy arrays to other devices with the same shards; each process copies its own.
-
-    Args:
-        places: a sharding or format per array; a device of this process already holds each of its
-            shards, in the same layout.
-    """
+    """Copy arrays to other devices with the same shards; each process copies its own."""
 
     def move_one(leaf: jax.Array, place: NamedSharding | Format) -> jax.Array:
         local = {str(shard.index): shard.data for shard in leaf.addressable_shards}

@@ -8,18 +8,19 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 import math
 import os
 import pathlib
 import stat
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from dapo_jax.runtime.rules import Choices, Rule, When
-from dapo_jax.runtime.setting_texts import SectionDoc, represent, signature
+from dapo_jax.runtime.rules import Choices, Range, Rule, When
 
 T = typing.TypeVar("T")
 
@@ -29,13 +30,9 @@ MIN_MAGNITUDE = 1e-30
 MAX_MAGNITUDE = 1e30
 MAX_TEXT_BYTES = 64 << 20  # of a file that is read as a whole
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # start of a pointer file
-FILE_KINDS = {
-    stat.S_ISDIR: "a folder",
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-    stat.S_ISSOCK: "a socket",
-}
+COLUMNS = 88
+INDENT = " " * 4
+FILLED = textwrap.TextWrapper(COLUMNS - 2 * len(INDENT), break_on_hyphens=False)
 
 
 def setting(
@@ -83,10 +80,8 @@ def check_regular(path: Any) -> None:
 
     Reading a pipe or a device may never end.
     """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        kind = next((word for test, word in FILE_KINDS.items() if test(mode)), "something else")
-        raise OSError(f"it is {kind}: must be a file")
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("it is a pipe, a device or a folder: must be a file")
     with open(path, "rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise OSError("it is a Git LFS pointer, not the file: run git lfs pull in its checkout")
@@ -96,14 +91,6 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
     """Raise `ConfigError` with the field, its value and what is allowed, unless `condition`."""
     if not condition:
         raise ConfigError(f"config.{field} = {value!r}: must be {allowed}", field)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _initials(name: str) -> str:
-    return "".join(word[:1] for word in _last(name).split("_"))
 
 
 @contextlib.contextmanager
@@ -120,17 +107,14 @@ def naming(field: str, value: Any) -> Iterator[None]:
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     """Return the suggestion `; did you mean ...?`, or "" if no known name is similar."""
     known = list(known)
-    initials = [full for full in known if _initials(full) == _last(name)]
+    last = {full: full.rpartition(".")[2] for full in (name, *known)}
+    initials = [n for n in known if "".join(w[:1] for w in last[n].split("_")) == last[name]]
     similar = initials or difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def check_name(kind: type, name: str, section: str = "") -> None:
-    """Raise `ConfigError` if the section `kind` has no setting `name`.
-
-    Args:
-        section: dotted name of the section, if known.
-    """
+    """Raise `ConfigError` if the section `kind` has no setting `name`."""
     known = kind.__dataclass_fields__  # type: ignore[attr-defined]
     if name not in known:
         hint = nearest(name, known) or f"; {kind.__name__} has {', '.join(known)}"
@@ -149,6 +133,68 @@ def _read_type(field: dataclasses.Field) -> None:
         return
     rule = dataclasses.replace(field.metadata["rule"], allowed=allowed)
     field.metadata = types.MappingProxyType({**field.metadata, "rule": rule})
+
+
+def explain(field: dataclasses.Field) -> str:
+    """Return the explanation of a setting and its allowed values."""
+    text = field.metadata["explanation"]
+    allowed = field.metadata["rule"].allowed
+    if isinstance(allowed, Range):
+        limits = str(allowed)
+        text += f" {limits[0].upper()}{limits[1:]}."
+    elif isinstance(allowed, Choices) and not all(f"'{word}'" in text for word in allowed):
+        text += f" One of: {', '.join(allowed)}."
+    return text
+
+
+class _SectionDoc:
+    """A descriptor for the docstring of a section, with all settings; computed on access."""
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def __get__(self, instance: Any, owner: type) -> str:
+        lines = [self._text, "", "Settings:"]
+        defaults = _defaults(owner)
+        for field in dataclasses.fields(owner):
+            assert isinstance(field.type, type), field.name
+            if dataclasses.is_dataclass(field.type):
+                text = (field.type.__doc__ or "").split("\n\n")[0]
+            else:
+                text = explain(field)
+            default = getattr(defaults, field.name)
+            lines.append(f"{INDENT}{field.name}: {field.type.__name__} = {default!r}")
+            lines += [f"{2 * INDENT}{line}" for line in FILLED.wrap(text)]
+        return "\n".join(lines)
+
+
+def _signature(kind: type, initialise: Callable[..., None]) -> inspect.Signature:
+    """Return the signature of a section's constructor with plain types."""
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    original = inspect.signature(initialise)
+    plain = [
+        p.replace(annotation=types.get(p.name, p.annotation)) for p in original.parameters.values()
+    ]
+    return original.replace(parameters=plain)
+
+
+@functools.cache
+def _defaults(kind: type) -> Any:
+    return kind()
+
+
+def _represent(section: Any) -> str:
+    """Return code that creates an equal section: the settings that differ from the defaults."""
+    kind = type(section)
+    defaults = _defaults(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    changed = [n for n in names if getattr(section, n) != getattr(defaults, n)]
+    texts = [f"{name}={getattr(section, name)!r}" for name in changed]
+    line = f"{kind.__name__}({', '.join(texts)})"
+    if len(line) <= COLUMNS and "\n" not in line:
+        return line
+    lines = "".join(textwrap.indent(f"{text},\n", INDENT) for text in texts)
+    return f"{kind.__name__}(\n{lines})"
 
 
 # Type checkers treat the positional argument of `setting` as the default.
@@ -174,9 +220,9 @@ def section(kind: type[T]) -> type[T]:
         object.__setattr__(self, name, value)
 
     constructor: Any = __init__
-    constructor.__signature__ = signature(made, initialise)
-    made.__init__, made.__setattr__, made.__repr__ = constructor, __setattr__, represent
-    made.__doc__ = SectionDoc(made.__doc__)
+    constructor.__signature__ = _signature(made, initialise)
+    made.__init__, made.__setattr__, made.__repr__ = constructor, __setattr__, _represent
+    made.__doc__ = _SectionDoc(made.__doc__)
     return made
 
 
@@ -249,11 +295,7 @@ def check_read(config: Any) -> None:
 
 
 def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
-    """Return a section with the values of nested dictionaries and defaults for the rest.
-
-    Raises:
-        ConfigError: a name is unknown, or a section is not a dictionary.
-    """
+    """Return a section with the values of nested dictionaries and defaults for the rest."""
     require(isinstance(values, dict), prefix.rstrip(".") or "(all)", values, "a table of settings")
     made = kind()
     for name, value in values.items():
@@ -282,14 +324,15 @@ def read_file(path: pathlib.Path, field: str = "") -> str:
 
 def read_json(path: pathlib.Path, field: str) -> dict[str, Any]:
     """Read the object in a JSON file; raises `ConfigError` with `field`, the path's setting."""
-    text = read_file(path, field)
     named = f"config.{field}: {path}" if field else str(path)
     try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{named} can't be read: {error}", field) from None
-    except RecursionError:
-        raise ConfigError(f"{named} can't be read: it is nested too deeply", field) from None
+        content = json.loads(read_file(path, field))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        nested = isinstance(error, RecursionError)
+        text = "it is nested too deeply" if nested else str(error)
+        raise ConfigError(f"{named} can't be read: {text}", field) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{named}: must hold an object", field)
     return content

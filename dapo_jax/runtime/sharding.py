@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 from flax.linen import spmd
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -28,18 +28,13 @@ AXES = ("data", "fsdp", "expert", "context", "decode_tensor", "tensor")
 
 # logical name: (mesh axes in training, mesh axes in decoding)
 RULES = {
-    "batch": (  # rows, decode slots
-        ("data", "fsdp", "expert", "decode_tensor"),
-        ("data", "fsdp", "expert", "context"),
-    ),
+    # rows, decode slots
+    "batch": (("data", "fsdp", "expert", "decode_tensor"), ("data", "fsdp", "expert", "context")),
     "sequence": ("context", None),  # tokens of a row
     "length": (("context", "tensor"), None),  # tokens of the residual stream
     "embed": (("fsdp", "expert", "context", "decode_tensor"), None),
     "experts": ("expert", "expert"),
-    "expert_embed": (
-        ("fsdp", "context", "decode_tensor"),
-        None,
-    ),  # `embed` beside `experts`
+    "expert_embed": (("fsdp", "context", "decode_tensor"), None),  # `embed` beside `experts`
     "heads": ("tensor", ("tensor", "decode_tensor")),
     "kv_heads": ("tensor", ("tensor", "decode_tensor")),
     "mlp": ("tensor", ("tensor", "decode_tensor")),
@@ -52,53 +47,32 @@ RULES = {
 TRAINING, DECODING = 0, 1
 
 
-def mesh_shape(
-    data: int,
-    fsdp: int,
-    tensor: int,
-    devices: int,
-    *,
-    decode_tensor: int = 1,
-    expert: int = 1,
-    context: int = 1,
-) -> tuple[int, int, int, int, int, int]:
+def mesh_shape(data: int, fsdp: int, tensor: int, devices: int, **cut: int) -> tuple[int, ...]:
     """Return the sizes of AXES; `data` or `fsdp` = -1 takes the remaining devices.
 
-    Raises:
-        ConfigError: the product is not the number of devices.
+    `cut` has the sizes of `decode_tensor`, `expert` and `context`. Raises `ConfigError` if the
+    product is not the number of devices.
     """
-    cut = expert * context * decode_tensor * tensor
-    if data == -1:
-        data = max(1, devices // (fsdp * cut))
-    if fsdp == -1:
-        fsdp = max(1, devices // (data * cut))
-    shape = (data, fsdp, expert, context, decode_tensor, tensor)
+    sizes = dict.fromkeys(AXES, 1) | cut | {"data": data, "fsdp": fsdp, "tensor": tensor}
+    for axis in ("data", "fsdp"):
+        if sizes[axis] == -1:
+            others = math.prod(sizes[other] for other in AXES if other != axis)
+            sizes[axis] = max(1, devices // others)
     allowed = f"a factorisation of the {devices} devices"
-    require(data * fsdp * cut == devices, "mesh", dict(zip(AXES, shape, strict=True)), allowed)
-    return shape
+    require(math.prod(sizes.values()) == devices, "mesh", sizes, allowed)
+    return tuple(sizes[axis] for axis in AXES)
 
 
 def make_mesh(
-    data: int,
-    fsdp: int,
-    tensor: int,
-    devices: Sequence | None = None,
-    *,
-    decode_tensor: int = 1,
-    expert: int = 1,
-    context: int = 1,
+    data: int, fsdp: int, tensor: int, devices: Sequence | None = None, **cut: int
 ) -> Mesh:
     """Return a device mesh with the sizes of `mesh_shape`.
 
     On TPU, neighbours in the mesh are neighbours in the torus, and only `data` spans slices, so
     only gradient sums cross them. Axes are Auto: the compiler places collectives (jax.make_mesh
     would make them Explicit).
-
-    Raises:
-        ConfigError: as `mesh_shape`, or the slices do not divide `data`.
     """
     devices = jax.devices() if devices is None else devices
-    cut = {"decode_tensor": decode_tensor, "expert": expert, "context": context}
     shape = mesh_shape(data, fsdp, tensor, len(devices), **cut)
     slices = by_slice(devices)
     allowed = f"a multiple of the {len(slices)} slices, across which gradients are summed"
@@ -177,12 +151,7 @@ def active_mesh() -> Any:
 def per_replica(
     function: Callable, mesh: Mesh, in_axes: Sequence[int | None], out_axes: Sequence[int | None]
 ) -> Callable:
-    """Return a function that runs on every replica of `data` separately.
-
-    Args:
-        in_axes, out_axes: axis of each argument and result that is sharded over `data`; None: it is
-            equal on all replicas.
-    """
+    """Return a function that runs on every replica of `data` separately."""
 
     def specs(axes: Sequence[int | None]) -> tuple[PartitionSpec, ...]:
         return tuple(
@@ -268,24 +237,14 @@ def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
 
 def to_host(tree: Any) -> Any:
     """Copy whole arrays to the host of every process; a collective call."""
-    leaves, structure = jax.tree.flatten(tree)
-    remote = [i for i, leaf in enumerate(leaves) if not _is_local(leaf)]
-    if remote:
-        gather = _replicated(leaves[remote[0]].sharding.mesh)
-        for i, leaf in zip(remote, gather([leaves[i] for i in remote]), strict=True):
-            leaves[i] = leaf
-    return jax.tree.unflatten(structure, map(np.asarray, leaves))
 
+    def copy(leaf: Any) -> np.ndarray:
+        is_device = isinstance(leaf, jax.Array)
+        if is_device and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        return np.asarray(leaf)
 
-def _is_local(leaf: Any) -> bool:
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return True
-    return leaf.is_fully_replicated
-
-
-@functools.cache
-def _replicated(mesh: Mesh) -> Callable[[Any], Any]:
-    return jax.jit(lambda arrays: arrays, out_shardings=sharding(mesh))
+    return jax.tree.map(copy, tree)
 
 
 def unbox(tree: Any) -> Any:

@@ -101,21 +101,19 @@ class Signals:
 
     def _answer(self, number: int) -> None:
         self.received = self.received or signal.Signals(number).name
-        soon = f" within {self._leave_seconds:g} s" * bool(
-            self._leave_seconds and processes.is_command()
-        )
+        is_limited = self._leave_seconds > 0 and processes.is_command()
+        soon = f" within {self._leave_seconds:g} s" * is_limited
         processes.print_error(f"{self.received}: stopping at the next safe point{soon}")
-        if soon:
+        if is_limited:
             threading.Thread(target=self._count_down, args=(number,), daemon=True).start()
 
     def _count_down(self, number: int) -> None:
-        if not self._safe.wait(self._leave_seconds):
-            _leave(
-                number, f"no safe point within {self._leave_seconds:g} s: exiting without saving"
-            )
+        seconds = self._leave_seconds
+        if not self._safe.wait(seconds):
+            _leave(number, f"no safe point within {seconds:g} s: exiting without saving")
 
     def received_locally(self) -> bool:
-        """Return True if this process received a signal, which others may not know."""
+        """Return True if this process received a signal; others may not know."""
         return self.received != ""
 
     def at_safe_place(self) -> None:

@@ -12,7 +12,7 @@ from small_runs import ROOT
 
 from dapo_jax.config.experiment import Architecture, Examples, Mesh, Optimizer, Packing, SftConfig
 from dapo_jax.data.arithmetic import make_problem
-from dapo_jax.run.supervised.sft import make_base
+from dapo_jax.run.supervised import make_base
 
 TESTS = (
     "rollout/test_jetstream commands/test_http commands/test_http_trouble commands/test_serving "

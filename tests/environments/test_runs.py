@@ -10,7 +10,7 @@ import dapo_jax
 from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.environments.builtin import Guessing
-from dapo_jax.run.evaluation.evaluate import evaluate
+from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 

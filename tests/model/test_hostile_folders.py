@@ -117,7 +117,7 @@ HOSTILE = {
     "config: nested deeply": (write(CONFIG, DEEP), "nested too deeply"),
     "config: torn": (write(CONFIG, '{"model_type": "qw'), "can't be read"),
     "config: a list": (write(CONFIG, "[1]"), "must hold an object"),
-    "config: a pipe": (replace(CONFIG, os.mkfifo), "a pipe: must be a file"),
+    "config: a pipe": (replace(CONFIG, os.mkfifo), "a pipe, a device or a folder: must be a file"),
     "config: a folder": (replace(CONFIG, pathlib.Path.mkdir), "a folder: must be a file"),
     "config: gigabytes": (
         lambda folder: os.truncate(folder / CONFIG, MAX_TEXT_BYTES + 1),

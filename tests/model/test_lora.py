@@ -23,7 +23,7 @@ from dapo_jax.model.peft_adapters import read_adapters
 from dapo_jax.model.trainable import MATRICES, choose_trained, fresh_adapters
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.components import build, load_frozen
-from dapo_jax.run.evaluation.evaluate import evaluate
+from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.export import export
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule

@@ -15,7 +15,7 @@ from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.components import build
-from dapo_jax.run.state import first_state
+from dapo_jax.run.run import first_state
 from dapo_jax.structs import SamplingRule
 from dapo_jax.train import train_step
 

@@ -12,8 +12,14 @@ from saved_states import SIZE, make_state, restored, save
 
 from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.run.checkpointing import checkpoints
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy
-from dapo_jax.run.checkpointing.integrity import CHECKSUMS, UNLISTED, damage, saved_steps
+from dapo_jax.run.checkpointing.checkpoints import (
+    CHECKSUMS,
+    UNLISTED,
+    Checkpoints,
+    SavedPolicy,
+    damage,
+    saved_steps,
+)
 from dapo_jax.run.checkpointing.same_run import Record
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
@@ -82,8 +88,11 @@ def flip_an_array(folder):
 
 DAMAGE = {
     "flipped": (flip_an_array, "is not what was written"),
-    "truncated": (lambda folder: largest(folder).write_bytes(b"\0" * 100), "has 100 bytes, not"),
-    "empty": (lambda folder: largest(folder).write_bytes(b""), "has 0 bytes, not"),
+    "truncated": (
+        lambda folder: largest(folder).write_bytes(b"\0" * 100),
+        "is not what was written",
+    ),
+    "empty": (lambda folder: largest(folder).write_bytes(b""), "is not what was written"),
     "missing": (lambda folder: shutil.rmtree(folder / "state"), "No such file or directory"),
     "record": (lambda folder: (folder / "record/metadata").write_text("{"), "record/metadata"),
     "list": (lambda folder: (folder / CHECKSUMS).write_text("{"), f"{CHECKSUMS} can't be read"),

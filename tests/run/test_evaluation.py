@@ -10,14 +10,11 @@ import jax
 import numpy as np
 import pytest
 from evaluations import PROBLEMS, SAMPLES, make_evaluation, run_evaluation
-from responses import respond
 from small_runs import ROOT
 
 from dapo_jax.commands.evaluate import main
 from dapo_jax.config.experiment import Data, Evaluation
-from dapo_jax.run.evaluation import evaluate
-from dapo_jax.run.evaluation.evaluate import params_digest
-from dapo_jax.run.evaluation.heldout import ResponseFile
+from dapo_jax.run.evaluation import ResponseFile, params_digest
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -72,7 +69,7 @@ import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
 from evaluations import make_evaluation, run_evaluation
-from dapo_jax.run.evaluation.heldout import ResponseFile
+from dapo_jax.run.evaluation import ResponseFile
 append = ResponseFile.append
 def append_and_end(self, response):
     append(self, response)
@@ -103,15 +100,6 @@ def test_an_evaluation_that_was_ended_goes_on_to_what_an_uninterrupted_one_gives
     assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)
     text = f"{count} of {PROBLEMS * SAMPLES} responses are there already"
     assert text in capsys.readouterr().out
-
-
-def test_cut_line_loses_only_itself(tmp_path):
-    for index in range(3):
-        file = ResponseFile(tmp_path, {}, {})
-        assert list(file.responses) == [(i, 0) for i in range(index)]
-        file.append(respond(index, 0, True))
-        with file.path.open("a") as raw:
-            raw.write('{"problem": "cut o')
 
 
 def test_a_larger_k_samples_only_what_is_missing(whole, base, tmp_path, alone, monkeypatch):
@@ -177,40 +165,8 @@ def test_short_flags_stand_for_settings_and_the_last_line_is_json(base, tmp_path
     assert len((tmp_path / "here/responses.jsonl").read_text().splitlines()) == 8
 
 
-@pytest.mark.parametrize(("flag", "from_folder"), [("model", True), ("config.model.folder", False)])
-def test_a_model_flag_asks_for_the_folder_not_the_checkpoint(flag, from_folder, monkeypatch):
-    asked = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda config, **options: asked.append(options))
-    assert run_command(f"--config={ROOT}/configs/arithmetic.py", f"--{flag}=somewhere") == 0
-    assert asked == [{"from_folder": from_folder}]
-
-
 def test_a_run_folder_without_a_checkpoint_is_an_error(base, tmp_path, capsys):
     flags = f"--config.run_dir={tmp_path}", f"--config.model.folder={base}"
     assert run_command(f"--config={ROOT}/configs/arithmetic.py", *flags) == 2
     output = f"config.run_dir = '{tmp_path}': holds no checkpoint to evaluate; --model=FOLDER"
     assert output in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_temperature_0_takes_the_likeliest_tokens(base, tmp_path, alone, capsys):
-    greedy = Evaluation(samples_per_problem=2, temperature=0.0)
-    run_evaluation(make_evaluation(base, tmp_path, evaluation=greedy))
-    drawn = [json.loads(line)["response"] for line in out(tmp_path).splitlines()]
-    assert len(drawn) == 2 * PROBLEMS and drawn[::2] == drawn[1::2]
-    assert "--k=1 is enough" in capsys.readouterr().out
-
-
-def test_a_short_flag_is_checked_as_the_setting_it_stands_for(capsys):
-    arithmetic = f"--config={ROOT}/configs/arithmetic.py"
-    for flag, words in {
-        "--k=0": "evaluation.samples_per_problem = 0",
-        "--data=a,a": "data.heldout_source = 'a,a'",
-        "--top_p=2": "evaluation.top_p = 2.0",
-        "--template=dapo": "reward.verifier",
-    }.items():
-        with pytest.raises(SystemExit):
-            run_command(arithmetic, flag)
-        assert words in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run_command("--help")
-    assert "--model=" in capsys.readouterr().out

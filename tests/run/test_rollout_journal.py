@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -21,12 +20,10 @@ from small_runs import (
     read_rows,
 )
 
-from dapo_jax import algorithms
-from dapo_jax.config.experiment import Checkpoint, Rollout
+from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.rollout.dynamic_sampling import recall
 from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.retries import Storage
 
 # What a step cost is counted from where it went on.
@@ -120,35 +117,6 @@ def test_groups_go_when_a_checkpoint_has_their_step(groups, tmp_path):
 
 def files_of(folder) -> list[str]:
     return sorted(path.name for path in (folder / FOLDER).rglob("*.npz"))
-
-
-def test_groups_judged_while_a_file_is_written_are_in_the_next(groups, tmp_path, monkeypatch):
-    going, storage = threading.Event(), Storage()
-    kept = opened(tmp_path, storage=storage)
-    kept.begin(0)
-    compress = np.savez_compressed
-    monkeypatch.setattr(np, "savez_compressed", lambda *a, **k: going.wait() and compress(*a, **k))
-    for group in groups * 3:  # more than may wait in a queue of files
-        kept.add([group])
-    going.set()
-    storage.drain()
-    assert len(files_of(tmp_path)) <= 2
-    assert sorted(opened(tmp_path).begin(0)) == [group.prompt.index for group in groups]
-
-
-def test_groups_of_a_file_that_failed_are_in_the_next(groups, tmp_path):
-    said = []
-    storage = Storage(said.append)
-    kept = opened(tmp_path, storage=storage)
-    kept.begin(0)
-    (tmp_path / FOLDER).write_text("no folder")
-    kept.add(groups[:1])
-    storage.drain()
-    assert len(said) == 1 and said[0].startswith("groups/ could not be written: ")
-    (tmp_path / FOLDER).unlink()
-    kept.add(groups[1:])
-    storage.drain()
-    assert sorted(opened(tmp_path).begin(0)) == [group.prompt.index for group in groups]
 
 
 def without_costs(run_dir):
@@ -250,11 +218,3 @@ def test_forty_kills_over_settings_change_no_bit(
     assert differing(run_dir, tmp_path / "whole") == []
     assert without_costs(run_dir) == without_costs(tmp_path / "whole")
     assert used(run_dir) == used(tmp_path / "whole")
-
-
-def test_carry_over_takes_groups_as_they_come_and_so_keeps_none(tiny_folder, tmp_path):
-    algorithm, rollout = algorithms.dapo(), Rollout(4, 4, carry_over="all")
-    algorithm.importance_cap = 2.0
-    changes = {"algorithm": algorithm, "rollout": rollout, "checkpoint": KEEP}
-    with pytest.raises(ConfigError, match="checkpoint.keep_groups"):
-        make_quick_config(tiny_folder, tmp_path / "run", **changes)

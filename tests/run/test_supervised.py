@@ -1,9 +1,10 @@
-"""Learning from a user's own examples and from offline pairs: gradients, runs, settings."""
+"""Learning from own examples and from offline pairs: gradients, runs, adapters, resumption."""
 
+import json
 import os
+import pathlib
 import signal
 import sys
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +20,14 @@ from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax import algorithms
 from dapo_jax.__main__ import entry
-from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import (
-    Compute,
-    DpoConfig,
-    Mesh,
-    Optimizer,
-    Packing,
-    SftConfig,
-)
+from dapo_jax.config.experiment import Compute, DpoConfig, Lora, Mesh, Optimizer, Packing, SftConfig
+from dapo_jax.config.validation import validate
 from dapo_jax.data.supervised import Example, Turns
 from dapo_jax.learner.packing import pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.run.supervised import common as offline
-from dapo_jax.run.supervised import dpo as preferences
-from dapo_jax.run.supervised import training
-from dapo_jax.run.supervised.sft import imitation_batch, make_base
+from dapo_jax.run import supervised
+from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
+from dapo_jax.run.supervised import imitation_batch, make_base, prefer
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.output_folder import replace
@@ -80,8 +73,8 @@ def open_learner(algorithm, mesh):
 def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params, one_device):
     examples = make_examples()
     turns = [one for example in examples for one in example.turns]
-    segments = offline.own_segments(examples)
-    batch, used = imitation_batch(segments, Packing(ROW_TOKENS, 2), ROW_TOKENS)
+    segments = supervised.own_segments(examples)
+    batch, used = imitation_batch(segments, Packing(ROW_TOKENS, 2))
 
     def loss(params):
         total = sum((alone(params, one) * one.trained).sum() for one in turns)
@@ -94,7 +87,7 @@ def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params,
 
 def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     pairs, beta = make_pairs(), 0.7
-    algorithm = preferences.algorithm_of(DpoConfig(beta=beta))
+    algorithm = supervised.algorithm_of(DpoConfig(beta=beta))
     other = jax.tree.map(
         lambda leaf: leaf + 0.05 * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape), tiny_params
     )
@@ -108,12 +101,12 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
 
     learner = open_learner(algorithm, one_device)
     placed = jax.device_put(tiny_params, learner.shardings.params)
-    segments = preferences.pair_segments(pairs)
+    segments = supervised.pair_segments(pairs)
     rollouts, used = pack(segments, ROW_TOKENS, 2)
     policy = to_host(learner.score(placed, rollouts, used).values)
     reference = [np.asarray(alone(other, one)) for _, pair in pairs for one in pair]
-    feedback = preferences.pair_feedback(rollouts, policy, reference)
-    batch = preferences.preference_batch(algorithm, segments, rollouts, feedback)
+    feedback = supervised.pair_feedback(rollouts, policy, reference)
+    batch = supervised.supervised_batch(algorithm, segments, rollouts, feedback)
     expected = jax.grad(loss)(tiny_params)
     assert_close(learner.gradient(placed, batch, used), expected, 1e-5)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
@@ -139,7 +132,7 @@ def test_a_policy_learns_its_users_examples_and_goes_on_from_there(tiny_folder, 
 def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, tmp_path, capsys):
     config = DpoConfig(**settings(tmp_path, pair_rows(), tiny_folder, pairs_per_step=28))
     config.data.passes = 8.0
-    preferences.prefer(config)
+    supervised.prefer(config)
     told = capsys.readouterr().out
     assert "held-out accuracy 0.500 -> " in told and "held-out loss 0.693 -> " in told
     rows = read_metrics(config.out)
@@ -152,7 +145,7 @@ def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, tmp_path, caps
     config.start, config.reference = config.out, str(tiny_folder)
     config.total_steps, config.optimizer.learning_rate = 1, 1e-12
     config.out = str(tmp_path / "again")
-    preferences.prefer(config)
+    supervised.prefer(config)
     again = read_metrics(config.out)[0]
     for name in ("heldout_preference_loss", "heldout_preference_accuracy"):
         assert again[name] == pytest.approx(rows[-1][name], abs=1e-5)
@@ -166,13 +159,13 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
         (folder / "config.json").write_text("the earlier one")
     rows = example_rows() if command == "sft" else pair_rows()
     source = write_lines(tmp_path / "own.jsonl", rows)
-    before, open_start = snapshot(tmp_path / "out"), training.open_start
+    before, open_start = snapshot(tmp_path / "out"), supervised.open_start
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return open_start(*args)
 
-    monkeypatch.setattr(training, "open_start", interrupted)
+    monkeypatch.setattr(supervised, "open_start", interrupted)
     line = [f"--config.out={tmp_path}/out", f"--config.data.source={source}"]
     monkeypatch.setattr(sys, "argv", [command, *line, f"--config.start={tiny_folder}"])
     assert entry(command)() == 130
@@ -191,24 +184,8 @@ REFUSED = {  # command, overrides, and what the message names: field, value, wha
     "no data": ("sft", "seed=1", "total_steps 0 above 0"),
     "no start": ("sft", OWN, "start '' a model folder 'own.jsonl'"),
     "no pairs": ("dpo", START, "data.source '' a file"),
-    "range": ("dpo", f"{OWN} {START} beta=0", "beta 0.0 above 0"),
-    "choice": ("sft", f"{OWN} {START} data.overlong=shrink", "data.overlong 'shrink' drop cut"),
     "field": ("sft", f"{OWN} {START} data.fields=gold=a", "data.fields 'gold=a' messages response"),
-    "half a form": ("sft", f"{OWN} {START} data.fields=prompt=a", "data.fields 'prompt=a' forms"),
-    "fields of pairs": (
-        "dpo",
-        f"{OWN} {START} data.fields=prompt=a,chosen=b",
-        "data.fields 'prompt=a,chosen=b' chosen+rejected",
-    ),
-    "unshown system": (
-        "dpo",
-        f"{OWN} {START} data.fields=system=s,chosen=a,rejected=b",
-        "data.fields 'system=s,chosen=a,rejected=b' system 'none'",
-    ),
-    # settings that nothing reads
-    "passes by steps": ("sft", f"{OWN} {START} total_steps=9 data.passes=1", "data.passes 1.0 3.0"),
     "system": ("dpo", f"{OWN} {START} data.system_prompt=Hi", "data.system_prompt 'Hi' 'none'"),
-    "shape": ("sft", f"{OWN} {START} architecture.layers=9", "architecture.layers 9 3 start"),
     "generated": ("sft", "total_steps=9 data.template=r1", "data.template 'r1' 'none'"),
     "no such file": ("sft", f"{OWN} {START}", "data.source 'own.jsonl' file"),
 }
@@ -228,16 +205,6 @@ def test_wrong_settings_are_rejected_on_one_line(name, capsys, tmp_path, monkeyp
     assert (named := f"{field} = {value}: ") in message, message
     assert all(word in message.split(named)[1] for word in allowed), message
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("kind", [SftConfig, DpoConfig])
-def test_overrides_of_the_defaults_are_enough(kind):
-    line = [f"--config.{text}" for text in (OWN, START, "data.fields=prompt=a,chosen=b,rejected=c")]
-    line = line if kind is DpoConfig else line[:2]
-    with mock.patch.object(sys, "argv", ["x", *line]):
-        config = command_line.load(kind, "", needs_file=False)
-    assert (config.data.source, config.start) == ("own.jsonl", "somewhere")
-    assert config.total_steps == 0 and config.data.passes in (1, 3)
 
 
 def test_more_in_a_step_than_there_is_and_a_folder_without_a_model(tiny_folder, tmp_path):
@@ -266,3 +233,150 @@ def test_two_processes_learn_from_files_as_one_does(tiny_folder, tmp_path):
             found[count] = load_file(out / "model.safetensors"), read_metrics(out)
         assert_rounded_alike(found[1][0], found[2][0], moved=3 * 1e-3)
         assert len(found[1][1]) == len(found[2][1]) == 4
+
+
+LORA = Lora(rank=4, alpha=8.0, targets="query,value,out,down")
+TRAINED_BY = {"sft": (SftConfig, example_rows), "dpo": (DpoConfig, pair_rows)}
+
+
+def make_lora_config(command, path, folder, **changes):
+    kind, rows = TRAINED_BY[command]
+    size = {"examples_per_step" if command == "sft" else "pairs_per_step": 28}
+    quick = {"lora": LORA, "optimizer": Optimizer(learning_rate=2e-2, warmup_steps=2)}
+    return kind(**settings(path, rows(), folder, **quick | size | changes))
+
+
+def stored(folder) -> dict[str, np.ndarray]:
+    return load_file(pathlib.Path(folder) / "model.safetensors")
+
+
+def assert_merged(folder, base):
+    """Matrices with an adapter are W + alpha / r B A; all else is the base's."""
+    after, before = stored(folder), stored(base)
+    adapters, moved = load_file(f"{folder}.adapter/adapter_model.safetensors"), set()
+    assert after.keys() == before.keys()
+    for name, array in before.items():
+        below = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{below}.lora_A.weight" in adapters:
+            moved.add(name.split(".")[-2])
+            up, down = (adapters[f"{below}.lora_{part}.weight"] for part in "BA")
+            assert np.abs(up).max() > 1e-3
+            array = array + LORA.alpha / LORA.rank * up @ down
+        np.testing.assert_allclose(after[name], array, atol=1e-6)
+    assert moved == {"q_proj", "v_proj", "o_proj", "down_proj"}
+
+
+def test_adapters_learn_examples_and_the_folder_has_them_merged(tiny_folder, alone, tmp_path):
+    config = make_lora_config("sft", tmp_path, tiny_folder)
+    make_base(config)
+    rows = read_metrics(config.out)
+    assert rows[-1]["heldout_nll"] < 0.9 * rows[0]["heldout_nll"]
+    assert_merged(config.out, tiny_folder)
+
+
+def test_adapters_come_to_prefer_the_chosen_answers(tiny_folder, alone, tmp_path):
+    config = make_lora_config("dpo", tmp_path, tiny_folder)
+    config.data.passes = 8.0
+    prefer(config)
+    rows = read_metrics(config.out)
+    assert rows[0]["heldout_preference_loss"] == pytest.approx(np.log(2), abs=1e-12)
+    assert rows[-1]["heldout_preference_accuracy"] > 0.5
+    assert_merged(config.out, tiny_folder)
+    values = json.loads((tmp_path / "out.adapter/adapter_config.json").read_text())
+    assert values["base_model_name_or_path"] == tiny_folder.name and values["r"] == 4
+
+
+@pytest.mark.parametrize(
+    ("start", "lora", "words"),
+    [
+        ("", Lora(rank=2), "lora.*2.*must be"),
+        ("", Lora(rank=-1), "lora.*-1.*must be"),
+        ("", Lora(alpha=1.0), "lora.*alpha.*must be"),
+        ("base", Lora(folder="here"), "lora.rank = 0: must be r of here/adapter_config"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_are_refused(start, lora, words):
+    with pytest.raises(ConfigError, match=words):
+        validate(SftConfig(total_steps=1, start=start, lora=lora))
+
+
+def test_an_unknown_matrix_is_refused_before_anything_is_loaded(tiny_folder, alone, tmp_path):
+    config = make_lora_config("sft", tmp_path, tiny_folder, lora=Lora(rank=2, targets="q_proj"))
+    with pytest.raises(ConfigError, match="lora.targets = 'q_proj': must be some of query"):
+        make_base(config)
+    config.lora = Lora(rank=2, folder=str(tmp_path))
+    with pytest.raises(ConfigError, match="config.lora.folder: .*adapter_config.json can't be re"):
+        make_base(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
+
+
+SIDES = ("whole", "stopped")
+
+
+class Killed(BaseException):
+    """Ends a run as a kill would: nothing is saved any more."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["sft", *(pytest.param(c, marks=pytest.mark.slow) for c in ("dpo", "dpo of adapters"))],
+)
+@pytest.mark.parametrize("end", ["kill", pytest.param("signal", marks=pytest.mark.slow)])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    end, command, tiny_folder, alone, tmp_path, monkeypatch, capfd
+):
+    kind, rows = (SftConfig, example_rows()) if command == "sft" else (DpoConfig, pair_rows())
+    size: dict = {"examples_per_step": 14} if command == "sft" else {"pairs_per_step": 14}
+    work = make_base if command == "sft" else supervised.prefer
+    size["lora"] = Lora(rank=3 * ("adapters" in command))
+
+    def config_in(folder):
+        folder.mkdir(exist_ok=True)
+        return kind(**settings(folder, rows, tiny_folder, save_every_steps=3, **size))
+
+    whole = config_in(tmp_path / "whole")
+    work(whole)
+    stopped, rate = config_in(tmp_path / "stopped"), supervised.learning_rate
+    halfway = tmp_path / "stopped/out.halfway"
+
+    def learning_rate(settings, step, total):
+        if step == 4 and end == "kill":
+            raise Killed
+        if step == 4 and end == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rate(settings, step, total)
+
+    monkeypatch.setattr(supervised, "learning_rate", learning_rate)
+    with pytest.raises((Killed, supervised.Stopped)) as raised:
+        work(stopped)
+    if end == "signal":
+        assert raised.value.step == 5
+    assert halfway.is_dir() and not (tmp_path / "stopped/out").exists()
+    parts = {path.split("/")[-1] for path in SavedPolicy(halfway).shapes()}
+    assert parts == {"lora_a", "lora_b"} or "adapters" not in command
+    monkeypatch.setattr(supervised, "learning_rate", rate)
+    work(stopped)
+    assert not halfway.exists()
+    ours, theirs = (read_metrics(tmp_path / side / "out") for side in SIDES)
+    assert [row | {"time": 0} for row in ours] == [row | {"time": 0} for row in theirs]
+    names = ("model.safetensors", "config.json", "metrics.jsonl")
+    assert all((tmp_path / "stopped/out" / name).exists() for name in names)
+    weights = [(tmp_path / side / "out/model.safetensors").read_bytes() for side in SIDES]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_what_another_run_left_halfway_is_no_beginning(tiny_folder, alone, tmp_path, capfd):
+    rows = example_rows()
+    config = SftConfig(**settings(tmp_path, rows, tiny_folder, save_every_steps=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervised, "write_policy", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            make_base(config)
+    assert (tmp_path / "out.halfway").is_dir()
+    config.optimizer.learning_rate *= 2
+    make_base(config)
+    assert "has other settings or data: training starts from scratch" in capfd.readouterr().err
+    steps = [row["step"] for row in read_metrics(config.out)]
+    assert steps == list(range(len(steps)))
+    assert not (tmp_path / "out.halfway").exists()

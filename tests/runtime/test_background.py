@@ -34,14 +34,11 @@ def test_the_caller_waits_if_too_many_writes_wait():
     storage.drain()
 
 
-@pytest.mark.parametrize("later", ["attempt_later", "drain"])
-def test_an_error_that_is_not_of_storage_is_raised_in_the_caller(later):
+def test_an_error_that_is_not_of_storage_is_raised_in_the_caller():
     storage = Storage()
     storage.attempt_later("it", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        storage.drain() if later == "drain" else [
-            storage.attempt_later("it", int) for _ in range(99)
-        ]
+        storage.drain()
 
 
 def test_a_program_that_fails_finishes_its_writes(tmp_path):

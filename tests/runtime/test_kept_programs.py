@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import gc
-import weakref
 
 import jax
 import numpy as np
@@ -18,7 +17,6 @@ from dapo_jax.config.experiment import Config, Log, Optimizer
 from dapo_jax.reporting.console import PROGRAMS
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.compute import open_learners
-from dapo_jax.runtime import kept_programs
 from dapo_jax.runtime.kept_programs import forget_programs, keep
 
 TRACED, COMPILED = "jaxpr_trace_duration", "backend_compile_duration"
@@ -124,13 +122,24 @@ def test_values_are_compared_and_not_the_objects_or_how_they_print(one_device, e
     assert len({id(one) for one in (first, *others)}) == 6
 
 
-def test_frozen_parameters_are_not_kept():
-    assert keep(make, 1, frozen={"a": 1}) is not keep(make, 1, frozen={"a": 1})
-    assert keep(make, 1, frozen={}) is keep(make, 1)
+WARM_STEPS, STEPS = 6, 20
 
 
-def test_only_the_last_ones_are_kept():
-    made = [weakref.ref(keep(make, number)) for number in range(kept_programs.MAX_KEPT + 3)]
-    gc.collect()
-    alive = [number for number, one in enumerate(made) if one() is not None]
-    assert alive == list(range(3, kept_programs.MAX_KEPT + 3))
+@pytest.mark.slow
+def test_twenty_steps_of_varied_lengths_compile_in_the_first_ones_only(
+    base, tmp_path, alone, fresh_programs
+):
+    compiled, by_step, lengths = [0], [], []
+
+    def count(event: str, seconds: float, **_) -> None:
+        compiled[0] += event.endswith(COMPILED)
+
+    def on_step(step: int, values: dict[str, float]) -> None:
+        by_step.append(compiled[0])
+        lengths.append((values["response_tokens_mean"], values["trained_groups"]))
+
+    config = make_quick_config(base, tmp_path / "run", total_steps=STEPS)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    dapo_jax.train(config, on_step=on_step)
+    assert len(set(lengths)) > STEPS / 2 and len(by_step) == STEPS
+    assert by_step[0] > 0 and by_step[WARM_STEPS - 1] == by_step[-2], np.diff(by_step)

@@ -15,27 +15,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 BASE = f"--config={ROOT}/configs/arithmetic_base.py"
 
 
-def command(folder, *before: str, addresses: int | None = None) -> subprocess.CompletedProcess:
-    """A short supervised run, in a process with a limit on its addresses."""
-
-    def limit() -> None:
-        if addresses:
-            resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
-
-    arguments = [*before, sys.executable, "-m", "dapo_jax", "sft", BASE, "--config.total_steps=1"]
-    return subprocess.run(
-        [*arguments, f"--config.out={folder}/out"],
-        preexec_fn=limit,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
-
-
 @pytest.mark.parametrize("megabytes", [400, 2900])
 def test_too_few_addresses_are_one_line(megabytes, tmp_path):
-    done = command(tmp_path, addresses=megabytes << 20)
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    command = [sys.executable, "-m", "dapo_jax", "sft", BASE, f"--config.out={tmp_path}/out"]
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
     assert done.stderr.startswith(f"error: ulimit -v = {megabytes << 10}: must be unlimited")
     assert not (tmp_path / "out").exists()
@@ -45,7 +31,6 @@ def test_too_few_addresses_are_one_line(megabytes, tmp_path):
     ("error", "words"),
     [
         (MemoryError(), "error: not enough memory (in fail, "),
-        (MemoryError("Unable to allocate 9 GiB"), "not enough memory: Unable to allocate 9 GiB"),
         (RuntimeError("can't start new thread"), "a limit of this machine is reached: can't"),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "a limit of"),
         (OSError(errno.EMFILE, "Too many open files"), "reached: [Errno 24] Too many open files"),

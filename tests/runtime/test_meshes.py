@@ -151,15 +151,6 @@ def test_a_replica_of_four_chips_may_lie_on_halves_of_two_hosts():
     assert all(len({chip.process_index for chip in replica}) == 2 for replica in replicas)
 
 
-def test_context_joins_fsdp_where_devices_sample_apart():
-    sizes = Mesh(fsdp=2, expert=2, context=2, sampler_share=0.5)
-    learning, sampling = open_meshes(sizes, 4, devices=hosts_of_four(4))
-    assert sampling.shape["fsdp"] == 4 and sampling.shape["context"] == 1
-    for (_, _, expert, *_), chip in np.ndenumerate(learning.devices):
-        there = sampling.devices[:, :, expert]
-        assert {other.process_index for other in there.flat} >= {chip.process_index}
-
-
 def test_meshes_that_do_not_fit_slices_or_hosts_are_rejected():
     """Three chips of each host sample, each with another quarter, and one has a quarter."""
     with pytest.raises(ConfigError, match="mesh.data = 1: must be a multiple of the 2 slices"):

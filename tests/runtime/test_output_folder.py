@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import pathlib
@@ -10,11 +9,16 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from conftest import TINY
+from disks import limited
 from output_folders import COMMANDS, ROOT, call, snapshot
+from safetensors.numpy import save_file
 
-from dapo_jax.config.experiment import Config, Evaluation
-from dapo_jax.run.evaluation.evaluate import claim_folder
+from dapo_jax.config.experiment import Config
+from dapo_jax.model import save_huggingface
+from dapo_jax.run.evaluation import claim_folder
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.output_folder import (
     EVALUATION,
@@ -29,7 +33,7 @@ from dapo_jax.runtime.storage.output_folder import (
 )
 
 
-def make_somebodys(path):
+def make_foreign(path):
     (path / "chapters").mkdir(parents=True)
     (path / "thesis.tex").write_text("years of work")
     (path / "config.json").write_text("{}")
@@ -47,49 +51,40 @@ def make_marked(path, mark):
     return path
 
 
-def make_run(path, name, is_folder):
-    make_marked(path, '{"kind": "run"}')
-    (path / name).mkdir() if is_folder else (path / name).touch()
-    return path
-
-
 def make_link(path):
-    path.symlink_to(make_somebodys(path.with_name("target")))
+    path.symlink_to(make_foreign(path.with_name("target")))
     return path
 
 
 BAD = {
-    "somebodys": (make_somebodys, "holds 'chapters' and no mark of dapo_jax"),
+    "foreign": (make_foreign, "holds 'chapters' and no mark of dapo_jax"),
     "file": (make_file, "is a file"),
-    "below_a_file": (lambda path: make_file(path) / "run", "is a file"),
+    "below_a_file": (lambda path: make_file(path) / "run", "can't be written: Not a directory"),
     "linked": (make_link, "target' holds 'chapters'"),
     "of_another_kind": (lambda path: make_marked(path, '{"kind": "trained model"}'), "marked as:"),
-    "file_in_a_run": (
-        lambda path: make_run(path, "rollouts", False),
-        "rollouts' is a file, but a run has a folder",
-    ),
-    "folder_in_a_run": (
-        lambda path: make_run(path, "metrics.jsonl", True),
-        "metrics.jsonl' is a folder, but a run has a file",
-    ),
     "broken_mark": (lambda path: make_marked(path, '{"kind": "ru'), "can't be read"),
+    "zero_byte": (lambda path: f"{path}\0", "null"),
+    "long": (lambda path: f"{path}{'x' * 300}", "name too long"),
+    "empty": (lambda path: "", "names no folder"),
+    "tilde": (lambda path: "~/run", "write \\$HOME"),
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_folder_that_is_not_its_own_is_refused_untouched(bad, tmp_path):
+def test_a_folder_of_others_and_an_impossible_name_are_rejected(bad, tmp_path):
     make, words = BAD[bad]
-    folder = make(tmp_path / "mine")
+    folder = str(make(tmp_path / "mine"))
     before = snapshot(tmp_path)
-    with pytest.raises(ConfigError, match="must be a new or empty") as refused:
-        check_free("run_dir", str(folder), RUN)
-    assert words in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    with pytest.raises(ConfigError, match=f"(?i)must be a new or empty.*{words}") as rejected:
+        with claim("run_dir", folder, RUN):
+            pass
+    assert len(str(rejected.value).splitlines()) == 1
     assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_names_its_setting_and_refuses_a_folder_of_others(command, tmp_path, capsys):
-    folder = make_somebodys(tmp_path / "mine")
+def test_each_command_names_its_setting_and_rejects_a_folder_of_others(command, tmp_path, capsys):
+    folder = make_foreign(tmp_path / "mine")
     before = snapshot(tmp_path)
     assert call(command, folder) == 2
     message = capsys.readouterr().err
@@ -110,15 +105,13 @@ finally:
 """
 
 
-def test_the_real_command_refuses_before_any_work(tmp_path):
-    make_somebodys(tmp_path / "mine")
-    before = snapshot(tmp_path)
+def test_the_real_command_rejects_before_any_work(tmp_path):
+    make_foreign(tmp_path / "mine")
     _, arguments, flag = COMMANDS["train"]
     line = [sys.executable, "-c", REAL, "train", *arguments, f"{flag}{tmp_path}/mine"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "nothing was opened\n"
     assert len(done.stderr.splitlines()) == 1 and "holds 'chapters'" in done.stderr
-    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize("command", ["train", "export"])
@@ -133,34 +126,10 @@ def test_a_folder_that_cannot_be_created_is_one_line(command, saved_run, tmp_pat
     assert "can't be written" in message and len(message.splitlines()) == 1, message
 
 
-@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "circle", ""])
-def test_a_name_that_no_folder_can_have_is_refused(name, tmp_path):
-    (tmp_path / "circle").symlink_to("circle")
-    with pytest.raises(ConfigError, match="config.run_dir = .*must be a new or empty folder"):
-        with claim("run_dir", name and f"{tmp_path}/{name}", RUN):
-            pass
-
-
-def test_neither_home_nor_the_current_folder_is_used_even_if_empty(tmp_path, monkeypatch):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "here").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path / "here")
-    for folder in (".", "../here", tmp_path / "home"):
-        with pytest.raises(ConfigError, match="is your home or the current folder"):
-            check_free("run_dir", folder, RUN)
-    (tmp_path / "here" / MARK).write_text(json.dumps({"kind": RUN}))
-    check_free("run_dir", ".", RUN)  # a run may be resumed from inside its folder
-
-
-def test_an_empty_folder_is_removed_at_the_end(tmp_path):
-    with pytest.raises(ZeroDivisionError), claim("run_dir", tmp_path / "a/b", RUN):
-        assert (tmp_path / "a/b" / MARK).exists()
+def test_a_new_folder_that_stays_empty_is_removed(tmp_path):
+    with pytest.raises(ZeroDivisionError), claim("run_dir", tmp_path / "a", RUN):
+        assert (tmp_path / "a" / MARK).exists()
         raise ZeroDivisionError
-    assert not any(tmp_path.iterdir())
-    with contextlib.ExitStack() as stack:
-        config = Config(run_dir=str(tmp_path / "run"), evaluation=Evaluation(out=""))
-        assert claim_folder(config, None, stack).is_dir()
     assert not any(tmp_path.iterdir())
 
 
@@ -172,34 +141,33 @@ from dapo_jax.commands.evaluate import main as evaluate_main
 from dapo_jax.runtime.storage.output_folder import claim
 with claim("run_dir", sys.argv[1], "run"):
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    there, here = os.pipe()
+    reader, writer = os.pipe()
     forked = os.fork()
     if not forked:
-        os.write(here, b"forked")
+        os.write(writer, b"forked")
         time.sleep(60)
-    os.read(there, 6)
+    os.read(reader, 6)
     print(worker.pid, forked, flush=True)
     time.sleep(60)
 """
 
 
-def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_a_kill(tmp_path):
-    """Also where a worker and a forked child of the killed run live on."""
+def test_a_second_run_is_rejected_while_the_first_lives_and_resumes_after_a_kill(tmp_path):
+    """Also if a worker and a forked child of the killed run live on."""
     line = [sys.executable, "-c", HOLDER, tmp_path / "run"]
     holder = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     children = [int(pid) for pid in holder.stdout.readline().split()]
     try:
         words = f"run' is being written by process {holder.pid} on {os.uname().nodename}"
-        for _ in range(3):  # a refused one takes nothing from who holds it
+        for _ in range(3):  # a rejected one does not break the lock of the holder
             with pytest.raises(ConfigError, match=words), claim("run_dir", tmp_path / "run", RUN):
                 pass
         holder.kill()
         holder.wait()
         for child in children:
-            os.kill(child, 0)  # still there
+            os.kill(child, 0)  # still alive
         with claim("run_dir", tmp_path / "run", RUN) as folder:
             assert f"process {os.getpid()} " in (folder / LOCK).read_text()
-        assert set(os.listdir(tmp_path / "run")) == {MARK, LOCK}
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -207,7 +175,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_a_kill(
 
 
 @pytest.mark.parametrize("kind", [RUN, EVALUATION, TRAINED, EXPORTED])
-def test_a_folder_that_another_process_writes_is_refused(kind, tmp_path):
+def test_a_folder_that_another_process_writes_is_rejected(kind, tmp_path):
     folder = str(tmp_path / "out")
     write = replace if kind in (TRAINED, EXPORTED) else claim
     words = f"is being written by process {os.getpid()} on"
@@ -225,11 +193,162 @@ def test_an_evaluation_writes_beside_a_run_that_trains(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, LOCK, "evaluations"]
 
 
-def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capsys):
-    def no_lock(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
+# --- folders that are replaced as a whole ------------------------------------------------------
 
-    monkeypatch.setattr(fcntl, "flock", no_lock)
-    with claim("run_dir", tmp_path / "run", RUN) as folder:
-        assert folder.is_dir()
-    assert "can't be locked (No locks available)" in capsys.readouterr().err
+
+def write_files(out, text, names=("a.bin", "b.bin")):
+    with replace("out", str(out), TRAINED) as folder:
+        for name in names:
+            (folder / name).write_text(text)
+
+
+def contents(folder):
+    files = (path for path in folder.iterdir() if path.name not in (MARK, LOCK))
+    return {path.name: path.read_text() for path in files}
+
+
+def test_an_own_folder_is_replaced_as_a_whole(tmp_path):
+    out = tmp_path / "out"
+    write_files(out, "old", ("a.bin", "b.bin", "c.bin"))
+    out.chmod(0o750)
+    write_files(out, "new")
+    assert contents(out) == {"a.bin": "new", "b.bin": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert out.stat().st_mode & 0o777 == 0o750
+    (tmp_path / "link").symlink_to(out)
+    write_files(tmp_path / "link", "newer")
+    assert contents(out)["a.bin"] == "newer" and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("place", ["out", "out.unfinished", "out.replaced"])
+def test_a_folder_with_files_of_others_is_rejected_and_kept(place, tmp_path):
+    write_files(tmp_path / "out", "old")
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "notes.txt").write_text("mine")
+    before = snapshot(tmp_path)
+    words = f"{place}' (also )?holds 'notes.txt'"
+    with pytest.raises(ConfigError, match=words):
+        check_free("out", str(tmp_path / "out"), TRAINED)
+    with pytest.raises(ConfigError, match=words):
+        write_files(tmp_path / "out", "new")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_file_that_appears_during_the_write_is_kept_and_so_is_the_result(tmp_path):
+    out = tmp_path / "out"
+    write_files(out, "old")
+    with pytest.raises(ConfigError, match="also holds 'notes.txt'.*complete in '.*unfinished'"):
+        with replace("out", str(out), TRAINED) as folder:
+            (folder / "a.bin").write_text("new")
+            (out / "notes.txt").write_text("mine")
+    assert contents(out) == {"a.bin": "old", "b.bin": "old", "notes.txt": "mine"}
+    assert contents(tmp_path / "out.unfinished") == {"a.bin": "new"}
+
+
+def fail(path):
+    raise ZeroDivisionError
+
+
+def fill(write):
+    def work(path):
+        with limited(path, 100):
+            write(path, np.zeros(1000))
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "error", "words"),
+    [
+        (fail, ZeroDivisionError, ""),
+        (fill(pathlib.Path.write_bytes), ConfigError, "free space; .*can't be written: File too"),
+        (fill(lambda path, a: save_file({"a": a}, path)), ConfigError, "written: File too large$"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_keeps_the_old_folder(work, error, words, tmp_path):
+    write_files(tmp_path / "out", "old")
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(error, match=words):
+        with replace("out", str(tmp_path / "out"), TRAINED) as folder:
+            work(folder / "a.bin")
+    assert snapshot(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_old_folder_stays_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    write_files(tmp_path / "out", "old")
+    rename = pathlib.Path.rename
+
+    def fail(path, target):
+        if path.name == "out.unfinished":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="complete in '.*unfin"):
+        patch.setattr(pathlib.Path, "rename", fail)
+        write_files(tmp_path / "out", "new")
+    assert contents(tmp_path / "out") == {"a.bin": "old", "b.bin": "old"}
+    write_files(tmp_path / "out", "newer")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+KILLED = """
+import os, signal, sys
+from dapo_jax.runtime.storage.output_folder import replace
+calls = 0
+def deadly(function):
+    def call(*arguments, **named):
+        global calls
+        calls += 1
+        if calls == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **named)
+    return call
+for name in ("rename", "replace", "unlink", "mkdir", "rmdir", "open"):
+    setattr(os, name, deadly(getattr(os, name)))
+with replace("out", sys.argv[1], "trained model") as folder:
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_text("new")
+print(calls)
+"""
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(every, tmp_path):
+    """Between the two renames neither has the name; the next command puts the old one back."""
+    out, missing = tmp_path / "out", 0
+    old, new = dict.fromkeys(["a.bin", "b.bin"], "old"), dict.fromkeys(["a.bin", "b.bin"], "new")
+    write_files(out, "old")
+    for kills in range(1, 99, every):
+        missing += not out.exists()
+        with pytest.raises(ZeroDivisionError):
+            with replace("out", str(out), TRAINED):
+                assert contents(out) in (old, new)
+                raise ZeroDivisionError
+        write_files(out, "old")
+        assert [path.name for path in tmp_path.iterdir()] == ["out"] and contents(out) == old
+        line = [sys.executable, "-c", KILLED, out, str(kills)]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+        if out.exists():
+            files = {name: text for name, text in contents(out).items() if name in old}
+            assert files in (old, new)
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert contents(out) == new and kills > 8
+    assert missing <= 1
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_have_the_modes_that_the_umask_allows(umask, tiny_params, tmp_path):
+    before = os.umask(umask)
+    try:
+        with replace("out", str(tmp_path / "out"), TRAINED) as folder:
+            save_huggingface.save_weights(folder, save_huggingface.flatten(tiny_params), TINY)
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "out", *(tmp_path / "out").iterdir()]
+    assert len(paths) > 2
+    for path in paths:
+        whole = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == whole & ~umask, path

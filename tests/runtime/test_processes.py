@@ -176,14 +176,6 @@ def test_the_compilation_cache_is_set_unless_the_environment_has_one(said, kept,
     assert told.strip() == kept.format(tmp_path)
 
 
-def test_one_process_exchanges_nothing():
-    value = object()  # can't be sent
-    assert processes.all_gather_json(value, "x") == [value]
-    assert processes.broadcast_from_host0(lambda: value, "x") is value
-    assert processes.map_over_hosts([5, 6], lambda i: i, "x") == [0, 1]
-    processes.check_same(lambda: pytest.fail("asked"))
-
-
 def test_a_remote_folder_keeps_its_name_and_has_no_lock(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # There is none; tests/run/test_object_store.py has one.

@@ -5,10 +5,10 @@ import functools
 from small_runs import make_quick_config
 
 from dapo_jax.config.experiment import Data, Evaluation
-from dapo_jax.run.evaluation import evaluate
+from dapo_jax.run import evaluation
 
 PROBLEMS, SAMPLES = 12, 6
-run_evaluation = functools.partial(evaluate.evaluate, from_folder=True)
+run_evaluation = functools.partial(evaluation.evaluate, from_folder=True)
 
 
 def make_evaluation(base, run_dir, samples=SAMPLES, **changes):

@@ -24,7 +24,7 @@ from dapo_jax.rollout import source
 from dapo_jax.run import run as runs
 from dapo_jax.run.components import Components
 from dapo_jax.run.step_record import measure
-from dapo_jax.run.supervised.sft import make_base
+from dapo_jax.run.supervised import make_base
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, Verdict

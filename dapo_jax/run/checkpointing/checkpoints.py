@@ -1,14 +1,18 @@
 """Checkpoints of a run: arrays and a typed record, saved by Orbax, complete or absent.
 
-Reinforcement learning, SFT and DPO share this store. Every process calls every method.
+Reinforcement learning, SFT and DPO share this store. Every process calls every method. A list with
+a digest of every file is checked before reading; Orbax's default format has no checksums.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import hashlib
+import json
 import os
+import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,16 +22,6 @@ from flax import traverse_util
 
 from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.learner.batches import TrainState
-from dapo_jax.run.checkpointing.integrity import (
-    checkpoint_folder,
-    damage,
-    find_steps,
-    latest_valid,
-    remove_checkpoint,
-    remove_unfinished,
-    saved_steps,
-    seal,
-)
 from dapo_jax.run.checkpointing.same_run import Record
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.nonfinite import check_state
@@ -37,18 +31,146 @@ from dapo_jax.runtime.storage.paths import folder_at, is_remote
 from dapo_jax.runtime.storage.retries import (
     NotSaved,
     Storage,
+    print_error,
     reason,
     silence_orbax,
     suppress_storage_errors,
+    sync_folder,
+    write_text,
 )
 
+CHECKSUMS = "checksums.json"  # the last file that is written before a checkpoint gets its name
+COMMITTED = "commit_success.txt"  # marks a complete checkpoint on an object store
+UNNAMED = ".orbax-checkpoint-tmp"  # in the name of a local checkpoint that is being written
+# Orbax writes these two after the list; reading a state or record needs neither.
+UNLISTED = ("_CHECKPOINT_METADATA", COMMITTED)
+INCOMPLETE = "incomplete"  # partly deleted, or never finished
 DAMAGED = "damaged_checkpoints"
+CHUNK_BYTES = 1 << 22  # of a file, at a time
 POLL_SECONDS = 0.1
 SETTLING_SECONDS = 0.5  # for threads of a failed save, which may still create files
 MAX_TRIES = 3  # of a save, a step apart
 LAST_PAUSES = (0, 5, 20)  # seconds before each try of the last save
 WAIT_SECONDS = 60.0  # for slow storage, before a save that is due is left out
 CHECKPOINT = "the checkpoint"
+
+
+def checkpoint_folder(run_dir: str | os.PathLike) -> epath.Path:
+    """Return the folder of a run's checkpoints, absolute, as Orbax needs it."""
+    folder = folder_at(run_dir, "checkpoints")
+    return epath.Path(folder if is_remote(run_dir) else folder.absolute())
+
+
+def find_steps(run_dir: str | os.PathLike) -> list[int]:
+    """Return the steps of all named checkpoints, ascending, as this process sees them."""
+    folder = checkpoint_folder(run_dir)
+    if is_remote(run_dir):  # a glob raises if the bucket fails; `is_dir` would be False
+        names = [path.parent.name for path in folder.glob(f"*/{COMMITTED}")]
+    else:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def saved_steps(run_dir: str | os.PathLike) -> list[int]:
+    """Return the steps of all named checkpoints, ascending. Every process calls it."""
+    return processes.broadcast_from_host0(lambda: find_steps(run_dir), "checkpoints")
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in sorted(folder.iterdir()):
+        yield from _files(path) if path.is_dir() else [path]
+
+
+def _digests(folder: epath.Path, names: list[str], sync: bool = False) -> dict[str, Any]:
+    """Return [bytes, sha256] by name, or the error as text; flush files first if `sync`."""
+
+    def digest(name: str) -> list[Any] | str:
+        size, sha256 = 0, hashlib.sha256()
+        try:
+            with (folder / name).open("rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    size += len(chunk)
+                    sha256.update(chunk)
+                if sync:
+                    os.fsync(file.fileno())
+        except FileNotFoundError:  # a bucket words it differently
+            return "No such file or directory"
+        except (OSError, ValueError) as error:  # ValueError: the name itself was damaged
+            return getattr(error, "strerror", None) or str(error)
+        return [size, sha256.hexdigest()]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+def seal(folder: epath.Path) -> None:
+    """Write the list of all files in a folder, with sizes and digests."""
+    names = [str(path.relative_to(folder)) for path in _files(folder)]
+    names = [name for name in names if name not in (CHECKSUMS, *UNLISTED)]
+    digests = _digests(folder, names, sync=not is_remote(folder))
+    for name, digest in digests.items():
+        if isinstance(digest, str):
+            raise OSError(f"{name}: {digest}")
+    write_text(folder / CHECKSUMS, json.dumps(digests, indent=0))
+    if not is_remote(folder):
+        for parent in {folder, *(path.parent for path in _files(folder))}:
+            sync_folder(pathlib.Path(parent))
+
+
+def damage(folder: epath.Path) -> str:
+    """Return the damage of a checkpoint in a few words; empty for a valid one.
+
+    Every process calls it, and each reads a part of the files.
+    """
+
+    def read_list() -> dict[str, Any] | str:
+        try:
+            return dict(json.loads((folder / CHECKSUMS).read_text())) or f"{CHECKSUMS} is empty"
+        except FileNotFoundError:
+            return INCOMPLETE
+        except (OSError, ValueError, TypeError) as error:
+            return f"{CHECKSUMS} can't be read: {error}"
+
+    written = processes.broadcast_from_host0(read_list, "files of a checkpoint")
+    if isinstance(written, str):
+        return written
+    own = sorted(written)[processes.index() :: processes.count()]
+    texts = [
+        f"{name}: {digest}" if isinstance(digest, str) else f"{name} is not what was written"
+        for name, digest in _digests(folder, own).items()
+        if digest != written[name]
+    ]
+    texts = processes.all_gather_json(texts[0] if texts else "", "damaged files")
+    return next(filter(None, texts), "")
+
+
+def latest_valid(
+    run_dir: str | os.PathLike, warn: Callable[[str], None] = print_error, field: str = "run_dir"
+) -> int | None:
+    """Return the step of the newest valid checkpoint; None if there are no checkpoints."""
+    folder, damages = checkpoint_folder(run_dir), dict[int, str]()
+    for step in reversed(saved_steps(run_dir)):
+        damages[step] = damage(folder / str(step))
+        if not damages[step]:
+            for other, text in damages.items():
+                if text and text != INCOMPLETE:
+                    warn(f"{folder / str(other)} is damaged ({text}): step {step} is used")
+            return step
+    if damages:
+        step, text = next(iter(damages.items()))
+        raise ConfigError(
+            f"config.{field} = {str(run_dir)!r}: {folder / str(step)} is damaged ({text}), and no "
+            "checkpoint before it is valid: restore one from a copy, or choose another folder"
+        )
+    return None
+
+
+def _remove_unfinished(folder: epath.Path) -> None:
+    """Remove the checkpoints that a kill or a failed save left incomplete."""
+    for path in folder.iterdir():
+        is_unmarked = is_remote(folder) and path.name.isdigit() and not (path / COMMITTED).exists()
+        if UNNAMED in path.name or is_unmarked:
+            path.rmtree()
 
 
 class Checkpoints:
@@ -72,7 +194,7 @@ class Checkpoints:
         storage: Storage | None = None,
     ):
         self._run_dir, self._settings = run_dir, settings
-        self._folder = epath.Path(checkpoint_folder(run_dir))
+        self._folder = checkpoint_folder(run_dir)
         self._storage = storage or Storage()
         self._step = latest_valid(run_dir, self._storage.warn)
         self._writer: ocp.AsyncCheckpointer | None = None
@@ -92,7 +214,7 @@ class Checkpoints:
         """Create the folder, and move damaged checkpoints away; return an error message."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            remove_unfinished(self._folder)
+            _remove_unfinished(self._folder)
             for step in damaged:
                 aside = epath.Path(folder_at(self._run_dir, DAMAGED)) / str(step)
                 aside.parent.mkdir(parents=True, exist_ok=True)
@@ -122,11 +244,7 @@ class Checkpoints:
         )
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
-        """Return the arrays of an entry of the newest valid checkpoint. Raises `NotFinite`.
-
-        Args:
-            abstract_state: shapes and shardings.
-        """
+        """Return the arrays of an entry of the newest valid checkpoint. Raises `NotFinite`."""
         restored = self._restore(entry, ocp.args.StandardRestore(abstract_state))
         # Once somebody has moved that folder away, an older one is the newest.
         check_state({entry: restored}, str(self._folder / str(self._step)))
@@ -146,11 +264,8 @@ class Checkpoints:
     def save(self, record: Record, states: Mapping[str, Any]) -> None:
         """Start writing in the background; a step that is already saved is left alone.
 
-        Args:
-            states: arrays by entry ("state" is the policy's `TrainState`); None has no entry.
-
         Raises:
-            NotSaved: it could not be started; later `is_done` and `wait` raise it.
+            NotSaved: it could not be started; later `wait` raises it.
             NotFinite: such a state would one day be the only one that is kept.
         """
         check_state(states, f"step {record.step} is not saved")
@@ -186,7 +301,9 @@ class Checkpoints:
         if processes.is_first() and self._settings and self._settings.keep:
             with suppress_storage_errors():  # else after the next save
                 for step in find_steps(self._run_dir)[: -self._settings.keep]:
-                    remove_checkpoint(self._folder / str(step))
+                    if is_remote(self._folder):  # its mark first, so that it is absent at once
+                        (self._folder / str(step) / COMMITTED).unlink(missing_ok=True)
+                    (self._folder / str(step)).rmtree()
 
     def _on_all_processes(self, work: Callable[[], Any]) -> None:
         """Raise `NotSaved` on every process if one fails; remove what is incomplete."""
@@ -202,7 +319,7 @@ class Checkpoints:
         time.sleep(SETTLING_SECONDS)
         if processes.is_first():
             with contextlib.suppress(Exception):  # else before the next save
-                remove_unfinished(self._folder)
+                _remove_unfinished(self._folder)
         raise NotSaved(f"step {self._saving}: {next(filter(None, errors))}")
 
     def is_saving(self) -> bool:
@@ -210,7 +327,7 @@ class Checkpoints:
         saving = self._finished is not None and not self._finished.done()
         return any(processes.all_gather_json(saving, "whether a checkpoint is being saved"))
 
-    def is_done(self, seconds: float) -> bool:
+    def _is_done(self, seconds: float) -> bool:
         """Return True if everything is on disk within so many seconds. Raises `NotSaved`."""
         ends = time.monotonic() + seconds
         while self.is_saving():
@@ -228,21 +345,23 @@ class Checkpoints:
         """Save after a step if that is due or has just failed; warn of failures."""
         try:
             if self._finished is not None:
-                if not self.is_done(WAIT_SECONDS if is_due else 0):
-                    if is_due:
-                        text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
-                        self._storage.report_failure(CHECKPOINT, text)
+                if self._is_done(WAIT_SECONDS if is_due else 0):
+                    self._finished = None
+                    self._failures = 0
+                    self._storage.report_recovery(CHECKPOINT)
+                elif is_due:
+                    text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
+                    self._storage.report_failure(CHECKPOINT, text)
                     return
-                self._finished = None
-                self._failures = 0
-                self._storage.report_recovery(CHECKPOINT)
+                else:
+                    return
         except NotSaved as error:
             self._report(error)
-        if is_due or 0 < self._failures < MAX_TRIES:
-            try:
+        try:
+            if is_due or 0 < self._failures < MAX_TRIES:
                 save()
-            except NotSaved as error:
-                self._report(error)
+        except NotSaved as error:
+            self._report(error)
 
     def _report(self, error: NotSaved) -> None:
         self._failures += 1
@@ -293,7 +412,7 @@ class SavedPolicy:
         self.step = step or latest_valid(run_dir, field="run") or 0
         listed = ", ".join(map(str, steps))
         require(self.step in steps, "step", step, f"0 or one of {listed}")
-        self._folder = epath.Path(checkpoint_folder(run_dir)) / str(self.step)
+        self._folder = checkpoint_folder(run_dir) / str(self.step)
         flaw = damage(self._folder) if step else ""
         require(not flaw, "step", step, f"0 or one of {listed} that is not damaged ({flaw})")
         self._handler = ocp.PyTreeCheckpointHandler()

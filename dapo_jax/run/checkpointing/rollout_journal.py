@@ -18,6 +18,7 @@ from dapo_jax.runtime.storage.retries import Storage, replacing, suppress_storag
 from dapo_jax.structs import Group, PartialGroup, Prompt
 
 FOLDER = "groups"
+Decode = Callable[[list[int]], str]
 RECORD = "record"
 
 
@@ -25,22 +26,11 @@ class RolloutJournal:
     """Journal of the scored groups of a step, until a checkpoint has the step.
 
     Files are written in the background: each holds the groups that were scored while the file
-    before it was written, and is complete or absent. Every process calls `begin`.
-
-    Args:
-        folder: of the run.
-        identity: of the run; groups of another identity are ignored.
-        storage: writes in the background, and warns of failed writes.
-        decode: from tokens of a response to text.
+    before it was written, and is complete or absent. Groups of a run of another `identity` are
+    ignored. Every process calls `begin`.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        identity: str,
-        storage: Storage,
-        decode: Callable[[list[int]], str],
-    ):
+    def __init__(self, folder: Folder, identity: str, storage: Storage, decode: Decode):
         self._folder = folder / FOLDER
         self._identity = identity
         self._storage = storage

@@ -79,13 +79,13 @@ class Record:
 
 
 def _rule(name: str) -> Rule:
-    """Return the rule of a run's setting; the strictest for other entries of a checkpoint."""
-    return rules(Config).get(name, Rule())
+    return rules(Config).get(name, Rule())  # the strictest for other entries of a checkpoint
 
 
-def _may_change(name: str, settings: dict[str, Any]) -> bool:
-    may_change = _rule(name).may_change
-    return may_change(settings) if isinstance(may_change, When) else may_change
+def may_change(name: str, settings: dict[str, Any]) -> bool:
+    """Return True if a resumed run may have another value of a setting."""
+    allowed = _rule(name).may_change
+    return allowed(settings) if isinstance(allowed, When) else allowed
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
@@ -94,31 +94,22 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
-    """Return a digest of what a run computes: 16 hexadecimal digits.
-
-    Args:
-        settings: by dotted name, of any command; those that may change are left out.
-        inputs: digests of the files that the run reads.
-    """
+    """Return a digest of what a run computes: 16 hexadecimal digits."""
     known = with_defaults(settings)
-    fixed = {name: value for name, value in settings.items() if not _may_change(name, known)}
+    fixed = {name: value for name, value in settings.items() if not may_change(name, known)}
     text = json.dumps([fixed, inputs], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise `ConfigError` with every setting that would make this another run.
-
-    Args:
-        settings, saved: leaves by dotted name, now and when the run began.
-    """
+    """Raise `ConfigError` with every setting that would make this another run."""
     settings, saved = _resolved(settings), _resolved(saved)
     changed = []
     for name, value in settings.items():
         read = _rule(name).read
         # A setting that nothing reads was once accepted with any value.
         is_read = read is None or read(settings)
-        if value != saved.get(name) and is_read and not _may_change(name, settings):
+        if value != saved.get(name) and is_read and not may_change(name, settings):
             before = saved.get(name)
             changed.append(f"config.{name} = {value!r}, but the run was made with {before!r}")
     if changed:
@@ -128,13 +119,8 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-def can_be_longer(settings: dict[str, Any]) -> bool:
-    """Return True if `total_steps` decides only when a run ends, not what its steps compute."""
-    return _may_change("total_steps", settings)
-
-
 def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
-    """Resolve the critic's number of steps: -1 leaves it to the algorithm."""
+    # -1 critic steps leave it to the algorithm.
     others = dict(settings)
     preset = others.pop("algorithm.critic_pretrain_steps")
     steps = others["critic.pretrain_steps"]
@@ -147,11 +133,7 @@ def frozen_content(folder: str) -> str:
 
 
 def run_settings(config: Config, heldout_problems: int | None = None) -> dict[str, Any]:
-    """Return the settings that a checkpoint holds; frozen models and own templates by content.
-
-    Args:
-        heldout_problems: their number, if the setting leaves it open.
-    """
+    """Return the settings that a checkpoint holds; frozen models and own templates by content."""
     model, folders = config.model, {"reward.model_folder": config.reward.model_folder}
     if config.lora.rank or model.freeze_layers:
         folders["model.folder"] = model.folder
@@ -176,22 +158,17 @@ def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
     require(content in (None, fingerprint(folder)), field, folder, allowed)
 
 
-def _source_digest(field: str, name: str) -> str:
-    """Return the digest of the file of a user function."""
-    file = inspect.getsourcefile(resolve(field, name))
-    return hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()[:16] if file else ""
-
-
 def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
     """Return digests of the data, by source, and of the user's code, by module:function."""
     functions = {name: "reward.parts" for name in config.reward.weights() if ":" in name}
     if config.algorithm.token_weights:
         functions[config.algorithm.token_weights] = "algorithm.token_weights"
-    code = {
-        name: _source_digest(field, name)
-        for name, field in functions.items()
-        if not name.startswith((IN_PROCESS_PREFIX, PICKLED_PREFIX))
-    }
+    code = {}
+    for name, field in functions.items():
+        if not name.startswith((IN_PROCESS_PREFIX, PICKLED_PREFIX)):
+            file = inspect.getsourcefile(resolve(field, name))
+            content = pathlib.Path(file).read_bytes() if file else None
+            code[name] = "" if content is None else hashlib.sha256(content).hexdigest()[:16]
     return {"data": prompts.digests, "code": code}
 
 
@@ -200,24 +177,15 @@ def _describe_changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     changes = []
     for name, digest in now.items():
         before = then.get(name, digest)
-        if digest["problems"] != before["problems"]:
-            counts = f"{digest['problems']:,} problems, it had {before['problems']:,}"
-            changes.append(f"{name} has {counts}")
-        elif digest["texts"] != before["texts"]:
-            changes.append(f"{name} has {digest['problems']:,} problems, as before, but others")
-        elif digest != before:
-            changes.append(f"{name} has the problems it had, but other answers or solutions")
+        counts = f"{name} has {digest['problems']:,} problems, it had {before['problems']:,}"
+        if digest["problems"] == before["problems"]:
+            counts += "; their texts, answers or solutions differ"
+        changes += [counts] if digest != before else []
     return changes
 
 
 def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str], None]) -> None:
-    """Raise `ConfigError` if resuming from a checkpoint would be another run.
-
-    Args:
-        now: settings and inputs of this run.
-        saved: record of the checkpoint.
-        warn: receives changes of code, and of data if they are allowed.
-    """
+    """Raise `ConfigError` if resuming from a checkpoint would be another run."""
     settings = dict(saved.settings)
     changed = "; ".join(_describe_changes(now.inputs["data"], saved.inputs.get("data", {})))
     if changed and config.data.heldout_problems < 0:  # a fraction of a small file

@@ -26,15 +26,6 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _list_files(folder: epath.Path) -> Stats:
-    """Return size and time of the files of a model in a bucket."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    names = sorted(name for name in names if _matches(name, SMALL + WEIGHTS))
-    with concurrent.futures.ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        stats = list(pool.map(lambda name: (folder / name).stat(), names))
-    return {name: (stat.length, stat.mtime) for name, stat in zip(names, stats, strict=True)}
-
-
 def _download(source: epath.Path, target: pathlib.Path, size: int) -> None:
     """Copy a file, and give it its name once it is complete."""
     unfinished = target.with_name(f"{target.name}.unfinished")
@@ -60,23 +51,26 @@ def _complete(folder: epath.Path, copy: pathlib.Path, stats: Stats, field: str) 
         if processes.is_first() and total > 1e8:
             processes.print_error(f"downloading {total / 1e9:.1f} GB of {folder} to {copy}, once")
         with concurrent.futures.ThreadPoolExecutor(MAX_PARALLEL) as pool:
-            work = [
+            for future in [
                 pool.submit(_download, folder / name, copy / name, size)
                 for name, size in missing.items()
-            ]
-            for future in work:
+            ]:
                 future.result()
 
 
 @functools.cache
 def _locate(name: str, field: str) -> tuple[pathlib.Path, Stats]:
     """Return the path of a bucket folder's copy, and its files; the same in a whole process."""
-    stats = _list_files(epath.Path(name))
+    folder = epath.Path(name)
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    names = sorted(name for name in names if _matches(name, SMALL + WEIGHTS))
+    with concurrent.futures.ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        sizes = zip(names, pool.map(lambda name: (folder / name).stat(), names), strict=True)
+        stats = {name: (stat.length, stat.mtime) for name, stat in sizes}
     if "config.json" not in stats:
         content = f"holds {', '.join(stats)}" if stats else "is not a folder, or is empty"
-        raise ConfigError(
-            f"config.{field} = {name!r}: must hold a config.json; it {content}", field
-        )
+        text = f"config.{field} = {name!r}: must hold a config.json; it {content}"
+        raise ConfigError(text, field)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     digest = hashlib.sha256(repr((name.rstrip("/"), stats)).encode()).hexdigest()[:16]
     model = pathlib.PurePosixPath(name).name  # evaluations and servers show this name
@@ -91,13 +85,6 @@ def local_folder(
     Copies are in XDG_CACHE_HOME (~/.cache) under dapo_jax_models. Names, sizes and times of the
     bucket's files decide their path, so a changed model is downloaded again. An interrupted
     download resumes with the file at which it stopped.
-
-    Args:
-        field: the setting that names the folder, for the error.
-        weights: download the weights too; otherwise config, tokenizer and templates alone.
-
-    Raises:
-        ConfigError: the bucket has no such folder or refuses, or the disk is too small.
     """
     try:
         copy, stats = _locate(str(name), field)

@@ -1,6 +1,7 @@
 """JSON lines: reading damaged files, cutting back to a step, appending with retries."""
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -43,18 +44,15 @@ def rewind(path: Folder, step: int) -> list[int]:
 
     Returns the numbers of other lines that are not rows; these move to a file beside it.
     """
-    if not path.exists():
-        return []
-    content, kept, broken = path.read_bytes(), [], {}
-    *lines, rest = content.split(b"\n")
-    for number, line in enumerate([*lines, rest], 1):
+    content, kept, broken = path.read_bytes() if path.exists() else b"", [], {}
+    for number, line in enumerate(io.BytesIO(content), 1):
         row = read_object(line)
         if row is not None and type(row.get("step")) is int:
-            kept += [line + b"\n"] if row["step"] <= step else []
-        elif line.strip() and number <= len(lines):
-            broken[number] = line + b"\n"
+            kept += [line.rstrip(b"\n") + b"\n"] if row["step"] <= step else []
+        elif line.strip() and line.endswith(b"\n"):
+            broken[number] = line
+    aside = path.with_name(path.name + BROKEN)
     if broken:
-        aside = path.with_name(path.name + BROKEN)
         before = aside.read_bytes() if aside.exists() else b""
         with replacing(aside) as file:
             file.write(before + b"".join(broken.values()))
@@ -95,11 +93,7 @@ class AppendFile:
         self._waiting.append(content)
 
     def write(self, rarely: bool = False) -> None:
-        """Append all that is queued, completely or not at all. Raises storage errors.
-
-        Args:
-            rarely: an object may wait, so that writing takes a small fraction of the time.
-        """
+        """Append all that is queued, completely or not at all. Raises storage errors."""
         content = b"".join(self._waiting)
         if isinstance(self.path, pathlib.Path):
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,14 +6,12 @@ names the command that made it; any other folder that holds something is rejecte
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import pathlib
 import shutil
-import sys
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -36,144 +34,127 @@ ALLOWED = {
 }
 # Kinds that are replaced as a whole: the new folder is complete before the old one is removed.
 REPLACED = (TRAINED, PREFERRING, EXPORTED)
-FOLDERS_OF_A_RUN = ("checkpoints", "evaluations", "groups", "rollouts", "tensorboard", "updates")
-FILES_OF_A_RUN = ("config.json", "metrics.jsonl", "summary.json")
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-FREE_SPACE = "a folder of storage with free space"
 LOCK_SECONDS = 0.2  # for a process that is about to release the folder
 
 
-def _entries(folder: pathlib.Path) -> list[os.DirEntry]:
-    """Return the entries of a folder by name, without mark and lock."""
-    with os.scandir(folder) as scan:
-        return sorted(
-            (entry for entry in scan if not entry.name.startswith(OWN_PREFIX)),
-            key=lambda entry: entry.name,
-        )
+def _names(folder: pathlib.Path) -> list[str]:
+    """Return the names in a folder, without mark and lock."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith(OWN_PREFIX))
 
 
 def _remove(folder: pathlib.Path) -> None:
     """Remove an output folder, its mark last, so that a killed removal can be repeated."""
     with contextlib.suppress(OSError):
-        for entry in _entries(folder):
-            os.unlink(entry)
+        for name in _names(folder):
+            (folder / name).unlink()
         shutil.rmtree(folder)
 
 
-def _stamp(entry: os.DirEntry) -> list[int]:
-    """Return size in bytes and modification time in ns of a file."""
-    status = entry.stat(follow_symlinks=False)
-    return [status.st_size, status.st_mtime_ns]
-
-
-def _read_mark(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Return the content of a folder's mark; None without one. Raises OSError or ValueError."""
-    path = folder / MARK
-    if not os.path.lexists(path):
-        return None
-    mark = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(mark, dict) or mark.get("kind") not in ALLOWED:
-        raise ValueError(f"{MARK} is not of a kind that is known here")
-    return mark
-
-
 @dataclasses.dataclass(frozen=True)
-class OutputFolder:
-    """A local folder that a setting names, or one below or beside it.
-
-    Attributes:
-        kind: a key of `ALLOWED`.
-        path: absolute, without links.
-        below: relative path from the folder that `value` names.
-    """
+class _Target:
+    """A local folder that the setting `field` names by `value`, or one below or beside it."""
 
     field: str
     value: str
     kind: str
     path: pathlib.Path
-    below: str = ""
 
     def reject(self, cause: str, allowed: str = "") -> NoReturn:
-        """Raise `ConfigError` with field, value, what is allowed, and the cause."""
-        allowed = allowed or ALLOWED[self.kind]
-        allowed = f"one in which {self.below!r} is {allowed}" if self.below else allowed
-        require(False, self.field, self.value, f"{allowed}; {cause}")
+        require(False, self.field, self.value, f"{allowed or ALLOWED[self.kind]}; {cause}")
         raise AssertionError
 
     def check(self, hint: str = "") -> None:
         """Raise `ConfigError` if the command must not write the folder; `hint` ends the error."""
         try:
             cause = self._objection()
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError) as error:
             cause = f"{str(self.path)!r} can't be read: {error}"
         if cause:
             self.reject(cause + hint)
 
     def _objection(self) -> str:
-        """Return why the folder must not be written; empty if it may be."""
-        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
-        shown = repr(str(existing))
-        if not existing.is_dir():
-            return f"{shown} is a file"
-        if not os.access(existing, os.W_OK | os.X_OK):
-            return f"{shown} can't be written"
-        if existing != self.path:
-            return ""
-        content, mark, is_replaced = _entries(existing), _read_mark(existing), self.kind in REPLACED
-        if existing in (pathlib.Path.cwd(), pathlib.Path.home()) and (is_replaced or mark is None):
-            return f"{shown} is your home or the current folder"
-        if is_replaced and os.path.ismount(existing):
-            return f"{shown} is a mount point, which can't be renamed"
-        if mark is None:
-            return f"{shown} holds {content[0].name!r} and no mark of dapo_jax" if content else ""
-        # An earlier command may have been killed after it had completed the folder.
-        accepted = (UNFINISHED, *REPLACED) if self.kind == UNFINISHED else (self.kind,)
-        if mark["kind"] not in accepted:
-            return f"{shown} is marked as: {mark['kind']}"
-        for entry in content if self.kind == RUN else ():
-            if entry.name in FOLDERS_OF_A_RUN and not entry.is_dir():
-                return f"{entry.path!r} is a file, but a run has a folder of that name"
-            if entry.name in FILES_OF_A_RUN and entry.is_dir():
-                return f"{entry.path!r} is a folder, but a run has a file of that name"
-        files = mark.get("files", {})
-        changed = [e.name for e in content if is_replaced and files.get(e.name) != _stamp(e)]
-        return f"{shown} also holds {changed[0]!r}, which is new or was changed" if changed else ""
+        shown = repr(str(self.path))
+        if not self.path.is_dir():
+            return f"{shown} is a file" if self.path.exists() else ""
+        names, mark = _names(self.path), self.path / MARK
+        if not mark.exists():
+            return f"{shown} holds {names[0]!r} and no mark of dapo_jax" if names else ""
+        content = json.loads(mark.read_text(encoding="utf-8"))
+        if self.kind not in (UNFINISHED, content["kind"]):
+            return f"{shown} is marked as: {content['kind']}"
+        others = set(names) - set(content.get("files", ())) if self.kind in REPLACED else ()
+        return f"{shown} also holds {min(others)!r}" if others else ""
 
-    def beside(self, ending: str, kind: str = "") -> "OutputFolder":
-        """Return the folder beside this one with a longer name."""
+    def beside(self, ending: str, kind: str) -> "_Target":
         path = self.path.with_name(f"{self.path.name}.{ending}")
-        return dataclasses.replace(self, path=path, kind=kind or self.kind)
+        return dataclasses.replace(self, path=path, kind=kind)
+
+    @contextlib.contextmanager
+    def claimed(self, exclusive: bool = True) -> Iterator[None]:
+        """Create, lock and mark the folder; remove a new one that is still empty at the end."""
+        self.check()
+        mark = self.path / MARK
+        is_new = not mark.exists()
+        with contextlib.ExitStack() as stack:
+            if is_new:
+                stack.callback(self._remove_if_empty)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                if exclusive:
+                    stack.enter_context(self._locked())
+                if is_new:
+                    write_text(mark, json.dumps({"kind": self.kind}))
+            except OSError as error:
+                self.reject(f"{str(self.path)!r} can't be written: {error.strerror}")
+            yield
+
+    def _remove_if_empty(self) -> None:
+        if self.path.is_dir() and not _names(self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lock the folder; the lock names its holder and dies with the process."""
+        path = self.path / LOCK
+        lock = FileLock(path)
+        try:
+            lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout:
+            holder = path.read_text(errors="replace")[:200] or "another process"
+            cause = f"{str(self.path)!r} is being written by {holder}"
+            self.reject(cause, "a folder that no other process writes")
+        try:
+            path.write_text(f"process {os.getpid()} on {os.uname().nodename}")
+            yield
+        finally:
+            lock.release()
 
 
-def resolve_folder(field: str, value: str, kind: str, below: str = "") -> OutputFolder:
+def _target(field: str, value: str, kind: str, below: str = "") -> _Target:
     """Return the folder that a setting names. Raises `ConfigError` for an impossible name."""
-    folder = OutputFolder(field, str(value), kind, pathlib.Path(), below)
-    if not folder.value or "\0" in folder.value:
-        folder.reject("this names no folder")
-    if folder.value.startswith("~"):
-        folder.reject("shells do not expand ~ behind '=': write $HOME")
+    target = _Target(field, str(value), kind, pathlib.Path())
+    if not target.value:
+        target.reject("this names no folder")
+    if target.value.startswith("~"):
+        target.reject("shells do not expand ~ behind '=': write $HOME")
     try:
-        return dataclasses.replace(folder, path=pathlib.Path(value, below).resolve())
-    except (OSError, RuntimeError) as error:  # links in a circle
-        folder.reject(str(error))
+        path = pathlib.Path(value, below).resolve()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a zero byte
+        target.reject(str(error))
+    return dataclasses.replace(target, path=path)
 
 
-def check_free(field: str, value: str, kind: str, below: str = "") -> None:
-    """Raise `ConfigError` if a command must not write a folder; change nothing.
-
-    Args:
-        field: the setting that names the folder by its `value`.
-        kind: of the folder, a key of `ALLOWED`.
-        below: relative path from there to the folder that is meant.
-    """
+def check_free(field: str, value: str, kind: str) -> None:
+    """Raise `ConfigError` if a command must not write a folder; change nothing."""
     if is_remote(value):
         require(kind in (RUN, EVALUATION), field, value, "a folder of this file system")
         return
-    folder = resolve_folder(field, value, kind, below)
-    folder.check()
+    target = _target(field, value, kind)
+    target.check()
     if kind in REPLACED:
-        folder.beside("unfinished", UNFINISHED).check()
-        folder.beside("replaced").check()
+        target.beside("unfinished", UNFINISHED).check()
+        target.beside("replaced", UNFINISHED).check()
 
 
 @contextlib.contextmanager
@@ -182,73 +163,18 @@ def claim(
 ) -> Iterator[Folder]:
     """Create and mark an output folder if needed, and lock it while the block lasts.
 
-    A folder that is still empty when the block ends is removed. Of several processes the first one
-    locks it for all; a folder of an object store has no lock.
-
-    Args:
-        field, value, kind, below: as for `check_free`.
-        exclusive: False takes no lock: other processes may write the folder too.
+    A new folder that is still empty when the block ends is removed. Of several processes the first
+    one locks it for all; a folder of an object store has no lock.
     """
-    if not is_remote(value) and processes.is_first():
-        with _claimed(resolve_folder(field, value, kind, below), exclusive):
-            yield pathlib.Path(value, below)
-        return
-    if processes.is_first():
-        try_bucket(folder_at(value, below), field, value)
-    yield folder_at(value, below)
-
-
-@contextlib.contextmanager
-def _claimed(place: OutputFolder, exclusive: bool = True) -> Iterator[None]:
-    place.check()
-    created = [path for path in (place.path, *place.path.parents) if not path.exists()]
-    with contextlib.ExitStack() as stack:
-        try:
-            place.path.mkdir(parents=True, exist_ok=True)
-            is_new = not (place.path / MARK).exists()
-            stack.callback(_remove_if_empty, place.path, created, is_new)
-            if exclusive:
-                stack.enter_context(_locked(place))
-                place.check()  # again, now that no other command can change it
-            if is_new:
-                write_text(place.path / MARK, json.dumps({"kind": place.kind}))
-        except OSError as error:
-            place.reject(f"{str(place.path)!r} can't be written: {error.strerror}")
-        yield
-
-
-def _remove_if_empty(folder: pathlib.Path, created: list[pathlib.Path], is_new: bool) -> None:
-    """Remove the mark of an empty folder, and the folders that were created for it."""
-    with contextlib.suppress(OSError):
-        if is_new and folder.exists() and not _entries(folder):
-            (folder / LOCK).unlink(missing_ok=True)
-            (folder / MARK).unlink(missing_ok=True)
-        for path in created:
-            if path.exists():
-                path.rmdir()
-
-
-@contextlib.contextmanager
-def _locked(place: OutputFolder) -> Iterator[None]:
-    """Lock a folder; the lock names its holder and dies with the process."""
-    path = place.path / LOCK
-    lock = FileLock(path, fallback_to_soft=False)
-    try:
-        lock.acquire(timeout=LOCK_SECONDS)
-        path.write_text(f"process {os.getpid()} on {os.uname().nodename}")
-    except Timeout:
-        holder = path.read_text(errors="replace")[:200] or "another process"
-        cause = f"{str(place.path)!r} is being written by {holder}"
-        place.reject(cause, "a folder that no other process writes")
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        warning = f"{path} can't be locked ({error.strerror}): start nothing else there"
-        print(f"warning: {warning}", file=sys.stderr)
-    try:
-        yield
-    finally:
-        lock.release()
+    folder = folder_at(value, below)
+    if not processes.is_first():
+        yield folder
+    elif is_remote(value):
+        try_bucket(folder, field, value)
+        yield folder
+    else:
+        with _target(field, value, kind, below).claimed(exclusive):
+            yield folder
 
 
 def try_bucket(folder: Folder, field: str, value: str) -> None:
@@ -270,59 +196,55 @@ def replace(field: str, value: str, kind: str) -> Iterator[pathlib.Path | None]:
     The old folder stays until the new one is complete. Two renames exchange them; if the process is
     killed between these, the next command puts the old folder back.
 
-    Args:
-        field, value, kind: as for `check_free`.
-
     Yields None on processes other than the first, which write nothing.
     """
     if not processes.is_first():
         yield None
         return
     check_free(field, value, kind)
-    place = resolve_folder(field, value, kind)
-    new, old = place.beside("unfinished", UNFINISHED), place.beside("replaced")
-    with _claimed(new):
-        if old.path.exists() and not place.path.exists():
-            old.path.rename(place.path)
+    target = _target(field, value, kind)
+    new, old = target.beside("unfinished", UNFINISHED), target.beside("replaced", UNFINISHED)
+    with new.claimed():
+        if old.path.exists() and not target.path.exists():
+            old.path.rename(target.path)
         _remove(old.path)
-        for entry in _entries(new.path):
-            os.unlink(entry)
+        for name in _names(new.path):
+            (new.path / name).unlink()
         try:
             yield new.path
             _complete(new.path, kind)
         except BaseException as error:
             _remove(new.path)
             if fault := storage_fault(error):
-                place.reject(f"{str(new.path)!r} can't be written: {fault}", FREE_SPACE)
+                cause = f"{str(new.path)!r} can't be written: {fault}"
+                target.reject(cause, "a folder of storage with free space")
             raise
         hint = f"; what was written is complete in {str(new.path)!r}"
-        place.check(hint)  # somebody may have written there meanwhile
+        target.check(hint)  # somebody may have written there meanwhile
         try:
-            _exchange(new.path, place.path, old.path)
+            _exchange(new.path, target.path, old.path)
         except OSError as error:
-            place.reject(f"{error}{hint}")
+            target.reject(f"{error}{hint}")
 
 
 def _complete(folder: pathlib.Path, kind: str) -> None:
     """Flush the files of a folder, and list them in its mark."""
-    for entry in _entries(folder):
-        with open(entry.path, "rb") as file:
+    for name in _names(folder):
+        with (folder / name).open("rb") as file:
             os.fsync(file.fileno())
-    files = {entry.name: _stamp(entry) for entry in _entries(folder)}
-    write_text(folder / MARK, json.dumps({"kind": kind, "files": files}, indent=2))
+    write_text(folder / MARK, json.dumps({"kind": kind, "files": _names(folder)}, indent=2))
 
 
-def _exchange(new: pathlib.Path, place: pathlib.Path, old: pathlib.Path) -> None:
-    """Rename `place` to `old` and `new` to `place`, then remove `old`."""
+def _exchange(new: pathlib.Path, target: pathlib.Path, old: pathlib.Path) -> None:
+    """Rename `target` to `old` and `new` to `target`, then remove `old`."""
     (new / LOCK).unlink(missing_ok=True)
-    if not place.exists():
-        new.rename(place)
-        return
-    new.chmod(place.stat().st_mode & 0o7777)
-    place.rename(old)
+    if target.exists():
+        new.chmod(target.stat().st_mode & 0o7777)
+        target.rename(old)
     try:
-        new.rename(place)
+        new.rename(target)
     except OSError:
-        old.rename(place)
+        if old.exists():
+            old.rename(target)
         raise
     _remove(old)

@@ -23,12 +23,7 @@ REPEAT_SECONDS = 600.0  # between two warnings of the same kind
 MAX_WAITING = 4  # background writes; each may hold a step's responses in memory
 SHOWN_CHARACTERS = 200
 UNSAVED = 74  # EX_IOERR of sysexits.h, a run's exit code
-REFUSALS = (
-    "PermissionDeniedError",
-    "UnauthenticatedError",
-    "NotFoundError",
-    "InvalidArgumentError",
-)
+REFUSALS = "PermissionDenied Unauthenticated NotFound InvalidArgument".split()
 # Errors of storage; no mistake of the program has these numbers.
 FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
@@ -47,7 +42,7 @@ def is_bucket_error(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Return True if a bucket refused: no permission, or no such bucket."""
-    return is_bucket_error(error) and type(error).__name__ in REFUSALS
+    return is_bucket_error(error) and type(error).__name__.removesuffix("Error") in REFUSALS
 
 
 def is_storage_error(error: BaseException) -> bool:
@@ -139,9 +134,6 @@ class Storage:
 
     `attempt_later` writes in one background thread, in order. When the program ends, what was
     queued is written first.
-
-    Args:
-        warn: receives the warnings.
     """
 
     def __init__(self, warn: Callable[[str], None] = print_error):
@@ -164,6 +156,8 @@ class Storage:
             time.sleep(pause)
             try:
                 work()
+                self.report_recovery(what)
+                return True
             except Exception as error:
                 if not is_storage_error(error):
                     raise
@@ -172,9 +166,6 @@ class Storage:
                     now = time.monotonic()
                     self._backoff_until = now + (now - started)
                     break
-            else:
-                self.report_recovery(what)
-                return True
         self.report_failure(what, cause)
         return False
 
@@ -212,18 +203,16 @@ class Storage:
 
 def silence_orbax() -> None:
     """Silence errors that Orbax logs in each of its threads before it raises them once."""
-    logging.getLogger("absl").addFilter(_is_not_orbax_error)
-    if not hasattr(sys.unraisablehook, "shows_others"):
-        before = sys.unraisablehook
+    before = sys.unraisablehook
+    if getattr(before, "__name__", "") == "hide_closed_loops":
+        return
+    logging.getLogger("absl").addFilter(
+        lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
+    )
 
-        def hook(event: Any) -> None:
-            # TensorStore reports results that nobody awaits to a closed event loop.
-            if str(event.exc_value) != "Event loop is closed":
-                before(event)
+    def hide_closed_loops(event: Any) -> None:
+        # TensorStore reports results that nobody awaits to a closed event loop.
+        if str(event.exc_value) != "Event loop is closed":
+            before(event)
 
-        hook.shows_others = True  # type: ignore[attr-defined]
-        sys.unraisablehook = hook
-
-
-def _is_not_orbax_error(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+    sys.unraisablehook = hide_closed_loops

@@ -55,9 +55,6 @@ def serve(make_answer: Callable[[], Callable[[dict], dict]]) -> None:
 
     Signals to the process group are ignored: the trainer handles them, and a worker that died of
     one would turn pending verdicts into wrong ones.
-
-    Args:
-        make_answer: prepares the process and returns the function from a job to its reply.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

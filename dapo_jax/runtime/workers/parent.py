@@ -5,7 +5,6 @@ import contextlib
 import functools
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import threading
 import time
 import weakref
 
-MAX_WAIT_SECONDS = 3600.0  # bounds the argument of poll(), which is an int of milliseconds
 START_SECONDS = 60.0  # for an interpreter to start on a busy machine
 MAX_REPLY_BYTES = 1 << 20  # a worker that writes more is broken
 
@@ -31,16 +29,14 @@ class WorkerProcess:
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,
         )
         assert self._process.stdin and self._process.stdout
         self._to = self._process.stdin
         self._from = self._process.stdout
-        os.set_blocking(self._to.fileno(), False)
         try:
-            self._read_line(time.monotonic() + START_SECONDS)
+            self._exchange(b"", time.monotonic() + START_SECONDS)
         except BaseException:
             self.kill()
             raise
@@ -56,12 +52,7 @@ class WorkerProcess:
         Raises:
             TimeoutError, OSError, ValueError: the process is unusable afterwards.
         """
-        message = json.dumps(job).encode() + b"\n"
-        pipe = self._to.fileno()
-        while message:
-            self._wait(pipe, select.POLLOUT, deadline)
-            message = message[os.write(pipe, message[:65_536]) :]
-        return json.loads(self._read_line(deadline))
+        return json.loads(self._exchange(json.dumps(job).encode() + b"\n", deadline))
 
     def prepare(self, job: dict) -> None:
         """Run a job that others need first, once, without counting its time as theirs."""
@@ -70,34 +61,44 @@ class WorkerProcess:
             self.ask(job, time.monotonic() + START_SECONDS)
             self._prepared.add(name)
 
-    def _read_line(self, deadline: float) -> bytes:
-        reply = b""
-        pipe = self._from.fileno()
-        while not reply.endswith(b"\n"):
-            self._wait(pipe, select.POLLIN, deadline)
-            piece = os.read(pipe, 65_536)
-            if not piece:
-                raise OSError("the worker died")
-            reply += piece
-            if len(reply) > self._max_reply_bytes:
-                raise ValueError(f"the reply has over {self._max_reply_bytes} bytes")
+    def _exchange(self, message: bytes, deadline: float) -> bytes:
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            self._kill_group()
+
+        seconds = max(0.0, deadline - time.monotonic())
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._to.write(message)
+            self._to.flush()
+            reply = self._from.readline(self._max_reply_bytes + 1)
+        except OSError:
+            reply = b""
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise TimeoutError("no answer in time")
+        if len(reply) > self._max_reply_bytes:
+            raise ValueError(f"the reply has over {self._max_reply_bytes} bytes")
+        if not reply.endswith(b"\n"):
+            raise OSError("the worker died")
         return reply
 
-    @staticmethod
-    def _wait(pipe: int, event: int, deadline: float) -> None:
-        poll = select.poll()  # unlike select(), it has no limit on file numbers
-        poll.register(pipe, event)
-        seconds = min(max(0.0, deadline - time.monotonic()), MAX_WAIT_SECONDS)
-        if not poll.poll(1000 * seconds):
-            raise TimeoutError("no answer in time")
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> int:
         """Kill the process and its forked children, and return its exit code."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill_group()
         self._process.kill()
         code = self._process.wait()
-        self._to.close()
+        with contextlib.suppress(OSError):  # unsent bytes
+            self._to.close()
         self._from.close()
         return code
 
@@ -144,13 +145,11 @@ class RestartingWorker:
         with self._lock:
             try:
                 return self._ask(job, seconds, first)
-            except ComputedTooLong:
-                raise
-            except TimeoutError:
-                if not retry_late:
+            except (OSError, ValueError) as error:
+                is_late = isinstance(error, TimeoutError)
+                if isinstance(error, ComputedTooLong) or is_late and not retry_late:
                     raise
-            except (OSError, ValueError):
-                if self._closed:
+                if self._closed and not is_late:
                     raise
             return self._ask(job, seconds, first)
 

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import linecache
 import os
 import pathlib
@@ -30,13 +31,6 @@ _functions: dict[str, Callable] = {}  # by name
 _copies: dict[str, bytes] = {}
 
 
-class _LimitedFile(io.BytesIO):
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > MAX_COPY_BYTES:
-            raise ValueError(f"its copy has over {MAX_COPY_BYTES:,} bytes")
-        return super().write(data)
-
-
 def _is_importable(function: Callable) -> bool:
     """Return whether a worker can import the function."""
     module = getattr(function, "__module__", None) or "__main__"
@@ -50,10 +44,7 @@ def _cached(function: Callable, parameters: dict[str, Any]) -> Callable:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickler that rejects arrays on devices, since a worker would occupy the trainer's device.
-
-    It copies the code of a function with a cache; `pickle` would send only the name.
-    """
+    """Pickler that rejects arrays on devices, since a worker would occupy the trainer's device."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper) and not _is_importable(obj):
@@ -68,8 +59,10 @@ class _Pickler(cloudpickle.Pickler):
 
 def _copy(value: Any) -> bytes:
     """Return a copy that a worker can load. Raises whatever the value's pickling raises."""
-    file = _LimitedFile()
+    file = io.BytesIO()
     _Pickler(file).dump(value)
+    if file.tell() > MAX_COPY_BYTES:
+        raise ValueError(f"its copy has over {MAX_COPY_BYTES:,} bytes")
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")  # a worker has another one
     try:
@@ -92,24 +85,12 @@ def _copy_error(value: Any) -> str:
 
 def _variable_error(function: Callable) -> str:
     """Return the name of a variable that can't be copied, and why; empty if unknown."""
-    if not inspect.isfunction(function):
-        return ""
-    variables = inspect.getclosurevars(function)
-    for name, value in {**variables.nonlocals, **variables.globals}.items():
-        if error := _copy_error(value):
-            return f"its variable `{name}`: {error}"
+    if inspect.isfunction(function):
+        variables = inspect.getclosurevars(function)
+        for name, value in {**variables.nonlocals, **variables.globals}.items():
+            if error := _copy_error(value):
+                return f"its variable `{name}`: {error}"
     return ""
-
-
-def _unique_name(prefix: str, function: Callable, taken: Collection[str]) -> str:
-    own = getattr(function, "__qualname__", type(function).__name__).split("<locals>.")[-1]
-    base = prefix + (re.sub(r"\W+", "_", own).strip("_") or "function")
-    name = base
-    number = 1
-    while name in taken:
-        number += 1
-        name = f"{base}_{number}"
-    return name
 
 
 def register_function(
@@ -118,21 +99,15 @@ def register_function(
     taken: Collection[str] = (),
     field: str = "reward.parts",
 ) -> str:
-    """Return a name for a function: `module:function`, `given:NAME` or `in_process:NAME`.
-
-    Args:
-        in_process: whether this process calls it, rather than a worker.
-        taken: names of other functions in the same setting.
-        field: the setting.
-
-    Raises:
-        ConfigError: the function can't be copied to a worker.
-    """
+    """Return a name for a function: `module:function`, `given:NAME` or `in_process:NAME`."""
     require(callable(function), field, function, "a function, or the name of one")
     if _is_importable(function) and not in_process:
         return f"{function.__module__}:{function.__qualname__}"
     prefix = IN_PROCESS_PREFIX if in_process else PICKLED_PREFIX
-    name = _unique_name(prefix, function, taken)
+    own = getattr(function, "__qualname__", type(function).__name__).split("<locals>.")[-1]
+    base = prefix + (re.sub(r"\W+", "_", own).strip("_") or "function")
+    names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+    name = next(name for name in names if name not in taken)
     if not in_process:
         try:
             _copies[name] = _copy(function)
@@ -148,11 +123,7 @@ def register_function(
 
 
 def find_registered(field: str, name: str) -> Callable | None:
-    """Return the function that `register_function` named; None for a name `module:function`.
-
-    Raises:
-        ConfigError: the name has a prefix and is not registered.
-    """
+    """Return the function that `register_function` named; None for a name `module:function`."""
     if not name.startswith((PICKLED_PREFIX, IN_PROCESS_PREFIX)):
         return None
     option = ", in_process=True" * name.startswith(IN_PROCESS_PREFIX)
@@ -171,12 +142,17 @@ class FunctionCopies:
     def __init__(self, names: Iterable[str]):
         self.path = ""
         pickled = [name for name in names if name.startswith(PICKLED_PREFIX)]
-        if pickled:
-            self._folder = tempfile.TemporaryDirectory(
-                prefix="dapo_jax_", ignore_cleanup_errors=True
-            )
-            self.path = os.path.join(self._folder.name, "functions")
-            _write_copies(pickled, pathlib.Path(self.path))
+        if not pickled:
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="dapo_jax_", ignore_cleanup_errors=True)
+        self.path = os.path.join(self._folder.name, "functions")
+        # Source lines of notebook cells are sent too, so that a worker can show the line that
+        # raised.
+        codes = [getattr(_functions[name], "__code__", None) for name in pickled]
+        files = {code.co_filename for code in codes if code}
+        lines = {file: linecache.getlines(file) for file in files if not os.path.exists(file)}
+        copies = {name: _copies[name] for name in pickled}
+        pathlib.Path(self.path).write_bytes(cloudpickle.dumps((copies, lines)))
 
     def close(self) -> None:
         """Delete the file."""
@@ -184,20 +160,10 @@ class FunctionCopies:
             self._folder.cleanup()
 
 
-def _write_copies(names: Iterable[str], path: pathlib.Path) -> None:
-    # Source lines of notebook cells are sent too, so that a worker can show the line that raised.
-    codes = [getattr(_functions[name], "__code__", None) for name in names]
-    files = {code.co_filename for code in codes if code}
-    lines = {file: linecache.getlines(file) for file in files if not os.path.exists(file)}
-    copies = {name: _copies[name] for name in names}
-    path.write_bytes(cloudpickle.dumps((copies, lines)))
-
-
 def load_copies(path: str) -> None:
     """Register the functions that `FunctionCopies` of the parent wrote; none if it is empty."""
-    if not path:
-        return
-    copies, lines = cloudpickle.loads(pathlib.Path(path).read_bytes())
-    for file, texts in lines.items():
-        linecache.cache[file] = (sum(map(len, texts)), None, texts, file)
-    _functions.update({name: cloudpickle.loads(copy) for name, copy in copies.items()})
+    if path:
+        copies, lines = cloudpickle.loads(pathlib.Path(path).read_bytes())
+        for file, texts in lines.items():
+            linecache.cache[file] = (sum(map(len, texts)), None, texts, file)
+        _functions.update({name: cloudpickle.loads(copy) for name, copy in copies.items()})

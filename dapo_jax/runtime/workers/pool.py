@@ -15,12 +15,7 @@ Workers = TypeVar("Workers", bound=tuple[RestartingWorker, ...])
 
 
 class WorkerPool(Generic[Workers]):
-    """Threads, each with worker processes of its own that start with their first job.
-
-    Args:
-        open_workers: makes the processes of one thread.
-        name: prefix of the threads' names.
-    """
+    """Threads, each with worker processes of its own that start with their first job."""
 
     def __init__(self, threads: int, open_workers: Callable[[], Workers], name: str):
         self._open_workers = open_workers
@@ -68,14 +63,7 @@ def gather_results(
     should_abort: Callable[[], bool],
     topic: str,
 ) -> list[list[Any]] | None:
-    """Return the encoded results of all futures, on every process; None if one aborts.
-
-    Args:
-        owners: for each item, a number; process `number % processes.count()` has its futures.
-        encode: makes JSON of a result.
-        should_abort: called while results are missing.
-        topic: name of the exchange between processes.
-    """
+    """Return the encoded results of all futures, on every process; None if one aborts."""
 
     def wait(i: int) -> list[Any] | None:
         while futures.wait(pending[i], POLL_SECONDS).not_done:

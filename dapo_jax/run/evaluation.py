@@ -1,0 +1,454 @@
+"""Evaluation of a policy on held-out problems: responses, scores, files and report."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.markup import escape
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.data.policies import model_path
+from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.model.trainable import join
+from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.notices import announce_data
+from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
+from dapo_jax.reporting.sinks import trajectory_fields
+from dapo_jax.rewards.group_rewards import repetition
+from dapo_jax.rewards.judge import Pending
+from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.checkpointing.same_run import check_frozen, warn_about_heldout
+from dapo_jax.run.components import Components, build, check_data, check_processes
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.storage.jsonl import AppendFile, read_object, spell
+from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
+from dapo_jax.runtime.storage.paths import Folder
+from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
+from dapo_jax.structs import Group, Interrupted, Prompt, SamplingRule
+from dapo_jax.verifier.algebra_process import same_answer
+
+# Means over responses in a report.
+MEANS = (
+    "answer_not_found_rate truncated_fraction response_tokens turns repetition "
+    "reflection_fraction entropy"
+).split()
+MAX_WAIT_SECONDS = 2.0  # for open verdicts when an evaluation is stopped
+FIELDS = {field.name: field.default for field in dataclasses.fields(Response)}
+REQUIRED_FIELDS = {name for name, default in FIELDS.items() if default is dataclasses.MISSING}
+
+
+def evaluation_rule(config: Config) -> SamplingRule:
+    """Return the sampling rule of held-out responses."""
+    return SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
+
+
+def _split_scored(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
+    """Return the groups with complete verdicts, and the others; every host agrees."""
+    owners = [group.prompt.index for group in pending]
+    is_scored = processes.map_over_hosts(
+        owners, lambda i: all(v.done() for v in pending[i].verdicts), "which are judged"
+    )
+    both = list(zip(pending, is_scored, strict=True))
+    return [group for group, done in both if done], [group for group, done in both if not done]
+
+
+def sample_responses(
+    components: Components,
+    params: Any,
+    wanted: Sequence[tuple[Prompt, Sequence[int]]],
+    rule: SamplingRule,
+    interrupted: Callable[[], bool],
+) -> Iterator[Response]:
+    """Yield scored responses to prompts, by sample number, as they finish. Raises `Interrupted`.
+
+    Prompt and sample number alone determine the random key: two policies are compared on the same
+    random numbers, and a response sampled later equals the one that would have come at once.
+    """
+    sampler, judge = components.sampler, components.judge
+    sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
+    for prompt, samples in wanted:
+        sampler.submit_each(prompt, samples)
+    pending: list[Pending] = []
+    while not sampler.idle and not interrupted():
+        pending += [judge.submit(*finished) for finished in sampler.decode_burst()]
+        scored, pending = _split_scored(pending)
+        for group in judge.groups(scored):
+            yield from make_responses(group)
+    stopped = not sampler.idle
+    sampler.release()
+    if stopped:
+        futures.wait([v for group in pending for v in group.verdicts], MAX_WAIT_SECONDS)
+        pending, _ = _split_scored(pending)
+    for group in judge.groups(pending):
+        yield from make_responses(group)
+    if stopped:
+        raise Interrupted
+
+
+def report_on(responses: Sequence[Response], config: Config) -> Report:
+    """Return the report on responses; the config's seed is that of the bootstrap."""
+    return make_report(responses, same_answer, config.seed)
+
+
+def heldout_metrics(report: Report) -> dict[str, float]:
+    """Return the metrics of a report, without missing values."""
+    values = {
+        "heldout_accuracy": report.accuracy.value,
+        "heldout_accuracy_low": report.accuracy.low,
+        "heldout_accuracy_high": report.accuracy.high,
+        "heldout_pass_at_k": report.pass_at_k[max(report.pass_at_k)].value,
+        "heldout_majority": report.majority.value,
+    } | {f"heldout_{name}": getattr(report, name) for name in MEANS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def stamp(config: Config, policy: str) -> dict[str, Any]:
+    """Return the fields that every line of a response file shares: policy and sampling."""
+    return {
+        "policy": policy,
+        "seed": config.seed,
+        "temperature": config.evaluation.temperature,
+        "top_p": config.evaluation.top_p,
+        "template": config.data.template,
+    }
+
+
+def make_responses(group: Group) -> Iterator[Response]:
+    """Yield the responses of a scored group."""
+    prompt = group.prompt
+    scored = zip(group.completions, group.verdicts, group.correct, strict=True)
+    for completion, verdict, correct in scored:
+        yield Response(
+            problem=prompt.id,
+            index=prompt.index,
+            sample=completion.sample,
+            question=prompt.text,
+            answer=prompt.answer,
+            response=completion.text,
+            extracted=verdict.extracted,
+            correct=bool(correct),
+            truncated=completion.truncated,
+            tokens=len(completion),
+            logprob=round(float(completion.sampler_logprobs.sum(dtype=float)), 4),
+            reflection=bool(REFLECTION.search(completion.text)),
+            repetition=repetition(completion.drawn_tokens),
+            failure=verdict.broken or verdict.failure,
+            subject=prompt.subject,
+            level=prompt.level,
+            turns=trajectory_fields(completion).get("turns", ()),
+        )
+
+
+def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str, Any]) -> None:
+    """Write a whole file or nothing, sorted by problem and sample; `stamp` is in every line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        for response in sorted(responses, key=lambda response: (response.index, response.sample)):
+            file.write(_line(response, stamp))
+
+
+def _line(response: Response, stamp: dict[str, Any]) -> bytes:
+    fields = dataclasses.asdict(response)
+    if not response.turns:
+        del fields["turns"]
+    return json.dumps(fields | stamp).encode() + b"\n"
+
+
+class ResponseFile:
+    """Response file of an evaluation: JSON lines, so that no response is sampled twice.
+
+    Args:
+        folder: None on all processes but the first, which keep responses in memory only.
+        settings: values, by name, that determine the responses.
+        stamp: fields of every line.
+
+    Attributes:
+        responses: old and new ones by (position in the problem file, sample).
+
+    Raises `ConfigError` that names every setting that differs from those of the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Folder | None,
+        settings: dict[str, Any],
+        stamp: dict[str, Any],
+        storage: Storage | None = None,
+    ):
+        self._stamp = stamp
+        self._storage = storage or Storage()
+        self.responses: dict[tuple[int, int], Response] = {}
+        self.path = None if folder is None else folder / "responses.jsonl"
+        if folder is None:
+            return
+        try:
+            self._open(folder, settings)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"the evaluation in {str(folder)!r} can't resume: {reason(error)}; choose another "
+                "folder by --out, or remove that one"
+            ) from None
+
+    def _open(self, folder: Folder, settings: dict[str, Any]) -> None:
+        settings_path, path = folder / "settings.json", folder / "responses.jsonl"
+        if settings_path.exists():
+            saved = json.loads(settings_path.read_text())
+            check_same_evaluation(folder, settings, saved)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(settings_path, json.dumps(settings, indent=2))
+        broken = []
+        *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        for number, line in enumerate(lines, 1):
+            values = read_object(line)
+            if values is None or not values.keys() >= REQUIRED_FIELDS:
+                broken.append(number)
+            elif values.get("failure") is None:  # a failed verdict is sampled and scored again
+                response = Response(**{name: values[name] for name in FIELDS.keys() & values})
+                self.responses[response.index, response.sample] = response
+        if broken:
+            self._storage.warn(
+                f"lines {spell(broken)} of {path} are not responses: they are sampled again"
+            )
+        self._lines = AppendFile(path)
+        self.tidy()
+
+    def append(self, response: Response) -> None:
+        """Add a line: on disk when this returns, on an object store soon."""
+        self.responses[response.index, response.sample] = response
+        if self.path is not None:
+            self._lines.add(_line(response, self._stamp))
+            write = functools.partial(self._lines.write, rarely=True)
+            self._storage.attempt(self.path.name, write)
+
+    def tidy(self) -> None:
+        """Sort the lines by problem and sample."""
+        if (path := self.path) is not None:
+            responses = self.responses.values()
+            self._storage.attempt(path.name, lambda: write_responses(path, responses, self._stamp))
+
+
+def check_same_evaluation(folder: Folder, settings: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise `ConfigError` that names every setting that differs from those in `folder`."""
+    changed = [
+        f"{name}: {settings.get(name)!r}, but it was begun with {saved.get(name)!r}"
+        for name in sorted(settings | saved)
+        if settings.get(name) != saved.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"the evaluation in {str(folder)!r} can't resume with other settings; choose another "
+            "folder by --out:\n  " + "\n  ".join(changed)
+        )
+
+
+# Settings that determine responses and verdicts, in addition to policy and problems.
+DECIDING = (
+    "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
+    "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
+    "reward.percent reward.correct reward.threshold reward.components"
+).split()
+
+
+@jax.jit
+def _checksums(params: Any) -> Any:
+    """Return the sum modulo 2^32 of each leaf's float32 bits, times an odd factor per position."""
+
+    def checksum(leaf: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+        position = jnp.zeros(leaf.shape, jnp.uint32)
+        for axis in range(leaf.ndim):
+            position = position * 65_599 + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(checksum, params)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def params_digest(params: Any) -> str:
+    """Return a hash of parameter values that is independent of devices and sharding."""
+    sums = jax.tree_util.tree_leaves_with_path(jax.device_get(_checksums(params)))
+    return _digest([(jax.tree_util.keystr(path), int(value)) for path, value in sums])
+
+
+def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dict[str, Any]:
+    """Return the values, by name, that must not change when an evaluation resumes."""
+    problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
+    return {
+        "policy_digest": params_digest(params),
+        "problems": len(problems),
+        "problems_digest": _digest(problems),
+    } | {name: value for name, _, value in leaves(config) if name in DECIDING}
+
+
+def open_checkpoints(
+    config: Config, from_folder: bool, stack: contextlib.ExitStack
+) -> Checkpoints | None:
+    """Return the checkpoints of run_dir, or None if the model folder is evaluated."""
+    if from_folder:
+        return None
+    if Checkpoints.exist(config.run_dir):
+        warn = Progress(config.log.console).warn
+        storage = Storage(lambda text: warn(escape(text)))
+        checkpoints = stack.enter_context(Checkpoints(config.run_dir, storage=storage))
+        if checkpoints.latest_step() is not None:
+            return checkpoints
+    raise ConfigError(
+        f"config.run_dir = {config.run_dir!r}: holds no checkpoint to evaluate; --model=FOLDER "
+        "evaluates a model folder"
+    )
+
+
+def open_policy(
+    config: Config, components: Components, checkpoints: Checkpoints | None
+) -> tuple[str, Any]:
+    """Return the policy's description and trained parameters. Raises `ConfigError`."""
+    if checkpoints is None:
+        return config.model.folder, components.first_params()
+    settings = checkpoints.record().settings
+    for name, _, value in leaves(config):
+        if name == "model.freeze_layers" or name.startswith("lora."):
+            saved = settings[name]
+            require(value == saved, name, value, f"{saved!r}, as in the run")
+    check_frozen(settings, config.model.folder, "model.folder")
+    params = checkpoints.state(components.learners.policy.abstract_state).params
+    return f"{config.run_dir} step {checkpoints.latest_step()}", params
+
+
+def claim_folder(
+    config: Config, checkpoints: Checkpoints | None, stack: contextlib.ExitStack
+) -> Folder:
+    """Return the folder of responses and report, locked until the stack is closed.
+
+    Below run_dir its name contains the settings that are varied most often; a run may be writing
+    there. Raises `ConfigError` if it must not be written.
+    """
+    data, evaluation = config.data, config.evaluation
+    if evaluation.out:
+        return stack.enter_context(claim("evaluation.out", evaluation.out, EVALUATION))
+    model = model_path(config.model.folder).absolute().name
+    name = [f"step_{checkpoints.latest_step()}" if checkpoints else model]
+    name += [pathlib.Path(data.heldout_source or data.source).stem]
+    own = open_template(data.template).digest
+    name += [f"template-{own}" if own else data.template] if data.template != "none" else []
+    name += [f"T{evaluation.temperature:g}", f"p{evaluation.top_p:g}"]
+    below = f"evaluations/{'_'.join(name)}"
+    stack.enter_context(claim("run_dir", config.run_dir, RUN, exclusive=False))
+    return stack.enter_context(claim("run_dir", config.run_dir, EVALUATION, below))
+
+
+def sample_missing(
+    file: ResponseFile,
+    params: Any,
+    prompts: list[Prompt],
+    components: Components,
+    interrupted: Callable[[], bool],
+) -> list[Response]:
+    """Return k responses to each prompt: those in `file`, and new ones that are added to it.
+
+    Only the first process returns responses of an earlier start. Raises `Interrupted`.
+    """
+    progress, rule = components.progress, evaluation_rule(components.config)
+    saved = processes.broadcast_from_host0(lambda: list(file.responses), "saved responses")
+    known = {tuple(key) for key in saved}
+    numbers = range(components.config.evaluation.samples_per_problem)
+    keys = [(prompt.index, j) for prompt in prompts for j in numbers]
+    missing = [(p, [j for j in numbers if (p.index, j) not in known]) for p in prompts]
+    wanted = [(prompt, samples) for prompt, samples in missing if samples]
+    if done := sum(key in known for key in keys):
+        path = escape(str(file.path))
+        progress.say(f"{done} of {len(keys)} responses are there already, in {path}")
+    with progress.evaluating(done, len(keys)) as show:
+        for response in sample_responses(components, params, wanted, rule, interrupted):
+            file.append(response)
+            show(response)
+    file.tidy()
+    return [file.responses[key] for key in keys if key in file.responses]
+
+
+def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
+    """Evaluate the latest checkpoint in run_dir, or the model folder if `from_folder`.
+
+    Prints the report and writes it beside the responses. Returns its main scores, or None if a
+    signal stopped the evaluation; the same call then resumes it.
+
+    Raises:
+        ConfigError: run_dir has no checkpoint, or settings, model folder and earlier responses
+            don't fit together.
+    """
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(Signals(config.checkpoint.leave_seconds))
+        check_processes(config)
+        checkpoints = open_checkpoints(config, from_folder, stack)
+        folder = claim_folder(config, checkpoints, stack)
+        components = build(config, training=False, should_abort=signals.received_locally)
+        stack.callback(components.close)
+        progress = components.progress
+        stack.enter_context(progress.compilation())
+        with progress.working("loading the policy"):
+            policy, params = open_policy(config, components, checkpoints)
+        prompts = components.prompts.heldout_prompts()
+        allowed = "more, or with shorter prompts: no problem is left to evaluate on"
+        require(bool(prompts), "data.heldout_problems", config.data.heldout_problems, allowed)
+        check_data(components.prompts.heldout)
+        announce_data(config, components.prompts, progress)
+        if config.evaluation.temperature == 0 and config.evaluation.samples_per_problem > 1:
+            progress.warn("temperature 0 samples the same response k times; --k=1 is enough")
+        fields = stamp(config, policy)
+        deciding = deciding_settings(config, join(components.frozen, params), prompts)
+        storage = Storage(lambda text: progress.warn(escape(text)))
+        if checkpoints is not None:
+            digests = components.prompts.digests
+            warn_about_heldout(config, checkpoints.record(), digests, storage.warn)
+        own_folder = folder if processes.is_first() else None
+        file = ResponseFile(own_folder, deciding, fields, storage)
+        try:
+            responses = sample_missing(file, params, prompts, components, signals)
+        except Interrupted:
+            progress.say(
+                f"stopped by {signals.received} with {len(file.responses)} responses in "
+                f"{escape(str(folder))}. The same command resumes from there"
+            )
+            return None
+        return processes.broadcast_from_host0(
+            lambda: write_report(responses, fields, folder, components, storage), "the report"
+        )
+
+
+def write_report(
+    responses: list[Response],
+    fields: dict[str, Any],
+    folder: Folder,
+    components: Components,
+    storage: Storage,
+) -> dict[str, Any]:
+    """Write and print the report; return its main scores by name."""
+    config = components.config
+    report = report_on(responses, config)
+    fields = fields | {"data": config.data.heldout_source or config.data.source}
+    path = folder / "report.json"
+    text = json.dumps(fields | dataclasses.asdict(report), indent=2)
+    storage.attempt(path.name, lambda: write_text(path, text))
+    components.progress.report(report, fields)
+    components.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
+    return {
+        "policy": fields["policy"],
+        "problems": report.problems,
+        "samples_per_problem": report.samples_per_problem,
+    } | heldout_metrics(report)

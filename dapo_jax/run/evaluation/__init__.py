@@ -1,1 +1,0 @@
-"""Evaluation of a policy on held-out problems."""

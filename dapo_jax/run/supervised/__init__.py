@@ -1,1 +1,0 @@
-"""Supervised training: SFT and DPO on given examples."""
