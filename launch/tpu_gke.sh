@@ -272,7 +272,8 @@ interrupted() {
 }
 
 run() {
-    local code
+    local code word
+    for word in "${arguments[@]}" "${environment[@]}"; do yaml "$word" >/dev/null; done # here an error ends the script
     [ -z "$emit" ] || { manifest; exit; }
     lock "gke-$name"
     [ -n "$detach" ] || trap interrupted INT TERM

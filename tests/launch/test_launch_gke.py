@@ -155,6 +155,7 @@ def test_the_manifest_alone_is_what_a_run_creates_and_names_its_queue(cloud):
     (["--type=v9"], "--type = 'v9'"), (["--topology=1x1"], "its 1 chips must be a multiple"),
     (["--env=MY_TOKEN=a"], "must not stand on a command line"), (["--namespace=A;b"], "'A;b'"),
     (["--config.run_dir=runs/a"], "--config.run_dir = 'runs/a'"), (["--queue=A;b"], "'A;b'"),
+    (["--config.a=\x01"], "an argument has a control character"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
     output = launch(cloud, *RUN, "--config.run_dir=gs://b", *words, expect=2)
