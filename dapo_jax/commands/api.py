@@ -66,9 +66,9 @@ class Result:
 
     @functools.cached_property
     def metrics(self) -> "pyarrow.Table":
-        """Table with a row per step; step 0 is the policy before training; None: not measured.
+        """Table with a row per step (docs/metrics.md); step 0 is the policy before training.
 
-        docs/metrics.md explains the columns; `.to_pandas()` converts it if pandas is installed.
+        None: not measured. `.to_pandas()` converts it if pandas is installed.
         """
         return read_metrics(self.run_dir)
 
@@ -117,14 +117,12 @@ def _with_functions(
 ) -> Config:
     """Return the config with Python objects in place of its rewards, environment and tools."""
     if reward is not None:
-        weights = reward if isinstance(reward, Mapping) else {reward: 1.0}
         names: dict[str, float] = {}
-        for part, weight in weights.items():
+        for part, weight in (reward if isinstance(reward, Mapping) else {reward: 1.0}).items():
             require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
-            name = (
-                part if isinstance(part, str) else register_function(part, in_process, taken=names)
-            )
-            names[name] = float(weight)
+            if not isinstance(part, str):
+                part = register_function(part, in_process, taken=names)
+            names[part] = float(weight)
         parts = ",".join(f"{name}={weight!r}" for name, weight in names.items())
         config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=parts))
     if environment is not None or tools:
@@ -163,14 +161,12 @@ def train(
 
     Args:
         config: an experiment, or a file that holds one, such as `configs/arithmetic.py:grpo`.
-        on_step: called with the number of each finished step and its metrics (docs/metrics.md
-            has their names). If it returns True, the run saves and stops. Every process calls it.
+        on_step: called in every process with the number of each finished step and its metrics
+            (docs/metrics.md). If it returns True, the run saves and stops.
         reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
             or weights by function and by name (`{"rule": 1, score: 0.5}`); docs/rewards.md has
-            the signatures for groups and tokens. It runs in worker processes: they import a
-            module's function by name, and receive any other one (a lambda, a function of a
-            notebook) as a copy with the current values of its variables. Calls of an `async def`
-            run concurrently.
+            the other signatures. Worker processes import a module's function by name, and receive
+            any other one (a lambda, a function of a notebook) as a copy with its variables.
         in_process: run the functions in this process instead, so that they may change variables
             of the program, or hold what can't be copied. A function that hangs then hangs the run.
         environment, tools: replace those of `config.environment`: a class with `step(text)`, or
@@ -231,8 +227,7 @@ def evaluate(
         the main scores (docs/metrics.md explains `heldout_...`); None if a signal stopped it and
         a handler of the program received that. The same call then resumes.
 
-    Raises:
-        ConfigError: there is no such checkpoint, or settings and folders don't fit together.
+    Raises `ConfigError` if there is no such checkpoint, or settings and folders don't fit together.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
     if model:
@@ -281,9 +276,6 @@ def sft(config: SftConfig | File) -> ModelFolder:
     >>> folder.metrics["step"].to_pylist()
     [1, 2]
 
-    Args:
-        config: an experiment, or a file that holds one: `configs/arithmetic_base.py`.
-
     Raises:
         ConfigError: settings, files and folders don't fit together.
         NotFinite (runtime.nonfinite): too many updates in a row were skipped.
@@ -295,10 +287,7 @@ def sft(config: SftConfig | File) -> ModelFolder:
 def dpo(config: DpoConfig | File) -> ModelFolder:
     """Train a policy on pairs of a chosen and a rejected answer, as `dapo-jax dpo` does.
 
-    Args:
-        config: a `DpoConfig`, or a file that holds one.
-
-    Raises: as `sft`.
+    Raises as `sft`.
     """
     return _train_folder(load(config, DpoConfig))
 
@@ -311,8 +300,7 @@ def export(run: File, out: File, **settings: Any) -> pathlib.Path:
         out: the folder to write; new, empty, or an earlier export, which is replaced.
         settings: `step`, `model`, `weights`, `dtype`, ... of `dapo_jax.ExportConfig`.
 
-    Raises:
-        ConfigError: wrong settings, no such checkpoint, or a model of other shapes.
+    Raises `ConfigError` for wrong settings, a missing checkpoint, or a model of other shapes.
     """
     config = ExportConfig(run=os.fspath(run), out=os.fspath(out), **settings)
     check_types(config)
@@ -336,8 +324,7 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
         the output of `dapo-jax plan --json`: `fits`, `programs` with bytes and seconds, `step`
         (None if the run does not fit), `changes` that would make it fit.
 
-    Raises:
-        ConfigError: settings that don't fit together, an unknown topology, no compiler for it.
+    Raises `ConfigError` for settings that don't fit together, or a topology without a compiler.
     """
     from dapo_jax.commands.plan.flags import PlanSettings
 
@@ -349,12 +336,11 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
     checks.check(config)
     check_types(settings)
     settings.check()
-    prints = settings.search or settings.simulate or settings.json
-    require(not prints, "(flags)", flags, "without search, simulate and json: those print")
-    from dapo_jax.commands.plan import tables
-    from dapo_jax.commands.plan.plan import make
+    prints = settings.search or settings.json
+    require(not prints, "(flags)", flags, "without search and json: those print")
+    from dapo_jax.commands.plan.plan import make, record
 
-    return tables.record(make(config, settings), settings)
+    return record(make(config, settings), settings)
 
 
 def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.Path:
@@ -365,8 +351,7 @@ def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.P
         out: the page to write; an earlier report is replaced.
         settings: `preset`, `max_mb` of `dapo_jax.ReportConfig`.
 
-    Raises:
-        ConfigError: a run can't be read, or the page can't be written.
+    Raises `ConfigError` if a run can't be read, or the page can't be written.
     """
     from dapo_jax.commands.report import report as write
 

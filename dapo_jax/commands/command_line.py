@@ -1,7 +1,7 @@
 """Command line of a run: typed overrides of a config, checks, and one-line errors."""
 
 import argparse
-import itertools
+import operator
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -12,42 +12,7 @@ from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.help import help_text, take_help
 from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError, leaves, nearest, require, rules
 
-
-def _check_override_names(arguments: list[str], kind: type) -> None:
-    """Raise `ConfigError` for an unknown flag or a value of another type.
-
-    absl reports those with a traceback.
-    """
-    types = {name: field.type for name, field, _ in leaves(kind())}
-    sections = {name.rpartition(".")[0] for name in types} - {""}
-    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
-        name, separator, value = argument.partition("=")
-        name = name.lstrip("-")
-        setting = name.removeprefix("config.")
-        if not argument.startswith("-") or name[:1].isdigit():  # -1 is a value
-            continue
-        if name.startswith("config.") and setting in types:
-            if not separator and not following.startswith("--"):
-                value = following
-            if separator or types[setting] is not bool:  # a bool without a value means true
-                _check_value(setting, value, types[setting])
-            continue
-        if setting in sections:
-            raise ConfigError(f"config.{setting} is a section: see --help={setting}")
-        problem = f"--{name}: there is no such flag"
-        if name.startswith("config."):
-            problem = f"config.{setting}: there is no such setting"
-        raise ConfigError(f"{problem}{nearest(setting, types)} (--help lists all)")
-
-
-def _check_value(setting: str, value: str, kind: Any) -> None:
-    """Raise `ConfigError` if the text of an override is not a value of type `kind`."""
-    fits = kind is not bool or value.lower() in ("true", "t", "1", "false", "f", "0")
-    try:
-        kind(value)
-    except ValueError:
-        fits = False
-    require(fits, setting, value, TYPE_NAMES[kind])
+BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
@@ -93,42 +58,58 @@ def take_file(arguments: list[str], kind: type = Config) -> tuple[str, list[str]
     return file, others
 
 
-def spell_auto(arguments: list[str], kind: type) -> list[str]:
-    """Return the command line with 'auto' replaced by the number that a setting has for it."""
-    auto = {f"--config.{n}": str(rule.auto) for n, rule in rules(kind).items() if rule.auto}
-    spelled, flag = [], ""
-    for argument in arguments:
-        if flag in auto and argument == "auto":
-            argument = auto[flag]
-        flag, _, value = argument.partition("=")
-        if flag in auto and value == "auto":
-            argument = f"{flag}={auto[flag]}"
-        spelled.append(argument)
-    return spelled
+def _convert(setting: str, text: str, kind: type, auto: int | None) -> Any:
+    """Return the value of an override. Raises `ConfigError` if it is of another type."""
+    if auto and text == "auto":
+        return auto
+    if kind is bool:
+        require(text.lower() in BOOLS, setting, text, TYPE_NAMES[bool])
+        return BOOLS[text.lower()]
+    try:
+        return kind(text)
+    except ValueError:
+        require(False, setting, text, TYPE_NAMES[kind])
 
 
 def override(config: Any, arguments: list[str]) -> Any:
-    """Return `config` with the overrides `--config.name=value`. Raises `ConfigError`."""
-    from absl import flags
-    from ml_collections import config_flags
-
-    arguments = spell_auto(arguments, type(config))
-    _check_override_names(arguments, type(config))
-    values = flags.FlagValues()
-    line = ["", *arguments]
-    try:
-        holder = config_flags.DEFINE_config_dataclass(
-            "config", config, flag_values=values, sys_argv=line
-        )
-        extra = values(line)[1:]
-    except (flags.Error, TypeError, ValueError) as error:
-        raise ConfigError(str(error).strip().splitlines()[-1]) from None
+    """Change `config` by the overrides `--config.name=value`. Raises `ConfigError`."""
+    types: dict[str, Any] = {name: field.type for name, field, _ in leaves(config)}
+    sections = {name.rpartition(".")[0] for name in types} - {""}
+    extra, rest = [], [*arguments]
+    while rest:
+        argument = rest.pop(0)
+        flag, separator, text = argument.partition("=")
+        flag = flag.lstrip("-")
+        setting = flag.removeprefix("config.")
+        if not argument.startswith("-") or flag[:1].isdigit():
+            extra.append(argument)
+        elif flag.startswith("config.") and setting in types:
+            if not separator:
+                is_flag = types[setting] is bool or not rest or rest[0].startswith("--")
+                text = ("true" if types[setting] is bool else "") if is_flag else rest.pop(0)
+            owner, _, name = setting.rpartition(".")
+            section = operator.attrgetter(owner)(config) if owner else config
+            auto = rules(type(config))[setting].auto
+            setattr(section, name, _convert(setting, text, types[setting], auto))
+        elif setting in sections:
+            raise ConfigError(f"config.{setting} is a section: see --help={setting}")
+        else:
+            problem = f"--{flag}: there is no such flag"
+            if flag.startswith("config."):
+                problem = f"config.{setting}: there is no such setting"
+            raise ConfigError(f"{problem}{nearest(setting, types)} (--help lists all)")
     if extra:
         # Web pages and word processors turn two hyphens into a long dash.
         has_dash = any(text.startswith(("–", "—")) for text in extra)
         hint = "; a flag begins with two hyphens" if has_dash else ""
         raise ConfigError(f"unexpected arguments: {' '.join(extra)}{hint}")
-    return holder.value
+    return config
+
+
+def check_flag(fits: bool, flag: str, value: Any, allowed: str) -> None:
+    """Raise `ConfigError` that names a flag of a command, not a setting of the config."""
+    if not fits:
+        raise ConfigError(f"--{flag} = {value!r}: must be {allowed}")
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -157,10 +138,9 @@ def load(
 ) -> Any:
     """Return the checked config of the command line: `NAME[:PRESET]` or a file, `--config.x=y`.
 
-    Prints the help or a one-line error and exits if there is no config to return.
+    Prints the help (which begins with `usage`) or a one-line error and exits if there is none.
 
     Args:
-        usage: beginning of the help; a module's docstring, which `python -OO` removes.
         short_names: settings by their short flag.
         needs_file: if False, overrides of the defaults are enough.
         several: flags that may be repeated.
@@ -209,13 +189,10 @@ def run(
     single_process: str = "",
     **options: Any,
 ) -> int:
-    """Run a command: load and check its config, call `work`, and end all processes.
+    """Run a command: load its config with `options`, call `work`, and end all processes.
 
-    Args:
-        work: executes the command and returns an exit code or None (0). It imports heavy modules
-            itself, so that help and wrong settings are answered at once.
-        single_process: name of a command that only one process may run.
-        short_names, options: arguments of `load`.
+    `work` returns an exit code or None (0). It imports heavy modules itself, so that help and wrong
+    settings are answered at once. `single_process` names a command that only one process may run.
     """
     config = load(kind, usage, short_names, **options)
     from dapo_jax.commands.checks import guarded

@@ -24,8 +24,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dapo_jax.commands.command_line import FlagParser
-from dapo_jax.runtime.settings import ConfigError, nearest
+from dapo_jax.commands.command_line import FlagParser, check_flag
+from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
 
 MODEL = "models/Qwen2.5-0.5B-Instruct"
@@ -97,44 +97,36 @@ class Selection(NamedTuple):
     problems: list[Problem]
     fields: dict[str, str]
     rows: int
-    has_answers: bool
 
+    @property
+    def has_answers(self) -> bool:
+        answered = sum(bool(problem.answer) for problem in self.problems)
+        return answered >= MIN_FRACTION * len(self.problems)
 
-def check_flag(fits: bool, name: str, value: str, allowed: str) -> None:
-    """Raise `ConfigError` about a flag of this command if its value does not fit."""
-    if not fits:
-        raise ConfigError(f"--{name} = {value!r}: must be {allowed}")
+    def kinds(self) -> collections.Counter[str]:
+        """Return how the verifier reads the gold answers; empty without any."""
+        from dapo_jax.verifier.gold_reading import read_gold
 
-
-def read_flags() -> Any:
-    """Return the flags of the command line, or exit with a one-line error."""
-    parser = FlagParser(prog="dapo-jax init", add_help=False, allow_abbrev=False)
-    for name in ("data", "out", "question", "answer"):
-        parser.add_argument(f"--{name}", default="")
-    parser.add_argument("--model", default=MODEL)
-    return parser.parse_args()
+        golds = [problem.answer for problem in self.problems] if self.has_answers else []
+        return collections.Counter(read_gold("math_label", gold).kind for gold in golds)
 
 
 def read_first_rows(name: str) -> list[dict[str, Any]]:
     """Return the objects among the first rows of file `name`. Raises `ConfigError`."""
     from etils import epath
 
-    from dapo_jax.data.files import READERS, read_rows, split_suffix
+    from dapo_jax.config.experiment import Data
+    from dapo_jax.data.files import find_files, read_rows
 
-    allowed = f"a file that ends in {', '.join(READERS)}"
-    check_flag(bool(name), "data", name, f"{allowed}: dapo-jax init --data=FILE")
-    remote = "://" in name
-    supported = not remote or name.startswith("gs://")
-    check_flag(supported, "data", name, "a path of this machine or on gs://")
-    path = epath.Path(name)
-    siblings = [] if remote else [str(p) for p in pathlib.Path(name).parent.glob("*")]
-    missing = f"{allowed} (no such file{nearest(name, siblings, 0.7)})"
-    check_flag(path.exists(), "data", name, missing)
-    check_flag(not path.is_dir(), "data", name, f"{allowed}, not a folder")
-    check_flag(bool(split_suffix(path.name)[1]), "data", name, allowed)
-    check_flag(not set(name) & set(",=*?["), "data", name, "a name without , = * ? and [")
+    check_flag(bool(name), "data", name, "a file: dapo-jax init --data=FILE")
+    check_flag(not set(name) & set(",="), "data", name, "a name without , and =")
     try:
-        rows = [row for _, row in itertools.islice(read_rows(path), MAX_ROWS)]
+        files = find_files("data", name, Data().folder, "train")
+    except ConfigError as error:
+        raise ConfigError(f"--{str(error).removeprefix('config.')}") from None
+    every_row = itertools.chain.from_iterable(read_rows(epath.Path(file)) for file in files)
+    try:
+        rows = [row for _, row in itertools.islice(every_row, MAX_ROWS)]
     except ConfigError as error:
         raise ConfigError(f"--data = {name!r}: {error}") from None
     objects = [row for row in rows if isinstance(row, dict)]
@@ -173,7 +165,7 @@ def choose_field(rows: list[dict[str, Any]], names: Sequence[str], taken: str = 
     return ""
 
 
-def choose(rows: list[dict[str, Any]], question: str, answer: str, name: str) -> Selection:
+def choose(rows: list[dict[str, Any]], flags: Any) -> Selection:
     """Select problems by the named fields, else by the usual names, else by likely names.
 
     Raises:
@@ -181,56 +173,37 @@ def choose(rows: list[dict[str, Any]], question: str, answer: str, name: str) ->
     """
     from dapo_jax.data.row_formats import MISSING, look_up
 
-    described = describe_fields(rows)
+    question, answer = flags.question, flags.answer
+    described = ", ".join(f"{name} ({_short(str(value))})" for name, value in rows[0].items())
     for flag, field in (("question", question), ("answer", answer)):
         known = not field or any(look_up(row, field) is not MISSING for row in rows)
-        check_flag(known, flag, field, f"a field of {name}: {described}")
+        check_flag(known, flag, field, f"a field of {flags.data}: {described}")
+        plain = not set(field) & set(",=")
+        check_flag(plain, flag, field, "a field without , and =")
     if not (question or answer):
         problems = read_problems(rows, {})
         enough = len(problems) >= MIN_FRACTION * len(rows)
         if enough and any(problem.answer for problem in problems):
-            return Selection(problems, {}, len(rows), True)
+            return Selection(problems, {}, len(rows))
     question = question or choose_field(rows, QUESTIONS, answer)
-    if not question:
-        raise ConfigError(
-            f"--data = {name!r}: none of its fields is known as a problem: "
-            f"{described}; name two: --question=FIELD --answer=FIELD"
-        )
     answer = answer or choose_field(rows, ANSWERS, question)
     fields = {"problem": question}
     if answer:
         values = [str(look_up(row, answer)) for row in rows]
         boxed = sum("\\boxed" in value for value in values) >= MIN_FRACTION * len(rows)
         fields["solution" if boxed else "answer"] = answer
-    plain = not any(set(field) & set(",=") for field in fields.values())
-    check_flag(plain, "question", question, "a field without , and =, and so the answer's")
-    problems = read_problems(rows, fields)
+    problems = read_problems(rows, fields) if question else []
     if not problems:
         raise ConfigError(
-            f"--data = {name!r}: no row has a text as {question!r}: {described}; "
-            "name another: --question=FIELD"
+            f"--data = {flags.data!r}: none of its fields is known as a problem: "
+            f"{described}; name two: --question=FIELD --answer=FIELD"
         )
-    answered = sum(bool(problem.answer) for problem in problems)
-    return Selection(problems, fields, len(rows), answered >= MIN_FRACTION * len(problems))
-
-
-def describe_fields(rows: list[dict[str, Any]]) -> str:
-    """Return the fields of the first row, each with the beginning of its value."""
-    return ", ".join(f"{name} ({_short(str(value))})" for name, value in rows[0].items())
+    return Selection(problems, fields, len(rows))
 
 
 def _short(text: str) -> str:
     text = " ".join(text.split())
-    if len(text) <= MAX_SHOWN_CHARACTERS:
-        return text
-    return f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
-
-
-def count_kinds(problems: list[Problem]) -> collections.Counter[str]:
-    """Count how the verifier reads the gold answers."""
-    from dapo_jax.verifier.gold_reading import read_gold
-
-    return collections.Counter(read_gold("math_label", problem.answer).kind for problem in problems)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
 def choose_folder(flags: Any, verifiable: bool) -> pathlib.Path:
@@ -248,30 +221,23 @@ def choose_folder(flags: Any, verifiable: bool) -> pathlib.Path:
     return folder
 
 
-class _TokenCounter:
-    """Token counts by the model's tokenizer, or estimates if the model is not downloaded yet."""
+def _round_limit(lengths: list[int]) -> int:
+    """Return a round token limit that 99 % of the lengths fit."""
+    percentile = sorted(lengths)[-1 - len(lengths) // 100]
+    return min(-(-percentile // TOKEN_MULTIPLE) * TOKEN_MULTIPLE, MAX_PROMPT_TOKENS)
 
-    def __init__(self, model: str):
-        from dapo_jax.data.prompts.tokenizer import Tokenizer
 
-        absent = model == MODEL and not pathlib.Path(MODEL).exists()
-        self._tokenizer = None if absent else Tokenizer.from_folder(model, "model")
+def _count_tokens(model: str, texts: list[str]) -> list[int]:
+    """Return token counts by the model's tokenizer; estimates if it is not downloaded yet."""
+    from dapo_jax.data.prompts.tokenizer import Tokenizer
 
-    def limit(self, texts: list[str]) -> tuple[int, bool]:
-        """Return a round token limit that 99 % of the texts fit, and if all of them do."""
-        lengths = sorted(map(self._count, texts))
-        percentile = lengths[-1 - len(lengths) // 100]
-        limit = min(-(-percentile // TOKEN_MULTIPLE) * TOKEN_MULTIPLE, MAX_PROMPT_TOKENS)
-        return limit, lengths[-1] <= limit
-
-    def _count(self, text: str) -> int:
-        if self._tokenizer is None:
-            return int(len(text) / CHARACTERS_PER_TOKEN)
-        return len(self._tokenizer.encode_prompt(text))
+    if model == MODEL and not pathlib.Path(MODEL).exists():
+        return [int(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
+    tokenizer = Tokenizer.from_folder(model, "model")
+    return [len(tokenizer.encode_prompt(text)) for text in texts]
 
 
 def _quote(text: str) -> str:
-    """Return a text as a Python literal in double quotes."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -281,16 +247,17 @@ def make_files(
     """Return the contents of the files by name."""
     problems = selection.problems
     template = TEMPLATE if selection.has_answers else "{problem}\n"
-    counter = _TokenCounter(flags.model)
     prompts = [template.replace("{problem}", problem.text) for problem in problems]
-    prompt_tokens, all_fit = counter.limit(prompts)
-    solution_tokens, _ = counter.limit([problem.solution for problem in problems])
-    response_tokens = min(max(MIN_RESPONSE_TOKENS, 2 * solution_tokens), MAX_RESPONSE_TOKENS)
+    lengths = _count_tokens(flags.model, prompts)
+    prompt_tokens = _round_limit(lengths)
+    solutions = _count_tokens(flags.model, [problem.solution for problem in problems])
+    wanted = max(MIN_RESPONSE_TOKENS, 2 * _round_limit(solutions))
+    response_tokens = min(wanted, MAX_RESPONSE_TOKENS)
     parts = _quote(f"{'.'.join(folder.parts)}.reward:score=1")
     data = {"source": flags.data, "template": str(folder / "template.txt")}
     if selection.fields:
         data["fields"] = ",".join(f"{key}={field}" for key, field in selection.fields.items())
-    if not all_fit:
+    if max(lengths) > prompt_tokens:
         data["overlong_prompts"] = "drop"
     config = CONFIG.format(
         run_dir=_quote(f"runs/{folder.absolute().name}"),
@@ -309,29 +276,22 @@ def make_files(
 
 
 def write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
-    """Write new files, all or none. Raises `ConfigError` if one exists already."""
+    """Write new files. Raises `ConfigError` if one exists already."""
     existing = [str(folder / name) for name in files if os.path.lexists(folder / name)]
     allowed = f"a folder without {' and '.join(existing)}, which would be lost"
     check_flag(not existing, "out", str(folder), allowed)
-    written: list[pathlib.Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            with (folder / name).open("x", encoding="utf-8") as file:
-                written.append(folder / name)
-                file.write(text)
+            (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        for path in written:
-            path.unlink()
         raise ConfigError(f"--out = {str(folder)!r}: can't be written: {error}") from None
 
 
 def init(flags: Any) -> int:
     """Write the files, print a summary, and return 0. Raises `ConfigError`."""
-    rows = read_first_rows(flags.data)
-    selection = choose(rows, flags.question, flags.answer, flags.data)
-    problems = selection.problems
-    kinds = count_kinds(problems) if selection.has_answers else collections.Counter()
+    selection = choose(read_first_rows(flags.data), flags)
+    problems, kinds = selection.problems, selection.kinds()
     verifiable = sum(kinds[kind] for kind in VERIFIABLE) >= MIN_FRACTION * len(problems)
     folder = choose_folder(flags, verifiable)
     files = make_files(flags, selection, folder, verifiable)
@@ -361,5 +321,9 @@ def main() -> int:
         return 0
     from dapo_jax.commands.checks import guarded
 
-    flags = read_flags()
+    parser = FlagParser(prog="dapo-jax init", add_help=False, allow_abbrev=False)
+    for name in ("data", "out", "question", "answer"):
+        parser.add_argument(f"--{name}", default="")
+    parser.add_argument("--model", default=MODEL)
+    flags = parser.parse_args()
     return guarded(lambda: init(flags))

@@ -4,8 +4,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import DpoConfig, ExportConfig, SftConfig
-from dapo_jax.config.sections import GENERATED
+from dapo_jax.config.experiment import GENERATED, DpoConfig, ExportConfig, SftConfig
 from dapo_jax.config.validation import check_warmup
 from dapo_jax.runtime.settings import leaves
 
@@ -47,7 +46,7 @@ to a hub.
 
 def check_folder(config: SftConfig | DpoConfig) -> None:
     """Raise `ConfigError` if the folder must not be written, or the data has no file."""
-    from dapo_jax.data.supervised import find_source
+    from dapo_jax.data.files import find_files
     from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, check_free
 
     check_warmup(config)
@@ -58,21 +57,19 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
 
         check_free("out", adapter_folder(config.out), kind)
     if isinstance(config, DpoConfig) or config.data.source not in GENERATED:
-        find_source(config.data)
+        find_files("data.source", config.data.source, config.data.folder, "train")
 
 
 def train_model(config: SftConfig | DpoConfig) -> "Stopped | None":
     """Train on examples or pairs; return the early stop by a signal, if there was one."""
+    from dapo_jax.run.supervised.dpo import prefer
     from dapo_jax.run.supervised.resume import Stopped
+    from dapo_jax.run.supervised.sft import make_base
 
     try:
         if isinstance(config, SftConfig):
-            from dapo_jax.run.supervised.sft import make_base
-
             make_base(config)
         else:
-            from dapo_jax.run.supervised.dpo import prefer
-
             prefer(config)
     except Stopped as stopped:
         return stopped
@@ -96,16 +93,14 @@ def exit_code(config: SftConfig | DpoConfig) -> int:
 
 def sft() -> int:
     """Run `dapo-jax sft`. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
-    return command_line.run(
-        SftConfig, SFT_USAGE, exit_code, needs_file=False, check_output=check_folder
-    )
+    options = {"needs_file": False, "check_output": check_folder}
+    return command_line.run(SftConfig, SFT_USAGE, exit_code, **options)
 
 
 def dpo() -> int:
     """Run `dapo-jax dpo`, with the exit codes of `sft`."""
-    return command_line.run(
-        DpoConfig, DPO_USAGE, exit_code, needs_file=False, check_output=check_folder
-    )
+    options = {"needs_file": False, "check_output": check_folder}
+    return command_line.run(DpoConfig, DPO_USAGE, exit_code, **options)
 
 
 def export() -> int:
@@ -117,11 +112,5 @@ def export() -> int:
 
         export(config)
 
-    return command_line.run(
-        ExportConfig,
-        EXPORT_USAGE,
-        work,
-        names,
-        needs_file=False,
-        single_process="dapo-jax export",
-    )
+    options = {"needs_file": False, "single_process": "dapo-jax export"}
+    return command_line.run(ExportConfig, EXPORT_USAGE, work, names, **options)

@@ -7,13 +7,12 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dapo_jax.commands import checks
-from dapo_jax.config import sections
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime import processes
@@ -43,38 +42,18 @@ def environment_settings(environment: Environment | None, tools: Tools) -> dict[
     return {"name": name, "tools": ",".join(tool_names)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """Arguments of `sample`: number of responses, sampling rule, and environment.
+def _check_sampling(samples: int, temperature: float, top_p: float, top_k: int) -> None:
+    """Raise `ConfigError` for a value out of range."""
 
-    Raises `ConfigError` for a value out of range.
-    """
+    def check(name: str, value: Any, kinds: tuple[type, ...], fits: Callable, allowed: str) -> None:
+        require(type(value) in kinds and fits(value), name, value, allowed)
 
-    samples: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    environment: Environment | None = None
-    tools: Tools = ()
-    max_turns: int = MAX_TURNS
-
-    def __post_init__(self):
-        def check(name: str, kinds: tuple[type, ...], fits: Callable[[Any], bool], allowed: str):
-            value = getattr(self, name)
-            require(type(value) in kinds and fits(value), name, value, allowed)
-
-        numbers = (int, float)
-        check("samples", (int,), lambda n: n > 0, "a whole number above 0")
-        check("top_k", (int,), lambda n: n >= 0, "a whole number, at least 0")
-        check(
-            "temperature",
-            numbers,
-            lambda t: t == 0 or 0.001 <= t <= 100,
-            "0, or from 0.001 to 100",
-        )
-        check("top_p", numbers, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
-        if self.environment is not None or self.tools:
-            require(self.max_turns > 0, "max_turns", self.max_turns, "above 0")
+    numbers = (int, float)
+    check("samples", samples, (int,), lambda n: n > 0, "a whole number above 0")
+    check("top_k", top_k, (int,), lambda n: n >= 0, "a whole number, at least 0")
+    allowed = "0, or from 0.001 to 100"
+    check("temperature", temperature, numbers, lambda t: t == 0 or 0.001 <= t <= 100, allowed)
+    check("top_p", top_p, numbers, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
 
 
 class Policy:
@@ -147,23 +126,6 @@ class Policy:
             f"responses of at most {config.sampler.max_response_tokens}>"
         )
 
-    @contextlib.contextmanager
-    def _open_environments(self, sampling: Sampling, chat: bool) -> "Iterator[Environments | None]":
-        if sampling.environment is None and not sampling.tools:
-            yield None
-            return
-        from dapo_jax.environments.sessions import Environments
-
-        tools = sampling.tools
-        require(chat or not tools, "tools", len(tools), "none, or prompts that are messages")
-        names = environment_settings(sampling.environment, tools)
-        settings = sections.Environment(max_turns=sampling.max_turns, **names)
-        environments = Environments(settings, self.tokenizer, chat)
-        try:
-            yield environments
-        finally:
-            environments.close()
-
     def _encode(
         self, index: int, prompt: str | Messages, environments: "Environments | None"
     ) -> "Prompt":
@@ -172,25 +134,22 @@ class Policy:
         from dapo_jax.structs import Problem, Prompt, present
 
         problem = ""
-        if isinstance(prompt, str):
-            text = prompt
-            if environments:
-                text = environments.open(Problem(str(index), text, "", "")).text
-        else:
+        if not isinstance(prompt, str):
             chat = self.tokenizer.chat
             require(chat is not None, "model", self.name, "a folder with a chat template")
             problem = str(prompt[-1]["content"])
             tools = tool_schemas(environments.settings) if environments else None
             messages = [dict(message) for message in prompt]
             text = present(chat, "chat template").render(messages, tools=tools)
+        elif environments:
+            text = environments.open(Problem(str(index), prompt, "", "")).text
+        else:
+            text = prompt
         tokens = self.tokenizer.encode_prompt(text)
         limit = self._components.config.data.max_prompt_tokens
-        require(
-            0 < len(tokens) <= limit,
-            f"prompts[{index}]",
-            f"{len(tokens)} tokens",
-            f"from 1 to max_prompt_tokens = {limit} tokens long",
-        )
+        allowed = f"from 1 to max_prompt_tokens = {limit} tokens long"
+        fits = 0 < len(tokens) <= limit
+        require(fits, f"prompts[{index}]", f"{len(tokens)} tokens", allowed)
         ids = np.asarray(tokens, np.int32)
         return Prompt(index, str(index), text, ids, "", "", problem=problem)
 
@@ -207,21 +166,30 @@ class Policy:
         max_turns: int = MAX_TURNS,
     ) -> "list[list[Completion]]":
         """Sample responses to each prompt; arguments as for `dapo_jax.sample`."""
+        from dapo_jax.environments.sessions import Environments
         from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule
         from dapo_jax.structs import with_texts
 
-        sampling = Sampling(samples, temperature, top_p, top_k, environment, tools, max_turns)
+        _check_sampling(samples, temperature, top_p, top_k)
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
-        sampler = self._components.sampler
-        rule = SamplingRule(sampling.temperature, sampling.top_p, sampling.top_k)
         chat = any(not isinstance(prompt, str) for prompt in prompts)
+        sampler, environments = self._components.sampler, None
         responses: dict[int, list[Completion]] = {}
-        with self._open_environments(sampling, chat) as environments:
+        with contextlib.ExitStack() as stack:
+            if environment is not None or tools:
+                require(max_turns > 0, "max_turns", max_turns, "above 0")
+                allowed = "none, or prompts that are messages"
+                require(chat or not tools, "tools", len(tools), allowed)
+                names = environment_settings(environment, tools)
+                settings = experiment.Environment(max_turns=max_turns, **names)
+                environments = Environments(settings, self.tokenizer, chat)
+                stack.callback(environments.close)
             requests = [self._encode(i, text, environments) for i, text in enumerate(prompts)]
             sampler.environments = environments
+            rule = SamplingRule(temperature, top_p, top_k)
             sampler.begin(self._params, purpose=SAMPLE_FOR_SERVING, step=0, rule=rule)
             for prompt in requests:
-                sampler.submit(prompt, sampling.samples)
+                sampler.submit(prompt, samples)
             while not sampler.idle:
                 for prompt, completions in sampler.decode_burst():
                     responses[prompt.index] = list(completions)
@@ -234,14 +202,11 @@ def sample(
     model: File,
     prompts: Sequence[str | Messages],
     *,
-    samples: int = 1,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    environment: Environment | None = None,
-    tools: Tools = (),
-    max_turns: int = MAX_TURNS,
-    **limits: int,
+    max_prompt_tokens: int = 512,
+    max_response_tokens: int = 512,
+    slots: int = 16,
+    seed: int = 0,
+    **sampling: Any,
 ) -> "list[list[Completion]]":
     """Sample responses of a policy to prompts. `Policy` loads the model once for several calls.
 
@@ -253,14 +218,12 @@ def sample(
         model: a model folder, or the run_dir of a run.
         prompts: texts as the policy sees them, or lists of messages (`role` and `content`), which
             go through the folder's chat template.
-        samples: responses to each prompt.
-        temperature: 0 takes the most likely token.
-        top_p, top_k: restrict sampling to the most likely tokens; 1 and 0: all tokens.
-        environment: replies to the policy between its turns: a class with `step(text)`, or the
-            name of one, as in docs/environments.md.
-        tools: functions that the policy may call, if prompts are messages.
-        max_turns: limit of a trajectory's turns.
-        limits: `max_prompt_tokens`, `max_response_tokens`, `slots`, `seed` of `Policy`.
+        max_prompt_tokens, max_response_tokens, slots, seed: as for `Policy`.
+        sampling: `samples` to each prompt (1); `temperature` (1.0; 0 takes the most likely token);
+            `top_p` (1.0) and `top_k` (0: all tokens), which restrict sampling to the most likely
+            tokens; `environment`, which replies to the policy between its turns: a class with
+            `step(text)`, or the name of one, as in docs/environments.md; `tools`: functions that
+            the policy may call, if prompts are messages; `max_turns` of a trajectory (8).
 
     Returns:
         a list of responses per prompt, each with `text`, `tokens`, `sampler_logprobs` and
@@ -269,13 +232,11 @@ def sample(
     Raises:
         ConfigError: an argument is out of range, or the model can't be read.
     """
-    return Policy(model, **limits).sample(
-        prompts,
-        samples=samples,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        environment=environment,
-        tools=tools,
-        max_turns=max_turns,
+    policy = Policy(
+        model,
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=max_response_tokens,
+        slots=slots,
+        seed=seed,
     )
+    return policy.sample(prompts, **sampling)

@@ -37,11 +37,8 @@ def keep_only(batch: Any, microbatch: int, row: int, positions: Any) -> Any:
     mask = np.zeros(part.loss_weights.shape, bool)
     mask[0, row, positions] = True
     weights = {name: getattr(part, name) for name in WEIGHTS}
-    masked = {
-        name: np.where(mask, array, np.zeros_like(array))
-        for name, array in weights.items()
-        if array is not None
-    }
+    kept = {name: array for name, array in weights.items() if array is not None}
+    masked = {name: np.where(mask, array, np.zeros_like(array)) for name, array in kept.items()}
     return dataclasses.replace(part, **masked)
 
 

@@ -1,11 +1,10 @@
 """Settings of an algorithm: the factors of each token's gradient coefficient.
 
-Every method of the family multiplies the gradient of log p(token) by a coefficient (DeepSeekMath,
-arXiv 2402.03300, section 5.2):
+Every method multiplies the gradient of log p(token) by a coefficient (arXiv 2402.03300, 5.2):
 
     A * weight(ratio) * [inside the region] * importance weight * [not rejected] - KL's part
 
-The settings choose each factor; `dapo_jax/algorithms.py` has the published choices.
+`dapo_jax/algorithms.py` has the published choices of each factor.
 """
 
 from typing import Annotated, Literal
@@ -47,6 +46,10 @@ def _estimators(trait: str) -> Choices:
     return Choices(name for name, traits in ESTIMATOR_TRAITS.items() if trait in traits.split())
 
 
+def _if_advantage(trait: str) -> When:
+    return When("algorithm.advantage", " ".join(_estimators(trait)))
+
+
 GROUP_ESTIMATORS = _estimators("group")
 OF_VALUES = _estimators("values")
 REWARD_FREE_ESTIMATORS = _estimators("no_reward")
@@ -67,24 +70,28 @@ READS_OLD_LOGPROBS = When(
         or distillation == "reverse"
     ),
 )
+CENTRED = _if_advantage("centred")
+PER_TOKEN = _if_advantage("per_token")
+HAS_VALUES = _if_advantage("values")
+IF_GAE = When("algorithm.advantage", "gae")
+IF_ADAPTIVE = When("algorithm.advantage", "length_adaptive_gae")
+IF_PASS_AT_K = When("algorithm.advantage", "pass_at_k")
+IF_PREFERENCE = When("algorithm.advantage", "preference")
 HAS_RATIO = When("algorithm.ratio", "token sequence product geometric")
 IF_REGION = When("algorithm.region", "ratio log_ratio tv kl")
 IF_CRITIC = When("algorithm.critic")
 IF_CAP = When("algorithm.importance_cap")
-IF_REJECTION = When("algorithm.rejection", "token product sequence worst")
+REJECTS = When("algorithm.rejection", "token product sequence worst")
 IF_BOUNDED = When(
     "algorithm.ratio algorithm.weight", lambda ratio, weight: (ratio, weight) != ("none", "ratio")
 )
 IF_KL = When("algorithm.kl", "loss reward")
-IF_KL_LOSS = When("algorithm.kl", "loss")
+KL_LOSS = When("algorithm.kl", "loss")
 IF_DECAY = When("algorithm.weight", "sapo gamma")
 IF_GAMMA = When("algorithm.weight", "gamma")
 IF_TEACHER = When("algorithm.distillation", "reverse jsd")
 IF_JSD = When("algorithm.distillation", "jsd")
-
-
-def _if_advantage(trait: str) -> When:
-    return When("algorithm.advantage", " ".join(_estimators(trait)))
+PUNISHES = When("algorithm.overlong_punishment")
 
 
 @section
@@ -95,47 +102,27 @@ class Algorithm:
         "group_zscore", "Estimator: a key of advantages.ESTIMATORS."
     )
     advantage_scale: Literal["none", "batch", "mean", "informative"] = setting(
-        "none", "Scale of a centred one: a key of advantages.SCALES.", read=_if_advantage("centred")
+        "none", "Scale of a centred one: a key of advantages.SCALES.", read=CENTRED
     )
-    pass_k: Annotated[int, Range(at_least=2)] = setting(
-        4, "The k of pass_at_k.", read=When("algorithm.advantage", "pass_at_k")
-    )
+    pass_k: Annotated[int, Range(at_least=2)] = setting(4, "The k of pass_at_k.", read=IF_PASS_AT_K)
     whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
-    gamma: Share = setting(
-        1.0, "Discount per token (reward_to_go and gae).", read=_if_advantage("per_token")
-    )
-    lambda_policy: Unit = setting(
-        1.0, "GAE's lambda of the advantages.", read=When("algorithm.advantage", "gae")
-    )
-    lambda_value: Unit = setting(
-        1.0, "GAE's lambda of the critic's returns.", read=_if_advantage("values")
-    )
+    gamma: Share = setting(1.0, "Discount per token.", read=PER_TOKEN)
+    lambda_policy: Unit = setting(1.0, "GAE's lambda of the advantages.", read=IF_GAE)
+    lambda_value: Unit = setting(1.0, "GAE's lambda of the critic's returns.", read=HAS_VALUES)
     lambda_alpha: Positive = setting(
-        0.05,
-        "length_adaptive_gae: lambda of a response of n tokens is 1 - 1 / (alpha * n).",
-        read=When("algorithm.advantage", "length_adaptive_gae"),
+        0.05, "Lambda of a response of n tokens is 1 - 1 / (alpha * n).", read=IF_ADAPTIVE
     )
     critic: bool = setting(False, "Train a value model too; the gae estimators need it.")
-    critic_pretrain_steps: CountOr0 = setting(
-        0, "First rollout steps that train only the critic.", read=IF_CRITIC
-    )
-    value_clip: PositiveOr0 = setting(
-        0.2, "Largest change of a value from its old one; 0: no limit.", read=IF_CRITIC
-    )
+    critic_pretrain_steps: CountOr0 = setting(0, "First steps, only of the critic.", read=IF_CRITIC)
+    value_clip: PositiveOr0 = setting(0.2, "Largest change of a value; 0: any.", read=IF_CRITIC)
     ratio: Literal["token", "sequence", "product", "geometric", "none"] = setting(
         "token", "Importance ratio p / p_old: a key of losses.RATIOS."
     )
     region: Literal["ratio", "log_ratio", "tv", "kl", "none"] = setting(
-        "ratio",
-        "Trust region outside which a token has no gradient, by its 'ratio', 'log_ratio', or the "
-        "change of its probability ('tv', 'kl'): a key of losses.REGIONS.",
+        "ratio", "Trust region, else no gradient: of the ratio or of the probability ('tv', 'kl')."
     )
-    clip_low: Unit = setting(
-        0.2, "Lower end of the region: 1 - clip_low (or -clip_low).", read=IF_REGION
-    )
-    clip_high: PositiveOr0 = setting(
-        0.28, "Upper end of the region: 1 + clip_high (or clip_high).", read=IF_REGION
-    )
+    clip_low: Unit = setting(0.2, "Lower end: 1 - clip_low (or -clip_low).", read=IF_REGION)
+    clip_high: PositiveOr0 = setting(0.28, "Upper end: 1 + clip_high.", read=IF_REGION)
     region_sides: Literal["sign", "both"] = setting(
         "sign", "'sign': the end towards which the advantage pushes; 'both' ends.", read=IF_REGION
     )
@@ -143,74 +130,48 @@ class Algorithm:
     weight: Literal["ratio", "sapo", "gamma", "topr"] = setting(
         "ratio", "Weight of log p's gradient by the ratio: a key of losses.WEIGHTS.", read=HAS_RATIO
     )
-    weight_low: PositiveOr0 = setting(
-        0.0, "Lower bound of the ratio in the weight.", read=IF_BOUNDED
-    )
-    weight_high: PositiveOr0 = setting(
-        0.0, "Upper bound of the ratio in the weight; 0: none.", read=IF_BOUNDED
-    )
-    decay_positive: Positive = setting(
-        1.0, "sapo's temperature, gamma's decay, if A > 0.", read=IF_DECAY
-    )
+    weight_low: PositiveOr0 = setting(0.0, "Lower bound of the ratio.", read=IF_BOUNDED)
+    weight_high: PositiveOr0 = setting(0.0, "Upper bound; 0: none.", read=IF_BOUNDED)
+    decay_positive: Positive = setting(1.0, "Temperature or decay if A > 0.", read=IF_DECAY)
     decay_negative: Positive = setting(1.0, "The same if A < 0.", read=IF_DECAY)
     power_positive: PositiveOr0 = setting(1.0, "gamma's power if A > 0.", read=IF_GAMMA)
     power_negative: PositiveOr0 = setting(1.0, "gamma's power if A < 0.", read=IF_GAMMA)
-    aggregate: Annotated[str, AGGREGATES] = setting(
-        "token_mean", "Loss weights: a key of losses.LOSS_WEIGHTS."
-    )
+    aggregate: Annotated[str, AGGREGATES] = setting("token_mean", "A key of losses.LOSS_WEIGHTS.")
     trained_responses: Literal["all", "correct", "pairs"] = setting(
         "all", "Responses with a loss: a key of losses.TRAINED_RESPONSES."
     )
-    token_weights: str = setting(
-        "", "module:function(group, sample) -> a weight per response token; empty: 1."
-    )
+    token_weights: str = setting("", "module:function(group, sample) -> token weights; empty: 1.")
     reference: bool = setting(False, "Hold a frozen reference policy (model.reference_folder).")
     kl: Literal["none", "loss", "reward"] = setting(
         "none", "KL to another policy: 'none', in the 'loss' or in the 'reward'."
     )
     kl_to: Literal["reference", "old", "sampler"] = setting(
-        "reference", "'reference', 'old' (before the step) or 'sampler'.", read=IF_KL_LOSS
+        "reference", "'reference', 'old' (before the step) or 'sampler'.", read=KL_LOSS
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = setting(
         "k3", "A key of losses.KL_ESTIMATORS.", read=IF_KL
     )
-    kl_importance: bool = setting(
-        False, "Multiply by the ratio: k3's gradient is unbiased off policy.", read=IF_KL_LOSS
-    )
+    kl_importance: bool = setting(False, "Times the ratio: unbiased off policy.", read=KL_LOSS)
     kl_coefficient: PositiveOr0 = setting(0.0, "Weight of that KL.")
-    preference_beta: Positive = setting(
-        0.1, "DPO's beta, in 1 / nats.", read=When("algorithm.advantage", "preference")
-    )
+    preference_beta: Positive = setting(0.1, "DPO's beta, in 1 / nats.", read=IF_PREFERENCE)
     distillation: Literal["none", "reverse", "jsd"] = setting(
-        "none",
-        "From the teacher: 'reverse' adds log p_teacher - log p_old of each sampled token to its "
-        "advantage; 'jsd' adds a divergence of whole distributions to the loss.",
+        "none", "'reverse' adds log p_teacher - log p_old to advantages; 'jsd' is in the loss."
     )
     distillation_coefficient: Positive = setting(1.0, "Weight of distillation.", read=IF_TEACHER)
-    distillation_beta: Unit = setting(
-        0.5, "Generalised Jensen-Shannon: 0 is KL(teacher || policy), 1 the reverse.", read=IF_JSD
-    )
+    distillation_beta: Unit = setting(0.5, "0: KL(teacher || policy); 1: the reverse.", read=IF_JSD)
     distillation_top_k: CountOr0 = setting(
         0, "Compare the teacher's k likeliest tokens, and the rest as one; 0: all.", read=IF_JSD
     )
-    distillation_temperature: Positive = setting(
-        1.0, "Softmax temperature of teacher and policy in that divergence.", read=IF_JSD
-    )
+    distillation_temperature: Positive = setting(1.0, "Softmax temperature of both.", read=IF_JSD)
     entropy_coefficient: PositiveOr0 = setting(0.0, "Weight of the entropy bonus.")
-    positive_nll_coefficient: PositiveOr0 = setting(
-        0.0, "Weight of the mean negative log-prob of the tokens of correct responses (VAPO)."
-    )
+    positive_nll_coefficient: PositiveOr0 = setting(0.0, "Weight of the NLL of correct responses.")
     old_logprobs: Literal["recompute", "sampler"] = setting(
-        "recompute", "Before the step: 'recompute', or from the 'sampler'.", read=READS_OLD_LOGPROBS
+        "recompute", "Before the step: from a forward pass or the sampler.", read=READS_OLD_LOGPROBS
     )
     router_replay: Literal["none", "old", "sampler"] = setting(
-        "none",
-        "Experts of a token in training: chosen by the current router ('none'), in the forward "
-        "pass of 'old_logprobs', or by the 'sampler'.",
+        "none", "Experts in training: of the current router, of old_logprobs, or of the sampler."
     )
-    router_balance_coefficient: PositiveOr0 = setting(
-        0.0, "Weight of the routers' load-balance loss."
-    )
+    router_balance_coefficient: PositiveOr0 = setting(0.0, "Weight of the load-balance loss.")
     importance_cap: Annotated[float, Range(at_least=1, also=0)] = setting(
         0.0, "Weight of a token: min(p_trainer / p_sampler, cap); 0: no correction."
     )
@@ -218,29 +179,21 @@ class Algorithm:
         "token", "That ratio: per token, or product or geometric mean of the response.", read=IF_CAP
     )
     rejection: Literal["none", "token", "product", "sequence", "worst"] = setting(
-        "none",
-        "Ratio to the sampler's probability; tokens or responses outside its bounds are removed "
-        "from the loss: a key of corrections.POOLS.",
+        "none", "Ratio to the sampler; tokens outside lose their loss: a key of corrections.POOLS."
     )
-    rejection_low: PositiveOr0 = setting(0.5, "Lower bound of that ratio.", read=IF_REJECTION)
-    rejection_high: PositiveOr0 = setting(
-        5.0, "Upper bound of that ratio; 0: none.", read=IF_REJECTION
-    )
+    rejection_low: PositiveOr0 = setting(0.5, "Lower bound of that ratio.", read=REJECTS)
+    rejection_high: PositiveOr0 = setting(5.0, "Upper bound; 0: none.", read=REJECTS)
     rejection_of: Literal["old", "new"] = setting(
-        "old", "Ratio of the policy before the step, or of the current one.", read=IF_REJECTION
+        "old", "Ratio of the policy before the step, or of the current one.", read=REJECTS
     )
     rejection_sign: Literal["all", "negative"] = setting(
-        "all", "Reject all of those, or only if A < 0.", read=IF_REJECTION
+        "all", "Reject all of those, or only if A < 0.", read=REJECTS
     )
     dynamic_sampling: bool = setting(True, "Keep only groups with 0 < correct < G, and refill.")
     reward_correct: float = setting(1.0, "Reward of a correct answer.")
     reward_wrong: float = setting(-1.0, "Reward of a wrong or missing answer.")
     overlong_punishment: bool = setting(True, "Soft punishment in the last tokens of the limit.")
-    overlong_buffer_share: Share = setting(
-        0.2,
-        "Fraction of max_response_tokens over which the punishment grows from 0 to -1.",
-        read=When("algorithm.overlong_punishment"),
-    )
+    overlong_buffer_share: Share = setting(0.2, "Part of the limit with punishment.", read=PUNISHES)
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 
     def scores_old_policy(self, updates: int) -> bool:

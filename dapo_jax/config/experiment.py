@@ -1,38 +1,15 @@
-"""Experiments of the commands as nested typed dataclasses.
+"""Experiments of the commands and their sections of settings.
 
-A file in `configs/` returns one of these; the command line overrides its settings, and
-`validation.py` rejects invalid combinations.
+A file in `configs/` returns an experiment; the command line overrides its settings.
 """
 
 import dataclasses
 from typing import Annotated, Literal
 
-from dapo_jax.config.algorithm import IF_TEACHER, Algorithm
-from dapo_jax.config.sections import (
-    GENERATED,
-    Architecture,
-    Checkpoint,
-    Compute,
-    Critic,
-    Data,
-    Environment,
-    Evaluation,
-    Examples,
-    Log,
-    Lora,
-    Mesh,
-    Model,
-    OneMesh,
-    Optimizer,
-    OwnData,
-    Packing,
-    Reward,
-    Rollout,
-    Sampler,
-    Teacher,
-    Watch,
-)
+from dapo_jax.config.algorithm import IF_CRITIC, IF_TEACHER, Algorithm
 from dapo_jax.runtime.rules import (
+    AutoCount,
+    Below1,
     Count,
     CountOr0,
     Dtype,
@@ -45,7 +22,436 @@ from dapo_jax.runtime.rules import (
     Temperature,
     When,
 )
-from dapo_jax.runtime.settings import part, section, setting
+from dapo_jax.runtime.settings import part, require, section, setting
+
+DEFAULT_HELDOUT = 256
+GENERATED = ("arithmetic", "multi_digit_sums")  # data.source of a supervised run without files
+SHOW_NO_SYSTEM = ("none", "dapo", "r1", "qwen_math", "few_shot")  # templates
+OF_THE_ANSWER = ("rule", "gym")  # reward parts that compare with the gold answer
+SHAPING = ("format", "think_format", "repetition", "overlong")  # reward parts without a verdict
+SYSTEM_PROMPT = "System message (chat or jinja) of rows without one; empty: none."
+
+IF_TURNS = When("environment.name environment.tools", lambda name, tools: name or tools)
+BY_VALUE = When("reward.verifier", "math math_box math_label")
+PAGED = When("sampler.cache", "auto paged")
+# With carry-over, these settings decide which responses the next step gets.
+Schedule = Literal["constant", "linear", "cosine"]
+Rate = Annotated[float, Range(above=0, at_most=1.0)]
+Cache = Literal["auto", "slots", "paged"]
+ON_POLICY = When("rollout.carry_over", "none")
+FEW_SHOT = When("data.template", "few_shot")
+IF_REFERENCE = When("algorithm.reference")
+SHOWS_SYSTEM = When("data.template", lambda name: name not in SHOW_NO_SYSTEM)
+IF_LORA = When("lora.rank")
+RECORDS = When("log.rollouts")
+# All ratios are 1 in the first update of a step.
+SHOWS_RATIOS = When(
+    "log.rollouts log.token_groups algorithm.ratio rollout.updates_per_rollout "
+    "algorithm.old_logprobs",
+    lambda rollouts, groups, ratio, updates, old: (
+        rollouts and groups > 0 and ratio != "none" and (updates > 1 or old == "sampler")
+    ),
+)
+
+
+@section
+class Model:
+    """The policy to train, and its reference."""
+
+    folder: str = setting("", "Hugging Face layout: config.json, tokenizer.json, *.safetensors.")
+    reference_folder: str = setting("", "Frozen reference; empty: `folder`.", read=IF_REFERENCE)
+    freeze_layers: Below1 = setting(0.0, "Fraction of the layers, from the first, not trained.")
+
+
+@section
+class Teacher:
+    """The frozen model that the policy is distilled from; of any shape."""
+
+    folder: str = setting("", "Model folder; the tokenizer is the policy's.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "'auto': compute.dtype.")
+    weights_dtype: Literal["auto", "int8"] = setting(
+        "auto", "Of the layers' matrices: 'auto' (dtype) or 'int8', a scale per output channel."
+    )
+
+
+@section
+class Lora:
+    """Low-rank adapters instead of all parameters."""
+
+    rank: CountOr0 = setting(0, "Rank of the adapters; only they are trained; 0: no adapters.")
+    alpha: Positive = setting(32.0, "Adapters add x A B times alpha / rank.", read=IF_LORA)
+    targets: str = setting(
+        "query,key,value,out,gate,up,down", "Matrices with adapters, comma-separated.", read=IF_LORA
+    )
+    folder: str = setting("", "Adapters to start from, in PEFT's format; empty: new ones.")
+
+
+@section
+class Architecture:
+    """Shape of a new policy (Qwen2 family)."""
+
+    layers: Count = setting(3, "Decoder layers.")
+    embed: Count = setting(128, "Width of the residual stream.")
+    heads: Count = setting(4, "Query heads.")
+    kv_heads: Count = setting(2, "Key/value heads; divides heads.")
+    head_dim: Count = setting(32, "Width of a head; even.")
+    mlp: Count = setting(384, "Width of the gated MLP.")
+    rope_theta: Annotated[float, Range(above=1)] = setting(
+        10_000.0, "Base of the rotary wavelengths; short texts learn faster with a small one."
+    )
+
+
+@section
+class Compute:
+    """Numerics of the policy."""
+
+    dtype: Dtype = setting("float32", "'float32' or 'bfloat16'; parameters stay float32.")
+    remat: Literal["none", "full", "dots", "attention", "offload"] = setting(
+        "none",
+        "Layer values that backward recomputes; 'offload': inputs to host memory.",
+        may_change=True,
+    )
+    scan_unroll: Count = setting(1, "Layers per iteration of the training scan.", may_change=True)
+    attention: Literal["auto", "plain", "blocked", "splash", "triton"] = setting(
+        "auto", "Kernel in training; 'splash' is for TPU, 'triton' for GPU.", may_change=True
+    )
+    logprob_chunk_tokens: Count = setting(2048, "Tokens with logits in memory.", may_change=True)
+
+
+@section
+class Packing:
+    """Rows of packed prompts and responses."""
+
+    row_tokens: int = setting(
+        256, "Length of a row; 'auto' (-1): the longest response, or 2 to 4 times that.", auto=-1
+    )
+    rows_per_microbatch: Count = setting(
+        16, "Rows per gradient, all devices; fewer if 'auto' makes the rows longer."
+    )
+
+
+SizeOrRest = Annotated[int, Range(above=0, also=-1)]  # -1: the devices that are left
+
+
+@section
+class OneMesh:
+    """Device mesh. Batch is split over data x fsdp x expert, weights over fsdp x expert x context x
+    tensor."""
+
+    data: SizeOrRest = setting(1, "Replicas of the weights; -1: all devices that are left.")
+    fsdp: SizeOrRest = setting(-1, "Shards of weights and optimizer along embed; -1: what is left.")
+    tensor: Count = setting(1, "Shards along heads, mlp and vocabulary.")
+    expert: Count = setting(1, "Shards of the experts; other layers treat this axis like fsdp.")
+    context: Count = setting(1, "Shards of a row's length; row_tokens: a multiple of twice that.")
+    decode_tensor: Count = setting(1, "More tensor shards for decoding; like fsdp in training.")
+
+
+@section
+class Mesh(OneMesh):
+    """Device mesh, or one to learn and one to sample. Batch is split over data x fsdp, weights over
+    fsdp x tensor."""
+
+    sampler_share: Below1 = setting(
+        0.0, "Fraction of a process's devices that only sample; 0: none."
+    )
+
+
+@section
+class Examples:
+    """Worked examples of the embedded tasks."""
+
+    errors: bool = setting(
+        True, "Examples with errors.", read=When("examples.direct_share", lambda share: share == 0)
+    )
+    direct_share: Below1 = setting(
+        0.0, "Fraction that answers at once; others ramble or use a tool."
+    )
+    min_terms: int = setting(3, "Fewest operands of a sum.")
+    max_terms: int = setting(9, "Most operands of a sum.")
+
+
+@section
+class Data:
+    """Problems with known answers."""
+
+    source: str = setting(
+        "arithmetic",
+        "NAME or NAME=WEIGHT, comma-separated: arithmetic, multi_digit_sums, gym:TASK, or a file, "
+        "folder or glob (also gs://) of jsonl, json, csv (.gz too), parquet or arrow; a bare name "
+        "is looked up in `folder`.",
+    )
+    heldout_source: str = setting("", "Evaluated whole; empty: held-out problems of `source`.")
+    fields: str = setting("", "KEY=FIELD, comma-separated, as problem=question,answer=meta.gold.")
+    folder: str = setting("data", "Folder for bare names.")
+    bad_rows_limit: CountOr0 = setting(10, "Malformed rows of a source that are skipped.")
+    template: str = setting(
+        "none", "A key of templates.TEMPLATES, or a text (or a file of it) with {problem} or jinja."
+    )
+    few_shot: Count = setting(4, "Worked examples before the problem.", read=FEW_SHOT)
+    system_prompt: str = setting("", SYSTEM_PROMPT, read=SHOWS_SYSTEM)
+    train_problems: Count = setting(20_000, "Generated problems per pass.")
+    heldout_problems: AutoCount = setting(
+        -1, "For evaluation, never trained on; 0: none; -1: 256, of a file at most a fifth."
+    )
+    min_terms: int = setting(3, "Fewest operands of a sum.")
+    max_terms: int = setting(9, "Most operands of a sum.")
+    max_prompt_tokens: Count = setting(32, "Longest prompt of the sampler.")
+    overlong_prompts: Literal["truncate_left", "drop"] = setting(
+        "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
+    )
+    changed: Literal["refuse", "allow"] = setting(
+        "refuse", "On resume with other problems or answers: 'refuse' or 'allow'.", may_change=True
+    )
+
+    def heldout_count(self) -> int:
+        """Return the number of problems to hold out, if there are enough."""
+        return DEFAULT_HELDOUT if self.heldout_problems < 0 else self.heldout_problems
+
+
+@section
+class OwnData:
+    """A user's own examples, or pairs of them."""
+
+    source: str = setting(
+        "arithmetic",
+        "A file, folder or glob (also gs://) of jsonl, json, csv, parquet or arrow; a bare name is "
+        "looked up in `folder`. For sft also arithmetic, multi_digit_sums: generated (`examples`).",
+    )
+    folder: str = setting("data", "Folder for a bare name.")
+    fields: str = setting("", "KEY=FIELD, comma-separated, as prompt=question,response=meta.x.")
+    bad_rows_limit: CountOr0 = setting(10, "Malformed rows that are skipped.")
+    template: str = setting("none", "Of plain prompts: as for problems, without few_shot.")
+    system_prompt: str = setting("", SYSTEM_PROMPT)
+    heldout_examples: AutoCount = setting(-1, "For evaluation; 0: none; -1: 1 in 20, at most 256.")
+    passes: Positive = setting(
+        3.0, "Passes over the examples.", read=When("total_steps", lambda steps: steps == 0)
+    )
+    overlong: Literal["drop", "cut"] = setting(
+        "drop", "Examples longer than packing.row_tokens: 'drop' them, or 'cut' their end."
+    )
+
+
+@section
+class Rollout:
+    """Responses that a step collects and trains on."""
+
+    prompts_per_step: Count = setting(32, "Groups per rollout batch (N).")
+    samples_per_prompt: Count = setting(16, "Responses of a group (G).")
+    updates_per_rollout: Count = setting(4, "Optimizer steps per rollout batch (U), in data order.")
+    max_sample_rounds: Count = setting(
+        10, "Dynamic sampling asks for at most this many times prompts_per_step prompts."
+    )
+    lag: Annotated[int, Range(at_least=0, at_most=1)] = setting(
+        0, "1: collect while learning, by the policy before; needs algorithm.importance_cap."
+    )
+    carry_over: Literal["none", "unfinished", "all"] = setting(
+        "none", "Surplus responses that the next step resumes; needs algorithm.importance_cap."
+    )
+    carry_over_max_age: Count = setting(
+        2,
+        "Steps since the oldest response began.",
+        read=When("rollout.carry_over", "unfinished all"),
+    )
+    when_starved: Literal["partial", "stop"] = setting(
+        "partial", "Too few groups after the last round: 'partial' trains on them, 'stop' stops."
+    )
+
+
+@section
+class Environment:
+    """The environment that answers the policy between its turns; none: responses of one turn."""
+
+    name: str = setting("", "calculator, guessing, second_try, openenv:module:Class, module:Class.")
+    tools: str = setting("", "The policy's functions: module:function, comma-separated.")
+    max_turns: Count = setting(8, "Turns of a trajectory.")
+    max_drawn_tokens: CountOr0 = setting(
+        0, "Sampled tokens of a trajectory; 0: max_response_tokens, which counts observations too."
+    )
+    max_observation_tokens: Count = setting(256, "Longer observations lose their end.")
+    rewards: Literal["sum", "last", "steps"] = setting(
+        "sum", "Part 'environment': 'sum', 'last' or 'steps' (per turn)."
+    )
+    step_seconds: Positive = setting(5.0, "A longer step is killed and reported.", may_change=True)
+    workers: Count = setting(4, "Processes that run steps in parallel.", may_change=True)
+    wait_bursts: Count = setting(1, "Bursts before decoding waits for it.", may_change=ON_POLICY)
+
+    @property
+    def used(self) -> bool:
+        """True if trajectories have turns."""
+        return bool(self.name or self.tools)
+
+
+@section
+class Sampler:
+    """The decoding engine."""
+
+    slots: Count = setting(128, "Responses decoded in parallel.", may_change=ON_POLICY)
+    keep_turns: bool = setting(False, "Keep slot and cache between turns.", read=IF_TURNS)
+    burst_tokens: Count = setting(8, "Tokens decoded per call of the host.", may_change=ON_POLICY)
+    first_window_tokens: Count = setting(
+        64, "First cache length; it doubles as responses outgrow it.", may_change=True
+    )
+    load_layers: CountOr0 = setting(0, "Layers copied at once; 0: all.", may_change=True)
+    max_response_tokens: Count = setting(96, "Limit of a response; a longer one is truncated.")
+    temperature: Annotated[float, Range(at_least=0.001, at_most=100.0)] = setting(
+        1.0, "Softmax temperature."
+    )
+    top_p: Share = setting(1.0, "Nucleus fraction; below 1 the importance ratio is biased.")
+    top_k: CountOr0 = setting(0, "Keep the k likeliest tokens; 0 keeps all; biases the ratio too.")
+    cache: Cache = setting(
+        "auto", "Layout of keys and values; 'auto': paged on TPU, else slots.", may_change=ON_POLICY
+    )
+    page_tokens: Count = setting(
+        128, "Tokens per cache page; a multiple of 8 on TPU.", read=PAGED, may_change=ON_POLICY
+    )
+    pages: CountOr0 = setting(0, "All pages; 0: as needed.", read=PAGED, may_change=ON_POLICY)
+    prefill_prompts: Count = setting(
+        8, "Prompts per prefill call, rounded up to a multiple of data x fsdp.", may_change=True
+    )
+    prefill_chunk_tokens: CountOr0 = setting(
+        2048, "Longer prompts are prefilled in chunks of this length; 0: never.", may_change=True
+    )
+    cache_dtype: Literal["auto", "int8", "int8_per_head"] = setting(
+        "auto", "Of keys and values; int8 has a scale per token and head; 'auto': compute.dtype."
+    )
+    weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
+        "auto", "Of decoding matrices; int8 has a scale per channel; 'auto': compute.dtype."
+    )
+
+
+@section
+class Reward:
+    """Rewards of a response, and the processes that compute them."""
+
+    verifier: Literal["final_number", "math", "math_box", "math_label", "dapo"] = setting(
+        "final_number", "A key of verifier.VERIFIERS."
+    )
+    unfinished: Literal["wrong", "right"] = setting(
+        "wrong", "A correct value that is not worked out, as 102^2-98^2 for 800.", read=BY_VALUE
+    )
+    percent: Literal["exact", "as_asked"] = setting(
+        "exact", "'exact': 20% is 0.2; 'as_asked': 20 if the problem asks for %.", read=BY_VALUE
+    )
+    parts: str = setting(
+        "rule=1",
+        "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, "
+        "environment, or your module:function.",
+    )
+    model_folder: str = setting("", "Reward model (one label) of the part 'model'.")
+    correct: Literal["verifier", "threshold", "spread"] = setting(
+        "verifier",
+        "Verdict for dynamic sampling: verifier, reward >= threshold, or spread in a group.",
+    )
+    threshold: float = setting(
+        0.5, "Smallest raw reward of a correct response.", read=When("reward.correct", "threshold")
+    )
+    min_spread: PositiveOr0 = setting(
+        1e-6, "Largest - smallest must exceed it.", read=When("reward.correct", "spread")
+    )
+    workers: Count = setting(1, "Threads that compute rewards, with processes.", may_change=True)
+    timeout_seconds: Positive = setting(
+        5.0, "A worker that needs longer for one response or group is killed.", may_change=True
+    )
+
+    def needs_answer(self) -> bool:
+        """Return True if responses are compared with the gold answer."""
+        return self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
+
+    def weights(self) -> dict[str, float]:
+        """Return the weight of each part by name; raise `ConfigError` for another format."""
+        pairs = [entry.split("=") for entry in self.parts.split(",")]
+        try:
+            weights = {name.strip(): float(weight) for name, weight in pairs}
+        except ValueError:
+            weights = {}
+        is_complete = len(weights) == len(pairs) and "" not in weights
+        is_finite = all(abs(weight) <= 1e30 for weight in weights.values())
+        allowed = "name=weight, comma-separated, each name once, finite weights of at most 1e30"
+        require(is_complete and is_finite, "reward.parts", self.parts, allowed)
+        return weights
+
+
+@section
+class Optimizer:
+    """AdamW; warm-up and schedule count rollout steps."""
+
+    learning_rate: Rate = setting(1e-6, "Peak learning rate.")
+    schedule: Schedule = setting("constant", "After the warm-up: a key of optimizer.SCHEDULES.")
+    warmup_steps: CountOr0 = setting(20, "Rollout steps; the first runs at learning_rate / warmup.")
+    beta1: Below1 = setting(0.9, "Decay of the first moment.")
+    beta2: Below1 = setting(0.999, "Decay of the second moment.")
+    eps: Positive = setting(1e-8, "Added to the root of the second moment.")
+    weight_decay: PositiveOr0 = setting(0.1, "Decoupled; on matrices only.")
+    max_grad_norm: Annotated[float, Range(above=0, at_most=1e15)] = setting(
+        1.0, "Gradients are scaled down to this global norm."
+    )
+    max_skipped_steps: int = setting(
+        3, "Steps in a row without finite updates before exit code 4; 0: never.", may_change=True
+    )
+
+
+@section
+class Critic:
+    """The value model of an algorithm with a critic."""
+
+    folder: str = setting("", "A policy or reward model; empty: model.folder.", read=IF_CRITIC)
+    pretrain_steps: AutoCount = setting(
+        -1, "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps."
+    )
+    optimizer: Optimizer = part(lambda: Optimizer(learning_rate=2e-6), read=IF_CRITIC)
+
+
+@section
+class Checkpoint:
+    """Orbax checkpoints in run_dir/checkpoints."""
+
+    every_steps: CountOr0 = setting(10, "Rollout steps between saves; 0 saves only at the end.")
+    keep: Count = setting(2, "Number of newest checkpoints to keep.")
+    keep_groups: bool = setting(False, "Save scored groups at once: a kill loses no response.")
+    leave_seconds: PositiveOr0 = setting(
+        30.0, "Longest wait of SIGTERM and Ctrl-C for a point to save at; 0: no limit."
+    )
+
+
+@section
+class Evaluation:
+    """Sampled accuracy on held-out problems."""
+
+    every_steps: CountOr0 = setting(10, "Steps between evaluations; 0: only before and after.")
+    samples_per_problem: Count = setting(4, "Responses per problem (k of avg@k).")
+    temperature: Temperature = setting(1.0, "Softmax temperature while evaluating; 0: greedy.")
+    top_p: Share = setting(0.7, "Nucleus fraction while evaluating; the default is DAPO's.")
+    out: str = setting("", "Output of dapo-jax evaluate; empty: a folder in run_dir/evaluations.")
+
+
+@section
+class Log:
+    """Console, metric writers and recorded rollouts."""
+
+    show_group_every_steps: CountOr0 = setting(10, "Show one group as a table; 0: never.")
+    console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
+    tensorboard: bool = setting(True, "Write TensorBoard event files.")
+    wandb: str = setting("", "Weights & Biases project (needs its package); empty: none.")
+    rollouts: bool = setting(True, "Write every scored response to rollouts/ and evaluations/.")
+    rollouts_keep: CountOr0 = setting(0, "Newest files of rollouts/ to keep; 0: all.", read=RECORDS)
+    token_groups: CountOr0 = setting(1, "Groups per step with tokens in rollouts/.", read=RECORDS)
+    token_ratios: bool = setting(False, "Also ratios and clips, last update.", read=SHOWS_RATIOS)
+    report: bool = setting(True, "Write report.html at the end.")
+
+
+@section
+class Watch:
+    """Limits of metrics: beyond them a step prints a warning. 0: not watched."""
+
+    min_entropy: PositiveOr0 = setting(0.005, "Lower limit of `entropy`, in nats.")
+    max_length_growth: PositiveOr0 = setting(
+        2.0, "Limit of `response_tokens_mean` relative to its mean in the ten steps before."
+    )
+    max_all_right: PositiveOr0 = setting(0.9, "Limit of `all_right_fraction`.")
+    max_all_wrong: PositiveOr0 = setting(0.9, "Limit of `all_wrong_fraction`.")
+    max_answer_not_found: PositiveOr0 = setting(0.5, "Limit of `answer_not_found_rate`.")
+    max_verifier_failures: PositiveOr0 = setting(0.05, "Limit of `verifier_failures` per verdict.")
+
 
 # With other schedules, the rate of every step depends on total_steps.
 CONSTANT_RATES = When(
@@ -62,9 +468,7 @@ READS_FILES = When("data.source", lambda source: source not in GENERATED)
 class Config:
     """A reinforcement-learning run (`dapo-jax train`, `dapo-jax evaluate`)."""
 
-    run_dir: str = setting(
-        "runs/dapo", "Output folder; the newest checkpoint in it is resumed.", may_change=True
-    )
+    run_dir: str = setting("runs/dapo", "Output folder; resumed if it exists.", may_change=True)
     seed: Seed = setting(0, "Random seed.")
     total_steps: Count = setting(20, "Rollout steps.", may_change=CONSTANT_RATES)
     algorithm: Algorithm = part(Algorithm)
@@ -74,7 +478,7 @@ class Config:
     compute: Compute = part(Compute)
     data: Data = part(Data)
     rollout: Rollout = part(Rollout)
-    environment: Environment = part(Environment)
+    environment: Environment = part(Environment, read=IF_TURNS)
     sampler: Sampler = part(Sampler)
     reward: Reward = part(Reward)
     optimizer: Optimizer = part(Optimizer)
@@ -125,12 +529,8 @@ class SftConfig:
     compute: Compute = part(Compute)
     data: OwnData = part(OwnData, read=READS_FILES)
     examples: Examples = part(Examples, read=GENERATES)
-    max_response_tokens: Count = setting(
-        160, "Longest worked example; a longer one is cut, without an end token.", read=GENERATES
-    )
-    optimizer: Optimizer = part(
-        lambda: Optimizer(learning_rate=1e-5, schedule="cosine", warmup_steps=10)
-    )
+    max_response_tokens: Count = setting(160, "Longest worked example; then cut.", read=GENERATES)
+    optimizer: Optimizer = part(lambda: Optimizer(1e-5, "cosine", warmup_steps=10))
     packing: Packing = part(Packing, may_change=True)
     mesh: OneMesh = part(OneMesh, may_change=True)
 
@@ -150,9 +550,7 @@ class DpoConfig:
     save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
     compute: Compute = part(Compute)
     data: OwnData = part(lambda: OwnData(source="", passes=1.0))
-    optimizer: Optimizer = part(
-        lambda: Optimizer(learning_rate=1e-6, schedule="linear", warmup_steps=10)
-    )
+    optimizer: Optimizer = part(lambda: Optimizer(1e-6, "linear", warmup_steps=10))
     packing: Packing = part(Packing, may_change=True)
     mesh: OneMesh = part(OneMesh, may_change=True)
 
@@ -166,12 +564,10 @@ class ExportConfig:
     step: CountOr0 = setting(0, "Step of the checkpoint; 0: the newest.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
     weights: Literal["merged", "adapter"] = setting(
-        "merged",
-        "Of a run with adapters: 'merged' into a model folder, and separately in PEFT's format as "
-        "OUT.adapter; or only that 'adapter' folder, as OUT.",
+        "merged", "Of a run with adapters: 'merged' and OUT.adapter apart, or only the 'adapter'."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "'float32', 'bfloat16', 'float16' or 'auto' (as the model folder).", read=IF_MERGED
+        "auto", "Of the weights; 'auto': as the model folder.", read=IF_MERGED
     )
     max_shard_gb: Positive = setting(5.0, "Largest weight file, in 10^9 bytes.", read=IF_MERGED)
     base_model: str = setting("", "OWNER/NAME of the start model on the hub, for the model card.")
@@ -187,9 +583,7 @@ class ReportConfig:
 
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
-    preset: str = setting(
-        "", "Preset to compare a run's algorithm with: a key of PRESETS; empty: the nearest one."
-    )
+    preset: str = setting("", "Preset to compare the algorithm with; empty: the nearest one.")
     max_mb: Annotated[float, Range(at_least=MIN_PAGE_MB)] = setting(
         20.0, "Largest page, in 10^6 bytes; curves and rollouts are sampled to fit."
     )
@@ -207,49 +601,26 @@ class ServeConfig:
     metrics_port: Port = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
     slots: Count = setting(32, "Responses decoded in parallel.")
     waiting: Count = setting(128, "Responses that wait for a slot; more are rejected.")
-    max_body_mb: Positive = setting(
-        1.0, "Largest body of an HTTP request or gRPC message, in 10^6 bytes."
-    )
-    max_connections: Count = setting(
-        1000, "Connections of each protocol; above the limit HTTP answers 503, gRPC refuses."
-    )
-    request_seconds: Positive = setting(
-        10.0, "Seconds for the body of an HTTP request to arrive; later: status 408."
-    )
-    idle_seconds: Positive = setting(
-        5.0, "Seconds that an HTTP connection is kept after a response."
-    )
-    allowed_hosts: str = setting(
-        "", "Names of this server in HTTP requests, comma-separated, next to host; '*': any."
-    )
-    api_key_file: str = setting(
-        "", "File with the key that clients must send; else the variable DAPO_API_KEY; empty: none."
-    )
+    max_body_mb: Positive = setting(1.0, "Largest body of a request, in 10^6 bytes.")
+    max_connections: Count = setting(1000, "Connections of each protocol; more are rejected.")
+    request_seconds: Positive = setting(10.0, "Seconds for a request's body to arrive.")
+    idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
+    allowed_hosts: str = setting("", "Names of this server but host, comma-separated; '*': any.")
+    api_key_file: str = setting("", "File with the clients' key; empty: DAPO_API_KEY, if set.")
     max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(
-        -1,
-        "Longest accepted prompt. 'auto' (-1): the model's context, or as much of it as fits into "
-        "memory for all slots.",
-        auto=-1,
+        -1, "Longest prompt; 'auto' (-1): the context, or what fits into memory.", auto=-1
     )
     max_response_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
         -1, "Largest max_tokens of a request. 'auto' (-1): the remaining context.", auto=-1
     )
-    temperature: Temperature = setting(
-        1.0, "Softmax temperature; 0 takes the likeliest token. HTTP requests may override it."
-    )
-    top_p: Share = setting(1.0, "Nucleus fraction. HTTP requests may override it.")
-    top_k: CountOr0 = setting(
-        0, "Keep the k likeliest tokens; 0 keeps all. HTTP requests may override it."
-    )
+    temperature: Temperature = setting(1.0, "Softmax temperature; 0: greedy. Requests may set it.")
+    top_p: Share = setting(1.0, "Nucleus fraction. Requests may set it.")
+    top_k: CountOr0 = setting(0, "Keep the k likeliest tokens; 0: all. Requests may set it.")
     seed: Seed = setting(0, "Random seed; samples also depend on the order of requests.")
-    cache: Literal["auto", "slots", "paged"] = setting(
-        "auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'."
-    )
+    cache: Cache = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
     dtype: Dtype = setting("float32", "'float32' or 'bfloat16'.")
     weights_dtype: Literal["auto", "int8"] = setting(
         "auto", "Of matrices (not the embedding): 'auto' (dtype) or 'int8', scaled per channel."
     )
-    shutdown_seconds: PositiveOr0 = setting(
-        20.0, "Time for running requests to finish after SIGTERM; then they are cancelled."
-    )
+    shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
     mesh: OneMesh = part(OneMesh, may_change=True)

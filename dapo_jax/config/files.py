@@ -32,11 +32,7 @@ def _run_file(path: pathlib.Path, argument: str | None) -> Any:
 
 
 def shipped_configs(kind: type | None = None) -> dict[str, pathlib.Path]:
-    """Return the files of packaged configs by name.
-
-    Args:
-        kind: only those with a `get_config` that returns this class.
-    """
+    """Return the files of packaged configs by name, or only those that return a `kind`."""
     package = pathlib.Path(__file__).parents[1]
     installed, checkout = package / "configs", package.parent / "configs"
     files = sorted((installed if installed.is_dir() else checkout).glob("*.py"))
@@ -48,9 +44,6 @@ def _find(name: str) -> tuple[pathlib.Path, str | None]:
     """Return path and argument of `FILE`, `FILE:ARGUMENT`, or the name of a packaged config.
 
     A file or run in the working folder takes precedence over a packaged config.
-
-    Raises:
-        ConfigError: there is no such file.
     """
     path = pathlib.Path(name)
     argument = None
@@ -75,10 +68,7 @@ def read_config(kind: type, name: str) -> Any:
     """Read the config `FILE.py`, `FILE.py:ARGUMENT`, `NAME:ARGUMENT`, `RUN/config.json` or `RUN`.
 
     `get_config` of a Python file returns a `kind`, or its settings as an ml_collections
-    `ConfigDict` or nested dictionaries.
-
-    Raises:
-        ConfigError: there is no such file, or it is invalid.
+    `ConfigDict` or nested dictionaries. Raises `ConfigError`.
     """
     path, argument = _find(name)
     if path.suffix not in (".py", ".json"):
@@ -100,10 +90,7 @@ def read_config(kind: type, name: str) -> Any:
 
 
 def locate(error: ConfigError, name: str) -> str:
-    """Return the text of an error, after the line of the config file that assigns the setting.
-
-    The line is given only if a single line assigns to the last part of the setting's name.
-    """
+    """Return the text of an error, after the only line of the config file that assigns to it."""
     field = error.field.rpartition(".")[2]
     if not (name and field):
         return str(error)

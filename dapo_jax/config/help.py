@@ -55,16 +55,9 @@ def _sections(config: Any, prefix: str = "") -> dict[str, str]:
 
 
 def help_text(config: Any, usage: str, asked: str, short_names: Mapping[str, str]) -> str:
-    """Return the help of a command, at most 80 columns wide unless a value is longer.
+    """Return the help of a command, or of a section, with the values of `config`.
 
-    Args:
-        config: the values to show, with the defaults that they replace.
-        usage: purpose and examples of the command.
-        asked: a section, or 'all'.
-        short_names: settings by their short flags.
-
-    Raises:
-        ConfigError: there is no such section.
+    `short_names` has settings by their short flags. Raises `ConfigError` for an unknown section.
     """
     defaults = {name: value for name, _, value in leaves(type(config)())}
     flags = {name: short for short, name in short_names.items()}

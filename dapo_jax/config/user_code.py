@@ -46,10 +46,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def resolve(field: str, name: str) -> Callable:
-    """Import the function `module:function`; raise `ConfigError` if it cannot be imported.
-
-    The module must be installed, or lie in the working folder.
-    """
+    """Import the function `module:function`, installed or in the working folder."""
     named = f"config.{field} = {name!r}"
     module, separator, function = name.partition(":")
     if not (module and separator and function):

@@ -1,6 +1,5 @@
-"""Validation of a config, from its settings alone.
+"""Validation of a config, from its settings alone; folders and devices are checked when opened.
 
-The folders and devices that it names are checked when they are opened, before anything is compiled.
 A check is (dotted name of a setting, True if its value fits the others, what is allowed).
 """
 
@@ -9,8 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from dapo_jax.config.algorithm import GROUP_ESTIMATORS, OF_VALUES, REWARD_FREE_ESTIMATORS, Algorithm
-from dapo_jax.config.experiment import Config, DpoConfig, ServeConfig, SftConfig
-from dapo_jax.config.sections import GENERATED, SHAPING, Sampler
+from dapo_jax.config.experiment import (
+    GENERATED,
+    SHAPING,
+    Config,
+    DpoConfig,
+    Sampler,
+    ServeConfig,
+    SftConfig,
+)
 from dapo_jax.runtime.settings import check_read, check_types, check_values, leaves, require
 
 Checks = Iterator[tuple[str, bool, str]]
@@ -36,17 +42,11 @@ def _advantage(a: Algorithm) -> Checks:
     yield "algorithm.token_weights", not a.token_weights or not prefers, allowed
     yield "algorithm.ratio", a.ratio == "none" or not prefers, f"'none' with {estimator}"
 
-    allowed = (
-        "'correct' with algorithm.advantage = 'one', which otherwise imitates wrong answers too "
-        "(worked examples are for dapo-jax sft)"
-    )
+    allowed = "'correct' with algorithm.advantage = 'one', which imitates wrong answers too"
     yield "algorithm.trained_responses", a.advantage != "one" or trained == "correct", allowed
     allowed = f"false: {estimator} is no estimate from rewards"
     yield "algorithm.whiten", not a.whiten or has_reward, allowed
-    allowed = (
-        f"false with algorithm.trained_responses = {trained!r}: after centring, half of the "
-        "correct answers would be pushed down"
-    )
+    allowed = f"false with algorithm.trained_responses = {trained!r}: it would push half down"
     yield "algorithm.whiten", not a.whiten or trained == "all", allowed
     allowed = f"false: {estimator} reads no reward"
     yield "algorithm.overlong_punishment", not a.overlong_punishment or has_reward, allowed
@@ -56,10 +56,7 @@ def _ratio(a: Algorithm, sampler: Sampler) -> Checks:
     allowed = "'none' with algorithm.ratio = 'none', which never moves"
     yield "algorithm.region", a.region == "none" or a.ratio != "none", allowed
     is_per_response = a.ratio in ("sequence", "product")
-    allowed = (
-        f"'ratio', 'log_ratio' or 'none' with algorithm.ratio = {a.ratio!r}: a response has no "
-        "single probability that moves"
-    )
+    allowed = f"'ratio', 'log_ratio' or 'none' with algorithm.ratio = {a.ratio!r}, of a response"
     yield "algorithm.region", a.region not in ("tv", "kl") or not is_per_response, allowed
     upper = 1 + a.clip_high
     fits = a.dual_clip == 0 or a.region in ("ratio", "log_ratio") and a.dual_clip > upper
@@ -109,8 +106,7 @@ def _reference(a: Algorithm) -> Checks:
     yield "algorithm.kl_estimator", a.kl != "reward" or a.kl_estimator == "k1", allowed
 
 
-def _is_divergence(a: Algorithm) -> bool:
-    """Return True if the loss is only the divergence from a teacher, valid on any tokens."""
+def _is_divergence(a: Algorithm) -> bool:  # from a teacher, valid on any tokens
     return a.advantage == "zero" and a.distillation == "jsd"
 
 
@@ -126,8 +122,8 @@ def _distillation(config: Config) -> Checks:
     yield "algorithm.distillation", fits, f"{allowed} over samples"
     allowed = "false with algorithm.advantage = 'zero': every group teaches something"
     yield "algorithm.dynamic_sampling", not a.dynamic_sampling or a.advantage != "zero", allowed
-    allowed = "'none' with algorithm.advantage = 'zero' and algorithm.distillation = 'jsd': there "
-    yield "algorithm.ratio", a.ratio == "none" or not _is_divergence(a), allowed + "is no advantage"
+    allowed = "'none' with algorithm.advantage = 'zero' and algorithm.distillation = 'jsd'"
+    yield "algorithm.ratio", a.ratio == "none" or not _is_divergence(a), allowed
 
 
 def _updates(config: Config) -> Checks:
@@ -144,22 +140,12 @@ def _updates(config: Config) -> Checks:
     yield "rollout.updates_per_rollout", rollout.prompts_per_step % updates == 0, allowed
     has_trust_kl = a.kl == "loss" and a.kl_to != "reference"
     fits = a.ratio != "none" or has_trust_kl or _is_divergence(a) or updates == 1
-    allowed = (
-        "1 with algorithm.ratio = 'none': later updates would be off-policy without correction "
-        "(algorithm.kl_to = 'old' would limit them)"
-    )
+    allowed = "1 with algorithm.ratio = 'none': later updates would be off-policy, uncorrected"
     yield "rollout.updates_per_rollout", fits, allowed
-    is_corrected = (
-        a.importance_cap > 0
-        or a.rejection != "none"
-        or a.ratio != "none"
-        and a.old_logprobs == "sampler"
-        or _is_divergence(a)
-    )
-    allowed = (
-        "without algorithm.importance_cap, algorithm.rejection or old_logprobs = 'sampler': "
-        "responses of an older policy are not corrected"
-    )
+    from_sampler = a.ratio != "none" and a.old_logprobs == "sampler"
+    has_weight = a.importance_cap > 0 or a.rejection != "none"
+    is_corrected = has_weight or from_sampler or _is_divergence(a)
+    allowed = "without algorithm.importance_cap, algorithm.rejection or old_logprobs = 'sampler'"
     yield "rollout.lag", rollout.lag == 0 or is_corrected, f"0 {allowed}"
     carries = rollout.carry_over != "none"
     yield "rollout.carry_over", not carries or is_corrected, f"'none' {allowed}"
@@ -192,15 +178,13 @@ def _rewards(config: Config) -> Checks:
 
 def _run(config: Config) -> Checks:
     steps = config.critic.pretrain_steps
-    if config.algorithm.critic:
-        fits = config.critic_pretrain_steps() < config.total_steps
-        allowed = f"below total_steps = {config.total_steps}"
-        if steps < 0:
-            preset = config.algorithm.critic_pretrain_steps
-            allowed += f"; -1 means algorithm.critic_pretrain_steps = {preset}"
-        yield "critic.pretrain_steps", fits, allowed
-    else:
-        yield "critic.pretrain_steps", steps <= 0, "0 without a critic"
+    has_critic = config.algorithm.critic
+    yield "critic.pretrain_steps", has_critic or steps <= 0, "0 without a critic"
+    fits = not has_critic or config.critic_pretrain_steps() < config.total_steps
+    preset = config.algorithm.critic_pretrain_steps
+    allowed = f"below total_steps = {config.total_steps}"
+    allowed += f"; -1 means algorithm.critic_pretrain_steps = {preset}" * (steps < 0)
+    yield "critic.pretrain_steps", fits, allowed
     carry = config.rollout.carry_over
     allowed = f"false with rollout.carry_over = {carry!r}: a step trains the groups scored first"
     yield "checkpoint.keep_groups", carry == "none" or not config.checkpoint.keep_groups, allowed
@@ -215,11 +199,10 @@ def _terms(section: str, terms: Any) -> Checks:
 
 
 def _rows(config: Config | SftConfig, longest: int) -> Checks:
-    rows = config.packing.row_tokens
-    has_auto = isinstance(config, Config)
+    is_auto = isinstance(config, Config) and config.packing.row_tokens == -1
     allowed = f"at least the longest prompt + the response limit = {longest}"
-    allowed += ", or 'auto' (-1)" * has_auto
-    yield "packing.row_tokens", rows >= longest or has_auto and rows == -1, allowed
+    allowed += ", or 'auto' (-1)" * isinstance(config, Config)
+    yield "packing.row_tokens", config.packing.row_tokens >= longest or is_auto, allowed
 
 
 def _training(config: Config) -> Checks:
@@ -235,14 +218,6 @@ def _training(config: Config) -> Checks:
     yield from _updates(config)
     yield from _rewards(config)
     yield from _run(config)
-
-
-def _serving(config: ServeConfig) -> Checks:
-    yield "model", config.model != "", "a model folder: --model=FOLDER"
-    yield "host", config.host != "", "an address of this machine; 0.0.0.0: all"
-    for name, other in itertools.combinations(("port", "http_port", "metrics_port"), 2):
-        port = getattr(config, other)
-        yield other, port == 0 or port != getattr(config, name), f"different from {name}"
 
 
 def _generated_examples(config: SftConfig) -> Checks:
@@ -267,7 +242,11 @@ def _own_examples(config: SftConfig | DpoConfig) -> Checks:
 
 def _checks(config: Any, settings: dict[str, Any]) -> Checks:
     if isinstance(config, ServeConfig):
-        yield from _serving(config)
+        yield "model", config.model != "", "a model folder: --model=FOLDER"
+        yield "host", config.host != "", "an address of this machine; 0.0.0.0: all"
+        for name, other in itertools.combinations(("port", "http_port", "metrics_port"), 2):
+            port = getattr(config, other)
+            yield other, port == 0 or port != getattr(config, name), f"different from {name}"
     elif isinstance(config, Config):
         yield from _training(config)
     elif isinstance(config, SftConfig) and config.data.source in GENERATED:
@@ -286,10 +265,7 @@ def _checks(config: Any, settings: dict[str, Any]) -> Checks:
 
 
 def check_warmup(config: Any) -> None:
-    """Raise `ConfigError` for a chosen warm-up that is longer than the run.
-
-    A constant rate is not checked: its run may be extended, so there is only a warning.
-    """
+    """Raise `ConfigError` for a warm-up that is longer than a run of fixed length."""
     values = {name: value for name, _, value in leaves(config)}
     defaults = {name: value for name, _, value in leaves(type(config)())}
     for name, value in values.items() if config.total_steps else ():

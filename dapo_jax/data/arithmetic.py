@@ -1,9 +1,11 @@
-"""Embedded task: chains of sums modulo 10, with worked examples that contain errors.
+"""Embedded tasks, arithmetic and multi_digit_sums, and their worked examples.
 
-A problem reads `3+7+5=`; a worked answer echoes both operands of every step and ends in the number
-after the marker: `3+7=0,0+5=5#### 5`. Difficulty spreads by the number of operands and by the
-largest digit a problem may use, since worked examples go wrong far more often on large digits.
-Some examples ramble: they start the chain over instead of answering; truncation punishes this.
+An arithmetic problem, `3+7+5=`, is a chain of sums modulo 10; a worked answer echoes both operands
+of every step and ends in the number after the marker: `3+7=0,0+5=5#### 5`. Difficulty spreads by
+the number of operands and by the largest digit, since worked examples go wrong far more often on
+large digits. Some examples ramble: they start the chain over; truncation punishes this.
+A multi-digit sum is `47+85+6=`, its answer `#### 138`. A call of `environments.builtin.Calculator`
+is the sum itself; the answer follows the value it returns.
 Everything about item i of a split depends on the key (seed, split, i) alone.
 """
 
@@ -22,6 +24,7 @@ RAMBLE_SHARE = 0.2  # probability to start over after each finished chain
 REPEAT_SHARE = 0.03
 REPEATS = 12
 HELDOUT_SHARE = 8  # one problem in 8 (by its text) is held out
+DIGITS, MIN_TERMS, MAX_TERMS = 2, 2, 4  # of a multi-digit sum
 
 
 def is_heldout(text: str) -> bool:
@@ -83,3 +86,24 @@ def make_worked_example(seed: int, index: int, examples: Examples) -> tuple[str,
         steps, total = _work_chain(rng, operands, errors)
         worked += "?again " + ",".join(steps)
     return problem.text, f"{worked}#### {total}"
+
+
+def make_sum(split: str, seed: int, index: int) -> Problem:
+    """Return multi-digit sum `index` of split 'train' or 'heldout'."""
+    rng = np.random.default_rng([seed, zlib.crc32(b"sums"), zlib.crc32(split.encode()), index])
+    while True:
+        limits = 10 ** rng.integers(1, DIGITS + 1, rng.integers(MIN_TERMS, MAX_TERMS + 1))
+        numbers = rng.integers(0, limits)
+        text = "+".join(map(str, numbers)) + "="
+        if is_heldout(text) == (split == "heldout"):
+            return Problem(f"{split}-{index}", text, str(numbers.sum()), "multi_digit_sums")
+
+
+def make_worked_sum(seed: int, index: int, examples: Examples) -> tuple[str, list[str]]:
+    """Return (problem text, turns) of the training split; every second turn is an observation."""
+    problem = make_sum("train", seed, index)
+    answer = f"#### {problem.answer}"
+    rng = np.random.default_rng([seed, zlib.crc32(b"worked sums"), index])
+    if rng.random() < examples.direct_share:
+        return problem.text, [answer]
+    return problem.text, [problem.text, problem.answer, answer]

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, TypeVar, cast
 
 import pyarrow
@@ -19,12 +19,13 @@ from pyarrow import parquet
 from dapo_jax.runtime.settings import ConfigError, check_regular, check_utf8, require
 
 T = TypeVar("T")
+Rows = Iterator[tuple[str, Any]]  # (line or row number, row or `MalformedRow`)
 
 BATCH_ROWS = 4096
 MAX_LINE_BYTES = 64 << 20  # also of a CSV cell; the csv module's default limit is too small
 MAX_JSON_BYTES = 1 << 30  # a JSON file is read as a whole
 MAX_MESSAGES = 3  # about bad rows, in an error or a warning
-WILDCARDS = "*?["
+WILDCARD = re.compile(r"[*?[]")
 HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]*")
 
 
@@ -81,7 +82,7 @@ def _parse_json(text: bytes) -> Any:
         return MalformedRow(f"is not JSON: {error}")
 
 
-def _json_lines(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _json_lines(file: BinaryIO) -> Rows:
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         if len(line) > MAX_LINE_BYTES:
             raise ValueError(f"line {number} is longer than {MAX_LINE_BYTES:,} bytes")
@@ -89,7 +90,7 @@ def _json_lines(file: BinaryIO) -> Iterator[tuple[str, Any]]:
             yield f"line {number}", _parse_json(line)
 
 
-def _json(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _json(file: BinaryIO) -> Rows:
     """Yield the rows of a JSON array, of one object, or of JSON lines with the wrong suffix."""
     text = file.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
@@ -99,29 +100,28 @@ def _json(file: BinaryIO) -> Iterator[tuple[str, Any]]:
         file.seek(0)
         yield from _json_lines(file)
         return
-    rows = content if isinstance(content, list) else [content]
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(content if isinstance(content, list) else [content], 1):
         yield f"row {number}", row
 
 
-def _csv(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _csv(file: BinaryIO) -> Rows:
     """Yield rows of cells by the names in the first line, separated by comma, semicolon or tab."""
     csv.field_size_limit(MAX_LINE_BYTES)
     header = file.readline()
-    delimiter = max(b",;\t", key=header.count)
     file.seek(0)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    reader = csv.DictReader(text, delimiter=chr(delimiter), strict=True)
-    cells = len(reader.fieldnames or ())
+    delimiter = chr(max(b",;\t", key=header.count))
+    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    problem = MalformedRow(
+        f"does not have {len(reader.fieldnames or ())} cells like the first line"
+    )
     line = reader.line_num + 1
     for row in reader:
-        complete = None not in row and None not in row.values()
-        problem = MalformedRow(f"does not have {cells} cells like the first line")
-        yield f"line {line}", row if complete else problem
+        yield f"line {line}", problem if None in row or None in row.values() else row
         line = reader.line_num + 1
 
 
-def _number_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, Any]]:
+def _number_rows(batches: Iterable[pyarrow.RecordBatch]) -> Rows:
     number = 0
     for batch in batches:
         batch.validate(full=True)  # wrong offsets would read arbitrary memory
@@ -130,32 +130,24 @@ def _number_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, 
             yield f"row {number}", row
 
 
-def _parquet(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _parquet(file: BinaryIO) -> Rows:
     return _number_rows(parquet.ParquetFile(file).iter_batches(BATCH_ROWS))
 
 
-def _arrow(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _arrow(file: BinaryIO) -> Rows:
     """Yield the rows of an Arrow file (also Feather) or stream."""
     try:
         reader = pyarrow.ipc.open_file(file)
     except pyarrow.ArrowInvalid:
         file.seek(0)
-        return _number_rows(iter(pyarrow.ipc.open_stream(file)))
-    return _number_rows(reader.get_batch(i) for i in range(reader.num_record_batches))
+        return _number_rows(pyarrow.ipc.open_stream(file))
+    return _number_rows(map(reader.get_batch, range(reader.num_record_batches)))
 
 
 # Readers by suffix. If a folder has several kinds of files, only the first kind is read.
-READERS = {
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-    ".feather": _arrow,
-    ".jsonl": _json_lines,
-    ".json": _json,
-    ".csv": _csv,
-    ".jsonl.gz": _json_lines,
-    ".json.gz": _json,
-    ".csv.gz": _csv,
-}
+READERS = {".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow}
+TEXT_READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}
+READERS |= TEXT_READERS | {f"{suffix}.gz": read for suffix, read in TEXT_READERS.items()}
 SUFFIXES = ", ".join(READERS)
 
 
@@ -165,47 +157,44 @@ def split_suffix(name: str) -> tuple[str, str]:
     return name.removesuffix(suffix), suffix
 
 
-@contextlib.contextmanager
-def _open(path: epath.Path) -> Iterator[BinaryIO]:
-    """Open a file; a file in a bucket is copied first because tables need random access."""
-    with contextlib.ExitStack() as stack:
-        if "://" in str(path):
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            path = path.copy(epath.Path(folder) / path.name)
-        check_regular(path)
-        file = stack.enter_context(path.open("rb"))
-        if path.suffix == ".gz":
-            file = stack.enter_context(gzip.open(file))
-        if READERS[split_suffix(path.name)[1]] not in (_parquet, _arrow):
-            check_utf8(file.read(2))
-            file.seek(0)
-        yield cast(BinaryIO, file)
-
-
-def read_rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
+def read_rows(path: epath.Path) -> Rows:
     """Yield (line or row number, row or `MalformedRow`); may raise `ConfigError`."""
+    read = READERS[split_suffix(path.name)[1]]
+    local = path
     try:
-        with _open(path) as file:
-            yield from READERS[split_suffix(path.name)[1]](file)
+        with contextlib.ExitStack() as stack:
+            if "://" in str(path):  # tables need random access
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                local = path.copy(epath.Path(folder) / path.name)
+            check_regular(local)
+            file = stack.enter_context(local.open("rb"))
+            if path.suffix == ".gz":
+                file = stack.enter_context(gzip.open(file))
+            if read in TEXT_READERS.values():
+                check_utf8(file.read(2))
+                file.seek(0)
+            yield from read(cast(BinaryIO, file))
     except MemoryError:
         raise ConfigError(f"{path} can't be read: it needs more memory than there is") from None
     except Exception as error:  # from the file system, the parser or a bucket's client
         raise ConfigError(f"{path} can't be read: {error}") from None
 
 
-def _shards(folder: epath.Path) -> list[epath.Path]:
-    """Return the files of the first kind found in a folder or its subfolders."""
+def _shards(path: epath.Path) -> list[epath.Path]:
+    """Return a file, or the files of the first kind found in a folder or its subfolders."""
+    if not path.is_dir():
+        return [path]
     for pattern in ("*", "*/*"):
-        files = sorted(folder.glob(pattern))
+        files = sorted(path.glob(pattern))
         for suffix in READERS:
-            shards = [path for path in files if split_suffix(path.name)[1] == suffix]
+            shards = [file for file in files if split_suffix(file.name)[1] == suffix]
             if shards:
                 return shards
     return []
 
 
 def _by_name(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
-    """Return entries called `name`, or `name` and a separator; of several, those of the split."""
+    """Return the only entry called `name` or `name` and a separator; of several, the split's."""
     stems = {}
     for path in sorted(folder.iterdir()):
         stem, suffix = split_suffix(path.name)
@@ -215,30 +204,23 @@ def _by_name(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
     if not matches:
         starts = tuple(f"{name.lower()}{separator}" for separator in "_-.")
         matches = [path for path, stem in stems.items() if stem.startswith(starts)]
-    return [path for path in matches if split in stems[path]] if len(matches) > 1 else matches
+    if len(matches) > 1:
+        matches = [path for path in matches if split in stems[path]]
+    return matches if len(matches) == 1 else []
 
 
-def _glob(field: str, pattern: str) -> list[epath.Path]:
-    require("**" not in pattern, field, pattern, "without **, which buckets do not support")
-    parts = epath.Path(pattern).parts
-    first = next(i for i, part in enumerate(parts) if set(part) & set(WILDCARDS))
-    matches = epath.Path(*parts[:first]).glob("/".join(parts[first:]))
-    return [path for path in sorted(matches) if split_suffix(path.name)[1]]
-
-
-def _matches(field: str, name: str, folder: epath.Path, split: str) -> list[epath.Path]:
+def _matches(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
     path = epath.Path(name)
-    paths = []
-    if set(name) & set(WILDCARDS):
-        paths = _glob(field, name)
-    elif path.exists():
-        paths = [path]
-    elif "/" not in name and split_suffix(name)[1] and (folder / name).exists():
-        paths = [folder / name]
-    elif "/" not in name and folder.is_dir():
-        paths = _by_name(name, folder, split)
-        paths = paths if len(paths) == 1 else []
-    return [file for path in paths for file in (_shards(path) if path.is_dir() else [path])]
+    if WILDCARD.search(name):
+        first = next(i for i, part in enumerate(path.parts) if WILDCARD.search(part))
+        matches = epath.Path(*path.parts[:first]).glob("/".join(path.parts[first:]))
+        return [match for match in sorted(matches) if split_suffix(match.name)[1]]
+    if path.exists():
+        return [path]
+    if "/" in name or not folder.is_dir():
+        return []
+    is_file = split_suffix(name)[1] and (folder / name).exists()
+    return [folder / name] if is_file else _by_name(name, folder, split)
 
 
 def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...]:
@@ -252,10 +234,9 @@ def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...
     home = epath.Path(folder)
     allowed = "a local path or a gs:// path: nothing else is downloaded"
     require("://" not in name or name.startswith("gs://"), field, name, allowed)
+    require("**" not in name, field, name, "without **, which buckets do not support")
     try:
-        files = _matches(field, name, home, split)
-    except ConfigError:
-        raise
+        files = [file for path in _matches(name, home, split) for file in _shards(path)]
     except Exception as error:  # from a bucket's client
         raise ConfigError(f"config.{field} = {name!r}: {error}") from None
     if not files or not all(split_suffix(file.name)[1] for file in files):
@@ -267,7 +248,7 @@ def _explain_no_match(name: str, home: epath.Path) -> str:
     path = epath.Path(name)
     if path.exists():
         return f"holds no file of {SUFFIXES}" if path.is_dir() else f"must end in {SUFFIXES}"
-    if set(name) & set(WILDCARDS):
+    if WILDCARD.search(name):
         return f"no file of {SUFFIXES} matches"
     if "/" in name or split_suffix(name)[1]:
         if HUB_NAME.fullmatch(name) and not path.parent.is_dir():

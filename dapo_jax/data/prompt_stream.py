@@ -1,15 +1,13 @@
-"""Stream of prompts: an endless, shuffled, seekable order of problems, equal on every process.
+"""Stream of prompts: an endless, shuffled order of problems, equal on every process.
 
-The order (by grain) is a function of the seed alone, so a checkpoint holds one integer: the
-position.
+The order (by grain) is a function of the seed alone, so a checkpoint holds only the position.
 """
 
-import dataclasses
 import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -52,8 +50,7 @@ def choose_examples(
     return tuple(examples)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Lengths of a source's prompts, in tokens, estimated from a sample."""
 
     name: str
@@ -69,21 +66,15 @@ class Lengths:
 
 def _endless_order(sources: Sequence[Source], seed: int) -> grain.MapDataset:
     """Return the order of all problems: a new shuffle every pass, sources mixed by weight."""
-    orders = [
-        grain.MapDataset.source(source.problems).seed(seed).shuffle().repeat() for source in sources
-    ]
-    if len(orders) == 1:
-        return orders[0]
-    return grain.MapDataset.mix(orders, [source.weight for source in sources])
+    orders = [grain.MapDataset.source(s.problems).seed(seed).shuffle().repeat() for s in sources]
+    weights = [source.weight for source in sources]
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights)
 
 
 class PromptStream:
     """Endless stream of training prompts, and the prompts of the evaluation.
 
-    Attributes:
-        position: index of the next prompt in the order; may be set.
-        sources: sources of the training prompts.
-        heldout: sources of the evaluation; their problems are never trained on.
+    `position`, the index of the next prompt in the order, may be set.
 
     Args:
         needs_answer: leave out rows of files without an answer.
@@ -124,34 +115,23 @@ class PromptStream:
             total = sum(source.weight for source in self.sources)
             passes = (len(source.problems) * total / source.weight for source in self.sources)
             self._pass = math.ceil(max(passes))
-            self._check_fields()
-        self._check_turns()
+        self._check_files(training)
         # The next step often starts with prompts that this step did not use.
         self._prompt = functools.lru_cache(CACHED_PROMPTS)(self._make_prompt)
 
-    def _check_fields(self) -> None:
-        """Raise `ConfigError` if no file has the fields that `data.fields` names."""
-        files = {s.name: s for s in [*self.sources, *self.heldout] if not s.generated}
-        require(
-            not self._data.fields or any(source.named for source in files.values()),
-            "data.fields",
-            self._data.fields,
-            f"names that the first rows of a file have, all of them; {', '.join(files)} has others",
-        )
-
-    def _check_turns(self) -> None:
-        """Raise `ConfigError` if the template cannot show conversations of several turns."""
-        if "messages" in self.template.reads:
-            return
-        for source in [*self.sources, *self.heldout]:
-            ids = [] if source.generated else [p.id for p in every_problem([source]) if p.turns]
-            require(
-                not ids,
-                "data.template",
-                self._data.template,
-                f"chat, or jinja that reads messages: {len(ids)} rows of {source.name} are "
-                f"conversations of several turns, such as {''.join(ids[:1])}",
-            )
+    def _check_files(self, training: bool) -> None:
+        """Raise `ConfigError` if data.fields or the template does not fit the files."""
+        files = [s for s in [*self.sources, *self.heldout] if not s.generated]
+        data = self._data
+        is_named = not data.fields or any(file.named for file in files)
+        names = ", ".join(dict.fromkeys(file.name for file in files))
+        allowed = f"names that the first rows of a file have, all of them; {names} has others"
+        require(is_named or not training, "data.fields", data.fields, allowed)
+        for file in files if "messages" not in self.template.reads else ():
+            ids = [problem.id for problem in every_problem([file]) if problem.turns]
+            allowed = f"chat, or jinja that reads messages: {len(ids)} rows of {file.name} are "
+            allowed += f"conversations of several turns, such as {''.join(ids[:1])}"
+            require(not ids, "data.template", data.template, allowed)
 
     def _encode(self, problem: Problem) -> tuple[str, list[int]]:
         text = self.template.write(self._opening(problem), self._beside)
@@ -172,9 +152,9 @@ class PromptStream:
         text, tokens = self._encode(problem)
         limit = self._data.max_prompt_tokens
         truncated = len(tokens) > limit
+        if truncated and self._data.overlong_prompts == "drop":
+            return None
         if truncated:
-            if self._data.overlong_prompts == "drop":
-                return None
             begin = self._tokenizer.begin_ids[:limit]
             tokens = begin + tokens[len(tokens) - limit + len(begin) :]
             text = self._tokenizer.decode(tokens)
@@ -226,16 +206,16 @@ class PromptStream:
         training = {f"the training data of {s.name}": s.digests() for s in self.sources}
         return training | {f"what is held out of {s.name}": s.digests() for s in self.heldout}
 
-    def _measure(self, source: Source) -> Lengths:
-        sample = source.sample(MEASURED_GENERATED if source.generated else MEASURED_PROBLEMS)
-        lengths = [self.count_tokens(problem) for problem in sample]
-        over = sum(length > self._data.max_prompt_tokens for length in lengths)
-        return Lengths(source.name, len(lengths), over, max(lengths, default=0))
-
     @functools.cached_property
     def lengths(self) -> list[Lengths]:
         """Lengths of the prompts of each source, training before evaluation."""
-        return [self._measure(source) for source in [*self.sources, *self.heldout]]
+        measured = []
+        for source in [*self.sources, *self.heldout]:
+            sample = source.sample(MEASURED_GENERATED if source.generated else MEASURED_PROBLEMS)
+            lengths = [self.count_tokens(problem) for problem in sample]
+            over = sum(length > self._data.max_prompt_tokens for length in lengths)
+            measured.append(Lengths(source.name, len(lengths), over, max(lengths, default=0)))
+        return measured
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about rows of the files, and about messages that no prompt shows."""

@@ -1,11 +1,8 @@
-"""Formats of rows, published or custom: from a row to a `Problem`.
-
-The fields of a row decide its format, never the name of the file. `data.fields` maps other names.
-"""
+"""Formats of rows, published or custom, by the fields of a row: from a row to a `Problem`."""
 
 import decimal
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo_jax.data.files import MalformedRow, NoAnswer
@@ -112,11 +109,10 @@ def _answer(value: Any, field: str = "answer") -> str | None:
 def _optional(row: Row, *fields: str) -> str:
     """Return the first of these fields that is not empty; join a list as paragraphs."""
     for field in fields:
-        value = row.get(field)
-        if isinstance(value, list | tuple):
-            value = "\n\n".join(map(str, value))
-        if value is not None and str(value).strip():
-            return str(value).strip().encode("utf-8", "replace").decode()
+        value = row.get(field, "")
+        text = "\n\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        if value is not None and text.strip():
+            return text.strip().encode("utf-8", "replace").decode()
     return ""
 
 
@@ -128,8 +124,7 @@ def _message(message: Any, field: str) -> tuple[str, str]:
     content = message.get("content")
     if isinstance(content, list | tuple):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        is_text = all(isinstance(part, str) for part in parts)
-        content = "".join(map(str, parts)) if is_text else None
+        content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
     if role == "system" and content == "":
         return role, content
     return role, check_text(content, f"{field}: the content of {role!r}").strip()
@@ -218,19 +213,12 @@ def _plain(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-# Formats that are not plain: the fields that identify them, and their readers.
-FORMATS: tuple[tuple[set[str], Callable[[Row], dict[str, Any]]], ...] = (
-    ({"prompt", "reward_model"}, _dapo),
-    ({"question", "final_answer"}, _olympiad_bench),
-)
-
-
 def _read(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
     """Return the attributes of `Problem` that a row holds, by lower-case or mapped names."""
-    if not fields:
-        for needed, read in FORMATS:
-            if needed <= row.keys():
-                return read(row)
+    if not fields and row.keys() >= {"prompt", "reward_model"}:
+        return _dapo(row)
+    if not fields and row.keys() >= {"question", "final_answer"}:
+        return _olympiad_bench(row)
     if "problem" not in fields and not row.keys() & set(PROBLEM_FIELDS):
         raise UnknownFields(f"no field is known as the problem: {', '.join(row) or 'it has none'}")
     return _plain(row, fields)
@@ -243,16 +231,12 @@ def read_row(
     fields: Mapping[str, str] | None = None,
     needs_answer: bool = True,
 ) -> Problem:
-    """Return the problem of a row.
+    """Return the problem of a row; raise `MalformedRow`, or `NoAnswer` if it needs one.
 
     Args:
         source: name of the data set, for the id.
         number: id of a row that has none.
         fields: names of fields by key; each must exist, and no other format is tried.
-
-    Raises:
-        MalformedRow: the row fits no format, or a field holds a wrong value.
-        NoAnswer: `needs_answer`, but the row has no answer, for example a proof.
     """
     fields = fields or {}
     values = take_fields(row, fields)

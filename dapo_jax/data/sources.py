@@ -16,9 +16,8 @@ from typing import Any
 
 from etils import epath
 
-from dapo_jax.config.experiment import Data
-from dapo_jax.config.sections import GENERATED
-from dapo_jax.data import arithmetic, multi_digit_sums
+from dapo_jax.config.experiment import GENERATED, Data
+from dapo_jax.data import arithmetic
 from dapo_jax.data.files import MAX_MESSAGES, RowLog, find_files, read_rows, split_suffix
 from dapo_jax.data.row_formats import FIELDS, KNOWN, MISSING, look_up, parse_fields, read_row
 from dapo_jax.rewards import gym
@@ -93,8 +92,6 @@ class Source:
 
 def _is_same_answer(left: str, right: str) -> bool:
     """Return True if two gold answers are spellings of the same value; if in doubt, False."""
-    if left == right:
-        return True
     left, right = normalise(left), normalise(right)
     number = read_number(left)
     return left == right or number is not None and number == read_number(right)
@@ -107,16 +104,13 @@ def read_problems(
     fields: str = "",
     needs_answer: bool = True,
 ) -> Source:
-    """Return the unique problems of files.
+    """Return the unique problems of files; may raise `ConfigError`.
 
     Args:
         source: source of a problem if its row names none.
         bad_rows_limit: malformed rows that are skipped; after more without any problem, stop.
         fields: the setting `data.fields`. A file is read by it if one of its first rows has all
             these fields, and then every row must; else by its own format.
-
-    Raises:
-        ConfigError: too many malformed rows, named by file and line; or an unreadable file.
     """
     log = RowLog(bad_rows_limit)
     counts = log.counts
@@ -138,11 +132,11 @@ def read_problems(
             first = problems.setdefault(key, problem)
             if first is problem:
                 continue
-            if _is_same_answer(first.answer, problem.answer):
-                counts["repeats"] += 1
-                continue
-            counts["conflicts"] += 1
-            if key not in conflicting:
+            is_same = first.answer == problem.answer or _is_same_answer(
+                first.answer, problem.answer
+            )
+            counts["repeats" if is_same else "conflicts"] += 1
+            if not is_same and key not in conflicting:
                 conflicting.add(key)
                 log.messages.append(
                     f"{place}: the answer {problem.answer!r} differs from {first.answer!r}, the "
@@ -169,20 +163,19 @@ def _named_rows(
             yield f"{path} {place}", row, fields if named else {}
 
 
-def _gym_problems(field: str, task: str, data: Data, heldout: bool, seed: int) -> Generated:
+def _gym_problems(field: str, name: str, data: Data, heldout: bool, seed: int) -> Generated:
     """Return the problems of a reasoning-gym task; the held-out ones follow the training ones."""
-    source = gym.PREFIX + task
+    task = name.removeprefix(gym.PREFIX)
     items = gym.open_task(field, task, seed, data.train_problems + data.heldout_count())
-    first = data.train_problems if heldout else 0
 
     def make(index: int) -> Problem:
-        number = first + index
+        number = index + (data.train_problems if heldout else 0)
         item = items[number]
         return Problem(
-            id=f"{source}-{number}",
+            id=f"{name}-{number}",
             text=item["question"].strip(),
             answer=str(item["answer"]),
-            source=source,
+            source=name,
             subject=items.category,
             metadata=gym.pack_item(item),
         )
@@ -193,12 +186,12 @@ def _gym_problems(field: str, task: str, data: Data, heldout: bool, seed: int) -
 def _generate(field: str, name: str, data: Data, split: str, seed: int) -> Generated:
     heldout = split == "heldout"
     if name.startswith(gym.PREFIX):
-        return _gym_problems(field, name.removeprefix(gym.PREFIX), data, heldout, seed)
-    length = data.heldout_count() if heldout else data.train_problems
+        return _gym_problems(field, name, data, heldout, seed)
+    make = functools.partial(arithmetic.make_sum, split, seed)
     if name == "arithmetic":
         terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
-        return Generated(length, functools.partial(arithmetic.make_problem, split, seed, **terms))
-    return Generated(length, functools.partial(multi_digit_sums.make_problem, split, seed))
+        make = functools.partial(arithmetic.make_problem, split, seed, **terms)
+    return Generated(data.heldout_count() if heldout else data.train_problems, make)
 
 
 def is_generated(name: str) -> bool:
@@ -239,13 +232,6 @@ def check_sources(data: Data) -> None:
                 find_files(field, name, data.folder, split)
 
 
-def _shares(total: int, weights: dict[str, float]) -> dict[str, int]:
-    """Split `total` by weight into whole numbers."""
-    whole = sum(weights.values())
-    ends = [round(total * end / whole) for end in itertools.accumulate(weights.values())]
-    return {name: end - start for name, start, end in zip(weights, [0, *ends], ends, strict=False)}
-
-
 def every_problem(sources: Sequence[Source]) -> list[Problem]:
     """Return the problems of all sources in a fixed order."""
     return [s.problems[i] for s in sources for i in range(len(s.problems))]
@@ -273,14 +259,11 @@ class Sources:
             note = ", by its own field names, not data.fields" if other_names else ""
             return dataclasses.replace(loaded, name=name, note=note)
         rows = loaded.counts["rows"]
-        if not rows:
-            raise ConfigError(f"config.{field} = {name!r}: holds no rows")
         reason = next(iter(loaded.messages), f"the answer is empty ({KNOWN})")
         if other_names:
             reason += f"; no row has all fields of config.data.fields = {data.fields!r}"
-        raise ConfigError(
-            f"config.{field} = {name!r}: none of its first {rows:,} rows is a problem: {reason}"
-        )
+        problem = f"none of its first {rows:,} rows is a problem: {reason}"
+        raise ConfigError(f"config.{field} = {name!r}: {problem if rows else 'holds no rows'}")
 
     def heldout(self) -> list[Source]:
         """Return the sources that are evaluated and never trained on.
@@ -293,14 +276,17 @@ class Sources:
         is_shared = not data.heldout_source
         field = "data.source" if is_shared else "data.heldout_source"
         weights = parse_sources(field, data.source if is_shared else data.heldout_source)
+        total = sum(weights.values())
+        ends = [
+            round(data.heldout_count() * w / total) for w in itertools.accumulate(weights.values())
+        ]
         sources = []
-        for name, count in _shares(data.heldout_count(), weights).items():
+        for name, start, end in zip(weights, [0, *ends], ends, strict=False):
             if is_generated(name):
-                share = dataclasses.replace(data, heldout_problems=count)
-                problems = _generate(field, name, share, "heldout", self._seed)
-                sources.append(Source(name, problems))
+                part = dataclasses.replace(data, heldout_problems=end - start)
+                sources.append(Source(name, _generate(field, name, part, "heldout", self._seed)))
             elif is_shared:
-                sources.append(self._split_off(self._load(field, name, "train"), count))
+                sources.append(self._split_off(self._load(field, name, "train"), end - start))
             else:
                 sources.append(self._load(field, name, "test"))
         return sources
@@ -315,11 +301,8 @@ class Sources:
             f"below the {len(problems)} problems of {source.name!r}, from which they are taken"
         )
         require(count < len(problems), "data.heldout_problems", count, allowed)
-
-        def order(place: int) -> bytes:
-            return hashlib.blake2b(problems[place].fingerprint.encode()).digest()
-
-        places = sorted(range(len(problems)), key=order)[:count]
+        hashes = [hashlib.blake2b(p.fingerprint.encode()).digest() for p in problems]
+        places = sorted(range(len(problems)), key=hashes.__getitem__)[:count]
         note = ", a fifth (data.heldout_problems)" if is_limited else ""
         taken = tuple(problems[i] for i in sorted(places))
         return Source(source.name, taken, named=source.named, note=note)

@@ -7,7 +7,7 @@ import collections
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,11 +64,7 @@ class Example(NamedTuple):
 
 
 def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
-    """Return the fields by key that data.fields names.
-
-    Raises:
-        ConfigError: no complete form, or a system message that data.template does not show.
-    """
+    """Return the fields by key that data.fields names; may raise `ConfigError`."""
     keys = [*dict.fromkeys(key for form in forms for key in form), SYSTEM]
     fields = parse_fields("data.fields", data.fields, keys)
     is_complete = any(fields.keys() - {SYSTEM} == set(form) for form in forms)
@@ -114,14 +110,30 @@ class Writer:
     def write(self, row: Any) -> Example:
         """Return the example or pair of a row; raise `MalformedRow` if there is none."""
         fields = take_fields(row, self._fields) or {k.lower(): value for k, value in row.items()}
-        for form in self._forms:
-            if fields.keys() >= set(form):
-                write = self._example if self._forms is EXAMPLES else self._pair
-                return write(fields, form)
-        names = ", ".join(fields) or "none"
-        raise MalformedRow(
-            f"has the fields {names}, not {_list_forms(self._forms)}: data.fields names others"
-        )
+        form = next((form for form in self._forms if fields.keys() >= set(form)), None)
+        if form is None:
+            names = ", ".join(fields) or "none"
+            raise MalformedRow(
+                f"has the fields {names}, not {_list_forms(self._forms)}: data.fields names others"
+            )
+        is_text = all(isinstance(fields[name], str) for name in form)
+        if is_text and form == PAIRS[1]:
+            example = self._split_texts(*(check_text(fields[name], name) for name in form))
+        elif is_text and len(form) > 1 and self._data.template != "chat":
+            example = self._plain(fields, [check_text(fields[name], name) for name in form])
+        elif self._forms is EXAMPLES:
+            role = "user" if form == ("messages",) else ASSISTANT
+            names = list(form)
+            answers = _read_messages(fields[names[-1]], names[-1], role)
+            before = [m for name in names[:-1] for m in _read_messages(fields[name], name, "user")]
+            messages = self._with_system(fields, [*before, *answers])
+            example = self._conversation(messages, len(messages) - len(answers))
+        else:
+            example = self._pair(fields)
+        responses = [turns.response for turns in example.turns]
+        if self._forms is PAIRS and np.array_equal(responses[0], responses[1]):
+            raise MalformedRow("chosen and rejected are the same")
+        return example
 
     def _render(self, messages: Messages, open_answer: bool) -> str:
         if self._tokenizer.chat is None:
@@ -185,67 +197,43 @@ class Writer:
             before = np.concatenate(turns[-1][:2]) if turns else np.array([])
             if turns and np.array_equal(turn.prompt[: len(before)], before):
                 gap = turn.prompt[len(before) :]
-                prompt, response, trained = turns.pop()
-                response = np.concatenate([response, gap, turn.response])
-                trained = np.concatenate([trained, np.zeros(len(gap), bool), turn.trained])
-                turn = Turns(prompt, response, trained)
+                last = turns.pop()
+                response = np.concatenate([last.response, gap, turn.response])
+                trained = np.concatenate([last.trained, np.zeros(len(gap), bool), turn.trained])
+                turn = Turns(last.prompt, response, trained)
             turns.append(turn)
         return Example(texts[0], tuple(turns))
 
-    def _plain(self, row: Row, prompt: str, answers: Sequence[str]) -> Example:
-        """Return the example of answers to a problem that the template shows."""
-        problem = Problem("", prompt.strip(), "", "", system=self._system(row))
+    def _plain(self, row: Row, texts: list[str]) -> Example:
+        """Return the example of a problem that the template shows, and answers to it."""
+        problem = Problem("", texts[0].strip(), "", "", system=self._system(row))
         text = self._template.write(problem, Beside(self._tokenizer.chat))
         tokens = self._encode_prompt(text)
-        turns = (Turns.of(tokens, self._encode_answer(answer, answer)) for answer in answers)
+        turns = (Turns.of(tokens, self._encode_answer(answer, answer)) for answer in texts[1:])
         return Example(text, tuple(turns))
 
-    def _is_plain(self, row: Row, form: tuple[str, ...]) -> bool:
-        return all(isinstance(row[name], str) for name in form) and self._data.template != "chat"
-
-    def _example(self, row: Row, form: tuple[str, ...]) -> Example:
-        if form == ("messages",):
-            messages = self._with_system(row, _read_messages(row["messages"], "messages", "user"))
-            return self._conversation(messages, 0)
-        if self._is_plain(row, form):
-            prompt, answer = (check_text(row[name], name) for name in form)
-            return self._plain(row, prompt, [answer])
-        before = self._with_system(row, _read_messages(row[form[0]], form[0], "user"))
-        answers = _read_messages(row[form[1]], form[1], ASSISTANT)
-        return self._conversation([*before, *answers], len(before))
-
-    def _pair(self, row: Row, form: tuple[str, ...]) -> Example:
-        names = form[-2:]
-        if len(form) == 2 and all(isinstance(row[name], str) for name in names):
-            pair = self._split_texts(*(check_text(row[name], name) for name in names))
-        elif self._is_plain(row, form):
-            prompt, *answers = (check_text(row[name], name) for name in form)
-            pair = self._plain(row, prompt, answers)
-        else:
-            talks = [self._whole_conversation(row, name) for name in names]
-            if talks[0][:-1] != talks[1][:-1]:
-                raise MalformedRow("chosen and rejected differ before their last message")
-            examples = [self._conversation(messages, len(messages) - 1) for messages in talks]
-            pair = Example(examples[0].text, tuple(example.turns[0] for example in examples))
-        if np.array_equal(pair.turns[0].response, pair.turns[1].response):
-            raise MalformedRow("chosen and rejected are the same")
-        return pair
+    def _pair(self, row: Row) -> Example:
+        talks = [self._whole_conversation(row, name) for name in PAIRS[1]]
+        if talks[0][:-1] != talks[1][:-1]:
+            raise MalformedRow("chosen and rejected differ before their last message")
+        examples = [self._conversation(messages, len(messages) - 1) for messages in talks]
+        return Example(examples[0].text, tuple(example.turns[0] for example in examples))
 
     def _whole_conversation(self, row: Row, name: str) -> Messages:
         """Return the conversation that ends with that answer, with the prompt once."""
         answer = _read_messages(row[name], name, ASSISTANT)
         if answer[-1]["role"] != ASSISTANT:
             raise MalformedRow(f"{name} ends with no message of the role {ASSISTANT!r}")
-        if row.get("prompt") is None:
-            return self._with_system(row, answer)
-        before = _read_messages(row["prompt"], "prompt", "user")
-        contents = [[(m["role"], m["content"].strip()) for m in part] for part in (answer, before)]
-        size = len(before)
-        if any(contents[0][i : i + size] == contents[1] for i in range(len(answer))):
-            return self._with_system(row, answer)
-        if answer[0]["role"] != ASSISTANT:
-            raise MalformedRow(f"{name} begins neither with the prompt nor with an answer to it")
-        return self._with_system(row, [*before, *answer])
+        if row.get("prompt") is not None:
+            before = _read_messages(row["prompt"], "prompt", "user")
+            whole = [(m["role"], m["content"].strip()) for m in answer]
+            prompt = [(m["role"], m["content"].strip()) for m in before]
+            if not any(whole[i : i + len(prompt)] == prompt for i in range(len(whole))):
+                if answer[0]["role"] != ASSISTANT:
+                    problem = "begins neither with the prompt nor with an answer to it"
+                    raise MalformedRow(f"{name} {problem}")
+                answer = [*before, *answer]
+        return self._with_system(row, answer)
 
     def _split_texts(self, chosen: str, rejected: str) -> Example:
         """Return the pair of two whole texts; the prompt is their common beginning, in tokens."""
@@ -281,11 +269,11 @@ class Examples(NamedTuple):
 
 def _shorten(example: Example, row_tokens: int, is_pair: bool) -> Example | None:
     """Cut the example to the length of a row; return None if too little is left."""
-    cut = (
-        Turns(turns.prompt, *(part[: max(0, row_tokens - len(turns.prompt))] for part in turns[1:]))
-        for turns in example.turns
-    )
-    kept = tuple(turns for turns in cut if turns.trained.any())
+    kept = ()
+    for prompt, response, trained in example.turns:
+        size = max(0, row_tokens - len(prompt))
+        if trained[:size].any():
+            kept += (Turns(prompt, response[:size], trained[:size]),)
     if is_pair and (len(kept) < 2 or np.array_equal(kept[0].response, kept[1].response)):
         return None
     return Example(example.text, kept) if kept else None
@@ -297,40 +285,29 @@ def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example
     allowed = f"below the {len(examples)} examples of {name!r}, from which they are taken"
     require(count < len(examples), "data.heldout_examples", count, allowed)
 
-    def hash_prompt(example: Example) -> bytes:
-        fingerprint = Problem("", example.text, "", "").fingerprint
-        return hashlib.blake2b(fingerprint.encode(), digest_size=8).digest()
-
-    keys = [hash_prompt(example) for example in examples]
-    sizes = collections.Counter(keys)
+    prompts = (Problem("", example.text, "", "").fingerprint for example in examples)
+    keys = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
     held = set()
-    for key in sorted(sizes):
-        if sizes[key] <= count:
+    for key, size in sorted(collections.Counter(keys).items()):
+        if size <= count:
             held.add(key)
-            count -= sizes[key]
-    parts: tuple[list[Example], list[Example]] = [], []
-    for example, key in zip(examples, keys, strict=True):
-        parts[key in held].append(example)
-    return parts
-
-
-def find_source(data: OwnData) -> tuple[str, ...]:
-    """Return the files that data.source names; raise `ConfigError` if there are none."""
-    return find_files("data.source", data.source, data.folder, "train")
+            count -= size
+    pairs = list(zip(examples, keys, strict=True))
+    training = [example for example, key in pairs if key not in held]
+    return training, [example for example, key in pairs if key in held]
 
 
 def read_examples(data: OwnData, tokenizer: Tokenizer, row_tokens: int, forms: Forms) -> Examples:
     """Return the examples, or pairs, of data.source; those over `row_tokens` are cut or dropped.
 
-    Raises:
-        ConfigError: no file, too many malformed rows (named by file and line), nothing to train on.
+    Raises `ConfigError`.
     """
     writer = Writer(data, tokenizer, forms)
     log = RowLog(data.bad_rows_limit)
     counts = log.counts
     examples = []
     longest = 0
-    for path in find_source(data):
+    for path in find_files("data.source", data.source, data.folder, "train"):
         with naming("data.source", data.source), memory_error_as_config_error(path):
             for place, row in read_rows(epath.Path(path)):
                 example = log.parse(f"{path} {place}", row, writer.write)

@@ -5,7 +5,7 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, Any
 
-from dapo_jax.config.sections import Reward
+from dapo_jax.config.experiment import Reward
 from dapo_jax.structs import Observation, Problem
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dapo_jax.config.sections import Environment, Reward
+from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.contracts import Environment as Contract
 from dapo_jax.environments.builtin import Calculator, Guessing, SecondTry

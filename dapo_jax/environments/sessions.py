@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from dapo_jax.config.sections import Environment
+from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.environments.registry import open_factory, tool_names
 from dapo_jax.environments.transcript import Transcript

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax.config.sections import Packing
+from dapo_jax.config.experiment import Packing
 from dapo_jax.learner.batches import PackedRows
 from dapo_jax.structs import Completion, Prompt
 

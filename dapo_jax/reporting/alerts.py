@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dapo_jax.config.algorithm import REWARD_FREE_ESTIMATORS
-from dapo_jax.config.experiment import Config
-from dapo_jax.config.sections import OF_THE_ANSWER
+from dapo_jax.config.experiment import OF_THE_ANSWER, Config
 from dapo_jax.runtime.nonfinite import PREFIXES, reasons
 from dapo_jax.runtime.rules import When
 from dapo_jax.runtime.settings import leaves

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dapo_jax.config.sections import Log
+from dapo_jax.config.experiment import Log
 from dapo_jax.runtime.storage.jsonl import objects, read_object, spell
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import suppress_storage_errors

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dapo_jax.config.experiment import Config
-from dapo_jax.config.sections import SHAPING
+from dapo_jax.config.experiment import SHAPING, Config
 from dapo_jax.structs import Completion, Group, Prompt, Verdict, repetition
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo_jax.config.sections import Reward
+from dapo_jax.config.experiment import Reward
 from dapo_jax.contracts import Verifier
 from dapo_jax.rewards.functions import (
     TOKENS,

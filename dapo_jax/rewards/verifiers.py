@@ -5,7 +5,7 @@ A user's function of the same signature can replace one in `RewardPool`.
 
 from collections.abc import Callable
 
-from dapo_jax.config.sections import Reward
+from dapo_jax.config.experiment import Reward
 from dapo_jax.contracts import Verifier, VerifierResult
 from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.verifier.algebra_process import Memory, RemoteAlgebra

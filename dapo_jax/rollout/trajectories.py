@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dapo_jax.config.sections import Environment
+from dapo_jax.config.experiment import Environment
 from dapo_jax.rollout.requests import PendingGroup, PendingResponses
 from dapo_jax.structs import Completion, Prompt, Turn, TurnCounts
 

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.config.experiment import Config
-from dapo_jax.config.sections import Sampler
+from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.param_paths import forward_dtype

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import scipy.optimize  # comes with jax
 
-from dapo_jax.commands.plan.cost_model import Costs, Counts
-from dapo_jax.commands.plan.simulate import Simulation, Step
+from dapo_jax.commands.plan.simulate import Costs, Counts, Simulation, Step
 from dapo_jax.commands.plan.workload import RecordedWorkload
 from dapo_jax.config.experiment import Config
 from dapo_jax.model.decoder import DecoderConfig
@@ -21,7 +20,7 @@ FIRST_STEPS = 2  # compile
 
 def step_figures(step: Step) -> dict[str, float]:
     """Return figures of a simulated step for a table or JSON."""
-    names = "asked judged kept surplus kept_tokens rounds rows fill utilisation".split()
+    names = "asked judged kept surplus kept_tokens rows fill utilisation".split()
     sampled = "prefills tokens abandoned_tokens put_back_tokens".split()
     return (
         {"seconds_rollout": step.rollout_seconds, "seconds_learning": step.update_seconds}

@@ -11,7 +11,7 @@ workload. With several processes this one is the first; it makes the messages of
 does not count, and no network carries them. Devices wait for some parts; others overlap a burst
 (texts), scores and updates (feedback, weights, metrics, traces) or run in a thread of process 0
 (files). A bucket's delay for each file is left out.
-Prints a table, and a JSON line with the costs of `commands/plan/cost_model.py`.
+Prints a table, and a JSON line with the costs of `commands/plan/simulate.py`.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from etils import epath
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from dapo_jax.commands.plan import simulated_engine
-from dapo_jax.commands.plan.cost_model import Costs, Meter
+from dapo_jax.commands.plan import simulate
 from dapo_jax.commands.plan.published_shapes import read_shape
+from dapo_jax.commands.plan.simulate import Costs, Meter
 from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ def train_tokenizer() -> tuple[Tokenizer, np.ndarray]:
     return tokenizer, np.concatenate([tokenizer.encode(text) for text in texts]).astype(np.int32)
 
 
-class Programs(simulated_engine.SimulatedPrograms):
+class Programs(simulate.SimulatedPrograms):
     """Simulated programs whose responses have tokens and log-probs."""
 
     def __init__(self, *args: Any, drawn: np.ndarray, **named: Any):
@@ -140,7 +140,7 @@ def replace_network(watch: Stopwatch, count: int) -> list[dict]:
     return verdicts
 
 
-class Judge(simulated_engine.SimulatedJudge):
+class Judge(simulate.SimulatedJudge):
     """Simulated judge; every process has the verdicts of its own prompts."""
 
     def __init__(self, verdicts: list[dict], tokenizer: Tokenizer, *args: Any):
@@ -184,12 +184,12 @@ def step(
     median = options.tokens / math.exp(options.spread**2 / 2)
     limit = config.sampler.max_response_tokens
     workload = AssumedWorkload(median, options.spread, limit)
-    record = simulated_engine.RolloutRecord(Meter(Costs()))
+    record = simulate.RolloutRecord(workload, Meter(Costs()))
     for name in ("draw", "prompt_tokens"):
         object.__setattr__(workload, name, watch.wrap("(engine)", getattr(workload, name)))
-    mesh = simulated_engine.named_mesh(config.mesh, "tpu", CHIPS)
+    mesh = simulate.named_mesh(config.mesh, "tpu", CHIPS)
     decoder = read_shape(config.model.folder)
-    made = {"workload": workload, "record": record, "reads": "auto", "drawn": drawn}
+    made = {"record": record, "reads": "auto", "drawn": drawn}
     programs = functools.partial(Programs, samples=config.rollout.samples_per_prompt, **made)
     engine = open_engine(config, decoder, mesh, mesh, tokenizer, programs=programs)
     for name in ("prefill", "insert", "generate", "rows"):
@@ -203,9 +203,9 @@ def step(
     journal = RolloutJournal(folder, "benchmark", storage, tokenizer.decode)
     batch = watch.wrap("scheduling", collect)(
         open_collection(config, 0.5, 0, (), 0),
-        simulated_engine.SimulatedPrompts(workload),
+        simulate.SimulatedPrompts(workload),
         sampler,
-        Judge(verdicts, tokenizer, config, workload, record),
+        Judge(verdicts, tokenizer, config, record),
         CollectionHooks(
             on_scored=watch.wrap("journal", journal.add),
             on_burst=lambda _: processes.all_gather_json("", "signals"),

@@ -18,9 +18,7 @@ from typing import Any
 import bench
 import jax.numpy as jnp
 
-from dapo_jax.commands.plan.cost_model import Costs
-from dapo_jax.commands.plan.simulate import Simulation
-from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.simulate import Costs, Simulation, named_mesh
 from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig

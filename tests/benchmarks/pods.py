@@ -24,8 +24,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 from hlo_arrays import contents
 
 from dapo_jax.commands.plan.chips import GIB, parse
-from dapo_jax.commands.plan.compile_programs import Compiler, limit
-from dapo_jax.commands.plan.programs import Layout, lay_out, programs
+from dapo_jax.commands.plan.programs import Compiler, Layout, lay_out, limit, programs
 from dapo_jax.commands.plan.published_shapes import config_values
 from dapo_jax.config.experiment import (
     Compute,

@@ -17,9 +17,7 @@ import bench
 from pages import SHAPE
 
 from dapo_jax import algorithms
-from dapo_jax.commands.plan.cost_model import Costs
-from dapo_jax.commands.plan.simulate import Simulation
-from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.simulate import Costs, Simulation, named_mesh
 from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 

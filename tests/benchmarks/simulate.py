@@ -18,8 +18,7 @@ import statistics
 import bench
 from calibrate import FIRST_STEPS, calibrate, step_figures
 
-from dapo_jax.commands.plan.cost_model import Costs
-from dapo_jax.commands.plan.simulate import Simulation, Step
+from dapo_jax.commands.plan.simulate import Costs, Simulation, Step
 from dapo_jax.commands.plan.workload import RecordedWorkload
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Model
 from dapo_jax.model import load_huggingface

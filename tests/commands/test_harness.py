@@ -17,7 +17,7 @@ import pytest
 from small_runs import ROOT
 from soak_server import server
 
-from dapo_jax.config.sections import Compute
+from dapo_jax.config.experiment import Compute
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import load_huggingface
@@ -68,7 +68,7 @@ def get_config():
 
 
 def write_problems(folder: pathlib.Path) -> pathlib.Path:
-    """Chains of two to four sums, with first steps to choose from, of which one is right."""
+    """Write chains of two to four sums, with first steps to choose from."""
     rows, drawn = [], {}
     for number in range(2 * PROBLEMS):
         problem = make_problem("harness", 0, number, 2, 4)

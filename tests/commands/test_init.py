@@ -11,47 +11,22 @@ from dapo_jax.config.files import read_config
 WORKED = {"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7.\n#### 7"}
 BOXED = {"task": "Add 3 and 4.", "response": "It is \\boxed{7}, as 3 + 4 is 7."}
 CSV = "Frage;Loesung\nWas ist 3 + 4?;7\nWas ist 1/2 + 1/4?;3/4\n"
+NAMED = ["--question=Frage", "--answer=Loesung"]
+NESTED = {"ask": "1+1=?", "meta": {"gold": "2"}}
+MESSAGES = {"messages": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
+WORDS = {"ask": "Capital of France?", "gold": "Paris"}
+POEM = {"query": "Write a poem."}
 # name of the file, its content, flags, fields of the config, verifier or the reward's part
 FILES = {
     "gsm8k": ("a.jsonl", [WORKED] * 4, [], "", "math_label"),
     "boxed": ("a.jsonl", [BOXED] * 4, [], "problem=task,solution=response", "math_label"),
     "usual names": ("a.json", [{"problem": "1+1=?", "answer": 2}], [], "", "math_label"),
     "capitals": ("a.jsonl", [{"Prompt": "1+1=?", "Gold": 2}], [], "problem=Prompt,answer=Gold", ""),
-    "named": (
-        "a.csv",
-        CSV,
-        ["--question=Frage", "--answer=Loesung"],
-        "problem=Frage,answer=Loesung",
-        "",
-    ),
-    "nested": (
-        "a.jsonl",
-        [{"ask": "1+1=?", "meta": {"gold": "2"}}],
-        ["--answer=meta.gold"],
-        "problem=ask,answer=meta.gold",
-        "",
-    ),
-    "messages": (
-        "a.jsonl",
-        [{"messages": [{"role": "user", "content": "1+1=?"}], "answer": "2"}],
-        [],
-        "",
-        "",
-    ),
-    "words": (
-        "a.jsonl",
-        [{"ask": "Capital of France?", "gold": "Paris"}] * 3,
-        [],
-        "problem=ask,answer=gold",
-        "mine.reward:score=1",
-    ),
-    "no answers": (
-        "a.jsonl",
-        [{"query": "Write a poem."}] * 3,
-        [],
-        "problem=query",
-        "mine.reward:score=1",
-    ),
+    "named": ("a.csv", CSV, NAMED, "problem=Frage,answer=Loesung", ""),
+    "nested": ("a.jsonl", [NESTED], ["--answer=meta.gold"], "problem=ask,answer=meta.gold", ""),
+    "messages": ("a.jsonl", [MESSAGES], [], "", ""),
+    "words": ("a.jsonl", [WORDS] * 3, [], "problem=ask,answer=gold", "mine.reward:score=1"),
+    "no answers": ("a.jsonl", [POEM] * 3, [], "problem=query", "mine.reward:score=1"),
 }
 
 

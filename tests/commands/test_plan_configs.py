@@ -13,28 +13,6 @@ from dapo_jax.runtime.settings import ConfigError
 ENVIRONMENT = (ROOT / "launch/env.sh").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("v7:4x4", "topology = 'v7:4x4': must be KIND:SHAPE with a KIND of v4, v5e"),
-        ("v5e:4", "must be as in v5e:4x4"),
-        ("v5p:4x4", "must be as in v5p:4x4x4"),
-        ("v5e:0x4", "must be as in v5e:4x4"),
-        ("h100:8x8", "must be as in h100:8"),
-        ("v5e", "must be as in"),
-    ],
-)
-def test_an_invalid_topology_is_rejected(name, message):
-    with pytest.raises(ConfigError, match=message):
-        chips.parse(name)
-
-
-@pytest.mark.parametrize(("name", "slices"), [("v5p:4x4x4", 0), ("h100:8", 2)])
-def test_slices_are_at_least_one_and_only_for_tpus(name, slices):
-    with pytest.raises(ConfigError, match=f"--slices = {slices}: must be"):
-        chips.parse(name, slices)
-
-
 def test_hosts_and_chips_are_counted():
     counts = {"v5e:1x1": 1, "v6e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x2": 2, "h100:8": 1, "h100:16": 2}
     assert {name: chips.parse(name).hosts for name in counts} == counts

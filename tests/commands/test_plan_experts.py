@@ -27,21 +27,13 @@ def texts(tmp_path_factory):
     values |= {"num_attention_heads": 4, "num_experts": EXPERTS, "num_experts_per_tok": 2}
     values |= {"moe_intermediate_size": WIDTH, "vocab_size": 4096}
     (folder / "config.json").write_text(json.dumps(values))
-    flags = [
-        "mesh.data=1",
-        "mesh.fsdp=4",
-        f"mesh.expert={SHARDS}",
-        "packing.rows_per_microbatch=16",
-    ]
-    flags += [
-        "packing.rows_per_microbatch=16",
-        f"packing.row_tokens={ROW}",
-        "sampler.slots=128",
-        "data.max_prompt_tokens=128",
-    ]
-    flags += ["sampler.max_response_tokens=640", "compute.dtype=bfloat16", "compute.remat=full"]
-    flags += ["rollout.prompts_per_step=16", f"model.folder={folder}"]
-    config = load(Config, f"{RL}:dapo", *(f"--config.{flag}" for flag in flags))
+    flags = (
+        f"mesh.data=1 mesh.fsdp=4 mesh.expert={SHARDS} packing.rows_per_microbatch=16 "
+        f"packing.row_tokens={ROW} sampler.slots=128 sampler.max_response_tokens=640 "
+        "data.max_prompt_tokens=128 compute.dtype=bfloat16 compute.remat=full "
+        f"rollout.prompts_per_step=16 model.folder={folder}"
+    )
+    config = load(Config, f"{RL}:dapo", *(f"--config.{flag}" for flag in flags.split()))
     topology = chips.parse("v5e:4x4")
     wanted = (p for p in programs(lay_out(config, topology), 1) if p.name in ("update", "decode"))
     options = compiler_options(topology)

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -73,17 +71,6 @@ def test_a_folder_is_published_with_its_card_as_a_private_repository(
     assert code == 0, error
     assert f"sent to {hub.url}/lab/first" in out
     check_published(hub, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_subprocess_publishes_to_the_endpoint_of_its_environment(saved_run, tmp_path):
-    with FakeHub() as hub:
-        line = [sys.executable, "-m", "dapo_jax", "export", *line_of(saved_run, tmp_path / "out")]
-        environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "HOME": str(tmp_path)}
-        environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": "writes", "HF_HUB_DISABLE_XET": "1"}
-        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        check_published(hub, tmp_path / "out")
 
 
 def test_nothing_is_uploaded_by_default(hub, saved_run, tmp_path):

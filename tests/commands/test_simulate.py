@@ -7,14 +7,12 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calibrate import calibrate, fit, replay, step_figures
+from calibrate import calibrate, replay, step_figures
 from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
 from dapo_jax.commands.plan import simulate
-from dapo_jax.commands.plan.cost_model import BACKGROUND, HOSTS, Costs
-from dapo_jax.commands.plan.simulate import Simulation
-from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.simulate import BACKGROUND, HOSTS, Costs, Simulation, named_mesh
 from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     Drawn,
@@ -154,25 +152,11 @@ def test_all_sampled_tokens_are_accounted_for(cache):
     assert whole.sampled.tokens == sum(lengths)
 
 
-def test_more_slots_never_take_more_steps():
-    steps = [
-        make_simulation(filtered=False, slots=slots, cache="slots").step().counts["decode_step"]
-        for slots in (2, 4, 8, 16, 32, 64, 128)
-    ]
-    assert steps == sorted(steps, reverse=True) and steps[0] > 5 * steps[-1]
-
-
 def test_pages_decode_more_responses_at_once_than_slots_in_the_same_memory():
     slots = make_simulation(cache="slots", slots=8).sample(32)
     paged = make_simulation(cache="paged", slots=32, pages=8 * 256 // 8).sample(32)
     assert paged.sampled.tokens == slots.sampled.tokens
     assert paged.counts["decode_step"] < slots.counts["decode_step"] / 2
-
-
-def test_slow_verdicts_only_cost_time():
-    quick, slow = (make_simulation(costs=Costs(judged=cost)).step() for cost in (0.0, 1.0))
-    assert slow.seconds["judge"] > quick.seconds["judge"] == 0
-    assert slow.counts == quick.counts
 
 
 @pytest.mark.parametrize("kind", ["unfinished", "all"])
@@ -219,15 +203,6 @@ def test_groups_of_the_assumed_workload_are_kept_at_the_given_fraction():
     assert abs(np.mean([0 < count < 8 for count in counts]) - 0.5) < 0.03
     with pytest.raises(ConfigError, match="at most 0.651"):
         beta_from_kept(0.9, 0.8, 10)
-
-
-def test_costs_are_fitted_despite_an_outlier():
-    rng = np.random.default_rng(0)
-    rows = [{"load": 1.0, "slot_step": float(n)} for n in rng.integers(50, 99, 9)]
-    seconds = [0.3 + 0.02 * row["slot_step"] for row in rows]
-    seconds[4] += 7  # other work on the machine
-    costs = fit(rows, seconds, ("load", "slot_step"))
-    assert costs == pytest.approx({"load": 0.3, "slot_step": 0.02})
 
 
 class Known:

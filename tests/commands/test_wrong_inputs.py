@@ -1,99 +1,60 @@
 """Wrong input prints one line with field, value and what is allowed, and exits 2.
 
-Nothing is compiled, and no folder is written.
+Nothing is compiled, and no file is written. `user_mistakes.txt` has the command lines.
 """
 
 import pathlib
+import shlex
 import shutil
-import sys
+import socket
 
 import pytest
 from command_lines import run
 
-ROOT = pathlib.Path(__file__).parents[2]
-MAIN = f"--config={ROOT}/configs/arithmetic.py"
-MODEL = "--config.model.folder=tiny"
-STEPS = "--config.total_steps=1"
-CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
+from dapo_jax.run import run as runs
 
-# (command, arguments, words of the error); files are relative to the test's folder.
-FLAGS = [
-    ("train", [], ["a config is required", "arithmetic, ", "dapo-jax train arithmetic"]),
-    ("train", ["--config=notes.txt"], ["notes.txt", ".py file", "config.json"]),
-    ("train", ["--config=plain.py:dapo"], ["plain.py", "takes no argument"]),
-    ("train", [MAIN, "--config.seeed=1"], ["config.seeed", "did you mean seed"]),
-    ("train", [MAIN, "--config.sampler=3"], ["config.sampler", "a section"]),
-    ("train", [MAIN, "--config.total_steps=0"], ["total_steps", "0", "above 0"]),
-    ("train", [MAIN, "--config.data.template=dap"], ["data.template", "'dap'", "dapo"]),
-    ("train", [MAIN, "--config.reward.verifier=maths"], ["verifier", "'maths'", "math_box"]),
-    (
-        "train",
-        [MAIN, "--config.reward.parts=ruel=1"],
-        ["reward.parts", "'ruel'", "module:function"],
-    ),
-    ("train", [MAIN, "--config.reward.parts=nomodule:f=1"], ["nomodule:f", "No module named"]),
-    ("train", [MAIN, "--config.reward.parts=broken:f=1"], ["broken.py:2", "1 / 0", "ZeroDivision"]),
-    ("train", [MAIN, "--config.reward.parts=mine:number=1"], ["mine:number", "not a function"]),
-    (
-        "train",
-        [MAIN, "--config.reward.parts=in_process:f=1"],
-        ["in_process:f", "given by the program"],
-    ),
-    (
-        "train",
-        [MAIN, "--config.algorithm.token_weights=mine"],
-        ["token_weights", "module:function"],
-    ),
-    ("train", [MAIN, "--config.model.folder="], ["model.folder"]),
-    ("train", [MAIN, "--config.model.folder=nowhere"], ["model.folder", "'nowhere'"]),
-    ("train", [MAIN, "--config.model.folder=empty"], ["model.folder", "'empty'", "config.json"]),
-    ("train", [MAIN, "--config.data.source=a=0"], ["data.source", "a=0", "above 0"]),
-    ("train", [MAIN, MODEL, "--config.data.source=gym:nothing"], ["gym:nothing"]),
-    (
-        "train",
-        [MAIN, MODEL, "--config.lora.rank=2", "--config.lora.folder=full"],
-        ["config.lora.folder", "full/adapter_config.json can't be read"],
-    ),
-    ("train", [MAIN, "--config.run_dir=full"], ["run_dir", "'full'"]),
-    ("train", [MAIN, "--config.run_dir=notes.txt"], ["run_dir", "'notes.txt'"]),
-    ("train", [MAIN, "--help=smapler"], ["--help=smapler", "sampler"]),
-    ("train", [MAIN, "seed=3"], ["unexpected", "seed=3"]),
-    ("evaluate", [MAIN, "--temperature=-1"], ["temperature", "-1.0", "from 0.001", "or 0"]),
-    ("evaluate", [MAIN, "--model=nowhere"], ["model.folder", "'nowhere'"]),
-    ("evaluate", [MAIN, "--out=full"], ["evaluation.out", "'full'"]),
-    ("sft", ["--config.total_steps=-1"], ["total_steps", "-1", "at least 0"]),
-    ("sft", [STEPS, "--config.architecture.kv_heads=3"], ["kv_heads", "3", "divisor", "heads = 4"]),
-    ("sft", [STEPS, "--config.out=full"], ["out", "'full'"]),
-    (
-        "export",
-        ["--run=a", "--out=x", "--weights=adapter", "--dtype=bfloat16"],
-        ["config.dtype = 'bfloat16'", "'auto' with weights = 'adapter'", "nothing reads it"],
-    ),
-    (
-        "export",
-        ["--run=a", "--out=x", "--private=false"],
-        ["config.private = False", "True with push_to_hub = ''", "nothing reads it"],
-    ),
-    ("export", ["--rum=a"], ["--rum: there is no such flag", "did you mean run"]),
-    ("train", [MAIN, "--seed=3"], ["--seed: there is no such flag", "did you mean seed"]),
-    ("serve", [], ["dapo-jax serve --model=FOLDER"]),
-    ("sft", [], ["dapo-jax sft --config.data.source=FILE --config.start=FOLDER"]),
-    ("train", [MAIN, "--config.total_steps"], ["total_steps", "a whole number"]),
-    ("train", [MAIN, "x\ny\x1b[31m"], ["unexpected", "x y"]),
-    (
-        "train",
-        [MAIN, "--config.data.template={% if system %}S{% endif %}{problem}"],
-        ["data.template", "jinja"],
-    ),
-    (
-        "train",
-        [MAIN, "--config.data.template={problem} {system}"],
-        ["data.template", "{{ system }}"],
-    ),
-]
+HERE = pathlib.Path(__file__).parent
+CONFIGS = HERE.parents[1] / "configs"
+LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+ROWS = "".join(f'{{"question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(10))
+OWN = """\
+def score(prompt, response, answer): return 1.0
+def two(prompt, response): return 1.0
+def four(prompt, response, answer, extra): return 1.0
+def one(group): return 1.0
+number = 3
+"""
+CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
+FILES = {
+    "mine.jsonl": ROWS,
+    "other.jsonl": '{"ask": "1+1=", "gold": "2"}\n' * 3,
+    "examples.jsonl": '{"prompt": "1+1=", "response": "2"}\n' * 3,
+    "nothing.jsonl": "",
+    "notes.txt": "hello",
+    "page.jsonl": "<!DOCTYPE html>\n<html>\n<body>404</body>\n</html>\n",
+    "pointer.jsonl": LFS_POINTER,
+    "pointer.parquet": LFS_POINTER,
+    "text.jsonl.gz": ROWS,
+    "text.parquet": ROWS,
+    "numbers.jsonl": '{"a1": 1, "b1": "two"}',
+    "null.json": "null",
+    "nul.py": "x = 1\0\n",
+    "own.py": OWN,
+    "broken.py": "x = 1\ny = 1 / 0\n",
+    "plain.py": f"{CONFIG}return Config()\n",
+    "sheet.xlsx": "PK\3\4" + "\0" * 100,
+}
+UTF16 = {
+    "utf16.txt": "{problem}",
+    "utf16.jsonl": ROWS,
+    "utf16.csv": "question,answer\n1+1=,2\n",
+    "utf16.py": "from dapo_jax import *\n",
+}
+INDEX = '{"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}'
+
 
 # (text of a config file, line of the mistake, words of the error)
-FILES = [
+CONFIG_FILES = [
     ("return Config(seed='x')", 4, ["seed = 'x'", "a whole number"]),
     ("return Config(seed=True)", 4, ["seed = True", "a whole number"]),
     ("return Config(sampler=Sampler(slot=3))", 4, ["Sampler.slot", "did you mean slots"]),
@@ -125,54 +86,89 @@ FILES = [
 ]
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch, tiny_folder):
-    """Return the working folder of the command, with unusable files."""
-    (tmp_path / "notes.txt").write_text("hello")
-    (tmp_path / "plain.py").write_text(CONFIG + "return Config()")
-    (tmp_path / "mine.py").write_text("number = 3\ndef short(text): return 1.0\n")
-    (tmp_path / "broken.py").write_text("x = 1\ny = 1 / 0\n")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.tex").write_text("years of work")
-    shutil.copytree(tiny_folder, tmp_path / "tiny")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("mine", "broken"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
+def read_mistakes() -> list[tuple[list[str], list[str]]]:
+    """Return command lines with the texts that each error must contain, separated by ` ... `."""
+    lines = (HERE / "user_mistakes.txt").read_text().splitlines()
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    return [(shlex.split(command), error.strip().split(" ... ")) for command, error in pairs]
 
 
-def assert_rejected(code: int, error: str, words: list[str], before: set, folder) -> None:
+def break_models(folder: pathlib.Path, whole: pathlib.Path) -> None:
+    """Write copies of a model folder, each broken as downloads and checkouts break them."""
+    for name in "tiny pointers weightless pickled half tokenless gpt2 utf16".split():
+        shutil.copytree(whole, folder / name)
+    weights, config = "model.safetensors", "config.json"
+    (folder / "pointers" / weights).write_text(LFS_POINTER)
+    (folder / "weightless" / weights).unlink()
+    (folder / "pickled" / weights).rename(folder / "pickled/pytorch_model.bin")
+    (folder / "half" / weights).rename(folder / "half/model-00001-of-00002.safetensors")
+    (folder / "half/model.safetensors.index.json").write_text(INDEX)
+    (folder / "tokenless/tokenizer.json").unlink()
+    (folder / "gpt2" / config).write_text('{"model_type": "gpt2"}')
+    (folder / "utf16" / config).write_text((whole / config).read_text(), encoding="utf-16")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_folder):
+    """Folder in which the commands run."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    for name, text in UTF16.items():
+        (folder / name).write_text(text, encoding="utf-16")
+    text = (CONFIGS / "arithmetic.py").read_text()
+    (folder / "run.py").write_text(text.replace("dapo_jax:arithmetic_base", "tiny"))
+    (folder / "empty").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full/thesis.tex").write_text("years of work")
+    break_models(folder, tiny_folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def taken():
+    """Port that another program listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def assert_rejected(arguments: list[str], words: list[str], place, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.delattr(runs, "first_state")  # a run that is not rejected fails here
+    before = set(place.rglob("*"))
+    code, error = run(arguments[0], arguments[1:], monkeypatch, capsys)
     assert code == 2, error
     assert error.startswith("error: ") and len(error.splitlines()) == 1, error
     assert all(word in error for word in words), error
-    assert {path for path in folder.rglob("*") if "__pycache__" not in str(path)} == before
+    written = {path for path in place.rglob("*") if "__pycache__" not in str(path)} - before
+    assert not written
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "words"),
-    FLAGS,
-    ids=lambda v: v if isinstance(v, str) else " ".join(v)[-40:],
-)
-def test_wrong_flag_prints_one_line(command, arguments, words, folder, monkeypatch, capsys):
-    before = set(folder.rglob("*"))
-    code, error = run(command, arguments, monkeypatch, capsys)
-    assert_rejected(code, error, words, before, folder)
+@pytest.mark.parametrize(("command", "words"), read_mistakes(), ids=lambda v: str(v)[-60:])
+def test_mistake_prints_one_line(command, words, place, taken, monkeypatch, capsys):
+    for short, long in {"CONFIGS": str(CONFIGS), "TAKEN": str(taken)}.items():
+        command = [argument.replace(short, long) for argument in command]
+        words = [word.replace(short, long) for word in words]
+    assert_rejected(command, words, place, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize(("text", "line", "words"), FILES)
-def test_wrong_line_of_a_config_file_is_quoted(text, line, words, folder, monkeypatch, capsys):
-    (folder / "mine_config.py").write_text(CONFIG + text + "\n")
-    before = set(folder.rglob("*"))
-    code, error = run("train", ["--config=mine_config.py"], monkeypatch, capsys)
+def test_a_quoted_argument_is_printed_on_one_line(place, monkeypatch, capsys):
+    command = ["train", f"--config={CONFIGS}/arithmetic.py", "x\ny\x1b[31m"]
+    assert_rejected(command, ["unexpected", "x y"], place, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(("text", "line", "words"), CONFIG_FILES)
+def test_wrong_line_of_a_config_file_is_quoted(text, line, words, place, monkeypatch, capsys):
+    (place / "mine_config.py").write_text(CONFIG + text + "\n")
     if line:
-        number, shown = line, (CONFIG + text).splitlines()[line - 1].strip()
-        words = [f"mine_config.py:{number}: {shown}", *words]
-    assert_rejected(code, error, ["mine_config.py", *words], before, folder)
+        shown = (CONFIG + text).splitlines()[line - 1].strip()
+        words = [f"mine_config.py:{line}: {shown}", *words]
+    command = ["train", "--config=mine_config.py"]
+    assert_rejected(command, ["mine_config.py", *words], place, monkeypatch, capsys)
 
 
-def test_unreadable_config_json_is_rejected(folder, monkeypatch, capsys):
-    shutil.copy(folder / "notes.txt", folder / "config.json")
-    code, error = run("train", ["--config=config.json"], monkeypatch, capsys)
-    assert code == 2 and "config.json can't be read" in error and len(error.splitlines()) == 1
+def test_unreadable_config_json_is_rejected(place, monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("hello")
+    command = ["train", f"--config={tmp_path / 'config.json'}"]
+    assert_rejected(command, ["config.json can't be read"], place, monkeypatch, capsys)

@@ -13,62 +13,53 @@ from dapo_jax.config.experiment import Config, SftConfig
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.sharding import mesh_shape
 
-BAD = [
-    (["--config.algorithm.clip_hgih=0.3"], ["clip_hgih", "clip_high"]),
-    (["--config.seed=abc"], ["seed", "abc"]),
-    (["--config.sampler.slots=1.5"], ["slots", "1.5"]),
-    (["--config.algorithm.advantage=zscore"], ["advantage", "'zscore'", "group_zscore"]),
-    (["--config.algorithm.aggregate=mean"], ["aggregate", "'mean'", "token_mean"]),
-    (["--config.rollout.when_starved=wait"], ["when_starved", "'wait'", "partial"]),
-    (["--config.sampler.top_p=1.5"], ["top_p", "1.5", "at most 1.0"]),
-    (["--config.sampler.top_p=0"], ["top_p", "0.0", "above 0.0"]),
-    (["--config.sampler.burst_tokens=0"], ["burst_tokens", "0", "above 0"]),
-    (["--config.optimizer.learning_rate=nan"], ["learning_rate", "nan", "finite"]),
-    (["--config.algorithm.dual_clip=1.1"], ["dual_clip", "1.1", "1 + clip_high"]),
-    (["--config.rollout.samples_per_prompt=1"], ["samples_per_prompt", "1", "at least 2"]),
-    (["--config.rollout.updates_per_rollout=5"], ["updates_per_rollout", "5", "divisor"]),
-    (
-        [
-            "--config.algorithm.ratio=none",
-            "--config.algorithm.region=none",
-            "--config.algorithm.dual_clip=0",
-        ],
-        ["updates_per_rollout", "4", "ratio"],
-    ),
-    (["--config.packing.row_tokens=79"], ["row_tokens", "79", "80"]),
-    (["--config.algorithm.reward_wrong=2"], ["reward_correct", "1.0", "2.0"]),
-    (["--config.compute.attention=cudnn"], ["attention", "cudnn", "blocked"]),
-    (["--config.data.min_terms=1"], ["min_terms", "1", "from 2"]),
-    (["--config.mesh.fsdp=0"], ["mesh.fsdp", "0", "-1"]),
-    (["--config.mesh.data=0"], ["mesh.data", "0", "-1"]),
-    (["--config.mesh.data=-1", "--config.mesh.fsdp=-1"], ["mesh.fsdp", "if mesh.data is above 0"]),
-    (
-        ["--config.algorithm.old_logprobs=sampler", "--config.sampler.top_k=5"],
-        ["old_logprobs", "sampler", "recompute"],
-    ),
-    (["unexpected"], ["unexpected"]),
-    (["--config.seed=-1"], ["seed", "-1", "4294967295"]),
-    (["--config.optimizer.eps=0"], ["eps", "0.0", "above 0"]),
-    (["--config.optimizer.beta2=1"], ["beta2", "1.0", "below 1"]),
-    (
-        ["--config.algorithm.advantage=one"],
-        ["trained_responses", "'all'", "'correct'", "imitates wrong"],
-    ),
-    (["--config.data.template=dapo"], ["reward.verifier", "final_number", "dapo"]),
-    (["--config.data.source=gsm8k=0"], ["data.source", "gsm8k=0", "above 0"]),
-    (["--config.data.heldout_source=a,a"], ["data.heldout_source", "a,a", "each once"]),
-    (["--config.data.system_prompt=Hi"], ["data.system_prompt", "Hi", "empty", "none"]),
-    (["--config.data.few_shot=0"], ["data.few_shot", "0", "above 0"]),
-]
+# overrides below `config.` | what the message has to name
+BAD = """
+algorithm.clip_hgih=0.3 | clip_hgih, clip_high
+seed=abc | seed, abc
+sampler.slots=1.5 | slots, 1.5
+algorithm.advantage=zscore | advantage, 'zscore', group_zscore
+algorithm.aggregate=mean | aggregate, 'mean', token_mean
+rollout.when_starved=wait | when_starved, 'wait', partial
+sampler.top_p=1.5 | top_p, 1.5, at most 1.0
+sampler.top_p=0 | top_p, 0.0, above 0.0
+sampler.burst_tokens=0 | burst_tokens, 0, above 0
+optimizer.learning_rate=nan | learning_rate, nan, finite
+algorithm.dual_clip=1.1 | dual_clip, 1.1, 1 + clip_high
+rollout.samples_per_prompt=1 | samples_per_prompt, 1, at least 2
+rollout.updates_per_rollout=5 | updates_per_rollout, 5, divisor
+algorithm.ratio=none algorithm.region=none algorithm.dual_clip=0 | updates_per_rollout, 4, ratio
+packing.row_tokens=79 | row_tokens, 79, 80
+algorithm.reward_wrong=2 | reward_correct, 1.0, 2.0
+compute.attention=cudnn | attention, cudnn, blocked
+data.min_terms=1 | min_terms, 1, from 2
+mesh.fsdp=0 | mesh.fsdp, 0, -1
+mesh.data=0 | mesh.data, 0, -1
+mesh.data=-1 mesh.fsdp=-1 | mesh.fsdp, if mesh.data is above 0
+algorithm.old_logprobs=sampler sampler.top_k=5 | old_logprobs, sampler, recompute
+unexpected | unexpected
+seed=-1 | seed, -1, 4294967295
+optimizer.eps=0 | eps, 0.0, above 0
+optimizer.beta2=1 | beta2, 1.0, below 1
+algorithm.advantage=one | trained_responses, 'all', 'correct', imitates wrong
+data.template=dapo | reward.verifier, final_number, dapo
+data.source=gsm8k=0 | data.source, gsm8k=0, above 0
+data.heldout_source=a,a | data.heldout_source, a,a, each once
+data.system_prompt=Hi | data.system_prompt, Hi, empty, none
+data.few_shot=0 | data.few_shot, 0, above 0
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize(("overrides", "words"), BAD, ids=lambda v: " ".join(v))
-def test_bad_settings_name_field_value_and_allowed(overrides, words, capsys):
+@pytest.mark.parametrize("row", BAD)
+def test_bad_settings_name_field_value_and_allowed(row, capsys):
+    overrides, words = row.split(" | ")
     with pytest.raises(SystemExit) as stopped:
-        load(Config, RL, *overrides)
+        load(
+            Config, RL, *(f"--config.{text}" if "=" in text else text for text in overrides.split())
+        )
     message = capsys.readouterr().err
     assert stopped.value.code == 2
-    assert all(word in message for word in words), message
+    assert all(word in message for word in words.split(", ")), message
     assert "Traceback" not in message
 
 

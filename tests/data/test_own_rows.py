@@ -9,7 +9,7 @@ from command_lines import RL, load
 from row_files import write_lines
 
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.data.files import MalformedRow, NoAnswer, read_rows
+from dapo_jax.data.files import MalformedRow, NoAnswer, find_files, read_rows
 from dapo_jax.data.row_formats import FIELDS, parse_fields, read_row
 from dapo_jax.data.sources import read_problems
 from dapo_jax.runtime.settings import ConfigError
@@ -61,57 +61,36 @@ def test_settings_of_data_that_nothing_would_read_are_refused(overrides, words, 
 USER, WORKED = {"role": "user", "content": "P"}, {"role": "assistant", "content": "So \\boxed{7}"}
 SYSTEM, EARLIER = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "P"}, {"type": "text", "text": "!"}]}
+GOLD = {"answer": "7"}
 # fields, row, and what the problem has
-READ = {
-    "renamed": ("problem=q,answer=target", {"q": "P", "target": 7}, {"text": "P", "answer": "7"}),
-    "only the answer": ("answer=Gold", {"Question": "P", "Gold": "7"}, {"answer": "7"}),
-    "nested": ("answer=meta.gold", {"prompt": "P", "meta": {"gold": "7"}}, {"answer": "7"}),
-    "in a list": ("answer=a.1.x", {"prompt": "P", "a": [{}, {"x": "7"}]}, {"answer": "7"}),
-    "a name with a dot": ("answer=meta.gold", {"prompt": "P", "meta.gold": "7"}, {"answer": "7"}),
-    "named against the format": (
-        "problem=q,answer=gold",
-        {"q": "P", "gold": "7", "problem": "no", "answer": "8", "question": "no"},
-        {"text": "P", "answer": "7"},
-    ),
-    "worked, by its number": (
-        "problem=question,answer=answer",
-        {"question": "P", "answer": "6+1=<<6+1=7>>7\n#### 1,007"},
-        {"answer": "1007", "solution": "6+1=7"},
-    ),
-    "only a solution": ("solution=s", {"problem": "P", "s": "So #### 7"}, {"answer": "7"}),
-    "all the rest": (
-        "system=s,subject=a.b,level=l",
-        {"problem": "P", "answer": "7", "s": "S", "a": {"b": "B"}, "l": 3},
-        {"system": "S", "subject": "B", "level": "3"},
-    ),
-    "prompt": ("", {"prompt": "P", "answer": "7"}, {"text": "P", "answer": "7"}),
-    "conversation": (
-        "",
-        {"messages": [SYSTEM, USER, WORKED]},
-        {"text": "P", "system": "S", "turns": (), "answer": "7", "solution": "So \\boxed{7}"},
-    ),
-    "conversation beside an answer": (
-        "",
-        {"messages": [USER, WORKED], "answer": "8"},
-        {"answer": "8", "system": ""},
-    ),
-    "several turns": (
-        "",
-        {"prompt": [EARLIER, WORKED, USER], "answer": "8"},
-        {"text": "P", "turns": (("user", "Q"), ("assistant", "So \\boxed{7}")), "answer": "8"},
-    ),
-    "content in parts": ("problem=chat", {"chat": [PARTS], "answer": "8"}, {"text": "P!"}),
-    "DAPO's schema with a system message": (
-        "",
-        {"prompt": [SYSTEM, USER], "reward_model": {"ground_truth": "7"}},
-        {"text": "P", "system": "S", "answer": "7"},
-    ),
-}
+READ = [
+    ("problem=q,answer=target", {"q": "P", "target": 7}, {"text": "P"} | GOLD),
+    ("answer=Gold", {"Question": "P", "Gold": "7"}, GOLD),
+    ("answer=meta.gold", {"prompt": "P", "meta": {"gold": "7"}}, GOLD),
+    ("answer=a.1.x", {"prompt": "P", "a": [{}, {"x": "7"}]}, GOLD),
+    ("answer=meta.gold", {"prompt": "P", "meta.gold": "7"}, GOLD),
+    # named against the format
+    ("problem=q,answer=g", {"q": "P", "g": "7", "problem": "no", "question": "no"}, {"text": "P"}),
+    # worked, by its number
+    ("answer=x", {"question": "P", "x": "6+1=<<6+1=7>>7\n#### 1,007"}, {"answer": "1007"}),
+    ("answer=x", {"question": "P", "x": "6+1=<<6+1=7>>7\n#### 1,007"}, {"solution": "6+1=7"}),
+    ("solution=s", {"problem": "P", "s": "So #### 7"}, GOLD),
+    ("system=s,level=l", {"problem": "P", "s": "S", "l": 3} | GOLD, {"system": "S", "level": "3"}),
+    ("subject=a.b", {"problem": "P", "a": {"b": "B"}} | GOLD, {"subject": "B"}),
+    ("", {"prompt": "P"} | GOLD, {"text": "P"} | GOLD),
+    ("", {"messages": [SYSTEM, USER, WORKED]}, {"text": "P", "system": "S", "turns": ()} | GOLD),
+    ("", {"messages": [SYSTEM, USER, WORKED]}, {"solution": "So \\boxed{7}"}),
+    ("", {"messages": [USER, WORKED], "answer": "8"}, {"answer": "8", "system": ""}),
+    ("", {"prompt": [EARLIER, WORKED, USER], "answer": "8"}, {"text": "P", "answer": "8"}),
+    ("", {"prompt": [EARLIER, USER]} | GOLD, {"turns": (("user", "Q"),)}),
+    ("problem=chat", {"chat": [PARTS], "answer": "8"}, {"text": "P!"}),
+    # DAPO's schema with a system message
+    ("", {"prompt": [SYSTEM, USER], "reward_model": {"ground_truth": "7"}}, {"system": "S"} | GOLD),
+]
 
 
-@pytest.mark.parametrize("name", READ)
-def test_own_rows_are_read_as_named(name):
-    fields, row, expected = READ[name]
+@pytest.mark.parametrize(("fields", "row", "expected"), READ)
+def test_own_rows_are_read_as_named(fields, row, expected):
     problem = read_row(row, "set", 1, parse_fields("data.fields", fields, FIELDS))
     assert {field: getattr(problem, field) for field in expected} == expected
 
@@ -236,8 +215,6 @@ def test_broken_files_say_why(tmp_path, name, content, reason):
 
 
 def test_packed_files_are_found_and_named_like_others(tmp_path):
-    from dapo_jax.data.files import find_files
-
     rows = "\n".join(json.dumps({"problem": f"{i}", "answer": "1"}) for i in range(3))
     (tmp_path / "set_train.jsonl.gz").write_bytes(gzip.compress(rows.encode(), mtime=0))
     for name in ("set", "set_train.jsonl.gz", str(tmp_path), f"{tmp_path}/*.gz"):

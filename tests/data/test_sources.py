@@ -1,6 +1,7 @@
 """Sources by name, mixed by weight; what is held out; the order that all processes follow."""
 
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import pathlib
@@ -237,8 +238,9 @@ def make_fake_gym(monkeypatch) -> None:
         return Numbers(**settings)
 
     factory = types.SimpleNamespace(create_dataset=create_dataset, DATASETS={"numbers": Numbers})
-    monkeypatch.setattr(gym, "_factory", lambda *_: factory)
-    gym._scorer.cache_clear()
+    package = types.SimpleNamespace(factory=factory)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: gym.RELEASE)
 
 
 def test_gym_tasks_bring_problems_and_their_own_score(monkeypatch, settings):
@@ -260,7 +262,6 @@ def test_gym_tasks_bring_problems_and_their_own_score(monkeypatch, settings):
     assert gym.gym_score("numbers", prompt.metadata, None) == 0.0
     with pytest.raises(ConfigError, match="data.source = 'gym:letters': .*not registered.*numbers"):
         PromptStream(settings("gym:letters"), 0, TOKENIZER)
-    gym._scorer.cache_clear()
 
 
 def test_without_the_package_a_gym_task_says_how_to_get_it(monkeypatch, settings):

@@ -183,59 +183,37 @@ def test_whole_texts_are_split_where_their_tokens_part(begin):
 
 
 USER = TALK[1]
-MALFORMED = {  # row, forms, settings, words
-    "no object": (3, EXAMPLES, {}, "is int, not an object"),
-    "other fields": ({"a": 1}, EXAMPLES, {}, "has the fields a, not messages, prompt+response"),
-    "no field": (
-        ROW,
-        EXAMPLES,
-        {"fields": "prompt=prompt,response=x.y"},
-        "has no field 'x.y'; it has",
-    ),
-    "empty": (ROW | {"prompt": " "}, EXAMPLES, {}, "prompt is empty"),
-    "number": (ROW | {"response": 4}, EXAMPLES, {}, "response is 4, neither text nor messages"),
-    "surrogate": (ROW | {"response": "\ud800"}, EXAMPLES, {}, "half of a surrogate pair"),
-    "end inside": (ROW | {"response": "a<|end|>b"}, EXAMPLES, {}, "the end token before its end"),
-    "nobody answers": ({"messages": [USER]}, EXAMPLES, {}, "has no message of the role 'assist"),
-    "no question": ({"messages": [ANSWER]}, EXAMPLES, {}, "begins with a message of the role"),
-    "no messages": ({"messages": []}, EXAMPLES, {}, "messages is [], neither text nor messages"),
-    "no role": ({"messages": ["hi"]}, EXAMPLES, {}, "holds 'hi', no message with role and"),
-    "no content": (
-        {"messages": [USER | {"content": None}]},
-        EXAMPLES,
-        {},
-        "the user's message in messages is NoneType, not text",
-    ),
-    "chat by wording": ({"messages": TALK}, EXAMPLES, {"template": "dapo"}, "template = 'dapo'"),
-    "same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, PAIRS, {}, "are the same"),
-    "other prompts": (
-        {"chosen": [ASKED, GOOD], "rejected": [TALK[3], BAD]},
-        PAIRS,
-        {},
-        "differ before their last message",
-    ),
-    "no common": ({"chosen": "a", "rejected": "b"}, PAIRS, {}, "share no beginning"),
-    "user last": ({"chosen": [USER], "rejected": [USER]}, PAIRS, {}, "chosen ends with no message"),
-    "another prompt": (
-        {"prompt": "7?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-        PAIRS,
-        {},
-        "chosen begins neither with the prompt nor with an answer",
-    ),
-    "whole texts by wording": (
-        {"chosen": "ab", "rejected": "ac"},
-        PAIRS,
-        {"template": "dapo"},
-        "has no prompt for data.template = 'dapo'",
-    ),
-}
+MALFORMED = [  # row, words of the error, settings
+    (3, "is int, not an object", {}),
+    ({"a": 1}, "has the fields a, not messages, prompt+response", {}),
+    (ROW, "has no field 'x.y'; it has", {"fields": "prompt=prompt,response=x.y"}),
+    (ROW | {"prompt": " "}, "prompt is empty", {}),
+    (ROW | {"response": 4}, "response is 4, neither text nor messages", {}),
+    (ROW | {"response": "\ud800"}, "half of a surrogate pair", {}),
+    (ROW | {"response": "a<|end|>b"}, "the end token before its end", {}),
+    ({"messages": [USER]}, "has no message of the role 'assist", {}),
+    ({"messages": [ANSWER]}, "begins with a message of the role", {}),
+    ({"messages": []}, "messages is [], neither text nor messages", {}),
+    ({"messages": ["hi"]}, "holds 'hi', no message with role and", {}),
+    ({"messages": [USER | {"content": None}]}, "message in messages is NoneType, not text", {}),
+    ({"messages": TALK}, "template = 'dapo'", {"template": "dapo"}),
+]
+ASKED_PAIR = {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}
+MALFORMED_PAIRS = [
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same", {}),
+    (ASKED_PAIR | {"rejected": [TALK[3], BAD]}, "differ before their last message", {}),
+    ({"chosen": "a", "rejected": "b"}, "share no beginning", {}),
+    ({"chosen": [USER], "rejected": [USER]}, "chosen ends with no message", {}),
+    (ASKED_PAIR | {"prompt": "7?"}, "chosen begins neither with the prompt nor with an answer", {}),
+    ({"chosen": "ab", "rejected": "ac"}, "no prompt for data.template", {"template": "dapo"}),
+]
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_row_says_why(name):
-    row, forms, changes, words = MALFORMED[name]
+@pytest.mark.parametrize(("row", "words", "changes"), MALFORMED + MALFORMED_PAIRS)
+def test_a_malformed_row_says_why(row, words, changes):
+    is_pair = (row, words, changes) in MALFORMED_PAIRS
     with pytest.raises(MalformedRow) as raised:
-        write(row, forms, **changes)
+        write(row, PAIRS if is_pair else EXAMPLES, **changes)
     assert words in str(raised.value)
 
 

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from conftest import make_prompt
 
-from dapo_jax.config.sections import Environment
+from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.runtime.settings import ConfigError

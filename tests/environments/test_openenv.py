@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 from conftest import make_prompt
 
-from dapo_jax.config.sections import Environment
+from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.environments.registry import open_factory
 from dapo_jax.runtime.settings import ConfigError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from samplers import PROMPTS, make_engine, sample
 
-from dapo_jax.config.sections import Environment
+from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.sessions import TokenizedReply
 from dapo_jax.rollout.carry_over import pack_partial, unpack_partial

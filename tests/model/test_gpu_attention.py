@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_attention import assert_equal, ragged_ids, results
 
 from dapo_jax.commands.plan import chips
-from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.simulate import named_mesh
 from dapo_jax.commands.plan.targets import compiler_options, target_devices
+from dapo_jax.config.experiment import Mesh as MeshSettings
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.config.sections import Mesh as MeshSettings
 from dapo_jax.model import decode_attention, gpu_attention, training_attention
 from dapo_jax.model.caches import KVCache
 from dapo_jax.model.decode_attention import SlotAttention, SlotContext

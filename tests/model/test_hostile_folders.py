@@ -148,7 +148,7 @@ HOSTILE = {
     "index: a list": (write(INDEX, '{"weight_map": ["a"]}'), "weight_map must be an object"),
     "tokenizer: nested deeply": (write(TOKENS, DEEP), "tokenizer.json can't be read"),
     "tokenizer: nothing known": (vocabulary(vocab={}), "tokenizer.json can't be read"),
-    "tokenizer: an id beyond": (vocabulary(vocab={"=": 1 << 31}), "has the id 2147483648"),
+    "tokenizer: an id beyond": (vocabulary(vocab={"=": 1 << 31}), "tokenizer.json = [2147483648]"),
     "tokenizer: begins beyond": (begins_with(99), "begin a prompt = [99]: must be from 0 to 31"),
     "chat template: a number": (
         change("tokenizer_config.json", chat_template=5),

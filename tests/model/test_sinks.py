@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from test_attention import assert_equal, inputs, ragged_ids, results
 from test_windows import assert_decoding_equals_training
 
-from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.simulate import named_mesh
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model import blockwise_attention
 from dapo_jax.model.decoder import abstract_params

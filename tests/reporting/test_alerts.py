@@ -9,8 +9,7 @@ from responses import respond
 from small_runs import make_quick_config, open_run
 
 from dapo_jax.algorithms import PRESETS
-from dapo_jax.config.experiment import Config, Log, Reward, Rollout
-from dapo_jax.config.sections import Watch
+from dapo_jax.config.experiment import Config, Log, Reward, Rollout, Watch
 from dapo_jax.reporting.alerts import ALERTS, Alerts, check_run, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import response_metrics, verdict_counts

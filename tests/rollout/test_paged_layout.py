@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from paged_slots import SIZE, WIDTH, decode, make_slots
 from samplers import make_engine, place
 
-from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.simulate import named_mesh
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model.decode_attention import has_kernel, interleave, rounded
 from dapo_jax.model.inference import prefill

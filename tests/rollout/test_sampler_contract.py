@@ -11,9 +11,7 @@ from scripted_sampler import ScriptedSampler
 from small_runs import equal, make_quick_config
 from toy_sampler import ToySampler
 
-from dapo_jax.commands.plan.cost_model import Costs
-from dapo_jax.commands.plan.simulate import Simulation
-from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.simulate import Costs, Simulation, named_mesh
 from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 from dapo_jax.rollout.scheduler import Scheduler

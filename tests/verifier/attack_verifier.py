@@ -14,6 +14,7 @@ import itertools
 import json
 import pathlib
 import random
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -61,6 +62,11 @@ def golds(count: int, seed: int = 0) -> list[Gold]:
     raise AssertionError
 
 
+def _table(text: str) -> list[str]:
+    """Expressions with two blanks or a line's end between them."""
+    return re.split(r"\s*\n\s*|  +", text.strip())
+
+
 def _tiny() -> list[str]:
     """Numbers that are nearly, but not, zero."""
     made = [rf"\sqrt{{{n}!}}-\sqrt{{{n}!+1}}" for n in (9, 20, 50, 99, 150, 400, 1000)]
@@ -79,55 +85,24 @@ def _tiny() -> list[str]:
     return made
 
 
-ZEROS = (
-    r"\sqrt2\sqrt3-\sqrt6",
-    r"\sqrt{3+2\sqrt2}-1-\sqrt2",
-    r"\sin^2 1+\cos^2 1-1",
-    r"\arctan\frac12+\arctan\frac13-\frac\pi4",
-    r"\ln 8-3\ln 2",
-    r"\cos\frac\pi5-\frac{1+\sqrt5}4",
-    r"\sqrt[3]{2+\sqrt5}-\sqrt[3]{\sqrt5-2}-1",
-    r"e^{i\pi}+1",
-    r"|x|^2-x^2",
-    r"\sqrt{x}\sqrt{y}-\sqrt{xy}",
-    r"\lfloor\pi\rfloor-3",
-    r"\sin(2x)-2\sin x\cos x",
-    r"\binom{n}{2}-\frac{n(n-1)}{2}",
-    r"\sqrt{x^2}-|x|",
-    r"\ln(2x)-\ln 2-\ln x",
-    r"4^n-2^n2^n",
-)
-STEPS = (
-    r"\lfloor 1-T\rfloor",
-    r"\lfloor\sqrt{99!+1}\rfloor-\sqrt{99!+1}",
-    r"\lceil 10^{-300}\rceil",
-    r"\lfloor\frac{n}{2}\rfloor-\frac{n}{2}",
-    r"\lceil x\rceil-x",
-    r"\lfloor e^{\pi\sqrt{163}}\rfloor-640320^3-744",
-    r"\lfloor\tanh(100)\rfloor-1",
-    r"\lfloor x\rfloor-x",
-)
-CORNERS = (
-    r"|x|-x",
-    r"|x|+x",
-    r"\sqrt{x^2}-x",
-    r"\sqrt{(x-3)^2}-x+3",
-    r"|x-10^{9}|+x-10^{9}",
-    r"|x+10^{9}|-x-10^{9}",
-    r"\sqrt{x^2+10^{-80}}-|x|",
-    r"|x-1|-|x+1|+2",
-    r"\sqrt[4]{x^4}-x",
-    r"\ln(x^2)-2\ln x",
-    r"\arctan x+\arctan\frac1x-\frac\pi2",
-    r"\tanh(10^9x)-1",
-    r"\sqrt{x}\sqrt{y}-\sqrt{xy}",
-    r"e^{-x^2}",
-    r"\arcsin(\sin x)-x",
-    r"|\sin x|-\sin x",
-    r"(-1)^n-1",
-    r"(-1)^n+1",
-    r"\sin(n\pi)+(-1)^{n}-1",
-)
+ZEROS = _table(r"""
+    \sqrt2\sqrt3-\sqrt6  \sqrt{3+2\sqrt2}-1-\sqrt2  \sin^2 1+\cos^2 1-1
+    \arctan\frac12+\arctan\frac13-\frac\pi4  \ln 8-3\ln 2  \cos\frac\pi5-\frac{1+\sqrt5}4
+    \sqrt[3]{2+\sqrt5}-\sqrt[3]{\sqrt5-2}-1  e^{i\pi}+1  |x|^2-x^2  \sqrt{x}\sqrt{y}-\sqrt{xy}
+    \lfloor\pi\rfloor-3  \sin(2x)-2\sin x\cos x  \binom{n}{2}-\frac{n(n-1)}{2}  \sqrt{x^2}-|x|
+    \ln(2x)-\ln 2-\ln x  4^n-2^n2^n
+""")
+STEPS = _table(r"""
+    \lfloor 1-T\rfloor  \lfloor\sqrt{99!+1}\rfloor-\sqrt{99!+1}  \lceil 10^{-300}\rceil
+    \lfloor\frac{n}{2}\rfloor-\frac{n}{2}  \lceil x\rceil-x
+    \lfloor e^{\pi\sqrt{163}}\rfloor-640320^3-744  \lfloor\tanh(100)\rfloor-1  \lfloor x\rfloor-x
+""")
+CORNERS = _table(r"""
+    |x|-x  |x|+x  \sqrt{x^2}-x  \sqrt{(x-3)^2}-x+3  |x-10^{9}|+x-10^{9}  |x+10^{9}|-x-10^{9}
+    \sqrt{x^2+10^{-80}}-|x|  |x-1|-|x+1|+2  \sqrt[4]{x^4}-x  \ln(x^2)-2\ln x
+    \arctan x+\arctan\frac1x-\frac\pi2  \tanh(10^9x)-1  \sqrt{x}\sqrt{y}-\sqrt{xy}  e^{-x^2}
+    \arcsin(\sin x)-x  |\sin x|-\sin x  (-1)^n-1  (-1)^n+1  \sin(n\pi)+(-1)^{n}-1
+""")
 
 
 def _vanishing() -> list[str]:
@@ -167,62 +142,23 @@ EXPENSIVE = (
     r"(x+1)^{1000}-(x+1)^{999}",
     r"999!^{7}+998!^{7}+\sqrt{997!}",
 )
-CANDIDATES = (
-    r"GOLD \text{ or } 0",
-    r"0,GOLD",
-    r"\{GOLD,0\}",
-    r"(-\infty,\infty)",
-    r"\mathbb{R}",
-    r"x",
-    r"x=x",
-    "0=0",
-    r"\text{GOLD}0",
-    r"GOLD\ne GOLD",
-    r"\emptyset",
-    r"\infty",
-    r"\frac{0}{0}",
-    r"GOLD\cdot\infty",
-    r"\ldots",
-    r"?",
-    r"(GOLD",
-    "f(x)",
-)
+CANDIDATES = _table(r"""
+    GOLD \text{ or } 0  0,GOLD  \{GOLD,0\}  (-\infty,\infty)  \mathbb{R}  x  x=x  0=0
+    \text{GOLD}0  GOLD\ne GOLD  \emptyset  \infty  \frac{0}{0}  GOLD\cdot\infty  \ldots  ?  (GOLD
+    f(x)
+""")
 
-NOTATIONS = (  # each is gold only in a reading that its notation does not have
-    r"GOLD+y(0)",
-    r"GOLD+y'(0)",
-    r"GOLD+y{(0)}",
-    r"GOLD+f^{-1}(0)",
-    r"(GOLD)\frac{\Gamma(6)}{2\Gamma(3)}",
-    r"(GOLD)\frac{P(4)}{4P(1)}",
-    r"GOLD+\frac{0}{g(2)-2g}",
-    r"GOLD+\frac{dy}{dx}-\frac{y}{x}",
-    r"GOLD+\frac{\Delta y}{\Delta x}-\frac{y}{x}",
-    r"GOLD+dy/dx-y/x",
-    r"GOLD+\sec^{-1}2-\cos 2",
-    r"GOLD+\ln^{-1}2-\frac{1}{\ln 2}",
-    r"GOLD+\sinh^{-1}1-\frac{1}{\sinh 1}",
-    r"GOLD+2^{1}0-2^{10}",
-    r"GOLD+1 000/2-1",
-    r"GOLD+2 500/600-2\frac56",
-    r"GOLD+3 million-3",
-    r"GOLD+\sqrt[3]{x^2}-x",
-    r"GOLD+\sqrt[3]{x^3}-|x|",
-    r"GOLD+\sqrt{\pi^2}+\pi",
-    r"GOLD+\ln(e^{2\pi i})-2\pi i",
-    r"GOLD+3e-1-0.3",
-    r"GOLD,GOLD",
-    r"\{\{GOLD\}\}",
-    r"\{\emptyset,GOLD\}",
-    r"\left|\begin{array}{c}GOLD\end{array}\right|",
-    r"\begin{vmatrix}GOLD\end{vmatrix}",
-    r"\pm(GOLD)",
-    r"A) GOLD, B) 7",
-    r"(A) GOLD (B) 7",
-    r"A) not GOLD",
-    r"GOLD:GOLD",
-    r"GOLD million",
-)
+NOTATIONS = _table(r"""
+    GOLD+y(0)  GOLD+y'(0)  GOLD+y{(0)}  GOLD+f^{-1}(0)  (GOLD)\frac{\Gamma(6)}{2\Gamma(3)}
+    (GOLD)\frac{P(4)}{4P(1)}  GOLD+\frac{0}{g(2)-2g}  GOLD+\frac{dy}{dx}-\frac{y}{x}
+    GOLD+\frac{\Delta y}{\Delta x}-\frac{y}{x}  GOLD+dy/dx-y/x  GOLD+\sec^{-1}2-\cos 2
+    GOLD+\ln^{-1}2-\frac{1}{\ln 2}  GOLD+\sinh^{-1}1-\frac{1}{\sinh 1}  GOLD+2^{1}0-2^{10}
+    GOLD+1 000/2-1  GOLD+2 500/600-2\frac56  GOLD+3 million-3  GOLD+\sqrt[3]{x^2}-x
+    GOLD+\sqrt[3]{x^3}-|x|  GOLD+\sqrt{\pi^2}+\pi  GOLD+\ln(e^{2\pi i})-2\pi i  GOLD+3e-1-0.3
+    GOLD,GOLD  \{\{GOLD\}\}  \{\emptyset,GOLD\}  \left|\begin{array}{c}GOLD\end{array}\right|
+    \begin{vmatrix}GOLD\end{vmatrix}  \pm(GOLD)  A) GOLD, B) 7  (A) GOLD (B) 7  A) not GOLD
+    GOLD:GOLD  GOLD million
+""")  # each is gold only in a reading that its notation does not have
 
 
 def attacks() -> Iterator[tuple[str, str, str]]:

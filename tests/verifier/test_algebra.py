@@ -19,21 +19,11 @@ from dapo_jax.verifier.polynomials import rational
 from dapo_jax.verifier.roots import NeedsSign, sign
 from dapo_jax.verifier.tree_to_element import read
 
-ATOMS = ["2", "3", r"\frac{1}{2}", r"\pi", "e", "5", "x", "n", r"\sqrt{2}", r"\sqrt[3]{5}"]
-ONE_ARGUMENT = [
-    r"\sqrt{%s}",
-    r"\ln(%s)",
-    r"\sin(%s)",
-    r"\cos(%s)",
-    r"\arctan(%s)",
-    r"|%s|",
-    "(%s)^2",
-    "e^{%s}",
-    r"\lfloor %s\rfloor",
-    r"(%s)^{-1}",
-    r"\tanh(%s)",
-    r"\arcsin(\frac{%s}{9})",
-]
+ATOMS = r"2 3 \frac{1}{2} \pi e 5 x n \sqrt{2} \sqrt[3]{5}".split()
+ONE_ARGUMENT = (
+    r"\sqrt{%s}  \ln(%s)  \sin(%s)  \cos(%s)  \arctan(%s)  |%s|  (%s)^2  e^{%s}  "
+    r"\lfloor %s\rfloor  (%s)^{-1}  \tanh(%s)  \arcsin(\frac{%s}{9})"
+).split("  ")
 TWO_ARGUMENTS = ["(%s)+(%s)", "(%s)-(%s)", r"(%s)\cdot(%s)", r"\frac{%s}{%s}", r"(%s)^{%s}"]
 
 

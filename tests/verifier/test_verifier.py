@@ -6,6 +6,7 @@ families, of notations that can be read in several ways. `verifier_hostile.jsonl
 attack, none of them equivalent to its answer; 'parts' are repeated to any size.
 """
 
+import concurrent.futures
 import json
 import math
 import os
@@ -13,7 +14,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -38,27 +38,21 @@ READINGS = lines("verifier_readings.jsonl")
 CLAUSES = sorted({case["clause"] for case in CASES})
 
 
+def misjudged(cases: list[dict]) -> list[dict]:
+    wanted = ((case, case["equivalent"]) for case in cases)
+    return [c for c, same in wanted if is_equivalent(c["prediction"], c["answer"]) is not same]
+
+
 @pytest.mark.parametrize("clause", CLAUSES)
 def test_acceptance(clause):
-    wrong = [
-        case
-        for case in CASES
-        if case["clause"] == clause
-        and is_equivalent(case["prediction"], case["answer"]) is not case["equivalent"]
-    ]
-    assert not wrong
+    assert not misjudged([case for case in CASES if case["clause"] == clause])
 
 
 @pytest.mark.parametrize("family", sorted({case["family"] for case in READINGS}))
 def test_an_open_notation_is_read_in_one_way(family):
     cases = [case for case in READINGS if case["family"] == family]
     assert {case["equivalent"] for case in cases} == {True, False}
-    wrong = [
-        case
-        for case in cases
-        if is_equivalent(case["prediction"], case["answer"]) is not case["equivalent"]
-    ]
-    assert not wrong
+    assert not misjudged(cases)
 
 
 def test_the_acceptance_set_covers_the_contract():
@@ -124,9 +118,18 @@ def test_numbered_bombs_are_wrong_quickly():
         assert time.monotonic() - started < LONGEST_SECONDS, text[:60]
 
 
+def worker_of(parent: int) -> int:
+    """The algebra worker that a process started."""
+    children = pathlib.Path(f"/proc/{parent}/task").glob("*/children")
+    pids = [int(pid) for path in children for pid in path.read_text().split()]
+    name = algebra_process.WORKER.encode()
+    (pid,) = (p for p in pids if name in pathlib.Path(f"/proc/{p}/cmdline").read_bytes())
+    return pid
+
+
 def test_a_worker_killed_from_outside_costs_nothing():
     assert is_equivalent(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
-    os.kill(algebra_process._worker._process._process.pid, signal.SIGKILL)
+    os.kill(worker_of(os.getpid()), signal.SIGKILL)
     assert is_equivalent(r"\boxed{\sqrt{18}}", r"3\sqrt{2}")
 
 
@@ -148,41 +151,34 @@ def test_a_forked_child_has_a_worker_of_its_own():
 
 
 def test_threads_ask_the_same_worker_in_turn():
-    found = []
-    threads = [
-        threading.Thread(
-            target=lambda i=i: found.append(is_equivalent(rf"\sqrt{{{i * i * 2}}}", rf"{i}\sqrt2"))
-        )
-        for i in range(2, 10)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 8
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        verdicts = [
+            threads.submit(is_equivalent, rf"\sqrt{{{i * i * 2}}}", rf"{i}\sqrt2")
+            for i in range(2, 10)
+        ]
+    assert all(verdict.result() for verdict in verdicts)
 
 
 def test_a_late_worker_is_killed_and_the_next_verdict_is_right(monkeypatch):
-    worker = algebra_process._worker
     assert is_equivalent(r"\sqrt{72}", r"6\sqrt{2}")
-    os.kill(worker._process._process.pid, signal.SIGSTOP)
+    worker = worker_of(os.getpid())
+    os.kill(worker, signal.SIGSTOP)
     monkeypatch.setattr(algebra_process, "SECONDS", 0.2)
-    kills = worker.kills
-    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}") is False and worker.kills == kills + 1
+    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}") is False
     monkeypatch.undo()
-    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}")
+    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}") and worker_of(os.getpid()) != worker
 
 
 def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp_path):
     code = (
-        "import os, sys; from dapo_jax.verifier import is_equivalent, algebra_process as remote;"
-        "is_equivalent(r'\\sqrt{8}', '1'); print(remote._worker._process._process.pid);"
-        "sys.stdout.flush(); os.kill(os.getpid(), 9)"
+        "from dapo_jax.verifier import is_equivalent\n"
+        "is_equivalent(r'\\sqrt{8}', '1'); print(flush=True); input()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1]
-    )
-    worker = pathlib.Path(f"/proc/{done.stdout.strip()}")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=HERE.parents[1], **pipes) as trainer:
+        trainer.stdout.readline()
+        worker = pathlib.Path(f"/proc/{worker_of(trainer.pid)}")
+        trainer.kill()
     deadline = time.monotonic() + 10
     while worker.exists() and time.monotonic() < deadline:
         if "Z" in (worker / "stat").read_text().split(")")[1][:3]:
@@ -191,8 +187,7 @@ def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp
     else:
         assert not worker.exists()
     assert is_equivalent(r"\sqrt{8}", "1") is False
-    pid = algebra_process._worker._process._process.pid
-    limits = pathlib.Path(f"/proc/{pid}/limits").read_text()
+    limits = pathlib.Path(f"/proc/{worker_of(os.getpid())}/limits").read_text()
     rows = {line[:26].strip(): line[26:].split()[0] for line in limits.splitlines()}
     assert rows["Max address space"] == str(2 << 30) and rows["Max file size"] == "0"
 

@@ -4,35 +4,24 @@ import dataclasses
 import math
 import re
 
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.commands.command_line import check_flag
 
 GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak figures of an accelerator.
+    """Peak figures of an accelerator."""
 
-    Attributes:
-        flops_per_second: matrix products in bfloat16.
-        hbm_gib: memory; for a TPU the limit that its compiler enforces.
-        ici_bytes_per_second: bytes sent to the neighbours, over all links, one way.
-        ring_multiple: a dimension whose size is a multiple of this is a ring.
-        dimensions: number of dimensions of its topologies.
-        config_name: the compiler's name for the chip's mode.
-        platform: JAX's name.
-        dcn_bytes_per_second: bytes sent to other slices: the chip's part of its host's network.
-    """
-
-    flops_per_second: float
-    hbm_gib: float
+    flops_per_second: float  # matrix products in bfloat16
+    hbm_gib: float  # for a TPU the limit that its compiler enforces
     hbm_bytes_per_second: float
-    ici_bytes_per_second: float
-    ring_multiple: int
+    ici_bytes_per_second: float  # to the neighbours, over all links, one way
+    ring_multiple: int  # a dimension whose size is a multiple of this is a ring
     dimensions: int
-    config_name: str = "default"
+    config_name: str = "default"  # the compiler's name for the chip's mode
     platform: str = "tpu"
-    dcn_bytes_per_second: float = math.inf
+    dcn_bytes_per_second: float = math.inf  # to other slices: its part of the host's network
 
 
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; resources.nvidia.com, data sheets of H100 SXM and
@@ -62,6 +51,10 @@ class Topology:
         return self.name if self.slices == 1 else f"{self.slices} x {self.name}"
 
     @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
     def chips(self) -> int:
         return self.slices * math.prod(self.shape)
 
@@ -73,17 +66,11 @@ class Topology:
         return self.slices * math.ceil(each / (8 if eight else 4))
 
 
-def check_flag(valid: bool, flag: str, value: object, allowed: str) -> None:
-    """Raise `ConfigError` that names a flag of the plan, not a setting of the config."""
-    if not valid:
-        raise ConfigError(f"--{flag} = {value!r}: must be {allowed}")
-
-
 def parse(name: str, slices: int = 1) -> Topology:
     """Parse a topology such as `v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`."""
     kind, _, text = name.partition(":")
-    kinds = ", ".join(CHIPS)
-    check_flag(kind in CHIPS, "topology", name, f"KIND:SHAPE with a KIND of {kinds}")
+    allowed = f"KIND:SHAPE with a KIND of {', '.join(CHIPS)}, as in v5p:4x4x4"
+    check_flag(kind in CHIPS, "topology", name, allowed)
     chip = CHIPS[kind]
     example = {1: "8", 2: "4x4", 3: "4x4x4"}[chip.dimensions]
     numbers = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text)

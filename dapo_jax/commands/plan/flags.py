@@ -1,7 +1,9 @@
 """Flags of a plan, in addition to the config that it plans."""
 
-from dapo_jax.commands.plan.chips import check_flag
-from dapo_jax.commands.plan.roofline import Efficiency
+import dataclasses
+
+from dapo_jax.commands.command_line import check_flag
+from dapo_jax.commands.plan.chips import Chip
 from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     RecordedWorkload,
@@ -22,7 +24,6 @@ class PlanSettings:
     slices: int = setting(1, "Number of slices of that topology; mesh.data is a multiple of it.")
     model: str = setting("", "Folder with a config.json or a published name; empty: the config's.")
     search: bool = setting(False, "Find mesh, rows and slots that fit, the cheapest first.")
-    simulate: bool = setting(False, "Show how slots, dynamic sampling and a lag change a step.")
     json: bool = setting(False, "Print one JSON object instead of tables.")
     cache: str = setting("auto", "Folder of earlier results; 'none': compile everything again.")
     price: float = setting(0.0, "Dollars per chip-hour; 0: show no dollars.")
@@ -38,17 +39,21 @@ class PlanSettings:
     kept: float = setting(0.5, "Assumed fraction of groups neither all correct nor all wrong.")
 
     def check(self) -> None:
-        """Raise `ConfigError` for flags that are out of range or contradict each other."""
-        check_flag(self.topology != "", "topology", self.topology, "KIND:SHAPE, as in v5p:4x4x4")
+        """Raise `ConfigError` for flags that are out of range."""
         check_flag(self.price >= 0, "price", self.price, "at least 0")
         for name in ("flops", "hbm", "ici"):
             value = getattr(self, name)
             check_flag(0 < value <= 1, name, value, "above 0, at most 1")
-        check_flag(not (self.search and self.simulate), "search", True, "alone, without --simulate")
 
-    @property
-    def efficiency(self) -> Efficiency:
-        return Efficiency(self.flops, self.hbm, self.ici)
+    def reached(self, chip: Chip) -> Chip:
+        """Return the chip at the speed that programs are assumed to reach."""
+        return dataclasses.replace(
+            chip,
+            flops_per_second=chip.flops_per_second * self.flops,
+            hbm_bytes_per_second=chip.hbm_bytes_per_second * self.hbm,
+            ici_bytes_per_second=chip.ici_bytes_per_second * self.ici,
+            dcn_bytes_per_second=chip.dcn_bytes_per_second * self.ici,
+        )
 
     def make_workload(self, config: Config) -> Workload:
         """Return the workload that the flags name. Raises `ConfigError`."""

@@ -10,10 +10,9 @@ import math
 import re
 from typing import NamedTuple
 
-VERSION = 3  # of the reader; cached results of another version are ignored
+VERSION = 4  # of the reader; cached results of another version are ignored
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-BETWEEN_SLICES = "between slices"  # over the data centre's network
 # Operations without memory of their own.
 FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "constant", "conditional")
 FREE += ("send", "send-done", "recv-done")
@@ -43,41 +42,36 @@ class Line(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of the instructions that it reads."""
         return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
 
     @property
     def called(self) -> list[tuple[str, str]]:
-        """Computations that it runs as (role, name), without numbered branches."""
-        return _CALLED.findall(self.rest)
+        """Computations that it runs as (role, name)."""
+        branches = _BRANCHES.search(self.rest)
+        names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
+        return _CALLED.findall(self.rest) + [("branch", name) for name in names]
 
 
 class HloText:
-    """Computations of a compiled program.
+    """Lines of a compiled program by name, by computation.
 
     Attributes:
-        computations: lines by name, by computation.
         entry: the computation that runs first.
         fused: computations inside a fusion.
     """
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Line]] = {}
-        self.entry, inside = "", None
+        self.entry, self.fused, inside = "", set(), {}
         for written in text.splitlines():
             if header := _HEADER.match(written):
                 inside = self.computations[header[2]] = {}
                 self.entry = header[2] if header[1] else self.entry
-            elif inside is not None and (match := _LINE.match(written)):
+            elif match := _LINE.match(written):
                 line = Line(*match.groups(default=""))
                 inside[line.name] = line
-        self.fused = {
-            name
-            for lines in self.computations.values()
-            for line in lines.values()
-            if line.operation == "fusion"
-            for _, name in line.called
-        }
+                if line.operation == "fusion":
+                    self.fused |= {name for _, name in line.called}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +90,11 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes of one chip: `sent` by operation or `BETWEEN_SLICES`; `written` to its memory."""
+    """Bytes of one chip: over links to its neighbours, to other slices, and to its memory."""
 
-    sent: dict[str, Times]
-    written: Times
+    sent: Times = Times()  # noqa: RUF009
+    crossed: Times = Times()  # noqa: RUF009
+    written: Times = Times()  # noqa: RUF009
 
 
 def group_size(line: str) -> int:
@@ -139,21 +134,15 @@ def _multiplicity(hlo: HloText) -> dict[str, Times]:
                 if role == "body" and condition:
                     known = _KNOWN_TRIPS.search(line.rest)
                     trips = int(known[1]) if known else _trips(hlo.computations[condition[1]])
-                if called in callers:
-                    callers[called].append((name, trips))
-            branches = _BRANCHES.search(line.rest)
-            for called in re.findall(r"[\w.\-]+", branches[1]) if branches else ():
-                callers[called].append((name, 1))
+                callers.setdefault(called, []).append((name, trips))
 
     @functools.cache
     def times(name: str) -> Times:
         total = Times(1.0) if name == hlo.entry else Times()
         for caller, trips in callers[name]:
             outer = times(caller)
-            if trips is None:
-                total += Times(0.0, outer.once + outer.each)
-            else:
-                total += outer.scaled(trips)
+            in_loop = Times(0.0, outer.once + outer.each)
+            total += in_loop if trips is None else outer.scaled(trips)
         return total
 
     return {name: times(name) for name in hlo.computations}
@@ -168,18 +157,6 @@ def _sizes(shapes: str, *, in_memory: bool) -> list[int]:
     ]
 
 
-def _sent(operation: str, result: int, group: int) -> float:
-    """Return the bytes that a chip sends in a ring of `group` chips for a result of that size."""
-    fraction = (group - 1) / group
-    return {
-        "all-gather": result * fraction,
-        "all-reduce": 2 * result * fraction,
-        "reduce-scatter": result * (group - 1),
-        "all-to-all": result * fraction,
-        "collective-permute": result,
-    }[operation]
-
-
 def _updated(lines: dict[str, Line], line: Line, *, in_memory: bool) -> int:
     """Return the bytes that an in-place update writes."""
     update = lines.get(line.operands[1])
@@ -190,34 +167,25 @@ def _written(hlo: HloText, computation: str, line: Line) -> int:
     """Return the bytes that an instruction writes to memory."""
     if line.operation == "dynamic-update-slice":
         return _updated(hlo.computations[computation], line, in_memory=True)
-    if line.operation == "fusion":
-        called = next((name for role, name in line.called if role == "calls"), None)
-        updated = _updated_by_fusion(hlo.computations[called]) if called else None
-        if updated is not None:
-            return updated
-    return sum(_sizes(line.shapes, in_memory=True))
-
-
-def _updated_by_fusion(lines: dict[str, Line]) -> int | None:
-    """Return the bytes that a fusion with in-place updates at its end writes; None without any."""
-    root = next((line for line in lines.values() if line.root), None)
-    if root is None:
-        return None
-    total, in_place = 0, False
+    if line.operation != "fusion":
+        return sum(_sizes(line.shapes, in_memory=True))
+    called = next((hlo.computations[name] for role, name in line.called if role == "calls"), {})
+    root = next((inner for inner in called.values() if inner.root), line)
+    total, in_place = 0, False  # in-place updates at the fusion's end
     for name in root.operands if root.operation == "tuple" else [root.name]:
-        line = lines.get(name)
-        while line is not None and line.operation in ("bitcast", "convert", "copy"):
-            line = lines.get(line.operands[0])
-        if line is not None and line.operation == "dynamic-update-slice":
+        end = called.get(name)
+        while end is not None and end.operation in ("bitcast", "convert", "copy"):
+            end = called.get(end.operands[0])
+        if end is not None and end.operation == "dynamic-update-slice":
             in_place = True
-            total += _updated(lines, line, in_memory=False)
-        elif line is not None:
-            total += sum(_sizes(line.shapes, in_memory=True))
-    return total if in_place else None
+            total += _updated(called, end, in_memory=False)
+        elif end is not None:
+            total += sum(_sizes(end.shapes, in_memory=True))
+    return total if in_place else sum(_sizes(line.shapes, in_memory=True))
 
 
-def _moved(computation: str, line: Line, devices: int) -> tuple[str, float]:
-    """Return the kind of a collective, and the bytes that a chip sends in it."""
+def _sent(computation: str, line: Line, devices: int) -> float:
+    """Return the bytes that a chip sends in a collective, over a ring of its group."""
     kind = line.operation.removesuffix("-start")
     group, sizes = group_size(line.rest) or devices, _sizes(line.shapes, in_memory=False)
     # A started collective lists its operands beside its results.
@@ -226,28 +194,32 @@ def _moved(computation: str, line: Line, devices: int) -> tuple[str, float]:
         # A TPU writes a reduce-scatter as a fusion that reduces and slices.
         kind = "reduce-scatter"
         result //= group
-    return kind, _sent(kind, result, group)
+    fraction = (group - 1) / group
+    return {
+        "all-gather": result * fraction,
+        "all-reduce": 2 * result * fraction,
+        "reduce-scatter": result * (group - 1),
+        "all-to-all": result * fraction,
+        "collective-permute": result,
+    }[kind]
 
 
 def read(text: str, devices: int) -> Traffic:
     """Return the traffic of a program, from its text as compiled for `devices` chips."""
     hlo = HloText(text)
     times = _multiplicity(hlo)
-    sent: dict[str, Times] = {}
-    written, channels = Times(), set()
+    sent, crossed, written, channels = Times(), Times(), Times(), set()
     for name, lines in hlo.computations.items():
         for line in lines.values():
             if line.operation not in FREE and name not in hlo.fused:
                 written += times[name].scaled(_written(hlo, name, line))
-            operation = line.operation.removesuffix("-start")
             channel = _CHANNEL.search(line.rest)
-            if operation == "send" and "megascale" in line.rest:
-                kind, size = BETWEEN_SLICES, max(_sizes(line.shapes, in_memory=False))
-            elif operation in COLLECTIVES and not (channel and channel[1] in channels):
+            if line.operation == "send" and "megascale" in line.rest:
+                crossed += times[name].scaled(max(_sizes(line.shapes, in_memory=False)))
+            elif line.operation.removesuffix("-start") not in COLLECTIVES:
+                continue
+            elif not (channel and channel[1] in channels):
                 # One collective may be split over several fusions, with the same channel.
                 channels |= {channel[1]} if channel else set()
-                kind, size = _moved(name, line, devices)
-            else:
-                continue
-            sent[kind] = sent.get(kind, Times()) + times[name].scaled(size)
-    return Traffic(sent, written)
+                sent += times[name].scaled(_sent(name, line, devices))
+    return Traffic(sent, crossed, written)

@@ -25,24 +25,22 @@ _QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_
 _LLAMA = {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5}
 _QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 _QWEN3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8}
-_A3B, _A22B = (_QWEN3_MOE | {"moe_intermediate_size": width} for width in (768, 1536))
+_A3B = _QWEN3_MOE | {"moe_intermediate_size": 768}
+_A22B = _QWEN3_MOE | {"moe_intermediate_size": 1536}
 _GEMMA_1B = {"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 512}
 _GEMMA = _GEMMA_1B | {
     "sliding_window": 1024,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
-_GPT_OSS_20B, _GPT_OSS_120B = (
-    {"model_type": "gpt_oss", "num_local_experts": experts, "num_experts_per_tok": 4}
-    for experts in (32, 128)
-)
+_GPT_OSS_20B = {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4}
+_GPT_OSS_120B = _GPT_OSS_20B | {"num_local_experts": 128}
 _GEMMA_27B = _GEMMA | {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 
 def _scaled(factor: float) -> dict[str, Any]:
     scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": factor}
-    return {
-        "rope_scaling": scaling | {"rope_type": "llama3", "original_max_position_embeddings": 8192}
-    }
+    scaling |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+    return _LLAMA | {"rope_scaling": scaling}
 
 
 _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
@@ -63,11 +61,11 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "Qwen3-235B-A22B": (_A22B, (4_096, 94, 64, 4, 12_288, 151_936, False)),
     "Llama-3-8B": (_LLAMA, (4_096, 32, 32, 8, 14_336, 128_256, False)),
     "Llama-3-70B": (_LLAMA, (8_192, 80, 64, 8, 28_672, 128_256, False)),
-    "Llama-3.1-8B": (_LLAMA | _scaled(8.0), (4_096, 32, 32, 8, 14_336, 128_256, False)),
-    "Llama-3.1-70B": (_LLAMA | _scaled(8.0), (8_192, 80, 64, 8, 28_672, 128_256, False)),
-    "Llama-3.2-1B": (_LLAMA | _scaled(32.0), (2_048, 16, 32, 8, 8_192, 128_256, True)),
-    "Llama-3.2-3B": (_LLAMA | _scaled(32.0), (3_072, 28, 24, 8, 8_192, 128_256, True)),
-    "Llama-3.3-70B": (_LLAMA | _scaled(8.0), (8_192, 80, 64, 8, 28_672, 128_256, False)),
+    "Llama-3.1-8B": (_scaled(8.0), (4_096, 32, 32, 8, 14_336, 128_256, False)),
+    "Llama-3.1-70B": (_scaled(8.0), (8_192, 80, 64, 8, 28_672, 128_256, False)),
+    "Llama-3.2-1B": (_scaled(32.0), (2_048, 16, 32, 8, 8_192, 128_256, True)),
+    "Llama-3.2-3B": (_scaled(32.0), (3_072, 28, 24, 8, 8_192, 128_256, True)),
+    "Llama-3.3-70B": (_scaled(8.0), (8_192, 80, 64, 8, 28_672, 128_256, False)),
     "gemma-3-1b": (_GEMMA_1B, (1_152, 26, 4, 1, 6_912, 262_144, True)),
     "gemma-3-4b": (_GEMMA, (2_560, 34, 8, 4, 10_240, 262_208, True)),
     "gemma-3-12b": (_GEMMA, (3_840, 48, 16, 8, 15_360, 262_208, True)),
@@ -81,10 +79,9 @@ _VERSIONS = re.compile(r"^meta-|-(math|coder|instruct|base|it)(?=-|$)", re.IGNOR
 
 
 def config_values(model: str) -> dict[str, Any] | None:
-    """Return the config.json values of a published model; None if the model is unknown.
+    """Return the config.json values of a published model, or of a path that ends in its name.
 
-    Args:
-        model: its name, or a path that ends in it; may contain `-Instruct`, `-Base` or `-Math`.
+    None if the model is unknown.
     """
     name = _VERSIONS.sub("", pathlib.PurePath(model).name)
     known = {model.lower(): model for model in NAMES}.get(name.lower())

@@ -3,17 +3,21 @@
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_jax.commands.plan import plan
 from dapo_jax.commands.plan.chips import GIB, Topology, parse
-from dapo_jax.commands.plan.compile_programs import CompiledProgram, limit
 from dapo_jax.commands.plan.flags import PlanSettings
-from dapo_jax.commands.plan.programs import Layout, lay_out, sampling_programs, training_programs
+from dapo_jax.commands.plan.programs import (
+    CompiledProgram,
+    Layout,
+    lay_out,
+    limit,
+    sampling_programs,
+    training_programs,
+)
 from dapo_jax.commands.plan.published_shapes import read_shape
-from dapo_jax.commands.plan.simulate import changed
-from dapo_jax.commands.plan.step_estimate import measure_lengths, step_costs, token_bytes
-from dapo_jax.commands.plan.tables import table
+from dapo_jax.commands.plan.roofline import measure_lengths, step_costs, token_bytes
 from dapo_jax.commands.plan.targets import target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import ConfigError
@@ -24,8 +28,13 @@ SIZES = (1, 2, 4, 8, 16)
 HEADER = ["mesh", "remat", "rows a microbatch", "slots", "update GiB", "decode GiB", "step s"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
+def changed(config: Config, section: str, **values: Any) -> Config:
+    """Return a copy of a config with other values in one section."""
+    part = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **{section: part})
+
+
+class Candidate(NamedTuple):
     """A config that fits, with the seconds of a step and the memory of its programs."""
 
     config: Config
@@ -34,30 +43,27 @@ class Candidate:
     decode_gib: float
 
     def row(self) -> list[Any]:
-        compute, packing = self.config.compute, self.config.packing
-        parts = [describe(self.config.mesh), compute.remat, packing.rows_per_microbatch]
+        config = self.config
         sizes = [f"{self.update_gib:.1f}", f"{self.decode_gib:.1f}", f"{self.seconds:,.1f}"]
-        return [*parts, self.config.sampler.slots, *sizes]
+        return [*describe(config), config.sampler.slots, *sizes]
 
 
-def describe(mesh: Any) -> str:
-    return f"fsdp={mesh.fsdp},decode_tensor={mesh.decode_tensor},tensor={mesh.tensor}"
+def describe(config: Config) -> list[Any]:
+    """Return mesh, recomputation and rows of a config."""
+    mesh = config.mesh
+    sizes = f"fsdp={mesh.fsdp},decode_tensor={mesh.decode_tensor},tensor={mesh.tensor}"
+    return [sizes, config.compute.remat, config.packing.rows_per_microbatch]
 
 
 def meshes(config: Config, topology: Topology, kv_heads: int) -> Iterator[Config]:
     """Yield configs of every mesh; decoding has as many tensor shards as training, or more."""
-    chips = topology.chips // topology.slices
+    chips = topology.chips // topology.slices // config.mesh.context
     for decoding in SIZES:
         for training in SIZES:
-            fits = (
-                decoding % training == 0
-                and chips % (decoding * config.mesh.context) == 0
-                and kv_heads % decoding == 0
-            )
-            if fits:
+            if not (decoding % training or chips % decoding or kv_heads % decoding):
                 sizes = {"tensor": training, "decode_tensor": decoding // training}
-                rest = chips // decoding // config.mesh.context
-                yield changed(config, "mesh", data=topology.slices, fsdp=rest, **sizes)
+                fsdp = chips // decoding
+                yield changed(config, "mesh", data=topology.slices, fsdp=fsdp, **sizes)
 
 
 class Search:
@@ -69,47 +75,35 @@ class Search:
         self._devices = target_devices(self._topology)
         self._workload = settings.make_workload(config)
 
-    def _lay_out(self, config: Config) -> Layout:
-        return lay_out(config, self._topology, self._devices)
-
     def _measure(self, layout: Layout, programs: Any, name: str) -> CompiledProgram:
         (program,) = (program for program in programs if program.name == name)
-        return plan.compiler(layout, self._settings).measure(program)
+        return plan.make_compiler(layout, self._settings).measure(program)
 
     def _update(self, config: Config) -> CompiledProgram | None:
         """Compile the update of a config; None if it does not fit."""
         try:
-            layout = self._lay_out(config)
+            layout = lay_out(config, self._topology, self._devices)
         except ConfigError:
             return None
         lengths = measure_lengths(config, layout.decoder, self._workload)
         update = self._measure(layout, training_programs(layout, lengths.microbatches), "update")
-        fits = update.fits(limit(layout))
-        plan.print_progress(
-            f"{describe(config.mesh)}, remat {config.compute.remat}, "
-            f"{config.packing.rows_per_microbatch} rows: update {update.together / GIB:.1f} GiB"
-            + ("" if fits else ", too much")
-        )
-        return update if fits else None
+        plan.print_progress(f"{describe(config)}: update {update.together / GIB:.1f} GiB")
+        return update if update.fits(limit(layout)) else None
 
     def train(self, config: Config) -> tuple[Config, CompiledProgram] | None:
         """Find the least recomputation, and then the most rows, that fit; None if nothing does."""
         shards = config.mesh.fsdp * config.mesh.decode_tensor
         config = changed(config, "packing", rows_per_microbatch=shards)
-        for remat in REMATS:
-            config = changed(config, "compute", remat=remat)
-            update = self._update(config)
-            if update:
-                break
-        else:
-            return None
+        tried = (changed(config, "compute", remat=remat) for remat in REMATS)
+        best = next(((c, update) for c in tried if (update := self._update(c))), None)
         for rows in MORE_ROWS:
-            more = changed(config, "packing", rows_per_microbatch=rows * shards)
-            larger = self._update(more)
-            if not larger:
+            if best is None:
+                return None
+            config = changed(best[0], "packing", rows_per_microbatch=rows * shards)
+            if not (update := self._update(config)):
                 break
-            config, update = more, larger
-        return config, update
+            best = config, update
+        return best
 
     def sample(self, config: Config) -> tuple[Config, CompiledProgram] | None:
         """Find the most slots of full length that fit; None if not even one per replica does."""
@@ -117,8 +111,10 @@ class Search:
 
         def measured(slots: int) -> tuple[Config, Layout, CompiledProgram]:
             tried = changed(config, "sampler", slots=slots * replicas, pages=0)
-            layout = self._lay_out(tried)
-            return tried, layout, self._measure(layout, sampling_programs(layout), "decode")
+            layout = lay_out(tried, self._topology, self._devices)
+            decode = self._measure(layout, sampling_programs(layout), "decode")
+            plan.print_progress(f"{slots * replicas} slots: {decode.together / GIB:.1f} GiB")
+            return tried, layout, decode
 
         _, layout, decode = measured(1)
         free = limit(layout) - decode.together
@@ -130,7 +126,6 @@ class Search:
         more = min(more, -(-batch // replicas) - 1)
         while True:
             tried, layout, decode = measured(1 + more)
-            plan.print_progress(f"{(1 + more) * replicas} slots: {decode.together / GIB:.1f} GiB")
             if decode.fits(limit(layout)):
                 return tried, decode
             if decode.peak is None or not more:
@@ -144,10 +139,10 @@ class Search:
         if not trained or not sampled:
             return None
         update, (config, decode) = trained[1], sampled
-        layout = self._lay_out(config)
-        measured = {"update": update, "decode": decode}
+        layout = lay_out(config, self._topology, self._devices)
         lengths = measure_lengths(config, layout.decoder, self._workload)
-        costs = step_costs(layout, measured, self._settings.efficiency, lengths)
+        chip = self._settings.reached(self._topology.chip)
+        costs = step_costs(layout, {"update": update, "decode": decode}, chip, lengths)
         step = plan.simulate_step(layout, self._workload, costs)
         seconds = step.rollout_seconds + step.update_seconds
         return Candidate(config, seconds, update.together / GIB, decode.together / GIB)
@@ -166,7 +161,7 @@ def search(config: Config, settings: PlanSettings) -> int:
         records = [dict(zip(HEADER, row, strict=True)) for row in rows]
         print(json.dumps({"fits": bool(rows), "found": records}))
     elif rows:
-        print(table(HEADER, rows))
+        print(plan.table(HEADER, rows))
     else:
         print(
             f"Nothing fits on {settings.topology}: more chips, a smaller model or config.lora.rank"

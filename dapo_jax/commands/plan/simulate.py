@@ -5,81 +5,362 @@ run. The compiled programs and the reward workers are replaced by their costs. S
 those of a run with the same responses.
 """
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
+import numpy as np
 
-from dapo_jax.commands.plan.cost_model import (
-    BACKGROUND,
-    LEARNING,
-    SCORE,
-    UPDATE,
-    Costs,
-    Counts,
-    Meter,
-)
-from dapo_jax.commands.plan.simulated_engine import (
-    Burst,
-    RolloutRecord,
-    SimulatedJudge,
-    SimulatedPrograms,
-    SimulatedPrompts,
-    Text,
-)
-from dapo_jax.commands.plan.workload import Workload
-from dapo_jax.config.experiment import Config
+from dapo_jax.commands.plan.workload import Drawn, Workload
+from dapo_jax.config.experiment import Config, Mesh, Reward
 from dapo_jax.learner.packing import assign_rows
+from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout.carry_over import open_collection
+from dapo_jax.rollout.decode_step import Starts
 from dapo_jax.rollout.dynamic_sampling import (
     INITIAL_KEPT_FRACTION,
     CollectionHooks,
     collect,
     seek,
 )
+from dapo_jax.rollout.engine_programs import EngineShape
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.run.compute import open_engine, open_sampler
-from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, SamplingRule
+from dapo_jax.run.compute import mesh_sizes, open_engine, open_sampler
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.storage.paths import is_remote
+from dapo_jax.structs import Completion, Group, Prompt, SamplerCounts, SamplingRule, Verdict
+
+Counts = dict[str, float]  # amount used of each field of `Costs`
 
 
-def changed(config: Config, section: str, **values: Any) -> Config:
-    """Return a copy of a config with other values in one section."""
-    part = dataclasses.replace(getattr(config, section), **values)
-    return dataclasses.replace(config, **{section: part})
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds per unit. Replicas decode at the same time, so one replica's work counts.
+
+    Packed tokens of score passes and updates include padding.
+    """
+
+    load: float = 0.0  # the weights, once per rollout
+    prefill_token: float = 0.0  # of a replica's padded prompts
+    burst: float = 0.0
+    decode_step: float = 0.0
+    decode_products: float = 0.0  # per decode step, as the two below
+    decode_exchange: float = 0.0
+    decode_draw: float = 0.0
+    slot_step: float = 0.0  # per slot of a replica in a decode step, busy or not
+    read_token: float = 0.0  # per cached token that a replica's attention reads in a decode step
+    response: float = 0.0  # the host's work on a finished response
+    score_token: float = 0.0
+    update: float = 0.0
+    update_token: float = 0.0
+    host_slot: float = 0.0  # per slot of all replicas in a burst
+    host_packed: float = 0.0  # per token of a trained response
+    host_weighed: float = 0.0  # the same, beside the score pass
+    host_measured: float = 0.0  # the same, beside the updates
+    host_judged: float = 0.0  # in the background: per token of a saved group
+    host_write: float = 0.0  # in the background: per file of saved groups
+    host_listed: float = 0.0  # in the background: per token of a response in rollouts/
+
+
+LEARNING = "score_token update update_token host_packed host_weighed host_measured".split()
+BACKGROUND = "host_background"  # seconds of waiting for background work
+HOSTS = ("host_slot", "host_packed", "host_weighed", "host_measured", BACKGROUND)
+
+
+WRITE_SECONDS = 0.125  # per file of finished groups in a bucket (assumed)
+
+
+def host_costs(config: Config, hosts: int) -> Counts:
+    """Return the costs of host work, by field of `Costs`.
+
+    They were fitted to `python tests/benchmarks/hosts.py`, a step of 8,192 responses of 4k tokens
+    on an AMD EPYC (docs/performance.md). Decoding texts overlaps the next burst and costs nothing.
+    """
+    costs = {
+        "host_slot": 9.2e-7,  # scheduling, refilling, filter
+        "host_packed": 1.22e-7,  # packing into rows
+        "host_weighed": 1.9e-7,  # rewards to loss weights
+        "host_measured": 2.2e-7,  # metrics and traces
+    }
+    if config.checkpoint.keep_groups:
+        # Several hosts write to a bucket, even if the config names a local folder now.
+        remote = hosts > 1 or is_remote(config.run_dir)
+        costs |= {"host_judged": 4.3e-7, "host_write": WRITE_SECONDS * remote}
+    if config.log.rollouts:
+        costs["host_listed"] = 2.0e-8
+    return costs
+
+
+class Meter:
+    """Virtual clock that counts amounts and adds up their costs, each by field of `Costs`."""
+
+    def __init__(self, costs: Costs):
+        self.costs = costs
+        self.counts: Counts = collections.defaultdict(float)
+        self.seconds: Counts = collections.defaultdict(float)  # of the counts, and of waiting
+        self.background_free = 0.0  # time at which the background work is done
+        self._file_begins = 0.0
+
+    @property
+    def now(self) -> float:
+        return sum(self.seconds.values())
+
+    def add(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self.counts[name] += amount
+            self.seconds[name] += amount * getattr(self.costs, name)
+
+    def add_behind(self, **amounts: float) -> None:
+        """Add background work, which starts once earlier background work is done."""
+        for name, amount in amounts.items():
+            self.counts[name] += amount
+            begins = max(self.now, self.background_free)
+            self.background_free = begins + amount * getattr(self.costs, name)
+
+    def save_groups(self, tokens: int) -> None:
+        """Save judged groups in the file that is not being written yet, or start another."""
+        if tokens and self.now >= self._file_begins:
+            self._file_begins = max(self.now, self.background_free)
+            self.add_behind(host_write=1)
+        self.add_behind(host_judged=tokens)
+
+    def wait(self, name: str, until: float) -> None:
+        """Wait until a time of the clock, under a separate name."""
+        self.seconds[name] += max(0.0, until - self.now)
+
+
+class Burst(NamedTuple):
+    """Decode steps, slots and seconds of one call of `generate`."""
+
+    steps: int
+    running: int  # slots that drew its first token
+    busy_slot_steps: int
+    seconds: float
+
+
+@dataclasses.dataclass
+class RolloutRecord:
+    """Simulated rollout step that programs and judge read and write."""
+
+    workload: Workload
+    meter: Meter
+    step: int = 0
+    first_steps: dict[int, int] = dataclasses.field(default_factory=dict)  # of groups, by index
+    bursts: list[Burst] = dataclasses.field(default_factory=list)
+
+    def draw(self, index: int, samples: int) -> Drawn:
+        """Return the group of a prompt."""
+        return self.workload.draw(self.first_steps.get(index, self.step), index, samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    """Device that need not be there."""
+
+    id: int
+    platform: str
+    process_index: int = 0
+
+
+def named_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
+    """Return a mesh of devices that only have names. Raises `ConfigError` for a wrong product."""
+    shape = sharding.mesh_shape(**mesh_sizes(settings), devices=chips)
+    devices = np.empty(chips, object)
+    devices[:] = [_Chip(i, platform) for i in range(chips)]
+    return jax.sharding.Mesh(devices.reshape(shape), sharding.AXES)
+
+
+class Text:
+    """Tokenizer of responses that have a length and an end, and no text."""
+
+    pad_id, end_ids = 0, (1,)
+
+    def decode_all(self, rows: list[list[int]]) -> list[str]:
+        return [""] * len(rows)
+
+
+class SimulatedPrograms:
+    """`rollout.engine_programs.Programs` that only count, with host arrays and shapes of caches.
+
+    A simulated prompt's tokens are its position in the data. In a decode step, attention reads all
+    positions of all slots (`reads` = 'window'), only stored tokens ('existing'), or what the layout
+    does ('auto').
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        mesh: jax.sharding.Mesh,
+        layout: Any,
+        trainer: Any,
+        *,
+        record: RolloutRecord,
+        samples: int,
+        reads: str,
+    ):
+        self.record = record
+        self._config, self._settings, self._layout = shape.config, shape.settings, layout
+        self._samples, self._slots = samples, shape.settings.slots
+        self._replicas = sharding.shards(mesh, "batch", sharding.DECODING)
+        self._lengths = np.zeros(self._slots, np.int64)
+        self._ends = np.zeros(self._slots, bool)
+        kernel = getattr(layout.attend, "kernel", False)
+        self._reads_window = reads == "window" or (reads == "auto" and not kernel)
+        self._reads_existing = reads == "existing"  # rings of sliding layers too
+
+    def resident(self) -> None: ...
+
+    def load(self, params: Any) -> None:
+        self.record.meter.add(load=1)
+
+    def calibrate(self, params: Any) -> None: ...
+
+    def split(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def empty(self, *, window: int) -> DecodeState:
+        zeros = np.zeros(self._slots, np.int64)
+        arrays: dict[str, Any] = dict.fromkeys(("last_token", "length", "generated"), zeros)
+        arrays |= {
+            "caches": jax.eval_shape(lambda: self._layout.empty(window)),
+            "active": np.zeros(self._slots, bool),
+            "tokens": np.zeros((self._slots, 1), np.int32),
+            "logprobs": np.zeros((self._slots, 1), np.float32),
+            "busy_slot_steps": np.int64(0),
+            "slot_steps": np.int64(0),
+        }
+        return DecodeState(**arrays, tables=None, key=cast(Any, None))
+
+    def grow(self, state: DecodeState, *, window: int) -> DecodeState:
+        return state.replace(caches=jax.eval_shape(lambda: self._layout.empty(window)))
+
+    def prefill(self, params: Any, tokens: Any, lengths: Any, keys: Any, drawn: Any) -> Prefix:
+        self.record.meter.add(prefill_token=tokens.size / self._replicas)
+        shape = (*tokens.shape, self._config.kv_heads, self._config.head_dim)
+        kept: Any = jax.ShapeDtypeStruct(shape, self._config.dtype)
+        return Prefix((PromptCache(kept, kept),), tokens[:, 0], lengths, keys, drawn)
+
+    def insert(self, prefix: Prefix, state: DecodeState, starts: Starts) -> DecodeState:
+        real = starts.slots < self._slots
+        slots, rows, samples = (array[real] for array in starts[:3])
+        for slot, row, sample in zip(slots, rows, samples, strict=True):
+            drawn = self.record.draw(int(prefix.last_token[row]), self._samples)
+            self._lengths[slot] = drawn.tokens[sample]
+            self._ends[slot] = not drawn.truncated[sample]
+        length, generated, active = map(np.copy, (state.length, state.generated, state.active))
+        length[slots] = prefix.true_length[rows] - 1
+        generated[slots] = prefix.drawn[rows]
+        active[slots] = True
+        return state.replace(length=length, generated=generated, active=active)
+
+    def feed(self, state: DecodeState, slots: Any, tokens: Any, known: Any) -> DecodeState:
+        raise NotImplementedError("simulated trajectories have one turn")
+
+    def stop(self, state: DecodeState, stopped: np.ndarray) -> DecodeState:
+        active = state.active.copy()
+        active[stopped[stopped < self._slots]] = False
+        return state.replace(active=active)
+
+    def generate(self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: Any):
+        left = np.where(state.active, self._lengths - state.generated, 0)
+        steps = self._settings.burst_tokens
+        if self._replicas == 1:  # which stops early
+            steps = min(steps, int(left.max()))
+        drawn = np.minimum(left, steps)
+        self._record_burst(state, steps, drawn, columns)
+        state = state.replace(
+            length=state.length + drawn,
+            generated=state.generated + drawn,
+            active=state.active & (left > drawn),
+            busy_slot_steps=state.busy_slot_steps + drawn.sum(),
+            slot_steps=state.slot_steps + steps * self._slots,
+        )
+        return state, None
+
+    def _record_burst(
+        self, state: DecodeState, steps: int, drawn: np.ndarray, columns: Any
+    ) -> None:
+        """Add the costs of a burst: every replica waits for the one that reads most."""
+        meter = self.record.meter
+        each, launched = self._slots // self._replicas, meter.now
+        # With the i-th token, i - 1 drawn ones and what was there before.
+        tokens = drawn * state.length + drawn * (drawn + 1) // 2
+        existing = tokens.reshape(self._replicas, each).sum(axis=1).max()
+
+        def read_of(cache: Any, reach: int | None) -> int:
+            paged = isinstance(cache, PageCache)
+            if not self._reads_window and (paged or reach is None or self._reads_existing):
+                return existing
+            window = columns * self._settings.page_tokens if paged else cache.values.shape[2]
+            return steps * each * window
+
+        read = sum(map(read_of, state.caches, self._config.reaches)) / len(state.caches)
+        meter.add(burst=1, slot_step=steps * each, read_token=read, host_slot=self._slots)
+        phases = "decode_step decode_products decode_exchange decode_draw".split()
+        meter.add(**dict.fromkeys(phases, steps))
+        burst = Burst(steps, int(state.active.sum()), int(drawn.sum()), meter.now - launched)
+        self.record.bursts.append(burst)
+
+    def rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Return rows of the token that each response ends with."""
+        last = self._ends[slots].astype(array.dtype)[:, None]
+        return np.broadcast_to(last, (len(slots), self._settings.max_response_tokens))
+
+
+class SimulatedPrompts:
+    """Endless data order of a workload."""
+
+    def __init__(self, workload: Workload):
+        self.position, self._workload = 0, workload
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        index, self.position = self.position, self.position + 1
+        tokens = np.full(self._workload.prompt_tokens(index), index, np.int32)
+        return Prompt(index, str(index), "", tokens, "", "simulated")
+
+
+class SimulatedJudge:
+    """Verdicts of the workload, right or wrong; they take no time."""
+
+    def __init__(self, config: Config, record: RolloutRecord):
+        self._config = dataclasses.replace(config, reward=Reward())
+        self._record = record
+
+    def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Group:
+        self._record.meter.add(response=len(completions))
+        drawn = self._record.draw(prompt.index, len(completions))
+        verdicts = tuple(Verdict(bool(right), None) for right in drawn.correct)
+        return reward_group(self._config, prompt, completions, verdicts)
+
+    def groups(self, pending: list[Group]) -> list[Group]:
+        return pending
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Counts and virtual seconds of a simulated step. Slots are those of all replicas.
-
-    Its 13 attributes are the independent figures of a step; nothing else groups them.
-
-    Attributes:
-        seconds: by field of `Costs`, and `judge`: waiting for verdicts.
-        counts: amounts by field of `Costs`.
-        surplus: groups judged beyond the last used one; the next step samples them again.
-        rounds: prompts requested per prompt of a batch.
-        rows: packed rows of all updates.
-        fill: fraction of the positions of all microbatches that hold a token.
-    """
+    """Counts and virtual seconds of a simulated step, both by field of `Costs`."""
 
     seconds: Counts
     counts: Counts
     sampled: SamplerCounts
-    slots: int
+    slots: int  # of all replicas
     bursts: list[Burst]
-    asked: int
-    judged: int
-    kept: int
-    surplus: int
-    kept_tokens: int
-    rounds: float
-    rows: int
-    fill: float
+    asked: int = 0
+    judged: int = 0
+    kept: int = 0
+    surplus: int = 0  # groups judged beyond the last used one
+    kept_tokens: int = 0
+    rows: int = 0  # of all updates
+    fill: float = 0.0  # fraction of the positions of all microbatches that hold a token
 
     @property
     def rollout_seconds(self) -> float:
@@ -109,13 +390,7 @@ class Step:
 
 
 class Simulation:
-    """A run of simulated steps.
-
-    Args:
-        decoder: the policy's shape, for its cache.
-        mesh: may have only named devices (`named_mesh`).
-        reads: as for `SimulatedPrograms`.
-    """
+    """A run of simulated steps, on a mesh that may be `named_mesh`."""
 
     def __init__(
         self,
@@ -128,94 +403,74 @@ class Simulation:
         reads: str = "auto",
     ):
         self._config, self._workload, self._costs = config, workload, costs
-        programs = functools.partial(
-            SimulatedPrograms,
-            workload=workload,
-            record=RolloutRecord(Meter(costs)),
-            samples=config.rollout.samples_per_prompt,
-            reads=reads,
-        )
+        record, samples = RolloutRecord(workload, Meter(costs)), config.rollout.samples_per_prompt
+        programs = functools.partial(SimulatedPrograms, record=record, samples=samples, reads=reads)
         engine = open_engine(config, decoder, mesh, mesh, Text(), programs=programs)
         self._programs = cast(SimulatedPrograms, engine.programs)
         self.sampler = open_sampler(engine, Text(), config.seed)
         self._prompts, self._carried = SimulatedPrompts(workload), ()
         self._number, self._kept_fraction = 0, INITIAL_KEPT_FRACTION
 
-    def _begin(self) -> Meter:
-        meter = Meter(self._costs)
+    def _begin(self) -> RolloutRecord:
         first_steps = {group.prompt.index: group.step for group in self._carried if group.tokens}
-        self._programs.record = RolloutRecord(meter, self._number, first_steps)
+        record = RolloutRecord(self._workload, Meter(self._costs), self._number, first_steps)
+        self._programs.record = record
         keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": self._number}
         self.sampler.begin(None, rule=SamplingRule(), **keyed)
         self._number += 1
-        return meter
+        return record
 
     @property
     def position(self) -> int:
         """Index of the next prompt in the data."""
         return self._prompts.position
 
-    def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
+    def step(self) -> Step:
         """Simulate the next step. Raises as `dynamic_sampling.collect` does."""
-        meter, number = self._begin(), self._number - 1
-        judge = SimulatedJudge(self._config, self._workload, self._programs.record)
-        before = self._kept_fraction, number, self._carried, self._prompts.position
+        record = self._begin()
+        meter = record.meter
+        judge = SimulatedJudge(self._config, record)
+        before = self._kept_fraction, record.step, self._carried, self.position
         collection = open_collection(self._config, *before)
-        hooks = CollectionHooks(SimulatedJournal(meter).add, on_burst)
+        hooks = CollectionHooks(on_scored=lambda groups: meter.save_groups(_tokens(groups)))
         collected = collect(collection, self._prompts, self.sampler, judge, hooks)
         meter.add_behind(host_listed=_tokens([*collected.judged, *collected.surplus]))
         seek(self._prompts, collected.next_position)
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
-        return self._summary(meter, collected)
+        rows, fill = learn(self._config, collected.groups, meter)
+        meter.wait(BACKGROUND, meter.background_free)
+        return dataclasses.replace(
+            self._sampled(record),
+            asked=collected.asked_prompts,
+            judged=len(collected.judged),
+            kept=len(collected.groups),
+            surplus=len(collected.surplus),
+            kept_tokens=_tokens(collected.groups),
+            rows=rows,
+            fill=fill,
+        )
 
     def sample(self, prompts: int) -> Step:
         """Sample all responses to a number of prompts, without filter and update."""
-        meter = self._begin()
+        record = self._begin()
         for _ in range(prompts):
             self.sampler.submit(next(self._prompts), self._config.rollout.samples_per_prompt)
         while not self.sampler.idle:
             self.sampler.decode_burst()
-        return self._summary(meter, None)
+        return self._sampled(record)
 
-    def _summary(self, meter: Meter, collected: CollectedGroups | None) -> Step:
-        groups = collected.groups if collected else []
-        rows, fill = learn(self._config, groups, meter)
-        meter.wait(BACKGROUND, meter.background_free)
-        asked = collected.asked_prompts if collected else 0
+    def _sampled(self, record: RolloutRecord) -> Step:
         return Step(
-            seconds=dict(meter.seconds),
-            counts=dict(meter.counts),
+            seconds=dict(record.meter.seconds),
+            counts=dict(record.meter.counts),
             sampled=dataclasses.replace(self.sampler.counts),
             slots=self._config.sampler.slots,
-            bursts=self._programs.record.bursts,
-            asked=asked,
-            judged=len(collected.judged) if collected else 0,
-            kept=len(groups),
-            surplus=len(collected.surplus) if collected else 0,
-            kept_tokens=_tokens(groups),
-            rounds=asked / self._config.rollout.prompts_per_step,
-            rows=rows,
-            fill=fill,
+            bursts=record.bursts,
         )
 
 
 def _tokens(groups: Sequence[Group]) -> int:
     return sum(len(response) for group in groups for response in group.completions)
-
-
-class SimulatedJournal:
-    """Files of judged groups, written in the background as `RolloutJournal` does."""
-
-    def __init__(self, meter: Meter):
-        self._meter, self._file_begins = meter, 0.0
-
-    def add(self, groups: list[Group]) -> None:
-        """Add groups to the file that is not being written yet, or start another."""
-        meter = self._meter
-        if groups and meter.now >= self._file_begins:
-            self._file_begins = max(meter.now, meter.background_free)
-            meter.add_behind(host_write=1)
-        meter.add_behind(host_judged=_tokens(groups))
 
 
 def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float]:
@@ -235,9 +490,11 @@ def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float
         rows += packed
         places += used
         tokens += sum(lengths)
-        meter.add(score_pass=passes, score_token=passes * used)
-        meter.add(update=models, update_token=models * used, host_packed=sum(lengths))
-    for name, overlapped in (("host_weighed", SCORE), ("host_measured", UPDATE)):
-        hidden = sum(meter.seconds.get(part, 0.0) for part in overlapped)
-        meter.wait(name, meter.now + tokens * getattr(meter.costs, name) - hidden)
+        meter.add(score_token=passes * used, host_packed=sum(lengths))
+        meter.add(update=models, update_token=models * used)
+    seconds, costs = meter.seconds, meter.costs
+    weighed = tokens * costs.host_weighed - seconds["score_token"]
+    measured = tokens * costs.host_measured - seconds["update"] - seconds["update_token"]
+    meter.wait("host_weighed", meter.now + weighed)
+    meter.wait("host_measured", meter.now + measured)
     return rows, tokens / places if places else 0.0

@@ -8,13 +8,21 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from dapo_jax.commands.plan.chips import Topology, check_flag
+from dapo_jax.commands.command_line import check_flag
+from dapo_jax.commands.plan.chips import Topology
 from dapo_jax.runtime.settings import ConfigError
 
 # The environment variable that holds a compiler's flags. Only these variables are passed to
 # `launch/env.sh`: the user's own XLA_FLAGS are for this machine's devices.
 _FLAG_VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "cuda": "XLA_FLAGS"}
 _PASSED_VARIABLES = ("PATH", "LIBTPU_INIT_ARGS")
+_TPU_VARIABLES = {  # without a TPU nothing answers libtpu's queries
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}
 # H100 and H200 differ in memory only (NVIDIA's data sheets; CUDA programming guide, compute
 # capability 9.0).
 _HOPPER = """
@@ -61,7 +69,18 @@ def target_devices(topology: Topology) -> list[Any]:
 
     Raises `ConfigError` if the compiler is not installed or does not know the topology.
     """
-    return {"tpu": _tpus, "cuda": _gpus, "cpu": _cpus}[topology.chip.platform](topology)
+    platform = topology.chip.platform
+    if platform == "cpu":
+        return _cpus(topology)
+    describe = _tpus if platform == "tpu" else _gpus
+    try:
+        return describe(topology)
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        reason = f"needs its compiler: pip install 'dapo_jax[{platform}]' ({first})"
+        if isinstance(error, jax.errors.JaxRuntimeError):  # else JAX finds no plugin
+            reason = f"the compiler does not describe it: {first}"
+        raise ConfigError(f"--topology = {topology.name!r}: {reason}") from None
 
 
 def _cpus(topology: Topology) -> list[Any]:
@@ -78,55 +97,30 @@ def _tpus(topology: Topology) -> list[Any]:
     rings = tuple(size % multiple == 0 for size in sizes)
     if topology.chip.dimensions == 2:
         rings = (*(size == multiple for size in sizes), False)
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # without a TPU nothing answers the query
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_WORKER_ID", "0")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    try:
-        return topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=topology.name,
-            num_slices=topology.slices,
-            chip_config_name=topology.chip.config_name,
-            chips_per_host_bounds=(*(min(2, size) for size in sizes[:2]), 1),
-            wrap=rings,  # else the last chip has no link to the first
-        ).devices
-    except jax.errors.JaxRuntimeError as error:
-        raise ConfigError(
-            f"--topology = {topology.name!r}: the TPU's compiler does not describe it: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
-    except RuntimeError as error:  # JAX finds no plugin for the platform
-        raise _no_compiler(topology, "TPU", "tpu", error) from None
+    for name, value in _TPU_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    return topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=topology.name,
+        num_slices=topology.slices,
+        chip_config_name=topology.chip.config_name,
+        chips_per_host_bounds=(*(min(2, size) for size in sizes[:2]), 1),
+        wrap=rings,  # else the last chip has no link to the first
+    ).devices
 
 
 def _gpus(topology: Topology) -> list[Any]:
     """Return GPUs, 8 per host. Raises `ConfigError` if a host would have fewer."""
-    kind, count = topology.name.partition(":")[0], topology.chips
+    kind, count = topology.kind, topology.chips
     whole = count <= _GPUS_PER_HOST or count % _GPUS_PER_HOST == 0
     allowed = f"at most {_GPUS_PER_HOST} GPUs or a multiple, as in {kind}:{_GPUS_PER_HOST}"
     check_flag(whole, "topology", topology.name, allowed)
-    hosts = -(-count // _GPUS_PER_HOST)
-    shape = f"1x{hosts}x{count // hosts}"
-    target = _HOPPER.format(
-        name=kind.upper(),
-        memory=_MEMORY[kind],
-        bandwidth=int(topology.chip.hbm_bytes_per_second),
-    )
-    try:
-        return topologies.get_topology_desc(
-            platform="cuda", topology_name=shape, topology=shape, target_config=target
-        ).devices
-    except RuntimeError as error:  # also NotImplementedError, if the plugin is missing
-        raise _no_compiler(topology, "GPU", "cuda", error) from None
-
-
-def _no_compiler(topology: Topology, device: str, extra: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"--topology = {topology.name!r}: needs the {device}'s compiler: "
-        f"pip install 'dapo_jax[{extra}]' ({str(error).splitlines()[0]})"
-    )
+    shape = f"1x{topology.hosts}x{count // topology.hosts}"
+    bandwidth = int(topology.chip.hbm_bytes_per_second)
+    target = _HOPPER.format(name=kind.upper(), memory=_MEMORY[kind], bandwidth=bandwidth)
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name=shape, topology=shape, target_config=target
+    ).devices
 
 
 def _environment_script() -> pathlib.Path:
@@ -144,17 +138,10 @@ def compiler_options(topology: Topology) -> dict[str, Any] | None:
     variable = _FLAG_VARIABLES.get(topology.chip.platform)
     if variable is None:
         return None
-    generation = topology.name.partition(":")[0]
-    kind = f"tpu-{generation}" if topology.chip.platform == "tpu" else "gpu"
+    kind = f"tpu-{topology.kind}" if topology.chip.platform == "tpu" else "gpu"
+    script = 'source "$0" "$1" && printf %s "${!2}"'
     printed = subprocess.run(
-        [
-            "bash",
-            "-c",
-            'source "$0" "$1" && printf %s "${!2}"',
-            _environment_script(),
-            kind,
-            variable,
-        ],
+        ["bash", "-c", script, _environment_script(), kind, variable],
         env={name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ},
         capture_output=True,
         text=True,

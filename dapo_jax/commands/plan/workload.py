@@ -25,26 +25,21 @@ class Drawn(NamedTuple):
 class Workload(Protocol):
     """Source of groups, keyed by the step and the index in the data."""
 
-    def prompt_tokens(self, index: int) -> int:
-        """Return the length of a prompt."""
-        ...
+    def prompt_tokens(self, index: int) -> int: ...
 
-    def draw(self, step: int, index: int, samples: int) -> Drawn:
-        """Return the group that a step would sample for a prompt."""
-        ...
+    def draw(self, step: int, index: int, samples: int) -> Drawn: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class AssumedWorkload:
     """Workload with log-normal lengths, cut off at the limit, and Beta-distributed accuracy.
 
+    Responses that are cut off are wrong. Raises `ConfigError` for a number out of range.
+
     Attributes:
         median_tokens: of responses before the cut.
         spread: standard deviation of the logarithm of the length.
-        beta: a and b of the Beta distribution of a problem's accuracy. Responses that are cut off
-            are wrong.
-
-    Raises `ConfigError` for a number out of range.
+        beta: a and b of the Beta distribution of a problem's accuracy.
     """
 
     median_tokens: float
@@ -80,7 +75,6 @@ def kept_fraction(beta: tuple[float, float], samples: int) -> float:
     """Return the fraction of mixed groups, 1 - E[p^G] - E[(1 - p)^G] for p from a Beta."""
 
     def expected_power(a: float, b: float) -> float:
-        """Return E[p^G] for p from Beta(a, b)."""
         rising = math.lgamma(a + samples) - math.lgamma(a)
         return math.exp(rising - (math.lgamma(a + b + samples) - math.lgamma(a + b)))
 
@@ -94,8 +88,12 @@ def beta_from_kept(accuracy: float, kept: float, samples: int) -> tuple[float, f
     Raises `ConfigError` if there is none.
     """
     require(0 < accuracy < 1, "law.accuracy", accuracy, "between 0 and 1")
+
+    def beta_of(concentration: float) -> tuple[float, float]:
+        return accuracy * concentration, (1 - accuracy) * concentration
+
     low, high = 1e-6, MAX_CONCENTRATION
-    most = kept_fraction((accuracy * high, (1 - accuracy) * high), samples)
+    most = kept_fraction(beta_of(high), samples)
     allowed = (
         f"above 0 and at most {most:.3g}: that of {samples} samples of accuracy {accuracy} "
         "if all problems are equally hard"
@@ -103,60 +101,52 @@ def beta_from_kept(accuracy: float, kept: float, samples: int) -> tuple[float, f
     require(0 < kept <= most, "law.kept", kept, allowed)
     for _ in range(100):
         middle = math.sqrt(low * high)
-        if kept_fraction((accuracy * middle, (1 - accuracy) * middle), samples) < kept:
+        if kept_fraction(beta_of(middle), samples) < kept:
             low = middle
         else:
             high = middle
-    return accuracy * high, (1 - accuracy) * high
+    return beta_of(high)
 
 
 class _Recorded(NamedTuple):
-    prompt_tokens: int
     drawn: Drawn
     surplus: bool  # surplus groups finish faster than others
 
 
-def _read_step(path: pathlib.Path) -> dict[int, _Recorded]:
-    """Read the groups of a rollouts file by their index in the data."""
+def _read_step(path: pathlib.Path, prompts: dict[int, int]) -> dict[int, _Recorded]:
+    """Read the groups of a rollouts file, and lengths of prompts, by their index in the data."""
     lines: dict[int, list[dict]] = {}
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
+    for line in map(json.loads, path.read_text().splitlines()):
         lines.setdefault(line["index"], []).append(line)
+        prompts[line["index"]] = line["prompt_tokens"]
     groups = {}
     for index, group in lines.items():
         group.sort(key=lambda line: line["sample"])
         columns = (np.array([line[name] for line in group]) for name in Drawn._fields)
-        groups[index] = _Recorded(group[0]["prompt_tokens"], Drawn(*columns), group[0]["surplus"])
+        groups[index] = _Recorded(Drawn(*columns), group[0]["surplus"])
     return groups
 
 
 class RecordedWorkload:
     """Workload of the groups that a run recorded (`rollouts/`), resampled by step.
 
-    Steps after the last recorded one resample the last, steps before the first the first.
-
-    Args:
-        folder: of the run; it needs `log.rollouts`.
-        replay: return the recorded group itself for a prompt that the step recorded.
-
-    Raises `ConfigError` if the folder holds no rollouts.
+    Steps after the last recorded one resample the last, steps before the first the first. With
+    `replay`, a prompt that the step recorded has the recorded group itself. Raises `ConfigError` if
+    the run's folder holds no rollouts.
     """
 
     def __init__(self, folder: pathlib.Path | str, *, replay: bool = False, seed: int = 0):
-        paths = sorted(pathlib.Path(folder).glob("rollouts/step_*.jsonl"))
+        self._replay, self._seed = replay, seed
+        self._steps: dict[int, dict[int, _Recorded]] = {}
+        self._prompts: dict[int, int] = {}
         try:
-            steps = {int(path.stem.removeprefix("step_")): _read_step(path) for path in paths}
+            for path in sorted(pathlib.Path(folder).glob("rollouts/step_*.jsonl")):
+                if groups := _read_step(path, self._prompts):
+                    self._steps[int(path.stem.removeprefix("step_"))] = groups
         except (ValueError, KeyError) as error:
             raise ConfigError(f"{folder}: its rollouts can't be read: {error!r}") from None
-        self._steps = {step: groups for step, groups in steps.items() if groups}
         if not self._steps:
             raise ConfigError(f"{folder}: holds no rollouts; run it with config.log.rollouts=true")
-        self._replay, self._seed = replay, seed
-        self._prompts = {
-            index: group.prompt_tokens
-            for groups in self._steps.values()
-            for index, group in groups.items()
-        }
         self._seen = sorted(self._prompts.values())
 
     def prompt_tokens(self, index: int) -> int:

@@ -1,9 +1,7 @@
-"""Worker process that renders templates: jinja in its sandbox.
+"""Worker process that renders templates, programs that came with a model: jinja in its sandbox.
 
-`python -m dapo_jax.data.prompts.template_worker` answers as `runtime.workers.child.serve` does.
-
-A template is a program that came with a model. It can change no value, and its time and memory are
-limited. Names and white space are as in Hugging Face's `apply_chat_template`.
+A template can change no value, and its time and memory are limited. Names and white space are as in
+Hugging Face's `apply_chat_template`.
 """
 
 import datetime

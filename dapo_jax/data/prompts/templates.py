@@ -1,7 +1,4 @@
-"""Prompt templates, by name or the user's: from a problem to the policy's prompt.
-
-Templates are rendered in a separate process; it is killed if one takes too long.
-"""
+"""Prompt templates, by name or the user's, rendered in a process that is killed after a time."""
 
 import dataclasses
 import hashlib
@@ -51,14 +48,13 @@ class TemplateTimeout(ConfigError):
 def _ask_worker(subject: str, template: str, strict: bool, **job: Any) -> dict:
     """Return the worker's reply; raise `ConfigError` about `subject` if the template fails.
 
-    Args:
-        strict: if True, a name without a value is an error; else it writes nothing.
+    A name without a value is an error if `strict`, else it writes nothing.
     """
     try:
         reply = _worker.ask({"template": template, "strict": strict} | job, REPLY_SECONDS)
     except (OSError, ValueError):
-        message = f"{subject} fails: it computes for over 2 s, or needs too much memory"
-        raise TemplateTimeout(message) from None
+        problem = "it computes for over 2 s, or needs too much memory"
+        raise TemplateTimeout(f"{subject} fails: {problem}") from None
     if "error" in reply:
         line = "" if reply["line"] is None else f", line {reply['line']}"
         raise ConfigError(f"{subject} fails{line}: {' '.join(reply['error'].split())}")
@@ -86,9 +82,8 @@ class ChatTemplate:
             open_answer: end with the beginning of the assistant's turn.
             tools: functions that the model may call, in the format of OpenAI's API.
         """
-        values: dict[str, Any] = {"messages": messages, "tools": tools or None, "documents": None}
-        values["add_generation_prompt"] = open_answer
-        values |= self._special_tokens
+        values = {"messages": messages, "tools": tools or None, "documents": None}
+        values |= {"add_generation_prompt": open_answer, **self._special_tokens}
         subject = f"{field}: the model's chat template"
         return _ask_worker(subject, self._text, False, values=values)["text"]
 
@@ -144,7 +139,6 @@ Write = Callable[[Problem, Beside], str]
 
 
 def _wording(text: str) -> Write:
-    """Return the writer of a text; other braces are left alone."""
     return lambda problem, _: text.replace("{problem}", problem.text)
 
 
@@ -170,7 +164,6 @@ def _messages(problem: Problem, beside: Beside) -> list[dict[str, str]]:
 
 
 def chat(problem: Problem, beside: Beside) -> str:
-    """Write the prompt with the model's chat template."""
     template = present(beside.chat, "chat template")
     return template.render(_messages(problem, beside), tools=beside.tools)
 
@@ -234,14 +227,11 @@ def open_template(setting: str) -> Template:
     first = min(unfilled, default="")
     allowed = f"jinja, {{{{ {first} }}}}, in place of {{{first}}}"
     require(not unfilled, "data.template", shown, allowed)
-    if is_jinja:
-        write, reads = _jinja(text, shown)
-    else:
-        write, reads = _wording(text), frozenset({"problem"} if "{problem}" in text else ())
-    shows_problem = not reads.isdisjoint({"problem", "messages"})
+    reads = _names_in_jinja(text, shown) if is_jinja else re.findall(r"{(problem)}", text)
     allowed = "a text with {problem}, or jinja with {{ problem }}, in place of the problem"
-    require(shows_problem, "data.template", shown, allowed)
-    return Template(write, reads, hashlib.sha256(text.encode()).hexdigest()[:16])
+    require(not {"problem", "messages"}.isdisjoint(reads), "data.template", shown, allowed)
+    write = _jinja(text, shown) if is_jinja else _wording(text)
+    return Template(write, frozenset(reads), hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def _read(setting: str) -> str:
@@ -259,14 +249,16 @@ def _read(setting: str) -> str:
     raise ConfigError(f"config.data.template = {setting!r}: must be {allowed}")
 
 
-def _jinja(text: str, shown: str) -> tuple[Write, frozenset[str]]:
-    """Return the writer of a jinja text, and the names it reads, after a trial."""
-
-    subject = f"config.data.template = {shown!r}: the jinja"
-    reads = frozenset(_ask_worker(subject, text, True)["reads"])
-    unknown = ", ".join(sorted(reads - READABLE))
+def _names_in_jinja(text: str, shown: str) -> list[str]:
+    reads = _ask_worker(f"config.data.template = {shown!r}: the jinja", text, True)["reads"]
+    unknown = ", ".join(sorted(set(reads) - READABLE))
     allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
     require(not unknown, "data.template", shown, allowed)
+    return reads
+
+
+def _jinja(text: str, shown: str) -> Write:
+    """Return the writer of a jinja text, after a trial."""
 
     def write(problem: Problem, beside: Beside) -> str:
         values = {
@@ -276,7 +268,8 @@ def _jinja(text: str, shown: str) -> tuple[Write, frozenset[str]]:
             "level": problem.level,
             "messages": _messages(problem, beside),
         }
+        subject = f"config.data.template = {shown!r}: the jinja"
         return _ask_worker(subject, text, True, values=values)["text"]
 
     write(Problem("", "1+1", "", ""), Beside())
-    return write, reads
+    return write

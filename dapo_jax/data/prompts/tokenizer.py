@@ -34,11 +34,10 @@ class Decodes(Ends, Protocol):
 
 
 class Tokenizer:
-    """Tokenizer of a model folder: encodes prompts and decodes responses.
+    """Tokenizer of a model folder.
 
     Attributes:
         end_ids: ids that end a response (`eos_token_id` of generation_config.json or config.json).
-        pad_id: fills unused positions.
         chat: the model's chat template, if it has one.
         begin_ids: ids that begin a prompt; empty for most models.
     """
@@ -72,21 +71,16 @@ class Tokenizer:
 
     def check_fits(self, vocab: int, field: str, folder: str | pathlib.Path) -> None:
         """Raise `ConfigError` if an id is outside a model's vocabulary of `vocab` tokens."""
-        largest = max(self.backend.get_vocab().values())
-        named = f"config.{field} = {str(folder)!r}"
-        if largest >= vocab:
-            raise ConfigError(
-                f"{named}: tokenizer.json has the id {largest}, but the model has {vocab} tokens"
-            )
         ids = {
-            "eos_token_id": self.end_ids,
-            "pad_token_id": (self.pad_id,),
+            "largest id of tokenizer.json": [max(self.backend.get_vocab().values())],
+            "eos_token_id": [*self.end_ids],
+            "pad_token_id": [self.pad_id],
             "the tokens that begin a prompt": self.begin_ids,
         }
         for name, values in ids.items():
             if not all(0 <= token < vocab for token in values):
-                allowed = f"must be from 0 to {vocab - 1}"
-                raise ConfigError(f"{named}: {name} = {list(values)}: {allowed}")
+                allowed = f"must be from 0 to {vocab - 1}, as the model has {vocab} tokens"
+                raise ConfigError(f"config.{field} = {str(folder)!r}: {name} = {values}: {allowed}")
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids` without special tokens."""
@@ -152,10 +146,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Incremental decoder of a response; the pieces joined are its text.
-
-    The text of a token may depend on the one before, so two pieces are decoded together.
-    """
+    """Incremental decoder of a response; a piece is decoded with the one before it."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._decode = tokenizer.decode
@@ -192,23 +183,13 @@ class UntilStop:
         """Return the text that may be shown now; with `last`, nothing is held back."""
         if self.stopped:
             return ""
-        self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            self.stopped = True
-            return self._held[: min(places)]
-        size = len(self._held) - (0 if last else self._partial_stop())
-        shown = self._held[:size]
-        self._held = self._held[size:]
-        return shown
-
-    def _partial_stop(self) -> int:
-        """Return the largest number of last characters that may begin a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
-                return size
-        return 0
+        text = self._held + text
+        stops = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.stopped = bool(stops)
+        starts = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        size = min(stops) if stops else len(text) - (0 if last else max(starts, default=0))
+        self._held = text[size:]
+        return text[:size]
 
 
 PAD, END = "<|pad|>", "<|end|>"

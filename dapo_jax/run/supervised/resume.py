@@ -11,8 +11,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.config.experiment import DpoConfig, SftConfig
-from dapo_jax.config.sections import Checkpoint
+from dapo_jax.config.experiment import Checkpoint, DpoConfig, SftConfig
 from dapo_jax.learner.batches import TrainState
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.integrity import find_steps, saved_steps

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.algorithms import sft
-from dapo_jax.config.experiment import Packing, SftConfig
-from dapo_jax.config.sections import GENERATED
-from dapo_jax.data import arithmetic, multi_digit_sums
+from dapo_jax.config.experiment import GENERATED, Packing, SftConfig
+from dapo_jax.data import arithmetic
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.supervised import EXAMPLES
 from dapo_jax.learner.advantages import estimate, gather_feedback
@@ -33,7 +32,7 @@ def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list
     for i in range(config.examples_per_step):
         index = step * config.examples_per_step + i
         if config.data.source == "multi_digit_sums":
-            text, turns = multi_digit_sums.make_worked_example(config.seed, index, examples)
+            text, turns = arithmetic.make_worked_sum(config.seed, index, examples)
         else:
             text, worked = arithmetic.make_worked_example(config.seed, index, examples)
             turns = [worked]
