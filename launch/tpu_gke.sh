@@ -10,7 +10,8 @@
 #   --tries=10            starts in all; the cluster starts all slices again after a failure or a preemption
 #   --spot                on spot nodes; --service-account=S the Kubernetes account that may use gs://
 #   --env=NAME=VALUE      for the trainer; --secret-env=NAME=SECRET/KEY a key of a Kubernetes Secret
-#   --namespace=default   and --context= are kubectl's
+#   --namespace=default   and --context= are kubectl's; --queue=Q a Kueue LocalQueue, which admits the JobSet
+#   --emit-manifest       prints the manifest alone, for kubectl apply or a repository of manifests
 #   --detach              creates and leaves; --yes deletes without asking; --dry-run prints manifest and commands
 #
 # Needs JobSet 0.6 or newer in the cluster, and node pools with that topology. --config.run_dir must be on
@@ -27,7 +28,7 @@ case "$action" in
     *) help launch/tpu_gke.sh >&2 && exit 2 ;;
 esac
 name="" image="" type=v6e topology="" slices=1 chips_per_host=4 tries=10 spot="" account=""
-namespace=default context="" detach="" yes="" dry=""
+namespace=default context="" queue="" detach="" yes="" dry="" emit=""
 environment=() secrets=() arguments=()
 while [ $# -gt 0 ]; do
     value="${1#*=}"
@@ -49,6 +50,8 @@ while [ $# -gt 0 ]; do
             ;;
         --namespace=*) namespace="$value" ;;
         --context=*) context="$value" ;;
+        --queue=*) queue="$value" ;;
+        --emit-manifest) emit=yes ;;
         --detach) detach=yes ;;
         --yes) yes=yes ;;
         --dry-run) dry=yes ;;
@@ -59,7 +62,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 check_name
-for value in "$namespace" "${account:-a}"; do
+for value in "$namespace" "${account:-a}" "${queue:-a}"; do
     [[ $value =~ ^[a-z0-9][a-z0-9-]*$ ]] || die 2 "'$value': must be a Kubernetes name"
 done
 if [ "$action" = run ]; then
@@ -87,7 +90,7 @@ if [ "$action" = run ]; then
 fi
 kubectl=(kubectl --namespace="$namespace" ${context:+--context="$context"})
 me="--name=$name --namespace=$namespace${context:+ --context=$context}"
-[ -n "$dry" ] || command -v kubectl >/dev/null || die 1 "kubectl is not installed"
+[ -n "$dry$emit" ] || command -v kubectl >/dev/null || die 1 "kubectl is not installed"
 
 # A string that YAML reads back as it is: JSON's form, which YAML has too.
 yaml() {
@@ -108,6 +111,10 @@ apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: $name
+  namespace: $namespace
+YAML
+    [ -z "$queue" ] || echo "  labels: {kueue.x-k8s.io/queue-name: $queue}"
+    cat <<YAML
   annotations: # a slice is a node pool, and has it alone
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
@@ -265,7 +272,9 @@ interrupted() {
 }
 
 run() {
-    local code
+    local code word
+    for word in "${arguments[@]}" "${environment[@]}"; do yaml "$word" >/dev/null; done # here an error ends the script
+    [ -z "$emit" ] || { manifest; exit; }
     lock "gke-$name"
     [ -n "$detach" ] || trap interrupted INT TERM
     if [ -n "$dry" ]; then

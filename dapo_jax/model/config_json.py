@@ -5,7 +5,8 @@ import reprlib
 from typing import Any
 
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.families import FAMILIES, Family, Windows
+from dapo_jax.model.families import FAMILIES
+from dapo_jax.model.families.family import Family, Windows
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.rules import Range
 from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError

@@ -138,11 +138,24 @@ def test_a_dry_run_prints_the_manifest_and_calls_nothing(cloud):
     assert container(cloud)["env"] == [kept]
 
 
+def test_the_manifest_alone_is_what_a_run_creates_and_names_its_queue(cloud):
+    words = [*RUN, "--queue=tpu-queue", "--namespace=team", *TRAINER]
+    printed = launch(cloud, *words[:1], "--emit-manifest", *words[1:])
+    assert not calls(cloud, "create")
+    launch(cloud, *words)
+    assert (cloud.folder / "manifest.yaml").read_text() == printed
+    metadata = manifest(cloud)["metadata"]
+    assert metadata["labels"] == {"kueue.x-k8s.io/queue-name": "tpu-queue"}
+    assert metadata["namespace"] == "team"
+    assert "labels" not in launch(cloud, *RUN, "--emit-manifest", *TRAINER)
+
+
 @pytest.mark.parametrize(("words", "text"), [
     (["--image=a b"], "--image = 'a b'"), (["--topology=4x"], "--topology = '4x'"),
     (["--type=v9"], "--type = 'v9'"), (["--topology=1x1"], "its 1 chips must be a multiple"),
     (["--env=MY_TOKEN=a"], "must not stand on a command line"), (["--namespace=A;b"], "'A;b'"),
-    (["--config.run_dir=runs/a"], "--config.run_dir = 'runs/a'"),
+    (["--config.run_dir=runs/a"], "--config.run_dir = 'runs/a'"), (["--queue=A;b"], "'A;b'"),
+    (["--config.a=\x01"], "an argument has a control character"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
     output = launch(cloud, *RUN, "--config.run_dir=gs://b", *words, expect=2)

@@ -1,0 +1,13 @@
+"""Model families by `model_type` of config.json, one file each."""
+
+from dapo_jax.model.families.family import Family
+from dapo_jax.model.families.gemma3 import GEMMA3
+from dapo_jax.model.families.gpt_oss import GPT_OSS
+from dapo_jax.model.families.llama import LLAMA
+from dapo_jax.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from dapo_jax.model.families.qwen2 import QWEN2
+from dapo_jax.model.families.qwen3 import QWEN3
+from dapo_jax.model.families.qwen3_moe import QWEN3_MOE
+
+_ALL = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, GEMMA3, GPT_OSS)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

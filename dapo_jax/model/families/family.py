@@ -1,0 +1,100 @@
+"""Declaration of a model family: fields of its config.json, names of its tensors, rotations."""
+
+import dataclasses
+from typing import Any
+
+# Names of published tensors below `model.layers.N`, by path below a stack of layers.
+LAYER_TENSORS = {
+    "attention_norm/scale": "input_layernorm.weight",
+    "query/kernel": "self_attn.q_proj.weight",
+    "query/bias": "self_attn.q_proj.bias",
+    "query_norm/scale": "self_attn.q_norm.weight",
+    "key/kernel": "self_attn.k_proj.weight",
+    "key/bias": "self_attn.k_proj.bias",
+    "key_norm/scale": "self_attn.k_norm.weight",
+    "value/kernel": "self_attn.v_proj.weight",
+    "value/bias": "self_attn.v_proj.bias",
+    "out/kernel": "self_attn.o_proj.weight",
+    "out/bias": "self_attn.o_proj.bias",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+    "gate/kernel": "mlp.gate_proj.weight",
+    "gate/bias": "mlp.gate_proj.bias",
+    "up/kernel": "mlp.up_proj.weight",
+    "up/bias": "mlp.up_proj.bias",
+    "down/kernel": "mlp.down_proj.weight",
+    "down/bias": "mlp.down_proj.bias",
+}
+# Tensors of experts; {} is the expert's number. PEFT names adapters of experts like this.
+EXPERT_TENSORS = LAYER_TENSORS | {
+    "moe/router/kernel": "mlp.gate.weight",
+    "moe/expert_gate/kernel": "mlp.experts.{}.gate_proj.weight",
+    "moe/expert_up/kernel": "mlp.experts.{}.up_proj.weight",
+    "moe/expert_down/kernel": "mlp.experts.{}.down_proj.weight",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Fields of config.json that describe a family's sliding windows.
+
+    Attributes:
+        default: tokens a sliding layer sees if config.json has no `sliding_window`; None: no
+            window.
+        switch: windows need `use_sliding_window`.
+        by_layer: `layer_types` selects the sliding layers; otherwise all layers slide.
+        first: default of `max_window_layers`, the number of first layers with full attention;
+            None: the field is not read.
+        period: default of `sliding_window_pattern`: every so many layers one has full attention;
+            None: the field is not read.
+    """
+
+    default: int | None = 4096
+    switch: bool = False
+    by_layer: bool = False
+    first: int | None = None
+    period: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """How `transformers` reads the config.json and the tensors of a model family.
+
+    A family has many attributes because each feature is independent of the others.
+
+    Attributes:
+        model_type: field of config.json that names the family.
+        class_name: prefix of its classes in `transformers`.
+        classifier_name: prefix of its class with a scalar head, if it differs.
+        fixed: fields of DecoderConfig that are the same for all models of the family.
+        fields: additional fields of config.json, by field of DecoderConfig.
+        aliases: names that newer folders use for fields of config.json.
+        biases: fields of config.json, from `config_json.BIASES`, that are read.
+        defaults: values of fields that config.json may leave out.
+        required: the only supported values of fields that would change the computed numbers.
+        activation_field: field of `required` that names the activation function.
+        quantisation: `quant_method` of quantised folders that can be loaded; empty: none.
+        windows: sliding windows; None: config.json has no such fields.
+        query_growth: queries grow with the logarithm of their position (Llama 4).
+        local_rope: sliding layers rotate by their own base, `rope_local_base_freq`.
+        tensors: published names of a layer's tensors. Experts with a name without {} are fused: one
+            tensor [experts, in, out] holds all of a layer, and parameters with the same name
+            alternate along its last axis.
+        adapter_tensors: names that PEFT derives the names of adapters from.
+    """
+
+    model_type: str
+    class_name: str
+    classifier_name: str = ""
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    required: dict[str, Any] = dataclasses.field(default_factory=lambda: {"hidden_act": "silu"})
+    activation_field: str = "hidden_act"
+    quantisation: str = ""
+    windows: Windows | None = None
+    query_growth: bool = False
+    local_rope: bool = False
+    tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
+    adapter_tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)

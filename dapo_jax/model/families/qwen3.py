@@ -1,0 +1,12 @@
+"""Qwen3."""
+
+from dapo_jax.model.families.family import Family, Windows
+
+QWEN3 = Family(
+    model_type="qwen3",
+    class_name="Qwen3",
+    fixed={"qk_norm": True},
+    biases=("attention_bias",),
+    defaults={"head_dim": 128},
+    windows=Windows(switch=True, by_layer=True, first=28),
+)

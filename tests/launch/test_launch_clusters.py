@@ -1,0 +1,148 @@
+"""launch/slurm.sbatch and launch/skypilot.yaml with stubs; the manifest for a Kueue queue."""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from clouds import ROOT, STUBS, wait_for
+from shown_commands import split_commands, what_is_wrong
+
+SLURM, SKYPILOT = "slurm.sbatch", ROOT / "launch/skypilot.yaml"
+TRAINER = ("--config=configs/arithmetic.py", "--config.run_dir=/shared/runs/a")
+RUN_DIR = "gs://b/r"
+
+
+@pytest.fixture
+def machine(cloud):
+    (cloud.folder / "node.json").write_text('{"state": "READY"}')
+    return cloud
+
+
+@pytest.fixture
+def task() -> dict:
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load(SKYPILOT.read_text())
+
+
+def check_shell(text: str, folder: pathlib.Path) -> None:
+    """Fail if bash or shellcheck finds a problem in a script."""
+    script = folder / "script"
+    script.write_text(text)
+    found = [str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]
+    checkers = [["bash", "-n"]]
+    if shellcheck := shutil.which("shellcheck", path=os.pathsep.join(found)):
+        checkers.append([shellcheck, "-x", "-S", "warning", "-s", "bash"])
+    for checker in checkers:
+        done = subprocess.run([*checker, script], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def trainer_of(text: str, **values: str) -> list[str]:
+    """Return the trainer's command in a script, with the given values of its variables."""
+    for name, value in values.items():
+        text = text.replace(f"${name}", value)
+    commands = [words for words in split_commands(text) if "dapo_jax" in words]
+    (words,) = commands
+    start = words.index("-m")
+    return ["python", *[word for word in words[start:] if "$" not in word]]
+
+
+def submit(machine, *words: str, expect: int = 0, left: int = 3600, restarts: int = 0) -> str:
+    """Run the batch script as Slurm does on one node with two GPUs; return what it requeued."""
+    variables = {
+        "SLURM_SUBMIT_DIR": str(machine.tree),
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_END_TIME": str(int(time.time()) + left),
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        machine.call(*TRAINER, *words, script=SLURM, path=str(STUBS / "worker"), expect=expect)
+    record = machine.folder / "scontrol"
+    return record.read_text() if record.exists() else ""
+
+
+def test_a_slurm_job_trains_on_every_gpu_of_its_node(machine):
+    assert not submit(machine, "--config.seed=1")
+    (start,) = machine.starts()
+    assert start["arguments"] == [*TRAINER, "--config.seed=1"]
+    assert start["env"]["JAX_LOCAL_DEVICE_IDS"] == "0,1"
+    assert "[cuda]" in (machine.folder / "pip.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "left", "restarts", "requeued"),
+    [(75, 3600, 0, True), (75, 3600, 10, False), (2, 3600, 0, False), (4, 100, 0, False)],
+)
+def test_a_slurm_job_is_requeued_after_a_failure_that_another_start_may_fix(
+    machine, code, left, restarts, requeued
+):
+    machine.plays(runs=[{"code": code, "at": 2}])
+    told = submit(machine, expect=code, left=left, restarts=restarts)
+    assert told == ("requeue 7\n" if requeued else "")
+
+
+def test_a_slurm_job_that_saved_at_its_time_limit_is_requeued(machine):
+    assert submit(machine, left=300) == "requeue 7\n"
+
+
+def test_slurm_runs_the_trainer_and_signals_it_in_time():
+    text = (ROOT / "launch" / SLURM).read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.+))?$", text, re.MULTILINE))
+    assert options["ntasks-per-node"] == "1" and "requeue" in options
+    number, _, seconds = options["signal"].partition("@")
+    assert hasattr(signal, f"SIG{number}") and f"{seconds} s" in text
+    # Slurm ignores options behind the first command.
+    assert text.rindex("#SBATCH") < text.index("\nset ")
+    assert not what_is_wrong([*trainer_of(text), *TRAINER])
+
+
+def test_slurm_script_passes_shellcheck(tmp_path):
+    check_shell((ROOT / "launch" / SLURM).read_text(), tmp_path)
+
+
+def test_skypilot_runs_a_trainer_that_exists(task):
+    words = trainer_of(task["run"], RUN_DIR=RUN_DIR, DATA="gs://b/data")
+    assert f"--config.run_dir={RUN_DIR}" in words and not what_is_wrong(words)
+    # The config's variant, the flags and the runtime are those of the machine.
+    generation = re.fullmatch(r"tpu-(v\d\w)-\d+", task["resources"]["accelerators"])[1]
+    assert f"source launch/env.sh tpu-{generation}\n" in task["run"]
+    assert any(f":{generation}_" in word for word in words)
+    assert generation in task["resources"]["accelerator_args"]["runtime_version"]
+    used = set(re.findall(r"\$([A-Z_]{4,})", task["run"]))
+    assert used == set(task["envs"])
+
+
+@pytest.mark.parametrize("part", ["setup", "run"])
+def test_skypilot_scripts_pass_shellcheck(task, tmp_path, part):
+    check_shell("#!/usr/bin/env bash\n" + task[part], tmp_path)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("model", ["a/b", "gs://b/m"])
+def test_skypilot_starts_a_host_again_that_was_shut_down(machine, task, asked, model):
+    machine.plays(runs=[{"seconds": 0.1, "steps": 50 if asked else 2}])
+    (machine.tree / ".venv/bin").mkdir(parents=True)
+    (machine.tree / ".venv/bin/python").symlink_to(STUBS / "worker/python3")
+    environment = machine.environment() | {"STUB_WORKER": "0", "HOME": str(machine.folder)}
+    environment["PATH"] = f"{STUBS}/worker:{environment['PATH']}"
+    environment |= {"RUN_DIR": RUN_DIR, "DATA": "gs://b/data", "MODEL": model}
+    process = subprocess.Popen(["bash", "-c", task["run"]], cwd=machine.tree, env=environment)
+    if asked:
+        wait_for(machine.starts)
+        process.send_signal(signal.SIGTERM)
+    code = process.wait(30)
+    assert code == (75 if asked else 0) and 75 in task["resources"]["job_recovery"].popitem()[1]
+    (start,) = machine.starts()
+    assert (f"--config.model.folder={model}" in start["arguments"]) == model.startswith("gs://")
+    assert (machine.folder / "downloads.0").exists() != model.startswith("gs://")
+    assert start["env"]["JAX_COMPILATION_CACHE_DIR"] == f"{RUN_DIR}/jax_cache"
+    assert "vmem" in start["env"]["LIBTPU_INIT_ARGS"]
