@@ -538,6 +538,12 @@ class Log:
     wandb: str = setting(
         "", "Weights & Biases project (needs its package); empty: none. See also WANDB_MODE."
     )
+    mlflow: str = setting(
+        "", "MLflow experiment (needs its package); empty: none. See also MLFLOW_TRACKING_URI."
+    )
+    trackio: str = setting(
+        "", "Trackio project (needs its package); empty: none. See also TRACKIO_SPACE_ID."
+    )
     rollouts: bool = setting(
         True, "Write every scored response to rollouts/ and evaluations/, step_*.jsonl."
     )
