@@ -33,14 +33,16 @@ compile() { # FILE ARGUMENTS: what the arguments ask for, into that file
 echo setuptools >"$folder/build.in" # which launch/install.sh installs this folder with
 echo uv >"$folder/uv.in"
 echo cyclonedx-bom >"$folder/sbom.in"
-compile all --generate-hashes --all-extras "${keep[@]}" setup.py "$folder/build.in"
+# Without trackio: it asks for an older Pillow than matplotlib does.
+extras=(cuda tpu wandb mlflow gym docs notebooks test)
+compile all --generate-hashes "${extras[@]/#/--extra=}" "${keep[@]}" setup.py "$folder/build.in"
 compile uv --generate-hashes "${keep[@]}" "$folder/uv.in"
 compile sbom --generate-hashes "${keep[@]}" "$folder/sbom.in"
 compile base --constraint "$folder/all" setup.py "$folder/build.in"
-for extra in cuda tpu wandb gym docs notebooks test; do
+for extra in "${extras[@]}"; do
     compile "$extra" --constraint "$folder/all" --extra "$extra" setup.py
 done
-"$folder/bin/python" - "$folder" cuda tpu wandb gym docs notebooks test >"$folder/versions.txt" <<'END'
+"$folder/bin/python" - "$folder" "${extras[@]}" >"$folder/versions.txt" <<'END'
 import pathlib, re, sys
 
 folder, extras = pathlib.Path(sys.argv[1]), sys.argv[2:]

@@ -24,7 +24,7 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.page.curves import plot_run
 from dapo_jax.reporting.records import read_rows, rollouts_name
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
-from dapo_jax.reporting.wandb_tracker import Sink
+from dapo_jax.reporting.trackers import Sink
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, rewind, spell
 from dapo_jax.runtime.storage.paths import Folder

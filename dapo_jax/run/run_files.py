@@ -12,7 +12,7 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.learner.skipped_batches import first_skipped, write_skipped
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.records import describe_gaps, is_damaged
+from dapo_jax.reporting.records import describe_gaps, is_damaged, read_rows
 from dapo_jax.reporting.sinks import (
     CurvesPicture,
     MetricRows,
@@ -20,7 +20,7 @@ from dapo_jax.reporting.sinks import (
     StepLines,
     TensorBoardEvents,
 )
-from dapo_jax.reporting.wandb_tracker import WandbSink
+from dapo_jax.reporting.trackers import open_trackers
 from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.paths import Folder
@@ -55,7 +55,8 @@ class RunFiles:
         if not processes.is_first():
             return
         log = config.log
-        self.sinks += [WandbSink(folder, config)] if log.wandb else []
+        sent = max((row.get("step", -1) for row in read_rows(folder / "metrics.jsonl")), default=-1)
+        self.sinks += open_trackers(folder, config, sent)
         self._rows = MetricRows(folder, last_row, storage)
         self.sinks += [self._rows, CurvesPicture(folder, self._rows, storage)]
         self.sinks += [TensorBoardEvents(folder, last_row, storage)] if log.tensorboard else []

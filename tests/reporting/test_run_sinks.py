@@ -3,7 +3,7 @@
 from small_runs import make_quick_config, open_run, read_rows
 
 from dapo_jax.contracts import RunSink
-from dapo_jax.reporting.wandb_tracker import Sink
+from dapo_jax.reporting.trackers import Sink
 
 
 class Recorder(Sink):

@@ -1,0 +1,157 @@
+"""Trackers: wrong names are rejected before the run; otherwise each service gets the same rows."""
+
+import json
+import struct
+import sys
+
+import pytest
+from small_runs import make_quick_config
+
+from dapo_jax.commands import checks
+from dapo_jax.config.experiment import Config, Log
+from dapo_jax.reporting.trackers import MlflowSink, WandbSink, check_trackers
+from dapo_jax.run.run import train
+from dapo_jax.runtime.settings import ConfigError
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("project", ["a/b", "a:b", " a", "a" * 129])
+def test_names_that_a_tracker_rejects_stop_before_the_run(tracker, project):
+    with pytest.raises(ConfigError, match=rf"config.log.{tracker} = .*: must be empty, or at most"):
+        checks.check(Config(log=Log(**{tracker: project})))
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
+def test_a_tracker_without_its_package_stops_before_the_run(tracker, monkeypatch, tmp_path):
+    log = Log(**{tracker: "p"})
+    check_trackers(Log())
+    monkeypatch.setitem(sys.modules, tracker, None)
+    with pytest.raises(ConfigError, match=rf"'p': must be empty .* 'dapo_jax\[{tracker}\]'"):
+        checks.check(Config(log=log))
+    monkeypatch.delitem(sys.modules, tracker)
+    (tmp_path / tracker).mkdir()  # such as the folder of wandb's offline runs
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match="must be empty without the package"):
+        check_trackers(log)
+
+
+def train_twice(base, folder, **log):
+    """Train a step, resume for a second one, and return the rows of metrics.jsonl."""
+    config = make_quick_config(base, folder, total_steps=1)
+    config.evaluation.every_steps = 0
+    for name, project in log.items():
+        setattr(config.log, name, project)
+    train(config)
+    config.total_steps = 2
+    train(config)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_mlflow_gets_each_row_once_under_the_same_run(base, alone, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    rows = train_twice(base, tmp_path / "run", mlflow="sums")
+    client = mlflow.MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'sums'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == (tmp_path / "run/mlflow_id").read_text()
+    assert run.info.status == "FINISHED" and run.data.params["algorithm.clip_high"] == "0.28"
+    for name in "reward", "entropy":
+        sent = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+        assert sent == [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
+        assert len(sent) == 2
+
+
+@pytest.mark.slow
+def test_trackio_gets_each_row_once_under_the_same_run(base, alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    rows = train_twice(base, tmp_path / "run", trackio="sums")
+    (run,) = trackio.Api().runs("sums")
+    assert run.name == (tmp_path / "run/trackio_id").read_text()
+    assert run.config["algorithm.clip_high"] == 0.28
+    from trackio.sqlite_storage import SQLiteStorage
+
+    sent = SQLiteStorage.get_logs("sums", run.name)
+    assert [row["step"] for row in sent] == [row["step"] for row in rows] == [1, 2]
+    for row, line in zip(sent, rows, strict=True):
+        assert row["reward"] == pytest.approx(line["reward"])
+
+
+@pytest.mark.slow
+def test_a_service_that_fails_is_one_line(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
+    config = Config(run_dir=str(tmp_path), log=Log(mlflow="sums"))
+    with pytest.raises(ConfigError, match="config.log.mlflow = 'sums': ") as error:
+        MlflowSink(tmp_path, config, -1)
+    assert "\n" not in str(error.value)
+
+
+def read_offline(folder) -> list:
+    """The records of each offline run in `folder`/wandb, the oldest first."""
+    from wandb.proto import wandb_internal_pb2
+
+    runs = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        data, at, parts, records = path.read_bytes(), 7, b"", []
+        while at + 7 <= len(data):  # blocks of 32 KiB; a record's parts: whole 1, last 4
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+            parts, at = parts + data[at + 7 : at + 7 + size], at + 7 + size
+            if kind in (1, 4):
+                records.append(wandb_internal_pb2.Record.FromString(parts))
+                parts = b""
+        runs.append(records)
+    return runs
+
+
+def rows_of(records) -> list[dict]:
+    """What was logged, by name."""
+    result = [one.history.item for one in records if one.WhichOneof("record_type") == "history"]
+    return [
+        {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in items
+            if "_wandb" not in (item.key, *item.nested_key)
+        }
+        for items in result
+    ]
+
+
+@pytest.mark.slow
+def test_an_offline_run_has_the_same_rows_and_goes_on_under_its_id(
+    base, alone, tmp_path, monkeypatch
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    written = train_twice(base, tmp_path / "run", wandb="project")
+    runs = read_offline(tmp_path / "run")
+    ids = {one.run.run_id for records in runs for one in records if one.HasField("run")}
+    assert len(runs) == 2 and ids == {(tmp_path / "run/wandb_id").read_text()}
+    sent = [row for records in runs for row in rows_of(records)]
+    assert len(sent) == len(written) == 2
+    for row, line in zip(sent, written, strict=True):
+        assert row["_step"] == line.pop("step") and line.pop("time")
+        assert {name: row[name] for name in line} == pytest.approx(line)
+    (first, *_) = [one.run for one in runs[0] if one.HasField("run")]
+    details = {entry.key: json.loads(entry.value_json) for entry in first.config.update}
+    assert first.project == "project" and details["algorithm"]["clip_high"] == 0.28
+
+
+@pytest.mark.slow
+def test_what_wandb_itself_refuses_is_one_line(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    config = Config(run_dir=str(tmp_path), log=Log(wandb="project"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for mode, reason in ("online", "No API key configured"), ("bogus", "'offline'"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        wandb.teardown()  # what an earlier test's run has read of the environment
+        with pytest.raises(ConfigError, match="config.log.wandb = 'project': ") as refused:
+            WandbSink(tmp_path, config, -1)
+        assert reason in str(refused.value) and "\n" not in str(refused.value)
