@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_jax.commands import checks
@@ -56,8 +56,8 @@ class Result:
         run_dir: the folder with checkpoints, rollouts and metrics.
         summary: steps, held-out accuracy before and after, seconds; None if the run stopped
             early. Training again with the same config then resumes it.
-        stopped: reason for an early stop: "on_step", or the name of a signal that a handler of
-            the program received; empty if the run is complete.
+        stopped: reason for an early stop: "on_step" or another method of a callback, or the name
+            of a signal that a handler of the program received; empty if the run is complete.
     """
 
     run_dir: str
@@ -136,6 +136,7 @@ def train(
     config: Config | File,
     *,
     on_step: Callable[[int, dict[str, float]], Any] | None = None,
+    callbacks: Sequence[Any] = (),
     reward: Rewards | None = None,
     in_process: bool = False,
     environment: Environment | None = None,
@@ -163,6 +164,9 @@ def train(
         config: an experiment, or a file that holds one, such as `configs/arithmetic.py:grpo`.
         on_step: called in every process with the number of each finished step and its metrics
             (docs/metrics.md). If it returns True, the run saves and stops.
+        callbacks: objects with any of the methods `on_step(step, values)`,
+            `on_evaluation(step, responses)` and `on_checkpoint(step, folder)`, or those of a
+            `dapo_jax.contracts.RunSink`. The first process calls them; True stops the run.
         reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
             or weights by function and by name (`{"rule": 1, score: 0.5}`); docs/rewards.md has
             the other signatures. Worker processes import a module's function by name, and receive
@@ -177,18 +181,22 @@ def train(
         Starved (rollout.dynamic_sampling): no group carries signal, and the config says to stop.
         NotSaved (runtime.storage.retries): the last checkpoint could not be written.
         NotFinite (runtime.nonfinite): parameters, moments or every update are NaN or infinite.
+        Exception: the first one of `on_step` or a callback, once the run is saved.
         KeyboardInterrupt: Ctrl-C, once the run is saved; a second Ctrl-C: at once, unsaved. Other
             signals take their usual effect after the save.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
     checks.check(config)
     checks.check_run(config)
+    from dapo_jax.run.callbacks import Callbacks, check_callbacks
+
+    check_callbacks(callbacks)
     processes.set_compilation_cache()
     from dapo_jax.run.run import train as run
     from dapo_jax.runtime.signals import Signals
 
     signals = Signals(config.checkpoint.leave_seconds)
-    summary = run(config, on_step, signals)
+    summary = run(config, signals, Callbacks(signals, callbacks, on_step))
     return Result(config.run_dir, summary, "" if summary else signals.received)
 
 
