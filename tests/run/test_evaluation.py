@@ -68,7 +68,9 @@ import os, signal, sys
 import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
-from evaluations import make_evaluation, run_evaluation
+import dataclasses, json
+from evaluations import make_evaluation
+from dapo_jax.commands.evaluate import main
 from dapo_jax.run.evaluation import ResponseFile
 append = ResponseFile.append
 def append_and_end(self, response):
@@ -78,7 +80,11 @@ def append_and_end(self, response):
             self.path.open('a').write('{"problem": "cut o')
         os.kill(os.getpid(), getattr(signal, sys.argv[3]))
 ResponseFile.append = append_and_end
-run_evaluation(make_evaluation(sys.argv[1], sys.argv[2]))
+config = make_evaluation(sys.argv[1], sys.argv[2])
+with open(sys.argv[2] + "/config.json", "w") as file:
+    json.dump(dataclasses.asdict(config), file)
+sys.argv = ["dapo-jax evaluate", sys.argv[2] + "/config.json", f"--model={config.model.folder}"]
+sys.exit(main())
 """
 
 
@@ -93,6 +99,7 @@ def test_an_evaluation_that_was_ended_goes_on_to_what_an_uninterrupted_one_gives
         count = len(out(tmp_path).splitlines()) - 1
         assert count == 40
     else:
+        assert ended.returncode == 128 + signal.SIGINT
         assert "stopped by SIGINT" in ended.stdout
         assert "The same command resumes" in ended.stdout
         count = len(out(tmp_path).splitlines())
