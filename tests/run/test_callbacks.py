@@ -82,7 +82,8 @@ def test_a_callback_stops_a_run_which_then_resumes(event, base, tmp_path, alone)
     stopped = dapo_jax.train(config_of(base, tmp_path), callbacks=[stop])
     assert stopped.summary is None and stopped.stopped == event
     assert saved_steps(tmp_path) == [1] and len(read_rows(tmp_path)) == 2
-    assert dapo_jax.train(config_of(base, tmp_path)).summary["steps"] == 2
+    resumed = dapo_jax.train(config_of(base, tmp_path)).summary
+    assert resumed and resumed["steps"] == 2
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -98,10 +99,7 @@ def test_a_run_whose_callback_raises_is_saved_first(last, base, tmp_path, alone)
     config = config_of(base, tmp_path, checkpoint=Checkpoint(every_steps=0))
     with pytest.raises(KeyError, match="mine") as raised:
         dapo_jax.train(config, callbacks=[Failing(), sink])
-    assert (
-        raised.traceback[-1].name == "on_step"
-        and raised.traceback[-1].path.name == __file__.split("/")[-1]
-    )
+    assert raised.traceback[-1].name == "on_step"
     assert steps == sink.rows[1:] == [1, 2][: 1 + last] and sink.closed is True
     assert saved_steps(tmp_path) == [1 + last]
 
