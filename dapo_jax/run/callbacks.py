@@ -14,18 +14,15 @@ from dapo_jax.runtime.signals import Signals
 EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_row", "on_rollouts", "on_summary")
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raise `ConfigError` for an object without a method of `EVENTS`, or with an unknown one."""
-    for i, callback in enumerate(callbacks):
-        field = f"callbacks[{i}]"
-        names = [name for name in dir(callback) if name.startswith("on_")]
-        is_object = bool(names) and not isinstance(callback, type)
-        allowed = f"an object with one or more of the methods {', '.join(EVENTS)}"
-        require(is_object, field, callback, allowed)
-        for name in names:
-            if name not in EVENTS:
-                hint = nearest(name, EVENTS) or f"; the events are {', '.join(EVENTS)}"
-                raise ConfigError(f"{field}.{name}: there is no such event{hint}", field)
+def _check(field: str, callback: Any) -> None:
+    names = [name for name in dir(callback) if name.startswith("on_")]
+    is_object = bool(names) and not isinstance(callback, type)
+    allowed = f"an object with one or more of the methods {', '.join(EVENTS)}"
+    require(is_object, field, callback, allowed)
+    for name in names:
+        hint = nearest(name, EVENTS) or f"; the events are {', '.join(EVENTS)}"
+        if name not in EVENTS:
+            raise ConfigError(f"{field}.{name}: there is no such event{hint}", field)
 
 
 class Callbacks(Sink):
@@ -38,9 +35,13 @@ class Callbacks(Sink):
         signals: of the run; a callback stops the run through it.
         callbacks: objects with any methods of `EVENTS`, or `close`; a `RunSink` is one.
         on_step: function that every process calls after the callbacks.
+
+    Raises `ConfigError` for an object without a method of `EVENTS`, or with an unknown one.
     """
 
     def __init__(self, signals: Signals, callbacks: Sequence[Any] = (), on_step: Any = None):
+        for i, callback in enumerate(callbacks):
+            _check(f"callbacks[{i}]", callback)
         self._signals = signals
         self._callbacks = list(callbacks) if processes.is_first() else []
         self._on_step = on_step

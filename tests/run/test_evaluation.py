@@ -76,14 +76,14 @@ append = ResponseFile.append
 def append_and_end(self, response):
     append(self, response)
     if len(self.responses) == 40:
-        if sys.argv[3] == "SIGKILL":
+        if NAME == "SIGKILL":
             self.path.open('a').write('{"problem": "cut o')
-        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+        os.kill(os.getpid(), getattr(signal, NAME))
 ResponseFile.append = append_and_end
-config = make_evaluation(sys.argv[1], sys.argv[2])
-with open(sys.argv[2] + "/config.json", "w") as file:
-    json.dump(dataclasses.asdict(config), file)
-sys.argv = ["dapo-jax evaluate", sys.argv[2] + "/config.json", f"--model={config.model.folder}"]
+BASE, RUN_DIR, NAME = sys.argv[1:]
+with open(RUN_DIR + "_config.json", "w") as file:
+    json.dump(dataclasses.asdict(make_evaluation(BASE, RUN_DIR)), file)
+sys.argv = ["dapo-jax evaluate", RUN_DIR + "_config.json", "--model=" + BASE]
 sys.exit(main())
 """
 

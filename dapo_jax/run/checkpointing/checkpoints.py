@@ -351,15 +351,13 @@ class Checkpoints:
         """Save after a step if that is due or has just failed; warn of failures."""
         try:
             if self._finished is not None:
-                if self._is_done(WAIT_SECONDS if is_due else 0):
-                    self._failures = 0
-                    self._storage.report_recovery(CHECKPOINT)
-                elif is_due:
-                    text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
-                    self._storage.report_failure(CHECKPOINT, text)
+                if not self._is_done(WAIT_SECONDS if is_due else 0):
+                    if is_due:
+                        text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
+                        self._storage.report_failure(CHECKPOINT, text)
                     return
-                else:
-                    return
+                self._failures = 0
+                self._storage.report_recovery(CHECKPOINT)
         except NotSaved as error:
             self._report(error)
         try:
