@@ -8,8 +8,11 @@ from small_runs import make_quick_config, read_rows
 import dapo_jax
 from dapo_jax.config.experiment import Checkpoint, Data, Evaluation
 from dapo_jax.reporting.trackers import Sink
+from dapo_jax.run.callbacks import Callbacks
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
+from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.signals import Signals
 
 DATA = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4)
 
@@ -109,6 +112,16 @@ def test_a_run_whose_on_step_raises_is_saved_first(base, tmp_path, alone):
     with pytest.raises(ZeroDivisionError):
         dapo_jax.train(config, on_step=lambda step, values: 1 // 0)
     assert saved_steps(tmp_path) == [1]
+
+
+def test_other_processes_call_only_on_step(monkeypatch):
+    monkeypatch.setattr(processes, "is_first", lambda: False)
+    recorder, steps = Recorder(), []
+    callbacks = Callbacks(Signals(), [recorder], lambda step, values: steps.append(step))
+    callbacks.on_row(0, {})
+    callbacks.on_row(1, {"loss": 0.0})
+    callbacks.on_checkpoint(1, "nowhere")
+    assert steps == [1] and not recorder.events
 
 
 class Misspelled:
