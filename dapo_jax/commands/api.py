@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_jax.commands import checks
@@ -56,8 +56,8 @@ class Result:
         run_dir: the folder with checkpoints, rollouts and metrics.
         summary: steps, held-out accuracy before and after, seconds; None if the run stopped
             early. Training again with the same config then resumes it.
-        stopped: reason for an early stop: "on_step", or the name of a signal that a handler of
-            the program received; empty if the run is complete.
+        stopped: reason for an early stop: "on_step" or another method of a callback, or the name
+            of a signal that a handler of the program received; empty if the run is complete.
     """
 
     run_dir: str
@@ -136,6 +136,7 @@ def train(
     config: Config | File,
     *,
     on_step: Callable[[int, dict[str, float]], Any] | None = None,
+    callbacks: Sequence[Any] = (),
     reward: Rewards | None = None,
     in_process: bool = False,
     environment: Environment | None = None,
@@ -161,34 +162,35 @@ def train(
 
     Args:
         config: an experiment, or a file that holds one, such as `configs/arithmetic.py:grpo`.
-        on_step: called in every process with the number of each finished step and its metrics
+        on_step: called in every process after each step with its number and metrics
             (docs/metrics.md). If it returns True, the run saves and stops.
+        callbacks: objects with `on_step(step, values)`, `on_evaluation(step, responses)`,
+            `on_checkpoint(step, folder)`, as in docs/api.md; True stops the run.
         reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
             or weights by function and by name (`{"rule": 1, score: 0.5}`); docs/rewards.md has
-            the other signatures. Worker processes import a module's function by name, and receive
-            any other one (a lambda, a function of a notebook) as a copy with its variables.
-        in_process: run the functions in this process instead, so that they may change variables
-            of the program, or hold what can't be copied. A function that hangs then hangs the run.
+            the other signatures. Worker processes import a module's function by name, and get any
+            other one as a copy with its variables.
+        in_process: run the functions in this process; one that hangs then hangs the run.
         environment, tools: replace those of `config.environment`: a class with `step(text)`, or
             functions that the policy may call (docs/environments.md). Workers run them too.
 
     Raises:
         ConfigError: settings and folders don't fit together, or a function can't be copied.
-        Starved (rollout.dynamic_sampling): no group carries signal, and the config says to stop.
-        NotSaved (runtime.storage.retries): the last checkpoint could not be written.
-        NotFinite (runtime.nonfinite): parameters, moments or every update are NaN or infinite.
-        KeyboardInterrupt: Ctrl-C, once the run is saved; a second Ctrl-C: at once, unsaved. Other
-            signals take their usual effect after the save.
+        Starved (rollout.dynamic_sampling), NotSaved (runtime.storage.retries), NotFinite
+            (runtime.nonfinite): no signal is left, the end is not saved, NaN or infinity.
+        Exception: the first one of `on_step` or a callback, after the save.
+        KeyboardInterrupt: Ctrl-C, after the save; a second one: at once. Other signals alike.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()
+    from dapo_jax.run.callbacks import Callbacks
     from dapo_jax.run.run import train as run
     from dapo_jax.runtime.signals import Signals
 
     signals = Signals(config.checkpoint.leave_seconds)
-    summary = run(config, on_step, signals)
+    summary = run(config, signals, Callbacks(signals, callbacks, on_step))
     return Result(config.run_dir, summary, "" if summary else signals.received)
 
 

@@ -118,6 +118,7 @@ class Policy:
             self._components = build(config, training=False)
             stack.callback(self._components.close)  # sampling alone scores nothing
             self.name, self._params = open_policy(config, self._components, checkpoints)
+            self._step = checkpoints.latest_step() if checkpoints else None
         self.tokenizer = self._components.tokenizer
 
     def __repr__(self) -> str:
@@ -197,6 +198,16 @@ class Policy:
             sampler.release()
         decode_all = self.tokenizer.decode_all
         return [list(with_texts(responses[prompt.index], decode_all)) for prompt in requests]
+
+    generate = sample
+
+    def save_pretrained(self, folder: File, **settings: Any) -> pathlib.Path:
+        """Write the policy of a run as a model folder; arguments as for `dapo_jax.export`."""
+        from dapo_jax.commands.api import export
+
+        allowed = "the policy of a run: a model folder is saved already, copy it"
+        require(self._step is not None, "model", self.name, allowed)
+        return export(self._components.config.run_dir, folder, step=self._step, **settings)
 
 
 def sample(

@@ -382,7 +382,9 @@ def sample_missing(
     return [file.responses[key] for key in keys if key in file.responses]
 
 
-def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
+def evaluate(
+    config: Config, *, from_folder: bool = False, signals: Signals | None = None
+) -> dict[str, Any] | None:
     """Evaluate the latest checkpoint in run_dir, or the model folder if `from_folder`.
 
     Prints the report and writes it beside the responses. Returns its main scores, or None if a
@@ -393,7 +395,7 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             don't fit together.
     """
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(Signals(config.checkpoint.leave_seconds))
+        signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))
         check_processes(config)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)

@@ -95,11 +95,14 @@ def test_run_stops_resumes_has_metrics_and_policy_and_is_repeatable(base, tmp_pa
     assert result.summary["steps"] == 2 and [step for step, _ in steps] == [1, 2]
     assert result.metrics["step"].to_pylist() == [1, 2]
     assert result.metrics["reward"][0].as_py() == steps[0][1]
-    (answers,) = result.policy.sample(["1+2="], samples=3)
+    (answers,) = result.policy.generate(["1+2="], samples=3)
     assert len(answers) == 3 and result.policy.name.endswith("step 2")
     assert "step 2: prompts of at most 512 tokens" in repr(result.policy)
     assert "'steps': 2" in repr(result) and len(repr(result)) < 500
-    exported = dapo_jax.export(result.run_dir, tmp_path / "exported", dtype="float32")
+    exported = result.policy.save_pretrained(tmp_path / "exported", dtype="float32")
+    again = dapo_jax.export(result.run_dir, tmp_path / "by_name", dtype="float32")
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (exported, again)]
+    assert weights[0] == weights[1]
     same = dapo_jax.sample(exported, ["1+2="], samples=3, max_response_tokens=512)
     assert [answer.text for answer in same[0]] == [answer.text for answer in answers]
     page = dapo_jax.report(result.run_dir, out=tmp_path / "page.html")
@@ -119,6 +122,8 @@ def test_folders_of_supervised_training_have_a_table_and_a_policy(base, tmp_path
     assert preferring.metrics["gradient_norm"][2].as_py() > 0
     (answers,) = preferring.policy.sample(["1+2="], samples=2)
     assert len(answers) == 2
+    with pytest.raises(ConfigError, match="a model folder is saved already, copy it"):
+        preferring.policy.save_pretrained(tmp_path / "copy")
 
 
 INTERRUPTED = """

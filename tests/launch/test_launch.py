@@ -73,7 +73,7 @@ def test_a_preempted_machine_that_says_nothing_is_noticed(cloud):
 
 
 def test_a_machine_that_shuts_down_has_not_finished(cloud):
-    """systemd's SIGTERM makes the trainer save and exit 0, which must not pass for the end."""
+    """systemd's SIGTERM makes the trainer save and exit 143, after which it is started again."""
     cloud.plays(runs=[{"seconds": 0.3, "steps": 30}, {"steps": 1}])
     process = cloud.start("run", *AT, "--yes", *TRAINER)
     wait_for(lambda: cloud.starts(1) and cloud.starts(0))
@@ -146,7 +146,7 @@ def test_a_run_that_is_stopped_from_elsewhere_is_not_tried_again(cloud):
     process = cloud.start("run", *AT, "--yes", *TRAINER)
     wait_for(lambda: cloud.starts(1))
     cloud.does("stop")
-    assert "stopped by somebody" in output_of(process)
+    assert "stopped before its end (exit code 130)" in output_of(process, 130)
     assert len(cloud.starts()) == 1 and not cloud.exists()
 
 
@@ -191,7 +191,7 @@ def test_a_detached_run_goes_on_and_is_attached_stopped_and_deleted(cloud):
     attached = cloud.start("attach", *AT)
     time.sleep(0.5)
     cloud.does("stop")
-    assert "stopped by SIGTERM; saved" in output_of(attached) and not cloud.is_training()
+    assert "stopped by SIGTERM; saved" in output_of(attached, 130) and not cloud.is_training()
     assert "worker 0: exited" in cloud.does("status")
     assert "not deleted" in cloud.does("delete", expect=1) and cloud.exists()
     cloud.does("delete", "--yes")

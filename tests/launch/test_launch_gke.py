@@ -86,7 +86,7 @@ def test_a_pod_that_is_told_to_go_does_not_pass_for_the_end(cloud, asked):
     if asked:
         wait_for(cloud.starts)
         process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == (75 if asked else 0)
+    assert process.wait(30) == (143 if asked else 0)
     assert "async_collective_fusion=true" in cloud.starts()[0]["env"]["LIBTPU_INIT_ARGS"]
 
 
@@ -188,7 +188,9 @@ def test_a_run_on_gpus_saves_when_asked(cloud, number):
     process = cloud.start(*TRAINER, script="gpu.sh", path=STUBS / "worker")
     wait_for(lambda: (cloud.folder / "gs/step_0").exists())
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    assert "saved" in output_of(process) and not cloud.is_training()
+    output = output_of(process, 128 + number)
+    assert "saved" in output and "the same command resumes it" in output
+    assert not cloud.is_training() and len(cloud.starts()) == 1
 
 
 def test_a_machine_with_an_old_driver_is_refused(cloud):

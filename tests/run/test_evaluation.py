@@ -68,17 +68,23 @@ import os, signal, sys
 import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
-from evaluations import make_evaluation, run_evaluation
+import dataclasses, json
+from evaluations import make_evaluation
+from dapo_jax.commands.evaluate import main
 from dapo_jax.run.evaluation import ResponseFile
 append = ResponseFile.append
 def append_and_end(self, response):
     append(self, response)
     if len(self.responses) == 40:
-        if sys.argv[3] == "SIGKILL":
+        if NAME == "SIGKILL":
             self.path.open('a').write('{"problem": "cut o')
-        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+        os.kill(os.getpid(), getattr(signal, NAME))
 ResponseFile.append = append_and_end
-run_evaluation(make_evaluation(sys.argv[1], sys.argv[2]))
+BASE, RUN_DIR, NAME = sys.argv[1:]
+with open(RUN_DIR + "_config.json", "w") as file:
+    json.dump(dataclasses.asdict(make_evaluation(BASE, RUN_DIR)), file)
+sys.argv = ["dapo-jax evaluate", RUN_DIR + "_config.json", "--model=" + BASE]
+sys.exit(main())
 """
 
 
@@ -93,6 +99,7 @@ def test_an_evaluation_that_was_ended_goes_on_to_what_an_uninterrupted_one_gives
         count = len(out(tmp_path).splitlines()) - 1
         assert count == 40
     else:
+        assert ended.returncode == 128 + signal.SIGINT
         assert "stopped by SIGINT" in ended.stdout
         assert "The same command resumes" in ended.stdout
         count = len(out(tmp_path).splitlines())

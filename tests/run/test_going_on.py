@@ -252,7 +252,7 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_ends_once(tiny_folder, tm
 
 
 def test_a_run_that_can_t_save_its_end_says_so_in_one_line(tmp_path, monkeypatch, capsys):
-    def fail(config):
+    def fail(config, signals):
         raise NotSaved("step 3: No space left on device")
 
     monkeypatch.setattr("dapo_jax.run.run.train", fail)

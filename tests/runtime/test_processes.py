@@ -43,7 +43,7 @@ def one(base, tmp_path_factory):
 def test_two_processes_stop_and_die_together_and_go_on_as_one_does(dies, base, one, tmp_path):
     """SIGTERM to process 1 in a step, and SIGKILL to it once all is saved."""
     run_dir = tmp_path / "run"
-    first, second = train_with(base, run_dir, 2, patch=send(IN_STEP_2, "SIGTERM", 1))
+    first, second = train_with(base, run_dir, 2, 143, patch=send(IN_STEP_2, "SIGTERM", 1))
     assert "stopped by SIGTERM after step" in first.out
     ours = ("data:", "policy:", "step ", "held-out", "stopped")  # Gloo says something of its own
     assert not any(word in second.out for word in ours)
@@ -209,7 +209,7 @@ def test_two_processes_use_older_policies_as_one_does(settings, of_two, base, tm
     """Carried groups, or rollouts made ahead on half of each process's devices, also resumed."""
     train_with(base, tmp_path / "one", 1, patch=settings)
     patch = settings + of_two
-    train_with(base, tmp_path / "two", 2, patch=patch + send(IN_STEP_2, "SIGTERM", 1))
+    train_with(base, tmp_path / "two", 2, 143, patch=patch + send(IN_STEP_2, "SIGTERM", 1))
     assert len(read_rows(tmp_path / "two")) == 2
     train_with(base, tmp_path / "two", 2, patch=patch)
     assert_same_run(base, tmp_path / "two", tmp_path / "one")
