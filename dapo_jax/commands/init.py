@@ -118,7 +118,7 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     from dapo_jax.config.experiment import Data
     from dapo_jax.data.files import find_files, read_rows
 
-    check_flag(bool(name), "data", name, "a file: dapo-jax init --data=FILE")
+    check_flag(bool(name), "data", name, "a file: dapo-jax init FILE")
     check_flag(not set(name) & set(",="), "data", name, "a name without , and =")
     try:
         files = find_files("data", name, Data().folder, "train")

@@ -172,18 +172,19 @@ def newest_export(folder: str, field: str) -> str:
         mark = out / MARK
         return mark.exists() and mark.stat().st_mtime >= saved.stat().mtime
 
-    cause = ""
-    if not processes.broadcast_from_host0(is_exported, "export of a run"):
-        cause = "several processes can't export it" if processes.count() > 1 else ""
-        try:
-            exports.mkdir(exist_ok=True)
-            with FileLock(exports / "lock"):
-                if not (cause or is_exported()):
-                    export(ExportConfig(run=folder, out=str(out), step=present(step, "step")))
-        except (ConfigError, OSError) as error:
-            cause = str(error)
-    command = load_huggingface.export_command(folder)
-    require(not cause, field, folder, f"a model folder: export it first: {command} ({cause})")
+    if processes.broadcast_from_host0(is_exported, "export of a run"):
+        return str(out)
+    try:
+        if processes.count() > 1:
+            raise ConfigError("only one process can export it")
+        exports.mkdir(exist_ok=True)
+        with FileLock(exports / "lock"):
+            if not is_exported():  # another process may have made it meanwhile
+                export(ExportConfig(run=folder, out=str(out), step=present(step, "step")))
+    except (ConfigError, OSError) as error:
+        command = load_huggingface.export_command(folder)
+        problem = f"can't export the run into its folder ({error}); export it first: {command}"
+        raise ConfigError(f"config.{field} = {folder!r}: {problem}", field) from None
     return str(out)
 
 
