@@ -166,11 +166,11 @@ def newest_export(folder: str, field: str) -> str:
     require(step is not None, field, folder, "a model folder, or a run that has saved")
     exports = pathlib.Path(folder, EXPORTS)
     out = exports / f"{pathlib.Path(folder).resolve().name}-step{step}"
-    saved = checkpoint_folder(folder) / str(step) / CHECKSUMS
+    saved = pathlib.Path(checkpoint_folder(folder), str(step), CHECKSUMS)
 
     def is_exported() -> bool:
         mark = out / MARK
-        return mark.exists() and mark.stat().st_mtime >= saved.stat().mtime
+        return mark.exists() and mark.stat().st_mtime_ns >= saved.stat().st_mtime_ns
 
     if processes.broadcast_from_host0(is_exported, "export of a run"):
         return str(out)

@@ -124,8 +124,10 @@ def test_the_rate_is_the_mean_of_the_last_ten_whole_seconds(monkeypatch):
     rate = generator.RecentRate()
     assert rate() == 0
     for second in range(25):
-        for now in (1000.1 + second, 1000.9 + second):
-            rate.add(second)
+        now = 1000.1 + second
+        rate.add(second)
+        now += 0.8
+        rate.add(second)
         last = range(max(0, second - 10), second)
         assert rate() == pytest.approx(sum(2 * past for past in last) / 10)
     now += 10

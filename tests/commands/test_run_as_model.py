@@ -67,15 +67,14 @@ def test_serve_takes_a_run_and_names_it_for_clients(run, byte_engine, monkeypatc
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_run_that_cannot_be_exported_into_names_the_command(run, several, monkeypatch, capsys):
-    if several:
-        monkeypatch.setattr(processes, "count", lambda: 2)
-        monkeypatch.setattr(export, "latest_valid", lambda *args, **options: 2)
-        monkeypatch.setattr(processes, "broadcast_from_host0", lambda work, name: work())
-    else:
-        pathlib.Path(run, "exported").write_text("in the way")
-    with pytest.raises(ConfigError) as raised:
+    with monkeypatch.context() as patch, pytest.raises(ConfigError) as raised:
+        if several:
+            patch.setattr(processes, "count", lambda: 2)
+            patch.setattr(export, "latest_valid", lambda *args, **options: 2)
+            patch.setattr(processes, "broadcast_from_host0", lambda work, name: work())
+        else:
+            pathlib.Path(run, "exported").write_text("in the way")
         export.newest_export(run, "model")
-    monkeypatch.undo()
     check_command(str(raised.value), "config.model = 'runs/mine': can't export the run", capsys)
 
 
