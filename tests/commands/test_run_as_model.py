@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from evaluations import make_evaluation, run_evaluation
 from served import http_serving
 
 from dapo_jax.__main__ import entry
@@ -50,7 +51,7 @@ def decoder(folder: str):
 
 def test_a_checkpoint_that_was_replaced_is_exported_again(run, capsys):
     folder = export.newest_export(run, "model")
-    (checkpoint_folder(run) / "2/checksums.json").touch()
+    pathlib.Path(run, "checkpoints/2/checksums.json").touch()
     assert export.newest_export(run, "model") == folder
     assert capsys.readouterr().out.count("written to") == 2
 
@@ -63,6 +64,13 @@ def test_serve_takes_a_run_and_names_it_for_clients(run, byte_engine, monkeypatc
         assert [model.id for model in client.models.list()] == ["mine"]
         assert client.completions.create(model="mine", prompt="3+4=", max_tokens=2).choices
     assert [config.model for config in loaded] == ["runs/mine/exported/mine-step2"]
+
+
+def test_evaluate_takes_a_run(run, alone, tmp_path):
+    scores = run_evaluation(make_evaluation(run, "scores", samples=1))
+    assert scores["policy"] == "runs/mine/exported/mine-step2"
+    (report,) = tmp_path.glob("scores/evaluations/mine-step2_*/report.json")
+    assert json.loads(report.read_text())["problems"] == scores["problems"] > 0
 
 
 @pytest.mark.parametrize("several", [False, True])
