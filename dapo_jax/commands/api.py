@@ -219,7 +219,8 @@ def evaluate(
 
     Args:
         config: an experiment, or a file that holds one.
-        model: a model folder; empty: the latest checkpoint of `config.run_dir`.
+        model: a model folder, or a run (its latest checkpoint, exported into it); empty: the latest
+            checkpoint of `config.run_dir`.
         reward, in_process, environment, tools: as for `train`; if a run was given functions, its
             evaluation needs them again.
         flags: replace values of the config: `data`, `k`, `temperature`, `top_p`, `template`,

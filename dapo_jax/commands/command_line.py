@@ -13,6 +13,8 @@ from dapo_jax.config.help import help_text, take_help
 from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError, leaves, nearest, require, rules
 
 BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+LONG_DASHES = ("–", "—")
+WITH_FILES = (Config, SftConfig, DpoConfig)  # kinds that config files make
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
@@ -39,6 +41,23 @@ def join_repeated(arguments: list[str], names: Collection[str]) -> list[str]:
     return [f"--{name}=" + "\n".join(texts) for name, texts in values.items() if texts] + others
 
 
+def name_positional(arguments: list[str], name: str, *, repeated: bool) -> list[str]:
+    """Return the command line with `--name=` before the first positional argument, or before all.
+
+    An argument after a flag without `=` may be its value, so it is not positional.
+    """
+    full: list[str] = []
+    is_taken = may_be_value = False
+    for argument in arguments:
+        is_flag = argument.startswith(("-", *LONG_DASHES))
+        if not (is_flag or may_be_value or is_taken):
+            is_taken = not repeated
+            argument = f"--{name}={argument}"
+        may_be_value = is_flag and "=" not in argument
+        full.append(argument)
+    return full
+
+
 def take_file(arguments: list[str], kind: type = Config) -> tuple[str, list[str]]:
     """Return the name or file of the config, and the other arguments.
 
@@ -51,7 +70,7 @@ def take_file(arguments: list[str], kind: type = Config) -> tuple[str, list[str]
         positional = not argument.startswith("-") and (not others or "=" in others[-1])
         if name in ("--config", "-config"):
             file = value if separator else next(rest, "")
-        elif positional and not file and kind in (Config, SftConfig, DpoConfig):
+        elif positional and not file and kind in WITH_FILES:
             file = argument
         else:
             others.append(argument)
@@ -100,7 +119,7 @@ def override(config: Any, arguments: list[str]) -> Any:
             raise ConfigError(f"{problem}{nearest(setting, types)} (--help lists all)")
     if extra:
         # Web pages and word processors turn two hyphens into a long dash.
-        has_dash = any(text.startswith(("–", "—")) for text in extra)
+        has_dash = any(text.startswith(LONG_DASHES) for text in extra)
         hint = "; a flag begins with two hyphens" if has_dash else ""
         raise ConfigError(f"unexpected arguments: {' '.join(extra)}{hint}")
     return config
@@ -138,6 +157,8 @@ def load(
 ) -> Any:
     """Return the checked config of the command line: `NAME[:PRESET]` or a file, `--config.x=y`.
 
+    Without config files, a positional argument is the value of the first setting.
+
     Prints the help (which begins with `usage`) or a one-line error and exits if there is none.
 
     Args:
@@ -147,7 +168,11 @@ def load(
         check_output: raises `ConfigError` if the command must not write; called last.
     """
     usage, short_names = usage or "", short_names or {}
-    help_topic, arguments = take_help(spell_out(join_repeated(sys.argv[1:], several), short_names))
+    arguments = sys.argv[1:]
+    if kind not in WITH_FILES:
+        first = next(leaves(kind()))[0]
+        arguments = name_positional(arguments, first, repeated=first in several)
+    help_topic, arguments = take_help(spell_out(join_repeated(arguments, several), short_names))
     file, arguments = take_file(arguments, kind)
     config: Any = None
     try:

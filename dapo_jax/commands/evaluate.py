@@ -4,7 +4,7 @@
     dapo-jax evaluate FILE --model=FOLDER --k=32
     dapo-jax evaluate FILE --temperature=0 --k=1   (greedy)
 
-evaluates the latest checkpoint in run_dir or, with --model, a model folder.
+evaluates the latest checkpoint in run_dir or, with --model, a model folder or another run.
 Responses are saved as they finish: the same command resumes a stopped evaluation, and a larger --k
 adds samples to it. The last line of the output is JSON. Short flags:
 """

@@ -1,7 +1,7 @@
 """Write a config, a template and, if no verifier fits, a reward function for a file of problems.
 
-    dapo-jax init --data=my.jsonl
-    dapo-jax init --data=my.csv --question=ask --answer=gold --out=mine --model=models/small
+    dapo-jax init my.jsonl
+    dapo-jax init my.csv --question=ask --answer=gold --out=mine --model=models/small
 
 reads a jsonl, json, csv, parquet or arrow file, chooses the fields of the problem and its answer,
 and measures their lengths. It replaces no file. Flags:
@@ -118,7 +118,7 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     from dapo_jax.config.experiment import Data
     from dapo_jax.data.files import find_files, read_rows
 
-    check_flag(bool(name), "data", name, "a file: dapo-jax init --data=FILE")
+    check_flag(bool(name), "data", name, "a file: dapo-jax init FILE")
     check_flag(not set(name) & set(",="), "data", name, "a name without , and =")
     try:
         files = find_files("data", name, Data().folder, "train")
@@ -325,5 +325,7 @@ def main() -> int:
     for name in ("data", "out", "question", "answer"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("file", nargs="?", default="")
     flags = parser.parse_args()
+    flags.data = flags.data or flags.file
     return guarded(lambda: init(flags))

@@ -1,8 +1,8 @@
 """Show a run, or several side by side, as one page that needs no network.
 
-    dapo-jax report --run=runs/arithmetic_dapo
-    dapo-jax report --run=runs/a --run=runs/b --out=compared.html
-    dapo-jax report --run='runs/dapo_seed*' --run=runs/grpo
+    dapo-jax report runs/arithmetic_dapo
+    dapo-jax report runs/a runs/b --out=compared.html
+    dapo-jax report 'runs/dapo_seed*' runs/grpo
 
 Runs that differ only in their seed are one experiment, shown as a curve with a band. A run may
 still be in progress.

@@ -595,34 +595,38 @@ class ReportConfig:
 class ServeConfig:
     """A served policy (`dapo-jax serve`)."""
 
-    model: str = setting("", "Model folder, Hugging Face layout.")
-    host: str = setting("127.0.0.1", "Address to listen on; the default is this machine only.")
-    port: Port = setting(9000, "gRPC port; 0: any that is free.")
-    http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")
+    model: str = setting("", "Model folder, Hugging Face layout; or a run: its newest checkpoint.")
     served_name: str = setting("", "Model name for HTTP clients; empty: the folder's name.")
+    host: str = setting("127.0.0.1", "Address to listen on; the default is this machine only.")
+    http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")
+    port: Port = setting(9000, "gRPC port; 0: any that is free.")
     metrics_port: Port = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
-    slots: Count = setting(32, "Responses decoded in parallel.")
-    waiting: Count = setting(128, "Responses that wait for a slot; more are rejected.")
-    max_body_mb: Positive = setting(1.0, "Largest body of a request, in 10^6 bytes.")
-    max_connections: Count = setting(1000, "Connections of each protocol; more are rejected.")
-    request_seconds: Positive = setting(10.0, "Seconds for a request's body to arrive.")
-    idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
-    allowed_hosts: str = setting("", "Names of this server but host, comma-separated; '*': any.")
-    api_key_file: str = setting("", "File with the clients' key; empty: DAPO_API_KEY, if set.")
     max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(
         -1, "Longest prompt; 'auto' (-1): the context, or what fits into memory.", auto=-1
     )
     max_response_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
         -1, "Largest max_tokens of a request. 'auto' (-1): the remaining context.", auto=-1
     )
+    default_max_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
+        1024, "max_tokens of a request without it; 'auto' (-1): the largest.", auto=-1
+    )
+    slots: Count = setting(32, "Responses decoded in parallel.")
+    waiting: Count = setting(128, "Responses that wait for a slot; more are rejected.")
     temperature: Temperature = setting(1.0, "Softmax temperature; 0: greedy. Requests may set it.")
     top_p: Share = setting(1.0, "Nucleus fraction. Requests may set it.")
     top_k: CountOr0 = setting(0, "Keep the k likeliest tokens; 0: all. Requests may set it.")
     seed: Seed = setting(0, "Random seed; samples also depend on the order of requests.")
-    cache: Cache = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
     dtype: Dtype = setting("float32", "'float32' or 'bfloat16'.")
     weights_dtype: Literal["auto", "int8"] = setting(
         "auto", "Of matrices (not the embedding): 'auto' (dtype) or 'int8', scaled per channel."
     )
+    cache: Cache = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
+    api_key_file: str = setting("", "File with the clients' key; empty: DAPO_API_KEY, if set.")
+    allowed_hosts: str = setting("", "Names of this server but host, comma-separated; '*': any.")
+    max_body_mb: Positive = setting(1.0, "Largest body of a request, in 10^6 bytes.")
+    max_connections: Count = setting(1000, "Connections of each protocol; more are rejected.")
+    request_seconds: Positive = setting(10.0, "Seconds for a request's body to arrive.")
+    idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
+    log_requests: bool = setting(True, "Print a line when a request ends.")
     mesh: OneMesh = part(OneMesh, may_change=True)

@@ -83,9 +83,10 @@ def help_text(config: Any, usage: str, asked: str, short_names: Mapping[str, str
         lines.append("")
     if sections:
         lines += [_wrap(f"--help=SECTION shows a single section: {names}"), ""]
-    first = {name: entries.pop(name) for name in CHANGED_MOST if name in entries}
-    groups = {"Changed most": [*first.values()]}
-    for section, text in {"": "The run", **sections}.items():
+    # A config of one section has its settings in the order of their importance.
+    most = CHANGED_MOST if len(sections) > 1 else ()
+    groups = {"Changed most": [entries.pop(name) for name in most if name in entries]}
+    for section, text in {"": "The run" if most else "Settings", **sections}.items():
         title = f"{section}: {text}" if section else text
         groups[title] = [e for name, e in entries.items() if name.rpartition(".")[0] == section]
     for title, group in groups.items():

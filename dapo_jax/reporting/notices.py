@@ -120,7 +120,7 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
         *resume,
         "  start over  --config.run_dir=FOLDER",
         "  evaluate    dapo-jax evaluate, with the same arguments",
-        f"  export      dapo-jax export --run={config.run_dir} --out=FOLDER",
+        f"  export      dapo-jax export {config.run_dir} --out=FOLDER",
     ):
         progress.say(escape(line))
 

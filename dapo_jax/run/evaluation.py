@@ -28,6 +28,7 @@ from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.same_run import check_frozen, warn_about_heldout
 from dapo_jax.run.components import Components, build, check_data, check_processes
+from dapo_jax.run.export import newest_export
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.signals import Signals
@@ -385,7 +386,7 @@ def sample_missing(
 def evaluate(
     config: Config, *, from_folder: bool = False, signals: Signals | None = None
 ) -> dict[str, Any] | None:
-    """Evaluate the latest checkpoint in run_dir, or the model folder if `from_folder`.
+    """Evaluate the latest checkpoint in run_dir, or the model folder or run if `from_folder`.
 
     Prints the report and writes it beside the responses. Returns its main scores, or None if a
     signal stopped the evaluation; the same call then resumes it.
@@ -397,6 +398,10 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))
         check_processes(config)
+        if from_folder:
+            folder = newest_export(config.model.folder, "model.folder")
+            model = dataclasses.replace(config.model, folder=folder)
+            config = dataclasses.replace(config, model=model)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)
         components = build(config, training=False, should_abort=signals.received_locally)

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import types
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,12 +16,14 @@ from served import (
     PROMPTS,
     TOKENIZER,
     free_port,
+    http_serving,
+    likeliest,
     make_openai,
     make_serve_config,
     serving,
 )
 
-from dapo_jax.commands.serve import server
+from dapo_jax.commands.serve import generator, server
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, UntilStop
 
@@ -83,6 +87,53 @@ def test_prompts_in_every_form_and_the_servers_budget(client, byte_responses):
         answer = client.completions.create(model="policy", prompt=prompts)
         assert [choice.text for choice in answer.choices] == wanted
         assert [choice.index for choice in answer.choices] == list(range(len(wanted)))
+
+
+def test_a_request_without_max_tokens_gets_the_default_and_a_line(
+    byte_folder, same_engine, byte_responses, capsys
+):
+    with http_serving(byte_folder, default_max_tokens=5) as (server, client):
+        answer = client.completions.create(model="policy", prompt="3+4=", n=2)
+        tokens = "4 prompt tokens, 10 response tokens"
+        line = rf"{answer.id}: {tokens}, \d+\.\d\d s\n"
+        assert re.fullmatch(line, capsys.readouterr().out)
+        expected = TOKENIZER.decode(byte_responses["3+4="][:5])
+        for choice in answer.choices:
+            assert (choice.text, choice.finish_reason) == (expected, "length")
+        long = client.completions.create(model="policy", prompt="3+4=", max_tokens=8, stream=True)
+        chunks = [chunk.id for chunk in long]
+        server.client.ask("3+4=", 7)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{chunks[0]}: 4 prompt tokens, 8 response tokens, ")
+    assert second.startswith("gRPC: 4 prompt tokens, 7 response tokens, ")
+
+
+def test_auto_is_the_largest_default_and_lines_can_be_off(byte_folder, same_engine, capsys):
+    changes = {"default_max_tokens": -1, "log_requests": False}
+    with http_serving(byte_folder, **changes) as (_, client):
+        for prompt in PROMPTS:
+            answer = client.completions.create(model="policy", prompt=prompt)
+            assert answer.usage.completion_tokens == len(likeliest(prompt))
+    assert capsys.readouterr().out == ""
+
+
+def test_the_rate_is_the_mean_of_the_last_ten_whole_seconds(monkeypatch):
+    now = 1000.0
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(generator, "time", clock)
+    rate = generator.RecentRate()
+    assert rate() == 0
+    for second in range(25):
+        now = 1000.1 + second
+        rate.add(second)
+        now += 0.8
+        rate.add(second)
+        last = range(max(0, second - 10), second)
+        assert rate() == pytest.approx(sum(2 * past for past in last) / 10)
+    now += 10
+    assert rate() == pytest.approx(2 * 24 / 10)
+    now += 1
+    assert rate() == 0
 
 
 def test_chat_whole_and_streamed(client, byte_responses):
@@ -303,4 +354,5 @@ def test_metrics_are_prometheus(client, port):
     assert grown["dapo_http_answers_total['/v1/completions', '404']"] == 1
     assert grown["dapo_http_answers_total['404', 'other']"] == 1
     assert grown["dapo_http_seconds_count['/v1/completions']"] == 2
+    assert 0 <= after["dapo_tokens_per_second[]"] < 1e6
     assert after["dapo_waiting_responses[]"] == 0 and after["dapo_busy_slots[]"] <= 4

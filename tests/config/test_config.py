@@ -9,7 +9,7 @@ from command_lines import BASE, RL, ROOT, load
 
 from dapo_jax.__main__ import entry
 from dapo_jax.commands import checks
-from dapo_jax.config.experiment import Config, SftConfig
+from dapo_jax.config.experiment import Config, ServeConfig, SftConfig
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.sharding import mesh_shape
 
@@ -139,8 +139,19 @@ def test_help_begins_with_what_is_changed_most_and_fits_80_columns(command, monk
     with pytest.raises(SystemExit) as stopped:
         entry(command)()
     shown = capsys.readouterr().out
-    assert stopped.value.code == 0 and shown.index("Changed most") < len(shown) / 2
+    # Commands with few settings list them in order of importance.
+    title = "Settings" if command in ("export", "serve") else "Changed most"
+    assert stopped.value.code == 0 and shown.index(title) < len(shown) / 2
     assert [line for line in shown.splitlines() if len(line) > 80] == []
+
+
+def test_help_of_serve_is_in_order_of_importance(capsys):
+    with pytest.raises(SystemExit):
+        load(ServeConfig, "--help")
+    shown = capsys.readouterr().out
+    names = "model http_port max_response_tokens default_max_tokens slots temperature seed dtype"
+    places = [shown.index(f"config.{name}=") for name in f"{names} shutdown_seconds".split()]
+    assert places == sorted(places)
 
 
 def test_help_shows_a_section_alone_with_the_files_values(capsys):

@@ -294,6 +294,15 @@ def test_flags_that_are_given_again_are_joined():
     ]
 
 
+def test_positional_arguments_get_the_name_of_a_flag():
+    words = ["a", "--out=x", "b=c", "--run", "d", "e", "–out=y"]
+    named = ["--run=a", "--out=x", "--run=b=c", "--run", "d", "--run=e", "–out=y"]
+    assert command_line.name_positional(words, "run", repeated=True) == named
+    named = ["--run=a", "--out=x", "b=c", "--run", "d", "e", "–out=y"]
+    assert command_line.name_positional(words, "run", repeated=False) == named
+    assert command_line.name_positional(["--help", "mesh"], "run", repeated=True)[1] == "mesh"
+
+
 def test_a_run_does_not_fail_at_its_page(write_run, monkeypatch, capsys):
     def broken():
         raise ModuleNotFoundError("No module named 'plotly'")
