@@ -91,6 +91,7 @@ setup(
         "plotly>=7.1",  # its script goes into report.html; no network is asked for it
         "pyarrow>=26.0",
         "python-flint>=0.9",
+        "pyyaml>=6.0.3",  # flax brings it too
         "rich>=15.0",
         "safetensors>=0.8",
         "starlette>=1.10",  # light, as uvicorn: `dapo-jax serve` answers HTTP after a plain install

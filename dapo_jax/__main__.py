@@ -47,7 +47,8 @@ def usage() -> str:
     return (
         "usage: dapo-jax COMMAND [ARGUMENTS]\n\n"
         f"{lines}\n\n"
-        "dapo-jax COMMAND --help explains a command and all its settings"
+        "dapo-jax COMMAND --help explains a command; its --help-all every setting, and its\n"
+        "--help=WORD the settings with that word. Here both are those of train."
     )
 
 
@@ -60,6 +61,9 @@ def main() -> int:
     if name in ("-h", "--help"):
         print(usage())
         return 0
+    if name.startswith("--help"):  # --help-all, --help=WORD
+        sys.argv.insert(1, "train")
+        name = "train"
     if name == "--version":
         from dapo_jax import __version__
 

@@ -118,6 +118,8 @@ def _with_functions(
 ) -> Config:
     """Return the config with Python objects in place of its rewards, environment and tools."""
     if reward is not None:
+        allowed = "a function, or weights by function: reward={f: 1.0, g: 0.5}"
+        require(not isinstance(reward, list | tuple), "reward.parts", reward, allowed)
         names: dict[str, float] = {}
         for part, weight in (reward if isinstance(reward, Mapping) else {reward: 1.0}).items():
             require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")

@@ -175,7 +175,7 @@ def load(
             names = ", ".join(shipped_configs(kind))
             raise ConfigError(
                 f"a config is required: a file of yours, or one of {names}, "
-                f"as in{example(usage)} (--help explains every setting)"
+                f"as in{example(usage)} (--help-all explains every setting)"
             )
         if not file and not arguments:
             raise ConfigError(f"arguments are missing, as in{example(usage)} (--help)")

@@ -8,7 +8,8 @@ _TABLE = """
 rollout.samples_per_prompt: num_generations rollout.n group_size
 rollout.prompts_per_step: batch_size train_batch_size data.train_batch_size generation_batch_size
 rollout.updates_per_rollout: steps_per_generation actor.ppo_mini_batch_size mini_batch_size
-sampler.max_response_tokens: max_completion_length data.max_response_length max_new_tokens max_tokens
+sampler.max_response_tokens: max_completion_length data.max_response_length
+sampler.max_response_tokens: max_new_tokens max_tokens
 data.max_prompt_tokens: max_prompt_length data.max_prompt_length
 sampler.temperature: temperature rollout.temperature
 sampler.top_p: top_p rollout.top_p
@@ -38,7 +39,8 @@ algorithm.lambda_policy: algorithm.lam
 algorithm.clip_low: epsilon actor.clip_ratio_low actor.clip_ratio
 algorithm.clip_high: epsilon_high actor.clip_ratio_high
 algorithm.dual_clip: delta actor.clip_ratio_c
-algorithm.kl_coefficient: beta actor.kl_loss_coef algorithm.kl_ctrl.kl_coef actor.policy_loss.dro_beta
+algorithm.kl_coefficient: beta actor.kl_loss_coef algorithm.kl_ctrl.kl_coef
+algorithm.kl_coefficient: actor.policy_loss.dro_beta
 algorithm.kl: actor.use_kl_loss algorithm.use_kl_in_reward
 algorithm.kl_estimator: actor.kl_loss_type
 algorithm.kl_importance: use_bias_correction_kl
@@ -116,8 +118,10 @@ ADVICE = dict.fromkeys(
 
 def advice(name: str) -> str:
     """Return what replaces an argument of another library, by its name or last part, or ""."""
-    last = {full.rpartition(".")[2]: full for full in reversed(SETTINGS)}
-    known = next((n for n in (name, last.get(name), name.rpartition(".")[2]) if n in SETTINGS), "")
     if name in ADVICE:
         return ADVICE[name]
-    return " and ".join(f"--config.{part}" for part in SETTINGS[known].split(", ")) if known else ""
+    last = name.rpartition(".")[2]
+    same_end = {setting for full, setting in SETTINGS.items() if full.rpartition(".")[2] == last}
+    by_end = same_end.pop() if len(same_end) == 1 else ""
+    known = SETTINGS.get(name) or SETTINGS.get(last) or by_end
+    return " and ".join(f"--config.{setting}" for setting in known.split(", ") if setting)

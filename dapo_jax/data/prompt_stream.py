@@ -222,6 +222,13 @@ class PromptStream:
         hidden = 0
         for source in [*self.sources, *self.heldout]:
             yield from source.messages
+            problem = next(iter(source.sample(1)), None)
+            missing = self._tokenizer.unspelled(self._encode(problem)[0]) if problem else ""
+            if missing:
+                yield (
+                    f"the model's vocabulary lacks {missing!r}, which prompts of {source.name} "
+                    f"with data.template = {self._data.template!r} contain"
+                )
             if not source.generated:
                 hidden += sum(bool(problem.system) for problem in every_problem([source]))
         if hidden and not self.template.shows_system:
