@@ -115,6 +115,8 @@ def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = Non
     file = short_path(path)
     if path.suffix == ".py":
         config, argument = _run_file(path, argument)
+        if type(config).__name__ == "ConfigDict":  # of ml_collections, which is slow to import
+            config = config.to_dict()
     elif path.suffix in YAML:
         config = _read_yaml(path)
     elif path.suffix == ".json":
@@ -122,8 +124,6 @@ def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = Non
     else:
         allowed = "a .py or .yaml file, a run's config.json or its folder"
         raise ConfigError(f"--config={name}: must be {allowed}")
-    if type(config).__name__ == "ConfigDict":  # of ml_collections, which is slow to import
-        config = config.to_dict()
     try:
         if isinstance(config, dict) or path.suffix != ".py":
             config = from_dict(kind, config)
