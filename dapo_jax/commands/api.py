@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dapo_jax.algorithms import preset
+from dapo_jax import preset
 from dapo_jax.commands import checks
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.commands.model_folders import check_folder, train_model

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-from dapo_jax.algorithms import preset
+from dapo_jax import preset
 from dapo_jax.config.experiment import Config, DpoConfig, SftConfig
 from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.foreign_names import advice
@@ -73,7 +73,7 @@ def _convert(setting: str, text: str, kind: type, auto: int | None) -> Any:
         require(False, setting, text, TYPE_NAMES[kind])
 
 
-def _unknown(flag: str, known: Collection[str]) -> str:
+def _unknown(flag: str, known: Collection[str], sections: Collection[str]) -> str:
     """Return the error about a flag that does not exist, with the setting that it may mean."""
     setting = flag.removeprefix("config.")
     problem = f"--{flag}: there is no such flag"
@@ -82,7 +82,7 @@ def _unknown(flag: str, known: Collection[str]) -> str:
     hint = f"--config.{setting}" if setting in known else advice(setting)
     settings = re.findall(r"--config\.([\w.]+)", hint)
     if settings:
-        hint = f"did you mean {hint}?" if set(settings) <= set(known) else ""
+        hint = f"did you mean {hint}?" if {*settings} <= {*known, *sections} else ""
     hint = f"; {hint}" if hint else nearest(setting, known)
     return f"{problem}{hint} (--help-all lists all)"
 
@@ -112,7 +112,7 @@ def override(config: Any, arguments: list[str]) -> Any:
             hint = f"; {hint}" * bool(hint)
             raise ConfigError(f"config.{setting} is a section: see --help={setting}{hint}")
         else:
-            raise ConfigError(_unknown(flag, [*types, *sections]))
+            raise ConfigError(_unknown(flag, types, sections))
     if extra:
         # Web pages and word processors turn two hyphens into a long dash.
         has_dash = any(text.startswith(("–", "—")) for text in extra)

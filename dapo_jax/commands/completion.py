@@ -55,7 +55,7 @@ def _flags(names: Iterable[str], prefix: str = "") -> list[str]:
     return [f"--{prefix}{name}" + "=" * (name != "dry-run") for name in names]
 
 
-def script(shell: str, commands: Iterable[str]) -> str:
+def script(shell: str) -> str:
     """Return the completion script for a shell."""
     words = {"init": _flags(INIT_FLAGS), "configs": ["show", *shipped_configs()]}
     for command, (kind, flags) in KINDS.items():
@@ -65,19 +65,17 @@ def script(shell: str, commands: Iterable[str]) -> str:
         words[command] = _flags([name for name, _, _ in leaves(kind())])
     cases = [f'        {name}" "*) choices="{" ".join(w)}" ;;' for name, w in words.items()]
     first_line, nospace, option = SHELLS[shell]
-    values = {"cases": "\n".join(cases), "commands": " ".join(commands)}
+    values = {"cases": "\n".join(cases), "commands": " ".join([*words, "replay", "completion"])}
     return first_line + SCRIPT.format(**values, nospace=nospace, option=option)
 
 
 def main() -> int:
     """Run the command. Exit code 0: done; 2: wrong arguments."""
-    from dapo_jax.__main__ import COMMANDS
-
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
         print((__doc__ or "").strip())
     elif len(arguments) != 1 or arguments[0] not in SHELLS:
         exit_with_error(f"completion {' '.join(arguments)}: must be {' or '.join(SHELLS)}")
     else:
-        print(script(arguments[0], COMMANDS), end="")
+        print(script(arguments[0]), end="")
     return 0

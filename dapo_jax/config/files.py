@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.user_code import describe_error, short_path
 from dapo_jax.runtime.settings import ConfigError, from_dict, nearest, read_file, read_json
 
@@ -45,7 +46,9 @@ def _read_yaml(path: pathlib.Path) -> Any:
     try:
         return Loader(read_file(path)).get_single_data() or {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        text = " ".join(str(error).split())
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        text = f"{line}{getattr(error, 'problem', error)}"
         raise ConfigError(f"{short_path(path)}: can't be read as YAML: {text}") from None
 
 
@@ -122,7 +125,7 @@ def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = Non
     elif path.suffix == ".json":
         config = read_json(path, "")
     else:
-        allowed = "a .py or .yaml file, a run's config.json or its folder"
+        allowed = "a .py file, a .yaml file, a run's config.json or its folder"
         raise ConfigError(f"--config={name}: must be {allowed}")
     try:
         if isinstance(config, dict) or path.suffix != ".py":
@@ -135,7 +138,8 @@ def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = Non
         if argument is not None:
             _apply_preset(config, argument, preset)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}", error.field) from None
+        hint = f"; {advice('algorithm')}" if error.field == "algorithm" else ""
+        raise ConfigError(f"{file}: {error}{hint}", error.field) from None
     return config
 
 

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from command_lines import ROOT, load, run, run_shown
 
+from dapo_jax.__main__ import COMMANDS
 from dapo_jax.algorithms import preset
 from dapo_jax.config.experiment import Config, SftConfig
 from dapo_jax.config.files import command_for_folder, read_config, shipped_configs
@@ -117,6 +118,7 @@ def test_missing_base_names_the_command_that_makes_it():
 
 
 @pytest.mark.parametrize(("line", "expected"), [
+    ("dapo-jax ", set(COMMANDS)),
     ("dapo-jax tr", {"train"}),
     ("dapo-jax train calc", {"calculator"}),
     ("dapo-jax evaluate --config.sampler.top_k", {"--config.sampler.top_k="}),

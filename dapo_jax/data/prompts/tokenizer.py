@@ -72,7 +72,9 @@ class Tokenizer:
 
     def unspelled(self, text: str) -> str:
         """Return the characters of `text` that are lost by encoding and decoding, sorted."""
-        decoded = self.backend.decode(self.encode(text), skip_special_tokens=False)
+        unknown = self.backend.token_to_id(getattr(self.backend.model, "unk_token", None) or "")
+        ids = [token for token in self.encode(text) if token != unknown]
+        decoded = self.backend.decode(ids, skip_special_tokens=False)
         before, after = (
             {*unicodedata.normalize("NFKC", version).casefold()} for version in (text, decoded)
         )
