@@ -12,8 +12,8 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dapo_jax import preset
 from dapo_jax.commands import checks
+from dapo_jax.commands.command_line import find_preset
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.commands.model_folders import check_folder, train_model
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
@@ -34,7 +34,7 @@ T = TypeVar("T")
 def load(config: Any, kind: type[T]) -> T:
     """Return a config, reading it if it is the name of a file. Raises `ConfigError`."""
     if isinstance(config, str | os.PathLike):
-        return read_config(kind, os.fspath(config), preset)
+        return read_config(kind, os.fspath(config), find_preset)
     require(isinstance(config, kind), "(config)", config, f"a {kind.__name__} or a file's name")
     return config
 

@@ -1,13 +1,13 @@
 """Command line of a run: typed overrides of a config, checks, and one-line errors."""
 
 import argparse
+import importlib
 import operator
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-from dapo_jax import preset
 from dapo_jax.config.experiment import Config, DpoConfig, SftConfig
 from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.foreign_names import advice
@@ -15,6 +15,11 @@ from dapo_jax.config.help import help_text, take_help
 from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError, leaves, nearest, require, rules
 
 BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+
+
+def find_preset(name: str) -> Any:
+    """Return the algorithm of a preset; the table is loaded at first use."""
+    return importlib.import_module("dapo_jax.algorithms").preset(name)
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
@@ -167,7 +172,7 @@ def load(
     config: Any = None
     try:
         if file or help_topic or not needs_file:
-            config = override(read_config(kind, file, preset) if file else kind(), arguments)
+            config = override(read_config(kind, file, find_preset) if file else kind(), arguments)
         if help_topic:
             print(help_text(config, usage, help_topic, short_names))
             raise SystemExit(0)
