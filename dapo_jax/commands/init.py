@@ -32,6 +32,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
 
 MODEL = "models/Qwen2.5-0.5B-Instruct"
+MODEL_PARAMETERS = 494_032_768
 MAX_ROWS = 10_000
 MAX_SHOWN_CHARACTERS = 60
 MIN_FRACTION = 0.9  # of the rows that a choice has to fit
@@ -267,7 +268,7 @@ def _round_limit(lengths: list[int]) -> int:
     return min(-(-percentile // TOKEN_MULTIPLE) * TOKEN_MULTIPLE, MAX_PROMPT_TOKENS)
 
 
-class ModelFolder:
+class StartModel:
     """The model of `--model`. Raises `ConfigError` if there is none, except for the default."""
 
     def __init__(self, folder: str):
@@ -275,10 +276,9 @@ class ModelFolder:
         from dapo_jax.data.prompts.tokenizer import Tokenizer
         from dapo_jax.model.load_huggingface import Tensors, check_weights
 
-        self.missing = folder == MODEL and not pathlib.Path(MODEL).exists()
-        self.parameters = 494_032_768  # of the default
+        self.parameters = MODEL_PARAMETERS
         self.tokenizer = None
-        if self.missing:
+        if folder == MODEL and not pathlib.Path(MODEL).exists():
             return
         allowed = f"a model folder: hf download OWNER/NAME --local-dir {folder}"
         check_flag(model_path(folder, "model").exists(), "model", folder, allowed)
@@ -312,7 +312,7 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def check_spelling(flags: Any, model: ModelFolder, problems: list[Problem]) -> None:
+def check_spelling(flags: Any, model: StartModel, problems: list[Problem]) -> None:
     """Raise `ConfigError` if the model's vocabulary can't spell most of the problems."""
     missing = [model.unspelled(problem.text) for problem in problems[:SPELLED_PROBLEMS]]
     wrong = sum(map(bool, missing))
@@ -325,7 +325,7 @@ def make_files(
     flags: Any, selection: Selection, folder: pathlib.Path, verifiable: bool
 ) -> dict[str, str]:
     """Return the contents of the files by name."""
-    problems, model = selection.problems, ModelFolder(flags.model)
+    problems, model = selection.problems, StartModel(flags.model)
     check_spelling(flags, model, problems)
     has_words = not model.unspelled(TEMPLATE.replace("{problem}", ""))
     template = TEMPLATE if selection.has_answers and has_words else "{problem}\n"
@@ -377,6 +377,7 @@ def write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
 
 def init(flags: Any) -> int:
     """Write the files, print a summary, and return 0. Raises `ConfigError`."""
+    check_flag(flags.lora >= 0, "lora", flags.lora, "at least 0")
     selection = choose(read_first_rows(flags.data), flags)
     problems, kinds = selection.problems, selection.kinds()
     verifiable = sum(kinds[kind] for kind in VERIFIABLE) >= MIN_FRACTION * len(problems)

@@ -40,6 +40,7 @@ FILES = {
     "deep.json": '[{"a1": 1, "b": {"c": "two", "d": [{"e": 3}]}}]',
     "talk.json": '[{"question": "How many?", "answer": "2"}]',
     "bad.yaml": "seed: [1",
+    "numbers.yaml": "1: 2\n",
     "preset.yaml": "algorithm: grpo\n",
     "names.yaml": "data:\n  sources: mine.jsonl\n",
     "values.yaml": "model: {folder: tiny}\noptimizer:\n  learning_rate: fast\n",
