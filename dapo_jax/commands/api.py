@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_jax.commands import checks
+from dapo_jax.commands.command_line import find_preset
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.commands.model_folders import check_folder, train_model
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
@@ -33,7 +34,7 @@ T = TypeVar("T")
 def load(config: Any, kind: type[T]) -> T:
     """Return a config, reading it if it is the name of a file. Raises `ConfigError`."""
     if isinstance(config, str | os.PathLike):
-        return read_config(kind, os.fspath(config))
+        return read_config(kind, os.fspath(config), find_preset)
     require(isinstance(config, kind), "(config)", config, f"a {kind.__name__} or a file's name")
     return config
 
@@ -117,6 +118,8 @@ def _with_functions(
 ) -> Config:
     """Return the config with Python objects in place of its rewards, environment and tools."""
     if reward is not None:
+        allowed = "a function, or weights by function: reward={f: 1.0, g: 0.5}"
+        require(not isinstance(reward, list | tuple), "reward.parts", reward, allowed)
         names: dict[str, float] = {}
         for part, weight in (reward if isinstance(reward, Mapping) else {reward: 1.0}).items():
             require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")

@@ -1,6 +1,7 @@
 """Command line of a run: typed overrides of a config, checks, and one-line errors."""
 
 import argparse
+import importlib
 import operator
 import re
 import sys
@@ -9,12 +10,18 @@ from typing import Any, NoReturn
 
 from dapo_jax.config.experiment import Config, DpoConfig, SftConfig
 from dapo_jax.config.files import locate, read_config, shipped_configs
+from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.help import help_text, take_help
 from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError, leaves, nearest, require, rules
 
 BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 LONG_DASHES = ("–", "—")
 WITH_FILES = (Config, SftConfig, DpoConfig)  # kinds that config files make
+
+
+def find_preset(name: str) -> Any:
+    """Return the algorithm of a preset; the table is loaded at first use."""
+    return importlib.import_module("dapo_jax.algorithms").preset(name)
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
@@ -90,6 +97,20 @@ def _convert(setting: str, text: str, kind: type, auto: int | None) -> Any:
         require(False, setting, text, TYPE_NAMES[kind])
 
 
+def _unknown(flag: str, known: Collection[str], sections: Collection[str]) -> str:
+    """Return the error about a flag that does not exist, with the setting that it may mean."""
+    setting = flag.removeprefix("config.")
+    problem = f"--{flag}: there is no such flag"
+    if flag.startswith("config."):
+        problem = f"config.{setting}: there is no such setting"
+    hint = f"--config.{setting}" if setting in known else advice(setting)
+    settings = re.findall(r"--config\.([\w.]+)", hint)
+    if settings:
+        hint = f"did you mean {hint}?" if {*settings} <= {*known, *sections} else ""
+    hint = f"; {hint}" if hint else nearest(setting, known)
+    return f"{problem}{hint} (--help-all lists all)"
+
+
 def override(config: Any, arguments: list[str]) -> Any:
     """Change `config` by the overrides `--config.name=value`. Raises `ConfigError`."""
     types: dict[str, Any] = {name: field.type for name, field, _ in leaves(config)}
@@ -111,12 +132,11 @@ def override(config: Any, arguments: list[str]) -> Any:
             auto = rules(type(config))[setting].auto
             setattr(section, name, _convert(setting, text, types[setting], auto))
         elif setting in sections:
-            raise ConfigError(f"config.{setting} is a section: see --help={setting}")
+            hint = advice(setting)
+            hint = f"; {hint}" * bool(hint)
+            raise ConfigError(f"config.{setting} is a section: see --help={setting}{hint}")
         else:
-            problem = f"--{flag}: there is no such flag"
-            if flag.startswith("config."):
-                problem = f"config.{setting}: there is no such setting"
-            raise ConfigError(f"{problem}{nearest(setting, types)} (--help lists all)")
+            raise ConfigError(_unknown(flag, types, sections))
     if extra:
         # Web pages and word processors turn two hyphens into a long dash.
         has_dash = any(text.startswith(LONG_DASHES) for text in extra)
@@ -135,10 +155,10 @@ class FlagParser(argparse.ArgumentParser):
     """Parser of a command's flags that prints errors as one line."""
 
     def error(self, message: str) -> NoReturn:
-        _exit_with_error(message)
+        exit_with_error(message)
 
 
-def _exit_with_error(text: str) -> NoReturn:
+def exit_with_error(text: str) -> NoReturn:
     from dapo_jax.runtime.processes import printable
 
     line = " ".join(text.split())  # a quoted value may span lines
@@ -177,7 +197,7 @@ def load(
     config: Any = None
     try:
         if file or help_topic or not needs_file:
-            config = override(read_config(kind, file) if file else kind(), arguments)
+            config = override(read_config(kind, file, find_preset) if file else kind(), arguments)
         if help_topic:
             print(help_text(config, usage, help_topic, short_names))
             raise SystemExit(0)
@@ -185,7 +205,7 @@ def load(
             names = ", ".join(shipped_configs(kind))
             raise ConfigError(
                 f"a config is required: a file of yours, or one of {names}, "
-                f"as in{example(usage)} (--help explains every setting)"
+                f"as in{example(usage)} (--help-all explains every setting)"
             )
         if not file and not arguments:
             raise ConfigError(f"arguments are missing, as in{example(usage)} (--help)")
@@ -195,7 +215,7 @@ def load(
         check_output(config)
     except ConfigError as error:
         overridden = any(text.startswith(f"--config.{error.field}=") for text in arguments)
-        _exit_with_error(str(error) if overridden else locate(error, file))
+        exit_with_error(str(error) if overridden else locate(error, file))
     return config
 
 

@@ -219,6 +219,13 @@ class PromptStream:
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about rows of the files, and about messages that no prompt shows."""
+        for source in {source.name: source for source in [*self.heldout, *self.sources]}.values():
+            texts = [self._encode(problem)[0] for problem in source.sample(1)]
+            if missing := self._tokenizer.unspelled("".join(texts)):
+                yield (
+                    f"the model's vocabulary lacks {missing!r}, which prompts of {source.name} "
+                    f"with data.template = {self._data.template!r} contain"
+                )
         hidden = 0
         for source in [*self.sources, *self.heldout]:
             yield from source.messages

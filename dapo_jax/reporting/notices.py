@@ -1,12 +1,13 @@
 """Notices about data and settings before training, and about the end of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
+from dapo_jax.data.sources import Source
 from dapo_jax.reporting.alerts import reads_answers, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response
@@ -16,6 +17,8 @@ MAX_CUT = 0.5  # fraction of prompts that may be truncated; beyond it a run lear
 LIMIT_MULTIPLE = 64  # advised limits are multiples of this many tokens
 SHOWN_CHARACTERS = 200
 SPOT_SECONDS = 30.0  # longest notice before a spot machine is stopped
+MAX_LOOKED_AT = 1000  # problems of a source
+MAX_USUAL_RATE = 0.01
 WRITE_RATE = 0.5e9  # bytes per second from a host to a bucket; assumed, not measured
 
 
@@ -25,6 +28,31 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
     row = limit + config.sampler.max_response_tokens
     needs_rows = config.rows().row_tokens < row
     return f"{limit}{f' with packing.row_tokens of at least {row}' * needs_rows}"
+
+
+def _has_answers(source: Source) -> bool:
+    return any(problem.answer for problem in source.sample(MAX_LOOKED_AT))
+
+
+def rate_warnings(rate: float) -> Iterator[str]:
+    """Yield a warning about a learning rate with which training diverges."""
+    if rate > MAX_USUAL_RATE:
+        yield (
+            f"config.optimizer.learning_rate = {rate:g} is far above usual rates (1e-6 for "
+            "billions of parameters, 1e-3 for a million): training will probably diverge"
+        )
+
+
+def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]:
+    """Yield warnings about settings that are allowed but probably mistakes."""
+    yield from rate_warnings(config.optimizer.learning_rate)
+    files = [source for source in sources if not source.generated]
+    functions = [name for name in config.reward.weights() if ":" in name]
+    if files and functions and not any(map(_has_answers, files)):
+        yield (
+            f"no problem of {', '.join(source.name for source in files)} has an answer: "
+            f"{', '.join(functions)} receives answer = '' (config.data.fields names the field)"
+        )
 
 
 def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> None:

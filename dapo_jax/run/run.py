@@ -315,6 +315,8 @@ def open_run(
     )
     check_data([*components.prompts.sources, *components.prompts.heldout])
     notices.announce_data(config, components.prompts, console)
+    for text in notices.setting_warnings(config, components.prompts.sources):
+        console.warn(escape(text))
     notices.warn_about_rounding(config, console)
     notices.warn_about_warmup(config, console)
     now = describe_run(components)

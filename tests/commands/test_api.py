@@ -15,6 +15,7 @@ import pytest
 from supervised_runs import pair_rows, settings
 
 import dapo_jax
+from dapo_jax.commands import api
 from dapo_jax.commands.plan.published_shapes import config_values
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers import pickled_functions
@@ -33,6 +34,17 @@ def quick(base, run_dir, **changes) -> dapo_jax.Config:
         "log": dapo_jax.Log(console=False, tensorboard=False),
     }
     return dapo_jax.Config(run_dir=str(run_dir), **sections | changes)
+
+
+def test_a_list_of_rewards_is_rejected_with_what_to_write():
+    with pytest.raises(ConfigError, match=r"must be a function, or weights by function: reward={f"):
+        dapo_jax.train(dapo_jax.Config(), reward=[len])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_preset_behind_a_file_works_in_python(tmp_path):
+    (tmp_path / "mine.yaml").write_text("run_dir: runs/mine")
+    config = api.load(tmp_path / "mine.yaml:grpo", dapo_jax.Config)
+    assert config.algorithm == dapo_jax.preset("grpo") and config.run_dir == "runs/mine_grpo"
 
 
 def test_import_loads_no_heavy_module():

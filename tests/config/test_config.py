@@ -127,15 +127,18 @@ def test_no_device_is_touched_before_the_check():
 
 def test_help_lists_every_setting(capsys):
     with pytest.raises(SystemExit) as stopped:
-        load(Config, "--help", usage="The usage.")
+        load(Config, "--help-all", usage="The usage.")
     shown = capsys.readouterr().out
     assert stopped.value.code == 0 and "The usage." in shown
     assert all(f"--config.{name}=" in shown for name, _, _ in leaves(Config()))
 
 
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
 @pytest.mark.parametrize("command", "train evaluate sft dpo export serve plan".split())
-def test_help_begins_with_what_is_changed_most_and_fits_80_columns(command, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [command, "--help"])
+def test_help_begins_with_what_is_changed_most_and_fits_80_columns(
+    command, flag, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", [command, flag])
     with pytest.raises(SystemExit) as stopped:
         entry(command)()
     shown = capsys.readouterr().out
@@ -143,6 +146,22 @@ def test_help_begins_with_what_is_changed_most_and_fits_80_columns(command, monk
     title = "Settings" if command in ("export", "serve") else "Changed most"
     assert stopped.value.code == 0 and shown.index(title) < len(shown) / 2
     assert [line for line in shown.splitlines() if len(line) > 80] == []
+    settings = [line for line in shown.splitlines() if line.startswith("  --")]
+    assert flag == "--help-all" or len(settings) == 10 and len(shown.splitlines()) <= 28
+
+
+@pytest.mark.parametrize(("word", "names", "others"), [
+    ("nucleus", ["sampler.top_p", "evaluation.top_p"], ["sampler.top_k"]),
+    ("prefill", ["sampler.prefill_prompts", "sampler.prefill_chunk_tokens"], ["sampler.slots"]),
+    ("adapters", ["lora.rank", "lora.folder"], ["seed"]),
+])  # fmt: skip
+def test_help_searches_names_and_texts(word, names, others, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, f"--help={word}")
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert all(f"--config.{name}=" in shown for name in names)
+    assert not any(f"--config.{name}=" in shown for name in others)
 
 
 def test_help_of_serve_is_in_order_of_importance(capsys):
