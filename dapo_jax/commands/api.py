@@ -132,9 +132,19 @@ def _with_functions(
     return config
 
 
+def _source_name(data: Any, name: str) -> str:
+    """Return the name of a source of problems, for rows too."""
+    if isinstance(data, str | os.PathLike):
+        return os.fspath(data)
+    from dapo_jax.data.files import register_rows
+
+    return register_rows(name, data)
+
+
 def train(
     config: Config | File,
     *,
+    data: Any = None,
     on_step: Callable[[int, dict[str, float]], Any] | None = None,
     reward: Rewards | None = None,
     in_process: bool = False,
@@ -161,11 +171,15 @@ def train(
 
     Args:
         config: an experiment, or a file that holds one, such as `configs/arithmetic.py:grpo`.
+        data: replaces `config.data.source`: a list of dicts, a pandas DataFrame, a Hugging Face
+            `Dataset`, another iterable of dicts with a length, or the name of a file. Rows are
+            read as those of a file (docs/data.md). Resuming needs the same rows, and so does
+            every process.
         on_step: called in every process with the number of each finished step and its metrics
             (docs/metrics.md). If it returns True, the run saves and stops.
         reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
-            or weights by function and by name (`{"rule": 1, score: 0.5}`); docs/rewards.md has
-            the other signatures. Worker processes import a module's function by name, and receive
+            or weights by function and by name (`{"rule": 1, score: 0.5}`). Other arguments are
+            columns of the row; docs/rewards.md has more signatures. Worker processes import a module's function by name, and receive
             any other one (a lambda, a function of a notebook) as a copy with its variables.
         in_process: run the functions in this process instead, so that they may change variables
             of the program, or hold what can't be copied. A function that hangs then hangs the run.
@@ -181,6 +195,9 @@ def train(
             signals take their usual effect after the save.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
+    if data is not None:
+        changed = dataclasses.replace(config.data, source=_source_name(data, "data"))
+        config = dataclasses.replace(config, data=changed)
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()
@@ -221,7 +238,8 @@ def evaluate(
         reward, in_process, environment, tools: as for `train`; if a run was given functions, its
             evaluation needs them again.
         flags: replace values of the config: `data`, `k`, `temperature`, `top_p`, `template`,
-            `out`, as in `dapo-jax evaluate --help`.
+            `out`, as in `dapo-jax evaluate --help`. `data` may be rows, as for `train`; all of
+            them are evaluated.
 
     Returns:
         the main scores (docs/metrics.md explains `heldout_...`); None if a signal stopped it and
@@ -232,6 +250,8 @@ def evaluate(
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
     if model:
         flags["model"] = model
+    if "data" in flags:
+        flags["data"] = _source_name(flags["data"], "heldout")
     for flag, value in flags.items():
         if flag not in SHORT_NAMES:
             raise ConfigError(f"evaluate has no argument {flag!r}{nearest(flag, SHORT_NAMES)}")
