@@ -179,8 +179,9 @@ def train(
             (docs/metrics.md). If it returns True, the run saves and stops.
         reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
             or weights by function and by name (`{"rule": 1, score: 0.5}`). Other arguments are
-            columns of the row; docs/rewards.md has more signatures. Worker processes import a module's function by name, and receive
-            any other one (a lambda, a function of a notebook) as a copy with its variables.
+            columns of the row; docs/rewards.md has more signatures. Worker processes import a
+            module's function by name, and receive any other one (a lambda, a function of a
+            notebook) as a copy with its variables.
         in_process: run the functions in this process instead, so that they may change variables
             of the program, or hold what can't be copied. A function that hangs then hangs the run.
         environment, tools: replace those of `config.environment`: a class with `step(text)`, or

@@ -174,9 +174,8 @@ def register_rows(name: str, rows: Any) -> str:
     is_table = hasattr(rows, "__len__") and hasattr(rows, "__iter__")
     if not is_table or isinstance(rows, str | bytes | Mapping):
         raise ConfigError(
-            f"data = {type(rows).__name__}: must be the name of a file, a list of dicts, a "
-            "DataFrame, a Dataset, or another iterable of dicts that has a length (one split, and "
-            "list(rows) of a generator)"
+            f"data = {type(rows).__name__}: must be the name of a file, or rows: a list of "
+            "dicts, a DataFrame, one split of a Dataset, or another iterable of dicts with a length"
         )
     count = len(rows)
     listed = list(rows)

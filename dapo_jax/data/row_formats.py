@@ -300,7 +300,8 @@ def read_row(
     name = fields.get("answer", "answer")
     if _holds_object(named.get(name)) and not needs_answer:
         taken["answer"] = named.pop(name)
-    attributes = _read(named, fields) | {"columns": _pack_columns(taken)}
+    attributes = _read(named, fields)
+    attributes["columns"] = _pack_columns(taken)
     if attributes["answer"] is None and needs_answer:
         if attributes["solution"] or "answer" in fields or by_name.keys() & ANSWER_FIELDS:
             raise NoAnswer

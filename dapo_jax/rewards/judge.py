@@ -14,7 +14,6 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.pool import gather_results
 from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict, with_texts
 
-
 NOTICE_SECONDS = 20.0  # of waiting for rewards until a line names the function
 
 
@@ -97,8 +96,8 @@ class Judge:
                 waiting = sum(not verdict.done() for group in pending for verdict in group.verdicts)
                 reward = self._config.reward
                 processes.print_error(
-                    f"warning: {waiting} responses have waited {seconds:.0f} s for "
-                    f"{', '.join(self._pool.running) or 'the verifier'} "
+                    f"warning: waiting {seconds:.0f} s for rewards, {waiting} responses left: "
+                    f"{', '.join(self._pool.running) or 'the verifier'} is running "
                     f"(reward.workers = {reward.workers}, "
                     f"reward.timeout_seconds = {reward.timeout_seconds:g})"
                 )
