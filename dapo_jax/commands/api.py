@@ -141,6 +141,11 @@ def _source_name(data: Any, name: str) -> str:
     return register_rows(name, data)
 
 
+def _with_source(config: Config, data: Any) -> Config:
+    source = _source_name(data, "data")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
+
+
 def train(
     config: Config | File,
     *,
@@ -171,34 +176,27 @@ def train(
 
     Args:
         config: an experiment, or a file that holds one, such as `configs/arithmetic.py:grpo`.
-        data: replaces `config.data.source`: a list of dicts, a pandas DataFrame, a Hugging Face
-            `Dataset`, another iterable of dicts with a length, or the name of a file. Rows are
-            read as those of a file (docs/data.md). Resuming needs the same rows, and so does
-            every process.
+        data: replaces `config.data.source`: a file, or rows: a list of dicts, a DataFrame, a
+            `Dataset`, another iterable of dicts with a length. A resumed run needs the same.
         on_step: called in every process with the number of each finished step and its metrics
             (docs/metrics.md). If it returns True, the run saves and stops.
         reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
             or weights by function and by name (`{"rule": 1, score: 0.5}`). Other arguments are
-            columns of the row; docs/rewards.md has more signatures. Worker processes import a
-            module's function by name, and receive any other one (a lambda, a function of a
-            notebook) as a copy with its variables.
+            columns of the row (docs/rewards.md). Workers receive a copy, with its variables.
         in_process: run the functions in this process instead, so that they may change variables
             of the program, or hold what can't be copied. A function that hangs then hangs the run.
         environment, tools: replace those of `config.environment`: a class with `step(text)`, or
-            functions that the policy may call (docs/environments.md). Workers run them too.
+            functions that the policy may call (docs/environments.md).
 
     Raises:
         ConfigError: settings and folders don't fit together, or a function can't be copied.
         Starved (rollout.dynamic_sampling): no group carries signal, and the config says to stop.
         NotSaved (runtime.storage.retries): the last checkpoint could not be written.
         NotFinite (runtime.nonfinite): parameters, moments or every update are NaN or infinite.
-        KeyboardInterrupt: Ctrl-C, once the run is saved; a second Ctrl-C: at once, unsaved. Other
-            signals take their usual effect after the save.
+        KeyboardInterrupt: Ctrl-C, once the run is saved; a second Ctrl-C: at once, unsaved.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
-    if data is not None:
-        changed = dataclasses.replace(config.data, source=_source_name(data, "data"))
-        config = dataclasses.replace(config, data=changed)
+    config = config if data is None else _with_source(config, data)
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()

@@ -197,7 +197,7 @@ def test_arrays_and_missing_numbers_become_json():
     [
         ((row for row in ROWS), "data = generator: must be .* with a length"),
         ({"train": ROWS}, "data = dict: must be .* one split"),
-        (7, "data = int: must be the name of a file, a list of dicts"),
+        (7, "data = int: must be the name of a file, or rows: a list of dicts"),
     ],
 )
 def test_what_is_no_table_is_refused_in_one_line(rows, reason):

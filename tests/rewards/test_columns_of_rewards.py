@@ -9,6 +9,7 @@ from conftest import make_completion, make_prompt
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.rewards import judge as judge_module
+from dapo_jax.rewards import pool as pool_module
 from dapo_jax.rewards.functions import find_functions, wanted_columns
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
@@ -113,6 +114,7 @@ def test_a_function_without_its_column_breaks_its_group_alone():
 
 def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):
     monkeypatch.setattr(judge_module, "NOTICE_SECONDS", 1.0)
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.1)
 
     def hangs(prompt, response, answer):
         time.sleep(60)
@@ -120,7 +122,7 @@ def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):
     async def hangs_too(prompt, response, answer):
         time.sleep(60)
 
-    group = judge_group(register(hangs, hangs_too), None, timeout_seconds=1.5)
+    group = judge_group(register(hangs, hangs_too), None, timeout_seconds=0.5)
     assert group.broken
     lines = [line for line in capsys.readouterr().err.splitlines() if "for rewards" in line]
     assert 1 <= len(lines) <= 5  # each after twice the time of the last
