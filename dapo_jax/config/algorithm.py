@@ -98,24 +98,38 @@ PUNISHES = When("algorithm.overlong_punishment")
 class Algorithm:
     """Coefficients of the tokens. Defaults are DAPO's (arXiv 2503.14476)."""
 
-    advantage: Annotated[str, Choices(ESTIMATOR_TRAITS)] = setting("group_zscore", "Estimator: a key of advantages.ESTIMATORS.")
-    advantage_scale: Literal["none", "batch", "mean", "informative"] = setting("none", "Scale of a centred one: a key of advantages.SCALES.", read=CENTRED)
+    advantage: Annotated[str, Choices(ESTIMATOR_TRAITS)] = setting(
+        "group_zscore", "Estimator: a key of advantages.ESTIMATORS."
+    )
+    advantage_scale: Literal["none", "batch", "mean", "informative"] = setting(
+        "none", "Scale of a centred one: a key of advantages.SCALES.", read=CENTRED
+    )
     pass_k: Annotated[int, Range(at_least=2)] = setting(4, "The k of pass_at_k.", read=IF_PASS_AT_K)
     whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
     gamma: Share = setting(1.0, "Discount per token.", read=PER_TOKEN)
     lambda_policy: Unit = setting(1.0, "GAE's lambda of the advantages.", read=IF_GAE)
     lambda_value: Unit = setting(1.0, "GAE's lambda of the critic's returns.", read=HAS_VALUES)
-    lambda_alpha: Positive = setting(0.05, "Lambda of a response of n tokens is 1 - 1 / (alpha * n).", read=IF_ADAPTIVE)
+    lambda_alpha: Positive = setting(
+        0.05, "Lambda of a response of n tokens is 1 - 1 / (alpha * n).", read=IF_ADAPTIVE
+    )
     critic: bool = setting(False, "Train a value model too; the gae estimators need it.")
     critic_pretrain_steps: CountOr0 = setting(0, "First steps, only of the critic.", read=IF_CRITIC)
     value_clip: PositiveOr0 = setting(0.2, "Largest change of a value; 0: any.", read=IF_CRITIC)
-    ratio: Literal["token", "sequence", "product", "geometric", "none"] = setting("token", "Importance ratio p / p_old: a key of losses.RATIOS.")
-    region: Literal["ratio", "log_ratio", "tv", "kl", "none"] = setting("ratio", "Trust region, else no gradient: of the ratio or of the probability ('tv', 'kl').")
+    ratio: Literal["token", "sequence", "product", "geometric", "none"] = setting(
+        "token", "Importance ratio p / p_old: a key of losses.RATIOS."
+    )
+    region: Literal["ratio", "log_ratio", "tv", "kl", "none"] = setting(
+        "ratio", "Trust region, else no gradient: of the ratio or of the probability ('tv', 'kl')."
+    )
     clip_low: Unit = setting(0.2, "Lower end: 1 - clip_low (or -clip_low).", read=IF_REGION)
     clip_high: PositiveOr0 = setting(0.28, "Upper end: 1 + clip_high.", read=IF_REGION)
-    region_sides: Literal["sign", "both"] = setting("sign", "'sign': the end towards which the advantage pushes; 'both' ends.", read=IF_REGION)
+    region_sides: Literal["sign", "both"] = setting(
+        "sign", "'sign': the end towards which the advantage pushes; 'both' ends.", read=IF_REGION
+    )
     dual_clip: PositiveOr0 = setting(10.0, "Cap c of the loss, -A * c, if A < 0; 0: no cap.")
-    weight: Literal["ratio", "sapo", "gamma", "topr"] = setting("ratio", "Weight of log p's gradient by the ratio: a key of losses.WEIGHTS.", read=HAS_RATIO)
+    weight: Literal["ratio", "sapo", "gamma", "topr"] = setting(
+        "ratio", "Weight of log p's gradient by the ratio: a key of losses.WEIGHTS.", read=HAS_RATIO
+    )
     weight_low: PositiveOr0 = setting(0.0, "Lower bound of the ratio.", read=IF_BOUNDED)
     weight_high: PositiveOr0 = setting(0.0, "Upper bound; 0: none.", read=IF_BOUNDED)
     decay_positive: Positive = setting(1.0, "Temperature or decay if A > 0.", read=IF_DECAY)
@@ -123,35 +137,59 @@ class Algorithm:
     power_positive: PositiveOr0 = setting(1.0, "gamma's power if A > 0.", read=IF_GAMMA)
     power_negative: PositiveOr0 = setting(1.0, "gamma's power if A < 0.", read=IF_GAMMA)
     aggregate: Annotated[str, AGGREGATES] = setting("token_mean", "A key of losses.LOSS_WEIGHTS.")
-    trained_responses: Literal["all", "correct", "pairs"] = setting("all", "Responses with a loss: a key of losses.TRAINED_RESPONSES.")
+    trained_responses: Literal["all", "correct", "pairs"] = setting(
+        "all", "Responses with a loss: a key of losses.TRAINED_RESPONSES."
+    )
     token_weights: str = setting("", "module:function(group, sample) -> token weights; empty: 1.")
     reference: bool = setting(False, "Hold a frozen reference policy (model.reference_folder).")
-    kl: Literal["none", "loss", "reward"] = setting("none", "KL to another policy: 'none', in the 'loss' or in the 'reward'.")
-    kl_to: Literal["reference", "old", "sampler"] = setting("reference", "'reference', 'old' (before the step) or 'sampler'.", read=KL_LOSS)
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = setting("k3", "A key of losses.KL_ESTIMATORS.", read=IF_KL)
+    kl: Literal["none", "loss", "reward"] = setting(
+        "none", "KL to another policy: 'none', in the 'loss' or in the 'reward'."
+    )
+    kl_to: Literal["reference", "old", "sampler"] = setting(
+        "reference", "'reference', 'old' (before the step) or 'sampler'.", read=KL_LOSS
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = setting(
+        "k3", "A key of losses.KL_ESTIMATORS.", read=IF_KL
+    )
     kl_importance: bool = setting(False, "Times the ratio: unbiased off policy.", read=KL_LOSS)
     kl_coefficient: PositiveOr0 = setting(0.0, "Weight of that KL.")
     preference_beta: Positive = setting(0.1, "DPO's beta, in 1 / nats.", read=IF_PREFERENCE)
-    distillation: Literal["none", "reverse", "jsd"] = setting("none", "'reverse' adds log p_teacher - log p_old to advantages; 'jsd' is in the loss.")
+    distillation: Literal["none", "reverse", "jsd"] = setting(
+        "none", "'reverse' adds log p_teacher - log p_old to advantages; 'jsd' is in the loss."
+    )
     distillation_coefficient: Positive = setting(1.0, "Weight of distillation.", read=IF_TEACHER)
     distillation_beta: Unit = setting(0.5, "0: KL(teacher || policy); 1: the reverse.", read=IF_JSD)
-    distillation_top_k: CountOr0 = setting(0, "Compare the teacher's k likeliest tokens, and the rest as one; 0: all.", read=IF_JSD)
+    distillation_top_k: CountOr0 = setting(
+        0, "Compare the teacher's k likeliest tokens, and the rest as one; 0: all.", read=IF_JSD
+    )
     distillation_temperature: Positive = setting(1.0, "Softmax temperature of both.", read=IF_JSD)
     entropy_coefficient: PositiveOr0 = setting(0.0, "Weight of the entropy bonus.")
     positive_nll_coefficient: PositiveOr0 = setting(0.0, "Weight of the NLL of correct responses.")
-    old_logprobs: Literal["recompute", "sampler"] = setting("recompute", "Before the step: from a forward pass or the sampler.", read=READS_OLD_LOGPROBS)
-    router_replay: Literal["none", "old", "sampler"] = setting("none", "Experts in training: of the current router, of old_logprobs, or of the sampler.")
+    old_logprobs: Literal["recompute", "sampler"] = setting(
+        "recompute", "Before the step: from a forward pass or the sampler.", read=READS_OLD_LOGPROBS
+    )
+    router_replay: Literal["none", "old", "sampler"] = setting(
+        "none", "Experts in training: of the current router, of old_logprobs, or of the sampler."
+    )
     router_balance_coefficient: PositiveOr0 = setting(0.0, "Weight of the load-balance loss.")
-    importance_cap: Annotated[float, Range(at_least=1, also=0)] = setting(0.0, "Weight of a token: min(p_trainer / p_sampler, cap); 0: no correction.")
-    importance_ratio: Literal["token", "product", "sequence"] = setting("token", "That ratio: per token, or product or geometric mean of the response.", read=IF_CAP)
+    importance_cap: Annotated[float, Range(at_least=1, also=0)] = setting(
+        0.0, "Weight of a token: min(p_trainer / p_sampler, cap); 0: no correction."
+    )
+    importance_ratio: Literal["token", "product", "sequence"] = setting(
+        "token", "That ratio: per token, or product or geometric mean of the response.", read=IF_CAP
+    )
     rejection: Literal["none", "token", "product", "sequence", "worst"] = setting(
         "none",
         "Ratio to the sampler; tokens outside lose their loss: a key of losses.RATIOS, or worst.",
     )
     rejection_low: PositiveOr0 = setting(0.5, "Lower bound of that ratio.", read=REJECTS)
     rejection_high: PositiveOr0 = setting(5.0, "Upper bound; 0: none.", read=REJECTS)
-    rejection_of: Literal["old", "new"] = setting("old", "Ratio of the policy before the step, or of the current one.", read=REJECTS)
-    rejection_sign: Literal["all", "negative"] = setting("all", "Reject all of those, or only if A < 0.", read=REJECTS)
+    rejection_of: Literal["old", "new"] = setting(
+        "old", "Ratio of the policy before the step, or of the current one.", read=REJECTS
+    )
+    rejection_sign: Literal["all", "negative"] = setting(
+        "all", "Reject all of those, or only if A < 0.", read=REJECTS
+    )
     dynamic_sampling: bool = setting(True, "Keep only groups with 0 < correct < G, and refill.")
     reward_correct: float = setting(1.0, "Reward of a correct answer.")
     reward_wrong: float = setting(-1.0, "Reward of a wrong or missing answer.")

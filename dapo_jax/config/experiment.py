@@ -69,7 +69,9 @@ class Teacher:
 
     folder: str = setting("", "Model folder; the tokenizer is the policy's.")
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "'auto': compute.dtype.")
-    weights_dtype: Literal["auto", "int8"] = setting("auto", "Of the layers' matrices: 'auto' (dtype) or 'int8', a scale per output channel.")
+    weights_dtype: Literal["auto", "int8"] = setting(
+        "auto", "Of the layers' matrices: 'auto' (dtype) or 'int8', a scale per output channel."
+    )
 
 
 @section
@@ -78,7 +80,9 @@ class Lora:
 
     rank: CountOr0 = setting(0, "Rank of the adapters; only they are trained; 0: no adapters.")
     alpha: Positive = setting(32.0, "Adapters add x A B times alpha / rank.", read=IF_LORA)
-    targets: str = setting("query,key,value,out,gate,up,down", "Matrices with adapters, comma-separated.", read=IF_LORA)
+    targets: str = setting(
+        "query,key,value,out,gate,up,down", "Matrices with adapters, comma-separated.", read=IF_LORA
+    )
     folder: str = setting("", "Adapters to start from, in PEFT's format; empty: new ones.")
 
 
@@ -92,7 +96,9 @@ class Architecture:
     kv_heads: Count = setting(2, "Key/value heads; divides heads.")
     head_dim: Count = setting(32, "Width of a head; even.")
     mlp: Count = setting(384, "Width of the gated MLP.")
-    rope_theta: Annotated[float, Range(above=1)] = setting(10_000.0, "Base of the rotary wavelengths; short texts learn faster with a small one.")
+    rope_theta: Annotated[float, Range(above=1)] = setting(
+        10_000.0, "Base of the rotary wavelengths; short texts learn faster with a small one."
+    )
 
 
 @section
@@ -106,7 +112,9 @@ class Compute:
         may_change=True,
     )
     scan_unroll: Count = setting(1, "Layers per iteration of the training scan.", may_change=True)
-    attention: Literal["auto", "plain", "blocked", "splash", "triton"] = setting("auto", "Kernel in training; 'splash' is for TPU, 'triton' for GPU.", may_change=True)
+    attention: Literal["auto", "plain", "blocked", "splash", "triton"] = setting(
+        "auto", "Kernel in training; 'splash' is for TPU, 'triton' for GPU.", may_change=True
+    )
     logprob_chunk_tokens: Count = setting(2048, "Tokens with logits in memory.", may_change=True)
 
 
@@ -114,8 +122,12 @@ class Compute:
 class Packing:
     """Rows of packed prompts and responses."""
 
-    row_tokens: int = setting(256, "Length of a row; 'auto' (-1): the longest response, or 2 to 4 times that.", auto=-1)
-    rows_per_microbatch: Count = setting(16, "Rows per gradient, all devices; fewer if 'auto' makes the rows longer.")
+    row_tokens: int = setting(
+        256, "Length of a row; 'auto' (-1): the longest response, or 2 to 4 times that.", auto=-1
+    )
+    rows_per_microbatch: Count = setting(
+        16, "Rows per gradient, all devices; fewer if 'auto' makes the rows longer."
+    )
 
 
 SizeOrRest = Annotated[int, Range(above=0, also=-1)]  # -1: the devices that are left
@@ -139,15 +151,21 @@ class Mesh(OneMesh):
     """Device mesh, or one to learn and one to sample. Batch is split over data x fsdp, weights over
     fsdp x tensor."""
 
-    sampler_share: Below1 = setting(0.0, "Fraction of a process's devices that only sample; 0: none.")
+    sampler_share: Below1 = setting(
+        0.0, "Fraction of a process's devices that only sample; 0: none."
+    )
 
 
 @section
 class Examples:
     """Worked examples of the embedded tasks."""
 
-    errors: bool = setting(True, "Examples with errors.", read=When("examples.direct_share", lambda share: share == 0))
-    direct_share: Below1 = setting(0.0, "Fraction that answers at once; others ramble or use a tool.")
+    errors: bool = setting(
+        True, "Examples with errors.", read=When("examples.direct_share", lambda share: share == 0)
+    )
+    direct_share: Below1 = setting(
+        0.0, "Fraction that answers at once; others ramble or use a tool."
+    )
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
 
@@ -166,16 +184,24 @@ class Data:
     fields: str = setting("", "KEY=FIELD, comma-separated, as problem=question,answer=meta.gold.")
     folder: str = setting("data", "Folder for bare names.")
     bad_rows_limit: CountOr0 = setting(10, "Malformed rows of a source that are skipped.")
-    template: str = setting("none", "A key of templates.TEMPLATES, or a text (or a file of it) with {problem} or jinja.")
+    template: str = setting(
+        "none", "A key of templates.TEMPLATES, or a text (or a file of it) with {problem} or jinja."
+    )
     few_shot: Count = setting(4, "Worked examples before the problem.", read=FEW_SHOT)
     system_prompt: str = setting("", SYSTEM_PROMPT, read=SHOWS_SYSTEM)
     train_problems: Count = setting(20_000, "Generated problems per pass.")
-    heldout_problems: AutoCount = setting(-1, "For evaluation, never trained on; 0: none; -1: 256, of a file at most a fifth.")
+    heldout_problems: AutoCount = setting(
+        -1, "For evaluation, never trained on; 0: none; -1: 256, of a file at most a fifth."
+    )
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
     max_prompt_tokens: Count = setting(32, "Longest prompt of the sampler.")
-    overlong_prompts: Literal["truncate_left", "drop"] = setting("truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it.")
-    changed: Literal["refuse", "allow"] = setting("refuse", "On resume with other problems or answers: 'refuse' or 'allow'.", may_change=True)
+    overlong_prompts: Literal["truncate_left", "drop"] = setting(
+        "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
+    )
+    changed: Literal["refuse", "allow"] = setting(
+        "refuse", "On resume with other problems or answers: 'refuse' or 'allow'.", may_change=True
+    )
 
     def heldout_count(self) -> int:
         """Return the number of problems to hold out, if there are enough."""
@@ -197,8 +223,12 @@ class OwnData:
     template: str = setting("none", "Of plain prompts: as for problems, without few_shot.")
     system_prompt: str = setting("", SYSTEM_PROMPT)
     heldout_examples: AutoCount = setting(-1, "For evaluation; 0: none; -1: 1 in 20, at most 256.")
-    passes: Positive = setting(3.0, "Passes over the examples.", read=When("total_steps", lambda steps: steps == 0))
-    overlong: Literal["drop", "cut"] = setting("drop", "Examples longer than packing.row_tokens: 'drop' them, or 'cut' their end.")
+    passes: Positive = setting(
+        3.0, "Passes over the examples.", read=When("total_steps", lambda steps: steps == 0)
+    )
+    overlong: Literal["drop", "cut"] = setting(
+        "drop", "Examples longer than packing.row_tokens: 'drop' them, or 'cut' their end."
+    )
 
 
 @section
@@ -208,15 +238,23 @@ class Rollout:
     prompts_per_step: Count = setting(32, "Groups per rollout batch (N).")
     samples_per_prompt: Count = setting(16, "Responses of a group (G).")
     updates_per_rollout: Count = setting(4, "Optimizer steps per rollout batch (U), in data order.")
-    max_sample_rounds: Count = setting(10, "Dynamic sampling asks for at most this many times prompts_per_step prompts.")
-    lag: Annotated[int, Range(at_least=0, at_most=1)] = setting(0, "1: collect while learning, by the policy before; needs algorithm.importance_cap.")
-    carry_over: Literal["none", "unfinished", "all"] = setting("none", "Surplus responses that the next step resumes; needs algorithm.importance_cap.")
+    max_sample_rounds: Count = setting(
+        10, "Dynamic sampling asks for at most this many times prompts_per_step prompts."
+    )
+    lag: Annotated[int, Range(at_least=0, at_most=1)] = setting(
+        0, "1: collect while learning, by the policy before; needs algorithm.importance_cap."
+    )
+    carry_over: Literal["none", "unfinished", "all"] = setting(
+        "none", "Surplus responses that the next step resumes; needs algorithm.importance_cap."
+    )
     carry_over_max_age: Count = setting(
         2,
         "Steps since the oldest response began.",
         read=When("rollout.carry_over", "unfinished all"),
     )
-    when_starved: Literal["partial", "stop"] = setting("partial", "Too few groups after the last round: 'partial' trains on them, 'stop' stops.")
+    when_starved: Literal["partial", "stop"] = setting(
+        "partial", "Too few groups after the last round: 'partial' trains on them, 'stop' stops."
+    )
 
 
 @section
@@ -226,9 +264,13 @@ class Environment:
     name: str = setting("", "calculator, guessing, second_try, openenv:module:Class, module:Class.")
     tools: str = setting("", "The policy's functions: module:function, comma-separated.")
     max_turns: Count = setting(8, "Turns of a trajectory.")
-    max_drawn_tokens: CountOr0 = setting(0, "Sampled tokens of a trajectory; 0: max_response_tokens, which counts observations too.")
+    max_drawn_tokens: CountOr0 = setting(
+        0, "Sampled tokens of a trajectory; 0: max_response_tokens, which counts observations too."
+    )
     max_observation_tokens: Count = setting(256, "Longer observations lose their end.")
-    rewards: Literal["sum", "last", "steps"] = setting("sum", "Part 'environment': 'sum', 'last' or 'steps' (per turn).")
+    rewards: Literal["sum", "last", "steps"] = setting(
+        "sum", "Part 'environment': 'sum', 'last' or 'steps' (per turn)."
+    )
     step_seconds: Positive = setting(5.0, "A longer step is killed and reported.", may_change=True)
     workers: Count = setting(4, "Processes that run steps in parallel.", may_change=True)
     wait_bursts: Count = setting(1, "Bursts before decoding waits for it.", may_change=ON_POLICY)
@@ -246,28 +288,50 @@ class Sampler:
     slots: Count = setting(128, "Responses decoded in parallel.", may_change=ON_POLICY)
     keep_turns: bool = setting(False, "Keep slot and cache between turns.", read=IF_TURNS)
     burst_tokens: Count = setting(8, "Tokens decoded per call of the host.", may_change=ON_POLICY)
-    first_window_tokens: Count = setting(64, "First cache length; it doubles as responses outgrow it.", may_change=True)
+    first_window_tokens: Count = setting(
+        64, "First cache length; it doubles as responses outgrow it.", may_change=True
+    )
     load_layers: CountOr0 = setting(0, "Layers copied at once; 0: all.", may_change=True)
     max_response_tokens: Count = setting(96, "Limit of a response; a longer one is truncated.")
-    temperature: Annotated[float, Range(at_least=0.001, at_most=100.0)] = setting(1.0, "Softmax temperature.")
+    temperature: Annotated[float, Range(at_least=0.001, at_most=100.0)] = setting(
+        1.0, "Softmax temperature."
+    )
     top_p: Share = setting(1.0, "Nucleus fraction; below 1 the importance ratio is biased.")
     top_k: CountOr0 = setting(0, "Keep the k likeliest tokens; 0 keeps all; biases the ratio too.")
-    cache: Cache = setting("auto", "Layout of keys and values; 'auto': paged on TPU, else slots.", may_change=ON_POLICY)
-    page_tokens: Count = setting(128, "Tokens per cache page; a multiple of 8 on TPU.", read=PAGED, may_change=ON_POLICY)
+    cache: Cache = setting(
+        "auto", "Layout of keys and values; 'auto': paged on TPU, else slots.", may_change=ON_POLICY
+    )
+    page_tokens: Count = setting(
+        128, "Tokens per cache page; a multiple of 8 on TPU.", read=PAGED, may_change=ON_POLICY
+    )
     pages: CountOr0 = setting(0, "All pages; 0: as needed.", read=PAGED, may_change=ON_POLICY)
-    prefill_prompts: Count = setting(8, "Prompts per prefill call, rounded up to a multiple of data x fsdp.", may_change=True)
-    prefill_chunk_tokens: CountOr0 = setting(2048, "Longer prompts are prefilled in chunks of this length; 0: never.", may_change=True)
-    cache_dtype: Literal["auto", "int8", "int8_per_head"] = setting("auto", "Of keys and values; int8 has a scale per token and head; 'auto': compute.dtype.")
-    weights_dtype: Literal["auto", "int8", "int8_products"] = setting("auto", "Of decoding matrices; int8 has a scale per channel; 'auto': compute.dtype.")
+    prefill_prompts: Count = setting(
+        8, "Prompts per prefill call, rounded up to a multiple of data x fsdp.", may_change=True
+    )
+    prefill_chunk_tokens: CountOr0 = setting(
+        2048, "Longer prompts are prefilled in chunks of this length; 0: never.", may_change=True
+    )
+    cache_dtype: Literal["auto", "int8", "int8_per_head"] = setting(
+        "auto", "Of keys and values; int8 has a scale per token and head; 'auto': compute.dtype."
+    )
+    weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
+        "auto", "Of decoding matrices; int8 has a scale per channel; 'auto': compute.dtype."
+    )
 
 
 @section
 class Reward:
     """Rewards of a response, and the processes that compute them."""
 
-    verifier: Literal["final_number", "math", "math_box", "math_label", "dapo"] = setting("final_number", "A key of verifier.VERIFIERS.")
-    unfinished: Literal["wrong", "right"] = setting("wrong", "A correct value that is not worked out, as 102^2-98^2 for 800.", read=BY_VALUE)
-    percent: Literal["exact", "as_asked"] = setting("exact", "'exact': 20% is 0.2; 'as_asked': 20 if the problem asks for %.", read=BY_VALUE)
+    verifier: Literal["final_number", "math", "math_box", "math_label", "dapo"] = setting(
+        "final_number", "A key of verifier.VERIFIERS."
+    )
+    unfinished: Literal["wrong", "right"] = setting(
+        "wrong", "A correct value that is not worked out, as 102^2-98^2 for 800.", read=BY_VALUE
+    )
+    percent: Literal["exact", "as_asked"] = setting(
+        "exact", "'exact': 20% is 0.2; 'as_asked': 20 if the problem asks for %.", read=BY_VALUE
+    )
     parts: str = setting(
         "rule=1",
         "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, "
@@ -278,10 +342,16 @@ class Reward:
         "verifier",
         "Verdict for dynamic sampling: verifier, reward >= threshold, or spread in a group.",
     )
-    threshold: float = setting(0.5, "Smallest raw reward of a correct response.", read=When("reward.correct", "threshold"))
-    min_spread: PositiveOr0 = setting(1e-6, "Largest - smallest must exceed it.", read=When("reward.correct", "spread"))
+    threshold: float = setting(
+        0.5, "Smallest raw reward of a correct response.", read=When("reward.correct", "threshold")
+    )
+    min_spread: PositiveOr0 = setting(
+        1e-6, "Largest - smallest must exceed it.", read=When("reward.correct", "spread")
+    )
     workers: Count = setting(1, "Threads that compute rewards, with processes.", may_change=True)
-    timeout_seconds: Positive = setting(5.0, "A worker that needs longer for one response or group is killed.", may_change=True)
+    timeout_seconds: Positive = setting(
+        5.0, "A worker that needs longer for one response or group is killed.", may_change=True
+    )
 
     def needs_answer(self) -> bool:
         """Return True if responses are compared with the gold answer."""
@@ -312,8 +382,12 @@ class Optimizer:
     beta2: Below1 = setting(0.999, "Decay of the second moment.")
     eps: Positive = setting(1e-8, "Added to the root of the second moment.")
     weight_decay: PositiveOr0 = setting(0.1, "Decoupled; on matrices only.")
-    max_grad_norm: Annotated[float, Range(above=0, at_most=1e15)] = setting(1.0, "Gradients are scaled down to this global norm.")
-    max_skipped_steps: int = setting(3, "Steps in a row without finite updates before exit code 4; 0: never.", may_change=True)
+    max_grad_norm: Annotated[float, Range(above=0, at_most=1e15)] = setting(
+        1.0, "Gradients are scaled down to this global norm."
+    )
+    max_skipped_steps: int = setting(
+        3, "Steps in a row without finite updates before exit code 4; 0: never.", may_change=True
+    )
 
 
 @section
@@ -321,7 +395,9 @@ class Critic:
     """The value model of an algorithm with a critic."""
 
     folder: str = setting("", "A policy or reward model; empty: model.folder.", read=IF_CRITIC)
-    pretrain_steps: AutoCount = setting(-1, "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps.")
+    pretrain_steps: AutoCount = setting(
+        -1, "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps."
+    )
     optimizer: Optimizer = part(lambda: Optimizer(learning_rate=2e-6), read=IF_CRITIC)
 
 
@@ -332,7 +408,9 @@ class Checkpoint:
     every_steps: CountOr0 = setting(10, "Rollout steps between saves; 0 saves only at the end.")
     keep: Count = setting(2, "Number of newest checkpoints to keep.")
     keep_groups: bool = setting(False, "Save scored groups at once: a kill loses no response.")
-    leave_seconds: PositiveOr0 = setting(30.0, "Longest wait of SIGTERM and Ctrl-C for a point to save at; 0: no limit.")
+    leave_seconds: PositiveOr0 = setting(
+        30.0, "Longest wait of SIGTERM and Ctrl-C for a point to save at; 0: no limit."
+    )
 
 
 @section
@@ -368,7 +446,9 @@ class Watch:
     """Limits of metrics: beyond them a step prints a warning. 0: not watched."""
 
     min_entropy: PositiveOr0 = setting(0.005, "Lower limit of `entropy`, in nats.")
-    max_length_growth: PositiveOr0 = setting(2.0, "Limit of `response_tokens_mean` relative to its mean in the ten steps before.")
+    max_length_growth: PositiveOr0 = setting(
+        2.0, "Limit of `response_tokens_mean` relative to its mean in the ten steps before."
+    )
     max_all_right: PositiveOr0 = setting(0.9, "Limit of `all_right_fraction`.")
     max_all_wrong: PositiveOr0 = setting(0.9, "Limit of `all_wrong_fraction`.")
     max_answer_not_found: PositiveOr0 = setting(0.5, "Limit of `answer_not_found_rate`.")
@@ -485,8 +565,12 @@ class ExportConfig:
     out: str = setting("", "Model folder to write; new, empty, or an earlier export.")
     step: CountOr0 = setting(0, "Step of the checkpoint; 0: the newest.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
-    weights: Literal["merged", "adapter"] = setting("merged", "Of a run with adapters: 'merged' and OUT.adapter apart, or only the 'adapter'.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "Of the weights; 'auto': as the model folder.", read=IF_MERGED)
+    weights: Literal["merged", "adapter"] = setting(
+        "merged", "Of a run with adapters: 'merged' and OUT.adapter apart, or only the 'adapter'."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Of the weights; 'auto': as the model folder.", read=IF_MERGED
+    )
     max_shard_gb: Positive = setting(5.0, "Largest weight file, in 10^9 bytes.", read=IF_MERGED)
     base_model: str = setting("", "OWNER/NAME of the start model on the hub, for the model card.")
     datasets: str = setting("", "Data sets on the hub, comma-separated, for the model card.")
@@ -502,7 +586,9 @@ class ReportConfig:
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
     preset: str = setting("", "Preset to compare the algorithm with; empty: the nearest one.")
-    max_mb: Annotated[float, Range(at_least=MIN_PAGE_MB)] = setting(20.0, "Largest page, in 10^6 bytes; curves and rollouts are sampled to fit.")
+    max_mb: Annotated[float, Range(at_least=MIN_PAGE_MB)] = setting(
+        20.0, "Largest page, in 10^6 bytes; curves and rollouts are sampled to fit."
+    )
 
 
 @section
@@ -523,14 +609,20 @@ class ServeConfig:
     idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
     allowed_hosts: str = setting("", "Names of this server but host, comma-separated; '*': any.")
     api_key_file: str = setting("", "File with the clients' key; empty: DAPO_API_KEY, if set.")
-    max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(-1, "Longest prompt; 'auto' (-1): the context, or what fits into memory.", auto=-1)
-    max_response_tokens: Annotated[int, Range(above=0, also=-1)] = setting(-1, "Largest max_tokens of a request. 'auto' (-1): the remaining context.", auto=-1)
+    max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(
+        -1, "Longest prompt; 'auto' (-1): the context, or what fits into memory.", auto=-1
+    )
+    max_response_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
+        -1, "Largest max_tokens of a request. 'auto' (-1): the remaining context.", auto=-1
+    )
     temperature: Temperature = setting(1.0, "Softmax temperature; 0: greedy. Requests may set it.")
     top_p: Share = setting(1.0, "Nucleus fraction. Requests may set it.")
     top_k: CountOr0 = setting(0, "Keep the k likeliest tokens; 0: all. Requests may set it.")
     seed: Seed = setting(0, "Random seed; samples also depend on the order of requests.")
     cache: Cache = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
     dtype: Dtype = setting("float32", "'float32' or 'bfloat16'.")
-    weights_dtype: Literal["auto", "int8"] = setting("auto", "Of matrices (not the embedding): 'auto' (dtype) or 'int8', scaled per channel.")
+    weights_dtype: Literal["auto", "int8"] = setting(
+        "auto", "Of matrices (not the embedding): 'auto' (dtype) or 'int8', scaled per channel."
+    )
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
     mesh: OneMesh = part(OneMesh, may_change=True)
