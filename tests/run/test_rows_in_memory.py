@@ -1,5 +1,7 @@
 """Whole runs on rows of the program, with rewards that take their columns."""
 
+import dataclasses
+
 import pytest
 from several import start_training
 from small_runs import make_quick_config, read_rollouts
@@ -16,11 +18,11 @@ def score(prompt, response, answer, tests, **columns):
     return response.count(str(tests[1]["digit"])) + len(response) / 100
 
 
-def config_of(folder, run_dir, steps=2):
+def config_of(folder, run_dir):
     return make_quick_config(
         folder,
         run_dir,
-        total_steps=steps,
+        algorithm=dataclasses.replace(dapo_jax.preset("dapo"), old_logprobs="sampler"),
         data=Data(max_prompt_tokens=8),
         reward=Reward(correct="spread"),
         rollout=Rollout(prompts_per_step=4, samples_per_prompt=4, carry_over="all"),
