@@ -18,7 +18,6 @@ from dapo_jax.commands.model_folders import check_folder, train_model
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config
-from dapo_jax.rewards.functions import RewardFunction
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, check_types, check_values, nearest, require
 from dapo_jax.runtime.workers.pickled_functions import register_function
@@ -26,6 +25,7 @@ from dapo_jax.runtime.workers.pickled_functions import register_function
 if TYPE_CHECKING:
     import pyarrow
 
+RewardFunction = Callable[..., Any]  # any arguments: columns too
 Rewards = RewardFunction | Mapping[RewardFunction | str, float]
 T = TypeVar("T")
 

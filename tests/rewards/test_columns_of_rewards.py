@@ -94,7 +94,7 @@ def test_an_object_as_answer_arrives_as_an_object():
 
 def test_columns_that_functions_take():
     functions = find_functions(register(*FUNCTIONS)).values()
-    required, optional = {"tests", "rubric"}, {"missing"}
+    required, optional = frozenset({"tests", "rubric"}), frozenset({"missing"})
     assert wanted_columns(functions) == WantedColumns(required, optional, True)
     assert wanted_columns([plain]) == wanted_columns([]) == WantedColumns()
 
@@ -109,7 +109,8 @@ def test_an_argument_of_another_name_is_no_column():
 
 def test_a_function_without_its_column_breaks_its_group_alone():
     group = judge_group(register(named), columns=None)
-    assert "named: " in group.broken and "missing 2 required positional arguments" in group.broken
+    assert group.broken and "named: " in group.broken
+    assert "missing 2 required positional arguments" in group.broken
 
 
 def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):

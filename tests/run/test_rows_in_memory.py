@@ -1,6 +1,7 @@
 """Whole runs on rows of the program, with rewards that take their columns."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from several import start_training
@@ -62,7 +63,7 @@ def test_an_evaluation_scores_all_rows(tiny_folder, tmp_path, alone):
     config = config_of(tiny_folder, tmp_path / "run")
     options = {"model": str(tiny_folder), "reward": score, "k": 1}
     scores = dapo_jax.evaluate(config, data=ROWS[:7], **options)
-    assert scores["problems"] == 7
+    assert scores and scores["problems"] == 7
     changed = [row | {"tests": [row["tests"][0], {"digit": 3}]} for row in ROWS[:7]]
     with pytest.raises(ConfigError, match="can't resume with other settings.*\n.*problems_digest"):
         dapo_jax.evaluate(config, data=changed, **options)
@@ -75,8 +76,9 @@ def test_columns_of_a_table_are_prompts(tiny_folder):
         for prompts in (["1+1=", "2+2="], iter(["1+1=", "2+2="]))
     )
     assert [own[0].text for own in lists] == [own[0].text for own in iterator]
+    wrong: list[Any] = [*ROWS]
     with pytest.raises(ConfigError, match=r"prompts\[0\] = .*: must be text, or a list of mess"):
-        dapo_jax.sample(tiny_folder, ROWS[:1], **sampling)
+        dapo_jax.sample(tiny_folder, wrong, **sampling)
 
 
 @pytest.mark.usefixtures("compiled_once")
