@@ -39,7 +39,7 @@ def test_a_resumed_run_reads_the_columns_again_and_refuses_others(tiny_folder, t
     part = dapo_jax.train(config, data=ROWS, reward=score, on_step=lambda step, row: step == 1)
     assert part.stopped == "on_step"
     for other in ROWS[:-1], [*ROWS[:-1], ROWS[-1] | {"tests": [39, {"digit": 1}]}]:
-        with pytest.raises(ConfigError, match="changed = 'refuse': .* data of given:data .*"):
+        with pytest.raises(ConfigError, match="changed = 'refuse': .* of given:data has"):
             dapo_jax.train(config, data=other, reward=score)
     with pytest.raises(ConfigError, match="'given:data': none .* has no column 'tests', which a"):
         dapo_jax.train(config, data=[{"problem": row["problem"]} for row in ROWS], reward=score)
