@@ -19,7 +19,6 @@ from dapo_jax.commands.model_folders import check_folder, train_model
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config
-from dapo_jax.rewards.functions import RewardFunction
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, check_types, check_values, nearest, require
 from dapo_jax.runtime.workers.pickled_functions import register_function
@@ -27,6 +26,7 @@ from dapo_jax.runtime.workers.pickled_functions import register_function
 if TYPE_CHECKING:
     import pyarrow
 
+RewardFunction = Callable[..., Any]  # any arguments: columns too
 Rewards = RewardFunction | Mapping[RewardFunction | str, float]
 T = TypeVar("T")
 
@@ -135,9 +135,24 @@ def _with_functions(
     return config
 
 
+def _source_name(data: Any, name: str) -> str:
+    """Return the name of a source of problems, for rows too."""
+    if isinstance(data, str | os.PathLike):
+        return os.fspath(data)
+    from dapo_jax.data.files import register_rows
+
+    return register_rows(name, data)
+
+
+def _with_source(config: Config, data: Any) -> Config:
+    source = _source_name(data, "data")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
+
+
 def train(
     config: Config | File,
     *,
+    data: Any = None,
     on_step: Callable[[int, dict[str, float]], Any] | None = None,
     callbacks: Sequence[Any] = (),
     reward: Rewards | None = None,
@@ -165,17 +180,18 @@ def train(
 
     Args:
         config: an experiment, or a file that holds one, such as `configs/arithmetic.py:grpo`.
+        data: replaces `config.data.source`: a file, or rows: a list of dicts, a DataFrame, a
+            `Dataset`, another iterable of dicts with a length. A resumed run needs the same.
         on_step: called in every process after each step with its number and metrics
             (docs/metrics.md). If it returns True, the run saves and stops.
         callbacks: objects with `on_step(step, values)`, `on_evaluation(step, responses)`,
             `on_checkpoint(step, folder)`, as in docs/api.md; True stops the run.
         reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
-            or weights by function and by name (`{"rule": 1, score: 0.5}`); docs/rewards.md has
-            the other signatures. Worker processes import a module's function by name, and get any
-            other one as a copy with its variables.
+            or weights by function and by name (`{"rule": 1, score: 0.5}`). Other arguments are
+            columns of the row (docs/rewards.md). Workers receive a copy, with its variables.
         in_process: run the functions in this process; one that hangs then hangs the run.
         environment, tools: replace those of `config.environment`: a class with `step(text)`, or
-            functions that the policy may call (docs/environments.md). Workers run them too.
+            functions that the policy may call (docs/environments.md).
 
     Raises:
         ConfigError: settings and folders don't fit together, or a function can't be copied.
@@ -185,6 +201,7 @@ def train(
         KeyboardInterrupt: Ctrl-C, after the save; a second one: at once. Other signals alike.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
+    config = config if data is None else _with_source(config, data)
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()
@@ -227,7 +244,8 @@ def evaluate(
         reward, in_process, environment, tools: as for `train`; if a run was given functions, its
             evaluation needs them again.
         flags: replace values of the config: `data`, `k`, `temperature`, `top_p`, `template`,
-            `out`, as in `dapo-jax evaluate --help`.
+            `out`, as in `dapo-jax evaluate --help`. `data` may be rows, as for `train`; all of
+            them are evaluated.
 
     Returns:
         the main scores (docs/metrics.md explains `heldout_...`); None if a signal stopped it and
@@ -238,6 +256,8 @@ def evaluate(
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
     if model:
         flags["model"] = model
+    if "data" in flags:
+        flags["data"] = _source_name(flags["data"], "heldout")
     for flag, value in flags.items():
         if flag not in SHORT_NAMES:
             raise ConfigError(f"evaluate has no argument {flag!r}{nearest(flag, SHORT_NAMES)}")

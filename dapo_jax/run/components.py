@@ -30,6 +30,7 @@ from dapo_jax.model.trainable import (
 )
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MAX_CUT, fitting
+from dapo_jax.rewards.functions import find_functions, wanted_columns
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.source import RolloutSource
@@ -277,11 +278,13 @@ def open_prompts(
     training: bool = True,
 ) -> PromptStream:
     """Return the prompts of the config's problems, as environments open them."""
+    functions = find_functions(list(config.reward.weights()))
     return PromptStream(
         config.data,
         config.seed,
         tokenizer,
         needs_answer=config.reward.needs_answer(),
+        columns=wanted_columns(functions.values()),
         training=training,
         opening=environments.open if environments else lambda problem: problem,
         tools=tool_schemas(config.environment),

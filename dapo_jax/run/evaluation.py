@@ -291,10 +291,11 @@ def params_digest(params: Any) -> str:
 def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dict[str, Any]:
     """Return the values, by name, that must not change when an evaluation resumes."""
     problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
+    columns = [p.columns for p in prompts if p.columns]
     return {
         "policy_digest": params_digest(params),
         "problems": len(problems),
-        "problems_digest": _digest(problems),
+        "problems_digest": _digest([*problems, *columns]),
     } | {name: value for name, _, value in leaves(config) if name in DECIDING}
 
 

@@ -109,7 +109,7 @@ def test_a_row_without_an_answer_is_not_malformed(row):
     [
         ({"problem": "", "answer": "1"}, "problem is empty"),
         ({"problem": 3, "answer": "1"}, "problem is int, not text"),
-        ({"problem": "P", "answer": {"a": 1}}, "answer is dict"),
+        ({"problem": "P", "answer": {"a": 1}}, "answer is an object, which no verifier compares"),
         ({"problem": "P", "answer": float("nan")}, "not a finite number"),
         ({"problem": "\ud800", "answer": "1"}, "surrogate"),
         ({"text": "P", "label": "1"}, "known as the problem: text, label"),

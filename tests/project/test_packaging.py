@@ -123,6 +123,10 @@ def test_the_readmes_commands_run_from_a_wheel_in_an_empty_folder(wheel, tmp_pat
     settings = json.loads((here / "runs/arithmetic_dapo/config.json").read_text())
     assert settings["model"]["folder"] == "dapo_jax:arithmetic_base"
     assert "avg@16" in call("evaluate", "arithmetic", "--k=16", *small)
+    page = (ROOT / "docs/quickstart.md").read_text().partition("## Your own rows in memory")[2]
+    (here / "rows.py").write_text(page.split("```python\n")[1].split("```")[0])
+    subprocess.run([python, "rows.py"], cwd=here, env=outside, check=True)
+    assert json.loads((here / "runs/rows/summary.json").read_text())["steps"] == 2
 
 
 def pins(*wanted: str) -> dict[str, str]:
