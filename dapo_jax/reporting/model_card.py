@@ -31,8 +31,7 @@ PATH = re.compile(
     r"(^|[,=])\s*(?:~|/|\.\./|[A-Za-z]:[\\/]|\w+://)[^,=]*?([^\\/,=]+)[\\/]*(?=[,=]|$)"
 )
 MACHINE_SETTINGS = ("run_dir", "log.", "watch.", "checkpoint.")  # irrelevant for a reader
-OF_REWARD = ("reward", "heldout_reward")  # in the table of curves, in that order
-OF_CORRECTNESS = ("accuracy", "heldout_accuracy")
+CURVES = ("reward", "accuracy", "heldout_accuracy", "heldout_reward", "entropy")
 CURVE_ROWS = 9
 # Columns of scores by metric of a row without `heldout_`, in that order.
 CORRECTNESS_SCORES = {
@@ -92,8 +91,8 @@ def write_card(folder: pathlib.Path, config: ExportConfig, run: RecordedRun, ste
     changed = from_defaults({n: v for n, v in settings.items() if not n.startswith("algorithm.")})
     replaced = [n for n in settings if settings[n] != run.settings[n] and n != "run_dir"]
     rows = [run.rows[i] for i in spread_out(len(run.rows), CURVE_ROWS)]
-    leaders = OF_REWARD + OF_CORRECTNESS if reward_leads(settings) else OF_CORRECTNESS + OF_REWARD
-    curves = (*leaders, "entropy", "response_tokens_mean")
+    leads = reward_leads(settings)
+    curves = [*sorted(CURVES, key=lambda m: leads and "accuracy" in m), "response_tokens_mean"]
     template = importlib.resources.files("dapo_jax.reporting") / "model_card.md"
     card = ModelCard.from_template(
         data,
