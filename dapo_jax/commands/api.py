@@ -182,10 +182,9 @@ def train(
         config: an experiment, or a file that holds one, such as `configs/arithmetic.py:grpo`.
         data: replaces `config.data.source`: a file, or rows: a list of dicts, a DataFrame, a
             `Dataset`, another iterable of dicts with a length. A resumed run needs the same.
-        on_step: called in every process after each step with its number and metrics
-            (docs/metrics.md). If it returns True, the run saves and stops.
+        on_step: called in every process with each step's number and metrics; True stops the run.
         callbacks: objects with `on_step(step, values)`, `on_evaluation(step, responses)`,
-            `on_checkpoint(step, folder)`, as in docs/api.md; True stops the run.
+            `on_checkpoint(step, folder)`; True stops the run (docs/api.md).
         reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
             or weights by function and by name (`{"rule": 1, score: 0.5}`). Other arguments are
             columns of the row (docs/rewards.md). Workers receive a copy, with its variables.
@@ -195,10 +194,8 @@ def train(
 
     Raises:
         ConfigError: settings and folders don't fit together, or a function can't be copied.
-        Starved (rollout.dynamic_sampling), NotSaved (runtime.storage.retries), NotFinite
-            (runtime.nonfinite): no signal is left, the end is not saved, NaN or infinity.
-        Exception: the first one of `on_step` or a callback, after the save.
-        KeyboardInterrupt: Ctrl-C, after the save; a second one: at once. Other signals alike.
+        Starved, NotSaved, NotFinite: no signal is left, the end is not saved, NaN or infinity.
+        Exception, KeyboardInterrupt: of a callback, or Ctrl-C, after the save.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
     config = config if data is None else _with_source(config, data)
@@ -375,7 +372,7 @@ def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.P
     Args:
         runs: run_dirs, or globs of several.
         out: the page to write; an earlier report is replaced.
-        settings: `preset`, `max_mb` of `dapo_jax.ReportConfig`.
+        settings: `preset`, `max_mb`, `self_contained` of `dapo_jax.ReportConfig`.
 
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """

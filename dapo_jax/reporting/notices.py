@@ -8,7 +8,7 @@ from rich.markup import escape
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.sources import Source
-from dapo_jax.reporting.alerts import reads_answers, settings_of
+from dapo_jax.reporting.alerts import reads_answers, reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response
 
@@ -131,6 +131,22 @@ def warn_about_warmup(config: Config, progress: Progress) -> None:
         )
 
 
+def describe_scores(scores: dict[str, Any], reward_leads: bool) -> str:
+    """Return held-out scores as a text; empty without any.
+
+    Args:
+        scores: metrics of an evaluation, or a summary with scores before and after a run.
+        reward_leads: True if no response counts as correct, so that accuracy is left out.
+    """
+    texts = []
+    for name in ("reward",) if reward_leads else ("accuracy", "reward"):
+        keys = [f"heldout_{name}{when}" for when in ("", "_before", "_after")]
+        values = [scores[key] for key in keys if key in scores]
+        if values and None not in values:
+            texts.append(f"{name} {' -> '.join(f'{value:.3f}' for value in values)}")
+    return f"held-out {', '.join(texts)}" if texts else ""
+
+
 def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress: Progress) -> None:
     """Print that a run is finished, with the commands that can follow.
 
@@ -139,9 +155,8 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
         longer: True if the run can resume with a larger `total_steps`.
     """
     steps = summary["steps"]
-    before = summary["heldout_accuracy_before"]
-    after = summary["heldout_accuracy_after"]
-    scores = "" if before is None or after is None else f", held-out {before:.3f} -> {after:.3f}"
+    change = describe_scores(summary, reward_leads(settings_of(config)))
+    scores = f", {change}" if change else ""
     resume = [f"  resume      --config.total_steps={2 * steps}"] if longer else []
     for line in (
         f"{config.run_dir} is already finished: {steps} steps{scores}",

@@ -28,6 +28,7 @@ from dapo_jax.model.trainable import (
     join,
     without_adapters,
 )
+from dapo_jax.reporting.alerts import reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MAX_CUT, fitting
 from dapo_jax.rewards.functions import find_functions, wanted_columns
@@ -295,7 +296,7 @@ def build(
     config: Config, *, training: bool = True, should_abort: Callable[[], bool] = lambda: False
 ) -> Components:
     """Build the components of a run; compile nothing yet. Raises `ConfigError`."""
-    progress = Progress(config.log.console)
+    progress = Progress(config.log.console, reward_leads(settings_of(config)))
     with progress.working(f"loading {config.model.folder}"):
         hook = config.algorithm.token_weights
         token_weights = resolve("algorithm.token_weights", hook) if hook else None

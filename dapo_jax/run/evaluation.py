@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
@@ -20,7 +21,7 @@ from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.model.trainable import join
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
-from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
+from dapo_jax.reporting.scores import REFLECTION, Estimate, Report, Response, make_report
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rewards.judge import Pending
@@ -108,10 +109,16 @@ def heldout_metrics(report: Report) -> dict[str, float]:
         "heldout_accuracy": report.accuracy.value,
         "heldout_accuracy_low": report.accuracy.low,
         "heldout_accuracy_high": report.accuracy.high,
+        **_reward_metrics(report.reward),
         "heldout_pass_at_k": report.pass_at_k[max(report.pass_at_k)].value,
         "heldout_majority": report.majority.value,
     } | {f"heldout_{name}": getattr(report, name) for name in MEANS}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _reward_metrics(reward: Estimate | None) -> dict[str, float | None]:
+    ends = {"": reward.value, "_low": reward.low, "_high": reward.high} if reward else {}
+    return {f"heldout_reward{end}": value for end, value in ends.items()}
 
 
 def stamp(config: Config, policy: str) -> dict[str, Any]:
@@ -128,8 +135,8 @@ def stamp(config: Config, policy: str) -> dict[str, Any]:
 def make_responses(group: Group) -> Iterator[Response]:
     """Yield the responses of a scored group."""
     prompt = group.prompt
-    scored = zip(group.completions, group.verdicts, group.correct, strict=True)
-    for completion, verdict, correct in scored:
+    scored = zip(group.completions, group.verdicts, group.correct, group.rewards, strict=True)
+    for completion, verdict, correct, reward in scored:
         yield Response(
             problem=prompt.id,
             index=prompt.index,
@@ -148,6 +155,7 @@ def make_responses(group: Group) -> Iterator[Response]:
             subject=prompt.subject,
             level=prompt.level,
             turns=trajectory_fields(completion).get("turns", ()),
+            reward=float(reward) if math.isfinite(reward) else None,
         )
 
 
@@ -260,7 +268,9 @@ def check_same_evaluation(folder: Folder, settings: dict[str, Any], saved: dict[
 DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
     "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
-    "reward.percent reward.correct reward.threshold reward.components"
+    "reward.percent reward.correct reward.threshold reward.parts reward.model_folder "
+    "algorithm.reward_correct algorithm.reward_wrong algorithm.overlong_punishment "
+    "algorithm.overlong_buffer_share"
 ).split()
 
 

@@ -88,7 +88,8 @@ class Run:
         if values:
             progress.heldout_before = values["heldout_accuracy"]
             self.files.write_row(0, values)
-            console.say(f"held-out accuracy before training: {progress.heldout_before:.3f}")
+            scores = notices.describe_scores(values, console.reward_leads)
+            console.say(f"before training: {scores}")
         notices.warn_about_answers(
             responses or self._first_responses(), self.components.config, console
         )
@@ -204,23 +205,29 @@ class Run:
 
     def _finish(self) -> dict[str, Any]:
         rows, progress, console = self.files.rows(), self.progress, self.components.progress
-        before = progress.heldout_before
-        after = rows[-1].get("heldout_accuracy") if rows else None
+        config = self.components.config
+        first = rows[0] if rows and rows[0].get("step") == 0 else {}
+        last = rows[-1] if rows else {}
+        scores = {
+            "heldout_accuracy_before": progress.heldout_before,
+            "heldout_accuracy_after": last.get("heldout_accuracy"),
+        }
+        rewards = {
+            "heldout_reward_before": first.get("heldout_reward"),
+            "heldout_reward_after": last.get("heldout_reward"),
+        }
         summary = {
             "steps": self.state.step,
-            "heldout_accuracy_before": before,
-            "heldout_accuracy_after": after,
+            **(rewards | scores if console.reward_leads else scores | rewards),
             "seconds": round(progress.seconds, 1),
-            "seed": self.components.config.seed,
+            "seed": config.seed,
             "megabytes_per_device": resident_megabytes(self.components, self.state),
         }
         self.files.write_summary(summary)
-        if before is not None and after is not None:
-            console.say(
-                f"[bold]held-out accuracy {before:.3f} -> {after:.3f}[/] after {self.state.step} "
-                f"steps in {progress.seconds:.0f} s"
-            )
-        if self.components.config.log.report:
+        if change := notices.describe_scores(summary, console.reward_leads):
+            seconds = f"{progress.seconds:.0f} s"
+            console.say(f"[bold]{change}[/] after {self.state.step} steps in {seconds}")
+        if config.log.report:
             write_own_page(self.files.folder, console)
         console.say(f"metrics, rollouts and pictures are in {escape(str(self.files.folder))}")
         return summary

@@ -35,6 +35,7 @@ def played(base, tmp_path_factory):
 
 def test_a_run_shows_its_trajectories_by_turns(played):
     run_dir, summary = played
+    assert list(summary)[1:3] == ["heldout_reward_before", "heldout_reward_after"]
     rows = read_rows(run_dir)
     assert summary["steps"] == STEPS
     assert all(row["environment_turns"] > 0 for row in rows[1:])

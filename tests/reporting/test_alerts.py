@@ -249,7 +249,11 @@ def test_before_training_missing_answers_are_told_where_they_are_read(
 def test_the_report_reads_a_fall_of_accuracy_only_where_a_run_learns_it():
     rows = [row(0, heldout_accuracy=0.9), row(20)]
     assert check_run(rows, 20, settings_of(run_of("grpo")))
-    assert not check_run(rows, 20, settings_of(run_of("grpo", "mine:score=1", "spread")))
+    own = settings_of(run_of("grpo", "mine:score=1", "spread"))
+    rows[-1] |= {"heldout_reward": 0.9}
+    assert not check_run(rows, 20, own)
+    (text,) = check_run([row(0, heldout_reward=0.95), *rows[1:]], 20, own)
+    assert text == "held-out reward fell from 0.950 to 0.900"
 
 
 @pytest.mark.parametrize(

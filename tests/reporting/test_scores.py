@@ -230,6 +230,7 @@ def test_the_tables_say_all_of_it_in_eighty_columns():
             for j, ok in enumerate(row)
         ]
     )
+    assert result.reward is None
     console = Console(width=80, record=True, file=io.StringIO())
     for one in report_tables(result):
         console.print(one)
@@ -237,3 +238,20 @@ def test_the_tables_say_all_of_it_in_eighty_columns():
     for words in ("avg@4", "0.750", "pass@4", "maj@4", "Number [theory]", "level", "inside the 2"):
         assert words in shown, words
     assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_the_mean_reward_weighs_problems_by_responses_and_leads_if_asked():
+    rewards = [[5.0, 3.0], [1.0], [-2.0]]
+    lines = [
+        respond(i, j, False, reward=x) for i, row in enumerate(rewards) for j, x in enumerate(row)
+    ]
+    result = make_report(lines)
+    assert result.reward.value == pytest.approx(7 / 4)
+    assert -2 <= result.reward.low < 1 and 2 < result.reward.high <= 4
+    lines.append(respond(3, 0, False, reward=None))  # a broken reward is left out
+    assert make_report(lines).reward == result.reward
+    equal = make_report([respond(i, 0, False, reward=7.0) for i in range(9)]).reward
+    assert (equal.value, equal.low, equal.high) == (7, None, None)
+    for leads, place in (True, 0), (False, -1):
+        names = list(next(report_tables(result, leads)).columns[0].cells)
+        assert names[place] == "reward" and "avg@1" in names

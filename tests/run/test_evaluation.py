@@ -61,6 +61,9 @@ def test_evaluation_writes_a_line_per_response_and_a_report(whole, base):
     assert report["accuracy"]["value"] == found["heldout_accuracy"]
     assert report["accuracy"]["low"] == found["heldout_accuracy_low"] < found["heldout_accuracy"]
     assert list(report["pass_at_k"]) == ["1", "2", "4"]
+    reward = np.mean([line["reward"] for line in lines])
+    assert report["reward"]["value"] == found["heldout_reward"] == pytest.approx(reward)
+    assert found["heldout_reward_low"] < reward < found["heldout_reward_high"]
 
 
 ENDED = """
