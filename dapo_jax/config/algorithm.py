@@ -104,7 +104,7 @@ class Algorithm:
     advantage_scale: Literal["none", "batch", "mean", "informative"] = setting(
         "none", "Scale of an advantage that is centred in its group.", read=CENTRED
     )
-    pass_k: Annotated[int, Range(at_least=2)] = setting(4, "Size of sets (k).", read=IF_PASS_AT_K)
+    pass_k: Annotated[int, Range(at_least=2)] = setting(4, "Set size in pass@k.", read=IF_PASS_AT_K)
     whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
     gamma: Share = setting(1.0, "Discount per token.", read=PER_TOKEN)
     lambda_policy: Unit = setting(1.0, "GAE's lambda of the advantages.", read=IF_GAE)
@@ -113,7 +113,7 @@ class Algorithm:
         0.05, "Lambda of a response of n tokens is 1 - 1 / (alpha * n).", read=IF_ADAPTIVE
     )
     critic: bool = setting(False, "Train a value model too; the gae estimators need it.")
-    critic_pretrain_steps: CountOr0 = setting(0, "First steps without the policy.", read=IF_CRITIC)
+    critic_pretrain_steps: CountOr0 = setting(0, "First steps of the critic alone.", read=IF_CRITIC)
     value_clip: PositiveOr0 = setting(0.2, "Largest change of a value; 0: any.", read=IF_CRITIC)
     ratio: Literal["token", "sequence", "product", "geometric", "none"] = setting(
         "token", "Importance ratio p / p_old: of a token or of the response."
@@ -162,7 +162,7 @@ class Algorithm:
     distillation_top_k: CountOr0 = setting(
         0, "Compare the teacher's k likeliest tokens, and the rest as one; 0: all.", read=IF_JSD
     )
-    distillation_temperature: Positive = setting(1.0, "Softmax temperature of both.", read=IF_JSD)
+    distillation_temperature: Positive = setting(1.0, "Temperature of both models.", read=IF_JSD)
     entropy_coefficient: PositiveOr0 = setting(0.0, "Weight of the entropy bonus.")
     positive_nll_coefficient: PositiveOr0 = setting(0.0, "Weight of the NLL of correct responses.")
     old_logprobs: Literal["recompute", "sampler"] = setting(
@@ -194,7 +194,7 @@ class Algorithm:
     reward_correct: float = setting(1.0, "Reward of a correct answer.")
     reward_wrong: float = setting(-1.0, "Reward of a wrong or missing answer.")
     overlong_punishment: bool = setting(True, "Soft punishment in the last tokens of the limit.")
-    overlong_buffer_share: Share = setting(0.2, "Fraction of the limit.", read=PUNISHES)
+    overlong_buffer_share: Share = setting(0.2, "Punished fraction of the limit.", read=PUNISHES)
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 
     def scores_old_policy(self, updates: int) -> bool:

@@ -205,7 +205,7 @@ class Data:
         "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
     )
     changed: Literal["refuse", "allow"] = setting(
-        "refuse", "On resume with other problems or answers: 'refuse' or 'allow'.", may_change=True
+        "refuse", "If a resumed run has other problems: 'refuse' or 'allow'.", may_change=True
     )
 
     def heldout_count(self) -> int:
@@ -401,7 +401,7 @@ class Optimizer:
 class Critic:
     """The value model of an algorithm with a critic."""
 
-    folder: str = setting("", "Model it starts as; empty: model.folder.", read=IF_CRITIC)
+    folder: str = setting("", "Start model; empty: model.folder.", read=IF_CRITIC)
     pretrain_steps: AutoCount = setting(
         -1, "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps."
     )
