@@ -163,6 +163,7 @@ RNG = np.random.default_rng(0)
 OF_TOKENS = [RNG.normal(size=n).tolist() if i != 4 else None for i, n in enumerate(LENGTHS)]
 OF_RESPONSES = RNG.normal(size=len(LENGTHS)).tolist()
 PENALTIES = [RNG.normal(0, 0.3, n).tolist() for n in LENGTHS]
+VALUES = [RNG.normal(size=n).tolist() for n in LENGTHS]
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 
 
