@@ -103,7 +103,7 @@ def test_readme_denies_nothing_that_exists():
 @pytest.mark.parametrize("page", [TRL, VERL], ids=["trl", "verl"])
 def test_the_pages_for_other_libraries_deny_nothing_that_exists(page):
     denied = denials_in_page(page)
-    assert len(denied) > 3 and not stale(denied)
+    assert denied and not stale(denied)
 
 
 @pytest.mark.parametrize(
