@@ -130,6 +130,15 @@ def test_the_citation_is_of_this_version():
     assert f"\n## {dapo_jax.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_gsm8k_has_one_spelling():
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    for file in pages + sorted(ROOT.glob("configs/*.py")):
+        text = file.read_text(encoding="utf-8")
+        sources = re.findall(r"source(?:=|`: )[\"']?([\w/.-]*gsm8k[^\s\"',=)`]*)", text)
+        folders = re.findall(r"hf download openai/gsm8k .*--local-dir (\S+)", text)
+        assert set(sources) <= {"openai/gsm8k"} and set(folders) <= {"data/gsm8k"}, file
+
+
 @EACH
 def test_every_python_example_compiles(page):
     for token in tokens_of(page):
