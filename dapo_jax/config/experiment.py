@@ -182,7 +182,7 @@ class Data:
         "arithmetic",
         "NAME or NAME=WEIGHT, comma-separated: arithmetic, multi_digit_sums, gym:TASK, or a file, "
         "folder or glob (also gs://) of jsonl, json, csv (.gz too), parquet or arrow; a bare name "
-        "is looked up in `folder`.",
+        "or the hub's OWNER/NAME is looked up in `folder`.",
     )
     heldout_source: str = setting("", "Held-out problems, all of them; empty: some of `source`.")
     fields: str = setting("", "Fields of rows: KEY=FIELD,.., as problem=question,answer=meta.x.")

@@ -28,6 +28,7 @@ MAX_MESSAGES = 3  # about bad rows, in an error or a warning
 GIVEN_PREFIX = "given:"  # of the names of rows that the program passes
 WILDCARD = re.compile(r"[*?[]")
 HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]*")
+HUB_CONFIGS = ("", "main", "default", "data")  # folders with SPLIT-*.parquet, the first that exists
 
 
 class MalformedRow(ValueError):
@@ -253,6 +254,15 @@ def _by_name(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
     return matches if len(matches) == 1 else []
 
 
+def _of_split(path: epath.Path, split: str) -> list[epath.Path]:
+    """Return the files of a split in a data set's folder as the hub lays it out, or the path."""
+    for part in HUB_CONFIGS if path.is_dir() else ():
+        files = [f for f in sorted((path / part).glob(f"{split}*")) if split_suffix(f.name)[1]]
+        if files:
+            return files
+    return [path]
+
+
 def _matches(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
     path = epath.Path(name)
     if WILDCARD.search(name):
@@ -261,16 +271,20 @@ def _matches(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
         return [match for match in sorted(matches) if split_suffix(match.name)[1]]
     if path.exists():
         return [path]
-    if "/" in name or not folder.is_dir():
+    is_file = bool(split_suffix(name)[1])
+    bare = name.rpartition("/")[2] if HUB_NAME.fullmatch(name) and not is_file else name
+    if "/" in bare or not folder.is_dir():
         return []
-    is_file = split_suffix(name)[1] and (folder / name).exists()
-    return [folder / name] if is_file else _by_name(name, folder, split)
+    if is_file and (folder / name).exists():
+        return [folder / name]
+    return [file for path in _by_name(bare, folder, split) for file in _of_split(path, split)]
 
 
 def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...]:
     """Return the files of a source: a path, a glob, a folder of shards, or a name in `folder`.
 
-    `split`, 'train' or 'test', decides between several files with that name.
+    A hub's OWNER/NAME is the entry NAME of `folder`. `split`, 'train' or 'test', decides between
+    several files with that name, and between the files of a downloaded data set.
 
     Raises:
         ConfigError: no file matches, or several do; the message lists what there is.

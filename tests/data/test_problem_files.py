@@ -13,10 +13,12 @@ import pytest
 from pyarrow import csv, feather, parquet
 from row_files import write_lines
 
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.files import read_config
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files
 from dapo_jax.data.prompts.templates import DAPO
 from dapo_jax.data.row_formats import read_row
-from dapo_jax.data.sources import Source, read_problems
+from dapo_jax.data.sources import Source, Sources, read_problems
 from dapo_jax.runtime.settings import ConfigError
 
 ROWS = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(5)]
@@ -210,6 +212,67 @@ def folder(tmp_path):
 def test_names_find_their_files(folder, name, split, found):
     paths = find_files("data.source", name.format(folder), str(folder), split)
     assert paths == tuple(str(folder / one) for one in found.split())
+
+
+HUB_FILES = {  # of data sets on the hub
+    "gsm8k": [
+        f"{config}/{split}-00000-of-00001.parquet"
+        for config in ("main", "socratic")
+        for split in ("train", "test")
+    ],
+    "MATH-500": ["test.jsonl"],
+    "DAPO-Math-17k": ["data/dapo-math-17k.parquet"],
+    "OpenR1-Math": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+}
+
+
+@pytest.fixture
+def hub_folders(tmp_path):
+    """Return a data folder with data sets as `hf download --local-dir` lays them out."""
+    for name, files in HUB_FILES.items():
+        for file in ["README.md", ".cache/huggingface/download/x.metadata", *files]:
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [{"question": f"{file} {i}", "answer": f"So\n#### {i}"} for i in range(3)]
+            if path.suffix == ".parquet":
+                parquet.write_table(pa.Table.from_pylist(rows), path)
+            else:
+                write_lines(path, rows if path.suffix == ".jsonl" else [])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "found"),
+    [
+        ("openai/gsm8k", "train", "gsm8k/main/train-00000-of-00001.parquet"),
+        ("openai/gsm8k", "test", "gsm8k/main/test-00000-of-00001.parquet"),
+        ("gsm8k", "test", "gsm8k/main/test-00000-of-00001.parquet"),
+        ("HuggingFaceH4/MATH-500", "test", "MATH-500/test.jsonl"),
+        ("BytedTsinghua-SIA/DAPO-Math-17k", "train", "DAPO-Math-17k/data/dapo-math-17k.parquet"),
+        (
+            "open-r1/OpenR1-Math",
+            "train",
+            " ".join(f"OpenR1-Math/{f}" for f in HUB_FILES["OpenR1-Math"]),
+        ),
+    ],
+)
+def test_a_downloaded_data_set_is_found_by_its_name_on_the_hub(hub_folders, name, split, found):
+    paths = find_files("data.source", name, str(hub_folders), split)
+    assert paths == tuple(str(hub_folders / file) for file in found.split())
+
+
+@pytest.mark.parametrize("config", ["qwen2p5_0p5b_gsm8k", "qwen2p5_1p5b_gsm8k"])
+def test_the_configs_read_the_downloaded_gsm8k(hub_folders, monkeypatch, config):
+    (hub_folders / "data").mkdir()
+    (hub_folders / "gsm8k").rename(hub_folders / "data/gsm8k")
+    monkeypatch.chdir(hub_folders)
+    data = read_config(Config, config).data
+    assert data.source == data.heldout_source == "openai/gsm8k"
+    sources = Sources(data, seed=0)
+    (heldout,), (training,) = sources.heldout(), sources.training(set())
+    for source, split in (heldout, "test"), (training, "train"):
+        assert [problem.answer for problem in source.problems] == ["0", "1", "2"]
+        assert all(problem.text.startswith(f"main/{split}-") for problem in source.problems)
 
 
 @pytest.mark.parametrize("name", ["math", "a", "nothing", "{}/**/1.parquet"])
