@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from command_lines import BASE, RL, ROOT, load
+from row_files import read_table
 
 from dapo_jax.__main__ import entry
 from dapo_jax.commands import checks
@@ -14,45 +15,11 @@ from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.sharding import mesh_shape
 
 # overrides below `config.` | what the message has to name
-BAD = """
-algorithm.clip_hgih=0.3 | clip_hgih, clip_high
-seed=abc | seed, abc
-sampler.slots=1.5 | slots, 1.5
-algorithm.advantage=zscore | advantage, 'zscore', group_zscore
-algorithm.aggregate=mean | aggregate, 'mean', token_mean
-rollout.when_starved=wait | when_starved, 'wait', partial
-sampler.top_p=1.5 | top_p, 1.5, at most 1.0
-sampler.top_p=0 | top_p, 0.0, above 0.0
-sampler.burst_tokens=0 | burst_tokens, 0, above 0
-optimizer.learning_rate=nan | learning_rate, nan, finite
-algorithm.dual_clip=1.1 | dual_clip, 1.1, 1 + clip_high
-rollout.samples_per_prompt=1 | samples_per_prompt, 1, at least 2
-rollout.updates_per_rollout=5 | updates_per_rollout, 5, divisor
-algorithm.ratio=none algorithm.region=none algorithm.dual_clip=0 | updates_per_rollout, 4, ratio
-packing.row_tokens=79 | row_tokens, 79, 80
-algorithm.reward_wrong=2 | reward_correct, 1.0, 2.0
-compute.attention=cudnn | attention, cudnn, blocked
-data.min_terms=1 | min_terms, 1, from 2
-mesh.fsdp=0 | mesh.fsdp, 0, -1
-mesh.data=0 | mesh.data, 0, -1
-mesh.data=-1 mesh.fsdp=-1 | mesh.fsdp, if mesh.data is above 0
-algorithm.old_logprobs=sampler sampler.top_k=5 | old_logprobs, sampler, recompute
-unexpected | unexpected
-seed=-1 | seed, -1, 4294967295
-optimizer.eps=0 | eps, 0.0, above 0
-optimizer.beta2=1 | beta2, 1.0, below 1
-algorithm.advantage=one | trained_responses, 'all', 'correct', imitates wrong
-data.template=dapo | reward.verifier, final_number, dapo
-data.source=gsm8k=0 | data.source, gsm8k=0, above 0
-data.heldout_source=a,a | data.heldout_source, a,a, each once
-data.system_prompt=Hi | data.system_prompt, Hi, empty, none
-data.few_shot=0 | data.few_shot, 0, above 0
-""".strip().splitlines()
+BAD = read_table(__file__, "bad")
 
 
-@pytest.mark.parametrize("row", BAD)
-def test_bad_settings_name_field_value_and_allowed(row, capsys):
-    overrides, words = row.split(" | ")
+@pytest.mark.parametrize(("overrides", "words"), BAD)
+def test_bad_settings_name_field_value_and_allowed(overrides, words, capsys):
     with pytest.raises(SystemExit) as stopped:
         load(
             Config, RL, *(f"--config.{text}" if "=" in text else text for text in overrides.split())

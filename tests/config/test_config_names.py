@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from command_lines import ROOT, load, run
+from row_files import read_table
 
 from dapo_jax.config.experiment import Config, SftConfig
 from dapo_jax.config.files import read_config, shipped_configs
@@ -15,11 +16,16 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", [
-    ["arithmetic:grpo", "--config.seed=3"], ["--config.seed=3", "arithmetic:grpo"],
-    ["--config", "arithmetic:grpo", "--config.seed=3"], ["arithmetic:grpo", "--config.seed", "3"],
-    ["--config=arithmetic:grpo", "--config.seed=3"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["arithmetic:grpo", "--config.seed=3"],
+        ["--config.seed=3", "arithmetic:grpo"],
+        ["--config", "arithmetic:grpo", "--config.seed=3"],
+        ["arithmetic:grpo", "--config.seed", "3"],
+        ["--config=arithmetic:grpo", "--config.seed=3"],
+    ],
+)
 def test_a_shipped_config_is_found_by_its_name(line):
     expected = read_config(Config, f"{ROOT}/configs/arithmetic.py:grpo")
     expected.seed = 3
@@ -47,17 +53,7 @@ def test_a_file_or_run_of_that_name_here_comes_first(tmp_path):
     assert read_config(Config, "arithmetic.py:grpo").run_dir == "runs/arithmetic_grpo"
 
 
-@pytest.mark.parametrize(("command", "arguments", "said"), [
-    ("train", ["nothing"], ["--config=nothing", "packaged configs are arithmetic, "]),
-    ("train", ["arithmetik"], ["did you mean arithmetic"]),
-    ("train", ["arithmetic_base"], ["get_config() returns SftConfig; this command takes Config"]),
-    ("train", ["arithmetic", "grpo"], ["unexpected arguments: grpo"]),
-    ("evaluate", [], ["a config is required", "dapo-jax evaluate arithmetic"]),
-    ("evaluate", ["arithmetic", "--k=0"], ["evaluation.samples_per_problem"]),
-    ("plan", ["arithmetic", "--topology=v9:2"], ["topology"]),
-    ("sft", ["arithmetic_base", "--config.total_steps=-1"], ["config.total_steps"]),
-    ("serve", ["models/mine"], ["unexpected arguments: models/mine"]),
-])  # fmt: skip
+@pytest.mark.parametrize(("command", "arguments", "said"), read_table(__file__, "names"))
 def test_every_command_reads_a_name_or_says_what_is_wrong(
     command, arguments, said, monkeypatch, capsys
 ):

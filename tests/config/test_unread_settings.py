@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 from command_lines import RL, load
+from row_files import read_table
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import Algorithm
@@ -26,19 +27,7 @@ ALWAYS_READ = set(
 )
 
 # Overrides with which one or the other condition holds.
-EXTRAS = [
-    "",
-    "environment.name=calculator",
-    "data.template=few_shot",
-    "data.template=chat",
-    "lora.rank=4",
-    "sampler.cache=paged",
-    "reward.verifier=math",
-    "reward.correct=threshold",
-    "reward.correct=spread",
-    "rollout.carry_over=all algorithm.importance_cap=2",
-    "algorithm.reference=false algorithm.kl_to=old",
-]
+EXTRAS = read_table(__file__, "extras")
 NUMBERS = (0.9, 0.5, 0.1, 0.25, 2.0, 3.0, 8.0, 1e-4, 3, 2, 8, 16)
 
 

@@ -14,7 +14,6 @@ import itertools
 import json
 import pathlib
 import random
-import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -62,9 +61,10 @@ def golds(count: int, seed: int = 0) -> list[Gold]:
     raise AssertionError
 
 
-def _table(text: str) -> list[str]:
-    """Expressions with two blanks or a line's end between them."""
-    return re.split(r"\s*\n\s*|  +", text.strip())
+def _table(name: str) -> list[str]:
+    """The expressions of `attack_verifier.txt` below that name."""
+    text = pathlib.Path(__file__).with_suffix(".txt").read_text()
+    return text.split(f"== {name}\n")[1].split("\n== ")[0].strip().splitlines()
 
 
 def _tiny() -> list[str]:
@@ -85,24 +85,9 @@ def _tiny() -> list[str]:
     return made
 
 
-ZEROS = _table(r"""
-    \sqrt2\sqrt3-\sqrt6  \sqrt{3+2\sqrt2}-1-\sqrt2  \sin^2 1+\cos^2 1-1
-    \arctan\frac12+\arctan\frac13-\frac\pi4  \ln 8-3\ln 2  \cos\frac\pi5-\frac{1+\sqrt5}4
-    \sqrt[3]{2+\sqrt5}-\sqrt[3]{\sqrt5-2}-1  e^{i\pi}+1  |x|^2-x^2  \sqrt{x}\sqrt{y}-\sqrt{xy}
-    \lfloor\pi\rfloor-3  \sin(2x)-2\sin x\cos x  \binom{n}{2}-\frac{n(n-1)}{2}  \sqrt{x^2}-|x|
-    \ln(2x)-\ln 2-\ln x  4^n-2^n2^n
-""")
-STEPS = _table(r"""
-    \lfloor 1-T\rfloor  \lfloor\sqrt{99!+1}\rfloor-\sqrt{99!+1}  \lceil 10^{-300}\rceil
-    \lfloor\frac{n}{2}\rfloor-\frac{n}{2}  \lceil x\rceil-x
-    \lfloor e^{\pi\sqrt{163}}\rfloor-640320^3-744  \lfloor\tanh(100)\rfloor-1  \lfloor x\rfloor-x
-""")
-CORNERS = _table(r"""
-    |x|-x  |x|+x  \sqrt{x^2}-x  \sqrt{(x-3)^2}-x+3  |x-10^{9}|+x-10^{9}  |x+10^{9}|-x-10^{9}
-    \sqrt{x^2+10^{-80}}-|x|  |x-1|-|x+1|+2  \sqrt[4]{x^4}-x  \ln(x^2)-2\ln x
-    \arctan x+\arctan\frac1x-\frac\pi2  \tanh(10^9x)-1  \sqrt{x}\sqrt{y}-\sqrt{xy}  e^{-x^2}
-    \arcsin(\sin x)-x  |\sin x|-\sin x  (-1)^n-1  (-1)^n+1  \sin(n\pi)+(-1)^{n}-1
-""")
+ZEROS = _table("zeros")
+STEPS = _table("steps")
+CORNERS = _table("corners")
 
 
 def _vanishing() -> list[str]:
@@ -142,23 +127,9 @@ EXPENSIVE = (
     r"(x+1)^{1000}-(x+1)^{999}",
     r"999!^{7}+998!^{7}+\sqrt{997!}",
 )
-CANDIDATES = _table(r"""
-    GOLD \text{ or } 0  0,GOLD  \{GOLD,0\}  (-\infty,\infty)  \mathbb{R}  x  x=x  0=0
-    \text{GOLD}0  GOLD\ne GOLD  \emptyset  \infty  \frac{0}{0}  GOLD\cdot\infty  \ldots  ?  (GOLD
-    f(x)
-""")
+CANDIDATES = _table("candidates")
 
-NOTATIONS = _table(r"""
-    GOLD+y(0)  GOLD+y'(0)  GOLD+y{(0)}  GOLD+f^{-1}(0)  (GOLD)\frac{\Gamma(6)}{2\Gamma(3)}
-    (GOLD)\frac{P(4)}{4P(1)}  GOLD+\frac{0}{g(2)-2g}  GOLD+\frac{dy}{dx}-\frac{y}{x}
-    GOLD+\frac{\Delta y}{\Delta x}-\frac{y}{x}  GOLD+dy/dx-y/x  GOLD+\sec^{-1}2-\cos 2
-    GOLD+\ln^{-1}2-\frac{1}{\ln 2}  GOLD+\sinh^{-1}1-\frac{1}{\sinh 1}  GOLD+2^{1}0-2^{10}
-    GOLD+1 000/2-1  GOLD+2 500/600-2\frac56  GOLD+3 million-3  GOLD+\sqrt[3]{x^2}-x
-    GOLD+\sqrt[3]{x^3}-|x|  GOLD+\sqrt{\pi^2}+\pi  GOLD+\ln(e^{2\pi i})-2\pi i  GOLD+3e-1-0.3
-    GOLD,GOLD  \{\{GOLD\}\}  \{\emptyset,GOLD\}  \left|\begin{array}{c}GOLD\end{array}\right|
-    \begin{vmatrix}GOLD\end{vmatrix}  \pm(GOLD)  A) GOLD, B) 7  (A) GOLD (B) 7  A) not GOLD
-    GOLD:GOLD  GOLD million
-""")  # each is gold only in a reading that its notation does not have
+NOTATIONS = _table("notations")  # each is gold only in a reading that its notation does not have
 
 
 def attacks() -> Iterator[tuple[str, str, str]]:
