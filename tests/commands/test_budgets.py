@@ -5,6 +5,7 @@ import json
 import grpc
 import openai
 import pytest
+from row_files import read_table
 from served import BYTES_DECODER, code_and_details, http_serving, make_serve_config
 
 from dapo_jax.commands.serve import budgets
@@ -29,18 +30,7 @@ def model(byte_folder, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("context", "settings", "wanted"),
-    [
-        (100, AUTO, (99, 99, 100)),
-        (4096, AUTO, (4095, 4095, 4096)),
-        (131_072, AUTO, (32_767, 32_767, 32_768)),
-        (None, AUTO, (2047, 2047, 2048)),
-        (4096, AUTO | {"max_prompt_tokens": 20}, (20, 4095, 4096)),
-        (4096, AUTO | {"max_response_tokens": 24}, (4095, 24, 4096)),
-        (4096, {}, (20, 24, 44)),
-    ],
-)
+@pytest.mark.parametrize(("context", "settings", "wanted"), read_table(__file__, "budgets"))
 def test_budgets_are_those_of_the_context(
     model, one_device, monkeypatch, context, settings, wanted
 ):

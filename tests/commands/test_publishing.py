@@ -9,6 +9,7 @@ import pytest
 import yaml
 from command_lines import run_shown
 from fake_hub import FakeHub
+from row_files import read_table
 
 from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.run.export import export
@@ -89,26 +90,7 @@ def test_an_export_replaces_an_earlier_one_and_its_files(hub, saved_run, tmp_pat
     assert repository["files"] == local_files(tmp_path / "out") | kept
 
 
-REFUSED = {  # what is asked for, and what the message says; nothing is written or sent
-    "a path": (
-        {"push_to_hub": "a/b/c"},
-        "config.push_to_hub = 'a/b/c': must be OWNER/NAME; Repo id",
-    ),
-    "characters": (
-        {"push_to_hub": "a b"},
-        "config.push_to_hub = 'a b': must be OWNER/NAME; Repo id",
-    ),
-    "dots": ({"push_to_hub": "lab/a..b"}, "config.push_to_hub = 'lab/a..b': must be OWNER/NAME"),
-    "another's": ({"push_to_hub": "bob/x"}, "must be NAME, or OWNER/NAME of alice or lab"),
-    "something else": ({"push_to_hub": "lab/full"}, "a new or empty repository.*holds thesis.tex"),
-    "public": (
-        {"push_to_hub": "open"},
-        "config.private = True: must be False: alice/open is public",
-    ),
-    "base": ({"base_model": "/home/me/base"}, "config.base_model = '/home/me/base': must be OWNER"),
-    "data": ({"datasets": "a/b,/data/c"}, "config.datasets = 'a/b,/data/c': must be OWNER/NAME"),
-    "licence": ({"license": "MIT: see below"}, "config.license = 'MIT: see below': must be an id"),
-}
+REFUSED = dict(read_table(__file__, "refused"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -122,17 +104,7 @@ def test_rejected_upload_writes_nothing(name, hub, saved_run, tmp_path):
     assert not [line for line in hub.asked if not line.startswith("GET ")]
 
 
-@pytest.mark.parametrize(
-    ("token", "words"),
-    [
-        (
-            None,
-            "must be empty without a token of the hub: `hf auth login`, or the variable HF_TOKEN",
-        ),
-        ("reads", "must be empty with a token that may only read"),
-        ("forged", "Invalid user token.*HF_TOKEN"),
-    ],
-)
+@pytest.mark.parametrize(("token", "words"), read_table(__file__, "tokens"))
 def test_missing_or_weak_token_is_rejected(token, words, hub, saved_run, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     if token:

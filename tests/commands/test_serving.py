@@ -5,6 +5,7 @@ import urllib.request
 
 import grpc
 import pytest
+from row_files import read_table
 from served import (
     BUDGET,
     PROMPTS,
@@ -61,22 +62,12 @@ def test_a_response_has_no_more_than_max_tokens(server, byte_responses, max_toke
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [
-        ("", {}, "text_content.text has 0 tokens: must have from 1 to 20"),
-        ("x" * 21, {}, "text_content.text has 21 tokens: must have from 1 to 20"),
-        ([], {}, "token_content.token_ids has 0 tokens: must have from 1 to 20"),
-        ([7, 257], {}, "token_content.token_ids[1] = 257: must be from 0 to 256"),
-        ([-1, 7], {}, "token_content.token_ids[0] = -1: must be from 0 to 256"),
-        ("x", {"max_tokens": 0}, "max_tokens = 0: must be from 1 to 24"),
-        ("x", {"max_tokens": -3}, "max_tokens = -3: must be from 1 to 24"),
-        ("x", {"max_tokens": 25}, "max_tokens = 25: must be from 1 to 24"),
-        ("x", {"session_cache": "here"}, "session_cache = 'here': is not served"),
-        ("x", {"priority": 3}, "priority = 3: is not served"),
+        *read_table(__file__, "requests"),
         (
             "x" * 9000,
             {},
             "text_content.text has 9000 bytes: must have at most 140, the most that 20",
         ),
-        (None, {}, "content is missing: must be text_content or token_content"),
     ],
 )
 def test_a_bad_request_is_refused_by_field_value_and_allowed(server, prompt, fields, message):

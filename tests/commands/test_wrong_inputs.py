@@ -10,6 +10,7 @@ import socket
 
 import pytest
 from command_lines import run
+from row_files import read_table
 
 from dapo_jax.run import run as runs
 
@@ -54,36 +55,7 @@ INDEX = '{"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"
 
 
 # (text of a config file, line of the mistake, words of the error)
-CONFIG_FILES = [
-    ("return Config(seed='x')", 4, ["seed = 'x'", "a whole number"]),
-    ("return Config(seed=True)", 4, ["seed = True", "a whole number"]),
-    ("return Config(sampler=Sampler(slot=3))", 4, ["Sampler.slot", "did you mean slots"]),
-    (
-        "c = Config()\n    c.optimizer.lr = 3.0\n    return c",
-        5,
-        ["lr", "did you mean learning_rate"],
-    ),
-    (
-        "c = Config()\n    c.optimiser = None\n    return c",
-        5,
-        ["optimiser", "did you mean optimizer"],
-    ),
-    ("return Config(model='folder')", 4, ["config.model = 'folder'", "Model(...)"]),
-    (
-        "return Config(\n        seed=0,\n        total_steps=0,\n    )",
-        6,
-        ["total_steps = 0", "above 0"],
-    ),
-    ("return Config(reward=Reward(parts=len))", 4, ["reward.parts", "text"]),
-    ("return Config(algorithm=preset('gpro'))", 4, ["'gpro'", "grpo"]),
-    ("return Config(seed=undefined)", 4, ["NameError", "undefined"]),
-    ("return Config(seed=)", 4, ["SyntaxError"]),
-    ("import nosuchmodule", 4, ["No module named 'nosuchmodule'"]),
-    ("import sys; sys.exit(0)", 4, ["SystemExit"]),
-    ("raise ValueError('a' + chr(10) + chr(27) + 'b')", 4, ["ValueError: a \\x1bb"]),
-    ("return 3", None, ["get_config() returns int", "Config"]),
-    ("return {'seed': 0, 'slots': 3}", None, ["config.slots", "no such setting"]),
-]
+CONFIG_FILES = read_table(__file__, "config_files")
 
 
 def read_mistakes() -> list[tuple[list[str], list[str]]]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from command_lines import RL, load
-from row_files import write_lines
+from row_files import read_table, write_lines
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files, read_rows
@@ -37,18 +37,7 @@ def test_fields_that_name_nothing_are_rejected_before_the_run(text, capsys):
     assert "problem, answer, solution" in message
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ("fields=answer=a", ["data.fields", "nothing reads it"]),
-        ("fields=system=s source=mine.csv", ["data.fields", "'none': it shows none"]),
-        (
-            "system_prompt=Hi template={problem}",
-            ["data.system_prompt", "'{problem}': it shows none"],
-        ),
-        ("heldout_problems=-2", ["data.heldout_problems = -2", "-1"]),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "words"), read_table(__file__, "unread"))
 def test_settings_of_data_that_nothing_would_read_are_refused(overrides, words, capsys):
     with pytest.raises(SystemExit):
         load(Config, RL, *(f"--config.data.{text}" for text in overrides.split()))
@@ -127,17 +116,7 @@ def test_prompts_without_an_answer_are_for_rewards_that_need_none():
         read_row(rows[0], "set", 1, {"answer": "gold"}, needs_answer=False)
 
 
-@pytest.mark.parametrize(
-    ("parts", "correct", "needs"),
-    [
-        ("rule=1", "verifier", True),
-        ("own:f=1", "verifier", True),
-        ("own:f=1,rule=0.1", "threshold", True),
-        ("gym=1", "spread", True),
-        ("own:f=1,format=1,repetition=1,think_format=1", "threshold", False),
-        ("model=1", "spread", False),
-    ],
-)
+@pytest.mark.parametrize(("parts", "correct", "needs"), read_table(__file__, "needs_answer"))
 def test_what_compares_with_the_answer_needs_one(parts, correct, needs):
     assert Reward(parts=parts, correct=correct).needs_answer() == needs
 

@@ -11,7 +11,7 @@ import fake_gcs
 import pyarrow as pa
 import pytest
 from pyarrow import csv, feather, parquet
-from row_files import write_lines
+from row_files import read_table, write_lines
 
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files
 from dapo_jax.data.prompts.templates import DAPO
@@ -107,14 +107,8 @@ def test_a_row_without_an_answer_is_not_malformed(row):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"problem": "", "answer": "1"}, "problem is empty"),
-        ({"problem": 3, "answer": "1"}, "problem is int, not text"),
-        ({"problem": "P", "answer": {"a": 1}}, "answer is dict"),
+        *read_table(__file__, "malformed"),
         ({"problem": "P", "answer": float("nan")}, "not a finite number"),
-        ({"problem": "\ud800", "answer": "1"}, "surrogate"),
-        ({"text": "P", "label": "1"}, "known as the problem: text, label"),
-        ({}, "known as the problem: it has none"),
-        ([1], "is list, not an object"),
         (dapo_row("P", "1", 1) | {"prompt": []}, "no message of the role"),
         (dapo_row("P", "1", 1) | {"reward_model": "1"}, "reward_model is not"),
     ],
@@ -194,19 +188,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "found"),
-    [
-        ("gsm8k", "train", "gsm8k_train.jsonl"),
-        ("gsm8k", "test", "gsm8k_test.jsonl"),
-        ("GSM8K_test", "train", "gsm8k_test.jsonl"),
-        ("aime24", "train", "aime24_test.jsonl"),
-        ("dapo", "train", "DAPO-Math/0.parquet DAPO-Math/1.parquet"),
-        ("{}/gsm8k_*.jsonl", "train", "gsm8k_test.jsonl gsm8k_train.jsonl"),
-        ("{}/*/1.parquet", "train", "DAPO-Math/1.parquet"),
-        ("{}/DAPO-Math", "train", "DAPO-Math/0.parquet DAPO-Math/1.parquet"),
-    ],
-)
+@pytest.mark.parametrize(("name", "split", "found"), read_table(__file__, "names"))
 def test_names_find_their_files(folder, name, split, found):
     paths = find_files("data.source", name.format(folder), str(folder), split)
     assert paths == tuple(str(folder / one) for one in found.split())
@@ -219,18 +201,7 @@ def test_a_name_of_no_single_file_lists_what_is_there(folder, name):
         find_files("data.source", name.format(folder), str(folder), "train")
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("{}/gsm8k_trian.jsonl", "no such file; did you mean .*/gsm8k_train.jsonl"),
-        ("gsm9k.csv", "no such file"),
-        ("{}/nowhere/x", "no such file$"),
-        ("owner/set", "no such file; .*: hf download owner/set --repo-type dataset --local-dir /"),
-        ("{}/*.npy", "no file of .parquet, .* matches"),
-        ("{}/DAPO-Math/notes.txt", "must end in .parquet"),
-        ("{}/none", "holds no file of .parquet"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), read_table(__file__, "no_file"))
 def test_a_path_without_a_file_says_so(folder, name, reason):
     (folder / "DAPO-Math/notes.txt").write_text("")
     (folder / "none").mkdir()

@@ -10,6 +10,7 @@ import types
 
 import pytest
 from conftest import heldout_prompts
+from row_files import read_table
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
@@ -133,34 +134,14 @@ def test_shares_of_several_sources_add_up_to_the_held_out_problems(settings):
     assert Sources(settings("one", heldout_problems=0), 0).heldout() == []
 
 
-@pytest.mark.parametrize(
-    ("source", "more", "message"),
-    [
-        ("one", {"heldout_problems": 40}, "heldout_problems = 40: must be below the 40 problems"),
-        ("two", {"heldout_source": "two_train"}, "every problem is held out"),
-        ("three", {}, "data.source = 'three': must be arithmetic, .*holds empty.jsonl, one"),
-        ("one", {"heldout_source": "three"}, "data.heldout_source = 'three': must be"),
-        ("empty", {}, "data.source = 'empty': holds no rows"),
-        ("two", {"template": "few_shot", "few_shot": 9, "heldout_problems": 1}, "below the 9"),
-    ],
-)
+@pytest.mark.parametrize(("source", "more", "message"), read_table(__file__, "impossible"))
 def test_impossible_sources_stop_before_the_run(settings, source, more, message):
     settings.write("empty.jsonl", [])
     with pytest.raises(ConfigError, match=message):
         PromptStream(settings(source, **more), 0, TOKENIZER)
 
 
-@pytest.mark.parametrize(
-    ("source", "more", "held"),
-    [
-        ("one", {}, "one: 8 problems, a fifth (data.heldout_problems)"),
-        ("many", {}, "many: 256 problems"),
-        ("one,many", {}, "one: 8 problems, a fifth (data.heldout_problems); many: 128 problems"),
-        ("few", {}, "few: 0 problems, a fifth (data.heldout_problems)"),
-        ("one", {"heldout_problems": 39}, "one: 39 problems"),
-        ("arithmetic", {}, "arithmetic: 256 problems"),
-    ],
-)
+@pytest.mark.parametrize(("source", "more", "held"), read_table(__file__, "small"))
 def test_a_small_file_is_not_all_held_out(settings, source, more, held):
     settings.write("many.jsonl", [f"{i}+{i}" for i in range(100, 1380)])
     settings.write("few.jsonl", ["1+1", "2+2"])
@@ -170,19 +151,7 @@ def test_a_small_file_is_not_all_held_out(settings, source, more, held):
     assert not held & {next(stream).problem for _ in range(100)}
 
 
-@pytest.mark.parametrize(
-    ("source", "more", "message"),
-    [
-        ("odd", {}, "none of its first 11 rows is .*odd.jsonl line 1: .*the problem: text, label"),
-        (
-            "odd",
-            {"fields": "problem=q"},
-            r"no row has all fields of config.data.fields = 'problem=q'",
-        ),
-        ("one", {"fields": "answer=gold"}, "data.fields = 'answer=gold': .*; one has others"),
-        ("unsolved", {}, "none of its first 2 rows is a problem: the answer is empty"),
-    ],
-)
+@pytest.mark.parametrize(("source", "more", "message"), read_table(__file__, "unreadable"))
 def test_a_file_that_can_not_be_read_says_what_is_in_it(settings, source, more, message):
     rows = [json.dumps({"text": "1+1", "label": "2"})] * 20
     (pathlib.Path(settings("one").folder) / "odd.jsonl").write_text("\n".join(rows))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from row_files import write_lines
+from row_files import read_table, write_lines
 from served import byte_tokenizer
 from tokenizers import processors
 
@@ -81,15 +81,11 @@ def test_every_answer_is_learned_behind_what_the_sampler_sees(chat, parts, begin
 
 
 ROW = {"prompt": " 1+1? ", "response": "2"}
-SAME_ROWS = {
-    "completion": ({"prompt": "1+1?", "completion": "2"}, {}),
-    "solution": ({"Problem": "1+1?", "solution": "2", "answer": "3"}, {}),
-    "answer": ({"question": "1+1?", "answer": "2"}, {}),
+SAME_ROWS = dict(read_table(__file__, "same_rows")) | {
     "fields": (
         {"q": "1+1?", "meta": {"gold": "2"}, "messages": TALK},
         {"fields": "prompt=q,response=meta.gold"},
     ),
-    "its own end token": ({"prompt": "1+1?", "response": "2<|end|>"}, {}),
 }
 ASKED, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 SAME_CHATS = {
@@ -114,13 +110,7 @@ def test_one_example_in_every_form_is_the_same_tokens(template):
 
 def test_a_system_message_is_the_rows_own_or_that_of_the_config():
     chat = {"template": "chat", "system_prompt": "Config."}
-    for row, system, changes in (
-        (ROW, "Config.", {}),
-        (ROW | {"system": "Row."}, "Row.", {}),
-        (ROW | {"s": "Row."}, "Row.", {"fields": "prompt=prompt,response=response,system=s"}),
-        ({"messages": TALK[:3]}, "Be brief.", {}),
-        ({"messages": TALK[1:3]}, "Config.", {}),
-    ):
+    for row, system, changes in read_table(__file__, "system"):
         text = write(row, **chat | changes).text
         assert text.startswith(f"<system>{system}<|end|>\n<user>") and text.count("<system>") == 1
 
@@ -146,8 +136,7 @@ def test_prompts_are_those_of_reinforcement_learning(template, begin, tmp_path):
 
 
 GOOD, BAD = ANSWER, {"role": "assistant", "content": "22"}
-SAME_PAIRS = {
-    "texts": ({"prompt": "1+1?", "chosen": "2", "rejected": "22"}, {"template": "chat"}),
+SAME_PAIRS = dict(read_table(__file__, "same_pairs")) | {
     "lists": ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, {}),
     "prompt in them": ({"prompt": "1+1? ", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, {}),
     "no prompt": ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, {}),
@@ -183,19 +172,9 @@ def test_whole_texts_are_split_where_their_tokens_part(begin):
 
 
 USER = TALK[1]
-MALFORMED = [  # row, words of the error, settings
-    (3, "is int, not an object", {}),
-    ({"a": 1}, "has the fields a, not messages, prompt+response", {}),
-    (ROW, "has no field 'x.y'; it has", {"fields": "prompt=prompt,response=x.y"}),
-    (ROW | {"prompt": " "}, "prompt is empty", {}),
-    (ROW | {"response": 4}, "response is 4, neither text nor messages", {}),
-    (ROW | {"response": "\ud800"}, "half of a surrogate pair", {}),
-    (ROW | {"response": "a<|end|>b"}, "the end token before its end", {}),
-    ({"messages": [USER]}, "has no message of the role 'assist", {}),
+MALFORMED = [
+    *read_table(__file__, "malformed"),
     ({"messages": [ANSWER]}, "begins with a message of the role", {}),
-    ({"messages": []}, "messages is [], neither text nor messages", {}),
-    ({"messages": ["hi"]}, "holds 'hi', no message with role and", {}),
-    ({"messages": [USER | {"content": None}]}, "message in messages is NoneType, not text", {}),
     ({"messages": TALK}, "template = 'dapo'", {"template": "dapo"}),
 ]
 ASKED_PAIR = {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}
@@ -218,14 +197,7 @@ def test_a_malformed_row_says_why(row, words, changes):
 
 
 def test_templates_that_can_not_show_an_answer_make_malformed_rows():
-    for chat, words in (
-        ("", "the model folder has no chat template"),
-        ("{{ raise_exception('no') }}", "chat template fails: no"),
-        (
-            "{{ messages | length }}{{ add_generation_prompt }}",
-            "does not put the answer right after its prompt",
-        ),
-    ):
+    for chat, words in read_table(__file__, "templates"):
         with pytest.raises(MalformedRow, match=words):
             write({"messages": TALK}, tokenizer=tokenizer_with(chat))
     with pytest.raises(MalformedRow, match="letters that the tokenizer has no token for"):

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import tokenizers
 from conftest import make_prompt
+from row_files import read_table
 
 from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
@@ -83,17 +84,7 @@ def step(environments, said, seed=7, failed=None, index=0, answer=""):
     return reply
 
 
-@pytest.mark.parametrize(
-    ("said", "failure"),
-    [
-        ("1", "no reply within 1 s"),
-        ("2", "OSError: the worker died"),
-        ("4", "TypeError: step returned b'8'"),
-        ("6", "ValueError: a bad turn"),
-        ("7", "SystemExit: 3"),
-        ("8", "ValueError: the observation's reward is nan"),
-    ],
-)
+@pytest.mark.parametrize(("said", "failure"), read_table(__file__, "steps"))
 def test_a_step_that_fails_says_so_and_costs_itself_alone(opened, said, failure):
     environments = opened()
     assert step(environments, ["0"]).text == "1+7"
@@ -150,14 +141,7 @@ def test_a_first_reset_that_raises_is_told_at_the_door_and_a_later_one_costs_not
     assert "RuntimeError: no such problem" in reply.failure
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nowhere", "environment.name.*nowhere.*calculator"),
-        ("no_module:X", "No module named"),
-        ("os:getcwd", r"step\(text\)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), read_table(__file__, "names"))
 def test_a_name_that_is_no_environment_is_refused_at_the_door(opened, name, message):
     with pytest.raises(ConfigError, match=message):
         opened(name=name)

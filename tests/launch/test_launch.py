@@ -13,18 +13,11 @@ import time
 
 import pytest
 from clouds import AT, ROOT, output_of, wait_for
+from row_files import read_table
 
 TRAINER = ("--config=x", "--config.run_dir=gs://b")
 STEPS = [f"step {i} of worker 0" for i in range(1, 7)]
-HOSTILE = [
-    "$(touch {0})",
-    "`touch {0}`",
-    "a  b 'c' \"d\"",
-    "; touch {0} #",
-    "",
-    "*",
-    "$HOME\n--yes",
-]
+HOSTILE = read_table(__file__, "hostile")
 
 
 def test_a_run_on_four_workers_is_created_watched_and_deleted(cloud):
@@ -125,15 +118,7 @@ def test_a_lost_connection_is_taken_up_and_the_run_not_started_again(cloud, gclo
     assert len(cloud.starts()) == 1
 
 
-@pytest.mark.parametrize(
-    ("code", "starts", "text"),
-    [
-        (2, 1, "a setting is wrong"),
-        (3, 1, "no learning signal"),
-        (4, 1, "numbers are not finite"),
-        (75, 2, "died or stood still"),
-    ],
-)
+@pytest.mark.parametrize(("code", "starts", "text"), read_table(__file__, "exit_codes"))
 def test_exit_codes_say_whether_another_try_makes_sense(cloud, code, starts, text):
     cloud.plays(runs=[{"code": code, "at": 2}, {}])
     output = cloud.runs(expect=code if code in (2, 3, 4) else 0)
@@ -258,18 +243,7 @@ def test_a_secret_is_read_on_the_workers_and_stands_nowhere(cloud):
     assert not [path for path in records if secret.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize(("words", "text"), [
-    (["--name=a/../b"], "--name = 'a/../b'"), (["--zone=us;id"], "--zone = 'us;id'"),
-    (["--type=v9-8"], "--type = 'v9-8'"), (["--tries=0"], "--tries = '0'"),
-    (["--ref=nowhere"], "--ref = 'nowhere'"), (["--frist"], "--frist: there is no such flag"),
-    (["--env=HF_TOKEN=hf_abc"], "must not stand on a command line"),
-    (["--secret-env=HF_TOKEN=hf_abc"], "the name of a secret, not the secret"),
-    (["--spot", "--config.run_dir=runs/a"], "must be gs://... with --spot"),
-    (["--flex-start=4"], "--flex-start = '4'"), (["--flex-start=4h", "--spot"], "not with --flex"),
-    (["--model=Qwen"], "must be OWNER/NAME"), (["--data=a/b;id"], "--data = 'a/b;id'"),
-    (["--model=a/b", "--config.model.folder=c"], "which says the same"),
-    (["--token-file=/nowhere"], "must be a file that can be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(("words", "text"), read_table(__file__, "wrong"))
 def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
     output = cloud.does("run", *words, "--config=x", expect=2)
     assert text in output and "hf_abc" not in output and not cloud.calls("tpu-vm", "create")

@@ -1,14 +1,9 @@
 """Errors of gcloud: printed in its words, and tried again only if that can help."""
 
 import pytest
+from row_files import read_table
 
-NEVER = [
-    "PERMISSION_DENIED: no tpu.nodes.create",
-    "You do not currently have an active account selected. Please run: gcloud auth login",
-    "Cloud TPU API has not been used in project 1 before or it is disabled.",
-    "INVALID_ARGUMENT: Cloud TPU received a bad request. accelerator type v6e-3",
-    "Quota limit 'TPUV6EPreemptible' has been exceeded. Limit: 0 in zone us-east5-b.",
-]
+NEVER = read_table(__file__, "never")
 
 
 @pytest.mark.parametrize("error", NEVER)
@@ -54,11 +49,7 @@ def test_a_key_that_the_machine_does_not_have_yet_is_tried_again(cloud):
     )
 
 
-@pytest.mark.parametrize(("key", "agent", "text"), [
-    ("SHA256:a", "3072 SHA256:b other (RSA)", "the ssh-agent lacks gcloud's key: ssh-add"),
-    ("SHA256:a locked", None, "has a passphrase, and ssh-add -l says: Could not open"),
-    (None, "3072 SHA256:b other (RSA)", "google_compute_engine is missing: ssh-keygen"),
-])  # fmt: skip
+@pytest.mark.parametrize(("key", "agent", "text"), read_table(__file__, "keys"))
 def test_a_key_that_can_not_reach_several_workers_costs_nothing(cloud, key, agent, text):
     folder = cloud.folder / ".ssh"
     folder.mkdir()

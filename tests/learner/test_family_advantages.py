@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from policy_loops import mean
+from row_files import read_table
 
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import ESTIMATORS, SCALES, estimate, gather_feedback
@@ -196,20 +197,7 @@ def test_gpg_scales_by_the_groups_with_signal():
     assert_advantages(algorithm, make_feedback(), expected)
 
 
-@pytest.mark.parametrize(
-    ("scale", "rewards", "groups", "expected"),
-    [
-        # The mean of three times 0.1 is not 0.1.
-        (
-            "informative",
-            [1, 0, 0, 0.1, 0.1, 0.1],
-            [0, 0, 0, 1, 1, 1],
-            [4 / 3, -2 / 3, -2 / 3, 0, 0, 0],
-        ),
-        # 0.1 + 0.2 - 0.3 is not 0.
-        ("mean", [0.1, 0.2, -0.3], [0, 0, 0], [0, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("scale", "rewards", "groups", "expected"), read_table(__file__, "means"))
 def test_a_rounded_mean_counts_as_exact(scale, rewards, groups, expected):
     rewards = np.float64(rewards)
     index = np.arange(len(rewards))[None, None]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from command_lines import RL, load
 from policy_loops import cut
+from row_files import read_table
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
@@ -169,25 +170,7 @@ def assert_objective_is_the_loop(algorithm, case):
 
 # Inside and outside either clip, beyond the dual clip, and beyond what exp survives.
 WILD = np.resize([0.1, -0.5, 0.4, 3.0, -25.0, 0.26, 19.0, -0.2, 700.0, 0.23, -0.1], len(TRAINED))
-OBJECTIVES = {
-    "token ratio": {},
-    "token ratio, dual clip 3": {"dual_clip": 3.0},
-    "token ratio, no dual clip": {"dual_clip": 0.0, "clip_high": 0.2},
-    "token ratio, clip off": {"region": "none", "dual_clip": 0.0},
-    "no ratio": {"ratio": "none", "region": "none", "dual_clip": 0.0},
-    "k2": {"kl": "loss", "kl_estimator": "k2", "kl_coefficient": 0.5},
-    "k3": {"kl": "loss", "kl_estimator": "k3", "kl_coefficient": 0.5},
-    "entropy bonus": {"entropy_coefficient": 0.7},
-    "importance cap": {"importance_cap": 2.0},
-    "positive NLL": {"positive_nll_coefficient": 0.1},
-    "everything": {
-        "kl": "loss",
-        "kl_coefficient": 0.1,
-        "entropy_coefficient": 0.01,
-        "importance_cap": 1.5,
-        "positive_nll_coefficient": 0.1,
-    },
-}
+OBJECTIVES = dict(read_table(__file__, "objectives"))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # metrics of the rubbish: inf - inf

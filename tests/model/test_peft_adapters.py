@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
+from row_files import read_table
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config.experiment import Lora
@@ -87,15 +88,7 @@ def change_config(folder: pathlib.Path, **changes) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"use_rslora": True},
-        {"bias": "all"},
-        {"modules_to_save": ["lm_head"]},
-        {"rank_pattern": {"q_proj": 8}},
-        {"init_lora_weights": "pissa"},
-        {"layers_to_transform": [0]},
-        {"an_option_of_next_year": 3},
-        {"peft_type": "IA3"},
-        {"r": True},
+        *read_table(__file__, "options"),
         {"lora_alpha": float("nan")},
     ],
     ids=str,
