@@ -127,14 +127,6 @@ def test_on_policy_the_policy_term_has_gradient_minus_weights_times_advantages(n
     assert np.any(actual) and not any(np.any(side) for side in clipped.values())
 
 
-def test_rft_on_policy_descends_the_nll_of_right_responses():
-    batch = first_rows(make_update(algorithms.rft())[0])
-    right = np.isin(batch.scored.rollouts.response_index, np.flatnonzero(CORRECT))
-    logprobs = batch.scored.rollouts.sampler_logprobs
-    actual = objective_gradient(algorithms.rft(), batch, logprobs)
-    np.testing.assert_allclose(actual, -1.0 * right / right.sum(), rtol=1e-6)
-
-
 def test_dpo_on_policy_descends_the_mean_loss_over_pairs():
     """The gradient of the mean of -log sigmoid(beta margin), by JAX itself."""
     algorithm = algorithms.dpo()

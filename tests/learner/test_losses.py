@@ -7,13 +7,11 @@ import math
 import jax
 import numpy as np
 import pytest
-from command_lines import RL, load
 from policy_loops import cut
 from row_files import read_table
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
-from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.critic import critic_objective
 from dapo_jax.learner.losses import KL_ESTIMATORS, policy_loss, value_loss
@@ -228,19 +226,6 @@ def test_kl_estimates_and_their_gradients_are_the_formulas(name):
         slopes = {"k1": 1.0, "k2": -distance, "k3": -math.expm1(distance) if inside else 0.0}
         slopes["k3+"] = slopes["k2"]
         np.testing.assert_allclose(slope, slopes[name], **EXACT)
-
-
-@pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_only_k1_is_accepted_in_the_reward(name, capsys):
-    """k2 and k3 also punish actions that are rarer than the reference wants."""
-    arguments = f"{RL}:rloo", f"--config.algorithm.kl_estimator={name}"
-    if name == "k1":
-        load(Config, *arguments)
-        return
-    with pytest.raises(SystemExit):
-        load(Config, *arguments)
-    expected = f"kl_estimator = '{name}': must be 'k1' with algorithm.kl = 'reward'"
-    assert expected in capsys.readouterr().err
 
 
 # --- value loss ----------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Decoder, log-probs, and loading of model folders."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,10 @@ import numpy as np
 import pytest
 from conftest import TINY
 
-from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.model import decoder, load_huggingface
+from dapo_jax.model import decoder
 from dapo_jax.model.lm_head import head_logprobs
-from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.model.training_attention import choose
 from dapo_jax.rollout.sampling import sample_tokens
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule
 
 KEY = jax.random.key(1)
@@ -43,28 +39,6 @@ def test_unrolling_does_not_change_the_numbers(tiny_params):
     plain = jax.grad(loss)(tiny_params, TINY)
     other = jax.grad(loss)(tiny_params, dataclasses.replace(TINY, scan_unroll=2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, other)
-
-
-def test_logprobs_and_entropy_equal_those_of_the_softmax(tiny_params):
-    logprobs, entropy = token_logprobs(
-        tiny_params, TINY, Rows(TOKENS, SEGMENTS, POSITIONS), temperature=0.7, chunk_tokens=10**6
-    )
-    logits = hidden(tiny_params) @ tiny_params["embedding"].T / 0.7
-    full = np.asarray(jax.nn.log_softmax(logits), np.float64)
-    for t in (1, 4, 7):
-        before = full[0, t - 1]
-        np.testing.assert_allclose(logprobs[0, t], before[TOKENS[0, t]], atol=1e-5)
-        np.testing.assert_allclose(entropy[0, t], -(np.exp(before) * before).sum(), atol=1e-5)
-
-
-def test_a_folder_without_a_model_is_rejected_with_advice(tmp_path):
-    with pytest.raises(ConfigError, match="dapo_jax:arithmetic_base"):
-        load_huggingface.read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(ConfigError, match="bert.*qwen2"):
-        load_huggingface.read_config(tmp_path)
-    with pytest.raises(ConfigError, match="tokenizer.json"):
-        Tokenizer.from_folder(tmp_path)
 
 
 def test_attention_is_chosen_by_platform_and_length():

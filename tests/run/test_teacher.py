@@ -120,26 +120,6 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
             build(make(tiny_folder, folder, tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("preset", "changes", "field"),
-    [
-        ("gkd", {"distillation": "none"}, "distillation"),
-        ("gkd", {"whiten": True}, "whiten"),
-        ("gkd", {"importance_cap": 2.0}, "importance_cap"),
-        ("rft", {"distillation": "reverse"}, "distillation"),
-        ("dapo", {"distillation_coefficient": 2.0}, "distillation_coefficient"),
-    ],
-)
-def test_settings_that_contradict_a_teacher_are_rejected(preset, changes, field):
-    algorithm = dataclasses.replace(algorithms.preset(preset), **changes)
-    folder = "" if algorithm.distillation == "none" else "elsewhere"
-    config = Config(algorithm=algorithm, teacher=Teacher(folder=folder))
-    config.model.folder = "here"
-    config.rollout.updates_per_rollout = 1
-    with pytest.raises(ConfigError, match=rf"config\.algorithm\.{field} = "):
-        validate(config)
-
-
 @pytest.mark.parametrize(("preset", "folder"), [("gkd", ""), ("dapo", "elsewhere")])
 def test_a_teacher_is_named_if_and_only_if_it_is_used(preset, folder):
     config = Config(algorithm=algorithms.preset(preset), teacher=Teacher(folder=folder))
