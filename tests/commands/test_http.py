@@ -197,7 +197,6 @@ def test_models_health_and_what_is_not_there(client, port):
         client.embeddings.create(model="policy", input="a")
 
 
-TOO_LONG = "prompt has 21 tokens: must have from 1 to 20"
 TOO_LARGE = "prompt has 900000 bytes: must have at most 140, the most that 20 tokens hold"
 
 

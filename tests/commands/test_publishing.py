@@ -15,8 +15,6 @@ from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.run.export import export
 from dapo_jax.runtime.settings import ConfigError
 
-ROOT = pathlib.Path(__file__).parents[2]
-
 
 @pytest.fixture
 def hub(monkeypatch):

@@ -1,6 +1,7 @@
 """Counts of a plan: operations of a policy, and traffic of a compiled text."""
 
 import dataclasses
+import pathlib
 
 import jax
 import numpy as np
@@ -77,44 +78,7 @@ def test_pairs_of_a_packed_row_are_those_of_the_blocks_that_the_kernel_computes(
     assert counted == 64**2 * blocks.sum()
 
 
-TEXT = """
-%fused.1 (p: f32[8,64], u: f32[1,64]) -> f32[8,64] {
-  %p = f32[8,64]{1,0} parameter(0)
-  %u = f32[1,64]{1,0} parameter(1)
-  ROOT %dus = f32[8,64]{1,0} dynamic-update-slice(%p, %u, s32[] %c)
-}
-%all-reduce-scatter.1 (x: bf16[64,64]) -> bf16[16,64] {
-  %x = bf16[64,64]{1,0} parameter(0)
-  %ar = bf16[64,64]{1,0} all-reduce(%x), channel_id=7, replica_groups=[2,4]<=[8], to_apply=%add
-  ROOT %s = bf16[16,64]{1,0} dynamic-slice(%ar, s32[] %z)
-}
-%inner (t: (s32[], f32[8,64])) -> (s32[], f32[8,64]) {
-  %w = f32[8,64]{1,0} fusion(%g, %h), kind=kLoop, calls=%fused.1
-  %a = bf16[32,64]{1,0} all-gather(%b), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}
-  ROOT %r = (s32[], f32[8,64]) tuple(%i, %w)
-}
-%inner_cond (t: (s32[], f32[8,64])) -> pred[] {
-  %n = s32[]{:T(128)} constant(5)
-  ROOT %lt = pred[] compare(%i, %n), direction=LT
-}
-%outer (t: (s32[], f32[8,64])) -> (s32[], f32[8,64]) {
-  %l = (s32[], f32[8,64]) while(%t), condition=%inner_cond, body=%inner
-  %rs = bf16[16,64]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
-  ROOT %r = (s32[], f32[8,64]) tuple(%i, %w)
-}
-%outer_cond (t: (s32[], f32[8,64])) -> pred[] {
-  ROOT %lt = pred[] compare(%i, %m), direction=LT
-}
-ENTRY %main (a: f32[8,64]) -> f32[8,64] {
-  %a = f32[8,64]{1,0} parameter(0)
-  %c = f32[8,64]{1,0:S(1)} copy(%a)
-  %d = f32[8,64]{1,0} add(%a, %c)
-  %l = (s32[], f32[8,64]) while(%t), condition=%outer_cond, body=%outer
-  %k = (f32[2,8,64]{2,1,0}, u32[], token[]) send(%d, %t), channel_id=4, is_host_transfer=true, \
-frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
-  ROOT %o = f32[] all-reduce(%d), channel_id=9, to_apply=%add
-}
-"""
+TEXT = pathlib.Path(__file__).with_suffix(".hlo").read_text()
 
 
 def test_traffic_of_a_text_is_counted_as_often_as_its_loops_run():

@@ -36,40 +36,7 @@ def load(*paths: str, limit: int = 0) -> Source:
     return read_problems(paths, "set", limit)
 
 
-PUBLISHED = {
-    "gsm8k": (
-        {"question": "How many?", "answer": "2*600=<<2*600=1200>>1200 in all.\n#### 1,200"},
-        {"text": "How many?", "answer": "1200", "solution": "2*600=1200 in all."},
-    ),
-    "MATH": (
-        {
-            "problem": "Find $x$.",
-            "level": "Level 5",
-            "type": "Algebra",
-            "solution": "First $\\boxed{1}$, no: $x = \\boxed{\\frac{1}{\\{2\\}}}$.",
-        },
-        {"answer": "\\frac{1}{\\{2\\}}", "level": "5", "subject": "Algebra"},
-    ),
-    "MATH-500": (
-        {"problem": "P", "solution": "$\\boxed{1}$", "answer": "\\$3.50", "subject": "Algebra"}
-        | {"level": 2, "unique_id": "test/algebra/7.json"},
-        {"answer": "\\$3.50", "level": "2", "subject": "Algebra", "id": "set-test/algebra/7.json"},
-    ),
-    "AIME": ({"id": 60, "problem": "P", "answer": "025"}, {"answer": "025", "id": "set-60"}),
-    "AIME, other spelling": (
-        {"ID": "2024-I-1", "Problem": "P", "Solution": "S", "Answer": 204},
-        {"answer": "204", "id": "set-2024-I-1"},
-    ),
-    "AMC": ({"id": 0, "problem": "P", "question": "P", "answer": 27.0}, {"answer": "27"}),
-    "Minerva": (
-        {"problem": "P", "solution": "so \\boxed{4.5e33} ergs", "type": "Astronomy", "idx": 3},
-        {"answer": "4.5e33", "subject": "Astronomy", "id": "set-3"},
-    ),
-    "OlympiadBench": (
-        {"id": 7, "question": "Find all.", "context": "Let n > 0.", "subfield": "Algebra"}
-        | {"final_answer": ["$69$,$84$", "$-1$."], "unit": "km", "solution": ["a", "b"]},
-        {"text": "Let n > 0.\n\nFind all.", "answer": "69,84, -1", "solution": "a\n\nb"},
-    ),
+PUBLISHED = dict(read_table(__file__, "published")) | {
     "DAPO": (
         dapo_row("Is {x} 1?", "34", 5),
         {"text": "Is {x} 1?", "answer": "34", "source": "math_dapo", "id": "set-uuid-5"},
@@ -78,8 +45,6 @@ PUBLISHED = {
         dapo_row("P", "34", 5, "{problem} Let's think step by step."),
         {"text": "P Let's think step by step."},
     ),
-    "plain": ({"problem": " P ", "answer": -0.5}, {"text": "P", "answer": "-0.5", "id": "set-9"}),
-    "plain question": ({"question": "P", "answer": "yes"}, {"text": "P", "answer": "yes"}),
 }
 
 

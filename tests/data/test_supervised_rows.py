@@ -88,14 +88,7 @@ SAME_ROWS = dict(read_table(__file__, "same_rows")) | {
     ),
 }
 ASKED, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
-SAME_CHATS = {
-    "messages": ({"messages": [ASKED, ANSWER]}, {}),
-    "None fields": ({"messages": [ASKED | {"tool_calls": None}, ANSWER]}, {}),
-    "messages named": ({"talk": [ASKED, ANSWER]}, {"fields": "messages=talk"}),
-    "lists": ({"prompt": [ASKED], "completion": [ANSWER]}, {}),
-    "list and text": ({"prompt": [ASKED], "response": "2"}, {}),
-    "texts": (ROW, {"template": "chat"}),
-}
+SAME_CHATS = dict(read_table(__file__, "same_chats"))
 
 
 @pytest.mark.parametrize("template", ["none", "chat"])
@@ -136,19 +129,7 @@ def test_prompts_are_those_of_reinforcement_learning(template, begin, tmp_path):
 
 
 GOOD, BAD = ANSWER, {"role": "assistant", "content": "22"}
-SAME_PAIRS = dict(read_table(__file__, "same_pairs")) | {
-    "lists": ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, {}),
-    "prompt in them": ({"prompt": "1+1? ", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, {}),
-    "no prompt": ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, {}),
-    "prompt as a list, too": (
-        {"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-        {},
-    ),
-    "named": (
-        {"q": [ASKED], "yes": [GOOD], "no": [BAD]},
-        {"fields": "prompt=q,chosen=yes,rejected=no"},
-    ),
-}
+SAME_PAIRS = dict(read_table(__file__, "same_pairs"))
 
 
 @pytest.mark.parametrize("name", SAME_PAIRS)
@@ -171,21 +152,8 @@ def test_whole_texts_are_split_where_their_tokens_part(begin):
     assert text_of(rejected.response) == "3 or so<|end|>"
 
 
-USER = TALK[1]
-MALFORMED = [
-    *read_table(__file__, "malformed"),
-    ({"messages": [ANSWER]}, "begins with a message of the role", {}),
-    ({"messages": TALK}, "template = 'dapo'", {"template": "dapo"}),
-]
-ASKED_PAIR = {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}
-MALFORMED_PAIRS = [
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same", {}),
-    (ASKED_PAIR | {"rejected": [TALK[3], BAD]}, "differ before their last message", {}),
-    ({"chosen": "a", "rejected": "b"}, "share no beginning", {}),
-    ({"chosen": [USER], "rejected": [USER]}, "chosen ends with no message", {}),
-    (ASKED_PAIR | {"prompt": "7?"}, "chosen begins neither with the prompt nor with an answer", {}),
-    ({"chosen": "ab", "rejected": "ac"}, "no prompt for data.template", {"template": "dapo"}),
-]
+MALFORMED = read_table(__file__, "malformed")
+MALFORMED_PAIRS = read_table(__file__, "malformed_pairs")
 
 
 @pytest.mark.parametrize(("row", "words", "changes"), MALFORMED + MALFORMED_PAIRS)

@@ -92,7 +92,6 @@ RAISES = (
     "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
     "{{ raise_exception('no such role') }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
 )
-LEAVES_OUT = RAISES.replace("{{ raise_exception('no such role') }}", "{% continue %}")
 
 
 @pytest.mark.parametrize(("template", "role", "told"), read_table(__file__, "stops"))

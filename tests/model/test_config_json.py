@@ -18,13 +18,6 @@ BASE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
 }
-LLAMA = {"model_type": "llama", "num_hidden_layers": 2}
-MOE = {
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 
@@ -40,22 +33,9 @@ def scaled(rope):
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-SLIDES = {"use_sliding_window": True}
 
 
-@pytest.mark.parametrize(
-    ("kind", "values", "window", "sliding"),
-    [
-        *read_table(__file__, "windows"),
-        (
-            "qwen3",
-            SLIDES | {"sliding_window": 8, "layer_types": [SLIDING, FULL, FULL]},
-            8,
-            (True, False, False),
-        ),
-        ("ministral", {"layer_types": [FULL, FULL, FULL]}, None, ()),
-    ],
-)
+@pytest.mark.parametrize(("kind", "values", "window", "sliding"), read_table(__file__, "windows"))
 def test_windows_equal_those_of_transformers(kind, values, window, sliding):
     config = parse(values | {"model_type": kind})
     assert (config.window, config.sliding) == (window, sliding)
@@ -148,28 +128,7 @@ def test_a_number_is_checked_like_a_setting(name):
         with pytest.raises(ValueError, match=f"^{name} = .*: must be ") as caught:
             check_number(name, value)
         assert str(allowed) in str(caught.value)
-
-
-YARN = scaled(QWEN)
-GEMMA = {"model_type": "gemma3_text"}
-WRONG_VALUES = [
-    *read_table(__file__, "wrong_values"),
-    (LLAMA | {"layer_types": [FULL, SLIDING]}, "sliding_attention"),
-    ({"model_type": "qwen2", "layer_types": [SLIDING] * 3}, "must be full_attention, each"),
-    ({"model_type": "ministral", "layer_types": [FULL] * 2}, "or sliding_attention, each of 3"),
-    ({"model_type": "ministral", "layer_types": [FULL, "linear", FULL]}, "'linear'"),
-    (
-        GEMMA | {"rope_parameters": {SLIDING: {"rope_type": "linear", "factor": 2}}},
-        "of sliding_attention: must be of type 'default'",
-    ),
-    (YARN | {"rope_theta": 1}, "rope_theta = 1.0: must be above 1 with yarn"),
-    (YARN | {"model_type": "ministral3"}, "no 'llama_4_scaling_beta'"),
-    (scaled(QWEN | {"beta_fast": 0.5}), "beta_fast = 0.5: must be above beta_slow = 1.0"),
-    (scaled(QWEN | {"truncate": 1}), "truncate = 1: must be true or false"),
-    (scaled({"type": "longrope"}), "'longrope': must be 'default' or 'linear'"),
-    (scaled({"type": "linear"}), "no 'factor'"),
-    (scaled({"type": "dynamic", "factor": 2}) | {"max_position_embeddings": None}, "max_position"),
-]
+WRONG_VALUES = read_table(__file__, "wrong_values")
 
 
 @pytest.mark.parametrize(("values", "words"), WRONG_VALUES, ids=str)

@@ -67,66 +67,12 @@ def _table(name: str) -> list[str]:
     return text.split(f"== {name}\n")[1].split("\n== ")[0].strip().splitlines()
 
 
-def _tiny() -> list[str]:
-    """Numbers that are nearly, but not, zero."""
-    made = [rf"\sqrt{{{n}!}}-\sqrt{{{n}!+1}}" for n in (9, 20, 50, 99, 150, 400, 1000)]
-    made += [rf"\sqrt[{k}]{{{n}!+1}}-\sqrt[{k}]{{{n}!}}" for k in (3, 7) for n in (30, 99)]
-    made += [rf"10^{{-{k}}}" for k in (5, 15, 17, 60, 100, 400, 1000)]
-    made += [rf"e^{{-{k}}}" for k in (30, 100, 700, 1000)]
-    made += [rf"2^{{-{k}}}" for k in (53, 64, 500, 1000)]
-    made += [r"1-\tanh(50)", r"\tanh(1000)-1", r"\frac{\pi}{2}-\arctan(10^{80})"]
-    made += [r"e^{\pi\sqrt{163}}-640320^3-744", r"\cos(10^{-40})-1", r"\sin(10^{-90})"]
-    made += [rf"(\sqrt{{2}}-1)^{{{k}}}" for k in (40, 100, 300)]
-    made += [r"\sqrt{10}+\sqrt{11}-\sqrt{5}-\sqrt{18}", r"\frac{1}{999!}", r"\frac{1}{100^{100}}"]
-    made += [r"\frac{22}{7}-\pi-\frac{1}{791}", r"\frac{355}{113}-\pi", r"\ln(1+10^{-50})"]
-    made += [r"\sqrt{1000!+\sqrt{1000!}}-\sqrt{1000!+\sqrt{1000!-1}}"]
-    made += [r"\sqrt{10^{200}+1}-10^{100}", r"\log_{10}(10^{50}+1)-50", r"\frac{3^{400}}{2^{1000}}"]
-    made += [r"\arctan\frac12+\arctan\frac13-\frac{\pi}{4}+10^{-70}"]
-    return made
-
-
 ZEROS = _table("zeros")
 STEPS = _table("steps")
 CORNERS = _table("corners")
 
 
-def _vanishing() -> list[str]:
-    """Formulas that are zero at points where one might look."""
-    whole = "".join(f"(n-{i})" for i in range(12))
-    made = [whole, whole.replace("n", "x"), "x(x-1)(x+1)(x-2)(x+2)(x-3)(x+3)", r"\sin(\pi x)"]
-    looked = [137 + 41 * i for i in range(8)]
-    made.append("".join(rf"(x-\frac{{{n}}}{{1997}})" for n in looked))
-    made += [r"10^{-300}x", r"x^{40}", r"\frac{1}{x}", r"e^{-1000x^2}", r"2^{-100n}", r"0.5^{99}n!"]
-    return made
-
-
-EXPENSIVE = (
-    r"\sqrt{1000!+1}",
-    r"\sqrt{1000!+\sqrt{999!+\sqrt{998!+\sqrt{997!+1}}}}",
-    "(" + "+".join(rf"\sqrt{{{i}}}" for i in range(2, 20)) + "+x)^{12}",
-    "(" + "+".join("abcdfghjkl") + ")^{20}",
-    "+".join(rf"\sqrt{{{i}!+1}}" for i in range(60, 90)),
-    r"\sqrt{2+" * 25 + "2" + "}" * 25,
-    "+".join(rf"\sin {i}" for i in range(1, 40)),
-    r"\cos(" * 20 + "x" + ")" * 20,
-    "".join(rf"(x+\sqrt{{{i}}})" for i in range(2, 30)),
-    "+".join(rf"\frac{{1}}{{x+\sqrt{{{i}}}}}" for i in range(2, 14)),
-    r"|x-1|" + "".join(rf"|x-{i}|" for i in range(2, 30)),
-    r"\binom{x}{50}\binom{y}{50}",
-    "+".join(rf"\lfloor\frac{{n}}{{{i}}}\rfloor" for i in range(2, 30)),
-    r"\cup".join(rf"(\sqrt{{{i}}},\sqrt{{{i + 1}}}+\frac{{1}}{{{i}}})" for i in range(2, 32)),
-    r"\{" + ",".join(rf"\sqrt{{{i}}}+\sqrt{{{i + 1}}}" for i in range(2, 40)) + r"\}",
-    "9" * 390 + r"^{\frac{1}{97}}",
-    r"e^{e^{e^{e^{e}}}}",
-    r"\sin(10^{300})",
-    r"\arctan(" * 15 + "2" + ")" * 15,
-    r"\ln(" * 15 + "10^{300}" + ")" * 15,
-    r"(1+\sqrt2+\sqrt3+\sqrt5+\sqrt7)^{30}",
-    "x^{1000}" + "+x" * 100,
-    r"\frac{1}{1+" * 30 + r"\sqrt2" + "}" * 30,
-    r"(x+1)^{1000}-(x+1)^{999}",
-    r"999!^{7}+998!^{7}+\sqrt{997!}",
-)
+EXPENSIVE = _table("expensive")
 CANDIDATES = _table("candidates")
 
 NOTATIONS = _table("notations")  # each is gold only in a reading that its notation does not have
@@ -134,7 +80,7 @@ NOTATIONS = _table("notations")  # each is gold only in a reading that its notat
 
 def attacks() -> Iterator[tuple[str, str, str]]:
     """(family, kind of golds it is for ('' for all), text)."""
-    for tiny in _tiny():
+    for tiny in _table("tiny"):
         yield "a tiny number", "", tiny
         yield "gold and a tiny number", "number formula", rf"GOLD+({tiny})"
         yield "gold times nearly 1", "number formula", rf"(GOLD)(1+({tiny}))"
@@ -149,7 +95,7 @@ def attacks() -> Iterator[tuple[str, str, str]]:
     for corner in CORNERS:
         yield "a corner", "number formula", rf"GOLD+({corner})"
         yield "a corner alone", "", corner
-    for vanishing in _vanishing():
+    for vanishing in _table("vanishing"):
         yield "zero at many points", "number formula", rf"GOLD+({vanishing})"
     for expensive in EXPENSIVE:
         yield "expensive", "", expensive
