@@ -87,7 +87,6 @@ SAME_ROWS = dict(read_table(__file__, "same_rows")) | {
         {"fields": "prompt=q,response=meta.gold"},
     ),
 }
-ASKED, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 SAME_CHATS = dict(read_table(__file__, "same_chats"))
 
 
@@ -128,7 +127,6 @@ def test_prompts_are_those_of_reinforcement_learning(template, begin, tmp_path):
     assert {tuple(one.turns[0].prompt) for one in mine} == theirs and len(theirs) == 5
 
 
-GOOD, BAD = ANSWER, {"role": "assistant", "content": "22"}
 SAME_PAIRS = dict(read_table(__file__, "same_pairs"))
 
 

@@ -128,6 +128,8 @@ def test_a_number_is_checked_like_a_setting(name):
         with pytest.raises(ValueError, match=f"^{name} = .*: must be ") as caught:
             check_number(name, value)
         assert str(allowed) in str(caught.value)
+
+
 WRONG_VALUES = read_table(__file__, "wrong_values")
 
 

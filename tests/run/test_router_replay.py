@@ -98,10 +98,3 @@ def test_a_policy_without_experts_has_no_router(name, tiny_folder, alone, tmp_pa
     setattr(config.algorithm, name, {"router_replay": "old"}.get(name, 0.1))
     with pytest.raises(ConfigError, match=f"config.algorithm.{name} .* the policy has no experts"):
         train(config)
-
-
-def test_routes_of_a_forward_pass_need_one(moe_folder, tmp_path):
-    algorithm = algorithms.dapo()
-    algorithm.router_replay, algorithm.old_logprobs = "old", "sampler"
-    with pytest.raises(ConfigError, match="config.algorithm.router_replay.*'none' or 'sampler'"):
-        make_quick_config(moe_folder, tmp_path, algorithm=algorithm)

@@ -11,7 +11,6 @@ from teachers import LARGE, write_teacher
 from dapo_jax import algorithms
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Lora, Mesh, Packing, Teacher
-from dapo_jax.config.validation import validate
 from dapo_jax.run import components, memory
 from dapo_jax.run.components import build
 from dapo_jax.runtime.settings import ConfigError
@@ -118,11 +117,3 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
     for folder, words in ((other, "tokenizer"), (small, "at least the policy's 32 tokens")):
         with pytest.raises(ConfigError, match=f"teacher.folder = '{folder}'.*{words}"):
             build(make(tiny_folder, folder, tmp_path))
-
-
-@pytest.mark.parametrize(("preset", "folder"), [("gkd", ""), ("dapo", "elsewhere")])
-def test_a_teacher_is_named_if_and_only_if_it_is_used(preset, folder):
-    config = Config(algorithm=algorithms.preset(preset), teacher=Teacher(folder=folder))
-    config.rollout.updates_per_rollout = 1
-    with pytest.raises(ConfigError, match=rf"config\.teacher\.folder = '{folder}'"):
-        validate(config)
