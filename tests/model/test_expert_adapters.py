@@ -8,7 +8,7 @@ from conftest import MOE
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 from test_peft_adapters import random_adapters
-from test_sinks import GPT_OSS, random_params
+from test_windows import GPT_OSS, random_params
 
 from dapo_jax.config.experiment import Lora
 from dapo_jax.model import peft_adapters, save_huggingface

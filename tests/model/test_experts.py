@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import MOE
 from learners import assert_close
-from test_sinks import GPT_OSS, random_params
+from test_windows import GPT_OSS, random_params
 
 from dapo_jax.model.decoder import Decoder, abstract_params
 from dapo_jax.model.experts import NAMES, mix, route

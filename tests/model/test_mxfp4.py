@@ -12,7 +12,7 @@ from kept_groups import make_kept
 from mxfp4_folders import quantised, write_both
 from safetensors.numpy import load_file, save_file
 from small_runs import read_rows
-from test_sinks import GPT_OSS, random_params
+from test_windows import GPT_OSS, random_params
 
 from dapo_jax.config.experiment import ExportConfig, Lora, Mesh, Optimizer
 from dapo_jax.model import load_huggingface, save_huggingface

@@ -9,8 +9,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from evaluations import PROBLEMS, SAMPLES, make_evaluation, run_evaluation
-from small_runs import ROOT
+from small_runs import PROBLEMS, ROOT, SAMPLES, make_evaluation, run_evaluation
 
 from dapo_jax.commands.evaluate import main
 from dapo_jax.config.experiment import Data, Evaluation
@@ -68,7 +67,7 @@ import os, signal, sys
 import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
-from evaluations import make_evaluation, run_evaluation
+from small_runs import make_evaluation, run_evaluation
 from dapo_jax.run.evaluation import ResponseFile
 append = ResponseFile.append
 def append_and_end(self, response):
