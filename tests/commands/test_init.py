@@ -1,5 +1,6 @@
 """`dapo-jax init`: a file of problems becomes a config; no file is lost."""
 
+from row_files import read_table
 import json
 
 import pytest
@@ -17,17 +18,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
 WORDS = {"ask": "Capital of France?", "gold": "Paris"}
 POEM = {"query": "Write a poem."}
 # name of the file, its content, flags, fields of the config, verifier or the reward's part
-FILES = {
-    "gsm8k": ("a.jsonl", [WORKED] * 4, [], "", "math_label"),
-    "boxed": ("a.jsonl", [BOXED] * 4, [], "problem=task,solution=response", "math_label"),
-    "usual names": ("a.json", [{"problem": "1+1=?", "answer": 2}], [], "", "math_label"),
-    "capitals": ("a.jsonl", [{"Prompt": "1+1=?", "Gold": 2}], [], "problem=Prompt,answer=Gold", ""),
-    "named": ("a.csv", CSV, NAMED, "problem=Frage,answer=Loesung", ""),
-    "nested": ("a.jsonl", [NESTED], ["--answer=meta.gold"], "problem=ask,answer=meta.gold", ""),
-    "messages": ("a.jsonl", [MESSAGES], [], "", ""),
-    "words": ("a.jsonl", [WORDS] * 3, [], "problem=ask,answer=gold", "mine.reward:score=1"),
-    "no answers": ("a.jsonl", [POEM] * 3, [], "problem=query", "mine.reward:score=1"),
-}
+FILES = dict(read_table(__file__, "files")) | {"gsm8k": ("a.jsonl", [WORKED] * 4, [], "", "math_label"), "boxed": ("a.jsonl", [BOXED] * 4, [], "problem=task,solution=response", "math_label"),}
 
 
 @pytest.fixture

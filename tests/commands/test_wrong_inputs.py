@@ -26,25 +26,7 @@ def one(group): return 1.0
 number = 3
 """
 CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
-FILES = {
-    "mine.jsonl": ROWS,
-    "other.jsonl": '{"ask": "1+1=", "gold": "2"}\n' * 3,
-    "examples.jsonl": '{"prompt": "1+1=", "response": "2"}\n' * 3,
-    "nothing.jsonl": "",
-    "notes.txt": "hello",
-    "page.jsonl": "<!DOCTYPE html>\n<html>\n<body>404</body>\n</html>\n",
-    "pointer.jsonl": LFS_POINTER,
-    "pointer.parquet": LFS_POINTER,
-    "text.jsonl.gz": ROWS,
-    "text.parquet": ROWS,
-    "numbers.jsonl": '{"a1": 1, "b1": "two"}',
-    "null.json": "null",
-    "nul.py": "x = 1\0\n",
-    "own.py": OWN,
-    "broken.py": "x = 1\ny = 1 / 0\n",
-    "plain.py": f"{CONFIG}return Config()\n",
-    "sheet.xlsx": "PK\3\4" + "\0" * 100,
-}
+FILES = dict(read_table(__file__, "files")) | {"mine.jsonl": ROWS, "text.jsonl.gz": ROWS, "text.parquet": ROWS, "sheet.xlsx": "PK\3\4" + "\0" * 100,}
 UTF16 = {
     "utf16.txt": "{problem}",
     "utf16.jsonl": ROWS,

@@ -4,6 +4,7 @@ An environment comes from OpenEnv's repository, as a package: `pip install opene
 and its folder envs/textarena_env on PYTHONPATH as textarena_env.
 """
 
+from row_files import read_table
 import importlib.util
 
 import pytest
@@ -62,12 +63,7 @@ def test_a_published_game_is_played_turn_by_turn():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "told"),
-    [
-        ("openenv:no_such_env:Environment", "No module named 'no_such_env'"),
-        ("openenv:textarena_env", "must be written module:function"),
-        ("openenv:textarena_env.server.environment:Nothing", "has no attribute 'Nothing'"),
-        ("openenv:json:JSONDecoder", "must name a subclass of OpenEnv's Environment"),
-    ],
+    read_table(__file__, "names"),
 )
 def test_a_name_that_is_none_stops_at_the_door(name, told):
     pytest.importorskip("textarena_env")

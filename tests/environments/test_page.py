@@ -1,22 +1,13 @@
 """The program of docs/environments.md, run as it stands but for its sizes."""
 
+from row_files import read_table
 import pathlib
 import re
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-SMALLER = {
-    "STEPS, EXAMPLES = 30, 600": "STEPS, EXAMPLES = 1, 2",
-    'source="multi_digit_sums", max_prompt_tokens=16': (
-        'source="multi_digit_sums", max_prompt_tokens=16, heldout_problems=0'
-    ),
-    "environment=dapo_jax.Environment": (
-        "rollout=dapo_jax.Rollout(prompts_per_step=4, samples_per_prompt=4, "
-        "max_sample_rounds=1),\n    environment=dapo_jax.Environment"
-    ),
-    "Sampler(max": "Sampler(slots=16, max",
-}
+SMALLER = dict(read_table(__file__, "smaller"))
 
 
 @pytest.mark.slow

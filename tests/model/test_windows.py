@@ -1,4 +1,4 @@
-"""Sliding windows in training, prefill, decoding and scoring; which layers have one; attention sinks, too."""
+"""Sliding windows and attention sinks in training, prefill, decoding and scoring."""
 
 import dataclasses
 
