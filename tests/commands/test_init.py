@@ -1,24 +1,21 @@
 """`dapo-jax init`: a file of problems becomes a config; no file is lost."""
 
-from row_files import read_table
 import json
 
 import pytest
 from command_lines import run, run_shown
+from row_files import read_table
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
 
 WORKED = {"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7.\n#### 7"}
 BOXED = {"task": "Add 3 and 4.", "response": "It is \\boxed{7}, as 3 + 4 is 7."}
-CSV = "Frage;Loesung\nWas ist 3 + 4?;7\nWas ist 1/2 + 1/4?;3/4\n"
-NAMED = ["--question=Frage", "--answer=Loesung"]
-NESTED = {"ask": "1+1=?", "meta": {"gold": "2"}}
-MESSAGES = {"messages": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
-WORDS = {"ask": "Capital of France?", "gold": "Paris"}
-POEM = {"query": "Write a poem."}
 # name of the file, its content, flags, fields of the config, verifier or the reward's part
-FILES = dict(read_table(__file__, "files")) | {"gsm8k": ("a.jsonl", [WORKED] * 4, [], "", "math_label"), "boxed": ("a.jsonl", [BOXED] * 4, [], "problem=task,solution=response", "math_label"),}
+FILES = dict(read_table(__file__, "files")) | {
+    "gsm8k": ("a.jsonl", [WORKED] * 4, [], "", "math_label"),
+    "boxed": ("a.jsonl", [BOXED] * 4, [], "problem=task,solution=response", "math_label"),
+}
 
 
 @pytest.fixture

@@ -18,15 +18,13 @@ HERE = pathlib.Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
 LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
 ROWS = "".join(f'{{"question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(10))
-OWN = """\
-def score(prompt, response, answer): return 1.0
-def two(prompt, response): return 1.0
-def four(prompt, response, answer, extra): return 1.0
-def one(group): return 1.0
-number = 3
-"""
 CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
-FILES = dict(read_table(__file__, "files")) | {"mine.jsonl": ROWS, "text.jsonl.gz": ROWS, "text.parquet": ROWS, "sheet.xlsx": "PK\3\4" + "\0" * 100,}
+FILES = dict(read_table(__file__, "files")) | {
+    "mine.jsonl": ROWS,
+    "text.jsonl.gz": ROWS,
+    "text.parquet": ROWS,
+    "sheet.xlsx": "PK\3\4" + "\0" * 100,
+}
 UTF16 = {
     "utf16.txt": "{problem}",
     "utf16.jsonl": ROWS,

@@ -4,10 +4,10 @@ An environment comes from OpenEnv's repository, as a package: `pip install opene
 and its folder envs/textarena_env on PYTHONPATH as textarena_env.
 """
 
-from row_files import read_table
 import importlib.util
 
 import pytest
+from row_files import read_table
 
 from dapo_jax.environments.registry import open_factory
 from dapo_jax.runtime.settings import ConfigError

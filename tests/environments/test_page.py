@@ -1,10 +1,10 @@
 """The program of docs/environments.md, run as it stands but for its sizes."""
 
-from row_files import read_table
 import pathlib
 import re
 
 import pytest
+from row_files import read_table
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALLER = dict(read_table(__file__, "smaller"))

@@ -13,7 +13,7 @@ QUICK = ("dpo", "grpo", "gspo", "rloo", "vapo")  # between them every branch of 
 RL_PRESETS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in sorted(algorithms.PRESETS)
-    if name != "sft" and algorithms.preset(name).distillation == "none"  # run/test_teacher.py
+    if name != "sft" and algorithms.preset(name).distillation == "none"  # test_distillation.py
 ]
 
 
