@@ -175,10 +175,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 @pytest.mark.parametrize(
     ("text", "rest", "calls"),
-    [
-        *read_table(__file__, "calls"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", None, []),
-    ],
+    [*read_table(__file__, "calls"), ("<tool_call>" + "[" * 100_000 + "</tool_call>", None, [])],
 )
 def test_calls_are_read_and_what_is_none_stays_text(text, rest, calls):
     left, found = read_calls(text, TOOLS)

@@ -61,10 +61,7 @@ def test_a_published_game_is_played_turn_by_turn():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "told"),
-    read_table(__file__, "names"),
-)
+@pytest.mark.parametrize(("name", "told"), read_table(__file__, "names"))
 def test_a_name_that_is_none_stops_at_the_door(name, told):
     pytest.importorskip("textarena_env")
     with pytest.raises(ConfigError, match=told):

@@ -8,12 +8,7 @@ import pytest
 from policy_loops import mean
 
 from dapo_jax.algorithms import dapo
-from dapo_jax.learner.advantages import (
-    ESTIMATORS,
-    estimate,
-    gather_feedback,
-    whiten,
-)
+from dapo_jax.learner.advantages import ESTIMATORS, estimate, gather_feedback, whiten
 
 RNG = np.random.default_rng(0)
 EXACT = {"rtol": 1e-6, "atol": 1e-12}

@@ -71,10 +71,7 @@ def loop_loss(params, algorithm):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"aggregate": "token_mean_per_group"},
-        {"overlong_filtering": True},
-    ],
+    [{"aggregate": "token_mean_per_group"}, {"overlong_filtering": True}],
     ids=["equation 8", "filtered"],
 )
 def test_packed_gradient_equals_the_papers_loop(changes, tiny_params, one_device):

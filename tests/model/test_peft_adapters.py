@@ -86,12 +86,7 @@ def change_config(folder: pathlib.Path, **changes) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        *read_table(__file__, "options"),
-        {"lora_alpha": float("nan")},
-    ],
-    ids=str,
+    "changes", [*read_table(__file__, "options"), {"lora_alpha": float("nan")}], ids=str
 )
 def test_an_option_that_changes_the_numbers_is_rejected_by_name(changes, folder):
     change_config(folder, **changes)

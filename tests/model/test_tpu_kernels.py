@@ -21,12 +21,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import splash_attention
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.grouped_products import matrices_gradient
-from dapo_jax.model.training_attention import (
-    TRAINING_ATTENTION,
-    AttentionOptions,
-    Context,
-    Window,
-)
+from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
 from dapo_jax.rollout import cache_layout
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
@@ -180,8 +175,7 @@ def assert_decodes(slots: Slots, result, window: int | None, tolerance: float) -
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "window"),
-    read_table(__file__, "ragged"),
+    ("heads", "kv_heads", "head_dim", "window"), read_table(__file__, "ragged")
 )
 def test_ragged_kernel_reads_each_slots_pages(heads, kv_heads, head_dim, window, dtype, one_device):
     slots = make_slots(heads, kv_heads, head_dim, LENGTHS, dtype)

@@ -149,11 +149,7 @@ def by_definition(queries, keys, values, context, cache, options):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [
-        ("plain", {}),
-        ("blocked", {"tensor": 2}),
-        ("blocked", {"context": 2, "tensor": 2}),
-    ],
+    [("plain", {}), ("blocked", {"tensor": 2}), ("blocked", {"context": 2, "tensor": 2})],
 )
 def test_sinks_and_their_gradients_are_those_of_one_more_column(name, sizes, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 16)

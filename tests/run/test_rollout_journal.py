@@ -13,12 +13,7 @@ import jax
 import numpy as np
 import pytest
 from kept_groups import SETTINGS, differing, make_kept
-from small_runs import (
-    make_groups,
-    make_quick_config,
-    read_rollouts,
-    read_rows,
-)
+from small_runs import make_groups, make_quick_config, read_rollouts, read_rows
 
 from dapo_jax.rollout.dynamic_sampling import recall
 from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal

@@ -24,10 +24,7 @@ TOKENS = {
         "<|end_header_id|>".split(),
         [],
     ),
-    "mistral": (
-        "</s> <s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]".split(),
-        [],
-    ),
+    "mistral": ("</s> <s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]".split(), []),
 }
 FAMILIES = {
     name: ((TEMPLATES / f"{name}.jinja").read_text(), *tokens) for name, tokens in TOKENS.items()

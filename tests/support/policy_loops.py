@@ -194,6 +194,7 @@ LOOPS = {
     "sapo": loop_sapo,
     "gmpo": loop_gmpo,
     "luspo": functools.partial(loop_gspo, low=2e-3, high=2.5e-3),
+    "gspo": loop_gspo,
     "gspo_token": loop_gspo,
     "vespo": loop_vespo,
     "topr": loop_topr,
