@@ -66,7 +66,7 @@ def same(one, other, atol=0.0):
                 assert left[name] == right[name]
 
 
-# Whole runs that are silent, in pages too, stand in test_silence.py.
+# Whole runs that are silent, in pages too, stand in test_runs.py.
 
 
 @pytest.mark.parametrize("cache", [pytest.param("slots", marks=pytest.mark.slow), "paged"])

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from hlo_arrays import instructions
+from row_files import read_table
 from samplers import make_engine
 
 from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size
@@ -73,12 +74,5 @@ def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache):
 
 
 def test_devices_of_a_collective_are_counted_in_every_form():
-    for text, size in (
-        ("replica_groups={{0,1,2},{3,4,5}}, use", 3),
-        ("replica_groups=[16,4]<=[64], use", 4),
-        ("replica_groups=[32,2]<=[16,2,2]T(0,2,1), use", 2),
-        ("replica_groups=mesh['a'=16,'b'=4] {'b'}, use", 4),
-        ("replica_groups=mesh['a'=4,'b'=1,'c'=16], device_ids=([16,4]T(1,0)) {'a','b'}, use", 4),
-        ("replica_groups={}, use", 0),
-    ):
+    for text, size in read_table(__file__, "collectives"):
         assert group_size(text) == size

@@ -67,43 +67,32 @@ def _table(name: str) -> list[str]:
     return text.split(f"== {name}\n")[1].split("\n== ")[0].strip().splitlines()
 
 
-ZEROS = _table("zeros")
-STEPS = _table("steps")
-CORNERS = _table("corners")
-
-
-EXPENSIVE = _table("expensive")
-CANDIDATES = _table("candidates")
-
-NOTATIONS = _table("notations")  # each is gold only in a reading that its notation does not have
-
-
 def attacks() -> Iterator[tuple[str, str, str]]:
     """(family, kind of golds it is for ('' for all), text)."""
     for tiny in _table("tiny"):
         yield "a tiny number", "", tiny
         yield "gold and a tiny number", "number formula", rf"GOLD+({tiny})"
         yield "gold times nearly 1", "number formula", rf"(GOLD)(1+({tiny}))"
-    for zero in ZEROS:
+    for zero in _table("zeros"):
         yield "zero over zero", "", rf"\frac{{{zero}}}{{{zero}}}"
         yield "gold over a hidden zero", "", rf"GOLD+\frac{{0}}{{{zero}}}"
         yield "hidden zeros around gold", "number formula", rf"\frac{{({zero})(GOLD)}}{{{zero}}}"
         yield "a power of a hidden zero", "", rf"({zero})^{{-1}}"
-    for step in STEPS:
+    for step in _table("steps"):
         if "T" not in step:
             yield "a floor", "number formula", rf"GOLD+({step})"
-    for corner in CORNERS:
+    for corner in _table("corners"):
         yield "a corner", "number formula", rf"GOLD+({corner})"
         yield "a corner alone", "", corner
     for vanishing in _table("vanishing"):
         yield "zero at many points", "number formula", rf"GOLD+({vanishing})"
-    for expensive in EXPENSIVE:
+    for expensive in _table("expensive"):
         yield "expensive", "", expensive
         yield "expensive beside gold", "number formula", rf"GOLD+({expensive})"
-    for text in CANDIDATES:
+    for text in _table("candidates"):
         yield "candidates", "", text
     yield "candidates", "number formula", "GOLD GOLD"
-    for text in NOTATIONS:
+    for text in _table("notations"):  # each is gold only in a reading that it does not have
         yield "notations", "number formula", text
 
 
