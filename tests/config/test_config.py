@@ -157,16 +157,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["arithmetic:grpo", "--config.seed=3"],
-        ["--config.seed=3", "arithmetic:grpo"],
-        ["--config", "arithmetic:grpo", "--config.seed=3"],
-        ["arithmetic:grpo", "--config.seed", "3"],
-        ["--config=arithmetic:grpo", "--config.seed=3"],
-    ],
-)
+@pytest.mark.parametrize("line", read_table(__file__, "shipped"))
 def test_a_shipped_config_is_found_by_its_name(line):
     expected = read_config(Config, f"{ROOT}/configs/arithmetic.py:grpo")
     expected.seed = 3

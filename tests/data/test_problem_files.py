@@ -59,15 +59,7 @@ def test_rows_are_read_as_published(name):
     assert {field: getattr(problem, field) for field in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"question": "Prove it.", "final_answer": None},
-        {"question": "Prove it.", "final_answer": []},
-        {"problem": "P", "solution": "no box"},
-        {"problem": "P", "answer": None, "solution": "cut \\boxed{1"},
-    ],
-)
+@pytest.mark.parametrize("row", read_table(__file__, "no_answer"))
 def test_a_row_without_an_answer_is_not_malformed(row):
     with pytest.raises(NoAnswer):
         read_row(row, "set", 1)

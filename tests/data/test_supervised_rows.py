@@ -22,14 +22,7 @@ PLAIN_CHAT = (
 FORGETTING_CHAT = PLAIN_CHAT.replace(
     "{{ m.content }}", "{{ m.content if loop.last else m.content.split('|')[-1] }}"
 )
-TALK = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "1+1?"},
-    {"role": "assistant", "content": "well|2"},
-    {"role": "user", "content": "2+2?"},
-    {"role": "assistant", "content": "hm|4"},
-    {"role": "user", "content": "never answered"},
-]
+TALK = read_table(__file__, "talk")
 
 
 def tokenizer_with(chat: str = PLAIN_CHAT, begin: bool = False):

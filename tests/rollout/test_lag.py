@@ -65,18 +65,6 @@ def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(base, 
     assert any(changed) and tokens[0] == tokens[1] != []
 
 
-def test_a_stopped_run_resumes_bit_for_bit(base, finished, tmp_path):
-    """The rollouts of the next step are lost, and sampled again."""
-    with open_run(make_config(base, tmp_path / "run")) as run:
-        run.begin()
-        run.step()
-        run.step()
-        run.store.checkpoints.close()
-    train(make_config(base, tmp_path / "run"))
-    assert read_rows(tmp_path / "run") == read_rows(finished)
-    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
-
-
 def interrupt(run, interrupted) -> None:
     changed = dataclasses.replace(run.trainer.source, interrupted=interrupted)
     run.trainer = dataclasses.replace(run.trainer, source=changed)
