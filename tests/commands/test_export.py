@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a model folder."""
+"""Export of a checkpoint as a model folder, and publishing it on a hub."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The plan of a run: shapes, memory, roofline, report, search and the command."""
+"""The plan of a run: shapes, memory, roofline, report, search, the command, and shipped configs."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""Answers and refusals of a served policy, as clients see them over gRPC."""
+"""Answers, refusals and budgets of a served policy, as clients see them over gRPC."""
 
 import json
 import socket

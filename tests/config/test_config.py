@@ -1,4 +1,4 @@
-"""Bad settings stop a command, with the field, its value and what is allowed."""
+"""Bad settings stop a command and say what is allowed; configs by name; the settings' help."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Combinations of settings that make no sense, preset by preset, as a command line gives them."""
+"""Combinations of settings that make no sense, and settings that nothing would read."""
 
 import contextlib
 import dataclasses

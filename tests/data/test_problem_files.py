@@ -1,4 +1,4 @@
-"""Files of problems in their published formats, and what is wrong with some rows."""
+"""Files of problems in their published formats, what is wrong with some rows, hostile files."""
 
 import gzip
 import json

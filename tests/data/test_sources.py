@@ -1,4 +1,4 @@
-"""Sources by name, mixed by weight; what is held out; the order that all processes follow."""
+"""Sources by name, mixed by weight; what is held out; one order for all; made-up arithmetic."""
 
 import dataclasses
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Environments that hang, die, print, fork, raise or return rubbish."""
+"""Environments that hang, die, print, fork, raise or return rubbish; the ready second try."""
 
 import dataclasses
 import json

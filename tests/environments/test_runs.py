@@ -1,4 +1,4 @@
-"""Whole runs in environments: the files that they leave, evaluations, and the Python API."""
+"""Whole runs in environments: files, evaluations, the Python API, and what silence changes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""launch/tpu_vm.sh with a stub of `gcloud` whose workers run what they receive."""
+"""launch/tpu_vm.sh with a stub of `gcloud` whose workers run what they receive; launch/local.sh."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""The critic beside the policy: where it starts, when it learns alone, and that it is resumed."""
+"""The critic beside the policy: where it starts, learns alone and is resumed; the reference."""
 
 import dataclasses
 import shutil

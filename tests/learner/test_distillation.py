@@ -1,4 +1,4 @@
-"""Distillation in advantage and loss, against loops written from the papers' equations."""
+"""Distillation against loops from the papers and in whole runs; two steps of every preset."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Attention without a [T, T] array equals plain attention, and is what a long row is trained by."""
+"""Attention without a [T, T] array equals plain attention, on rows whole or cut over devices."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they compute, what of a run they leave alone, and merging them away."""
+"""Low-rank adapters: what they compute, leave alone, and merge into; and frozen layers."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Decoder, log-probs, and loading of model folders."""
+"""Decoder, log-probs, and rotations of long contexts."""
 
 import dataclasses
 import math

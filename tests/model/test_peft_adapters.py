@@ -1,4 +1,4 @@
-"""Adapter folders in PEFT's format: names, numbers, what is refused, and PEFT itself (slow)."""
+"""Adapter folders in PEFT's format: names, numbers, refusals, PEFT itself (slow), experts."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a run stores for its report, and the report that it writes at its end."""
+"""What a run stores for its report and its sinks, its report, and the curves of several runs."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The engine behind JetStream's interface, its scheduler, and token sampling."""
+"""The engine behind JetStream's interface, its scheduler, token sampling, and caches as rings."""
 
 import dataclasses
 import functools

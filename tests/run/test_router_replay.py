@@ -1,4 +1,4 @@
-"""Router replay in training: which routes an update takes, what it measures, what is refused."""
+"""Router replay: which routes the sampler records, an update takes, and what it measures."""
 
 import dataclasses
 

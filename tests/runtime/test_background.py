@@ -1,4 +1,4 @@
-"""Background writes run in order, do not pile up, and raise their errors in the caller."""
+"""Background writes run in order and raise their errors; what a process runs out of is one line."""
 
 import errno
 import os
