@@ -65,7 +65,7 @@ class Model:
 
 @section
 class Teacher:
-    """The frozen model that the policy is distilled from; of any shape."""
+    """Frozen teacher model of a distillation; its shape may differ from the policy's."""
 
     folder: str = setting("", "Model folder; the tokenizer is the policy's.")
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "'auto': compute.dtype.")

@@ -292,7 +292,7 @@ class Sources:
         return sources
 
     def _split_off(self, source: Source, count: int) -> Source:
-        """Return the problems of a file with the smallest hashes, whatever seed and order."""
+        """Return a fixed held-out subset of a file: the problems with the smallest hashes."""
         problems = every_problem([source])
         limit = len(problems) // HELDOUT_SHARE
         is_limited = self._data.heldout_problems < 0 and count > limit

@@ -236,7 +236,7 @@ class Writer:
         return self._with_system(row, answer)
 
     def _split_texts(self, chosen: str, rejected: str) -> Example:
-        """Return the pair of two whole texts; the prompt is their common beginning, in tokens."""
+        """Split two whole texts into a pair; the prompt is their common prefix of tokens."""
         if self._data.template != "none":
             raise MalformedRow(f"has no prompt for data.template = {self._data.template!r}")
         ids = [self._encode_answer(text, text) for text in (chosen, rejected)]

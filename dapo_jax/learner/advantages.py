@@ -132,7 +132,7 @@ def over_mean(advantages: np.ndarray, rewards: np.ndarray, groups: np.ndarray) -
 
 
 def over_informative(advantages: np.ndarray, rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return A * groups / groups with unequal rewards (GPG, arXiv 2504.02546)."""
+    """Divide advantages by the share of groups with unequal rewards (GPG, 2504.02546)."""
     members = [rewards[groups == group] for group in np.unique(groups)]
     return advantages * len(members) / max(1, sum(np.ptp(own) > 0 for own in members))
 

@@ -39,7 +39,7 @@ class Divergence(NamedTuple):
         return p_weight * jnp.exp(p) * (p - mixture) + q_weight * jnp.exp(q) * (q - mixture)
 
     def slopes(self, p: Array, q: Array) -> Array:
-        """Return derivatives by q, except multiples of exp(q): normalisation cancels them."""
+        """Return derivatives with respect to q; normalisation cancels multiples of exp(q)."""
         if self.beta == 0:
             return -jnp.exp(p)
         return self._weights()[1] * jnp.exp(q) * (q - self._mixture(p, q))

@@ -41,7 +41,7 @@ PROGRAMS = {
     "jit(_score_fn)": "the score pass",
     "jit(_unstack)": "the copy of the weights for decoding",
     "jit(_update_fn)": "the update",
-    "jit(start_responses)": "the start of responses",
+    "jit(_start_responses)": "the start of responses",
 }
 # jax reports that a program was lowered, and then that it was found in the cache or compiled.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"

@@ -37,9 +37,10 @@ class Sink:
 
 def check_trackers(log: Log) -> None:
     """Raise `ConfigError` if a tracker rejects its project's name or is not installed."""
-    for name, forbidden in FORBIDDEN_CHARACTERS.items():
-        project = getattr(log, name)
+    projects = {"wandb": log.wandb, "mlflow": log.mlflow, "trackio": log.trackio}
+    for name, project in projects.items():
         field = f"log.{name}"
+        forbidden = FORBIDDEN_CHARACTERS[name]
         is_allowed = project == project.strip() and not set(forbidden) & set(project)
         allowed = f"empty, or at most {MAX_CHARACTERS} characters, none of {' '.join(forbidden)}"
         require(is_allowed and len(project) <= MAX_CHARACTERS, field, project, allowed)

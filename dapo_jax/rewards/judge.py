@@ -31,7 +31,7 @@ class RewardModel(Protocol):
 
 
 class Judge:
-    """Scoring of groups beside decoding: `submit` returns at once, `groups` waits.
+    """Background scorer of groups: `submit` returns at once, `groups` waits for results.
 
     Args:
         should_abort: called while verdicts are missing; if true, `groups` raises `Interrupted`.

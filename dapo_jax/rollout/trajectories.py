@@ -32,7 +32,7 @@ class EnvironmentPool(Protocol):
 
 @dataclasses.dataclass
 class HeldSlot:
-    """Slot that a trajectory keeps between two turns; None once others needed its cache pages."""
+    """Slot that a trajectory keeps between turns; None after its cache pages were taken."""
 
     pending: PendingResponses
     slot: int | None

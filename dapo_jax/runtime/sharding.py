@@ -266,6 +266,6 @@ def activate(mesh: Mesh, column: int = TRAINING) -> Iterator[None]:
 
 @contextlib.contextmanager
 def activate_traced(mesh: Mesh, column: int) -> Iterator[None]:
-    """Set them like `activate`, in code that is already being traced."""
+    """Activate the rules of `activate` inside code that is already traced."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules(column)):
         yield

@@ -152,6 +152,7 @@ RNG = np.random.default_rng(0)
 OF_TOKENS = [RNG.normal(size=n).tolist() if i != 4 else None for i, n in enumerate(LENGTHS)]
 OF_RESPONSES = RNG.normal(size=len(LENGTHS)).tolist()
 PENALTIES = [RNG.normal(0, 0.3, n).tolist() for n in LENGTHS]
+VALUES = [RNG.normal(size=n).tolist() for n in LENGTHS]
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 
 
@@ -196,7 +197,7 @@ def feedback_of_groups(kl: bool):
         return array
 
     old = place([[2 * p for p in own] for own in PENALTIES], 99.0)
-    scored = ScoredBatch(rollouts, old, 0 * old if kl else None)
+    scored = ScoredBatch(rollouts, old, 0 * old if kl else None, place(VALUES, np.nan))
     return make_feedback(config, Minibatches([segments], rollouts, [used]), scored, groups), place
 
 

@@ -65,7 +65,7 @@ _MEMORY = {"h100": 84_942_979_072, "h200": 151_397_597_184}  # bytes of a device
 
 
 def target_devices(topology: Topology) -> list[Any]:
-    """Return the devices of a topology; JAX can compile for them and do nothing else.
+    """Return the devices of a topology, to compile for; they cannot run programs.
 
     Raises `ConfigError` if the compiler is not installed or does not know the topology.
     """

@@ -20,7 +20,7 @@ from dapo_jax.commands.serve.access import Access, exposure_warning, read_key
 from dapo_jax.config.experiment import Compute, ServeConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves
+from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
@@ -104,6 +104,9 @@ def bind(config: ServeConfig, field: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
+        allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        is_resolved = (error.errno or 0) >= 0  # errors of getaddrinfo have negative numbers
+        require(is_resolved, "host", config.host, allowed)
         raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
 
 

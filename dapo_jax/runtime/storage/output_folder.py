@@ -95,9 +95,10 @@ class _Target:
         self.check()
         mark = self.path / MARK
         is_new = not mark.exists()
+        created = [path for path in (self.path, *self.path.parents) if not path.exists()]
         with contextlib.ExitStack() as stack:
             if is_new:
-                stack.callback(self._remove_if_empty)
+                stack.callback(self._remove_if_empty, created)
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 if exclusive:
@@ -108,9 +109,13 @@ class _Target:
                 self.reject(f"{str(self.path)!r} can't be written: {error.strerror}")
             yield
 
-    def _remove_if_empty(self) -> None:
-        if self.path.is_dir() and not _names(self.path):
-            shutil.rmtree(self.path, ignore_errors=True)
+    def _remove_if_empty(self, created: list[pathlib.Path]) -> None:
+        """Remove the folder if it is empty, then the empty ones that were created for it."""
+        with contextlib.suppress(OSError):
+            if not (self.path.is_dir() and _names(self.path)):
+                shutil.rmtree(self.path, ignore_errors=True)
+                for path in created[1:]:
+                    path.rmdir()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

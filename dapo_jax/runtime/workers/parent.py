@@ -55,7 +55,7 @@ class WorkerProcess:
         return json.loads(self._exchange(json.dumps(job).encode() + b"\n", deadline))
 
     def prepare(self, job: dict) -> None:
-        """Run a job that others need first, once, without counting its time as theirs."""
+        """Run a job once that later jobs depend on; their time limits do not include it."""
         name = json.dumps(job)
         if name not in self._prepared:
             self.ask(job, time.monotonic() + START_SECONDS)
