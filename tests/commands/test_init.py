@@ -4,6 +4,7 @@ import json
 
 import pytest
 from command_lines import run, run_shown
+from row_files import read_table
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
@@ -22,7 +23,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
 WORDS = {"ask": "Capital of France?", "gold": "Paris"}
 POEM = {"query": "Write a poem."}
 # name of the file, its content, flags, fields of the config, verifier or the reward's part
-FILES = {
+FILES = dict(read_table(__file__, "files")) | {
     "gsm8k": ("a.jsonl", [WORKED] * 4, [], "", "math_label"),
     "boxed": ("a.jsonl", [BOXED] * 4, [], "problem=task,solution=response", "math_label"),
     "usual names": ("a.json", [{"problem": "1+1=?", "answer": 2}], [], "", "math_label"),

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 from clouds import STUBS, output_of, wait_for
+from row_files import read_table
 
 RUN = ("run", "--name=big", "--image=host/p/dapo:1", "--type=v5p", "--topology=4x4x4", "--slices=2")
 TRAINER = ("--", "--config=x", "--config.run_dir=gs://b/r")
@@ -150,13 +151,7 @@ def test_the_manifest_alone_is_what_a_run_creates_and_names_its_queue(cloud):
     assert "labels" not in launch(cloud, *RUN, "--emit-manifest", *TRAINER)
 
 
-@pytest.mark.parametrize(("words", "text"), [
-    (["--image=a b"], "--image = 'a b'"), (["--topology=4x"], "--topology = '4x'"),
-    (["--type=v9"], "--type = 'v9'"), (["--topology=1x1"], "its 1 chips must be a multiple"),
-    (["--env=MY_TOKEN=a"], "must not stand on a command line"), (["--namespace=A;b"], "'A;b'"),
-    (["--config.run_dir=runs/a"], "--config.run_dir = 'runs/a'"), (["--queue=A;b"], "'A;b'"),
-    (["--config.a=\x01"], "an argument has a control character"),
-])  # fmt: skip
+@pytest.mark.parametrize(("words", "text"), read_table(__file__, "wrong"))
 def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
     output = launch(cloud, *RUN, "--config.run_dir=gs://b", *words, expect=2)
     assert text in output and not calls(cloud, "create")

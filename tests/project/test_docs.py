@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from row_files import read_table
 from shown_commands import ROOT, commands_of, split_commands, tokens_of, what_is_wrong
 
 import dapo_jax
@@ -85,24 +86,7 @@ def test_every_command_is_accepted(page, in_the_root):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize(
-    "command, reason",
-    {
-        "dapo-jax train --config=configs/arithmetic.py:gpro": "preset",
-        "dapo-jax nothing": "no such command",
-        "dapo-jax plan --config=FILE --topolgy=v5e:2x4": "topolgy",
-        "dapo-jax evaluate --config=FILE --kk=3": "unexpected|kk",
-        "--config.algorithm.clip_hgih=0.3": "clip_high",
-        "pytest tests/test_nothing.py": "no such file",
-        "pytest tests/learner/test_update.py -k nobody": "selects no test",
-        "pytest -m slwo": "no such mark",
-        "bash launch/nothing.sh": "no such file",
-        "bash launch/local.sh --procesess=2": "no flag",
-        "python tests/benchmarks/schedules.py pages --slot=x": "slot",
-        "pip install 'dapo_jax[tpus]'": "no such extra",
-        "curl localhost": None,
-    }.items(),
-)
+@pytest.mark.parametrize(("command", "reason"), read_table(__file__, "wrong"))
 def test_a_wrong_command_is_found(in_the_root, command, reason):
     (words,) = split_commands(command)
     problem = what_is_wrong(words)

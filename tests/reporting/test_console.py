@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 from rich.console import Console
+from row_files import read_table
 from small_runs import ROOT, make_short_config, read_rows
 
 from dapo_jax.reporting import console as progress
@@ -32,30 +33,9 @@ from dapo_jax.runtime.processes import print_error, printable
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Group, Turn, Verdict
 
-STEP = {
-    "reward": 0.21,
-    "accuracy": 0.65,
-    "kept_fraction": 0.94,
-    "all_right_fraction": 0.0,
-    "all_wrong_fraction": 0.06,
-    "response_tokens_mean": 33.0,
-    "truncated_fraction": 0.08,
-    "entropy": 0.087,
-    "gradient_norm": 0.16,
-    "seconds_step": 4.3,
-}
-HELDOUT = {
-    "heldout_accuracy": 0.938,
-    "heldout_accuracy_low": 0.92,
-    "heldout_accuracy_high": 0.955,
-}
-LARGE = {
-    "entropy": 12.345,
-    "response_tokens_mean": 20_480.0,
-    "reward": -1.0,
-    "seconds_step": 99.94,
-    "truncated_fraction": 0.99,
-}
+STEP = dict(read_table(__file__, "step"))
+HELDOUT = dict(read_table(__file__, "heldout"))
+LARGE = dict(read_table(__file__, "large"))
 HUGE = dict.fromkeys(STEP, -123_456.789) | {"gradient_norm": 1e30, "seconds_step": 1e9}
 
 

@@ -7,6 +7,7 @@ import shlex
 import pytest
 from command_lines import load
 from reports import row
+from row_files import read_table
 
 from dapo_jax.config.experiment import Config, Data, ExportConfig, Lora, Model, Reward
 from dapo_jax.config.files import read_config
@@ -88,17 +89,7 @@ def test_paths_of_the_machine_are_not_published(write_run, tmp_path, monkeypatch
     assert config.data.heldout_source == "held.jsonl" and config.total_steps == 40
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        ("arithmetic", "arithmetic"),
-        ("runs/a,data/b.jsonl", "runs/a,data/b.jsonl"),
-        ("/a/b=0.5, /c/d e/", "b=0.5,d e"),
-        ("C:\\me\\x.csv", "x.csv"),
-        ("hf://datasets/x/y*.parquet", "y*.parquet"),
-        ("/", "/"),
-    ],
-)
+@pytest.mark.parametrize(("value", "shown"), read_table(__file__, "names"))
 def test_the_last_name_of_an_absolute_path_is_shown(value, shown):
     assert model_card.without_paths({"data.source": value}) == {"data.source": shown}
 

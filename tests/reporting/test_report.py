@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from reports import HOSTILE, Scripts, data_of, response, row
+from row_files import read_table
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.commands import command_line, report
@@ -305,22 +306,7 @@ def test_the_command_takes_several_runs_and_globs_each_once(write_run, tmp_path,
     assert "function" in library.read_text() and library.stat().st_size > 4e6
 
 
-@pytest.mark.parametrize(
-    "arguments, output",
-    [
-        (["--out=x.html"], ["config.run = ''", "--run=FOLDER"]),
-        (["--run=nowhere"], ["run = 'nowhere'", "config.json"]),
-        (["--run=*_nothing"], ["run = '*_nothing'"]),
-        (["--run=empty"], ["run = 'empty'", "no row"]),
-        (["--run=strange"], ["run = 'strange'", "not that of a run"]),
-        (["--run=good", "--out=page.txt"], ["out = 'page.txt'", ".html"]),
-        (["--run=good", "--out=nowhere/page.html"], ["out = 'nowhere/page.html'"]),
-        (["--run=good", "--out=mine.html"], ["out = 'mine.html'", "another one"]),
-        (["--run=good", "--preset=gpro"], ["preset = 'gpro'", "grpo"]),
-        (["--run=good", "--max_mb=0.1"], ["max_mb = 0.1", "at least 0.5"]),
-        (["--rum=good"], ["--rum: there is no such flag", "did you mean run"]),
-    ],
-)
+@pytest.mark.parametrize("arguments, output", read_table(__file__, "wrong"))
 def test_wrong_input_is_one_line(arguments, output, write_run, tmp_path, monkeypatch, capsys):
     write_run("good")
     write_run("empty", rows=[])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from responses import respond, respond_all
 from rich.console import Console
+from row_files import read_table
 
 from dapo_jax.reporting import scores
 from dapo_jax.reporting.console import describe_problems, report_tables
@@ -47,18 +48,7 @@ def test_majority_goes_by_meaning_and_ignores_missing_answers():
     assert majority_score(answer_classes(samples)) == 1 / 4  # as texts, four answers tie
 
 
-@pytest.mark.parametrize(
-    ("classes", "score"),
-    [
-        ([0, 0, 1], 1),
-        ([0, 1, 1], 0),
-        ([0, 1], 1 / 2),
-        ([0, 1, 2, None], 1 / 3),
-        ([1, 2], 0),
-        ([None, None, 0], 1),
-        ([None], 0),
-    ],
-)
+@pytest.mark.parametrize(("classes", "score"), read_table(__file__, "majority"))
 def test_a_tied_majority_counts_as_often_as_a_fair_draw_is_right(classes, score):
     assert majority_score(classes) == score
 
@@ -114,16 +104,7 @@ def test_the_interval_over_seeds_covers_what_other_seeds_and_problems_would_give
     assert estimate_over_seeds([np.ones(3)], seed=0).low is None
 
 
-@pytest.mark.parametrize(
-    ("share", "units", "low", "high"),
-    [
-        (1.0, 16, 0.806, 1.0),  # as published tables have them (Newcombe, 1998, method 3)
-        (0.0, 16, 0.0, 0.194),
-        (0.0, 20, 0.0, 0.161),
-        (81 / 263, 263, 0.255, 0.366),
-        (1 / 29, 29, 0.006, 0.172),
-    ],
-)
+@pytest.mark.parametrize(("share", "units", "low", "high"), read_table(__file__, "wilson"))
 def test_wilsons_interval_is_the_published_one(share, units, low, high):
     np.testing.assert_allclose(wilson(share, units), [low, high], atol=6e-4)
 

@@ -9,8 +9,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from evaluations import PROBLEMS, SAMPLES, make_evaluation, run_evaluation
-from small_runs import ROOT
+from small_runs import PROBLEMS, ROOT, SAMPLES, make_evaluation, run_evaluation
 
 from dapo_jax.commands.evaluate import main
 from dapo_jax.config.experiment import Data, Evaluation
@@ -72,7 +71,7 @@ import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
 import dataclasses, json
-from evaluations import make_evaluation
+from small_runs import make_evaluation
 from dapo_jax.commands.evaluate import main
 from dapo_jax.run.evaluation import ResponseFile
 append = ResponseFile.append

@@ -19,13 +19,7 @@ from dapo_jax.run.run import finished
 from dapo_jax.run.run import train as train_run
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, objects, rewind, spell
-from dapo_jax.runtime.storage.retries import (
-    REPEAT_SECONDS,
-    UNSAVED,
-    NotSaved,
-    Storage,
-    write_text,
-)
+from dapo_jax.runtime.storage.retries import REPEAT_SECONDS, UNSAVED, NotSaved, Storage, write_text
 
 # --- metrics.jsonl -----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from row_files import read_table
 from several import (
     AT_THE_END,
     GONE_SECONDS,
@@ -145,17 +146,7 @@ def test_a_command_for_one_process_refuses_several(tmp_path):
         assert "dapo-jax export runs in one process, but 2 were started" in ended.err
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        (("", "2", "0"), "DAPO_COORDINATOR = '': must be HOST:PORT"),
-        (("here:0", "2", "0"), "DAPO_COORDINATOR = 'here:0'"),
-        (("here:9", "", "0"), "DAPO_PROCESSES = '': must be a whole number above 0"),
-        (("here:9", "two", "0"), "DAPO_PROCESSES = 'two'"),
-        (("here:9", "2", "2"), "DAPO_PROCESS_ID = '2': must be from 0 to DAPO_PROCESSES - 1 = 1"),
-        (("here:9", "2", ""), "DAPO_PROCESS_ID = ''"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), read_table(__file__, "variables"))
 def test_wrong_variables_are_named(variables, message, monkeypatch, capsys):
     names = (processes.COORDINATOR, processes.PROCESSES, processes.PROCESS_ID)
     for name, value in zip(names, variables, strict=True):
