@@ -60,7 +60,7 @@ def _sections(config: Any, prefix: str = "") -> dict[str, str]:
     return texts
 
 
-def _short_help(usage: str, lines: Mapping[str, str], section_names: str) -> str:
+def _short_help(usage: str, title: str, lines: Mapping[str, str], section_names: str) -> str:
     """Return the first lines of the usage and the settings that are changed most."""
     paragraphs = usage.strip().split("\n\n")
     shown = "\n\n".join(_wrap(p) if p[0] != " " else p for p in paragraphs[:2])
@@ -68,7 +68,7 @@ def _short_help(usage: str, lines: Mapping[str, str], section_names: str) -> str
     ending = "--help-all explains every setting, --help=SECTION a section, and --help=WORD all"
     ending += f" settings with that word in name or text. Sections: {section_names}"
     flags = [_wrap(f"Flags: {' '.join(own_flags)}"), ""] if own_flags else []
-    return "\n".join([shown, "", *flags, "Changed most", *lines.values(), "", _wrap(ending)])
+    return "\n".join([shown, "", *flags, title, *lines.values(), "", _wrap(ending)])
 
 
 def _search(word: str, entries: Mapping[str, str], sections: Mapping[str, str]) -> str:
@@ -104,10 +104,13 @@ def help_text(config: Any, usage: str, topic: str, short_names: Mapping[str, str
         text = textwrap.shorten(field.metadata["explanation"], width, placeholder="...")
         lines[name] = f"{flag:<{NAME_COLUMNS - 1}} {text}"
     short_first = flags if any("." in name for name in flags) else ()
-    order = dict.fromkeys(n for n in [*short_first, *CHANGED_MOST, *entries] if n in entries)
+    # A config of one section has its settings in the order of their importance.
+    most = CHANGED_MOST if len(sections) > 1 else ()
+    order = dict.fromkeys(n for n in [*short_first, *most, *entries] if n in entries)
     if topic == SHORT:
         first = {name: lines[name] for name in [*order][:SHOWN_SETTINGS]}
-        return _short_help(usage, first, ", ".join(sections) or "none")
+        title = "Changed most" if most else "Settings"
+        return _short_help(usage, title, first, ", ".join(sections) or "none")
     if topic != EVERYTHING:
         return _search(topic, entries, sections)
     return _everything(usage, flags, entries, sections)
@@ -124,7 +127,6 @@ def _everything(
         lines.append("")
     if sections:
         lines += [_wrap(f"--help=SECTION shows a single section: {', '.join(sections)}"), ""]
-    # A config of one section has its settings in the order of their importance.
     most = CHANGED_MOST if len(sections) > 1 else ()
     groups = {"Changed most": [entries.pop(name) for name in most if name in entries]}
     for section, text in {"": "The run" if most else "Settings", **sections}.items():

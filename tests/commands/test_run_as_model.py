@@ -9,8 +9,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from evaluations import make_evaluation, run_evaluation
 from served import http_serving
+from small_runs import make_evaluation, run_evaluation
 
 from dapo_jax.__main__ import entry
 from dapo_jax.commands.serve import server

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import http.client
+import os
 import pathlib
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -89,9 +91,12 @@ def make_serve_config(folder: pathlib.Path, **changes) -> ServeConfig:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Return a port that no other worker of the tests and no client's connection takes."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    while True:
+        port = random.randrange(1000) + 20_000 + 1000 * worker  # below the ephemeral ports
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
