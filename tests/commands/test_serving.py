@@ -1,5 +1,6 @@
 """Answers, refusals and budgets of a served policy, as clients see them over gRPC."""
 
+import contextlib
 import json
 import socket
 import urllib.request
@@ -38,11 +39,12 @@ def metrics_port():
 @pytest.fixture(scope="module")
 def server(byte_folder, byte_engine, metrics_port):
     """Server that takes the likeliest token."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve, "load_served", lambda config: byte_engine)
-        config = make_serve_config(byte_folder, metrics_port=metrics_port)
-        with serving(config) as server:
-            yield server
+    config = make_serve_config(byte_folder, metrics_port=metrics_port)
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # until it has started
+            patch.setattr(serve, "load_served", lambda config: byte_engine)
+            server = stack.enter_context(serving(config))
+        yield server
 
 
 def test_text_is_streamed_and_joins_to_the_whole(server, byte_responses):
