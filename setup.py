@@ -65,6 +65,7 @@ setup(
     cmdclass={"build_py": WithConfigs},
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
     package_data={
+        "dapo_jax.config": ["*.txt"],
         "dapo_jax.data.policies": ["*/*"],
         "dapo_jax.reporting": ["*.md"],
         "dapo_jax.reporting.page": ["page.*"],
@@ -91,6 +92,7 @@ setup(
         "plotly>=7.1",  # its script goes into report.html; no network is asked for it
         "pyarrow>=26.0",
         "python-flint>=0.9",
+        "pyyaml>=6.0.3",  # flax brings it too
         "rich>=15.0",
         "safetensors>=0.8",
         "starlette>=1.10",  # light, as uvicorn: `dapo-jax serve` answers HTTP after a plain install

@@ -19,11 +19,13 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
+from dapo_jax.runtime.settings import require
 
 STEPS = 30
 
 
 def get_config(tool: str = "calculator") -> Config:
+    require(tool in ("calculator", "without"), "tool", tool, "calculator or without")
     environment = Environment()
     if tool == "calculator":
         environment = Environment(name="calculator", max_turns=3, max_observation_tokens=8)

@@ -1,6 +1,6 @@
 """Qwen2.5-0.5B on GSM8K by DAPO with low-rank adapters: one small accelerator.
 
-dapo-jax train --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1
+dapo-jax train qwen2p5_0p5b_gsm8k:v5e_1
 
 Hardware: one chip of v5e (the default), 4, 8 or 16 (v5e_4, v5e_8, v5e_16), or a T4 of a free Colab
 (colab_t4: 16 GB, and float16 is the only fast number it has, so float32); see VARIANTS. The plan's
@@ -8,9 +8,12 @@ estimate of a step for each is in docs/pods.md. Of a T4 there is none.
 
 Expected: not yet run, and we know of no published number of this recipe at this size.
 
-`models/Qwen2.5-0.5B` is the folder as published, `data` holds gsm8k.jsonl (its training problems)
-and gsm8k_test.jsonl. Adapters of rank 32 on every matrix: their learning rate is ten times and more
-what all parameters would take.
+The model folder and the data set are those of the hub:
+
+hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B
+hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
+
+Adapters of rank 32 on every matrix need a learning rate ten or more times that of all parameters.
 """
 
 import dataclasses
@@ -66,8 +69,8 @@ def get_config(variant: str = "v5e_1") -> Config:
         lora=Lora(rank=32),
         compute=Compute(dtype=lies.dtype, remat="full", logprob_chunk_tokens=512),
         data=Data(
-            source="gsm8k",
-            heldout_source="gsm8k_test",
+            source="openai/gsm8k",
+            heldout_source="openai/gsm8k",
             template="qwen_math",
             max_prompt_tokens=PROMPT_TOKENS,
             overlong_prompts="drop",

@@ -1,6 +1,6 @@
 """Qwen2.5-1.5B on GSM8K by DAPO: the first real model, on one host.
 
-dapo-jax train --config=configs/qwen2p5_1p5b_gsm8k.py:v5e_8
+dapo-jax train qwen2p5_1p5b_gsm8k:v5e_8
 
 Hardware: 8 chips of v5e (the default) or v6e, 4 or 16 of them, or one GPU of 80 GB (gpu_80gb), or 4
 or 8: a name of VARIANTS behind the colon. docs/pods.md has the plan's estimates of a step; of one
@@ -8,8 +8,12 @@ H100 it is 25 s, by --topology=h100:1.
 
 Expected: not yet run, and we know of no published number of this recipe at this size.
 
-`models/Qwen2.5-1.5B` is the folder as published, `data` holds gsm8k.jsonl (its training problems)
-and gsm8k_test.jsonl. Responses of a few hundred tokens; 1,024 are allowed.
+The model folder and the data set are those of the hub:
+
+hf download Qwen/Qwen2.5-1.5B --local-dir models/Qwen2.5-1.5B
+hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
+
+Responses take a few hundred tokens; 1,024 are allowed.
 """
 
 import dataclasses
@@ -66,8 +70,8 @@ def get_config(variant: str = "v5e_8") -> Config:
         model=Model(folder="models/Qwen2.5-1.5B"),
         compute=Compute(dtype="bfloat16", remat=lies.remat, logprob_chunk_tokens=1_024),
         data=Data(
-            source="gsm8k",
-            heldout_source="gsm8k_test",
+            source="openai/gsm8k",
+            heldout_source="openai/gsm8k",
             template="qwen_math",
             max_prompt_tokens=PROMPT_TOKENS,
             overlong_prompts="drop",

@@ -10,7 +10,7 @@
     dapo_jax.export("runs/mine", "exported") # a folder that transformers and servers load
 
 Names are imported at first use, so importing this package is cheap. `help(dapo_jax.Sampler)` and
-`dapo-jax train --help` explain the settings.
+`dapo-jax train --help-all` explain the settings.
 """
 
 # ruff: noqa: F401 (imports for editors and type checkers)

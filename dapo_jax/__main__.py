@@ -11,6 +11,7 @@ from dapo_jax.runtime.settings import ConfigError
 
 COMMANDS = {
     "init": "write a config for a file of problems",
+    "configs": "list the packaged configs, or print one",
     "train": "train a policy by reinforcement learning from rewards",
     "evaluate": "score a policy on held-out problems",
     "sft": "train a policy on worked examples",
@@ -20,7 +21,10 @@ COMMANDS = {
     "plan": "estimate whether a run fits a machine, and the time of a step",
     "report": "write one or more runs as an HTML page",
     "replay": "recompute a skipped batch and find its non-finite values",
+    "completion": "print a script that completes commands and settings in bash or zsh",
 }
+WITHOUT_JAX = ("report", "configs", "completion")
+
 # Module and function of a command; by default the module of its name and `main`.
 ENTRIES = {
     "sft": ("model_folders", "sft"),
@@ -39,11 +43,12 @@ def entry(name: str) -> Callable[[], int]:
 
 def usage() -> str:
     """Return the help text: every command with one line."""
-    lines = "\n".join(f"  {name:<10}{line}" for name, line in COMMANDS.items())
+    lines = "\n".join(f"  {name:<12}{line}" for name, line in COMMANDS.items())
     return (
         "usage: dapo-jax COMMAND [ARGUMENTS]\n\n"
         f"{lines}\n\n"
-        "dapo-jax COMMAND --help explains a command and all its settings"
+        "dapo-jax COMMAND --help explains a command; its --help-all every setting, and its\n"
+        "--help=WORD the settings with that word. Here both are those of train."
     )
 
 
@@ -56,6 +61,9 @@ def main() -> int:
     if name in ("-h", "--help"):
         print(usage())
         return 0
+    if name.startswith("--help"):  # --help-all, --help=WORD
+        sys.argv.insert(1, "train")
+        name = "train"
     if name == "--version":
         from dapo_jax import __version__
 
@@ -65,7 +73,7 @@ def main() -> int:
         wrong = f"error: {name!r}: there is no such command\n\n" if name else ""
         print(f"{wrong}{usage()}", file=sys.stderr)
         return 2
-    if name != "report":  # it does not load JAX
+    if name not in WITHOUT_JAX:
         try:
             check_limits()
         except ConfigError as error:

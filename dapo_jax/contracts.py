@@ -162,7 +162,8 @@ class Environment(Protocol):
 class RunSink(Protocol):
     """A receiver of what a run reports. Only the first process calls it.
 
-    A sink must not stop training: it reports failures of its storage or service as warnings.
+    A sink must not stop training: it reports failures of its storage or service as warnings. A
+    callback of `dapo_jax.train` may; it needs only some of these methods.
     """
 
     def on_row(self, step: int, values: dict[str, float]) -> None:

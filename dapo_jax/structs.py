@@ -67,12 +67,21 @@ class Problem:
     metadata: str = ""  # JSON, for scorers of the source
     system: str = ""  # system message of this problem
     turns: tuple[tuple[str, str], ...] = ()  # (role, text) of the conversation before it
+    columns: str = ""  # JSON of the row's columns that reward functions take
 
     @property
     def fingerprint(self) -> str:
         """Normalised text: equal for texts that differ in case, blanks and math delimiters."""
         text = "".join([*(content for _, content in self.turns), self.text])
         return _BLANKS.sub("", unicodedata.normalize("NFKC", text)).casefold()
+
+
+class WantedColumns(NamedTuple):
+    """Names of the columns of a row that reward functions take."""
+
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    every: bool = False  # `**columns` takes all there are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +98,7 @@ class Prompt:
     level: str = ""
     problem: str = ""  # without the template
     metadata: str = ""  # the problem's
+    columns: str = ""  # the problem's
     truncated: bool = False  # the start was cut off
     skipped: int = 0  # number of positions skipped just before it
 

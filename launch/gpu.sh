@@ -5,7 +5,8 @@
 #   CUDA_VISIBLE_DEVICES=0,1 bash launch/gpu.sh ...
 #
 # Needs a driver for CUDA 12 (525 or newer); the wheels include the rest of CUDA. Ctrl-C and SIGTERM let the run
-# save. Exit codes are the trainer's; after wrong settings (2) and no signal left (3) there is no further try.
+# save. Exit codes are the trainer's; after wrong settings (2), no signal left (3) and Ctrl-C (130) there is no
+# further try.
 # One run at a time per name.
 set -uo pipefail # no -e: what fails is looked at where it fails
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -70,7 +71,7 @@ for ((try = 1; ; try++)); do
         again=$?
         [ "$again" -eq 127 ] || code=$again
     fi
-    case "$code" in 0 | 2 | 3 | 4) break ;; esac
+    case "$code" in 0 | 2 | 3 | 4 | 130) break ;; esac
     [ -z "$asked" ] || break
     say "try $try of $tries: ended with exit code $code"
     if [ "$try" -ge "$tries" ]; then

@@ -94,6 +94,7 @@ lock() { # WHAT
 explain() { # CODE
     case "$1" in
         0) say "done" ;;
+        130 | 143) say "stopped before its end (exit code $1): the same command resumes it" ;;
         2) say "a setting is wrong (exit code 2, see the line above): not tried again" ;;
         3) say "no learning signal was left (exit code 3): not tried again" ;;
         4) say "numbers are not finite (exit code 4, see the line above): not tried again" ;;

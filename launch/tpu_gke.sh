@@ -165,16 +165,14 @@ YAML
                     - bash
                     - -c
                     - |
-                      # A pod that is told to go lets the trainer save, which then ends with 0: as a failure
-                      # (75) it makes the JobSet start again, as the end it would not.
-                      asked=""
-                      trap 'asked=yes; kill -TERM "\$child"' TERM
+                      # The first process of a pod ignores signals without a handler, as the trainer does
+                      # while it starts. After SIGTERM it saves and exits 143: the JobSet starts again.
+                      trap 'kill -TERM "\$child"' TERM
                       source launch/env.sh tpu-$type
                       python -m dapo_jax train "\$@" &
                       child=\$!
                       wait "\$child"; code=\$?
                       while kill -0 "\$child" 2>/dev/null; do wait "\$child"; code=\$?; done
-                      [ -z "\$asked" ] || [ "\$code" = 2 ] || code=75
                       exit "\$code"
                     - trainer
 YAML

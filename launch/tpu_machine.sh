@@ -303,14 +303,16 @@ verdict() {
         read -r _ word _ code reason <<<"$(grep -s '^@state' "$work/out/$i.log" | tail -n 1)"
         [ "$word" = exited ] || { code=lost reason=lost; }
         codes+=" $code" reasons+=" $reason"
-        [ "$code" = 0 ] || [ "$i" = 0 ] || # its log was shown
-            say "worker $i ended with $code: $(grep -v '^@' "$work/out/$i.log" 2>/dev/null)"
+        case "$i $code" in # worker 0's log was shown; 130 and 143: stopped by a signal
+            "0 "* | *" 0" | *" 130" | *" 143") ;;
+            *) say "worker $i ended with $code: $(grep -v '^@' "$work/out/$i.log" 2>/dev/null)" ;;
+        esac
     done
     case "$codes " in *" 2 "*) return 2 ;; *" 3 "*) return 3 ;; *" 4 "*) return 4 ;; esac
-    case "$reasons" in *stopped*) return 130 ;; esac
+    [ -n "${codes//[ 0]/}" ] || return 0
+    case "$codes $reasons" in *" 130 "* | *stopped*) return 130 ;; esac # Ctrl-C there, or `stop`
     why="the run failed (exit codes$codes)"
     case "$codes " in *" 75 "*) why="a process died or stood still (exit codes$codes)" ;; esac
     case "$reasons" in *signal*) why="the machine was told to shut down; the run has saved" ;; esac
-    [ -n "${codes//[ 0]/}" ] || [[ $reasons == *signal* ]] || return 0
     return 1
 }

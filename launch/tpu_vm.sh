@@ -263,8 +263,7 @@ run() {
         attempt
         code=$?
         case "$code" in
-            0 | 2 | 3 | 4) break ;;
-            130) say "stopped by somebody" && finish 0 ;;
+            0 | 2 | 3 | 4 | 130) break ;;
         esac
         say "try $try of $tries: $why"
         if [ -n "$final" ]; then
@@ -302,7 +301,6 @@ case "$action" in
         watch_run
         code=$?
         [ "$code" != 1 ] || say "$why; start it again with the same command as before"
-        [ "$code" != 130 ] || { say "stopped by somebody" && code=0; }
         explain "$code"
         exit "$code"
         ;;

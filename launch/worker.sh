@@ -102,7 +102,7 @@ supervise() { # ID ...
     done
     cd tree || exit 1
     source launch/env.sh "$flags"
-    [ ! -e "$base/$id.stop" ] || { cd "$base" && end "$id" 0 stopped && exit 0; }
+    [ ! -e "$base/$id.stop" ] || { cd "$base" && end "$id" 143 stopped && exit 143; }
     trap 'why=signal' TERM INT # of a machine that shuts down; the trainer gets its own, and saves
     if [ ${#fetched[@]} -gt 0 ]; then # one process, which becomes the trainer
         [ ! -e "$HOME/dapo_jax_token" ] || export HF_TOKEN_PATH="$HOME/dapo_jax_token"

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # What each choice does to a token
 #
-# Every algorithm of this package multiplies the gradient of `log p(token)` by a number. Here you
-# see that number: each picture calls the functions that training calls (`dapo_jax.losses`,
-# `dapo_jax.advantages`) and differentiates them with `jax.grad`. Nothing is written anew, so what
-# you see is what a run does.
+# Every algorithm of this package multiplies the gradient of `log p(token)` by a coefficient. This
+# notebook plots that coefficient. Each picture calls the functions that training calls
+# (`dapo_jax.losses`, `dapo_jax.advantages`) and differentiates them with `jax.grad`, so you see
+# what a run computes.
 #
-# Run the cells and move the sliders; a page without widgets shows the pictures alone. What each
-# preset chooses of all this: `docs/algorithms.md`.
+# Run the cells and move the sliders; without widgets you see the pictures only.
+# `docs/algorithms.md` lists the choices of every preset.
 
 # %%
 import dataclasses
@@ -26,13 +26,13 @@ dapo, grpo, gspo = map(dapo_jax.preset, ("dapo", "grpo", "gspo"))
 
 
 def panels(count, **options):
-    """A row of axes."""
+    """Return a row of axes."""
     _, axes = plt.subplots(1, count, figsize=(5.5 * count, 3.8), layout="constrained", **options)
     return axes
 
 
 def play(draw, **ranges):
-    """The picture with sliders, (from, to, step), or menus, [words], for arguments of `draw`."""
+    """Show a picture with sliders, (from, to, step), or menus, [words], for its arguments."""
     if os.environ.get("DAPO_NOTEBOOK_STATIC"):
         draw()
         plt.show()
@@ -43,10 +43,10 @@ def play(draw, **ranges):
 
 
 def pull(algorithm, ratio, advantage, old=0.01):
-    """How hard an update pushes log p of a token up (+) or down (-): minus the loss's gradient.
+    """Return the coefficient of log p(token): minus the gradient of the loss.
 
-    Each token here is a response of its own, so that a ratio of responses is its ratio too. The
-    sampler's arithmetic is the trainer's, and a KL to the reference is left out.
+    Each token is a separate response, so a ratio of responses is the token's ratio. Sampler and
+    trainer compute the same, and a KL to the reference is left out.
     """
     ratio, advantage = np.broadcast_arrays(np.float32(ratio), np.float32(advantage))
     shape = (1, ratio.size)
@@ -68,15 +68,15 @@ def pull(algorithm, ratio, advantage, old=0.01):
 # %% [markdown]
 # ## 1. Clip-higher, in probabilities
 #
-# The clip bounds the *ratio* p / p_old, so a rare token has little room: at 1 + 0.2, 0.01 may
-# grow to 0.012 before its gradient is cut; at DAPO's 1 + 0.28, to 0.0128. A token at 0.9 may grow
-# to 1: the bound is never reached. So the upper clip holds down exploration, and hardly anything
-# else.
+# The clip bounds the *ratio* p / p_old, so a rare token has little space to grow. At 1 + 0.2, a
+# token of 0.01 may reach 0.012 before its gradient is cut; at DAPO's 1 + 0.28 it may reach 0.0128.
+# A token of 0.9 may reach 1: it never meets the bound. So the upper clip limits exploration, and
+# little else.
 
 
 # %%
 def may_grow_to(algorithm, old):
-    """The largest probability at which a token of a right response is still pushed up."""
+    """Return the largest probability at which a token of a correct response has a gradient."""
     ratios = np.append(np.linspace(1, 2, 2001), 1 / old)
     pushed = (pull(algorithm, ratios, 1.0, old) > 0) & (ratios <= 1 / old)
     return ratios[pushed].max() * old
@@ -107,10 +107,10 @@ play(clip_higher, clip_high=(0.05, 0.9, 0.01))
 # %% [markdown]
 # ## 2. Which tokens lose their gradient
 #
-# Ratio across, advantage upwards, the pull as colour; grey is no gradient at all. Up-clipped
-# tokens (right answers, already likelier) and down-clipped ones (wrong answers, already rarer)
-# are cut. A token of a *wrong* answer that became much likelier keeps its pull, which grows with
-# the ratio: the dual clip cuts it at `dual_clip`.
+# The axes are ratio and advantage, the colour is the coefficient; grey means no gradient. Two kinds
+# of tokens are cut: those of correct answers that became likelier, and those of wrong answers that
+# became rarer. A token of a *wrong* answer that became much likelier keeps its gradient, which
+# grows with the ratio. The dual clip cuts it at `dual_clip`.
 
 
 # %%
@@ -141,12 +141,12 @@ play(plane, clip_low=(0.0, 0.9, 0.01), clip_high=(0.0, 0.9, 0.01), dual_clip=(1.
 # %% [markdown]
 # ## 3. All methods in one picture
 #
-# The pull on a token of a right answer (left) and of a wrong one (right), against its ratio; the
-# others are grey. A *region* cuts the gradient where the token has moved too far, by its ratio
-# (GRPO, DAPO, GSPO, GMPO) or by how far its probability moved (DPPO, prime-rl: their ends depend
-# on the old probability). A *weight* keeps it and only bounds it (CISPO), or lets it fade (SAPO,
-# VESPO). TOPR imitates right answers whatever their ratio; DRO has no ratio, and a square that
-# pulls back.
+# The coefficient of a token of a correct answer (left) and of a wrong one (right), against its
+# ratio; the other methods are grey. A *region* cuts the gradient if the token has moved too far: by
+# its ratio (GRPO, DAPO, GSPO, GMPO), or by the change of its probability (DPPO, prime-rl, whose
+# ends depend on the old probability). A *weight* keeps the gradient and bounds it (CISPO), or lets
+# it fade (SAPO, VESPO). TOPR imitates correct answers at any ratio. DRO has no ratio, but a square
+# that pulls back.
 
 
 # %%
@@ -176,13 +176,13 @@ def methods(method="sapo", beside="dapo", old=0.05):
 play(methods, method=METHODS, beside=METHODS, old=(0.005, 0.5, 0.005))
 
 # %% [markdown]
-# ## 4. Who is pulled how hard: the aggregates
+# ## 4. How each aggregation weights responses
 #
-# Two groups of ragged responses. `token_mean` (DAPO) weighs all tokens alike, so a long response
-# pulls more as a whole; `sequence_mean` (GRPO) weighs all responses alike, so the tokens of a
-# long one hardly count, also where it rambles. Shares are drawn, and the sum of all weights
-# stands in brackets. In one minibatch `sequence_sum` and `token_sum_over_budget` (Dr. GRPO) share
-# out as `token_mean` does; their scale, unlike its, grows with the lengths, so a minibatch of
+# Two groups of responses of different lengths. `token_mean` (DAPO) weights all tokens alike, so a
+# long response counts more as a whole. `sequence_mean` (GRPO) weights all responses alike, so a
+# token of a long response counts little, even if it rambles. The bars are fractions; the sum of all
+# weights is in brackets. In one minibatch `sequence_sum` and `token_sum_over_budget` (Dr. GRPO)
+# give the same fractions as `token_mean`. Their scale grows with the lengths, so a minibatch of
 # long responses makes a larger step.
 
 
@@ -213,11 +213,11 @@ play(aggregates, longest=(16, 512, 16))
 # %% [markdown]
 # ## 5. Dividing by the group's spread favours the easy and the hard
 #
-# A group with k right answers out of G. GRPO and DAPO divide by the standard deviation in the
-# group; Dr. GRPO only subtracts the mean. The z-score gives one right answer among wrong ones a
-# very large advantage, and weighs nearly solved and nearly unsolved questions up against the
-# others, compared with centring. A group all right or all wrong has no advantage either way:
-# dynamic sampling drops it.
+# A group has k correct answers out of G. GRPO and DAPO divide by the standard deviation of the
+# group; Dr. GRPO only subtracts the mean. The z-score gives one correct answer among wrong ones a
+# very large advantage. Compared with centring, it gives nearly solved and nearly unsolved questions
+# more weight. A group with only correct or only wrong answers has no advantage either way: dynamic
+# sampling drops it.
 
 
 # %%
@@ -253,11 +253,11 @@ play(difficulty, size=(4, 32, 2))
 # %% [markdown]
 # ## 6. Overlong responses: cut, slope or silence
 #
-# A response that the budget cuts off has no answer, so it counts as wrong, however good its
-# reasoning. *Soft overlong punishment* lets the reward fall over the last tokens before the
-# budget, so there is something to learn before the cliff. *Overlong filtering* takes cut
-# responses out of the loss (not out of the group's mean). Below: a group of eight, the last two
-# cut, and what each token is pulled by.
+# A response that is cut off at the limit has no answer, so it counts as wrong, however good its
+# reasoning. *Soft overlong punishment* lowers the reward over the last tokens before the limit, so
+# that there is a slope to learn from. *Overlong filtering* removes cut responses from the loss, but
+# not from the group's mean. Below: a group of eight, of which the last two are cut, and the
+# coefficient of each token.
 
 
 # %%
@@ -299,11 +299,12 @@ play(overlong, buffer_share=(0.05, 1.0, 0.05))
 # %% [markdown]
 # ## 7. Estimators of one KL
 #
-# Each reads the log-probs of one drawn token. Their means and spreads are exact here: sums over a
-# vocabulary of 50, not draws. k1 is unbiased and noisy, k3 unbiased and quieter while the
-# policies are near (up to its cap of 10 a token), k2 biased when they are far. What a *loss* uses
-# is the gradient, and there the order is another: on policy, k1's is zero in the mean, k2's is
-# that of the KL, k3's is not. k3+ has the value of k3 and the gradient of k2.
+# Each estimator uses the log-probs of one sampled token. The means and spreads here are exact: sums
+# over a vocabulary of 50 instead of samples. k1 is unbiased and noisy. k3 is unbiased, and less
+# noisy while the policies are close (up to its cap of 10 per token). k2 is biased if they are far
+# apart. A *loss* uses only the gradient, and there the order differs. On policy, the mean gradient
+# of k1 is zero, that of k2 is the KL's, and that of k3 is not. k3+ has the value of k3 and the
+# gradient of k2.
 
 
 # %%
@@ -350,11 +351,11 @@ play(kl_estimators, spread=(0.0, 4.0, 0.5))
 # %% [markdown]
 # ## 8. A ratio of tokens or of responses
 #
-# Log-probs drift by the same small noise at every token. GRPO's ratio belongs to a token, so its
-# spread does not know how long the response is. GSPO's is the geometric mean over the response,
-# which averages the noise away: hence its bounds of 3e-4 and 4e-4, with which it still cuts far
-# more: here half of the responses are wrong, so one half is the most that a bound can meet. All
-# tokens of a response share its fate.
+# Log-probs drift by the same small noise at every token. GRPO's ratio is per token, so its spread
+# does not depend on the length of the response. GSPO's ratio is the geometric mean over the
+# response, which averages the noise: hence its bounds of 3e-4 and 4e-4. It still cuts far more
+# tokens, since all tokens of a response are cut together. Half of the responses here are wrong, so
+# one half is the most that a bound can cut.
 
 
 # %%
@@ -388,17 +389,17 @@ play(sequence_ratios, drift=(0.005, 0.3, 0.005))
 # %% [markdown]
 # ## 9. GAE: how far back a reward reaches
 #
-# With a critic, lambda decides what a token hears of the reward at the end. Here the critic says
-# 0 everywhere and the reward is 1, so the advantage of a token *is* that share. A fixed 0.95
-# reaches some 60 tokens back: the first ones of a long response hear nothing. VAPO's lambda grows
-# with the length, 1 - 1 / (alpha n), so the share depends on the relative place alone. Its alpha
-# of 0.05 is for thousands of tokens: below 20 tokens its lambda is 0. What the early tokens are
-# told comes through the critic, which learns with lambda 1.
+# With a critic, lambda decides how much of the final reward reaches a token. Here the critic
+# predicts 0 and the reward is 1, so a token's advantage *is* that fraction. A fixed 0.95 reaches
+# about 60 tokens back: the first tokens of a long response get nothing. VAPO's lambda grows with
+# the length, 1 - 1 / (alpha n), so the fraction depends only on the relative position. Its alpha of
+# 0.05 is for thousands of tokens: below 20 tokens its lambda is 0. Early tokens learn through the
+# critic, whose lambda is 1.
 
 
 # %%
 def gae_reach(algorithm, tokens):
-    """The advantage of each token where the last earns 1 and a critic expects nothing."""
+    """Return the advantage of each token if the last earns 1 and the critic predicts 0."""
     feedback = advantages.gather_feedback(
         np.zeros((1, tokens), int),
         np.ones(1),

@@ -4,9 +4,8 @@
 # DAPO ([2503.14476](https://arxiv.org/abs/2503.14476)) adds four switches to GRPO: clip-higher,
 # dynamic sampling, the token-level loss and the soft overlong punishment. This notebook asks the
 # question of each figure of the paper on a task that a laptop trains in a minute,
-# `configs/two_strategies.py`. Its runs were recorded by `python notebooks/measure.py`, which makes
-# them again; the last section trains two of them here. [The ablation](../docs/ablation.md) has the
-# tables.
+# `configs/two_strategies.py`. The runs are recorded; `python notebooks/measure.py` repeats them.
+# The last section trains two of them here. [The ablation](../docs/ablation.md) has the tables.
 
 # %%
 import os
@@ -46,10 +45,10 @@ print(len(measured.PLAN), "recorded runs,", len(names), "kinds of them")
 # %% [markdown]
 # ## The task: a rare strategy that is right
 #
-# The policy (0.15 M parameters) can answer a chain of sums in two ways. Nearly always it answers
-# at once, mostly wrong; a few responses in a hundred work step by step, long and mostly right,
-# unless they start over until the budget of 64 tokens cuts them off. Reinforcement has to
-# find the rare way, as it has to find long chains of thought in a language model.
+# The policy (0.15 M parameters) can answer a chain of sums in two ways. Nearly always it answers at
+# once, and is mostly wrong. A few responses in a hundred work step by step: they are long and
+# mostly right, unless they start over until the limit of 64 tokens cuts them off. Reinforcement
+# learning has to find the rare way, as it has to find long chains of thought in a language model.
 
 # %%
 PROBLEM, ANSWER = "7+5+8+6+9=", "5"
@@ -69,9 +68,9 @@ for kind, found in kinds.items():
 # %% [markdown]
 # ## Does the climb reproduce?
 #
-# Mostly. Without tricks the policy learns too; clip-higher, the punishment, the token-level loss
-# and dynamic sampling each bring it further or there sooner, and overlong filtering is the one step
-# down.
+# Mostly. The policy also learns without any switch. Clip-higher, the punishment, the token-level
+# loss and dynamic sampling each raise the accuracy or reach it sooner. Overlong filtering is the
+# only step down.
 
 
 # %%
@@ -123,9 +122,9 @@ ladder()
 # %% [markdown]
 # ## Figure 2: does clip-higher raise accuracy and keep the policy exploring?
 #
-# Accuracy: yes, a little, and as speed: the rare strategy takes off a step earlier on the ladder.
-# Entropy: no, it falls alike with and without, because the right answers of this task leave nothing
-# to be unsure of.
+# Accuracy: yes, a little: the rare strategy takes off one step earlier on the ladder. Entropy: no,
+# it falls alike with and without clip-higher, because a correct answer of this task leaves nothing
+# uncertain.
 
 # %%
 CLIP = "2_overlong_filtering", "3_clip_higher"
@@ -135,9 +134,9 @@ compare_pairs(clip_pairs, ("accuracy", "entropy", "working_fraction"))
 # %% [markdown]
 # ## Figure 3a: which tokens does the upper clip hold down?
 #
-# Rare ones, until the strategy takes off: in the first steps the tokens that it clips have a mean
-# probability near 0.1, as in the paper, where it stays under 0.2. Here it then grows with the
-# strategy, and the higher bound leaves fewer tokens clipped.
+# Rare ones, until the strategy takes off. In the first steps the clipped tokens have a mean
+# probability near 0.1; in the paper it stays under 0.2. Here it then grows with the strategy. The
+# higher bound clips fewer tokens.
 
 # %%
 
@@ -161,9 +160,9 @@ figure_3a()
 # %% [markdown]
 # ## Figure 3b: do more and more groups teach nothing?
 #
-# Yes: the share of groups that are all right grows with the policy, as in the paper. At the start
-# the groups without signal are those that are all wrong, two in three, so the share that is kept
-# first rises and then falls.
+# Yes: the fraction of groups with only correct answers grows with the policy, as in the paper. At
+# the start two groups in three have only wrong answers, so the fraction that is kept first rises
+# and then falls.
 
 # %%
 
@@ -182,8 +181,8 @@ figure_3b()
 # ## Figure 4: does the token-level loss hold long wrong responses back?
 #
 # Yes: with it the policy takes off sooner, ends with a lower entropy, and fewer responses are cut
-# off. A long response then weighs by its tokens, whether it is right or repeats itself; the mean of
-# each sequence gives it no more weight than an answer at once.
+# off. A long response then counts by its tokens, whether it is right or repeats itself. The mean
+# per sequence gives it no more weight than an immediate answer.
 
 # %%
 token_pairs = pairs(
@@ -194,8 +193,9 @@ compare_pairs(token_pairs, ("entropy", "response_tokens_mean", "truncated_fracti
 # %% [markdown]
 # ## Figure 5: does hiding the responses that were cut off help?
 #
-# No, here it costs accuracy. What is cut off repeats itself and would never have come to an answer:
-# without a loss it is never unlearned, and its share and the entropy rise.
+# No, here it costs accuracy. Responses that are cut off repeat themselves and would never have
+# reached an answer. Without a loss they are never unlearned, and their fraction and the entropy
+# rise.
 
 # %%
 filtered = pairs("overlong filtering", ("1_naive", "2_overlong_filtering"))
@@ -204,8 +204,8 @@ compare_pairs(filtered, ("accuracy", "entropy", "truncated_fraction"))
 # %% [markdown]
 # ## Figure 6: does dynamic sampling pay for its samples?
 #
-# In steps and updates yes: at every step from the fifth on it is ahead. In sampled tokens no: up to
-# an accuracy of 0.7 it needs more of them, since at the start two groups in three are thrown away.
+# In steps and updates, yes: it is ahead at every step from the fifth on. In sampled tokens, no: up
+# to an accuracy of 0.7 it needs more of them, since it drops two groups in three at the start.
 
 # %%
 
@@ -236,9 +236,9 @@ figure_6()
 # %% [markdown]
 # ## Figure 7: what does a whole run of DAPO look like?
 #
-# Length and reward rise together, as in the paper. Entropy falls and the mean probability rises all
-# along, where the paper's entropy comes back: this task has one right way of working and nothing to
-# explore beyond it.
+# Length and reward rise together, as in the paper. Entropy falls and the mean probability rises
+# throughout, while the paper's entropy recovers. This task has one right way of working, and
+# nothing to explore beyond it.
 
 # %%
 WHOLE = "response_tokens_mean", "reward", "entropy", "mean_probability"
@@ -256,9 +256,9 @@ whole_runs("6_dynamic_sampling", "1_naive")
 # %% [markdown]
 # ## Do length and accuracy grow together?
 #
-# With everything off they do not at first: responses grow to the budget before they grow right,
-# because those that start over grow too. DAPO goes straight from short and wrong to long and right.
-# Every line is a seed; its strategy was used by one response in twenty at the start.
+# With all switches off, not at first: responses grow to the limit before they become right, because
+# those that start over grow too. DAPO goes straight from short and wrong to long and right. Each
+# line is a seed. At the start one response in twenty used the strategy.
 
 # %%
 
@@ -281,8 +281,8 @@ together()
 # %% [markdown]
 # ## When does the rare strategy take off?
 #
-# Within a step or two of each other for the seeds of a rung, so it is the trick that decides more
-# than luck. Seeds whose first step holds more of the strategy tend to take off sooner.
+# The seeds of a rung differ by a step or two, so the switch matters more than luck. Seeds whose
+# first step has more responses with the strategy tend to take off sooner.
 
 # %%
 
@@ -317,8 +317,8 @@ take_offs()
 # %% [markdown]
 # ## All sixteen combinations
 #
-# Held-out accuracy after 20 steps: a dot is a seed, the bar is the 95 % interval that resamples
-# seeds and problems. Five seeds make such intervals too narrow, so look at the dots.
+# Held-out accuracy after 20 steps: a dot is a seed, a bar is the 95 % interval that resamples seeds
+# and problems. Five seeds make such intervals too narrow, so look at the dots.
 
 # %%
 
@@ -339,13 +339,13 @@ def all_combinations():
 all_combinations()
 
 # %% [markdown]
-# ## What each adds, alone and beside another
+# ## What each switch adds, alone and with another
 #
-# The mean with minus the mean without a switch, over the states of the others, and below the
-# interaction of two: half of what one adds beside the other, less half of what it adds without.
-# Grey intervals hold 0. The token-level loss and dynamic sampling add most, clip-higher a little;
-# the punishment does nothing on average, because it helps where the token-level loss is off and
-# costs where it is on: both shorten what is too long.
+# A switch's effect is the mean with it minus the mean without it, over all states of the others.
+# The interaction of two, below, is half of what one adds with the other, minus half of what it adds
+# without. Grey intervals contain 0. The token-level loss and dynamic sampling add most, clip-higher
+# a little. The punishment adds nothing on average: it helps if the token-level loss is off and
+# costs if it is on, since both shorten what is too long.
 
 # %%
 
@@ -373,7 +373,7 @@ effects()
 # %% [markdown]
 # ## Any two combinations
 #
-# Set the switches; plain GRPO (all off) is drawn beside.
+# Set the switches to compare with plain GRPO (all off).
 
 # %%
 PANELS = "accuracy reward entropy response_tokens_mean kept_fraction truncated_fraction".split()
@@ -407,9 +407,9 @@ play(compare)
 # %% [markdown]
 # ## Train two of them here
 #
-# The first steps of the recorded runs, with another seed and no evaluations: ten are enough to
-# see which one takes off first. Set `LIVE_STEPS` to 20 for all of them, and put any name of the
-# page there in the place of these two; a finished run is not made again.
+# These are the first steps of the recorded runs, with another seed and no evaluations. Ten steps
+# are enough to see which run takes off first. Set `LIVE_STEPS` to 20 for all steps, and replace the
+# two names by any of the page. A finished run is not repeated.
 
 # %%
 QUICK = bool(os.environ.get("DAPO_NOTEBOOK_QUICK"))  # as the tests run it: no time to learn

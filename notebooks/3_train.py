@@ -2,10 +2,9 @@
 # # Train a policy, look inside, change one thing
 #
 # A small policy (0.2 M parameters) learns chains of sums modulo 10: `3+7+5=` is answered
-# `3+7=0,0+5=5#### 5`. It begins with worked examples that are often wrong; DAPO then finds out
-# which of its answers are right. The whole notebook takes a few minutes on two cores of a CPU,
-# which is where the outputs below come from. GPU and TPU runtimes need no other line; nobody has
-# run it there yet.
+# `3+7=0,0+5=5#### 5`. It starts from worked examples that are often wrong; DAPO then learns which
+# of its answers are correct. The notebook takes a few minutes on two CPU cores, which produced the
+# outputs below. It needs no change for a GPU or TPU, but has not run there yet.
 
 # %%
 import importlib.util
@@ -32,8 +31,8 @@ print(jax.devices())
 # %% [markdown]
 # ## A policy to begin with
 #
-# Supervised training writes a folder in the Hugging Face layout; any Qwen2, Qwen3 or Llama 3
-# folder would do in its place.
+# Supervised training writes a folder in the Hugging Face layout. A folder of any supported model
+# would also do (`docs/models.md`).
 
 # %%
 recipe = dapo_jax.SftConfig(
@@ -51,8 +50,8 @@ BASE = dapo_jax.sft(recipe).path
 # %% [markdown]
 # ## The experiment
 #
-# A config is a value, and an algorithm is one inside it. What is not said has its default, which
-# is DAPO's. A setting that does not exist is refused with the nearest one that does.
+# A config is a value, and an algorithm is one of its fields. The defaults are DAPO's. An unknown
+# setting raises an error that names the nearest known one.
 
 
 # %%
@@ -83,12 +82,12 @@ except dapo_jax.ConfigError as error:
 # %% [markdown]
 # ## Inside a group
 #
-# Eight responses of the untrained policy to one problem, a token in each cell (`∎` ends a
-# response). The colour is the surprise of the draw, -log p in nats: a dark cell is where the
-# response could have gone elsewhere. On the left the verdict, and the advantage that every token
-# of that response is multiplied by: the reward beside the rest of the group. Responses of more
-# than 38 tokens earn less, since the overlong punishment begins there. Where all are right, or
-# all wrong, the advantage is 0, and the group teaches nothing.
+# Eight responses of the untrained policy to one problem, one token per cell (`∎` ends a response).
+# The colour is the surprise of the sampled token, -log p in nats: at a dark cell the response could
+# have continued differently. On the left are the verdict and the advantage, which multiplies every
+# token of that response: its reward compared with the rest of the group. Responses of more than 38
+# tokens earn less, since the overlong punishment starts there. If all are correct, or all are
+# wrong, the advantage is 0 and the group teaches nothing.
 
 
 # %%
@@ -127,9 +126,9 @@ show_group(dapo_jax.Policy(BASE, **LIMITS), "before", PROBLEM, ANSWER)
 # %% [markdown]
 # ## Train
 #
-# `on_step` is told what every step measured (the names are explained in `docs/metrics.md`); where
-# it returns True the run ends there, saved. Called again with the same config, a stopped run goes
-# on, and a finished one gives its result at once.
+# `on_step` gets the metrics of every step (`docs/metrics.md` explains the names). If it returns
+# True, the run saves and ends. The same call resumes a stopped run, and returns the result of a
+# finished one at once.
 
 
 # %%
@@ -143,7 +142,7 @@ dapo = dapo_jax.train(experiment("dapo"), on_step=say)
 print(dapo.summary)
 
 # %% [markdown]
-# The same problem, asked of the trained policy with the same keys of chance:
+# The same problem and random keys, with the trained policy:
 
 # %%
 show_group(dapo_jax.Policy(dapo.run_dir, **LIMITS), "after", PROBLEM, ANSWER)
@@ -175,14 +174,15 @@ axes[0].legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Dynamic sampling buys full batches with more sampling. Its price is the last picture: here a
-# fifth to four fifths more, and far more once most groups are all right, which these steps do not
-# reach. Whether accuracy is worth it, one seed cannot say: train both with other seeds
-# (`config.seed`) and read a difference only where it is wider than theirs.
+# Dynamic sampling fills batches at the price of more sampling, shown in the last picture. Here it
+# samples a fifth to four fifths more; once most groups are all correct, which these steps do not
+# reach, it would be far more. One seed cannot say whether accuracy is worth it: train both with
+# other seeds (`config.seed`), and trust only a difference that is larger than the spread of the
+# seeds.
 #
 # ## Score
 #
-# On problems that no run has seen, with 95 % intervals over problems.
+# Accuracy on problems that no run has seen, with 95 % intervals over problems.
 
 # %%
 for result in (dapo, other):
@@ -191,9 +191,9 @@ for result in (dapo, other):
     print(pathlib.Path(result.run_dir).name, *(f"{scores[name]:.3f}" for name in names))
 
 # %% [markdown]
-# ## Export, load elsewhere, ask
+# ## Export, load elsewhere, sample
 #
-# The export is a folder that `transformers`, vLLM and others load.
+# `transformers`, vLLM and others can load the exported folder.
 
 # %%
 EXPORTED = str(dapo_jax.export(dapo.run_dir, FOLDER / "exported"))

@@ -9,16 +9,16 @@ import json
 import os
 import pathlib
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_jax.commands import checks
+from dapo_jax.commands.command_line import find_preset
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.commands.model_folders import check_folder, train_model
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config
-from dapo_jax.rewards.functions import RewardFunction
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, check_types, check_values, nearest, require
 from dapo_jax.runtime.workers.pickled_functions import register_function
@@ -26,6 +26,7 @@ from dapo_jax.runtime.workers.pickled_functions import register_function
 if TYPE_CHECKING:
     import pyarrow
 
+RewardFunction = Callable[..., Any]  # any arguments: columns too
 Rewards = RewardFunction | Mapping[RewardFunction | str, float]
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ T = TypeVar("T")
 def load(config: Any, kind: type[T]) -> T:
     """Return a config, reading it if it is the name of a file. Raises `ConfigError`."""
     if isinstance(config, str | os.PathLike):
-        return read_config(kind, os.fspath(config))
+        return read_config(kind, os.fspath(config), find_preset)
     require(isinstance(config, kind), "(config)", config, f"a {kind.__name__} or a file's name")
     return config
 
@@ -56,8 +57,8 @@ class Result:
         run_dir: the folder with checkpoints, rollouts and metrics.
         summary: steps, held-out accuracy before and after, seconds; None if the run stopped
             early. Training again with the same config then resumes it.
-        stopped: reason for an early stop: "on_step", or the name of a signal that a handler of
-            the program received; empty if the run is complete.
+        stopped: reason for an early stop: "on_step" or another method of a callback, or the name
+            of a signal that a handler of the program received; empty if the run is complete.
     """
 
     run_dir: str
@@ -117,6 +118,8 @@ def _with_functions(
 ) -> Config:
     """Return the config with Python objects in place of its rewards, environment and tools."""
     if reward is not None:
+        allowed = "a function, or weights by function: reward={f: 1.0, g: 0.5}"
+        require(not isinstance(reward, list | tuple), "reward.parts", reward, allowed)
         names: dict[str, float] = {}
         for part, weight in (reward if isinstance(reward, Mapping) else {reward: 1.0}).items():
             require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
@@ -132,10 +135,26 @@ def _with_functions(
     return config
 
 
+def _source_name(data: Any, name: str) -> str:
+    """Return the name of a source of problems, for rows too."""
+    if isinstance(data, str | os.PathLike):
+        return os.fspath(data)
+    from dapo_jax.data.files import register_rows
+
+    return register_rows(name, data)
+
+
+def _with_source(config: Config, data: Any) -> Config:
+    source = _source_name(data, "data")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
+
+
 def train(
     config: Config | File,
     *,
+    data: Any = None,
     on_step: Callable[[int, dict[str, float]], Any] | None = None,
+    callbacks: Sequence[Any] = (),
     reward: Rewards | None = None,
     in_process: bool = False,
     environment: Environment | None = None,
@@ -161,34 +180,34 @@ def train(
 
     Args:
         config: an experiment, or a file that holds one, such as `configs/arithmetic.py:grpo`.
-        on_step: called in every process with the number of each finished step and its metrics
-            (docs/metrics.md). If it returns True, the run saves and stops.
+        data: replaces `config.data.source`: a file, or rows: a list of dicts, a DataFrame, a
+            `Dataset`, another iterable of dicts with a length. A resumed run needs the same.
+        on_step: called in every process with each step's number and metrics; True stops the run.
+        callbacks: objects with `on_step(step, values)`, `on_evaluation(step, responses)`,
+            `on_checkpoint(step, folder)`; True stops the run (docs/api.md).
         reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
-            or weights by function and by name (`{"rule": 1, score: 0.5}`); docs/rewards.md has
-            the other signatures. Worker processes import a module's function by name, and receive
-            any other one (a lambda, a function of a notebook) as a copy with its variables.
-        in_process: run the functions in this process instead, so that they may change variables
-            of the program, or hold what can't be copied. A function that hangs then hangs the run.
+            or weights by function and by name (`{"rule": 1, score: 0.5}`). Other arguments are
+            columns of the row (docs/rewards.md). Workers receive a copy, with its variables.
+        in_process: run the functions in this process; one that hangs then hangs the run.
         environment, tools: replace those of `config.environment`: a class with `step(text)`, or
-            functions that the policy may call (docs/environments.md). Workers run them too.
+            functions that the policy may call (docs/environments.md).
 
     Raises:
         ConfigError: settings and folders don't fit together, or a function can't be copied.
-        Starved (rollout.dynamic_sampling): no group carries signal, and the config says to stop.
-        NotSaved (runtime.storage.retries): the last checkpoint could not be written.
-        NotFinite (runtime.nonfinite): parameters, moments or every update are NaN or infinite.
-        KeyboardInterrupt: Ctrl-C, once the run is saved; a second Ctrl-C: at once, unsaved. Other
-            signals take their usual effect after the save.
+        Starved, NotSaved, NotFinite: no signal is left, the end is not saved, NaN or infinity.
+        Exception, KeyboardInterrupt: of a callback, or Ctrl-C, after the save.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
+    config = config if data is None else _with_source(config, data)
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()
+    from dapo_jax.run.callbacks import Callbacks
     from dapo_jax.run.run import train as run
     from dapo_jax.runtime.signals import Signals
 
     signals = Signals(config.checkpoint.leave_seconds)
-    summary = run(config, on_step, signals)
+    summary = run(config, signals, Callbacks(signals, callbacks, on_step))
     return Result(config.run_dir, summary, "" if summary else signals.received)
 
 
@@ -217,11 +236,13 @@ def evaluate(
 
     Args:
         config: an experiment, or a file that holds one.
-        model: a model folder; empty: the latest checkpoint of `config.run_dir`.
+        model: a model folder, or a run (its latest checkpoint, exported into it); empty: the latest
+            checkpoint of `config.run_dir`.
         reward, in_process, environment, tools: as for `train`; if a run was given functions, its
             evaluation needs them again.
         flags: replace values of the config: `data`, `k`, `temperature`, `top_p`, `template`,
-            `out`, as in `dapo-jax evaluate --help`.
+            `out`, as in `dapo-jax evaluate --help`. `data` may be rows, as for `train`; all of
+            them are evaluated.
 
     Returns:
         the main scores (docs/metrics.md explains `heldout_...`); None if a signal stopped it and
@@ -232,6 +253,8 @@ def evaluate(
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
     if model:
         flags["model"] = model
+    if "data" in flags:
+        flags["data"] = _source_name(flags["data"], "heldout")
     for flag, value in flags.items():
         if flag not in SHORT_NAMES:
             raise ConfigError(f"evaluate has no argument {flag!r}{nearest(flag, SHORT_NAMES)}")
@@ -349,7 +372,7 @@ def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.P
     Args:
         runs: run_dirs, or globs of several.
         out: the page to write; an earlier report is replaced.
-        settings: `preset`, `max_mb` of `dapo_jax.ReportConfig`.
+        settings: `preset`, `max_mb`, `self_contained` of `dapo_jax.ReportConfig`.
 
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """

@@ -2,10 +2,12 @@
 
 import inspect
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
+from dapo_jax.config.files import command_for_folder
 from dapo_jax.config.user_code import resolve
 from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, open_template
@@ -102,7 +104,12 @@ def check_models(config: Any) -> None:
     from dapo_jax.model.load_huggingface import check_weights
 
     for name, _, folder in leaves(config):
+        allowed = "a model folder, as models/NAME; the embedded task's is dapo_jax:arithmetic_base"
+        require(folder or name != "model.folder", name, folder, allowed)
         if name in FOLDERS and folder and not is_remote(folder):
+            if not pathlib.Path(folder).exists():
+                command = command_for_folder(SftConfig, "sft", folder)
+                require(not command, name, folder, f"a folder that exists; {command} makes it")
             check_weights(folder, name)
     if config.lora.folder:
         from dapo_jax.model import load_huggingface, peft_adapters

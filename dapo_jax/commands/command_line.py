@@ -1,6 +1,7 @@
 """Command line of a run: typed overrides of a config, checks, and one-line errors."""
 
 import argparse
+import importlib
 import operator
 import re
 import sys
@@ -9,10 +10,18 @@ from typing import Any, NoReturn
 
 from dapo_jax.config.experiment import Config, DpoConfig, SftConfig
 from dapo_jax.config.files import locate, read_config, shipped_configs
+from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.help import help_text, take_help
 from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError, leaves, nearest, require, rules
 
 BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+LONG_DASHES = ("–", "—")
+WITH_FILES = (Config, SftConfig, DpoConfig)  # kinds that config files make
+
+
+def find_preset(name: str) -> Any:
+    """Return the algorithm of a preset; the table is loaded at first use."""
+    return importlib.import_module("dapo_jax.algorithms").preset(name)
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
@@ -39,6 +48,23 @@ def join_repeated(arguments: list[str], names: Collection[str]) -> list[str]:
     return [f"--{name}=" + "\n".join(texts) for name, texts in values.items() if texts] + others
 
 
+def name_positional(arguments: list[str], name: str, *, repeated: bool) -> list[str]:
+    """Return the command line with `--name=` before the first positional argument, or before all.
+
+    An argument after a flag without `=` may be its value, so it is not positional.
+    """
+    full: list[str] = []
+    is_taken = may_be_value = False
+    for argument in arguments:
+        is_flag = argument.startswith(("-", *LONG_DASHES))
+        if not (is_flag or may_be_value or is_taken):
+            is_taken = not repeated
+            argument = f"--{name}={argument}"
+        may_be_value = is_flag and "=" not in argument
+        full.append(argument)
+    return full
+
+
 def take_file(arguments: list[str], kind: type = Config) -> tuple[str, list[str]]:
     """Return the name or file of the config, and the other arguments.
 
@@ -51,7 +77,7 @@ def take_file(arguments: list[str], kind: type = Config) -> tuple[str, list[str]
         positional = not argument.startswith("-") and (not others or "=" in others[-1])
         if name in ("--config", "-config"):
             file = value if separator else next(rest, "")
-        elif positional and not file and kind in (Config, SftConfig, DpoConfig):
+        elif positional and not file and kind in WITH_FILES:
             file = argument
         else:
             others.append(argument)
@@ -69,6 +95,20 @@ def _convert(setting: str, text: str, kind: type, auto: int | None) -> Any:
         return kind(text)
     except ValueError:
         require(False, setting, text, TYPE_NAMES[kind])
+
+
+def _unknown(flag: str, known: Collection[str], sections: Collection[str]) -> str:
+    """Return the error about a flag that does not exist, with the setting that it may mean."""
+    setting = flag.removeprefix("config.")
+    problem = f"--{flag}: there is no such flag"
+    if flag.startswith("config."):
+        problem = f"config.{setting}: there is no such setting"
+    hint = f"--config.{setting}" if setting in known else advice(setting)
+    settings = re.findall(r"--config\.([\w.]+)", hint)
+    if settings:
+        hint = f"did you mean {hint}?" if {*settings} <= {*known, *sections} else ""
+    hint = f"; {hint}" if hint else nearest(setting, known)
+    return f"{problem}{hint} (--help-all lists all)"
 
 
 def override(config: Any, arguments: list[str]) -> Any:
@@ -92,15 +132,14 @@ def override(config: Any, arguments: list[str]) -> Any:
             auto = rules(type(config))[setting].auto
             setattr(section, name, _convert(setting, text, types[setting], auto))
         elif setting in sections:
-            raise ConfigError(f"config.{setting} is a section: see --help={setting}")
+            hint = advice(setting)
+            hint = f"; {hint}" * bool(hint)
+            raise ConfigError(f"config.{setting} is a section: see --help={setting}{hint}")
         else:
-            problem = f"--{flag}: there is no such flag"
-            if flag.startswith("config."):
-                problem = f"config.{setting}: there is no such setting"
-            raise ConfigError(f"{problem}{nearest(setting, types)} (--help lists all)")
+            raise ConfigError(_unknown(flag, types, sections))
     if extra:
         # Web pages and word processors turn two hyphens into a long dash.
-        has_dash = any(text.startswith(("–", "—")) for text in extra)
+        has_dash = any(text.startswith(LONG_DASHES) for text in extra)
         hint = "; a flag begins with two hyphens" if has_dash else ""
         raise ConfigError(f"unexpected arguments: {' '.join(extra)}{hint}")
     return config
@@ -116,10 +155,10 @@ class FlagParser(argparse.ArgumentParser):
     """Parser of a command's flags that prints errors as one line."""
 
     def error(self, message: str) -> NoReturn:
-        _exit_with_error(message)
+        exit_with_error(message)
 
 
-def _exit_with_error(text: str) -> NoReturn:
+def exit_with_error(text: str) -> NoReturn:
     from dapo_jax.runtime.processes import printable
 
     line = " ".join(text.split())  # a quoted value may span lines
@@ -138,6 +177,8 @@ def load(
 ) -> Any:
     """Return the checked config of the command line: `NAME[:PRESET]` or a file, `--config.x=y`.
 
+    Without config files, a positional argument is the value of the first setting.
+
     Prints the help (which begins with `usage`) or a one-line error and exits if there is none.
 
     Args:
@@ -147,12 +188,16 @@ def load(
         check_output: raises `ConfigError` if the command must not write; called last.
     """
     usage, short_names = usage or "", short_names or {}
-    help_topic, arguments = take_help(spell_out(join_repeated(sys.argv[1:], several), short_names))
+    arguments = sys.argv[1:]
+    if kind not in WITH_FILES:
+        first = next(leaves(kind()))[0]
+        arguments = name_positional(arguments, first, repeated=first in several)
+    help_topic, arguments = take_help(spell_out(join_repeated(arguments, several), short_names))
     file, arguments = take_file(arguments, kind)
     config: Any = None
     try:
         if file or help_topic or not needs_file:
-            config = override(read_config(kind, file) if file else kind(), arguments)
+            config = override(read_config(kind, file, find_preset) if file else kind(), arguments)
         if help_topic:
             print(help_text(config, usage, help_topic, short_names))
             raise SystemExit(0)
@@ -160,7 +205,7 @@ def load(
             names = ", ".join(shipped_configs(kind))
             raise ConfigError(
                 f"a config is required: a file of yours, or one of {names}, "
-                f"as in{example(usage)} (--help explains every setting)"
+                f"as in{example(usage)} (--help-all explains every setting)"
             )
         if not file and not arguments:
             raise ConfigError(f"arguments are missing, as in{example(usage)} (--help)")
@@ -170,7 +215,7 @@ def load(
         check_output(config)
     except ConfigError as error:
         overridden = any(text.startswith(f"--config.{error.field}=") for text in arguments)
-        _exit_with_error(str(error) if overridden else locate(error, file))
+        exit_with_error(str(error) if overridden else locate(error, file))
     return config
 
 

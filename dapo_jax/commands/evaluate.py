@@ -4,7 +4,7 @@
     dapo-jax evaluate FILE --model=FOLDER --k=32
     dapo-jax evaluate FILE --temperature=0 --k=1   (greedy)
 
-evaluates the latest checkpoint in run_dir or, with --model, a model folder.
+evaluates the latest checkpoint in run_dir or, with --model, a model folder or another run.
 Responses are saved as they finish: the same command resumes a stopped evaluation, and a larger --k
 adds samples to it. The last line of the output is JSON. Short flags:
 """
@@ -39,17 +39,22 @@ def check_folder(config: Config) -> None:
 
 
 def main() -> int:
-    """Run the command. Exit code 0: done, or stopped by a signal; 2: wrong settings."""
+    """Run the command. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
 
-    def work(config: Config) -> None:
+    def work(config: Config) -> int:
         from dapo_jax.reporting.console import Progress
         from dapo_jax.runtime import processes
 
         with Progress(config.log.console).working("loading the libraries"):
             from dapo_jax.run.evaluation import evaluate
-        scores = evaluate(config, from_folder=from_folder)
-        if scores is not None and processes.is_first():
+            from dapo_jax.runtime.signals import Signals
+        signals = Signals(config.checkpoint.leave_seconds)
+        scores = evaluate(config, from_folder=from_folder, signals=signals)
+        if scores is None:
+            return signals.exit_code
+        if processes.is_first():
             print(json.dumps(scores))
+        return 0
 
     return command_line.run(Config, __doc__, work, SHORT_NAMES, check_output=check_folder)

@@ -1,21 +1,24 @@
 """Write a config, a template and, if no verifier fits, a reward function for a file of problems.
 
-    dapo-jax init --data=my.jsonl
-    dapo-jax init --data=my.csv --question=ask --answer=gold --out=mine --model=models/small
+    dapo-jax init my.jsonl
+    dapo-jax init my.csv --question=ask --answer=meta.gold --out=mine --model=models/small
 
 reads a jsonl, json, csv, parquet or arrow file, chooses the fields of the problem and its answer,
-and measures their lengths. It replaces no file. Flags:
+measures their lengths, and chooses a learning rate for the size of the model. It replaces no file.
+Flags:
 
     --data=FILE        problems, with or without answers
     --out=FOLDER       output folder; default: a new folder named after the file
-    --question=FIELD   field of the problem; a.b selects a nested field
+    --question=FIELD   field of the problem: a text or a list of messages; a.b is a nested field
     --answer=FIELD     field of the answer, or of a worked solution that ends with it
     --model=FOLDER     model folder of the policy
+    --lora=RANK        train adapters of this rank instead of all parameters
 """
 
 import collections
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -29,6 +32,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
 
 MODEL = "models/Qwen2.5-0.5B-Instruct"
+MODEL_PARAMETERS = 494_032_768
 MAX_ROWS = 10_000
 MAX_SHOWN_CHARACTERS = 60
 MIN_FRACTION = 0.9  # of the rows that a choice has to fit
@@ -43,6 +47,15 @@ CHARACTERS_PER_TOKEN = 2.5  # of numbers and formulas; prose has four
 TOKEN_MULTIPLE = 64  # of token limits
 MIN_RESPONSE_TOKENS, MAX_RESPONSE_TOKENS = 512, 2048
 MAX_PROMPT_TOKENS = 8192  # longer prompts are dropped
+MAX_DEPTH = 4  # of nested fields
+MAX_ITEMS = 4  # of a list whose fields are listed
+SPELLED_PROBLEMS = 100  # are compared with the vocabulary
+MAX_UNSPELLED = 0.5  # of these problems
+# Smaller models need larger steps: peak learning rates by the largest number of parameters.
+LEARNING_RATES = {10**7: 2e-4, 10**8: 3e-5, 4 * 10**8: 5e-6, 10**15: 1e-6}
+ADAPTER_RATE = 20  # times the rate of all parameters
+MAX_RATE = 1e-3
+ADVISED_RANK = 32
 
 TEMPLATE = """\
 {problem}
@@ -70,7 +83,7 @@ def score(prompt: str, response: str, answer: str) -> float:
 CONFIG = '''\
 """Reinforcement learning on problems of my own."""
 
-from dapo_jax import Config, Data, Model, Optimizer, Packing, Reward, Rollout, Sampler
+from dapo_jax import Config, Data, Lora, Model, Optimizer, Packing, Reward, Rollout, Sampler
 
 
 def get_config() -> Config:
@@ -78,6 +91,7 @@ def get_config() -> Config:
         run_dir={run_dir},
         total_steps=100,
         model=Model(folder={model}),
+        lora=Lora(rank={rank}),
         data=Data(
 {data}
             max_prompt_tokens={prompt},
@@ -86,7 +100,8 @@ def get_config() -> Config:
         sampler=Sampler(max_response_tokens={response}),
         reward=Reward({reward}),
         packing=Packing(row_tokens={row}),
-        optimizer=Optimizer(learning_rate=1e-6, warmup_steps=5),
+        # {reason}
+        optimizer=Optimizer(learning_rate={rate}, warmup_steps=5),
     )
 '''
 
@@ -118,7 +133,7 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     from dapo_jax.config.experiment import Data
     from dapo_jax.data.files import find_files, read_rows
 
-    check_flag(bool(name), "data", name, "a file: dapo-jax init --data=FILE")
+    check_flag(bool(name), "data", name, "a file: dapo-jax init FILE")
     check_flag(not set(name) & set(",="), "data", name, "a name without , and =")
     try:
         files = find_files("data", name, Data().folder, "train")
@@ -138,30 +153,53 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     return objects
 
 
-def read_problems(rows: list[dict[str, Any]], fields: Mapping[str, str]) -> list[Problem]:
-    """Return the problems of the readable rows; answers may be empty."""
+def read_problems(
+    rows: list[dict[str, Any]], fields: Mapping[str, str]
+) -> tuple[list[Problem], str]:
+    """Return the problems of the readable rows (answers may be empty), and the first error."""
     from dapo_jax.data.files import MalformedRow, NoAnswer
     from dapo_jax.data.row_formats import read_row
 
-    problems = []
+    problems, errors = [], []
     for number, row in enumerate(rows, 1):
         try:
             problems.append(read_row(row, "row", number, fields, needs_answer=False))
-        except (MalformedRow, NoAnswer):
-            continue
-    return problems
+        except (MalformedRow, NoAnswer) as error:
+            errors.append(f"row {number}: {error}")
+    return problems, (errors or [""])[0]
+
+
+def list_fields(row: Any, prefix: str = "", depth: int = 1) -> dict[str, Any]:
+    """Return the values of a row by dotted path, without those of messages."""
+    items = row.items() if isinstance(row, dict) else enumerate(row[:MAX_ITEMS])
+    fields: dict[str, Any] = {}
+    for name, value in items:
+        first = value[0] if isinstance(value, list) and value else None
+        is_messages = isinstance(first, dict) and "role" in first
+        is_nested = isinstance(value, dict) and value or isinstance(first, dict)
+        if is_nested and not is_messages and depth < MAX_DEPTH:
+            fields |= list_fields(value, f"{prefix}{name}.", depth + 1)
+        else:
+            fields[f"{prefix}{name}"] = value
+    return fields
 
 
 def choose_field(rows: list[dict[str, Any]], names: Sequence[str], taken: str = "") -> str:
-    """Return the first of `names` that most rows have a value for, in the file's spelling."""
-    spelled: dict[str, str] = {}
-    for name in itertools.chain.from_iterable(rows):
-        spelled.setdefault(name.lower(), name)
-    for name in names:
-        field = spelled.get(name, "")
-        filled = sum(row.get(field) not in (None, "", [], {}) for row in rows)
-        if field and field != taken and filled >= MIN_FRACTION * len(rows):
-            return field
+    """Return the path of the first of `names` that most rows have a value for.
+
+    A field of the row itself takes precedence over nested fields.
+    """
+    from dapo_jax.data.row_formats import MISSING, look_up
+
+    paths = dict.fromkeys(path for row in rows for path in list_fields(row) if path != taken)
+    for depth in range(MAX_DEPTH):
+        for name in names:
+            for path in paths:
+                is_name = path.lower().rpartition(".")[2] == name and path.count(".") == depth
+                values = [look_up(row, path) for row in rows] if is_name else []
+                filled = sum(value not in (MISSING, None, "", [], {}) for value in values)
+                if is_name and filled >= MIN_FRACTION * len(rows):
+                    return path
     return ""
 
 
@@ -174,14 +212,15 @@ def choose(rows: list[dict[str, Any]], flags: Any) -> Selection:
     from dapo_jax.data.row_formats import MISSING, look_up
 
     question, answer = flags.question, flags.answer
-    described = ", ".join(f"{name} ({_short(str(value))})" for name, value in rows[0].items())
+    fields = list_fields(rows[0])
+    described = ", ".join(f"{name} ({_short(str(value))})" for name, value in fields.items())
     for flag, field in (("question", question), ("answer", answer)):
         known = not field or any(look_up(row, field) is not MISSING for row in rows)
         check_flag(known, flag, field, f"a field of {flags.data}: {described}")
         plain = not set(field) & set(",=")
         check_flag(plain, flag, field, "a field without , and =")
     if not (question or answer):
-        problems = read_problems(rows, {})
+        problems, _ = read_problems(rows, {})
         enough = len(problems) >= MIN_FRACTION * len(rows)
         if enough and any(problem.answer for problem in problems):
             return Selection(problems, {}, len(rows))
@@ -192,11 +231,13 @@ def choose(rows: list[dict[str, Any]], flags: Any) -> Selection:
         values = [str(look_up(row, answer)) for row in rows]
         boxed = sum("\\boxed" in value for value in values) >= MIN_FRACTION * len(rows)
         fields["solution" if boxed else "answer"] = answer
-    problems = read_problems(rows, fields) if question else []
+    problems, error = read_problems(rows, fields) if question else ([], "")
     if not problems:
+        reason = f" ({error})" * bool(error)
         raise ConfigError(
-            f"--data = {flags.data!r}: none of its fields is known as a problem: "
-            f"{described}; name two: --question=FIELD --answer=FIELD"
+            f"--data = {flags.data!r}: none of its fields is known as a problem{reason}: "
+            f"{described}; name two: --question=FIELD --answer=FIELD, each a text, a number or a "
+            "list of messages with role and content"
         )
     return Selection(problems, fields, len(rows))
 
@@ -227,30 +268,71 @@ def _round_limit(lengths: list[int]) -> int:
     return min(-(-percentile // TOKEN_MULTIPLE) * TOKEN_MULTIPLE, MAX_PROMPT_TOKENS)
 
 
-def _count_tokens(model: str, texts: list[str]) -> list[int]:
-    """Return token counts by the model's tokenizer; estimates if it is not downloaded yet."""
-    from dapo_jax.data.prompts.tokenizer import Tokenizer
+class StartModel:
+    """The model of `--model`. Raises `ConfigError` if there is none, except for the default."""
 
-    if model == MODEL and not pathlib.Path(MODEL).exists():
-        return [int(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
-    tokenizer = Tokenizer.from_folder(model, "model")
-    return [len(tokenizer.encode_prompt(text)) for text in texts]
+    def __init__(self, folder: str):
+        from dapo_jax.data.policies import model_path
+        from dapo_jax.data.prompts.tokenizer import Tokenizer
+        from dapo_jax.model.load_huggingface import Tensors, check_weights
+
+        self.parameters = MODEL_PARAMETERS
+        self.tokenizer = None
+        if folder == MODEL and not pathlib.Path(MODEL).exists():
+            return
+        allowed = f"a model folder: hf download OWNER/NAME --local-dir {folder}"
+        check_flag(model_path(folder, "model").exists(), "model", folder, allowed)
+        self.tokenizer = Tokenizer.from_folder(folder, "model")
+        check_weights(folder, "model")
+        self.parameters = sum(map(math.prod, Tensors(folder, "model").shapes.values()))
+
+    def count_tokens(self, texts: list[str]) -> list[int]:
+        """Return token counts by the tokenizer; estimates if it is not downloaded yet."""
+        if self.tokenizer is None:
+            return [int(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
+        return [len(self.tokenizer.encode_prompt(text)) for text in texts]
+
+    def unspelled(self, text: str) -> str:
+        """Return the characters of a text that the vocabulary can't spell."""
+        return self.tokenizer.unspelled(text) if self.tokenizer else ""
+
+    def learning_rate(self, rank: int) -> tuple[str, str]:
+        """Return a peak learning rate and the reason for it."""
+        full = next(rate for size, rate in LEARNING_RATES.items() if self.parameters <= size)
+        rates = {0: full, rank or ADVISED_RANK: min(full * ADAPTER_RATE, MAX_RATE)}
+        shown = {rank: f"{rate:.0e}".replace("e-0", "e-") for rank, rate in rates.items()}
+        (_, whole), (other, adapters) = shown.items()
+        reason = f"all {self.parameters:,} parameters; for adapters, Lora(rank={other}): {adapters}"
+        if rank:
+            reason = f"adapters of {self.parameters:,} parameters; without adapters: {whole}"
+        return shown[rank], f"The rate for {reason}"
 
 
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def check_spelling(flags: Any, model: StartModel, problems: list[Problem]) -> None:
+    """Raise `ConfigError` if the model's vocabulary can't spell most of the problems."""
+    missing = [model.unspelled(problem.text) for problem in problems[:SPELLED_PROBLEMS]]
+    wrong = sum(map(bool, missing))
+    lacks = "".join(sorted({*"".join(missing)}))
+    allowed = f"a model that can write the problems: its vocabulary lacks {lacks!r}"
+    check_flag(wrong <= MAX_UNSPELLED * len(missing), "model", flags.model, allowed)
+
+
 def make_files(
     flags: Any, selection: Selection, folder: pathlib.Path, verifiable: bool
 ) -> dict[str, str]:
     """Return the contents of the files by name."""
-    problems = selection.problems
-    template = TEMPLATE if selection.has_answers else "{problem}\n"
+    problems, model = selection.problems, StartModel(flags.model)
+    check_spelling(flags, model, problems)
+    has_words = not model.unspelled(TEMPLATE.replace("{problem}", ""))
+    template = TEMPLATE if selection.has_answers and has_words else "{problem}\n"
     prompts = [template.replace("{problem}", problem.text) for problem in problems]
-    lengths = _count_tokens(flags.model, prompts)
+    lengths = model.count_tokens(prompts)
     prompt_tokens = _round_limit(lengths)
-    solutions = _count_tokens(flags.model, [problem.solution for problem in problems])
+    solutions = model.count_tokens([problem.solution for problem in problems])
     wanted = max(MIN_RESPONSE_TOKENS, 2 * _round_limit(solutions))
     response_tokens = min(wanted, MAX_RESPONSE_TOKENS)
     parts = _quote(f"{'.'.join(folder.parts)}.reward:score=1")
@@ -259,15 +341,20 @@ def make_files(
         data["fields"] = ",".join(f"{key}={field}" for key, field in selection.fields.items())
     if max(lengths) > prompt_tokens:
         data["overlong_prompts"] = "drop"
+    rate, reason = model.learning_rate(flags.lora)
+    verifier = "math_label" if has_words else "final_number"
     config = CONFIG.format(
         run_dir=_quote(f"runs/{folder.absolute().name}"),
         model=_quote(flags.model),
+        rank=flags.lora,
         data="\n".join(f"{' ' * 12}{name}={_quote(value)}," for name, value in data.items()),
         prompt=prompt_tokens,
         response=response_tokens,
         row=prompt_tokens + response_tokens,
         prompts=min(32, max(2, len(problems) // 2 * 2)),
-        reward='verifier="math_label"' if verifiable else f'parts={parts}, correct="threshold"',
+        reward=f'verifier="{verifier}"' if verifiable else f'parts={parts}, correct="threshold"',
+        reason=reason,
+        rate=rate,
     )
     files = {"config.py": config, "template.txt": template}
     if not verifiable:
@@ -290,6 +377,7 @@ def write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
 
 def init(flags: Any) -> int:
     """Write the files, print a summary, and return 0. Raises `ConfigError`."""
+    check_flag(flags.lora >= 0, "lora", flags.lora, "at least 0")
     selection = choose(read_first_rows(flags.data), flags)
     problems, kinds = selection.problems, selection.kinds()
     verifiable = sum(kinds[kind] for kind in VERIFIABLE) >= MIN_FRACTION * len(problems)
@@ -306,9 +394,12 @@ def init(flags: Any) -> int:
         print(f"  answers: {', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())}")
     if not verifiable:
         print(f"  no verifier fits, so {folder / 'reward.py'} is the reward: read and change it")
-    print(f"wrote {', '.join(str(folder / name) for name in files)}. Next:")
     if flags.model == MODEL and not pathlib.Path(MODEL).exists():
-        print(f"  hf download Qwen/{pathlib.Path(MODEL).name} --local-dir {MODEL}")
+        print(
+            f"  {MODEL} does not exist yet, so the token limits are estimates. Download it first:"
+        )
+        print(f"    hf download Qwen/{pathlib.Path(MODEL).name} --local-dir {MODEL}")
+    print(f"wrote {', '.join(str(folder / name) for name in files)}. Next:")
     command = f"dapo-jax train {shlex.quote(str(folder / 'config.py'))}"
     print(f"  {command} --dry-run\n  {command}")
     return 0
@@ -325,5 +416,8 @@ def main() -> int:
     for name in ("data", "out", "question", "answer"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--lora", default=0, type=int)
+    parser.add_argument("file", nargs="?", default="")
     flags = parser.parse_args()
+    flags.data = flags.data or flags.file
     return guarded(lambda: init(flags))

@@ -35,7 +35,7 @@ with the same beginning.
 EXPORT_USAGE = """\
 Write the policy of a run as a model folder in the Hugging Face layout.
 
-    dapo-jax export --run=runs/arithmetic_dapo --out=FOLDER
+    dapo-jax export runs/arithmetic_dapo --out=FOLDER
 
 exports the latest checkpoint of any mesh, and needs no accelerator. The folder has config.json,
 tokenizer and generation settings of the run's initial model, so `transformers` and inference

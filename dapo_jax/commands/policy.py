@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,6 +118,7 @@ class Policy:
             self._components = build(config, training=False)
             stack.callback(self._components.close)  # sampling alone scores nothing
             self.name, self._params = open_policy(config, self._components, checkpoints)
+            self._step = checkpoints.latest_step() if checkpoints else None
         self.tokenizer = self._components.tokenizer
 
     def __repr__(self) -> str:
@@ -156,7 +157,7 @@ class Policy:
 
     def sample(
         self,
-        prompts: Sequence[str | Messages],
+        prompts: Iterable[str | Messages],
         *,
         samples: int = 1,
         temperature: float = 1.0,
@@ -173,6 +174,11 @@ class Policy:
 
         _check_sampling(samples, temperature, top_p, top_k)
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
+        prompts = list(prompts)  # a column of a table, or an iterator
+        for i, prompt in enumerate(prompts):
+            is_chat = isinstance(prompt, list | tuple) and all(isinstance(m, dict) for m in prompt)
+            allowed = "text, or a list of messages with role and content"
+            require(isinstance(prompt, str) or is_chat, f"prompts[{i}]", prompt, allowed)
         chat = any(not isinstance(prompt, str) for prompt in prompts)
         sampler, environments = self._components.sampler, None
         responses: dict[int, list[Completion]] = {}
@@ -198,10 +204,20 @@ class Policy:
         decode_all = self.tokenizer.decode_all
         return [list(with_texts(responses[prompt.index], decode_all)) for prompt in requests]
 
+    generate = sample
+
+    def save_pretrained(self, folder: File, **settings: Any) -> pathlib.Path:
+        """Write the policy of a run as a model folder; arguments as for `dapo_jax.export`."""
+        from dapo_jax.commands.api import export
+
+        allowed = "the policy of a run: a model folder is saved already, copy it"
+        require(self._step is not None, "model", self.name, allowed)
+        return export(self._components.config.run_dir, folder, step=self._step, **settings)
+
 
 def sample(
     model: File,
-    prompts: Sequence[str | Messages],
+    prompts: Iterable[str | Messages],
     *,
     max_prompt_tokens: int = 512,
     max_response_tokens: int = 512,
@@ -217,8 +233,8 @@ def sample(
 
     Args:
         model: a model folder, or the run_dir of a run.
-        prompts: texts as the policy sees them, or lists of messages (`role` and `content`), which
-            go through the folder's chat template.
+        prompts: list, column of a table or iterator of texts as the policy sees them, or of lists
+            of messages (`role` and `content`), which go through the folder's chat template.
         max_prompt_tokens, max_response_tokens, slots, seed: as for `Policy`.
         sampling: `samples` to each prompt (1); `temperature` (1.0; 0 takes the most likely token);
             `top_p` (1.0) and `top_k` (0: all tokens), which restrict sampling to the most likely

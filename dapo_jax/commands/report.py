@@ -1,8 +1,8 @@
 """Show a run, or several side by side, as one page that needs no network.
 
-    dapo-jax report --run=runs/arithmetic_dapo
-    dapo-jax report --run=runs/a --run=runs/b --out=compared.html
-    dapo-jax report --run='runs/dapo_seed*' --run=runs/grpo
+    dapo-jax report runs/arithmetic_dapo
+    dapo-jax report runs/a runs/b --out=compared.html
+    dapo-jax report 'runs/dapo_seed*' runs/grpo
 
 Runs that differ only in their seed are one experiment, shown as a curve with a band. A run may
 still be in progress.
@@ -58,14 +58,13 @@ def check_out(out: str) -> pathlib.Path:
 
 def report(config: ReportConfig) -> None:
     """Write the page. Raises `ConfigError` if a run can't be read or the page can't be written."""
-    from dapo_jax.reporting.page.page import page
-    from dapo_jax.runtime.storage.retries import write_text
+    from dapo_jax.reporting.page.page import page, write_page
 
     path = check_out(config.out)
     runs = read_runs(config)
     text = page(runs, config)
     try:
-        write_text(path, text)
+        write_page(path, text, config.self_contained)
     except OSError as error:
         require(False, "out", config.out, f"a file that can be written; {error}")
     print(f"{len(runs)} run{'s' * (len(runs) > 1)}, {len(text) / 1e6:.1f} MB written to {path}")

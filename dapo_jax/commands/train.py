@@ -25,7 +25,11 @@ def check_run(config: Config) -> None:
 
 
 def work(config: Config) -> int:
-    """Train; return 0: done, or saved after SIGTERM; 3: no signal left; 74: the end is unsaved."""
+    """Train; return 0: done; 3: no signal left; 74: the end is unsaved; 130, 143, ...: stopped.
+
+    A run that SIGINT (130), SIGTERM (143) or another signal (128 + its number) stopped has been
+    saved, but is not complete.
+    """
     from dapo_jax.reporting.console import Progress
     from dapo_jax.runtime import processes
     from dapo_jax.runtime.storage.retries import UNSAVED, NotSaved
@@ -34,8 +38,10 @@ def work(config: Config) -> int:
     with Progress(config.log.console).working("loading the libraries"):
         from dapo_jax.rollout.dynamic_sampling import Starved
         from dapo_jax.run.run import train
+        from dapo_jax.runtime.signals import Signals
+    signals = Signals(config.checkpoint.leave_seconds)
     try:
-        train(config)
+        summary = train(config, signals=signals)
     except Starved as error:
         processes.print_error(f"stopped: {error}")
         return 3
@@ -45,7 +51,7 @@ def work(config: Config) -> int:
             f"written: {error}. Earlier checkpoints are complete; make room, and start it again"
         )
         return UNSAVED
-    return 0
+    return signals.exit_code if summary is None else 0
 
 
 def dry_run(config: Config) -> int:

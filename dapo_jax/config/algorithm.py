@@ -99,12 +99,12 @@ class Algorithm:
     """Coefficients of the tokens. Defaults are DAPO's (arXiv 2503.14476)."""
 
     advantage: Annotated[str, Choices(ESTIMATOR_TRAITS)] = setting(
-        "group_zscore", "Estimator: a key of advantages.ESTIMATORS."
+        "group_zscore", "Estimator of the advantage."
     )
     advantage_scale: Literal["none", "batch", "mean", "informative"] = setting(
-        "none", "Scale of a centred one: a key of advantages.SCALES.", read=CENTRED
+        "none", "Scale of an advantage that is centred in its group.", read=CENTRED
     )
-    pass_k: Annotated[int, Range(at_least=2)] = setting(4, "The k of pass_at_k.", read=IF_PASS_AT_K)
+    pass_k: Annotated[int, Range(at_least=2)] = setting(4, "Set size in pass@k.", read=IF_PASS_AT_K)
     whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
     gamma: Share = setting(1.0, "Discount per token.", read=PER_TOKEN)
     lambda_policy: Unit = setting(1.0, "GAE's lambda of the advantages.", read=IF_GAE)
@@ -113,32 +113,32 @@ class Algorithm:
         0.05, "Lambda of a response of n tokens is 1 - 1 / (alpha * n).", read=IF_ADAPTIVE
     )
     critic: bool = setting(False, "Train a value model too; the gae estimators need it.")
-    critic_pretrain_steps: CountOr0 = setting(0, "First steps, only of the critic.", read=IF_CRITIC)
+    critic_pretrain_steps: CountOr0 = setting(0, "First steps of the critic alone.", read=IF_CRITIC)
     value_clip: PositiveOr0 = setting(0.2, "Largest change of a value; 0: any.", read=IF_CRITIC)
     ratio: Literal["token", "sequence", "product", "geometric", "none"] = setting(
-        "token", "Importance ratio p / p_old: a key of losses.RATIOS."
+        "token", "Importance ratio p / p_old: of a token or of the response."
     )
     region: Literal["ratio", "log_ratio", "tv", "kl", "none"] = setting(
-        "ratio", "Trust region, else no gradient: of the ratio or of the probability ('tv', 'kl')."
+        "ratio", "Trust region of the ratio or the probability ('tv', 'kl'); no gradient outside."
     )
-    clip_low: Unit = setting(0.2, "Lower end: 1 - clip_low (or -clip_low).", read=IF_REGION)
-    clip_high: PositiveOr0 = setting(0.28, "Upper end: 1 + clip_high.", read=IF_REGION)
+    clip_low: Unit = setting(0.2, "Lower end of the region: 1 - clip_low.", read=IF_REGION)
+    clip_high: PositiveOr0 = setting(0.28, "Upper end of it: 1 + clip_high.", read=IF_REGION)
     region_sides: Literal["sign", "both"] = setting(
         "sign", "'sign': the end towards which the advantage pushes; 'both' ends.", read=IF_REGION
     )
-    dual_clip: PositiveOr0 = setting(10.0, "Cap c of the loss, -A * c, if A < 0; 0: no cap.")
+    dual_clip: PositiveOr0 = setting(10.0, "Largest ratio with a gradient if A < 0; 0: any.")
     weight: Literal["ratio", "sapo", "gamma", "topr"] = setting(
-        "ratio", "Weight of log p's gradient by the ratio: a key of losses.WEIGHTS.", read=HAS_RATIO
+        "ratio", "How the ratio weights the gradient of log p.", read=HAS_RATIO
     )
-    weight_low: PositiveOr0 = setting(0.0, "Lower bound of the ratio.", read=IF_BOUNDED)
-    weight_high: PositiveOr0 = setting(0.0, "Upper bound; 0: none.", read=IF_BOUNDED)
-    decay_positive: Positive = setting(1.0, "Temperature or decay if A > 0.", read=IF_DECAY)
+    weight_low: PositiveOr0 = setting(0.0, "Lower bound of that ratio.", read=IF_BOUNDED)
+    weight_high: PositiveOr0 = setting(0.0, "Its upper bound; 0: none.", read=IF_BOUNDED)
+    decay_positive: Positive = setting(1.0, "Decay of the weight if A > 0.", read=IF_DECAY)
     decay_negative: Positive = setting(1.0, "The same if A < 0.", read=IF_DECAY)
-    power_positive: PositiveOr0 = setting(1.0, "gamma's power if A > 0.", read=IF_GAMMA)
-    power_negative: PositiveOr0 = setting(1.0, "gamma's power if A < 0.", read=IF_GAMMA)
-    aggregate: Annotated[str, AGGREGATES] = setting("token_mean", "A key of losses.LOSS_WEIGHTS.")
+    power_positive: PositiveOr0 = setting(1.0, "Power of the ratio if A > 0.", read=IF_GAMMA)
+    power_negative: PositiveOr0 = setting(1.0, "Power of the ratio if A < 0.", read=IF_GAMMA)
+    aggregate: Annotated[str, AGGREGATES] = setting("token_mean", "How tokens are averaged.")
     trained_responses: Literal["all", "correct", "pairs"] = setting(
-        "all", "Responses with a loss: a key of losses.TRAINED_RESPONSES."
+        "all", "Responses that are trained on."
     )
     token_weights: str = setting("", "module:function(group, sample) -> token weights; empty: 1.")
     reference: bool = setting(False, "Hold a frozen reference policy (model.reference_folder).")
@@ -146,13 +146,13 @@ class Algorithm:
         "none", "KL to another policy: 'none', in the 'loss' or in the 'reward'."
     )
     kl_to: Literal["reference", "old", "sampler"] = setting(
-        "reference", "'reference', 'old' (before the step) or 'sampler'.", read=KL_LOSS
+        "reference", "KL to the 'reference', the 'old' policy or the 'sampler'.", read=KL_LOSS
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = setting(
-        "k3", "A key of losses.KL_ESTIMATORS.", read=IF_KL
+        "k3", "Estimator of the KL.", read=IF_KL
     )
-    kl_importance: bool = setting(False, "Times the ratio: unbiased off policy.", read=KL_LOSS)
-    kl_coefficient: PositiveOr0 = setting(0.0, "Weight of that KL.")
+    kl_importance: bool = setting(False, "KL times the ratio, unbiased off policy.", read=KL_LOSS)
+    kl_coefficient: PositiveOr0 = setting(0.0, "Weight of the KL.")
     preference_beta: Positive = setting(0.1, "DPO's beta, in 1 / nats.", read=IF_PREFERENCE)
     distillation: Literal["none", "reverse", "jsd"] = setting(
         "none", "'reverse' adds log p_teacher - log p_old to advantages; 'jsd' is in the loss."
@@ -162,11 +162,11 @@ class Algorithm:
     distillation_top_k: CountOr0 = setting(
         0, "Compare the teacher's k likeliest tokens, and the rest as one; 0: all.", read=IF_JSD
     )
-    distillation_temperature: Positive = setting(1.0, "Softmax temperature of both.", read=IF_JSD)
+    distillation_temperature: Positive = setting(1.0, "Temperature of both models.", read=IF_JSD)
     entropy_coefficient: PositiveOr0 = setting(0.0, "Weight of the entropy bonus.")
     positive_nll_coefficient: PositiveOr0 = setting(0.0, "Weight of the NLL of correct responses.")
     old_logprobs: Literal["recompute", "sampler"] = setting(
-        "recompute", "Before the step: from a forward pass or the sampler.", read=READS_OLD_LOGPROBS
+        "recompute", "Source of log p_old: a forward pass or the sampler.", read=READS_OLD_LOGPROBS
     )
     router_replay: Literal["none", "old", "sampler"] = setting(
         "none", "Experts in training: of the current router, of old_logprobs, or of the sampler."
@@ -180,21 +180,21 @@ class Algorithm:
     )
     rejection: Literal["none", "token", "product", "sequence", "worst"] = setting(
         "none",
-        "Ratio to the sampler; tokens outside lose their loss: a key of losses.RATIOS, or worst.",
+        "Drop tokens, or responses, by their ratio to the sampler; 'worst': by any token of it.",
     )
     rejection_low: PositiveOr0 = setting(0.5, "Lower bound of that ratio.", read=REJECTS)
-    rejection_high: PositiveOr0 = setting(5.0, "Upper bound; 0: none.", read=REJECTS)
+    rejection_high: PositiveOr0 = setting(5.0, "Its upper bound; 0: none.", read=REJECTS)
     rejection_of: Literal["old", "new"] = setting(
-        "old", "Ratio of the policy before the step, or of the current one.", read=REJECTS
+        "old", "Policy of that ratio: before the step ('old'), or now ('new').", read=REJECTS
     )
     rejection_sign: Literal["all", "negative"] = setting(
-        "all", "Reject all of those, or only if A < 0.", read=REJECTS
+        "all", "Drop 'all' of those, or only if A < 0 ('negative').", read=REJECTS
     )
     dynamic_sampling: bool = setting(True, "Keep only groups with 0 < correct < G, and refill.")
     reward_correct: float = setting(1.0, "Reward of a correct answer.")
     reward_wrong: float = setting(-1.0, "Reward of a wrong or missing answer.")
     overlong_punishment: bool = setting(True, "Soft punishment in the last tokens of the limit.")
-    overlong_buffer_share: Share = setting(0.2, "Part of the limit with punishment.", read=PUNISHES)
+    overlong_buffer_share: Share = setting(0.2, "Punished fraction of the limit.", read=PUNISHES)
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 
     def scores_old_policy(self, updates: int) -> bool:

@@ -29,7 +29,7 @@ GENERATED = ("arithmetic", "multi_digit_sums")  # data.source of a supervised ru
 SHOW_NO_SYSTEM = ("none", "dapo", "r1", "qwen_math", "few_shot")  # templates
 OF_THE_ANSWER = ("rule", "gym")  # reward parts that compare with the gold answer
 SHAPING = ("format", "think_format", "repetition", "overlong")  # reward parts without a verdict
-SYSTEM_PROMPT = "System message (chat or jinja) of rows without one; empty: none."
+SYSTEM_PROMPT = "System message for rows without one, if the template shows it; empty: none."
 
 IF_TURNS = When("environment.name environment.tools", lambda name, tools: name or tools)
 BY_VALUE = When("reward.verifier", "math math_box math_label")
@@ -58,9 +58,9 @@ SHOWS_RATIOS = When(
 class Model:
     """The policy to train, and its reference."""
 
-    folder: str = setting("", "Hugging Face layout: config.json, tokenizer.json, *.safetensors.")
-    reference_folder: str = setting("", "Frozen reference; empty: `folder`.", read=IF_REFERENCE)
-    freeze_layers: Below1 = setting(0.0, "Fraction of the layers, from the first, not trained.")
+    folder: str = setting("", "Folder in Hugging Face layout, or dapo_jax:arithmetic_base.")
+    reference_folder: str = setting("", "Reference policy; empty: `folder`.", read=IF_REFERENCE)
+    freeze_layers: Below1 = setting(0.0, "Fraction of first layers that are not trained.")
 
 
 @section
@@ -68,9 +68,9 @@ class Teacher:
     """Frozen teacher model of a distillation; its shape may differ from the policy's."""
 
     folder: str = setting("", "Model folder; the tokenizer is the policy's.")
-    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "'auto': compute.dtype.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "Type; 'auto': compute.dtype.")
     weights_dtype: Literal["auto", "int8"] = setting(
-        "auto", "Of the layers' matrices: 'auto' (dtype) or 'int8', a scale per output channel."
+        "auto", "Type of the layers' matrices: 'auto' (dtype), or 'int8' with a scale per channel."
     )
 
 
@@ -105,17 +105,19 @@ class Architecture:
 class Compute:
     """Numerics of the policy."""
 
-    dtype: Dtype = setting("float32", "'float32' or 'bfloat16'; parameters stay float32.")
+    dtype: Dtype = setting("float32", "Type of computation, 'float32' or 'bfloat16'.")
     remat: Literal["none", "full", "dots", "attention", "offload"] = setting(
         "none",
-        "Layer values that backward recomputes; 'offload': inputs to host memory.",
+        "Layer values that the backward pass recomputes; 'offload' moves inputs to the host.",
         may_change=True,
     )
     scan_unroll: Count = setting(1, "Layers per iteration of the training scan.", may_change=True)
     attention: Literal["auto", "plain", "blocked", "splash", "triton"] = setting(
-        "auto", "Kernel in training; 'splash' is for TPU, 'triton' for GPU.", may_change=True
+        "auto",
+        "Attention kernel in training; 'splash' is for TPU, 'triton' for GPU.",
+        may_change=True,
     )
-    logprob_chunk_tokens: Count = setting(2048, "Tokens with logits in memory.", may_change=True)
+    logprob_chunk_tokens: Count = setting(2048, "Tokens with logits at a time.", may_change=True)
 
 
 @section
@@ -123,7 +125,7 @@ class Packing:
     """Rows of packed prompts and responses."""
 
     row_tokens: int = setting(
-        256, "Length of a row; 'auto' (-1): the longest response, or 2 to 4 times that.", auto=-1
+        256, "Tokens per row; 'auto' (-1): the longest response, or 2 to 4 times that.", auto=-1
     )
     rows_per_microbatch: Count = setting(
         16, "Rows per gradient, all devices; fewer if 'auto' makes the rows longer."
@@ -139,11 +141,11 @@ class OneMesh:
     tensor."""
 
     data: SizeOrRest = setting(1, "Replicas of the weights; -1: all devices that are left.")
-    fsdp: SizeOrRest = setting(-1, "Shards of weights and optimizer along embed; -1: what is left.")
+    fsdp: SizeOrRest = setting(-1, "Shards of weights and optimizer; -1: all that are left.")
     tensor: Count = setting(1, "Shards along heads, mlp and vocabulary.")
     expert: Count = setting(1, "Shards of the experts; other layers treat this axis like fsdp.")
-    context: Count = setting(1, "Shards of a row's length; row_tokens: a multiple of twice that.")
-    decode_tensor: Count = setting(1, "More tensor shards for decoding; like fsdp in training.")
+    context: Count = setting(1, "Shards of a row; row_tokens must be a multiple of twice that.")
+    decode_tensor: Count = setting(1, "More tensor shards in decoding; as fsdp in training.")
 
 
 @section
@@ -161,10 +163,12 @@ class Examples:
     """Worked examples of the embedded tasks."""
 
     errors: bool = setting(
-        True, "Examples with errors.", read=When("examples.direct_share", lambda share: share == 0)
+        True,
+        "Include examples with errors.",
+        read=When("examples.direct_share", lambda share: share == 0),
     )
     direct_share: Below1 = setting(
-        0.0, "Fraction that answers at once; others ramble or use a tool."
+        0.0, "Fraction of examples that answer at once; others ramble or use a tool."
     )
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
@@ -178,29 +182,30 @@ class Data:
         "arithmetic",
         "NAME or NAME=WEIGHT, comma-separated: arithmetic, multi_digit_sums, gym:TASK, or a file, "
         "folder or glob (also gs://) of jsonl, json, csv (.gz too), parquet or arrow; a bare name "
-        "is looked up in `folder`.",
+        "or the hub's OWNER/NAME is looked up in `folder`.",
     )
-    heldout_source: str = setting("", "Evaluated whole; empty: held-out problems of `source`.")
-    fields: str = setting("", "KEY=FIELD, comma-separated, as problem=question,answer=meta.gold.")
-    folder: str = setting("data", "Folder for bare names.")
+    heldout_source: str = setting("", "Held-out problems, all of them; empty: some of `source`.")
+    fields: str = setting("", "Fields of rows: KEY=FIELD,.., as problem=question,answer=meta.x.")
+    folder: str = setting("data", "Folder in which bare names are looked up.")
     bad_rows_limit: CountOr0 = setting(10, "Malformed rows of a source that are skipped.")
     template: str = setting(
-        "none", "A key of templates.TEMPLATES, or a text (or a file of it) with {problem} or jinja."
+        "none",
+        "none, dapo, r1, qwen_math, few_shot, chat, or a text or file with {problem} or jinja.",
     )
     few_shot: Count = setting(4, "Worked examples before the problem.", read=FEW_SHOT)
     system_prompt: str = setting("", SYSTEM_PROMPT, read=SHOWS_SYSTEM)
     train_problems: Count = setting(20_000, "Generated problems per pass.")
     heldout_problems: AutoCount = setting(
-        -1, "For evaluation, never trained on; 0: none; -1: 256, of a file at most a fifth."
+        -1, "Problems for evaluation, never trained on; 0: none; -1: 256, at most 1 in 5 of a file."
     )
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
-    max_prompt_tokens: Count = setting(32, "Longest prompt of the sampler.")
+    max_prompt_tokens: Count = setting(32, "Longest prompt, in tokens.")
     overlong_prompts: Literal["truncate_left", "drop"] = setting(
         "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
     )
     changed: Literal["refuse", "allow"] = setting(
-        "refuse", "On resume with other problems or answers: 'refuse' or 'allow'.", may_change=True
+        "refuse", "If a resumed run has other problems: 'refuse' or 'allow'.", may_change=True
     )
 
     def heldout_count(self) -> int:
@@ -218,11 +223,11 @@ class OwnData:
         "looked up in `folder`. For sft also arithmetic, multi_digit_sums: generated (`examples`).",
     )
     folder: str = setting("data", "Folder for a bare name.")
-    fields: str = setting("", "KEY=FIELD, comma-separated, as prompt=question,response=meta.x.")
+    fields: str = setting("", "Fields of rows: KEY=FIELD,.., as prompt=question,response=meta.x.")
     bad_rows_limit: CountOr0 = setting(10, "Malformed rows that are skipped.")
-    template: str = setting("none", "Of plain prompts: as for problems, without few_shot.")
+    template: str = setting("none", "Template of plain prompts: as for problems, no few_shot.")
     system_prompt: str = setting("", SYSTEM_PROMPT)
-    heldout_examples: AutoCount = setting(-1, "For evaluation; 0: none; -1: 1 in 20, at most 256.")
+    heldout_examples: AutoCount = setting(-1, "Examples for evaluation; -1: 1 in 20, up to 256.")
     passes: Positive = setting(
         3.0, "Passes over the examples.", read=When("total_steps", lambda steps: steps == 0)
     )
@@ -235,25 +240,26 @@ class OwnData:
 class Rollout:
     """Responses that a step collects and trains on."""
 
-    prompts_per_step: Count = setting(32, "Groups per rollout batch (N).")
-    samples_per_prompt: Count = setting(16, "Responses of a group (G).")
+    prompts_per_step: Count = setting(32, "Prompts of a step, each with a group of responses.")
+    samples_per_prompt: Count = setting(16, "Responses per prompt: the size of a group (G).")
     updates_per_rollout: Count = setting(4, "Optimizer steps per rollout batch (U), in data order.")
     max_sample_rounds: Count = setting(
         10, "Dynamic sampling asks for at most this many times prompts_per_step prompts."
     )
     lag: Annotated[int, Range(at_least=0, at_most=1)] = setting(
-        0, "1: collect while learning, by the policy before; needs algorithm.importance_cap."
+        0, "1: sample while learning, with the previous policy; needs algorithm.importance_cap."
     )
     carry_over: Literal["none", "unfinished", "all"] = setting(
         "none", "Surplus responses that the next step resumes; needs algorithm.importance_cap."
     )
     carry_over_max_age: Count = setting(
         2,
-        "Steps since the oldest response began.",
+        "Steps for which a group is carried over at most.",
         read=When("rollout.carry_over", "unfinished all"),
     )
     when_starved: Literal["partial", "stop"] = setting(
-        "partial", "Too few groups after the last round: 'partial' trains on them, 'stop' stops."
+        "partial",
+        "If there are too few groups after the last round: 'partial' trains on them, 'stop' ends.",
     )
 
 
@@ -262,18 +268,18 @@ class Environment:
     """The environment that answers the policy between its turns; none: responses of one turn."""
 
     name: str = setting("", "calculator, guessing, second_try, openenv:module:Class, module:Class.")
-    tools: str = setting("", "The policy's functions: module:function, comma-separated.")
-    max_turns: Count = setting(8, "Turns of a trajectory.")
+    tools: str = setting("", "Tools of the policy: module:function, comma-separated.")
+    max_turns: Count = setting(8, "Limit of turns of a trajectory.")
     max_drawn_tokens: CountOr0 = setting(
-        0, "Sampled tokens of a trajectory; 0: max_response_tokens, which counts observations too."
+        0, "Limit of sampled tokens of a trajectory; 0: max_response_tokens (with observations)."
     )
-    max_observation_tokens: Count = setting(256, "Longer observations lose their end.")
+    max_observation_tokens: Count = setting(256, "Limit of an observation; a longer one is cut.")
     rewards: Literal["sum", "last", "steps"] = setting(
-        "sum", "Part 'environment': 'sum', 'last' or 'steps' (per turn)."
+        "sum", "Reward of a trajectory: 'sum' or 'last' of its steps, or per turn ('steps')."
     )
     step_seconds: Positive = setting(5.0, "A longer step is killed and reported.", may_change=True)
     workers: Count = setting(4, "Processes that run steps in parallel.", may_change=True)
-    wait_bursts: Count = setting(1, "Bursts before decoding waits for it.", may_change=ON_POLICY)
+    wait_bursts: Count = setting(1, "Bursts before decoding waits.", may_change=ON_POLICY)
 
     @property
     def used(self) -> bool:
@@ -287,7 +293,7 @@ class Sampler:
 
     slots: Count = setting(128, "Responses decoded in parallel.", may_change=ON_POLICY)
     keep_turns: bool = setting(False, "Keep slot and cache between turns.", read=IF_TURNS)
-    burst_tokens: Count = setting(8, "Tokens decoded per call of the host.", may_change=ON_POLICY)
+    burst_tokens: Count = setting(8, "Decode steps per call.", may_change=ON_POLICY)
     first_window_tokens: Count = setting(
         64, "First cache length; it doubles as responses outgrow it.", may_change=True
     )
@@ -296,7 +302,7 @@ class Sampler:
     temperature: Annotated[float, Range(at_least=0.001, at_most=100.0)] = setting(
         1.0, "Softmax temperature."
     )
-    top_p: Share = setting(1.0, "Nucleus fraction; below 1 the importance ratio is biased.")
+    top_p: Share = setting(1.0, "Nucleus sampling; below 1 the importance ratio is biased.")
     top_k: CountOr0 = setting(0, "Keep the k likeliest tokens; 0 keeps all; biases the ratio too.")
     cache: Cache = setting(
         "auto", "Layout of keys and values; 'auto': paged on TPU, else slots.", may_change=ON_POLICY
@@ -304,7 +310,7 @@ class Sampler:
     page_tokens: Count = setting(
         128, "Tokens per cache page; a multiple of 8 on TPU.", read=PAGED, may_change=ON_POLICY
     )
-    pages: CountOr0 = setting(0, "All pages; 0: as needed.", read=PAGED, may_change=ON_POLICY)
+    pages: CountOr0 = setting(0, "Cache pages; 0: as needed.", read=PAGED, may_change=ON_POLICY)
     prefill_prompts: Count = setting(
         8, "Prompts per prefill call, rounded up to a multiple of data x fsdp.", may_change=True
     )
@@ -312,10 +318,11 @@ class Sampler:
         2048, "Longer prompts are prefilled in chunks of this length; 0: never.", may_change=True
     )
     cache_dtype: Literal["auto", "int8", "int8_per_head"] = setting(
-        "auto", "Of keys and values; int8 has a scale per token and head; 'auto': compute.dtype."
+        "auto",
+        "Type of keys and values; int8 has a scale per token and head; 'auto': compute.dtype.",
     )
     weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
-        "auto", "Of decoding matrices; int8 has a scale per channel; 'auto': compute.dtype."
+        "auto", "Type of matrices in decoding; int8 has a scale per channel; 'auto': compute.dtype."
     )
 
 
@@ -324,7 +331,7 @@ class Reward:
     """Rewards of a response, and the processes that compute them."""
 
     verifier: Literal["final_number", "math", "math_box", "math_label", "dapo"] = setting(
-        "final_number", "A key of verifier.VERIFIERS."
+        "final_number", "How answers are read and compared."
     )
     unfinished: Literal["wrong", "right"] = setting(
         "wrong", "A correct value that is not worked out, as 102^2-98^2 for 800.", read=BY_VALUE
@@ -346,7 +353,7 @@ class Reward:
         0.5, "Smallest raw reward of a correct response.", read=When("reward.correct", "threshold")
     )
     min_spread: PositiveOr0 = setting(
-        1e-6, "Largest - smallest must exceed it.", read=When("reward.correct", "spread")
+        1e-6, "Spread that a group must exceed.", read=When("reward.correct", "spread")
     )
     workers: Count = setting(1, "Threads that compute rewards, with processes.", may_change=True)
     timeout_seconds: Positive = setting(
@@ -376,12 +383,12 @@ class Optimizer:
     """AdamW; warm-up and schedule count rollout steps."""
 
     learning_rate: Rate = setting(1e-6, "Peak learning rate.")
-    schedule: Schedule = setting("constant", "After the warm-up: a key of optimizer.SCHEDULES.")
-    warmup_steps: CountOr0 = setting(20, "Rollout steps; the first runs at learning_rate / warmup.")
+    schedule: Schedule = setting("constant", "Learning rate after the warm-up.")
+    warmup_steps: CountOr0 = setting(20, "Rollout steps with a rising learning rate.")
     beta1: Below1 = setting(0.9, "Decay of the first moment.")
     beta2: Below1 = setting(0.999, "Decay of the second moment.")
     eps: Positive = setting(1e-8, "Added to the root of the second moment.")
-    weight_decay: PositiveOr0 = setting(0.1, "Decoupled; on matrices only.")
+    weight_decay: PositiveOr0 = setting(0.1, "Weight decay, on matrices only.")
     max_grad_norm: Annotated[float, Range(above=0, at_most=1e15)] = setting(
         1.0, "Gradients are scaled down to this global norm."
     )
@@ -394,7 +401,7 @@ class Optimizer:
 class Critic:
     """The value model of an algorithm with a critic."""
 
-    folder: str = setting("", "A policy or reward model; empty: model.folder.", read=IF_CRITIC)
+    folder: str = setting("", "Start model; empty: model.folder.", read=IF_CRITIC)
     pretrain_steps: AutoCount = setting(
         -1, "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps."
     )
@@ -432,12 +439,12 @@ class Log:
     console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
     wandb: str = setting("", "Weights & Biases project (needs its package); empty: none.")
-    mlflow: str = setting("", "MLflow experiment (needs its package), by MLFLOW_TRACKING_URI.")
+    mlflow: str = setting("", "MLflow experiment (needs its package); see MLFLOW_TRACKING_URI.")
     trackio: str = setting("", "Trackio project (needs its package); see also TRACKIO_SPACE_ID.")
     rollouts: bool = setting(True, "Write every scored response to rollouts/ and evaluations/.")
     rollouts_keep: CountOr0 = setting(0, "Newest files of rollouts/ to keep; 0: all.", read=RECORDS)
     token_groups: CountOr0 = setting(1, "Groups per step with tokens in rollouts/.", read=RECORDS)
-    token_ratios: bool = setting(False, "Also ratios and clips, last update.", read=SHOWS_RATIOS)
+    token_ratios: bool = setting(False, "Ratios and clips of those tokens.", read=SHOWS_RATIOS)
     report: bool = setting(True, "Write report.html at the end.")
 
 
@@ -461,7 +468,7 @@ CONSTANT_RATES = When(
     lambda policy, has_critic, critic: policy == "constant" == (critic if has_critic else policy),
 )
 IF_MERGED = When("weights", "merged")
-MIN_PAGE_MB = 6.0  # the plotting library needs most of it
+MIN_PAGE_MB = 0.5
 GENERATES = When("data.source", " ".join(GENERATED))
 READS_FILES = When("data.source", lambda source: source not in GENERATED)
 
@@ -531,7 +538,7 @@ class SftConfig:
     compute: Compute = part(Compute)
     data: OwnData = part(OwnData, read=READS_FILES)
     examples: Examples = part(Examples, read=GENERATES)
-    max_response_tokens: Count = setting(160, "Longest worked example; then cut.", read=GENERATES)
+    max_response_tokens: Count = setting(160, "Longest example; others are cut.", read=GENERATES)
     optimizer: Optimizer = part(lambda: Optimizer(1e-5, "cosine", warmup_steps=10))
     packing: Packing = part(Packing, may_change=True)
     mesh: OneMesh = part(OneMesh, may_change=True)
@@ -545,7 +552,7 @@ class DpoConfig:
     seed: Seed = setting(0, "Random seed.")
     start: str = setting("", "Model folder to start from.")
     reference: str = setting("", "The frozen reference policy; empty: `start`.")
-    beta: Positive = setting(0.1, "Strength of a margin, in 1 / nats.")
+    beta: Positive = setting(0.1, "DPO's beta: strength of a margin, in 1 / nats.")
     lora: Lora = part(Lora)
     total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as data.passes requires.")
     pairs_per_step: Count = setting(32, "Pairs per optimizer step.")
@@ -566,13 +573,16 @@ class ExportConfig:
     step: CountOr0 = setting(0, "Step of the checkpoint; 0: the newest.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
     weights: Literal["merged", "adapter"] = setting(
-        "merged", "Of a run with adapters: 'merged' and OUT.adapter apart, or only the 'adapter'."
+        "merged",
+        "For a run with adapters: 'merged' weights and OUT.adapter, or only the 'adapter'.",
     )
     format: Literal["huggingface", "gguf"] = setting(
         "huggingface", "'gguf': a single file for llama.cpp.", read=IF_MERGED
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "f16", "q8_0"] = setting(
-        "auto", "Of the weights; 'auto': as the model folder; GGUF: f16 or q8_0.", read=IF_MERGED
+        "auto",
+        "Type of the weights; 'auto': that of the model folder; GGUF: f16, q8_0.",
+        read=IF_MERGED,
     )
     max_shard_gb: Positive = setting(5.0, "Largest weight file, in 10^9 bytes.", read=IF_MERGED)
     base_model: str = setting("", "OWNER/NAME of the start model on the hub, for the model card.")
@@ -592,40 +602,49 @@ class ReportConfig:
     max_mb: Annotated[float, Range(at_least=MIN_PAGE_MB)] = setting(
         20.0, "Largest page, in 10^6 bytes; curves and rollouts are sampled to fit."
     )
+    self_contained: bool = setting(
+        False, "Put the plotting library (4.8 MB) into the page instead of into a file beside it."
+    )
 
 
 @section
 class ServeConfig:
     """A served policy (`dapo-jax serve`)."""
 
-    model: str = setting("", "Model folder, Hugging Face layout.")
-    host: str = setting("127.0.0.1", "Address to listen on; the default is this machine only.")
-    port: Port = setting(9000, "gRPC port; 0: any that is free.")
-    http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")
+    model: str = setting(
+        "", "Model folder in Hugging Face layout, or a run: its newest checkpoint."
+    )
     served_name: str = setting("", "Model name for HTTP clients; empty: the folder's name.")
+    host: str = setting("127.0.0.1", "Address to listen on; the default is this machine only.")
+    http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")
+    port: Port = setting(9000, "gRPC port; 0: any that is free.")
     metrics_port: Port = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
-    slots: Count = setting(32, "Responses decoded in parallel.")
-    waiting: Count = setting(128, "Responses that wait for a slot; more are rejected.")
-    max_body_mb: Positive = setting(1.0, "Largest body of a request, in 10^6 bytes.")
-    max_connections: Count = setting(1000, "Connections of each protocol; more are rejected.")
-    request_seconds: Positive = setting(10.0, "Seconds for a request's body to arrive.")
-    idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
-    allowed_hosts: str = setting("", "Names of this server but host, comma-separated; '*': any.")
-    api_key_file: str = setting("", "File with the clients' key; empty: DAPO_API_KEY, if set.")
     max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(
         -1, "Longest prompt; 'auto' (-1): the context, or what fits into memory.", auto=-1
     )
     max_response_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
         -1, "Largest max_tokens of a request. 'auto' (-1): the remaining context.", auto=-1
     )
+    default_max_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
+        1024, "max_tokens of a request without it; 'auto' (-1): the largest.", auto=-1
+    )
+    slots: Count = setting(32, "Responses decoded in parallel.")
+    waiting: Count = setting(128, "Responses that wait for a slot; more are rejected.")
     temperature: Temperature = setting(1.0, "Softmax temperature; 0: greedy. Requests may set it.")
     top_p: Share = setting(1.0, "Nucleus fraction. Requests may set it.")
     top_k: CountOr0 = setting(0, "Keep the k likeliest tokens; 0: all. Requests may set it.")
     seed: Seed = setting(0, "Random seed; samples also depend on the order of requests.")
-    cache: Cache = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
-    dtype: Dtype = setting("float32", "'float32' or 'bfloat16'.")
+    dtype: Dtype = setting("float32", "Type of the weights, 'float32' or 'bfloat16'.")
     weights_dtype: Literal["auto", "int8"] = setting(
-        "auto", "Of matrices (not the embedding): 'auto' (dtype) or 'int8', scaled per channel."
+        "auto", "Type of matrices but the embedding: 'auto' (dtype), or 'int8' scaled per channel."
     )
+    cache: Cache = setting("auto", "Cache layout: 'auto' (paged on TPU), 'slots' or 'paged'.")
+    api_key_file: str = setting("", "File with the clients' key; empty: DAPO_API_KEY, if set.")
+    allowed_hosts: str = setting("", "Other names of this server, comma-separated; '*': any.")
+    max_body_mb: Positive = setting(1.0, "Largest body of a request, in 10^6 bytes.")
+    max_connections: Count = setting(1000, "Connections of each protocol; more are rejected.")
+    request_seconds: Positive = setting(10.0, "Seconds for a request's body to arrive.")
+    idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
+    log_requests: bool = setting(True, "Print a line when a request ends.")
     mesh: OneMesh = part(OneMesh, may_change=True)

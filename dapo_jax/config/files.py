@@ -1,17 +1,22 @@
-"""Config files: Python files with `get_config`, config.json of a run, and packaged configs."""
+"""Config files: Python files with `get_config`, YAML, config.json of a run, packaged configs."""
 
+import ast
 import importlib.util
 import inspect
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
+from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.user_code import describe_error, short_path
-from dapo_jax.runtime.settings import ConfigError, from_dict, nearest, read_json
+from dapo_jax.runtime.settings import ConfigError, from_dict, nearest, read_file, read_json
+
+YAML = (".yaml", ".yml")
 
 
-def _run_file(path: pathlib.Path, argument: str | None) -> Any:
-    """Run the file and return the result of its function `get_config`."""
+def _run_file(path: pathlib.Path, argument: str | None) -> tuple[Any, str | None]:
+    """Return the result of the file's `get_config`, and the argument if it takes none."""
     file = short_path(path)
     try:
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -21,14 +26,30 @@ def _run_file(path: pathlib.Path, argument: str | None) -> Any:
         get_config = getattr(module, "get_config", None)
         if not callable(get_config):
             raise ConfigError(f"{file}: has no function get_config()")
-        if argument is None:
-            return get_config()
-        if not inspect.signature(get_config).parameters:
-            raise ConfigError(f"{path}:{argument}: get_config() takes no argument")
-        return get_config(argument)
+        if argument is None or not inspect.signature(get_config).parameters:
+            return get_config(), argument
+        return get_config(argument), None
     except (Exception, SystemExit) as error:  # a user's file may raise anything
         message = describe_error(error)
         raise ConfigError(message if file in message else f"{file}: {message}") from None
+
+
+def _read_yaml(path: pathlib.Path) -> Any:
+    """Return the settings of a YAML file as nested dictionaries."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # YAML 1.1 reads 1e-6 as text
+        pass
+
+    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, [*"-+.0123456789"])
+    try:
+        return Loader(read_file(path)).get_single_data() or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        text = f"{line}{getattr(error, 'problem', error)}"
+        raise ConfigError(f"{short_path(path)}: can't be read as YAML: {text}") from None
 
 
 def shipped_configs(kind: type | None = None) -> dict[str, pathlib.Path]:
@@ -38,6 +59,19 @@ def shipped_configs(kind: type | None = None) -> dict[str, pathlib.Path]:
     files = sorted((installed if installed.is_dir() else checkout).glob("*.py"))
     returns = rf"^def get_config\(.*\) -> {kind.__name__ if kind else '.*'}:$"
     return {path.stem: path for path in files if re.search(returns, path.read_text(), re.M)}
+
+
+def summary(path: pathlib.Path) -> str:
+    """Return the first line of the docstring of a config file."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+
+
+def command_for_folder(kind: type, command: str, folder: str) -> str:
+    """Return the command that makes `folder` from a packaged config of `kind`, or ""."""
+    for name in shipped_configs(kind):
+        if pathlib.Path(read_config(kind, name).out) == pathlib.Path(folder):
+            return f"dapo-jax {command} {name}"
+    return ""
 
 
 def _find(name: str) -> tuple[pathlib.Path, str | None]:
@@ -57,35 +91,55 @@ def _find(name: str) -> tuple[pathlib.Path, str | None]:
     if not path.exists():
         if wanted in shipped:
             return shipped[wanted], argument
-        files = [str(p) for pattern in ("*.py", "*.json") for p in path.parent.glob(pattern)]
+        patterns = ("*.py", "*.json", "*.yaml", "*.yml")
+        files = [str(p) for pattern in patterns for p in path.parent.glob(pattern)]
         hint = nearest(str(path), [*files, *shipped], 0.7)
         hint = hint or f"; packaged configs are {', '.join(shipped)}" * (not path.suffix)
         raise ConfigError(f"--config={name}: there is no such file{hint}")
     return path.absolute(), argument
 
 
-def read_config(kind: type, name: str) -> Any:
-    """Read the config `FILE.py`, `FILE.py:ARGUMENT`, `NAME:ARGUMENT`, `RUN/config.json` or `RUN`.
+def _apply_preset(config: Any, name: str, preset: Callable[[str], Any] | None) -> None:
+    """Replace the algorithm by a preset, and add its name to the run_dir."""
+    if preset is None or not hasattr(config, "algorithm"):
+        raise ConfigError(f"{name!r} after the colon: get_config() takes no argument")
+    config.algorithm = preset(name)
+    config.run_dir = f"{config.run_dir.rstrip('/')}_{name}"
+
+
+def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = None) -> Any:
+    """Read the config `FILE.py`, `FILE.yaml`, `RUN/config.json`, `RUN` or a packaged `NAME`.
 
     `get_config` of a Python file returns a `kind`, or its settings as an ml_collections
-    `ConfigDict` or nested dictionaries. Raises `ConfigError`.
+    `ConfigDict` or nested dictionaries. The text after a colon is its argument; for a file without
+    arguments, it names an algorithm, which `preset` returns. Raises `ConfigError`.
     """
     path, argument = _find(name)
-    if path.suffix not in (".py", ".json"):
-        raise ConfigError(f"--config={name}: must be a .py file, a run's config.json or its folder")
     file = short_path(path)
-    config: Any = read_json(path, "") if path.suffix == ".json" else _run_file(path, argument)
-    if type(config).__name__ == "ConfigDict":  # of ml_collections, which is slow to import
-        config = config.to_dict()
-    if isinstance(config, dict):
-        try:
-            return from_dict(kind, config)
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}", error.field) from None
-    if not isinstance(config, kind):
-        returned = type(config).__name__
-        expected = f"this command takes {kind.__name__}"
-        raise ConfigError(f"{file}: get_config() returns {returned}; {expected}")
+    if path.suffix == ".py":
+        config, argument = _run_file(path, argument)
+        if type(config).__name__ == "ConfigDict":  # of ml_collections, which is slow to import
+            config = config.to_dict()
+    elif path.suffix in YAML:
+        config = _read_yaml(path)
+    elif path.suffix == ".json":
+        config = read_json(path, "")
+    else:
+        allowed = "a .py file, a .yaml file, a run's config.json or its folder"
+        raise ConfigError(f"--config={name}: must be {allowed}")
+    try:
+        if isinstance(config, dict) or path.suffix != ".py":
+            config = from_dict(kind, config)
+        if not isinstance(config, kind):
+            returned = type(config).__name__
+            raise ConfigError(
+                f"get_config() returns {returned}; this command takes {kind.__name__}"
+            )
+        if argument is not None:
+            _apply_preset(config, argument, preset)
+    except ConfigError as error:
+        hint = f"; {advice('algorithm')}" if error.field == "algorithm" else ""
+        raise ConfigError(f"{file}: {error}{hint}", error.field) from None
     return config
 
 
@@ -96,7 +150,8 @@ def locate(error: ConfigError, name: str) -> str:
         return str(error)
     path, _ = _find(name)
     lines = enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
-    matches = [item for item in lines if re.search(rf"\b{field}\s*=[^=]", item[1])]
+    sign = ":" if path.suffix in YAML else "="
+    matches = [item for item in lines if re.search(rf"\b{field}\s*{sign}[^=]", item[1])]
     if len(matches) != 1:
         return str(error)
     number, text = matches[0]

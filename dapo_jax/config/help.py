@@ -1,7 +1,8 @@
-"""Text of `--help`: every setting by section, the most frequently changed ones first."""
+"""Text of `--help`: the settings changed most, all of them, or those that a word names."""
 
 import dataclasses
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any
@@ -9,19 +10,25 @@ from typing import Any
 from dapo_jax.runtime.settings import ConfigError, explain, leaves, nearest
 
 COLUMNS = 80
-EVERYTHING = "all"
+NAME_COLUMNS = 39
+SHORT, EVERYTHING = "--help", "all"
+SHOWN_SETTINGS = 10  # by --help
 CHANGED_MOST = (
-    "run_dir model.folder data.source data.template reward.parts reward.verifier total_steps "
-    "rollout.prompts_per_step rollout.samples_per_prompt data.max_prompt_tokens "
-    "sampler.max_response_tokens packing.row_tokens optimizer.learning_rate "
-    "evaluation.every_steps seed out start examples_per_step"
+    "run_dir out model.folder start data.source data.template reward.parts total_steps "
+    "rollout.prompts_per_step sampler.max_response_tokens optimizer.learning_rate seed "
+    "reward.verifier rollout.samples_per_prompt data.max_prompt_tokens packing.row_tokens "
+    "evaluation.every_steps examples_per_step"
 ).split()
-HELP_FLAGS = ("-h", "--help", "-help", "--helpshort", "--helpfull")
+HELP_FLAGS = {"-h": SHORT, "--help": SHORT, "-help": SHORT, "--helpshort": SHORT}
+HELP_FLAGS |= {"--help-all": EVERYTHING, "--help_all": EVERYTHING, "--helpfull": EVERYTHING}
 
 
 def take_help(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the section of `--help[=SECTION]` (`all`; empty: no help) and other arguments."""
-    asked = ""
+    """Return the topic of the help and the other arguments.
+
+    The topic is `SHORT`, `EVERYTHING`, the word of `--help=WORD`, or empty: no help.
+    """
+    topic = ""
     others = []
     rest = [*arguments]
     while rest:
@@ -30,10 +37,10 @@ def take_help(arguments: list[str]) -> tuple[str, list[str]]:
         if name not in HELP_FLAGS:
             others.append(argument)
             continue
-        if not value and rest and not rest[0].startswith("-"):
+        if not value and HELP_FLAGS[name] == SHORT and rest and not rest[0].startswith("-"):
             value = rest.pop(0)
-        asked = value.lower() or EVERYTHING
-    return asked, others
+        topic = value.lower() or HELP_FLAGS[name]
+    return topic, others
 
 
 def _wrap(text: str, indent: str = "") -> str:
@@ -53,42 +60,77 @@ def _sections(config: Any, prefix: str = "") -> dict[str, str]:
     return texts
 
 
-def help_text(config: Any, usage: str, asked: str, short_names: Mapping[str, str]) -> str:
-    """Return the help of a command, or of a section, with the values of `config`.
+def _short_help(usage: str, lines: Mapping[str, str], section_names: str) -> str:
+    """Return the first lines of the usage and the settings that are changed most."""
+    paragraphs = usage.strip().split("\n\n")
+    shown = "\n\n".join(_wrap(p) if p[0] != " " else p for p in paragraphs[:2])
+    own_flags = re.findall(r"^  (--\w+)", usage, re.MULTILINE)
+    ending = "--help-all explains every setting, --help=SECTION a section, and --help=WORD all"
+    ending += f" settings with that word in name or text. Sections: {section_names}"
+    flags = [_wrap(f"Flags: {' '.join(own_flags)}"), ""] if own_flags else []
+    return "\n".join([shown, "", *flags, "Changed most", *lines.values(), "", _wrap(ending)])
 
-    `short_names` has settings by their short flags. Raises `ConfigError` for an unknown section.
+
+def _search(word: str, entries: Mapping[str, str], sections: Mapping[str, str]) -> str:
+    """Return a section with its settings, or every setting with the word in name or text."""
+    if word in sections:
+        own = [entry for name, entry in entries.items() if name.startswith(f"{word}.")]
+        return "\n".join([_wrap(f"{word}: {sections[word]}"), *own])
+    about = [name for name, text in sections.items() if word in f"{name} {text}".lower()]
+    matches = [entry for entry in entries.values() if word in " ".join(entry.split()).lower()]
+    if not (about or matches):
+        hint = nearest(word, [*sections, *entries]) or f"; sections are {', '.join(sections)}"
+        raise ConfigError(f"--help={word}: no section, setting or text has that word{hint}")
+    titles = [_wrap(f"{name}: {sections[name]} (--help={name})") for name in about]
+    return "\n".join([*titles, *matches])
+
+
+def help_text(config: Any, usage: str, topic: str, short_names: Mapping[str, str]) -> str:
+    """Return the help of a command with the values of `config`; `topic` is that of `take_help`.
+
+    `short_names` has settings by their short flags. Raises `ConfigError` for an unknown word.
     """
     defaults = {name: value for name, _, value in leaves(type(config)())}
     flags = {name: short for short, name in short_names.items()}
     sections = _sections(config)
-    names = ", ".join(sections) or "there are none"
-    entries: dict[str, list[str]] = {}
+    entries, lines = {}, {}
     for name, field, value in leaves(config):
-        shown = f"  --{flags.get(name, f'config.{name}')}={value!r}"
+        flag = f"  --{flags.get(name, f'config.{name}')}"
+        shown = f"{flag}={value!r}"
         if value != defaults[name]:
             shown += f"  (default {defaults[name]!r})"
-        entries[name] = [shown, _wrap(explain(field), " " * 6)]
-    if asked != EVERYTHING:
-        if asked not in sections:
-            hint = nearest(asked, sections)
-            raise ConfigError(f"--help={asked}: there is no such section{hint} (there are {names})")
-        lines = [_wrap(f"{asked}: {sections[asked]}")]
-        for name, entry in entries.items():
-            lines += entry if name.startswith(f"{asked}.") else []
-        return "\n".join(lines)
+        entries[name] = f"{shown}\n{_wrap(explain(field), ' ' * 6)}"
+        width = COLUMNS - max(NAME_COLUMNS, len(flag) + 1)
+        text = textwrap.shorten(field.metadata["explanation"], width, placeholder="...")
+        lines[name] = f"{flag:<{NAME_COLUMNS - 1}} {text}"
+    short_first = flags if any("." in name for name in flags) else ()
+    order = dict.fromkeys(n for n in [*short_first, *CHANGED_MOST, *entries] if n in entries)
+    if topic == SHORT:
+        first = {name: lines[name] for name in [*order][:SHOWN_SETTINGS]}
+        return _short_help(usage, first, ", ".join(sections) or "none")
+    if topic != EVERYTHING:
+        return _search(topic, entries, sections)
+    return _everything(usage, flags, entries, sections)
+
+
+def _everything(
+    usage: str, flags: Mapping[str, str], entries: dict[str, str], sections: Mapping[str, str]
+) -> str:
+    """Return the usage, short flags, and every setting by section."""
     paragraphs = usage.strip().split("\n\n")
     lines = ["\n\n".join(p if p.startswith(" ") else _wrap(p) for p in paragraphs), ""]
     if any("." in name for name in flags):
         lines += [f"  --{short}=..".ljust(22) + f"is --config.{n}=.." for n, short in flags.items()]
         lines.append("")
     if sections:
-        lines += [_wrap(f"--help=SECTION shows a single section: {names}"), ""]
-    first = {name: entries.pop(name) for name in CHANGED_MOST if name in entries}
-    groups = {"Changed most": [*first.values()]}
-    for section, text in {"": "The run", **sections}.items():
+        lines += [_wrap(f"--help=SECTION shows a single section: {', '.join(sections)}"), ""]
+    # A config of one section has its settings in the order of their importance.
+    most = CHANGED_MOST if len(sections) > 1 else ()
+    groups = {"Changed most": [entries.pop(name) for name in most if name in entries]}
+    for section, text in {"": "The run" if most else "Settings", **sections}.items():
         title = f"{section}: {text}" if section else text
         groups[title] = [e for name, e in entries.items() if name.rpartition(".")[0] == section]
     for title, group in groups.items():
         if group:
-            lines += [_wrap(title), *(line for entry in group for line in entry), ""]
+            lines += [_wrap(title), *group, ""]
     return "\n".join(lines).rstrip()

@@ -1,4 +1,4 @@
-"""Data files on this machine or gs://: find them by name and read their rows."""
+"""Rows of data: files on this machine or gs://, by name, and rows that the program passes."""
 
 import collections
 import contextlib
@@ -9,7 +9,7 @@ import io
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, TypeVar, cast
 
 import pyarrow
@@ -25,8 +25,10 @@ BATCH_ROWS = 4096
 MAX_LINE_BYTES = 64 << 20  # also of a CSV cell; the csv module's default limit is too small
 MAX_JSON_BYTES = 1 << 30  # a JSON file is read as a whole
 MAX_MESSAGES = 3  # about bad rows, in an error or a warning
+GIVEN_PREFIX = "given:"  # of the names of rows that the program passes
 WILDCARD = re.compile(r"[*?[]")
 HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]*")
+HUB_CONFIGS = ("", "main", "default", "data")  # folders with SPLIT-*.parquet, the first that exists
 
 
 class MalformedRow(ValueError):
@@ -157,8 +159,51 @@ def split_suffix(name: str) -> tuple[str, str]:
     return name.removesuffix(suffix), suffix
 
 
+_given_rows: dict[str, list] = {}  # by name
+
+
+def register_rows(name: str, rows: Any) -> str:
+    """Keep rows of the program, and return the name of their source.
+
+    Args:
+        rows: a pandas DataFrame, or an iterable of dicts with a length, as a list or a `Dataset`.
+
+    Raises `ConfigError` for other objects.
+    """
+    if hasattr(rows, "notna") and hasattr(rows, "to_dict"):  # missing cells of any type are None
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    is_table = hasattr(rows, "__len__") and hasattr(rows, "__iter__")
+    if not is_table or isinstance(rows, str | bytes | Mapping):
+        raise ConfigError(
+            f"data = {type(rows).__name__}: must be the name of a file, or rows: a list of "
+            "dicts, a DataFrame, one split of a Dataset, or another iterable of dicts with a length"
+        )
+    count = len(rows)
+    listed = list(rows)
+    if len(listed) != count:
+        raise ConfigError(
+            f"data = {type(rows).__name__}: must yield len(data) = {count} rows, not "
+            f"{len(listed)}; an iterator can be read only once"
+        )
+    _given_rows[GIVEN_PREFIX + name] = listed
+    return GIVEN_PREFIX + name
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value with lists for arrays, dicts for mappings and None for NaN."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return None if isinstance(value, float) and value != value else value
+
+
 def read_rows(path: epath.Path) -> Rows:
     """Yield (line or row number, row or `MalformedRow`); may raise `ConfigError`."""
+    if (rows := _given_rows.get(str(path))) is not None:
+        yield from ((f"row {number}", _as_json(row)) for number, row in enumerate(rows, 1))
+        return
     read = READERS[split_suffix(path.name)[1]]
     local = path
     try:
@@ -209,6 +254,15 @@ def _by_name(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
     return matches if len(matches) == 1 else []
 
 
+def _of_split(path: epath.Path, split: str) -> list[epath.Path]:
+    """Return the files of a split in a data set's folder as the hub lays it out, or the path."""
+    for part in HUB_CONFIGS if path.is_dir() else ():
+        files = [f for f in sorted((path / part).glob(f"{split}*")) if split_suffix(f.name)[1]]
+        if files:
+            return files
+    return [path]
+
+
 def _matches(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
     path = epath.Path(name)
     if WILDCARD.search(name):
@@ -217,20 +271,28 @@ def _matches(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
         return [match for match in sorted(matches) if split_suffix(match.name)[1]]
     if path.exists():
         return [path]
-    if "/" in name or not folder.is_dir():
+    is_file = bool(split_suffix(name)[1])
+    bare = name.rpartition("/")[2] if HUB_NAME.fullmatch(name) and not is_file else name
+    if "/" in bare or not folder.is_dir():
         return []
-    is_file = split_suffix(name)[1] and (folder / name).exists()
-    return [folder / name] if is_file else _by_name(name, folder, split)
+    if is_file and (folder / name).exists():
+        return [folder / name]
+    return [file for path in _by_name(bare, folder, split) for file in _of_split(path, split)]
 
 
 def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...]:
     """Return the files of a source: a path, a glob, a folder of shards, or a name in `folder`.
 
-    `split`, 'train' or 'test', decides between several files with that name.
+    A hub's OWNER/NAME is the entry NAME of `folder`. `split`, 'train' or 'test', decides between
+    several files with that name, and between the files of a downloaded data set.
 
     Raises:
         ConfigError: no file matches, or several do; the message lists what there is.
     """
+    if name.startswith(GIVEN_PREFIX):
+        allowed = "rows that the program passes: dapo_jax.train(config, data=rows)"
+        require(name in _given_rows, field, name, allowed)
+        return (name,)
     home = epath.Path(folder)
     allowed = "a local path or a gs:// path: nothing else is downloaded"
     require("://" not in name or name.startswith("gs://"), field, name, allowed)

@@ -15,9 +15,10 @@ import numpy as np
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompts.templates import Beside, check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.data.row_formats import NO_COLUMNS
 from dapo_jax.data.sources import Source, Sources, every_problem
 from dapo_jax.runtime.settings import ConfigError, require
-from dapo_jax.structs import Problem, Prompt, present
+from dapo_jax.structs import Problem, Prompt, WantedColumns, present
 
 MEASURED_PROBLEMS = 500  # of a file, to report the lengths of prompts
 MEASURED_GENERATED = 32  # of a generated source; some are slow to make
@@ -78,6 +79,7 @@ class PromptStream:
 
     Args:
         needs_answer: leave out rows of files without an answer.
+        columns: columns of the rows that reward functions take.
         training: if False, there are only the prompts of the evaluation.
         opening: an environment's change of a problem's text and messages.
         tools: functions that the policy may call, for the chat template.
@@ -90,6 +92,7 @@ class PromptStream:
         tokenizer: Tokenizer,
         *,
         needs_answer: bool = True,
+        columns: WantedColumns = NO_COLUMNS,
         training: bool = True,
         opening: Opening = lambda problem: problem,
         tools: list[dict[str, Any]] | None = None,
@@ -98,7 +101,7 @@ class PromptStream:
         self._data = data
         self._tokenizer = tokenizer
         self._opening = opening
-        sources = Sources(data, seed, needs_answer)
+        sources = Sources(data, seed, needs_answer, columns)
         self.heldout = sources.heldout()
         self._heldout = {problem.fingerprint for problem in every_problem(self.heldout)}
         needs_examples = data.template == "few_shot"
@@ -169,6 +172,7 @@ class PromptStream:
             level=problem.level,
             problem=problem.text,
             metadata=problem.metadata,
+            columns=problem.columns,
             truncated=truncated,
             skipped=skipped,
         )
@@ -219,6 +223,13 @@ class PromptStream:
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about rows of the files, and about messages that no prompt shows."""
+        for source in {source.name: source for source in [*self.heldout, *self.sources]}.values():
+            texts = [self._encode(problem)[0] for problem in source.sample(1)]
+            if missing := self._tokenizer.unspelled("".join(texts)):
+                yield (
+                    f"the model's vocabulary lacks {missing!r}, which prompts of {source.name} "
+                    f"with data.template = {self._data.template!r} contain"
+                )
         hidden = 0
         for source in [*self.sources, *self.heldout]:
             yield from source.messages

@@ -1,6 +1,7 @@
 """Formats of rows, published or custom, by the fields of a row: from a row to a `Problem`."""
 
 import decimal
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from dapo_jax.data.files import MalformedRow, NoAnswer
 from dapo_jax.data.prompts.templates import DAPO
 from dapo_jax.runtime.settings import require
-from dapo_jax.structs import Problem
+from dapo_jax.structs import Problem, WantedColumns
 from dapo_jax.verifier.extraction import extract
 
 Row = dict[str, Any]
@@ -22,6 +23,9 @@ ID_FIELDS = ("unique_id", "id", "idx")
 FIELDS = ("problem", "answer", "solution", "system", "subject", "level")  # keys of data.fields
 PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")  # in this order
 ANSWER_FIELDS = {"answer", "solution", "final_answer", "reward_model"}
+NO_COLUMNS = WantedColumns()
+CALL_ARGUMENTS = {"prompt", "answer"}  # reward functions receive these without asking
+MAX_COLUMNS_BYTES = 1 << 20  # of a row, as JSON; each call of a worker receives them
 ROLES = ("user", "assistant")  # after an optional first message of the role 'system'
 MISSING = object()
 KNOWN = (
@@ -83,6 +87,47 @@ def check_text(value: Any, field: str) -> str:
     return value
 
 
+def _jsonable(value: Any) -> Any:
+    """Return a date or time as text, an exact number as a float; the rest is no JSON value."""
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def _select_columns(row: Row, wanted: WantedColumns) -> Row:
+    """Return the columns that reward functions take; raise `MalformedRow` if one is missing."""
+    for name in sorted(wanted.required):
+        if name not in row:
+            raise MalformedRow(
+                f"has no column {name!r}, which a reward function takes; it has {', '.join(row)}"
+            )
+    names = set(row) - CALL_ARGUMENTS if wanted.every else wanted.required | wanted.optional
+    return {name: value for name, value in row.items() if name in names}
+
+
+def _pack_columns(columns: Row) -> str:
+    """Return the JSON of columns; raise `MalformedRow` for other values, or too many bytes."""
+    for name, value in columns.items():
+        try:
+            json.dumps(value, default=_jsonable)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MalformedRow(f"the column {name!r}, for a reward function: {error}") from None
+    text = json.dumps(columns, default=_jsonable) if columns else ""
+    if len(text) > MAX_COLUMNS_BYTES:
+        raise MalformedRow(
+            f"the columns {', '.join(columns)} have {len(text):,} bytes as JSON; reward functions "
+            f"take at most {MAX_COLUMNS_BYTES:,}: let them name fewer, or hold a path to the rest"
+        )
+    return text
+
+
+def _holds_object(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple)
+    return isinstance(value, dict) or is_list and any(map(_holds_object, value))
+
+
 def _number(value: int | float | decimal.Decimal) -> str:
     """Return a numeral as a person writes it: 27.0 is 27."""
     exact = decimal.Decimal(repr(value) if isinstance(value, float) else value)
@@ -95,6 +140,11 @@ def _answer(value: Any, field: str = "answer") -> str | None:
     """Return a gold answer without dollar signs, several joined by commas; None if it is empty."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        raise MalformedRow(
+            f"{field} is an object, which no verifier compares: with a reward function, set "
+            "reward.correct to threshold or spread"
+        )
     if isinstance(value, list | tuple) and value:
         answers = [_answer(part, field) for part in value]
         return None if None in answers else ", ".join(map(str, answers))
@@ -230,22 +280,34 @@ def read_row(
     number: int | str,
     fields: Mapping[str, str] | None = None,
     needs_answer: bool = True,
+    columns: WantedColumns = NO_COLUMNS,
 ) -> Problem:
     """Return the problem of a row; raise `MalformedRow`, or `NoAnswer` if it needs one.
+
+    An object as answer is kept for the reward functions, unless a verifier needs the answer.
 
     Args:
         source: name of the data set, for the id.
         number: id of a row that has none.
         fields: names of fields by key; each must exist, and no other format is tried.
+        columns: columns that reward functions take.
     """
     fields = fields or {}
     values = take_fields(row, fields)
     by_name = {name.lower(): value for name, value in row.items()}
-    attributes = _read(by_name | {fields[key]: value for key, value in values.items()}, fields)
+    named = by_name | {fields[key]: value for key, value in values.items()}
+    taken = _select_columns(row, columns)
+    name = fields.get("answer", "answer")
+    if _holds_object(named.get(name)) and not needs_answer:
+        taken["answer"] = named.pop(name)
+    attributes = _read(named, fields)
+    attributes["columns"] = _pack_columns(taken)
     if attributes["answer"] is None and needs_answer:
         if attributes["solution"] or "answer" in fields or by_name.keys() & ANSWER_FIELDS:
             raise NoAnswer
         raise UnknownFields(f"no field is known as the answer: {', '.join(row)}")
+    if "answer" in taken:
+        attributes["answer"] = json.dumps(taken["answer"], default=_jsonable)
     attributes["answer"] = attributes["answer"] or ""
     name = attributes.pop("id", "") or _optional(by_name, *ID_FIELDS) or number
     source_name = attributes.pop("source", "") or source

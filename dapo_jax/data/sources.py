@@ -18,12 +18,27 @@ from etils import epath
 
 from dapo_jax.config.experiment import GENERATED, Data
 from dapo_jax.data import arithmetic
-from dapo_jax.data.files import MAX_MESSAGES, RowLog, find_files, read_rows, split_suffix
-from dapo_jax.data.row_formats import FIELDS, KNOWN, MISSING, look_up, parse_fields, read_row
+from dapo_jax.data.files import (
+    GIVEN_PREFIX,
+    MAX_MESSAGES,
+    RowLog,
+    find_files,
+    read_rows,
+    split_suffix,
+)
+from dapo_jax.data.row_formats import (
+    FIELDS,
+    KNOWN,
+    MISSING,
+    NO_COLUMNS,
+    look_up,
+    parse_fields,
+    read_row,
+)
 from dapo_jax.rewards import gym
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require
-from dapo_jax.structs import Problem
+from dapo_jax.structs import Problem, WantedColumns
 from dapo_jax.verifier.normalisation import normalise
 from dapo_jax.verifier.numerals import read_number
 
@@ -79,13 +94,17 @@ class Source:
         return text + self.note
 
     def digests(self) -> dict[str, int | str]:
-        """Return the number of problems, and digests of (the first generated) texts and answers."""
+        """Return the number of problems, and digests of (the first generated) texts and answers.
+
+        The digest of the answers includes solutions and the columns of reward functions.
+        """
         texts, answers = hashlib.sha256(), hashlib.sha256()
         count = len(self.problems)
         for i in range(count if self.counts else min(DIGEST_PROBLEMS, count)):
             problem = self.problems[i]
             texts.update(repr((problem.id, problem.text, problem.system, problem.turns)).encode())
             answers.update(repr((problem.answer, problem.solution)).encode())
+            answers.update(problem.columns.encode())
         digests = {"texts": texts.hexdigest()[:16], "answers": answers.hexdigest()[:16]}
         return {"problems": count} | digests
 
@@ -103,6 +122,7 @@ def read_problems(
     bad_rows_limit: int,
     fields: str = "",
     needs_answer: bool = True,
+    columns: WantedColumns = NO_COLUMNS,
 ) -> Source:
     """Return the unique problems of files; may raise `ConfigError`.
 
@@ -111,6 +131,7 @@ def read_problems(
         bad_rows_limit: malformed rows that are skipped; after more without any problem, stop.
         fields: the setting `data.fields`. A file is read by it if one of its first rows has all
             these fields, and then every row must; else by its own format.
+        columns: columns of the rows that reward functions take.
     """
     log = RowLog(bad_rows_limit)
     counts = log.counts
@@ -121,7 +142,8 @@ def read_problems(
         for place, row, names in _named_rows(paths, parse_fields("data.fields", fields, FIELDS)):
             any_named = any_named or bool(names)
             where = {"source": source, "number": counts["rows"] + 1}
-            read = functools.partial(read_row, fields=names, needs_answer=needs_answer, **where)
+            wanted = {"needs_answer": needs_answer, "columns": columns}
+            read = functools.partial(read_row, fields=names, **wanted, **where)
             problem = log.parse(place, row, read)
             if log.exceeds_limit and not problems:
                 break
@@ -240,19 +262,31 @@ def every_problem(sources: Sequence[Source]) -> list[Problem]:
 class Sources:
     """Sources of a run; each file is read once. Methods raise `ConfigError`."""
 
-    def __init__(self, data: Data, seed: int, needs_answer: bool = True):
+    def __init__(
+        self,
+        data: Data,
+        seed: int,
+        needs_answer: bool = True,
+        columns: WantedColumns = NO_COLUMNS,
+    ):
         self._data = data
         self._seed = seed
         self._needs_answer = needs_answer
+        self._columns = columns
         self._load = functools.cache(self._read)
 
     def _read(self, field: str, name: str, split: str) -> Source:
         data = self._data
         paths = find_files(field, name, data.folder, split)
-        short, _ = split_suffix(pathlib.PurePath(name).name)
+        short, _ = split_suffix(pathlib.PurePath(name).name.removeprefix(GIVEN_PREFIX))
         with naming(field, name):
             loaded = read_problems(
-                paths, short, data.bad_rows_limit, data.fields, self._needs_answer
+                paths,
+                short,
+                data.bad_rows_limit,
+                data.fields,
+                needs_answer=self._needs_answer,
+                columns=self._columns,
             )
         other_names = data.fields and not loaded.named
         if loaded.problems:
@@ -264,6 +298,12 @@ class Sources:
             reason += f"; no row has all fields of config.data.fields = {data.fields!r}"
         problem = f"none of its first {rows:,} rows is a problem: {reason}"
         raise ConfigError(f"config.{field} = {name!r}: {problem if rows else 'holds no rows'}")
+
+    def _generate(self, field: str, name: str, data: Data, split: str) -> Generated:
+        taken = ", ".join(sorted(self._columns.required))
+        allowed = f"rows with the columns that reward.parts takes ({taken}); it generates problems"
+        require(not taken, field, name, allowed)
+        return _generate(field, name, data, split, self._seed)
 
     def heldout(self) -> list[Source]:
         """Return the sources that are evaluated and never trained on.
@@ -284,7 +324,7 @@ class Sources:
         for name, start, end in zip(weights, [0, *ends], ends, strict=False):
             if is_generated(name):
                 part = dataclasses.replace(data, heldout_problems=end - start)
-                sources.append(Source(name, _generate(field, name, part, "heldout", self._seed)))
+                sources.append(Source(name, self._generate(field, name, part, "heldout")))
             elif is_shared:
                 sources.append(self._split_off(self._load(field, name, "train"), end - start))
             else:
@@ -314,7 +354,7 @@ class Sources:
         taken = set(heldout)
         for name, weight in parse_sources(field, self._data.source).items():
             if is_generated(name):
-                generated = _generate(field, name, self._data, "train", self._seed)
+                generated = self._generate(field, name, self._data, "train")
                 sources.append(Source(name, generated, weight))
                 continue
             source = self._load(field, name, "train")

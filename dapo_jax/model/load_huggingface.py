@@ -9,6 +9,7 @@ import hashlib
 import math
 import pathlib
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -169,6 +170,18 @@ class Tensors:
 # --- parameters -----------------------------------------------------------------------------
 
 
+def is_settings(values: dict[str, Any]) -> bool:
+    """Return True if a config.json holds the settings of a run."""
+    return "run_dir" in values
+
+
+def export_command(run: str | pathlib.Path) -> str:
+    """Return the command that exports a run, and the setting that names its output."""
+    name = shlex.quote(str(run))
+    out = shlex.quote(f"models/{pathlib.PurePosixPath(run).name}")
+    return f"dapo-jax export {name} --out={out}"
+
+
 def read_config(
     folder: str | pathlib.Path, *, field: str = "model.folder", **numerics: Any
 ) -> DecoderConfig:
@@ -186,7 +199,11 @@ def read_config(
             f"config.{field} = {str(folder)!r}: has no config.json, and nothing is downloaded "
             f"unasked: hf download {name} --local-dir {folder}{advice}"
         )
-    return decoder_from_json(read_json(path, field), str(folder), field, **numerics)
+    values = read_json(path, field)
+    if is_settings(values):
+        problem = f"is a run, not a model folder: export it first: {export_command(folder)}"
+        raise ConfigError(f"config.{field} = {str(folder)!r}: {problem}", field)
+    return decoder_from_json(values, str(folder), field, **numerics)
 
 
 def _check_names(

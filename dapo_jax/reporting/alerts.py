@@ -50,6 +50,14 @@ def uses_correctness(settings: Settings) -> bool:
     return settings["reward.correct"] == "threshold" or _trains_on_correctness(settings)
 
 
+def reward_leads(settings: Settings) -> bool:
+    """Return True if no response counts as correct, so that reports lead with the reward.
+
+    False if a run is older than one of the settings that decide it.
+    """
+    return not does_apply(uses_correctness, settings)
+
+
 def reads_answers(settings: Settings) -> bool:
     """Return True if training reads the verifier's answers, rather than only logs them."""
     return "format" in _parts(settings) or _trains_on_correctness(settings)
@@ -289,10 +297,10 @@ def check_run(rows: Rows, total_steps: int, settings: Mapping[str, Any]) -> list
     last_step = rows[-1]["step"]
     if last_step < total_steps:
         texts.append(f"ends at step {last_step} of {total_steps}: still running, or stopped")
-    accuracy = finite_values(rows, "heldout_accuracy")
-    is_learned = does_apply(uses_correctness, settings)
-    if is_learned and accuracy.size > 1 and accuracy[-1] < accuracy[0]:
-        texts.append(f"held-out accuracy fell from {accuracy[0]:.3f} to {accuracy[-1]:.3f}")
+    name = "reward" if reward_leads(settings) else "accuracy"
+    score = finite_values(rows, f"heldout_{name}")
+    if score.size > 1 and score[-1] < score[0]:
+        texts.append(f"held-out {name} fell from {score[0]:.3f} to {score[-1]:.3f}")
     entropy = finite_values(rows, "entropy")
     if entropy.size >= 2 * LAST:
         before = entropy[:LAST].mean()

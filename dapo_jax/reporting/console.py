@@ -90,19 +90,44 @@ def remaining(ends: Sequence[float], steps: int) -> float | None:
     return steps * (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
+def _describe_kept(values: dict[str, float], reward_leads: bool) -> str:
+    kept = values["kept_fraction"]
+    if reward_leads:
+        flat = values.get("no_spread_fraction", 1 - kept)  # missing in rows of earlier versions
+        return f"  kept {1 - flat:.2f} (no spread {flat:.2f})"
+    right, wrong = values["all_right_fraction"], values["all_wrong_fraction"]
+    return f"  kept {kept:.2f} (all right {right:.2f}, all wrong {wrong:.2f})"
+
+
+def _heldout_lines(values: dict[str, float], reward_leads: bool) -> Iterator[str]:
+    """Yield a line per held-out score, the one that leads in bold."""
+    names = ("reward",) if reward_leads else ("accuracy", "reward")
+    for name in names:
+        if (value := values.get(f"heldout_{name}")) is not None:
+            low, high = (values.get(f"heldout_{name}_{end}") for end in ("low", "high"))
+            bounds = "" if low is None else f"  (95 %: {low:.3f} to {high:.3f})"
+            text = f"held-out {name} {value:.3f}"
+            yield f"  {f'[bold]{text}[/]' if name == names[0] else text}{bounds}"
+
+
 def step_lines(
-    step: int, total: int, values: dict[str, float], eta: float | None = None
+    step: int,
+    total: int,
+    values: dict[str, float],
+    eta: float | None = None,
+    reward_leads: bool = False,
 ) -> list[str]:
-    """Return the two console lines of a step, and a third one after an evaluation.
+    """Return the two console lines of a step, and those of its evaluation.
 
     Args:
         eta: seconds to the end of the run.
+        reward_leads: True if no response counts as correct.
     """
     name = f"step {step:>{len(str(total))}}/{total}"
-    first = [name, f"reward {values['reward']:+.2f}", f"accuracy {values['accuracy']:.2f}"]
+    first = [name, f"reward {values['reward']:+.2f}"]
+    first += [] if reward_leads else [f"accuracy {values['accuracy']:.2f}"]
     second = [
-        f"  kept {values['kept_fraction']:.2f} (all right {values['all_right_fraction']:.2f}, "
-        f"all wrong {values['all_wrong_fraction']:.2f})",
+        _describe_kept(values, reward_leads),
         f"tokens {values['response_tokens_mean']:.0f} ({values['truncated_fraction']:.0%} cut)",
     ]
     if "entropy" in values:
@@ -119,12 +144,7 @@ def step_lines(
     first.append(f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s")
     if eta is not None:
         first.append(f"ETA {duration(eta)}")
-    lines = [fit(first), fit(second)]
-    if "heldout_accuracy" in values:
-        low, high = (values.get(f"heldout_accuracy_{end}") for end in ("low", "high"))
-        bounds = "" if low is None else f"  (95 %: {low:.3f} to {high:.3f})"
-        lines.append(f"  [bold]held-out accuracy {values['heldout_accuracy']:.3f}[/]{bounds}")
-    return lines
+    return [fit(first), fit(second), *_heldout_lines(values, reward_leads)]
 
 
 # --- tables ---------------------------------------------------------------------------------
@@ -139,20 +159,21 @@ def describe_turns(completion: Completion) -> Text:
     return Text(" | ").join(parts)[-ANSWER_TAIL:]
 
 
-def _group_table(group: Group) -> Table:
+def _group_table(group: Group, reward_leads: bool) -> Table:
     prompt = escape(_tail(group.prompt.text, PROMPT_TAIL))
     answer = escape(_tail(group.prompt.answer, ANSWER_TAIL))
     table = Table(title=f"{prompt}  (answer {answer})", title_justify="left")
     turns = r" \[environment]" * any(completion.turns for completion in group.completions)
     table.add_column(f"answer tail{turns}")
-    for name in ("verdict", "reward", "tokens", "cut"):
+    for name in ("verdict",) * (not reward_leads) + ("reward", "tokens", "cut"):
         table.add_column(name, justify="right")
     for completion, correct, reward in zip(
         group.completions, group.correct, group.rewards, strict=True
     ):
+        verdict = "[green]right[/]" if correct else "[red]wrong[/]"
         table.add_row(
             describe_turns(completion),
-            "[green]right[/]" if correct else "[red]wrong[/]",
+            *[verdict] * (not reward_leads),
             f"{reward:+.2f}",
             str(len(completion)),
             "cut" if completion.truncated else "",
@@ -177,14 +198,18 @@ def _score_cells(estimate: Estimate) -> tuple[str, str, str]:
     return f"{estimate.value:.3f}", _interval(estimate), f"[cyan]{bar}"
 
 
-def _headline(report: Report) -> Table:
+def _headline(report: Report, reward_leads: bool) -> Table:
     k = report.samples_per_problem
     rows = {f"avg@{k}": report.accuracy}
     rows |= {f"pass@{power}": value for power, value in report.pass_at_k.items() if power > 1}
     rows |= {f"maj@{k}": report.majority} if k > 1 else {}
+    lines = [(name, *_score_cells(estimate)) for name, estimate in rows.items()]
+    if report.reward is not None:  # without a bar, since rewards have no common scale
+        line = ("reward", f"{report.reward.value:.3f}", _interval(report.reward), "")
+        lines.insert(0 if reward_leads else len(lines), line)
     table = _score_table("", "score", "95 % interval", "")
-    for name, estimate in rows.items():
-        table.add_row(name, *_score_cells(estimate), style="bold" if "avg" in name else "")
+    for place, line in enumerate(lines):
+        table.add_row(*line, style="" if place else "bold")
     return table
 
 
@@ -222,9 +247,9 @@ def _statistics(report: Report) -> Iterator[tuple[str, str]]:
         )
 
 
-def report_tables(report: Report) -> Iterator[Table]:
+def report_tables(report: Report, reward_leads: bool = False) -> Iterator[Table]:
     """Yield tables of an evaluation: scores, response statistics, subjects and levels."""
-    yield _headline(report)
+    yield _headline(report, reward_leads)
     grid = Table.grid(padding=(0, 2))
     for name, text in _statistics(report):
         grid.add_row(name, text)
@@ -270,9 +295,11 @@ class Progress:
 
     Args:
         speaks: False for a silent console.
+        reward_leads: True if no response counts as correct: scores are rewards.
     """
 
-    def __init__(self, speaks: bool = True):
+    def __init__(self, speaks: bool = True, reward_leads: bool = False):
+        self.reward_leads = reward_leads
         if reconfigure := getattr(sys.stdout, "reconfigure", None):  # missing in a notebook
             reconfigure(errors="backslashreplace")
         quiet = not (speaks and processes.is_first())
@@ -399,14 +426,15 @@ class Progress:
             done: responses of an earlier process, of `total`.
         """
         new = 0
-        correct = 0
+        total_score = 0.0
         with self.working("evaluating", stays=False) as activity:
 
             def show(response: Response) -> None:
-                nonlocal new, correct
+                nonlocal new, total_score
                 new += 1
-                correct += response.correct
-                share = f"{new / activity.seconds():.1f}/s · {correct / new:.2f} right"
+                total_score += (response.reward or 0.0) if self.reward_leads else response.correct
+                name = "reward" if self.reward_leads else "right"
+                share = f"{new / activity.seconds():.1f}/s · {total_score / new:.2f} {name}"
                 text = f"{done + new} of {total} responses · {share}"
                 activity.text = f"evaluating: {text}"
                 tenths = 10 * (done + new) // total
@@ -427,15 +455,16 @@ class Progress:
             f"template {escape(str(marks['template']))}"
         )
         self.say(describe_problems(report))
-        for table in report_tables(report):
+        for table in report_tables(report, self.reward_leads):
             self.console.print(table, soft_wrap=False)
 
     def step(self, step: int, total: int, values: dict[str, float]) -> None:
         """Print the lines of a step."""
         self._step_ends.append(time.perf_counter())
-        for line in step_lines(step, total, values, remaining(self._step_ends, total - step)):
+        eta = remaining(self._step_ends, total - step)
+        for line in step_lines(step, total, values, eta, self.reward_leads):
             self.say(line)
 
     def group(self, group: Group) -> None:
         """Print a group as a table of answers, verdicts, rewards and lengths."""
-        self.console.print(_group_table(group), soft_wrap=False)
+        self.console.print(_group_table(group, self.reward_leads), soft_wrap=False)

@@ -76,14 +76,16 @@ def _trained_tokens(collected: CollectedGroups) -> int:
 
 
 def rollout_metrics(
-    collected: CollectedGroups, counts: SamplerCounts, step: int = 0
+    collected: CollectedGroups, counts: SamplerCounts, step: int = 0, min_spread: float = 0.0
 ) -> dict[str, float]:
     """Return the metrics of the groups of a step; means exclude surplus groups, costs do not.
 
     Args:
         step: number of steps that the policy was trained for.
+        min_spread: rewards of a group that differ by no more have no spread.
     """
     judged = collected.judged
+    is_flat = [np.ptp(group.raw_rewards) <= min_spread for group in judged]
     scored = [g for g in judged + collected.surplus if g.prompt.index not in collected.reused]
     return (
         response_metrics(judged)
@@ -99,6 +101,7 @@ def rollout_metrics(
             "kept_fraction": collected.with_signal / max(1, len(judged)),
             "all_right_fraction": collected.all_right / max(1, len(judged)),
             "all_wrong_fraction": collected.all_wrong / max(1, len(judged)),
+            "no_spread_fraction": mean_or_zero(is_flat),
             "surplus_groups": float(len(collected.surplus)),
             "trained_groups": float(len(collected.groups)),
             "sampled_to_kept_tokens": counts.drawn_tokens / max(1, _trained_tokens(collected)),

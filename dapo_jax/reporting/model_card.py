@@ -14,6 +14,7 @@ from typing import Any
 from flax.traverse_util import unflatten_dict
 
 from dapo_jax.config.experiment import Config, ExportConfig
+from dapo_jax.reporting.alerts import reward_leads
 from dapo_jax.reporting.page.comparison import from_defaults, from_preset
 from dapo_jax.reporting.page.curves import value_at
 from dapo_jax.reporting.page.recorded_run import RecordedRun, sort_rows, spread_out
@@ -30,10 +31,17 @@ PATH = re.compile(
     r"(^|[,=])\s*(?:~|/|\.\./|[A-Za-z]:[\\/]|\w+://)[^,=]*?([^\\/,=]+)[\\/]*(?=[,=]|$)"
 )
 MACHINE_SETTINGS = ("run_dir", "log.", "watch.", "checkpoint.")  # irrelevant for a reader
-CURVES = ("reward", "accuracy", "heldout_accuracy", "entropy", "response_tokens_mean")
+CURVES = ("reward", "accuracy", "heldout_accuracy", "heldout_reward", "entropy")
 CURVE_ROWS = 9
-SCORES = ("policy", "data", "k", "avg@k", "low", "high", "pass@k", "maj@k")
-HELDOUT = ("accuracy", "accuracy_low", "accuracy_high", "pass_at_k", "majority")  # in that order
+# Columns of scores by metric of a row without `heldout_`, in that order.
+CORRECTNESS_SCORES = {
+    "accuracy": "avg@k",
+    "accuracy_low": "low",
+    "accuracy_high": "high",
+    "pass_at_k": "pass@k",
+    "majority": "maj@k",
+}
+REWARD_SCORES = {"reward": "reward", "reward_low": "low", "reward_high": "high"}
 SHOWN_CHARACTERS = 200
 
 
@@ -83,6 +91,8 @@ def write_card(folder: pathlib.Path, config: ExportConfig, run: RecordedRun, ste
     changed = from_defaults({n: v for n, v in settings.items() if not n.startswith("algorithm.")})
     replaced = [n for n in settings if settings[n] != run.settings[n] and n != "run_dir"]
     rows = [run.rows[i] for i in spread_out(len(run.rows), CURVE_ROWS)]
+    leads = reward_leads(settings)
+    curves = [*sorted(CURVES, key=lambda m: leads and "accuracy" in m), "response_tokens_mean"]
     template = importlib.resources.files("dapo_jax.reporting") / "model_card.md"
     card = ModelCard.from_template(
         data,
@@ -102,35 +112,49 @@ def write_card(folder: pathlib.Path, config: ExportConfig, run: RecordedRun, ste
             ("setting", "here", "default"),
             [line for line in changed if not line[0].startswith(MACHINE_SETTINGS)],
         ),
-        scores=_table(SCORES, [*_run_scores(run, settings), *_evaluation_scores(run, step)]),
+        scores=_score_table(run, settings, step),
         curves=_table(
-            ("step", *CURVES), [[row["step"], *(value_at(row, m) for m in CURVES)] for row in rows]
+            ("step", *curves), [[row["step"], *(value_at(row, m) for m in curves)] for row in rows]
         ),
         replaced=[f"{name}={shlex.quote(settings[name])}" for name in replaced],
     )
     card.save(folder / CARD)
 
 
+def _score_table(run: RecordedRun, settings: dict[str, Any], step: int) -> str:
+    """Return the table of held-out scores; those that lead come first."""
+    columns = CORRECTNESS_SCORES | REWARD_SCORES
+    if reward_leads(settings):
+        columns = REWARD_SCORES | CORRECTNESS_SCORES
+    lines = [
+        [*line, *(scores.get(name) for name in columns)]
+        for *line, scores in [*_run_scores(run, settings), *_evaluation_scores(run, step)]
+    ]
+    return _table(("policy", "data", "k", *columns.values()), lines)
+
+
 def _run_scores(run: RecordedRun, settings: dict[str, Any]) -> Iterator[list[Any]]:
-    """Yield lines for the first and the last evaluation during the run."""
+    """Yield policy, data, k and scores of the first and the last evaluation during the run."""
     measured = [row for row in run.rows if "heldout_accuracy" in row]
     data = settings["data.heldout_source"] or settings["data.source"]
     for row in measured[:1] + measured[1:][-1:]:
-        values = (value_at(row, f"heldout_{name}") for name in HELDOUT)
-        yield [f"step {row['step']}", data, settings["evaluation.samples_per_problem"], *values]
+        scores = {n: value_at(row, f"heldout_{n}") for n in (*CORRECTNESS_SCORES, *REWARD_SCORES)}
+        yield [f"step {row['step']}", data, settings["evaluation.samples_per_problem"], scores]
 
 
 def _evaluation_scores(run: RecordedRun, step: int) -> Iterator[list[Any]]:
-    """Yield lines for evaluations of this step by `dapo-jax evaluate`."""
+    """Yield policy, data, k and scores of evaluations of this step by `dapo-jax evaluate`."""
     for path in sorted((run.folder / "evaluations").glob("*/report.json")):
         report = read_object(path.read_bytes()) or {}
         if str(report.get("policy")).endswith(f" step {step}"):
             data = without_paths({"data": report["data"]})["data"]
-            score = report["accuracy"]
             best = report["pass_at_k"][max(report["pass_at_k"], key=int)]["value"]
-            values = [score["value"], score["low"], score["high"], best]
-            values.append(report["majority"]["value"])
-            yield [f"step {step}", data, report["samples_per_problem"], *values]
+            scores = {"pass_at_k": best, "majority": report["majority"]["value"]}
+            for name in ("accuracy", "reward"):
+                score = report.get(name) or {}  # no reward in a report of an earlier version
+                scores[name] = score.get("value")
+                scores |= {f"{name}_{end}": score.get(end) for end in ("low", "high")}
+            yield [f"step {step}", data, report["samples_per_problem"], scores]
 
 
 def _value(value: Any) -> str:

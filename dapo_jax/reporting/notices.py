@@ -1,13 +1,14 @@
 """Notices about data and settings before training, and about the end of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
-from dapo_jax.reporting.alerts import reads_answers, settings_of
+from dapo_jax.data.sources import Source
+from dapo_jax.reporting.alerts import reads_answers, reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response
 
@@ -16,6 +17,8 @@ MAX_CUT = 0.5  # fraction of prompts that may be truncated; beyond it a run lear
 LIMIT_MULTIPLE = 64  # advised limits are multiples of this many tokens
 SHOWN_CHARACTERS = 200
 SPOT_SECONDS = 30.0  # longest notice before a spot machine is stopped
+MAX_LOOKED_AT = 1000  # problems of a source
+MAX_USUAL_RATE = 0.01
 WRITE_RATE = 0.5e9  # bytes per second from a host to a bucket; assumed, not measured
 
 
@@ -25,6 +28,31 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
     row = limit + config.sampler.max_response_tokens
     needs_rows = config.rows().row_tokens < row
     return f"{limit}{f' with packing.row_tokens of at least {row}' * needs_rows}"
+
+
+def _has_answers(source: Source) -> bool:
+    return any(problem.answer for problem in source.sample(MAX_LOOKED_AT))
+
+
+def rate_warnings(rate: float) -> Iterator[str]:
+    """Yield a warning about a learning rate with which training diverges."""
+    if rate > MAX_USUAL_RATE:
+        yield (
+            f"config.optimizer.learning_rate = {rate:g} is far above usual rates (1e-6 for "
+            "billions of parameters, 1e-3 for a million): training will probably diverge"
+        )
+
+
+def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]:
+    """Yield warnings about settings that are allowed but probably mistakes."""
+    yield from rate_warnings(config.optimizer.learning_rate)
+    files = [source for source in sources if not source.generated]
+    functions = [name for name in config.reward.weights() if ":" in name]
+    if files and functions and not any(map(_has_answers, files)):
+        yield (
+            f"no problem of {', '.join(source.name for source in files)} has an answer: "
+            f"{', '.join(functions)} receives answer = '' (config.data.fields names the field)"
+        )
 
 
 def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> None:
@@ -103,6 +131,22 @@ def warn_about_warmup(config: Config, progress: Progress) -> None:
         )
 
 
+def describe_scores(scores: dict[str, Any], reward_leads: bool) -> str:
+    """Return held-out scores as a text; empty without any.
+
+    Args:
+        scores: metrics of an evaluation, or a summary with scores before and after a run.
+        reward_leads: True if no response counts as correct, so that accuracy is left out.
+    """
+    texts = []
+    for name in ("reward",) if reward_leads else ("accuracy", "reward"):
+        keys = [f"heldout_{name}{when}" for when in ("", "_before", "_after")]
+        values = [scores[key] for key in keys if key in scores]
+        if values and None not in values:
+            texts.append(f"{name} {' -> '.join(f'{value:.3f}' for value in values)}")
+    return f"held-out {', '.join(texts)}" if texts else ""
+
+
 def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress: Progress) -> None:
     """Print that a run is finished, with the commands that can follow.
 
@@ -111,16 +155,15 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
         longer: True if the run can resume with a larger `total_steps`.
     """
     steps = summary["steps"]
-    before = summary["heldout_accuracy_before"]
-    after = summary["heldout_accuracy_after"]
-    scores = "" if before is None or after is None else f", held-out {before:.3f} -> {after:.3f}"
+    change = describe_scores(summary, reward_leads(settings_of(config)))
+    scores = f", {change}" if change else ""
     resume = [f"  resume      --config.total_steps={2 * steps}"] if longer else []
     for line in (
         f"{config.run_dir} is already finished: {steps} steps{scores}",
         *resume,
         "  start over  --config.run_dir=FOLDER",
         "  evaluate    dapo-jax evaluate, with the same arguments",
-        f"  export      dapo-jax export --run={config.run_dir} --out=FOLDER",
+        f"  export      dapo-jax export {config.run_dir} --out=FOLDER",
     ):
         progress.say(escape(line))
 

@@ -1,4 +1,4 @@
-"""Scores of an evaluation: avg@k, pass@k, maj@k with intervals, and response statistics.
+"""Scores of an evaluation: avg@k, reward, pass@k, maj@k with intervals, response statistics.
 
 Responses to the same question are samples of one problem: a benchmark file that repeats its
 problems 32 times and is sampled once gives avg@32, not mean@1. Intervals resample problems, never
@@ -49,6 +49,7 @@ class Response:
     subject: str = ""
     level: str = ""
     turns: Sequence[Any] = ()  # of a multi-turn trajectory: [speaker, tokens, text] each
+    reward: float | None = None  # sum of the weighted parts; None: not a finite number
 
     @property
     def policy_turns(self) -> int:
@@ -98,6 +99,7 @@ class Report:
     repeated_problems: int  # problems that the file lists more than once
     most_listings: int  # times that the file lists a problem at most
     accuracy: Estimate  # avg@k
+    reward: Estimate | None  # None if no response has a reward
     pass_at_k: dict[int, Estimate]  # by k = 1, 2, 4, ..
     majority: Estimate  # maj@k
     response_tokens: float
@@ -256,6 +258,20 @@ def _reflection(problems: list[list[Response]], seed: int) -> Reflection | None:
     return Reflection(len(rows), *results)
 
 
+def _reward(problems: list[list[Response]], seed: int) -> Estimate | None:
+    """Return the mean reward; equal rewards have no interval, since their bounds are unknown."""
+    known = [[sample.reward for sample in samples] for samples in problems]
+    rewards = [[x for x in values if x is not None] for values in known]
+    rewards = [values for values in rewards if values]
+    if not rewards:
+        return None
+    means = np.array([[_mean(values)] for values in rewards])
+    if not np.ptp(means):
+        return Estimate(float(means[0, 0]), None, None)
+    (estimate,) = estimates(means, np.array([len(values) for values in rewards]), seed)
+    return estimate
+
+
 def _rows(problems: list[list[Response]], field: str, seed: int) -> list[Row]:
     """Return the accuracy by value of a field; empty if the data lacks the field."""
     members: dict[str, list[list[Response]]] = {}
@@ -310,6 +326,7 @@ def make_report(
         repeated_problems=sum(count > 1 for count in listings),
         most_listings=max(listings),
         accuracy=accuracy,
+        reward=_reward(problems, seed),
         pass_at_k=dict(zip(powers, passes, strict=True)),
         majority=majority,
         response_tokens=tokens / len(responses),

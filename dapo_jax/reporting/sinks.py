@@ -111,15 +111,17 @@ class TensorBoardEvents(Sink):
 class CurvesPicture(Sink):
     """The picture curves.png, drawn when the run is finished."""
 
-    def __init__(self, run_dir: Folder, rows: MetricRows, storage: Storage):
+    def __init__(self, run_dir: Folder, rows: MetricRows, storage: Storage, reward_leads: bool):
         self._run_dir = run_dir
         self._rows = rows
+        self._reward_leads = reward_leads
         self._storage = storage
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         picture = self._run_dir / "curves.png"
         rows = self._rows.read()
-        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, str(self._run_dir)))
+        title, leads = str(self._run_dir), self._reward_leads
+        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, title, leads))
 
 
 class RolloutFiles(Sink):

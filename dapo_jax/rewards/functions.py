@@ -2,17 +2,19 @@
 
 A reward function `(prompt, response, answer) -> float` may be `async`, may name `tokens`, and may
 return a number per token or spans of the text. If it names `responses`, one call rewards all
-responses to a prompt. Workers call it unless the user asked for `in_process=True`.
+responses to a prompt. Any other argument is a column of the problem's row. Workers call it unless
+the user asked for `in_process=True`.
 """
 
 import asyncio
 import inspect
 import itertools
+import json
 import math
 import operator
 import re
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +24,7 @@ from dapo_jax.config.user_code import describe_error, resolve
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.workers.pickled_functions import find_registered
+from dapo_jax.structs import WantedColumns
 
 TOKENS = "tokens"  # optional argument: the text of each token of the response
 
@@ -33,6 +36,7 @@ class ResponseCall(NamedTuple):
     response: str
     answer: str
     tokens: list[str] | None = None
+    columns: str = ""  # JSON of `Problem.columns`
 
 
 class GroupCall(NamedTuple):
@@ -43,7 +47,11 @@ class GroupCall(NamedTuple):
     answer: str
     lengths: list[int]
     correct: list[bool]
+    columns: str = ""  # JSON of `Problem.columns`
 
+
+RESPONSE_ARGUMENTS = ResponseCall._fields[:3]
+GROUP_ARGUMENTS = GroupCall._fields[:-1]
 
 Call = ResponseCall | GroupCall
 
@@ -107,10 +115,11 @@ def find_functions(names: Sequence[str]) -> dict[str, Callable]:
         functions[name] = function or resolve("reward.parts", name)
     for name, function in functions.items():
         try:
-            inspect.signature(function).bind(**dict.fromkeys(arguments(function)))
+            names = (*arguments(function), *column_names(function).required)
+            inspect.signature(function).bind(**dict.fromkeys(names))
         except (TypeError, ValueError) as error:
             calls = " or ".join(
-                f"({'=, '.join(call)}=)" for call in (ResponseCall._fields[:3], GroupCall._fields)
+                f"({'=, '.join(call)}=)" for call in (RESPONSE_ARGUMENTS, GROUP_ARGUMENTS)
             )
             reason = f"{error}; a reward is called as {calls}"
             raise ConfigError(f"config.reward.parts = {name!r}: {reason}") from None
@@ -118,16 +127,35 @@ def find_functions(names: Sequence[str]) -> dict[str, Callable]:
 
 
 def arguments(function: Callable) -> tuple[str, ...]:
-    """Return the names of the arguments that a reward function is called with."""
+    """Return the names of the arguments that a reward function is called with, before columns."""
     parameters = inspect.signature(function).parameters
     if "responses" in parameters:
-        return GroupCall._fields
-    return ResponseCall._fields if TOKENS in parameters else ResponseCall._fields[:3]
+        return GROUP_ARGUMENTS
+    return (*RESPONSE_ARGUMENTS, TOKENS) if TOKENS in parameters else RESPONSE_ARGUMENTS
+
+
+def column_names(function: Callable) -> WantedColumns:
+    """Return the columns that a reward function takes: its further arguments, or `**columns`."""
+    own = arguments(function)
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    further = [p for p in named if p.name not in own]
+    required = frozenset(p.name for p in further if p.default is p.empty)
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return WantedColumns(required, frozenset(p.name for p in further) - required, every)
+
+
+def wanted_columns(functions: Iterable[Callable]) -> WantedColumns:
+    """Return the columns that any of the functions takes."""
+    wanted = [column_names(function) for function in functions]
+    required = frozenset[str]().union(*(own.required for own in wanted))
+    optional = frozenset[str]().union(*(own.optional for own in wanted))
+    return WantedColumns(required, optional, any(own.every for own in wanted))
 
 
 def sees_group(function: Callable) -> bool:
     """Return whether one call rewards all responses to a prompt."""
-    return arguments(function) == GroupCall._fields
+    return arguments(function) == GROUP_ARGUMENTS
 
 
 def is_async(function: Callable) -> bool:
@@ -248,11 +276,22 @@ async def _await_all(values: Sequence[Any], seconds: float) -> list[Any]:
     return await asyncio.gather(*map(result, values), return_exceptions=True)
 
 
+def _select_columns(function: Callable, columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that a function takes, and an object that is the answer."""
+    wanted = column_names(function)
+    names = wanted.required | wanted.optional
+    if wanted.every:
+        names = columns.keys() - set(arguments(function))
+    return {name: value for name, value in columns.items() if name in names or name == "answer"}
+
+
 def _call(function: Callable, call: Call) -> Any:
     """Return the value of a function, or the exception that it raised."""
     values = {name: getattr(call, name) for name in arguments(function)}
     # Lists are copied, since a function may change its own.
     copies = {k: list(v) if isinstance(v, list) else v for k, v in values.items()}
+    if call.columns:
+        copies |= _select_columns(function, json.loads(call.columns))
     try:
         return function(**copies)
     except Exception as error:

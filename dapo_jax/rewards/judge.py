@@ -1,5 +1,6 @@
 """Scoring of finished groups: verdicts of the pool, scores of a reward model, rewards."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
@@ -12,6 +13,8 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.pool import gather_results
 from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict, with_texts
+
+NOTICE_SECONDS = 20.0  # of waiting for rewards until a line names the function
 
 
 class Pending(NamedTuple):
@@ -51,6 +54,7 @@ class Judge:
         self._model = model
         self._should_abort = should_abort
         self._decode_all = decode_all
+        self._notice_seconds = NOTICE_SECONDS
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
         """Decode the responses, and submit them if this process scores the prompt."""
@@ -68,7 +72,7 @@ class Judge:
             [group.prompt.index for group in pending],
             [group.verdicts for group in pending],
             vars,
-            self._should_abort,
+            self._watch(pending),
             "verdicts",
         )
         if results is None:
@@ -80,6 +84,26 @@ class Judge:
                 reward_group(self._config, group.prompt, group.completions, verdicts, model_scores)
             )
         return groups
+
+    def _watch(self, pending: list[Pending]) -> Callable[[], bool]:
+        """Return `should_abort`, which also prints a line if rewards take long; then rarer ones."""
+        start = time.monotonic()
+
+        def should_abort() -> bool:
+            seconds = time.monotonic() - start
+            if seconds >= self._notice_seconds:
+                self._notice_seconds = 2 * seconds
+                waiting = sum(not verdict.done() for group in pending for verdict in group.verdicts)
+                reward = self._config.reward
+                processes.print_error(
+                    f"warning: waiting {seconds:.0f} s for rewards, {waiting} responses left: "
+                    f"{', '.join(self._pool.running) or 'the verifier'} is running "
+                    f"(reward.workers = {reward.workers}, "
+                    f"reward.timeout_seconds = {reward.timeout_seconds:g})"
+                )
+            return self._should_abort()
+
+        return should_abort
 
     def close(self) -> None:
         """End the worker processes."""

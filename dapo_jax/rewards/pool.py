@@ -1,10 +1,12 @@
 """Pool of reward workers: threads that verify and reward responses in killable processes."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -118,6 +120,8 @@ class _Parts:
         self.any_of_group = bool(self._of_group)
         self.any_with_tokens = any(TOKENS in arguments(f) for f in functions.values())
         self._copies = FunctionCopies(in_workers)
+        self._running: collections.Counter[str] = collections.Counter()  # calls by function
+        self._lock = threading.Lock()
         self._queue: collections.deque[tuple[Call, Future[PartsReply]]] = collections.deque()
         self._async_pool = WorkerPool(
             1, lambda: _AsyncWorker(self._open(self._async_names)), "async-reward"
@@ -135,17 +139,34 @@ class _Parts:
     def kills(self) -> int:
         return self._async_pool.kills
 
+    def running(self) -> list[str]:
+        """Return the names of the functions that are being called."""
+        with self._lock:
+            return sorted(+self._running)
+
+    @contextlib.contextmanager
+    def _calling(self, names: Collection[str]) -> Iterator[None]:
+        with self._lock:
+            self._running.update(names)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.subtract(names)
+
     def _select(self, names: Sequence[str], call: Call) -> list[str]:
         is_group = isinstance(call, GroupCall)
         return [name for name in names if (name in self._of_group) == is_group]
 
     def compute(self, call: Call, worker: RestartingWorker) -> PartsReply:
         """Return the rewards of this process and of a worker, without async functions there."""
-        (own,) = compute(self._in_process, [call], self._seconds)
+        with self._calling(self._select([*self._in_process], call)):
+            (own,) = compute(self._in_process, [call], self._seconds)
         names = self._select(self._names, call)
         if not names:
             return own
-        (reply,) = self._ask(worker, [call], self._seconds, f"{names[0]}: ")
+        with self._calling(names):
+            (reply,) = self._ask(worker, [call], self._seconds, f"{names[0]}: ")
         return PartsReply(own.parts | reply.parts, own.broken or reply.broken)
 
     def submit_async(self, call: Call) -> list[Future[PartsReply]]:
@@ -162,7 +183,9 @@ class _Parts:
         batch = [self._queue.popleft() for _ in range(count)]
         if batch:
             seconds = self._seconds + GRACE_SECONDS
-            replies = self._ask(workers.parts, [call for call, _ in batch], seconds)
+            names = {name for call, _ in batch for name in self._select(self._async_names, call)}
+            with self._calling(names):
+                replies = self._ask(workers.parts, [call for call, _ in batch], seconds)
             for (_, future), reply in zip(batch, replies, strict=True):
                 future.set_result(reply)
 
@@ -238,6 +261,11 @@ class RewardPool:
         """Number of worker processes that had to be killed."""
         return self._pool.kills + self._parts.kills
 
+    @property
+    def running(self) -> list[str]:
+        """Names of the reward functions that are being called."""
+        return self._parts.running()
+
     def submit(
         self,
         prompt: str,
@@ -247,6 +275,7 @@ class RewardPool:
         metadata: str = "",
         tokens: Sequence[int] = (),
         drawn: int | None = None,
+        columns: str = "",
     ) -> Future[Verdict]:
         """Return the future verdict on one response, without functions that see the group.
 
@@ -257,10 +286,11 @@ class RewardPool:
             tokens: tokens of the response; of a trajectory, of its last turn.
             drawn: number of sampled tokens of a trajectory; rewards of tokens are placed on the
                 last ones.
+            columns: of the problem's row, for the functions.
         """
         split = functools.cache(lambda: present(self._split, "split")(tokens))
         pieces = split() if self._parts.any_with_tokens else None
-        call = ResponseCall(prompt, response, answer, pieces)
+        call = ResponseCall(prompt, response, answer, pieces, columns)
         before = (len(tokens) if drawn is None else drawn) - len(tokens)
 
         def place(value: list) -> np.ndarray:
@@ -284,6 +314,7 @@ class RewardPool:
                 prompt.metadata,
                 completion.last_turn.tolist(),
                 len(completion),
+                prompt.columns,
             )
             for completion in completions
         ]
@@ -295,7 +326,8 @@ class RewardPool:
             lengths = [len(completion) for completion in completions]
             correct = [bool(v.correct and n) for v, n in zip(results, lengths, strict=True)]
             texts = [completion.text for completion in completions]
-            call = GroupCall(prompt.text, texts, prompt.answer, lengths, correct)
+            own = (texts, prompt.answer, lengths, correct, prompt.columns)
+            call = GroupCall(prompt.text, *own)
             reply = self._pool.submit(lambda workers: self._parts.compute(call, workers.parts))
             _when_done([reply, *self._parts.submit_async(call)], replies.set_result)
 

@@ -172,10 +172,11 @@ class Collection(Generic[Pending]):
     def _add(self, group: Group) -> None:
         index, correct = group.prompt.index, int(group.correct.sum())
         self._scored[index] = group
-        if correct in (0, len(group.correct)):
+        has_signal = carries_signal(group, self.config.reward)
+        if not has_signal:
             self._uniform[correct > 0] += 1
         every = not self.config.algorithm.dynamic_sampling
-        if not group.broken and (every or carries_signal(group, self.config.reward)):
+        if not group.broken and (every or has_signal):
             self._kept.add(index)
 
     def take_unwritten(self) -> list[Group]:
@@ -205,6 +206,8 @@ class Collection(Generic[Pending]):
     def describe(self) -> str:
         """Return the progress as a line for the console."""
         counts = f"all right {self._uniform[True]}, all wrong {self._uniform[False]}"
+        if self.config.reward.correct == "spread":
+            counts = f"no spread {self._uniform.total()}"
         return f"{len(self._kept)}/{self._wanted} groups kept ({counts})"
 
     def all_broken(self) -> bool:
@@ -257,12 +260,15 @@ def _check_starved(config: Config, batch: CollectedGroups) -> None:
     if batch.broken and not batch.judged:
         raise Starved(f"the reward failed in every group, first: {batch.broken[0].broken}")
     if batch.starved and config.rollout.when_starved == "stop":
+        counts = f"{batch.all_right} were all right and {batch.all_wrong} all wrong"
+        if config.reward.correct == "spread":
+            counts = f"{len(batch.judged) - batch.with_signal} had no spread of rewards"
         raise Starved(
             f"only {len(batch.groups)} of {config.rollout.prompts_per_step} groups carried "
             f"signal after config.rollout.max_sample_rounds = {config.rollout.max_sample_rounds}: "
-            f"of {len(batch.judged)} groups {batch.all_right} were all right and "
-            f"{batch.all_wrong} all wrong. Change the data's difficulty or samples_per_prompt, "
-            "or set config.rollout.when_starved=partial to train on the groups there are"
+            f"of {len(batch.judged)} groups {counts}. Change the data's difficulty or "
+            "samples_per_prompt, or set config.rollout.when_starved=partial to train on the groups "
+            "there are"
         )
 
 

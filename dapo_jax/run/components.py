@@ -28,8 +28,10 @@ from dapo_jax.model.trainable import (
     join,
     without_adapters,
 )
+from dapo_jax.reporting.alerts import reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MAX_CUT, fitting
+from dapo_jax.rewards.functions import find_functions, wanted_columns
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.source import RolloutSource
@@ -277,11 +279,13 @@ def open_prompts(
     training: bool = True,
 ) -> PromptStream:
     """Return the prompts of the config's problems, as environments open them."""
+    functions = find_functions(list(config.reward.weights()))
     return PromptStream(
         config.data,
         config.seed,
         tokenizer,
         needs_answer=config.reward.needs_answer(),
+        columns=wanted_columns(functions.values()),
         training=training,
         opening=environments.open if environments else lambda problem: problem,
         tools=tool_schemas(config.environment),
@@ -292,7 +296,7 @@ def build(
     config: Config, *, training: bool = True, should_abort: Callable[[], bool] = lambda: False
 ) -> Components:
     """Build the components of a run; compile nothing yet. Raises `ConfigError`."""
-    progress = Progress(config.log.console)
+    progress = Progress(config.log.console, reward_leads(settings_of(config)))
     with progress.working(f"loading {config.model.folder}"):
         hook = config.algorithm.token_weights
         token_weights = resolve("algorithm.token_weights", hook) if hook else None

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
@@ -20,7 +21,7 @@ from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.model.trainable import join
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
-from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
+from dapo_jax.reporting.scores import REFLECTION, Estimate, Report, Response, make_report
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rewards.judge import Pending
@@ -28,6 +29,7 @@ from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.same_run import check_frozen, warn_about_heldout
 from dapo_jax.run.components import Components, build, check_data, check_processes
+from dapo_jax.run.export import newest_export
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.signals import Signals
@@ -107,10 +109,16 @@ def heldout_metrics(report: Report) -> dict[str, float]:
         "heldout_accuracy": report.accuracy.value,
         "heldout_accuracy_low": report.accuracy.low,
         "heldout_accuracy_high": report.accuracy.high,
+        **_reward_metrics(report.reward),
         "heldout_pass_at_k": report.pass_at_k[max(report.pass_at_k)].value,
         "heldout_majority": report.majority.value,
     } | {f"heldout_{name}": getattr(report, name) for name in MEANS}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _reward_metrics(reward: Estimate | None) -> dict[str, float | None]:
+    ends = {"": reward.value, "_low": reward.low, "_high": reward.high} if reward else {}
+    return {f"heldout_reward{end}": value for end, value in ends.items()}
 
 
 def stamp(config: Config, policy: str) -> dict[str, Any]:
@@ -127,8 +135,8 @@ def stamp(config: Config, policy: str) -> dict[str, Any]:
 def make_responses(group: Group) -> Iterator[Response]:
     """Yield the responses of a scored group."""
     prompt = group.prompt
-    scored = zip(group.completions, group.verdicts, group.correct, strict=True)
-    for completion, verdict, correct in scored:
+    scored = zip(group.completions, group.verdicts, group.correct, group.rewards, strict=True)
+    for completion, verdict, correct, reward in scored:
         yield Response(
             problem=prompt.id,
             index=prompt.index,
@@ -147,6 +155,7 @@ def make_responses(group: Group) -> Iterator[Response]:
             subject=prompt.subject,
             level=prompt.level,
             turns=trajectory_fields(completion).get("turns", ()),
+            reward=float(reward) if math.isfinite(reward) else None,
         )
 
 
@@ -259,7 +268,9 @@ def check_same_evaluation(folder: Folder, settings: dict[str, Any], saved: dict[
 DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
     "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
-    "reward.percent reward.correct reward.threshold reward.components"
+    "reward.percent reward.correct reward.threshold reward.parts reward.model_folder "
+    "algorithm.reward_correct algorithm.reward_wrong algorithm.overlong_punishment "
+    "algorithm.overlong_buffer_share"
 ).split()
 
 
@@ -290,10 +301,11 @@ def params_digest(params: Any) -> str:
 def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dict[str, Any]:
     """Return the values, by name, that must not change when an evaluation resumes."""
     problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
+    columns = [p.columns for p in prompts if p.columns]
     return {
         "policy_digest": params_digest(params),
         "problems": len(problems),
-        "problems_digest": _digest(problems),
+        "problems_digest": _digest([*problems, *columns]),
     } | {name: value for name, _, value in leaves(config) if name in DECIDING}
 
 
@@ -382,8 +394,10 @@ def sample_missing(
     return [file.responses[key] for key in keys if key in file.responses]
 
 
-def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
-    """Evaluate the latest checkpoint in run_dir, or the model folder if `from_folder`.
+def evaluate(
+    config: Config, *, from_folder: bool = False, signals: Signals | None = None
+) -> dict[str, Any] | None:
+    """Evaluate the latest checkpoint in run_dir, or the model folder or run if `from_folder`.
 
     Prints the report and writes it beside the responses. Returns its main scores, or None if a
     signal stopped the evaluation; the same call then resumes it.
@@ -393,8 +407,12 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             don't fit together.
     """
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(Signals(config.checkpoint.leave_seconds))
+        signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))
         check_processes(config)
+        if from_folder:
+            folder = newest_export(config.model.folder, "model.folder")
+            model = dataclasses.replace(config.model, folder=folder)
+            config = dataclasses.replace(config, model=model)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)
         components = build(config, training=False, should_abort=signals.received_locally)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from dapo_jax.config.experiment import ExportConfig, Lora
 from dapo_jax.data.policies import gguf_files, model_path
@@ -19,12 +20,19 @@ from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.reporting import model_card
 from dapo_jax.reporting.model_card import TAG
-from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
+from dapo_jax.run.checkpointing.checkpoints import (
+    CHECKSUMS,
+    SavedPolicy,
+    checkpoint_folder,
+    latest_valid,
+)
 from dapo_jax.run.checkpointing.same_run import check_frozen
-from dapo_jax.runtime.settings import ConfigError, check_values, require
-from dapo_jax.runtime.storage.output_folder import EXPORTED, OWN_PREFIX, check_free, replace
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError, check_values, read_json, require
+from dapo_jax.runtime.storage.output_folder import EXPORTED, MARK, OWN_PREFIX, check_free, replace
 from dapo_jax.structs import present
 
+EXPORTS = "exported"  # in run_dir: exports of checkpoints that were used as models
 HUB_FIELD = "push_to_hub"
 # Names of all files that the command may write.
 WRITTEN = (
@@ -173,6 +181,43 @@ def export(config: ExportConfig) -> pathlib.Path:
     if repository:
         print(f"sent to {push(out, config, repository, WRITTEN)}")
     return out
+
+
+def newest_export(folder: str, field: str) -> str:
+    """Return the model folder of a run's newest checkpoint; other folders as they are.
+
+    The export is made once, in run_dir/exported. Every process calls it.
+
+    Raises:
+        ConfigError: there is no valid checkpoint, or it can't be exported; says what to run.
+    """
+    settings = pathlib.Path(folder, "config.json")
+    if not (settings.is_file() and load_huggingface.is_settings(read_json(settings, field))):
+        return folder
+    step = latest_valid(folder, field=field)
+    require(step is not None, field, folder, "a model folder, or a run that has saved")
+    exports = pathlib.Path(folder, EXPORTS)
+    out = exports / f"{pathlib.Path(folder).resolve().name}-step{step}"
+    saved = pathlib.Path(checkpoint_folder(folder), str(step), CHECKSUMS)
+
+    def is_exported() -> bool:
+        mark = out / MARK
+        return mark.exists() and mark.stat().st_mtime_ns >= saved.stat().st_mtime_ns
+
+    if processes.broadcast_from_host0(is_exported, "export of a run"):
+        return str(out)
+    try:
+        if processes.count() > 1:
+            raise ConfigError("only one process can export it")
+        exports.mkdir(exist_ok=True)
+        with FileLock(exports / "lock"):
+            if not is_exported():  # another process may have made it meanwhile
+                export(ExportConfig(run=folder, out=str(out), step=present(step, "step")))
+    except (ConfigError, OSError) as error:
+        command = load_huggingface.export_command(folder)
+        problem = f"can't export the run into its folder ({error}); export it first: {command}"
+        raise ConfigError(f"config.{field} = {folder!r}: {problem}", field) from None
+    return str(out)
 
 
 def check_names(config: ExportConfig) -> None:

@@ -5,11 +5,9 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
@@ -25,6 +23,7 @@ from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_parti
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.source import NoJournal, SourceState
 from dapo_jax.run import evaluation
+from dapo_jax.run.callbacks import Callbacks
 from dapo_jax.run.checkpointing import same_run
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
@@ -46,7 +45,6 @@ from dapo_jax.train import Trainer, TrainerState, train_step
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems
 SHOWN_BROKEN_GROUPS = 3
-OnStep = Callable[[int, dict[str, float]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +64,6 @@ class Run:
     Attributes:
         state: after the newest step.
         progress: of the run, beside the state.
-        on_step: receives every finished step and its metrics; True ends the run.
     """
 
     components: Components
@@ -76,7 +73,6 @@ class Run:
     store: RunStore
     files: RunFiles
     signals: Signals
-    on_step: OnStep | None = None
 
     def __post_init__(self):
         self._alerts = Alerts(self.components.config, self.files.rows())
@@ -92,7 +88,8 @@ class Run:
         if values:
             progress.heldout_before = values["heldout_accuracy"]
             self.files.write_row(0, values)
-            console.say(f"held-out accuracy before training: {progress.heldout_before:.3f}")
+            scores = notices.describe_scores(values, console.reward_leads)
+            console.say(f"before training: {scores}")
         notices.warn_about_answers(
             responses or self._first_responses(), self.components.config, console
         )
@@ -175,9 +172,6 @@ class Run:
         if isinstance(self.store.journal, RolloutJournal) and processes.is_first():
             with suppress_storage_errors():  # else after the next step
                 self.store.journal.forget(max(find_steps(config.run_dir), default=0))
-        ends = self.on_step(step, values) if self.on_step else None
-        if isinstance(ends, bool | np.bool_) and ends:
-            self.signals.received = self.signals.received or "on_step"
 
     def save(self) -> None:
         """Start writing a checkpoint. Raises `NotSaved`, `NotFinite`."""
@@ -211,23 +205,29 @@ class Run:
 
     def _finish(self) -> dict[str, Any]:
         rows, progress, console = self.files.rows(), self.progress, self.components.progress
-        before = progress.heldout_before
-        after = rows[-1].get("heldout_accuracy") if rows else None
+        config = self.components.config
+        first = rows[0] if rows and rows[0].get("step") == 0 else {}
+        last = rows[-1] if rows else {}
+        scores = {
+            "heldout_accuracy_before": progress.heldout_before,
+            "heldout_accuracy_after": last.get("heldout_accuracy"),
+        }
+        rewards = {
+            "heldout_reward_before": first.get("heldout_reward"),
+            "heldout_reward_after": last.get("heldout_reward"),
+        }
         summary = {
             "steps": self.state.step,
-            "heldout_accuracy_before": before,
-            "heldout_accuracy_after": after,
+            **(rewards | scores if console.reward_leads else scores | rewards),
             "seconds": round(progress.seconds, 1),
-            "seed": self.components.config.seed,
+            "seed": config.seed,
             "megabytes_per_device": resident_megabytes(self.components, self.state),
         }
         self.files.write_summary(summary)
-        if before is not None and after is not None:
-            console.say(
-                f"[bold]held-out accuracy {before:.3f} -> {after:.3f}[/] after {self.state.step} "
-                f"steps in {progress.seconds:.0f} s"
-            )
-        if self.components.config.log.report:
+        if change := notices.describe_scores(summary, console.reward_leads):
+            seconds = f"{progress.seconds:.0f} s"
+            console.say(f"[bold]{change}[/] after {self.state.step} steps in {seconds}")
+        if config.log.report:
             write_own_page(self.files.folder, console)
         console.say(f"metrics, rollouts and pictures are in {escape(str(self.files.folder))}")
         return summary
@@ -303,7 +303,7 @@ def open_run(
     config: Config,
     signals: Signals,
     stack: contextlib.ExitStack,
-    on_step: OnStep | None = None,
+    callbacks: Callbacks | None = None,
 ) -> Run:
     """Open the run of `config.run_dir`, from its newest checkpoint or from the beginning.
 
@@ -316,9 +316,14 @@ def open_run(
     stack.enter_context(console.compilation())
     stack.callback(components.close)
     storage = Storage(lambda text: console.warn(escape(text)))
-    checkpoints = stack.enter_context(Checkpoints(folder, config.checkpoint, storage))
+    callbacks = callbacks or Callbacks(signals)
+    checkpoints = stack.enter_context(
+        Checkpoints(folder, config.checkpoint, storage, callbacks.on_checkpoint)
+    )
     check_data([*components.prompts.sources, *components.prompts.heldout])
     notices.announce_data(config, components.prompts, console)
+    for text in notices.setting_warnings(config, components.prompts.sources):
+        console.warn(escape(text))
     notices.warn_about_rounding(config, console)
     notices.warn_about_warmup(config, console)
     now = describe_run(components)
@@ -341,6 +346,7 @@ def open_run(
     files = stack.enter_context(
         RunFiles(config, folder, storage, components.tokenizer, last_row, console)
     )
+    files.sinks.append(callbacks)
     if step is None:
         files.write_settings()
     journal: RolloutJournal | NoJournal = NoJournal()
@@ -350,7 +356,7 @@ def open_run(
         journal = RolloutJournal(folder, identity, storage, components.tokenizer.decode)
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
     store = RunStore(checkpoints, now, storage, journal)
-    return Run(components, trainer, state, progress, store, files, signals, on_step)
+    return Run(components, trainer, state, progress, store, files, signals)
 
 
 def describe_run(components: Components) -> Record:
@@ -404,13 +410,13 @@ def finished(config: Config) -> dict[str, Any] | None:
 
 
 def train(
-    config: Config, on_step: OnStep | None = None, signals: Signals | None = None
+    config: Config, signals: Signals | None = None, callbacks: Callbacks | None = None
 ) -> dict[str, Any] | None:
     """Train to the last step, from the newest checkpoint if there is one.
 
     Args:
-        on_step: receives every finished step and its metrics; True ends the run, as a signal does.
         signals: not entered yet; holds afterwards what ended the run.
+        callbacks: receive what the run reports; they may end it, as a signal does.
 
     Returns the summary, or None if a signal ended the run early; it has then been saved.
 
@@ -420,13 +426,15 @@ def train(
         NotSaved: the run has ended, and its last checkpoint could not be written.
         NotFinite: a checkpoint or every update is not finite; nothing more has been saved.
         KeyboardInterrupt: Ctrl-C, after the save, unless this is a command.
+        Exception: the first one of a callback, after the save.
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))
         check_processes(config)
         if (summary := finished(config)) is not None:
             return summary
-        run = open_run(config, signals, stack, on_step)
+        callbacks = callbacks or Callbacks(signals)
+        run = open_run(config, signals, stack, callbacks)
         try:
             run.begin()
             if run.progress.unwritten is not None:
@@ -434,7 +442,7 @@ def train(
             while run.state.step < config.total_steps:
                 run.step()
             signals.at_safe_place()
-            return run.finish()
+            summary = run.finish()
         except Interrupted:
             signals.at_safe_place()
             run.keep()
@@ -442,8 +450,10 @@ def train(
                 f"stopped by {signals.received} after step {run.state.step}; saved in "
                 f"{escape(config.run_dir)}. The same command resumes from there"
             )
-            return None
+            summary = None
         except (Starved, ConfigError):  # or a user function that failed
             signals.at_safe_place()
             run.keep()
             raise
+        callbacks.raise_error()
+        return summary

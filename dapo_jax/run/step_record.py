@@ -35,7 +35,8 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
 
 def _host_metrics(config: Config, record: StepRecord) -> dict[str, float]:
     """Return the metrics that do not depend on the updates."""
-    values = rollout_metrics(record.rollouts.batch, record.rollouts.counts, record.step)
+    rollouts, min_spread = record.rollouts, config.reward.min_spread
+    values = rollout_metrics(rollouts.batch, rollouts.counts, record.step, min_spread)
     if record.minibatches and record.feedback and record.advantages is not None:
         arrays = record.feedback, record.advantages, record.returns
         values |= feedback_metrics(config.algorithm, *arrays)

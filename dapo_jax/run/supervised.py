@@ -45,6 +45,7 @@ from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import add_up, feedback_metrics
+from dapo_jax.reporting.notices import rate_warnings
 from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
@@ -190,7 +191,7 @@ def open_examples(
     examples = read_examples(data, tokenizer, config.packing.row_tokens, forms)
     processes.check_same(lambda: {f"the data of {data.source}": examples.digest()})
     progress.say(escape(f"data: {examples.notes}"))
-    for warning in examples.warnings:
+    for warning in [*examples.warnings, *rate_warnings(config.optimizer.learning_rate)]:
         progress.warn(escape(warning))
     count, size = len(examples.training), getattr(config, per_step)
     require(size <= count, per_step, size, f"at most {count}, the number of training examples")

@@ -4,28 +4,16 @@ A jitted function is freed together with its compiled code. Tracing and lowering
 longer than a small run trains.
 """
 
+import collections
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 from jax.sharding import Mesh
 
 MAX_KEPT = 8  # a run has two or three; compiled code takes device memory
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call that makes programs; equal calls have equal `key`."""
-
-    make: Callable[[], Any] = dataclasses.field(compare=False)
-    key: tuple[Hashable, ...]
-
-
-@functools.lru_cache(MAX_KEPT)
-def _kept(call: _Call) -> Any:
-    return call.make()
+_kept: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()  # oldest use first
 
 
 def keep(make: Callable[..., Any], *arguments: Any, frozen: Any = None, **options: Any) -> Any:
@@ -36,13 +24,18 @@ def keep(make: Callable[..., Any], *arguments: Any, frozen: Any = None, **option
     if frozen:
         return make(*arguments, frozen=frozen, **options)
     key = (make, *map(_key, arguments), *options, *map(_key, options.values()))
-    copies = {name: _copy(value) for name, value in options.items()}
-    return _kept(_Call(functools.partial(make, *map(_copy, arguments), **copies), key))
+    if key not in _kept:
+        copies = {name: _copy(value) for name, value in options.items()}
+        _kept[key] = make(*map(_copy, arguments), **copies)
+    _kept.move_to_end(key)
+    if len(_kept) > MAX_KEPT:
+        _kept.popitem(last=False)
+    return _kept[key]
 
 
 def forget_programs() -> None:
     """Drop all kept programs; the next run traces and compiles again."""
-    _kept.cache_clear()
+    _kept.clear()
 
 
 def _copy(argument: Any) -> Any:

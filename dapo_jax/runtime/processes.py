@@ -35,6 +35,7 @@ JOIN_TIMEOUT_SECONDS = 300
 HEARTBEAT_TIMEOUT_SECONDS = 15  # then JAX aborts the processes that wait for a dead one
 EXIT_SECONDS = 3  # processes that fail for the same reason print and exit within
 PEER_LOST = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
+SIGNAL_CODE = 128  # plus the signal's number: exit code of a command that a signal stopped
 CACHE_DIR = "jax_compilation_cache_dir"
 MIN_COMPILE_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 DEFAULT_MIN_COMPILE_SECONDS = 1.0  # JAX's default
@@ -194,11 +195,11 @@ def _run(work: Callable[[], int], alone: str) -> int:
                 "error: the connection to another process was lost. Start all processes again to "
                 "resume from the newest checkpoint"
             )
-    if code:
+    if 0 < code < SIGNAL_CODE:
         _exit_after_others(code)
-    all_gather_json("done", "the end")
+    all_gather_json("done", "the end")  # after a signal, all processes have saved together
     jax.distributed.shutdown()
-    return 0
+    return code
 
 
 def _exit_after_others(code: int) -> None:
@@ -210,7 +211,7 @@ def _exit_after_others(code: int) -> None:
 def _exit_on_signal(number: int, _: Any) -> None:
     with contextlib.suppress(RuntimeError):  # the signal interrupted a write
         print_error(f"stopped by {signal.Signals(number).name}")
-    exit_process(128 + number)
+    exit_process(SIGNAL_CODE + number)
 
 
 def exit_process(code: int) -> None:

@@ -299,8 +299,10 @@ def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
     require(isinstance(values, dict), prefix.rstrip(".") or "(all)", values, "a table of settings")
     made = kind()
     for name, value in values.items():
-        check_name(kind, name, f"config.{prefix}".rstrip("."))
+        check_name(kind, str(name), f"config.{prefix}".rstrip("."))
         before = getattr(made, name)
+        if value == "auto":
+            value = made.__dataclass_fields__[name].metadata["rule"].auto or value  # type: ignore[attr-defined]
         if dataclasses.is_dataclass(before):
             value = from_dict(type(before), value, f"{prefix}{name}.")
         setattr(made, name, value)

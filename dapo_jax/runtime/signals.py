@@ -112,6 +112,12 @@ class Signals:
         if not self._safe.wait(seconds):
             _leave(number, f"no safe point within {seconds:g} s: exiting without saving")
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a command, as shells report a signal: 128 + its number; 0 without one."""
+        names = signal.Signals.__members__
+        return processes.SIGNAL_CODE + names[self.received] if self.received in names else 0
+
     def received_locally(self) -> bool:
         """Return True if this process received a signal; others may not know."""
         return self.received != ""
@@ -129,4 +135,4 @@ class Signals:
 
 def _leave(number: int, text: str) -> None:
     processes.print_error(text)
-    processes.exit_process(128 + number)
+    processes.exit_process(processes.SIGNAL_CODE + number)

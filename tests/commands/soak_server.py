@@ -12,10 +12,11 @@ server exits or fails, or where threads, open files or memory grow.
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import pathlib
+import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,12 +31,114 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import grpc
 import numpy as np
-from served import BUDGET, free_port, make_byte_folder
-from soak_clients import MODEL, Case, Clients, Refused, Web, Wrong
+import openai
+import served
+from served import BUDGET, PROMPTS, TOKENIZER
 
+MODEL = "policy"
 SLOT_FLAGS = ["--slots=8", "--max_prompt_tokens=20", f"--max_response_tokens={BUDGET}"]
+RUDE = 0.1  # of the requests are given up, half-way or before
+SLOW = 0.03  # are read with pauses
 SETTLING_SECONDS = 3.0  # for connections that were dropped to be seen as such
 MAX_GROWTH = 32 << 20  # bytes of memory, from the first quarter of the requests to their end
+
+
+class Wrong(Exception):
+    """Wrong answer of the server, or one that holds more and more."""
+
+
+class Case(NamedTuple):
+    """Request with a known answer. drawn: sampling fields; gRPC takes the likeliest token."""
+
+    prompt: str
+    budget: int
+    drawn: tuple[tuple[str, float], ...] = ()
+
+    def fields(self, **more: object) -> dict:
+        asked = {"model": MODEL, "prompt": self.prompt, "max_tokens": self.budget}
+        return asked | dict(self.drawn) | more
+
+
+CASES = [Case(prompt, budget) for prompt in PROMPTS for budget in (1, 5, BUDGET)] + [
+    Case(prompt, 8, (("temperature", 1.0), ("seed", seed))) for seed, prompt in enumerate(PROMPTS)
+]
+
+
+class Clients:
+    """Clients who know what they must be answered; some are rude.
+
+    Attributes:
+        answers: what each case is answered alone.
+        said: a word for every request.
+    """
+
+    def __init__(self, ports: tuple[int, int], seed: int):
+        self.said: list[str] = []
+        self._ports, self._seed = ports, seed
+        self.connect()
+        twice = [{case: self._whole(case)[0] for case in CASES} for _ in range(2)]
+        self.answers = twice[0]
+        if twice[0] != twice[1]:
+            raise Wrong(f"asked twice alone, two answers: {twice}")
+        self.leave()
+
+    def connect(self) -> None:
+        self._rpc, self._web = served.Client(self._ports[0]), served.make_openai(self._ports[1])
+
+    def leave(self) -> None:
+        self._rpc.close()
+        self._web.close()
+
+    def ask(self, number: int) -> None:
+        """Sends the request of that number. Raises `Wrong`, or an error of the connection."""
+        rng = random.Random(f"{self._seed} {number}")
+        case, chance = rng.choice(CASES), rng.random()
+        way = rng.choice(["whole", "several", "stream", *["text", "ids"] * (not case.drawn)])
+        if chance < RUDE:
+            way = "rude"
+            self._give_up(case, rng.randrange(5))
+        elif chance < RUDE + SLOW:
+            way = "slow"
+        if way != "rude" and (text := self._answer(case, way)) != self.answers[case]:
+            raise Wrong(f"{case} by {way}: {text!r}, alone {self.answers[case]!r}")
+        self.said.append(way)
+
+    def _whole(self, case: Case, n: int = 1) -> list[str]:
+        return [choice.text for choice in self._web.completions.create(**case.fields(n=n)).choices]
+
+    def _answer(self, case: Case, way: str) -> str:
+        match way:
+            case "whole":
+                return self._whole(case)[0]
+            case "several":
+                first, *others = self._whole(case, n=3)
+                return first if case.drawn or set(others) == {first} else f"{[first, *others]}"
+            case "text":
+                return self._rpc.ask(case.prompt, case.budget)[0]
+            case "ids":
+                return TOKENIZER.decode(
+                    self._rpc.ask(TOKENIZER.encode(case.prompt), case.budget)[1]
+                )
+        text = ""
+        for chunk in self._web.completions.create(**case.fields(stream=True)):
+            text += chunk.choices[0].text
+            time.sleep(0.02 * (way == "slow"))
+        return text
+
+    def _give_up(self, case: Case, how: int) -> None:
+        if how < 2:
+            call = self._rpc.stream(case.prompt, case.budget)
+            if how:
+                next(call, None)
+            call.cancel()
+        elif how == 2:
+            with socket.create_connection(("127.0.0.1", self._ports[1])) as half:
+                half.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
+        else:
+            stream = self._web.completions.create(**case.fields(stream=True))
+            if how == 4:
+                next(iter(stream), None)
+            stream.close()
 
 
 # --- the server -----------------------------------------------------------------------------------
@@ -63,7 +166,7 @@ def server(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, 
     Args:
         switch: interval of its threads in seconds; 0: Python's own.
     """
-    port, http_port = free_port(), free_port()
+    port, http_port = served.free_port(), served.free_port()
     command = [sys.executable, __file__, "--serve", str(switch), f"--model={folder}", *SLOT_FLAGS]
     command += [f"--port={port}", f"--http_port={http_port}", f"--served_name={MODEL}"]
     command += ["--temperature=0", *flags]
@@ -120,6 +223,7 @@ def soak(
     first, began = None, time.monotonic()
     for start in range(numbers.start, numbers.stop, every):
         some = range(start, min(start + every, numbers.stop))
+        clients.connect()
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(clients.ask, some):
                 pass
@@ -147,21 +251,24 @@ def load(ports: tuple[int, int], counts: list[int], seconds: float) -> None:
     A client that is refused asks again after the second that `Retry-After` says.
     """
     print("clients  requests/s  tokens/s  first token p50, p99 ms  whole p50, p99 ms  refused")
-    body = Case("3+4=", BUDGET).body(stream_options={"include_usage": True})
+    asked = Case("3+4=", BUDGET).fields(stream=True, stream_options={"include_usage": True})
 
     def client(until: float) -> tuple[list[tuple[float, float, int]], int]:
-        web, times, refused = Web(ports[1]), [], 0
+        times, refused = [], 0
         while (began := time.monotonic()) < until:
             first, tokens = 0.0, 0
-            try:
-                for chunk in web.events(body):
+            with contextlib.closing(served.connect(ports[1], json.dumps(asked))) as kept:
+                answer = kept.getresponse()
+                if answer.status == 429:
+                    refused += 1
+                    time.sleep(1)
+                    continue
+                for line in answer:
                     first = first or time.monotonic() - began
-                    tokens = (chunk["usage"] or {}).get("completion_tokens", 0)
-                times.append((first, time.monotonic() - began, tokens))
-            except Refused:
-                refused += 1
-                time.sleep(1)
-        web.drop()
+                    if b'"usage"' in line:
+                        usage = json.loads(line.removeprefix(b"data: "))["usage"] or {}
+                        tokens = usage.get("completion_tokens", 0)
+            times.append((first, time.monotonic() - began, tokens))
         return times, refused
 
     for count in counts:
@@ -197,7 +304,7 @@ def main() -> int:
     if progress.done == args.requests > 0:
         print(f"all have been asked; without {args.state} they are again")
     with tempfile.TemporaryDirectory() as folder:
-        make_byte_folder(pathlib.Path(folder))
+        served.make_byte_folder(pathlib.Path(folder))
         try:
             with server(folder, args.switch, args.flags) as (process, ports):
                 if numbers := range(progress.done, args.requests):
@@ -205,7 +312,7 @@ def main() -> int:
                     soak(process, clients, numbers, threads=args.clients, note=progress.note)
                 if args.load:
                     load(ports, [int(count) for count in args.load.split(",")], args.seconds)
-        except (Wrong, OSError, grpc.RpcError, http.client.HTTPException) as error:
+        except (Wrong, OSError, grpc.RpcError, openai.OpenAIError) as error:
             print(f"failed: {type(error).__name__}: {error}")
             return 1
     return 0

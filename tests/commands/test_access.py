@@ -7,6 +7,7 @@ import socket
 
 import grpc
 import pytest
+from row_files import read_table
 from served import (
     Client,
     code_and_details,
@@ -67,27 +68,7 @@ def test_the_limit_of_open_files_is_raised_as_needed(monkeypatch, soft, connecti
     assert limits[-1] == (limit, 1000)
 
 
-@pytest.mark.parametrize(
-    ("headers", "status", "message"),
-    [
-        ({"Content-Type": "text/plain"}, 415, "content-type = 'text/plain': must be application"),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "must be application/json"),
-        ({"Content-Type": ""}, 415, "content-type = ''"),
-        ({"Content-Type": "application/json; charset=utf-8"}, 200, ""),
-        ({"Content-Type": "text/plain", "Origin": "http://evil.example"}, 403, "origin = 'http:"),
-        ({"Origin": "http://evil.example"}, 403, "must be one of 127.0.0.1, ::1, localhost, ours"),
-        ({"Origin": "null"}, 403, "origin = 'null'"),
-        ({"Origin": "http://localhost:3000"}, 200, ""),
-        ({"Origin": "http://localhost.evil.example"}, 403, "origin"),
-        ({"Host": "evil.example"}, 403, "host = 'evil.example'"),
-        ({"Host": "evil.example:8000"}, 403, "the setting allowed_hosts adds others"),
-        ({"Host": "localhost@evil.example"}, 403, "host"),
-        ({"Host": "[::1"}, 403, "host"),
-        ({"Host": "[::1]:8000"}, 200, ""),
-        ({"Host": "OURS:8000"}, 200, ""),
-        ({"Host": "127.0.0.1"}, 200, ""),
-    ],
-)
+@pytest.mark.parametrize(("headers", "status", "message"), read_table(__file__, "headers"))
 def test_only_json_of_known_hosts_and_origins_is_served(
     byte_folder, same_engine, headers, status, message
 ):

@@ -15,6 +15,7 @@ import pytest
 from supervised_runs import pair_rows, settings
 
 import dapo_jax
+from dapo_jax.commands import api
 from dapo_jax.commands.plan.published_shapes import config_values
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers import pickled_functions
@@ -33,6 +34,17 @@ def quick(base, run_dir, **changes) -> dapo_jax.Config:
         "log": dapo_jax.Log(console=False, tensorboard=False),
     }
     return dapo_jax.Config(run_dir=str(run_dir), **sections | changes)
+
+
+def test_a_list_of_rewards_is_rejected_with_what_to_write():
+    with pytest.raises(ConfigError, match=r"must be a function, or weights by function: reward={f"):
+        dapo_jax.train(dapo_jax.Config(), reward=[len])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_preset_behind_a_file_works_in_python(tmp_path):
+    (tmp_path / "mine.yaml").write_text("run_dir: runs/mine")
+    config = api.load(tmp_path / "mine.yaml:grpo", dapo_jax.Config)
+    assert config.algorithm == dapo_jax.preset("grpo") and config.run_dir == "runs/mine_grpo"
 
 
 def test_import_loads_no_heavy_module():
@@ -95,11 +107,14 @@ def test_run_stops_resumes_has_metrics_and_policy_and_is_repeatable(base, tmp_pa
     assert result.summary["steps"] == 2 and [step for step, _ in steps] == [1, 2]
     assert result.metrics["step"].to_pylist() == [1, 2]
     assert result.metrics["reward"][0].as_py() == steps[0][1]
-    (answers,) = result.policy.sample(["1+2="], samples=3)
+    (answers,) = result.policy.generate(["1+2="], samples=3)
     assert len(answers) == 3 and result.policy.name.endswith("step 2")
     assert "step 2: prompts of at most 512 tokens" in repr(result.policy)
     assert "'steps': 2" in repr(result) and len(repr(result)) < 500
-    exported = dapo_jax.export(result.run_dir, tmp_path / "exported", dtype="float32")
+    exported = result.policy.save_pretrained(tmp_path / "exported", dtype="float32")
+    again = dapo_jax.export(result.run_dir, tmp_path / "by_name", dtype="float32")
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (exported, again)]
+    assert weights[0] == weights[1]
     same = dapo_jax.sample(exported, ["1+2="], samples=3, max_response_tokens=512)
     assert [answer.text for answer in same[0]] == [answer.text for answer in answers]
     page = dapo_jax.report(result.run_dir, out=tmp_path / "page.html")
@@ -119,6 +134,8 @@ def test_folders_of_supervised_training_have_a_table_and_a_policy(base, tmp_path
     assert preferring.metrics["gradient_norm"][2].as_py() > 0
     (answers,) = preferring.policy.sample(["1+2="], samples=2)
     assert len(answers) == 2
+    with pytest.raises(ConfigError, match="a model folder is saved already, copy it"):
+        preferring.policy.save_pretrained(tmp_path / "copy")
 
 
 INTERRUPTED = """
@@ -158,7 +175,7 @@ def test_ctrl_c_in_supervised_training_saves_then_raises_keyboard_interrupt(base
         (lambda: dapo_jax.export("a", "b", step="newest"), "config.step = 'newest': must be a who"),
         (lambda: dapo_jax.export("a", "b", shards=3), "ExportConfig.shards: there is no such"),
         (lambda: dapo_jax.report("nowhere"), "config.run = 'nowhere'"),
-        (lambda: dapo_jax.report("a", max_mb=1), "config.max_mb = 1: must be at least 6"),
+        (lambda: dapo_jax.report("a", max_mb=0), "config.max_mb = 0: must be at least 0.5"),
         (lambda: dapo_jax.plan(dapo_jax.Config(), topology="v7:8"), "topology = 'v7:8'"),
         (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", cost=1), "PlanSettings.cost"),
         (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", json=True), "without search"),

@@ -26,36 +26,6 @@ from dapo_jax.run.compute import numerics
 from dapo_jax.runtime.sharding import make_mesh
 
 PROBLEMS = 200
-GENERATES = """
-task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{problem}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["?"], max_gen_toks: 64, temperature: 0}
-filter_list:
-  - name: strict
-    filter:
-      - {function: regex, regex_pattern: "#### (-?[0-9]+)"}
-      - {function: take_first}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-"""
-CHOOSES = """
-task: sums_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{problem}}"
-doc_to_choice: "{{choices}}"
-target_delimiter: ""
-doc_to_target: "{{label}}"
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-"""
 EVALUATED = """
 from configs.arithmetic import get_config as arithmetic
 
@@ -80,8 +50,8 @@ def write_problems(folder: pathlib.Path) -> pathlib.Path:
         rows.append(answer | {"choices": choices, "label": 0})
     path = folder / "sums.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    for name, text in (("sums", GENERATES), ("sums_choice", CHOOSES)):
-        (folder / f"{name}.yaml").write_text(text.replace("FILE", str(path)))
+    for task in pathlib.Path(__file__).with_name("harness_tasks").glob("*.yaml"):
+        (folder / task.name).write_text(task.read_text().replace("FILE", str(path)))
     (folder / "evaluated.py").write_text(EVALUATED.replace("FILE", str(path)))
     return path
 

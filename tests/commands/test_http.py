@@ -2,24 +2,29 @@
 
 import json
 import random
+import re
+import types
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from row_files import read_table
 from served import (
     BUDGET,
     END,
     PROMPTS,
     TOKENIZER,
     free_port,
+    http_serving,
+    likeliest,
     make_openai,
     make_serve_config,
     serving,
 )
 
-from dapo_jax.commands.serve import server
+from dapo_jax.commands.serve import generator, server
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, UntilStop
 
@@ -83,6 +88,53 @@ def test_prompts_in_every_form_and_the_servers_budget(client, byte_responses):
         answer = client.completions.create(model="policy", prompt=prompts)
         assert [choice.text for choice in answer.choices] == wanted
         assert [choice.index for choice in answer.choices] == list(range(len(wanted)))
+
+
+def test_a_request_without_max_tokens_gets_the_default_and_a_line(
+    byte_folder, same_engine, byte_responses, capsys
+):
+    with http_serving(byte_folder, default_max_tokens=5) as (server, client):
+        answer = client.completions.create(model="policy", prompt="3+4=", n=2)
+        tokens = "4 prompt tokens, 10 response tokens"
+        line = rf"{answer.id}: {tokens}, \d+\.\d\d s\n"
+        assert re.fullmatch(line, capsys.readouterr().out)
+        expected = TOKENIZER.decode(byte_responses["3+4="][:5])
+        for choice in answer.choices:
+            assert (choice.text, choice.finish_reason) == (expected, "length")
+        long = client.completions.create(model="policy", prompt="3+4=", max_tokens=8, stream=True)
+        chunks = [chunk.id for chunk in long]
+        server.client.ask("3+4=", 7)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{chunks[0]}: 4 prompt tokens, 8 response tokens, ")
+    assert second.startswith("gRPC: 4 prompt tokens, 7 response tokens, ")
+
+
+def test_auto_is_the_largest_default_and_lines_can_be_off(byte_folder, same_engine, capsys):
+    changes = {"default_max_tokens": -1, "log_requests": False}
+    with http_serving(byte_folder, **changes) as (_, client):
+        for prompt in PROMPTS:
+            answer = client.completions.create(model="policy", prompt=prompt)
+            assert answer.usage.completion_tokens == len(likeliest(prompt))
+    assert capsys.readouterr().out == ""
+
+
+def test_the_rate_is_the_mean_of_the_last_ten_whole_seconds(monkeypatch):
+    now = 1000.0
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(generator, "time", clock)
+    rate = generator.RecentRate()
+    assert rate() == 0
+    for second in range(25):
+        now = 1000.1 + second
+        rate.add(second)
+        now += 0.8
+        rate.add(second)
+        last = range(max(0, second - 10), second)
+        assert rate() == pytest.approx(sum(2 * past for past in last) / 10)
+    now += 10
+    assert rate() == pytest.approx(2 * 24 / 10)
+    now += 1
+    assert rate() == 0
 
 
 def test_chat_whole_and_streamed(client, byte_responses):
@@ -196,48 +248,15 @@ def test_models_health_and_what_is_not_there(client, port):
         client.embeddings.create(model="policy", input="a")
 
 
-TOO_LONG = "prompt has 21 tokens: must have from 1 to 20"
 TOO_LARGE = "prompt has 900000 bytes: must have at most 140, the most that 20 tokens hold"
 
 
 @pytest.mark.parametrize(
     ("param", "fields", "message"),
     [
-        ("prompt", {"prompt": "x" * 21}, TOO_LONG),
-        ("prompt", {"prompt": ["a", "x" * 21]}, TOO_LONG.replace("prompt", "prompt[1]", 1)),
+        *read_table(__file__, "completions"),
         ("prompt", {"prompt": "x" * 900_000}, TOO_LARGE),
-        ("prompt", {"prompt": ""}, "prompt has 0 tokens"),
-        ("prompt", {"prompt": []}, "prompt has 0 tokens"),
-        ("prompt", {"prompt": [7, -1]}, "prompt[1] = -1: must be from 0 to 256"),
-        ("prompt", {"prompt": [[7], [10**30]]}, "prompt[1][0] = 1"),
-        ("prompt", {"prompt": ["a", 3]}, "prompt[1] = 3: must be text"),
-        ("prompt", {"prompt": [[True]]}, "prompt[0] = [True]: must be text"),
         ("prompt", {"prompt": ["a"] * 200}, "n = 1 responses to 200 prompts: at most 128"),
-        ("prompt", {"prompt": {"a": 1}}, "prompt = {'a': 1}: must be a text, a list"),
-        ("max_tokens", {"max_tokens": 0}, "max_tokens = 0: must be from 1 to 24"),
-        ("max_tokens", {"max_tokens": 25}, "max_tokens = 25: must be from 1 to 24"),
-        ("max_tokens", {"max_tokens": 2.0}, "max_tokens = 2.0: must be a whole number"),
-        ("n", {"n": 0}, "n = 0: must be a whole number above 0"),
-        ("n", {"n": 10**9}, "n = 1000000000 responses to 1 prompts: at most 128"),
-        ("stop", {"stop": ""}, "stop = '': must be a text or a list of up to 4 texts"),
-        ("stop", {"stop": ["a"] * 5}, "up to 4 texts"),
-        ("temperature", {"temperature": -1}, "temperature = -1: must be 0, or from 0.001"),
-        ("temperature", {"temperature": "hot"}, "temperature = 'hot': must be 0, or from 0.001"),
-        ("top_p", {"top_p": 0}, "top_p = 0: must be above 0 and at most 1"),
-        ("top_k", {"extra_body": {"top_k": 2**31}}, "top_k = 2147483648: must be from 0"),
-        ("seed", {"seed": 2**63}, "a 64-bit integer"),
-        ("stream", {"extra_body": {"stream": 1}}, "stream = 1: must be true or false"),
-        ("stream_options", {"stream_options": {"include_usage": True}}, "omitted unless stream"),
-        ("logprobs", {"logprobs": 21}, "logprobs = 21: must be a whole number from 0 to 20"),
-        ("logprobs", {"logprobs": True}, "logprobs = True: must be a whole number"),
-        ("echo", {"extra_body": {"echo": 1}}, "echo = 1: must be true or false"),
-        ("tools", {"extra_body": {"tools": []}}, "'tools': there is no such field here"),
-        ("best_of", {"best_of": 3}, "best_of = 3: is not served"),
-        ("frequency_penalty", {"frequency_penalty": 0.5}, "is not served"),
-        ("logit_bias", {"logit_bias": {"5": 1}}, "is not served"),
-        ("response_format", {"extra_body": {"response_format": {"type": "json_object"}}}, "is not"),
-        ("messages", {"extra_body": {"messages": SUM}}, "there is no such field here"),
-        ("temprature", {"extra_body": {"temprature": 1}}, "'temprature': there is no such field"),
     ],
 )
 def test_what_is_wrong_is_refused_by_its_field(client, param, fields, message):
@@ -250,23 +269,8 @@ def test_what_is_wrong_is_refused_by_its_field(client, param, fields, message):
 @pytest.mark.parametrize(
     ("param", "fields", "message"),
     [
-        ("messages", {"messages": []}, "messages = []: must be a list of one or more"),
-        ("messages[0].role", {"messages": [{"role": "robot", "content": "a"}]}, "must be one of"),
-        ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}, "must be text"),
-        ("messages[0]", {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "'name'"),
+        *read_table(__file__, "chats"),
         ("messages", {"messages": SUM * 6}, "tokens: must have from 1 to 20"),
-        ("messages", {"messages": [{"role": "assistant", "content": "a"}]}, "who speaks first?"),
-        (
-            "tools",
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            "does not use tools",
-        ),
-        ("tools", {"tools": [{"type": "function"}]}, "an object function"),
-        ("logprobs", {"logprobs": 3}, "logprobs = 3: must be true or false"),
-        ("top_logprobs", {"top_logprobs": 3}, "omitted unless logprobs is true"),
-        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
-        ("echo", {"extra_body": {"echo": True}}, "'echo': there is no such field here"),
-        ("max_completion_tokens", {"max_tokens": 2, "max_completion_tokens": 2}, "one of them"),
     ],
 )
 def test_what_is_wrong_with_a_chat_is_refused_by_its_field(client, param, fields, message):
@@ -303,4 +307,5 @@ def test_metrics_are_prometheus(client, port):
     assert grown["dapo_http_answers_total['/v1/completions', '404']"] == 1
     assert grown["dapo_http_answers_total['404', 'other']"] == 1
     assert grown["dapo_http_seconds_count['/v1/completions']"] == 2
+    assert 0 <= after["dapo_tokens_per_second[]"] < 1e6
     assert after["dapo_waiting_responses[]"] == 0 and after["dapo_busy_slots[]"] <= 4

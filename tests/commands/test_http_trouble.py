@@ -70,7 +70,7 @@ def test_too_many_responses_at_once_are_refused_whole(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slots(
-    byte_folder, same_engine, byte_responses, monkeypatch, stream
+    byte_folder, same_engine, byte_responses, monkeypatch, stream, capsys
 ):
     gate = threading.Event()
     steps = slow_down(same_engine, monkeypatch, gate)
@@ -85,6 +85,8 @@ def test_a_client_that_leaves_frees_its_slots(
         answer = client.completions.create(model="policy", prompt="a")
         assert answer.choices[0].text == TOKENIZER.decode(byte_responses["a"])
         assert len(steps) < 2 * BUDGET  # 12 responses by 4 slots take three times as many
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(" s, not finished") for line in lines] == [True, False]
 
 
 def test_a_client_that_leaves_within_its_request_is_no_error(byte_folder, same_engine, caplog):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from command_lines import run, run_shown
+from row_files import read_table
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
@@ -12,18 +13,33 @@ WORKED = {"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7.\n#### 7"}
 BOXED = {"task": "Add 3 and 4.", "response": "It is \\boxed{7}, as 3 + 4 is 7."}
 CSV = "Frage;Loesung\nWas ist 3 + 4?;7\nWas ist 1/2 + 1/4?;3/4\n"
 NAMED = ["--question=Frage", "--answer=Loesung"]
+MESSAGE = [{"role": "user", "content": "1+1=?"}]
 NESTED = {"ask": "1+1=?", "meta": {"gold": "2"}}
+VERL = {"prompt": MESSAGE, "extra_info": {"answer": "2", "split": "train"}}
+DEEP = {"task": {"text": {"question": "1+1=?"}}, "extra_info": {"answer": [2]}}
+CHAT = {"conversations": [{"from": "human", "value": "1+1=?"}, {"from": "gpt", "value": "2"}]}
+TURNS = ["--question=conversations.0.value", "--answer=conversations.1.value"]
 MESSAGES = {"messages": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
 WORDS = {"ask": "Capital of France?", "gold": "Paris"}
 POEM = {"query": "Write a poem."}
 # name of the file, its content, flags, fields of the config, verifier or the reward's part
-FILES = {
+FILES = dict(read_table(__file__, "files")) | {
     "gsm8k": ("a.jsonl", [WORKED] * 4, [], "", "math_label"),
     "boxed": ("a.jsonl", [BOXED] * 4, [], "problem=task,solution=response", "math_label"),
     "usual names": ("a.json", [{"problem": "1+1=?", "answer": 2}], [], "", "math_label"),
     "capitals": ("a.jsonl", [{"Prompt": "1+1=?", "Gold": 2}], [], "problem=Prompt,answer=Gold", ""),
     "named": ("a.csv", CSV, NAMED, "problem=Frage,answer=Loesung", ""),
     "nested": ("a.jsonl", [NESTED], ["--answer=meta.gold"], "problem=ask,answer=meta.gold", ""),
+    "nested alone": ("a.jsonl", [NESTED], [], "problem=ask,answer=meta.gold", ""),
+    "verl": ("a.jsonl", [VERL], [], "problem=prompt,answer=extra_info.answer", "math_label"),
+    "deep": ("a.jsonl", [DEEP], [], "problem=task.text.question,answer=extra_info.answer", ""),
+    "turns": (
+        "a.jsonl",
+        [CHAT],
+        TURNS,
+        "problem=conversations.0.value,answer=conversations.1.value",
+        "",
+    ),
     "messages": ("a.jsonl", [MESSAGES], [], "", ""),
     "words": ("a.jsonl", [WORDS] * 3, [], "problem=ask,answer=gold", "mine.reward:score=1"),
     "no answers": ("a.jsonl", [POEM] * 3, [], "problem=query", "mine.reward:score=1"),
@@ -109,3 +125,42 @@ def test_one_long_row_does_not_set_the_limit(here, monkeypatch, capsys):
     assert run("init", ["--data=a.jsonl"], monkeypatch, capsys)[0] == 0
     data = read_config(Config, "a/config.py").data
     assert (data.max_prompt_tokens, data.overlong_prompts) == (64, "drop")
+
+
+@pytest.mark.parametrize(("model", "rank", "rate"), [
+    ("", 0, 1e-6), ("", 16, 2e-5), ("dapo_jax:arithmetic_base", 0, 2e-4),
+    ("dapo_jax:arithmetic_base", 8, 1e-3),
+])  # fmt: skip
+def test_learning_rate_fits_model_size_and_adapters(model, rank, rate, here, monkeypatch, capsys):
+    write(here / "a.jsonl", [{"question": "1+1=", "answer": "2"}])
+    flags = ["a.jsonl", f"--lora={rank}", *([f"--model={model}"] if model else [])]
+    code, output, error = run_shown("init", flags, monkeypatch, capsys)
+    assert code == 0, error
+    config = read_config(Config, "a/config.py")
+    assert (config.optimizer.learning_rate, config.lora.rank) == (rate, rank)
+    assert "# The rate for " in (here / "a/config.py").read_text()
+    assert ("does not exist yet" in output) == ("hf download" in output) == (not model)
+
+
+def test_a_model_without_words_gets_no_wording(here, monkeypatch, capsys):
+    write(here / "a.jsonl", [{"question": "1+1=", "answer": "2"}])
+    flags = ["a.jsonl", "--model=dapo_jax:arithmetic_base"]
+    assert run("init", flags, monkeypatch, capsys)[0] == 0
+    config = read_config(Config, "a/config.py")
+    assert (here / "a/template.txt").read_text() == "{problem}\n"
+    assert config.reward.verifier == "final_number"
+    dry = ["a/config.py", "--dry-run", "--config.optimizer.learning_rate=1"]
+    code, output, _ = run_shown("train", dry, monkeypatch, capsys)
+    assert code == 0 and "vocabulary" not in output and "learning_rate = 1 is far" in output
+    dry[2] = "--config.data.template=Add {problem}"
+    code, output, _ = run_shown("train", dry, monkeypatch, capsys)
+    assert code == 0 and "warning: the model's vocabulary lacks 'ad'" in output
+
+
+def test_functions_without_any_gold_are_a_warning(here, monkeypatch, capsys):
+    write(here / "a.jsonl", [{"question": "1+1=", "gold": None}] * 3)
+    flags = ["a.jsonl", "--out=nogold", "--model=dapo_jax:arithmetic_base"]
+    assert run("init", flags, monkeypatch, capsys)[0] == 0
+    code, output, error = run_shown("train", ["nogold/config.py", "--dry-run"], monkeypatch, capsys)
+    assert code == 0, error
+    assert "warning: no problem of a.jsonl has an answer: nogold.reward:score" in output

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
+from row_files import read_table
 from served import BUDGET, BYTES_DECODER, END, TOKENIZER, http_serving, make_byte_params
 
 from dapo_jax.commands.serve import server
@@ -174,23 +175,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 @pytest.mark.parametrize(
     ("text", "rest", "calls"),
-    [
-        ('<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call>', "", ['{"a": "é"}']),
-        ('Wait.\n<tool_call>{"name": "add", "arguments": {}}', "Wait.", ["{}"]),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n'
-            '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>',
-            "",
-            ['{"a": 1}', '{"a": 2}'],
-        ),
-        ('{"name": "add", "parameters": {"a": 1}}', "", ['{"a": 1}']),
-        ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', None, []),
-        ('<tool_call>{"name": "add", </tool_call>', None, []),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", None, []),
-        ('{"name": ["add"], "parameters": {}}', None, []),
-        ("7", None, []),
-    ],
+    [*read_table(__file__, "calls"), ("<tool_call>" + "[" * 100_000 + "</tool_call>", None, [])],
 )
 def test_calls_are_read_and_what_is_none_stays_text(text, rest, calls):
     left, found = read_calls(text, TOOLS)

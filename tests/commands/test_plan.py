@@ -1,8 +1,9 @@
-"""The plan of a run: shapes, memory, roofline, report, search and the command."""
+"""The plan of a run: shapes, memory, roofline, report, search, the command, and shipped configs."""
 
 import dataclasses
 import importlib.util
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -11,19 +12,18 @@ import numpy as np
 import pytest
 from command_lines import RL, ROOT, load
 
-from dapo_jax.commands.plan import chips, plan, search
+from dapo_jax.commands import checks
+from dapo_jax.commands.plan import chips, hlo_text, plan, roofline, search
 from dapo_jax.commands.plan.flags import PlanSettings
+from dapo_jax.commands.plan.hlo_text import Times
 from dapo_jax.commands.plan.main import ONE_TURN
 from dapo_jax.commands.plan.programs import Compiler, lay_out, missing_memory, training_programs
 from dapo_jax.commands.plan.published_shapes import NAMES, config_values, read_shape
-from dapo_jax.commands.plan.roofline import (
-    DRAW_PASSES,
-    estimate,
-    forward_flops,
-    measure_lengths,
-)
+from dapo_jax.commands.plan.roofline import DRAW_PASSES, estimate, forward_flops, measure_lengths
+from dapo_jax.commands.plan.targets import compiler_options
 from dapo_jax.config.experiment import Config
 from dapo_jax.model.decoder import abstract_params
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.reporting.notices import describe_saving
 from dapo_jax.run.memory import checkpoint_bytes
 from dapo_jax.runtime.settings import ConfigError
@@ -275,3 +275,144 @@ def test_a_plan_for_a_tpu_has_parts_that_add_up_to_the_compilers_figure(tmp_path
     record = json.loads(done.stdout)
     assert done.returncode == 1 and not record["fits"]
     assert any(line.startswith("- decode: ") for line in record["changes"])
+
+
+# --- operations and traffic ----------------------------------------------------------------------
+
+
+def test_operations_agree_with_a_count_by_hand():
+    """Every matrix and every attention score of Qwen2.5-32B."""
+    large = dataclasses.replace(read_shape("Qwen2.5-32B"), remat="full")
+    tokens, row = 22_528.0, 22_528
+    attention = 2 * 5120 * (40 + 8 + 8) * 128 + 2 * 40 * 128 * 5120
+    layer = attention + 3 * 2 * 5120 * 27_648
+    head = 2 * 5120 * 152_064
+    scores = 64 * 2 * 2 * 40 * 128 * (tokens * row / 2)
+    forward = tokens * (64 * layer + head) + scores
+    by_hand = 3 * forward + tokens * (64 * layer + head) + scores  # all is computed again
+    assert roofline.update_flops(large, tokens, tokens * row / 2) == pytest.approx(
+        by_hand, rel=0.02
+    )
+    assert roofline.forward_flops(large, tokens, tokens * row / 2) == pytest.approx(
+        forward, rel=0.02
+    )
+    # One pass over one token without attention is two operations for each weight but the lookup.
+    assert roofline.forward_flops(large, 1, 0) / 2 == pytest.approx(31.98e9, rel=0.02)
+
+
+def test_operations_of_a_small_policy_are_those_that_xla_counts():
+    decoder = dataclasses.replace(
+        read_shape("Qwen2.5-0.5B"), layers=1, vocab=512, scan_unroll=1, attention="plain"
+    )
+    params = unbox(abstract_params(decoder))
+
+    def forward(params, tokens, segments, positions):
+        return token_logprobs(
+            params, decoder, Rows(tokens, segments, positions), temperature=1.0, chunk_tokens=80
+        )[0]
+
+    whole = jax.ShapeDtypeStruct((1, 80), np.int32)
+    counted = jax.jit(forward).lower(params, whole, whole, whole).compile().cost_analysis()
+    # XLA computes both halves of the scores; the half above the diagonal is masked.
+    by_plan = roofline.forward_flops(decoder, 80, 80 * 80)
+    assert by_plan == pytest.approx(counted["flops"], rel=0.02)
+
+
+def test_a_window_bounds_the_pairs_that_training_attention_computes():
+    """Five of six layers of Gemma 3 see 1,024 tokens; each pair is counted by hand."""
+    decoder = read_shape("gemma-3-27b")
+    near, full = (np.minimum(np.arange(1, 5001), reach).sum() for reach in (1024, 5000))
+    sliding = sum(decoder.sliding) / decoder.layers
+    assert 0.8 < sliding < 0.85
+    by_hand = sliding * near + (1 - sliding) * full
+    assert roofline.seen_pairs(decoder, 5000) == pytest.approx(by_hand, rel=0.001)
+    assert roofline.seen_pairs(decoder, 900) == 900**2 / 2  # the window holds it all
+    assert roofline.seen_pairs(read_shape("Qwen2.5-7B"), 5000) == 5000**2 / 2
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_pairs_of_a_packed_row_are_those_of_the_blocks_that_the_kernel_computes(window):
+    """A block of 64 is computed if one of its pairs is seen; pairs are counted one by one."""
+    decoder, lengths = dataclasses.replace(read_shape("Qwen2.5-7B"), window=window), [150, 42, 128]
+    ids, places = np.repeat([1, 2, 3, 0], [*lengths, 192]), np.arange(512)
+    distance = places[:, None] - places
+    seen = (distance >= 0) & (distance < (window or 512)) & (ids[:, None] == ids)
+    blocks = seen.reshape(8, 64, 8, 64).any(axis=(1, 3))
+    blocks[5:] = np.eye(8)[5:]  # of padding, the block itself
+    counted = roofline.row_pairs(decoder, lengths, 512, 64)
+    assert counted == 64**2 * blocks.sum()
+
+
+TEXT = pathlib.Path(__file__).with_suffix(".hlo").read_text()
+
+
+def test_traffic_of_a_text_is_counted_as_often_as_its_loops_run():
+    counted = hlo_text.read(TEXT, 8)
+    gathered = 32 * 64 * 2 * 3 / 4  # of which a chip sends three quarters, in a ring of 4
+    scattered, reduced = 16 * 64 * 2 * 3, 2 * 4 * 7 / 8  # in a ring of 4, and over all 8
+    assert counted.sent == Times(reduced, 5 * gathered + scattered)
+    assert counted.crossed == Times(2 * 8 * 64 * 4, 0.0)
+    # Written: the add and the sum around the loop; inside it a row in place, what was gathered,
+    # and what was scattered. What stays on the chip, S(1), is not.
+    assert counted.written == Times(8 * 64 * 4 + 4, 5 * (64 * 4 + 32 * 64 * 2) + 16 * 64 * 2)
+
+
+# --- configs that ship ---------------------------------------------------------------------------
+
+ENVIRONMENT = (ROOT / "launch/env.sh").read_text()
+
+
+def test_hosts_and_chips_are_counted():
+    counts = {"v5e:1x1": 1, "v6e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x2": 2, "h100:8": 1, "h100:16": 2}
+    assert {name: chips.parse(name).hosts for name in counts} == counts
+    assert chips.parse("v6e:2x4", 2).hosts == 2 and chips.parse("v5p:4x4x4", 3).chips == 192
+
+
+@pytest.mark.parametrize("kind", ["v6e:4x4", "v5p:2x2x1", "h100:8"])
+def test_a_plan_compiles_with_the_flags_of_a_run(kind, monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    options = compiler_options(chips.parse(kind)) or {}
+    words = {True: "true", False: "false"}  # XLA:GPU accepts only booleans
+    flags = {f"--{name}={words.get(value, value)}" for name, value in options.items()}
+    assert flags and all(flag in ENVIRONMENT for flag in flags)
+    assert ("true" in options.values()) == (not kind.startswith("h100"))
+    assert ("xla_tpu_scoped_vmem_limit_kib" in options) == kind.startswith("v6e")
+    fusion = "xla_tpu_enable_async_collective_fusion"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{fusion}=false")
+    if not kind.startswith("h100"):
+        changed = compiler_options(chips.parse(kind)) or {}
+        assert options[fusion] == "true" and changed[fusion] == "false"
+    assert compiler_options(chips.parse("cpu:1")) is None
+
+
+CONFIGS = ("dapo_qwen2p5_32b", "qwen2p5_7b_math", "qwen2p5_1p5b_gsm8k", "qwen2p5_0p5b_gsm8k")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_variant_of_a_config_is_valid_and_has_a_known_shape(name):
+    path = ROOT / "configs" / f"{name}.py"
+    scope: dict = {}
+    exec(compile(path.read_text(), path, "exec"), scope)
+    for variant in scope["VARIANTS"]:
+        config = scope["get_config"](variant)
+        checks.check(config)
+        assert config_values(config.model.folder)
+    with pytest.raises(ConfigError, match="config.variant = 'nix': must be one of"):
+        scope["get_config"]("nix")
+
+
+def test_the_large_config_has_the_papers_settings():
+    """DAPO, arXiv 2503.14476, section 4.1."""
+    config = load(Config, f"--config={ROOT}/configs/dapo_qwen2p5_32b.py")
+    algorithm, rollout, optimizer = config.algorithm, config.rollout, config.optimizer
+    assert (rollout.prompts_per_step, rollout.samples_per_prompt) == (512, 16)
+    assert rollout.updates_per_rollout == 16
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl) == (0.2, 0.28, "none")
+    assert algorithm.aggregate == "token_mean" and algorithm.dynamic_sampling
+    assert (optimizer.learning_rate, optimizer.warmup_steps) == (1e-6, 20)
+    assert (optimizer.schedule, optimizer.weight_decay) == ("constant", 0.1)
+    limit = config.sampler.max_response_tokens
+    assert (limit, algorithm.overlong_buffer_share * limit) == (20_480, 4_096)
+    evaluation = config.evaluation
+    assert (evaluation.samples_per_problem, evaluation.temperature) == (32, 1.0)
+    assert evaluation.top_p == 0.7 and (config.sampler.temperature, config.sampler.top_p) == (1, 1)

@@ -10,24 +10,7 @@ import hlo_arrays
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "pods.py"
-TEXT = """
-%fused.1 (p: f32[8]) -> f32[64,64] {
-  %inner = f32[64,64]{1,0} broadcast(%p)
-}
-%body.2 (p: f32[16]) -> f32[16] {
-  %p = f32[16]{0} parameter(0)
-  ROOT %s = f32[16]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum
-}
-ENTRY %main (a: f32[8]) -> f32[64,64] {
-  %a = f32[8]{0} parameter(0)
-  %out = bf16[64,32]{1,0} fusion(%a), kind=kLoop, calls=%fused.1
-  %g = f32[16,96]{1,0} all-gather(%a), replica_groups=[2,4]<=[8], metadata={op_name="f/jvp(head)/x"}
-  %r = f32[16]{0} all-reduce(%a), replica_groups=mesh['x'=2,'y'=8] {'y'}, metadata={op_name="f/mlp"}
-  %w = f32[16]{0} while(%r), condition=%more, body=%body.2
-  %c = bf16[4,8,32]{2,1,0} copy(%g)
-  %d = bf16[64,32]{0,1} copy(%out)
-}
-"""
+TEXT = pathlib.Path(__file__).with_suffix(".hlo").read_text()
 
 
 def test_arrays_and_collectives_are_read_from_a_compiled_text():

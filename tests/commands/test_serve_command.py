@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from row_files import read_table
 from served import Client, free_port, make_openai
 from small_runs import ROOT
 
@@ -24,19 +25,7 @@ def command(*flags: str) -> list[str]:
     return [sys.executable, "-m", "dapo_jax", "serve", *flags]
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--port=70000", "config.port = 70000: must be from 0 to 65535"),
-        ("--temperature=-1", "config.temperature = -1.0: must be from 0.001 to 100.0, or 0"),
-        ("--max_prompt_tokens=32768", "config.max_prompt_tokens = 32768: must be from 1 to 32767"),
-        ("--http_port=9000", "config.http_port = 9000: must be different from port"),
-        ("--max_body_mb=0", "config.max_body_mb = 0.0: must be above 0"),
-        ("--config.slot=3", "config.slot: there is no such setting; did you mean slots"),
-        ("--model=", "config.model = '': must be a model folder: --model=FOLDER"),
-        ("--model=nowhere", "config.model = 'nowhere': has no config.json"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "message"), read_table(__file__, "settings"))
 def test_a_wrong_setting_is_one_line(flag, message, monkeypatch, capsys):
     from dapo_jax.commands.serve import server
 

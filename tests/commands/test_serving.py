@@ -1,16 +1,21 @@
-"""Answers and refusals of a served policy, as clients see them over gRPC."""
+"""Answers, refusals and budgets of a served policy, as clients see them over gRPC."""
 
+import json
 import socket
 import urllib.request
 
 import grpc
+import openai
 import pytest
+from row_files import read_table
 from served import (
     BUDGET,
+    BYTES_DECODER,
     PROMPTS,
     TOKENIZER,
     code_and_details,
     free_port,
+    http_serving,
     likeliest,
     make_serve_config,
     messages,
@@ -18,8 +23,10 @@ from served import (
     serving,
 )
 
+from dapo_jax.commands.serve import budgets
 from dapo_jax.commands.serve import server as serve
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
+from dapo_jax.run import memory
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -61,22 +68,12 @@ def test_a_response_has_no_more_than_max_tokens(server, byte_responses, max_toke
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [
-        ("", {}, "text_content.text has 0 tokens: must have from 1 to 20"),
-        ("x" * 21, {}, "text_content.text has 21 tokens: must have from 1 to 20"),
-        ([], {}, "token_content.token_ids has 0 tokens: must have from 1 to 20"),
-        ([7, 257], {}, "token_content.token_ids[1] = 257: must be from 0 to 256"),
-        ([-1, 7], {}, "token_content.token_ids[0] = -1: must be from 0 to 256"),
-        ("x", {"max_tokens": 0}, "max_tokens = 0: must be from 1 to 24"),
-        ("x", {"max_tokens": -3}, "max_tokens = -3: must be from 1 to 24"),
-        ("x", {"max_tokens": 25}, "max_tokens = 25: must be from 1 to 24"),
-        ("x", {"session_cache": "here"}, "session_cache = 'here': is not served"),
-        ("x", {"priority": 3}, "priority = 3: is not served"),
+        *read_table(__file__, "requests"),
         (
             "x" * 9000,
             {},
             "text_content.text has 9000 bytes: must have at most 140, the most that 20",
         ),
-        (None, {}, "content is missing: must be text_content or token_content"),
     ],
 )
 def test_a_bad_request_is_refused_by_field_value_and_allowed(server, prompt, fields, message):
@@ -161,3 +158,76 @@ def test_sampled_responses_differ_and_a_seed_repeats_them(byte_folder, same_engi
             runs.append([server.client.ask("3+4=", 12)[1] for _ in range(6)])
     assert runs[0] == runs[1]
     assert len(set(map(tuple, runs[0]))) >= 5
+
+
+# --- budgets -------------------------------------------------------------------------------------
+
+AUTO = {"max_prompt_tokens": -1, "max_response_tokens": -1}
+
+
+@pytest.fixture
+def model(byte_folder, tmp_path):
+    """Copies of a model folder with another context."""
+
+    def make(context) -> str:
+        for path in byte_folder.iterdir():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        described = json.loads((byte_folder / "config.json").read_text())
+        described["max_position_embeddings"] = context
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize(("context", "settings", "wanted"), read_table(__file__, "budgets"))
+def test_budgets_are_those_of_the_context(
+    model, one_device, monkeypatch, context, settings, wanted
+):
+    monkeypatch.setattr(memory, "available_bytes", lambda mesh: 1e12)
+    config = make_serve_config(model(context), **settings)
+    resolved, whole = budgets.resolve(config, BYTES_DECODER, one_device)
+    assert (resolved.max_prompt_tokens, resolved.max_response_tokens, whole) == wanted
+
+
+def test_budgets_are_halved_until_all_slots_fit(model, one_device, monkeypatch):
+    config = make_serve_config(model(16_384), **AUTO)
+    seen = set()
+    for room in (1e12, 1e9, 1e8, 1e7, 1e5):
+        monkeypatch.setattr(memory, "available_bytes", lambda mesh, room=room: room)
+        resolved, whole = budgets.resolve(config, BYTES_DECODER, one_device)
+        taken = sum(budgets.memory_needs(resolved, BYTES_DECODER, one_device).values())
+        assert taken <= room / 2 or whole == 1024  # no shorter one is made
+        seen.add(whole)
+    assert max(seen) == 16_384 and len(seen) >= 3
+
+
+def test_a_budget_beyond_the_context_is_refused(model, one_device):
+    config = make_serve_config(model(100), **AUTO | {"max_response_tokens": 100})
+    with pytest.raises(ConfigError, match="max_response_tokens = 100: must be below the context"):
+        budgets.resolve(config, BYTES_DECODER, one_device)
+
+
+@pytest.mark.usefixtures("alone")
+def test_prompt_and_response_share_the_context(model, monkeypatch):
+    with http_serving(model(600), **AUTO) as (served, client):
+        ask = client.completions.create
+        answer = ask(model="policy", prompt=[65] * 590, extra_body={"return_token_ids": True})
+        assert answer.usage.completion_tokens <= 10
+        with pytest.raises(openai.BadRequestError, match="at most 10 after a prompt of 590"):
+            ask(model="policy", prompt=[65] * 590, max_tokens=11)
+        with pytest.raises(openai.BadRequestError, match="must have from 1 to 599"):
+            ask(model="policy", prompt=[65] * 600, max_tokens=1)
+        code, details = code_and_details(served.client.stream([65] * 590, 11))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT and "at most 10 after a" in details
+        # Caches that have grown for it give the same answers, and so do those that shrink again.
+        long = ask(model="policy", prompt="3+4=", max_tokens=580, temperature=1.0, seed=3)
+        again = ask(model="policy", prompt="3+4=", max_tokens=580, temperature=1.0, seed=3)
+        short = ask(model="policy", prompt="3+4=", max_tokens=5, temperature=1.0, seed=3)
+        assert long.choices[0].text == again.choices[0].text
+        assert short.choices[0].text and long.choices[0].text.startswith(short.choices[0].text)
+        long_prompt = [65 + i % 26 for i in range(500)]
+        answers = {ask(model="policy", prompt=long_prompt, max_tokens=90).choices[0].text}
+        answers |= {ask(model="policy", prompt=long_prompt, max_tokens=90).choices[0].text}
+        assert len(answers) == 1
+    assert served.error is None

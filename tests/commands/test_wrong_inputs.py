@@ -10,6 +10,7 @@ import socket
 
 import pytest
 from command_lines import run
+from row_files import read_table
 
 from dapo_jax.run import run as runs
 
@@ -17,30 +18,18 @@ HERE = pathlib.Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
 LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
 ROWS = "".join(f'{{"question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(10))
-OWN = """\
-def score(prompt, response, answer): return 1.0
-def two(prompt, response): return 1.0
-def four(prompt, response, answer, extra): return 1.0
-def one(group): return 1.0
-number = 3
-"""
 CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
-FILES = {
+FILES = dict(read_table(__file__, "files")) | {
     "mine.jsonl": ROWS,
-    "other.jsonl": '{"ask": "1+1=", "gold": "2"}\n' * 3,
-    "examples.jsonl": '{"prompt": "1+1=", "response": "2"}\n' * 3,
-    "nothing.jsonl": "",
-    "notes.txt": "hello",
-    "page.jsonl": "<!DOCTYPE html>\n<html>\n<body>404</body>\n</html>\n",
-    "pointer.jsonl": LFS_POINTER,
-    "pointer.parquet": LFS_POINTER,
     "text.jsonl.gz": ROWS,
     "text.parquet": ROWS,
-    "numbers.jsonl": '{"a1": 1, "b1": "two"}',
-    "null.json": "null",
-    "nul.py": "x = 1\0\n",
-    "own.py": OWN,
-    "broken.py": "x = 1\ny = 1 / 0\n",
+    "deep.json": '[{"a1": 1, "b": {"c": "two", "d": [{"e": 3}]}}]',
+    "talk.json": '[{"question": "How many?", "answer": "2"}]',
+    "bad.yaml": "seed: [1",
+    "numbers.yaml": "1: 2\n",
+    "preset.yaml": "algorithm: grpo\n",
+    "names.yaml": "data:\n  sources: mine.jsonl\n",
+    "values.yaml": "model: {folder: tiny}\noptimizer:\n  learning_rate: fast\n",
     "plain.py": f"{CONFIG}return Config()\n",
     "sheet.xlsx": "PK\3\4" + "\0" * 100,
 }
@@ -54,36 +43,7 @@ INDEX = '{"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"
 
 
 # (text of a config file, line of the mistake, words of the error)
-CONFIG_FILES = [
-    ("return Config(seed='x')", 4, ["seed = 'x'", "a whole number"]),
-    ("return Config(seed=True)", 4, ["seed = True", "a whole number"]),
-    ("return Config(sampler=Sampler(slot=3))", 4, ["Sampler.slot", "did you mean slots"]),
-    (
-        "c = Config()\n    c.optimizer.lr = 3.0\n    return c",
-        5,
-        ["lr", "did you mean learning_rate"],
-    ),
-    (
-        "c = Config()\n    c.optimiser = None\n    return c",
-        5,
-        ["optimiser", "did you mean optimizer"],
-    ),
-    ("return Config(model='folder')", 4, ["config.model = 'folder'", "Model(...)"]),
-    (
-        "return Config(\n        seed=0,\n        total_steps=0,\n    )",
-        6,
-        ["total_steps = 0", "above 0"],
-    ),
-    ("return Config(reward=Reward(parts=len))", 4, ["reward.parts", "text"]),
-    ("return Config(algorithm=preset('gpro'))", 4, ["'gpro'", "grpo"]),
-    ("return Config(seed=undefined)", 4, ["NameError", "undefined"]),
-    ("return Config(seed=)", 4, ["SyntaxError"]),
-    ("import nosuchmodule", 4, ["No module named 'nosuchmodule'"]),
-    ("import sys; sys.exit(0)", 4, ["SystemExit"]),
-    ("raise ValueError('a' + chr(10) + chr(27) + 'b')", 4, ["ValueError: a \\x1bb"]),
-    ("return 3", None, ["get_config() returns int", "Config"]),
-    ("return {'seed': 0, 'slots': 3}", None, ["config.slots", "no such setting"]),
-]
+CONFIG_FILES = read_table(__file__, "config_files")
 
 
 def read_mistakes() -> list[tuple[list[str], list[str]]]:

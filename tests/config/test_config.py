@@ -1,58 +1,31 @@
-"""Bad settings stop a command, with the field, its value and what is allowed."""
+"""Bad settings stop a command and say what is allowed; configs by name; the settings' help."""
 
 import dataclasses
+import inspect
+import pydoc
+import shutil
 import subprocess
 import sys
 
 import pytest
-from command_lines import BASE, RL, ROOT, load
+from command_lines import BASE, RL, ROOT, load, run
+from row_files import read_table
 
+import dapo_jax
 from dapo_jax.__main__ import entry
 from dapo_jax.commands import checks
-from dapo_jax.config.experiment import Config, SftConfig
+from dapo_jax.config.experiment import Config, ServeConfig, SftConfig
+from dapo_jax.config.files import read_config, shipped_configs
+from dapo_jax.runtime.rules import Choices
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.sharding import mesh_shape
 
 # overrides below `config.` | what the message has to name
-BAD = """
-algorithm.clip_hgih=0.3 | clip_hgih, clip_high
-seed=abc | seed, abc
-sampler.slots=1.5 | slots, 1.5
-algorithm.advantage=zscore | advantage, 'zscore', group_zscore
-algorithm.aggregate=mean | aggregate, 'mean', token_mean
-rollout.when_starved=wait | when_starved, 'wait', partial
-sampler.top_p=1.5 | top_p, 1.5, at most 1.0
-sampler.top_p=0 | top_p, 0.0, above 0.0
-sampler.burst_tokens=0 | burst_tokens, 0, above 0
-optimizer.learning_rate=nan | learning_rate, nan, finite
-algorithm.dual_clip=1.1 | dual_clip, 1.1, 1 + clip_high
-rollout.samples_per_prompt=1 | samples_per_prompt, 1, at least 2
-rollout.updates_per_rollout=5 | updates_per_rollout, 5, divisor
-algorithm.ratio=none algorithm.region=none algorithm.dual_clip=0 | updates_per_rollout, 4, ratio
-packing.row_tokens=79 | row_tokens, 79, 80
-algorithm.reward_wrong=2 | reward_correct, 1.0, 2.0
-compute.attention=cudnn | attention, cudnn, blocked
-data.min_terms=1 | min_terms, 1, from 2
-mesh.fsdp=0 | mesh.fsdp, 0, -1
-mesh.data=0 | mesh.data, 0, -1
-mesh.data=-1 mesh.fsdp=-1 | mesh.fsdp, if mesh.data is above 0
-algorithm.old_logprobs=sampler sampler.top_k=5 | old_logprobs, sampler, recompute
-unexpected | unexpected
-seed=-1 | seed, -1, 4294967295
-optimizer.eps=0 | eps, 0.0, above 0
-optimizer.beta2=1 | beta2, 1.0, below 1
-algorithm.advantage=one | trained_responses, 'all', 'correct', imitates wrong
-data.template=dapo | reward.verifier, final_number, dapo
-data.source=gsm8k=0 | data.source, gsm8k=0, above 0
-data.heldout_source=a,a | data.heldout_source, a,a, each once
-data.system_prompt=Hi | data.system_prompt, Hi, empty, none
-data.few_shot=0 | data.few_shot, 0, above 0
-""".strip().splitlines()
+BAD = read_table(__file__, "bad")
 
 
-@pytest.mark.parametrize("row", BAD)
-def test_bad_settings_name_field_value_and_allowed(row, capsys):
-    overrides, words = row.split(" | ")
+@pytest.mark.parametrize(("overrides", "words"), BAD)
+def test_bad_settings_name_field_value_and_allowed(overrides, words, capsys):
     with pytest.raises(SystemExit) as stopped:
         load(
             Config, RL, *(f"--config.{text}" if "=" in text else text for text in overrides.split())
@@ -127,20 +100,50 @@ def test_no_device_is_touched_before_the_check():
 
 def test_help_lists_every_setting(capsys):
     with pytest.raises(SystemExit) as stopped:
-        load(Config, "--help", usage="The usage.")
+        load(Config, "--help-all", usage="The usage.")
     shown = capsys.readouterr().out
     assert stopped.value.code == 0 and "The usage." in shown
     assert all(f"--config.{name}=" in shown for name, _, _ in leaves(Config()))
 
 
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
 @pytest.mark.parametrize("command", "train evaluate sft dpo export serve plan".split())
-def test_help_begins_with_what_is_changed_most_and_fits_80_columns(command, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [command, "--help"])
+def test_help_begins_with_what_is_changed_most_and_fits_80_columns(
+    command, flag, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", [command, flag])
     with pytest.raises(SystemExit) as stopped:
         entry(command)()
     shown = capsys.readouterr().out
-    assert stopped.value.code == 0 and shown.index("Changed most") < len(shown) / 2
+    # Commands with few settings list them in order of importance.
+    title = "Settings" if command in ("export", "serve") else "Changed most"
+    assert stopped.value.code == 0 and shown.index(title) < len(shown) / 2
     assert [line for line in shown.splitlines() if len(line) > 80] == []
+    settings = [line for line in shown.splitlines() if line.startswith("  --")]
+    assert flag == "--help-all" or len(settings) == 10 and len(shown.splitlines()) <= 28
+
+
+@pytest.mark.parametrize(("word", "names", "others"), [
+    ("nucleus", ["sampler.top_p", "evaluation.top_p"], ["sampler.top_k"]),
+    ("prefill", ["sampler.prefill_prompts", "sampler.prefill_chunk_tokens"], ["sampler.slots"]),
+    ("adapters", ["lora.rank", "lora.folder"], ["seed"]),
+])  # fmt: skip
+def test_help_searches_names_and_texts(word, names, others, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, f"--help={word}")
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert all(f"--config.{name}=" in shown for name in names)
+    assert not any(f"--config.{name}=" in shown for name in others)
+
+
+def test_help_of_serve_is_in_order_of_importance(capsys):
+    with pytest.raises(SystemExit):
+        load(ServeConfig, "--help")
+    shown = capsys.readouterr().out
+    names = "model http_port max_response_tokens default_max_tokens slots temperature seed dtype"
+    places = [shown.index(f"config.{name}=") for name in f"{names} shutdown_seconds".split()]
+    assert places == sorted(places)
 
 
 def test_help_shows_a_section_alone_with_the_files_values(capsys):
@@ -174,3 +177,110 @@ def test_one_size_of_the_mesh_takes_what_the_others_leave():
     assert mesh_shape(1, -1, 2, 16, context=4) == (1, 2, 1, 4, 1, 2)
     with pytest.raises(ConfigError, match="a factorisation of the 8 devices"):
         mesh_shape(-1, 3, 1, 8)
+
+
+# --- configs by name -----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("line", read_table(__file__, "shipped"))
+def test_a_shipped_config_is_found_by_its_name(line):
+    expected = read_config(Config, f"{ROOT}/configs/arithmetic.py:grpo")
+    expected.seed = 3
+    assert load(Config, *line) == expected
+
+
+def test_each_shipped_config_has_one_kind():
+    configs, examples = shipped_configs(Config), shipped_configs(SftConfig)
+    assert {"arithmetic", "two_strategies"} <= set(configs) and "arithmetic_base" in examples
+    assert configs | examples == shipped_configs() and not configs.keys() & examples.keys()
+    assert {path.stem for path in ROOT.glob("configs/*.py")} == set(shipped_configs())
+
+
+def test_a_file_or_run_of_that_name_here_comes_first(tmp_path):
+    text = "from dapo_jax import Config\n\ndef get_config(): return Config(total_steps=7)\n"
+    (tmp_path / "mine.py").write_text(text)
+    assert load(Config, "mine.py", "--config.data.max_prompt_tokens=9").total_steps == 7
+    (tmp_path / "arithmetic").mkdir()  # of something else
+    assert load(Config, "arithmetic").total_steps == 30
+    (tmp_path / "arithmetic/config.json").write_text('{"total_steps": 5}')
+    assert read_config(Config, "arithmetic").total_steps == 5
+    with pytest.raises(ConfigError, match="there is no such file; did you mean arithmetic"):
+        read_config(Config, "arithmetic.py")
+    shutil.copy(ROOT / "configs/arithmetic.py", tmp_path)
+    assert read_config(Config, "arithmetic.py:grpo").run_dir == "runs/arithmetic_grpo"
+
+
+@pytest.mark.parametrize(("command", "arguments", "said"), read_table(__file__, "names"))
+def test_every_command_reads_a_name_or_says_what_is_wrong(
+    command, arguments, said, monkeypatch, capsys
+):
+    code, error = run(command, arguments, monkeypatch, capsys)
+    assert code == 2 and all(part in error for part in said), error
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+# --- texts of settings ---------------------------------------------------------------------------
+
+SECTIONS = [
+    value
+    for name in dapo_jax.__all__
+    if dataclasses.is_dataclass(value := getattr(dapo_jax, name))
+    and name not in ("Result", "ModelFolder", "Observation")
+] + [ServeConfig]
+EACH = pytest.mark.parametrize("kind", SECTIONS, ids=lambda kind: kind.__name__)
+
+
+def entries(kind: type) -> dict[str, str]:
+    """Entries of a section's docstring on one line each, by the setting's name."""
+    found: dict[str, str] = {}
+    for line in (inspect.getdoc(kind) or "").partition("Settings:\n")[2].splitlines():
+        if not line.startswith(" " * 8):
+            name = line.split(":")[0].strip()
+        found[name] = f"{found.get(name, '')} {line.strip()}".strip()
+    return found
+
+
+@EACH
+def test_help_shows_every_setting_with_type_default_sentence_and_range(kind):
+    shown = entries(kind)
+    assert list(shown) == [field.name for field in dataclasses.fields(kind)]
+    for field in dataclasses.fields(kind):
+        text = shown[field.name]
+        if dataclasses.is_dataclass(field.type):
+            assert f"{field.name}: {field.type.__name__} = {field.default_factory()!r} " in text
+            continue
+        assert text.startswith(f"{field.name}: {field.type.__name__} = {field.default!r} ")
+        assert field.metadata["explanation"] in text
+        allowed = field.metadata["rule"].allowed
+        if isinstance(allowed, Choices):
+            assert all(word in text for word in allowed)
+        elif allowed is not None:
+            assert str(allowed) in text.lower()
+    rendered = pydoc.plain(pydoc.render_doc(kind))
+    assert all(f"{name}: " in rendered for name in shown)
+
+
+def test_a_representation_is_short_and_makes_the_section_again():
+    names = {name: getattr(dapo_jax, name) for name in dapo_jax.__all__}
+    assert repr(dapo_jax.Config()) == "Config()"
+    assert repr(dapo_jax.preset("grpo")).startswith(
+        "Algorithm(\n    clip_high=0.2,\n    dual_clip="
+    )
+    config = dapo_jax.Config(
+        run_dir="runs/it's mine",
+        algorithm=dapo_jax.preset("vapo"),
+        model=dapo_jax.Model(folder="models/small"),
+        critic=dapo_jax.Critic(optimizer=dapo_jax.Optimizer()),  # not the default of that place
+        sampler=dapo_jax.Sampler(slots=7),
+    )
+    shown = repr(config)
+    assert eval(shown, names) == config and "    sampler=Sampler(slots=7),\n" in shown
+    assert max(map(len, shown.splitlines())) < 100
+    assert str(SftConfig()) == "SftConfig()"
+    changed = SftConfig(optimizer=dapo_jax.Optimizer())
+    assert repr(changed) == "SftConfig(optimizer=Optimizer())"

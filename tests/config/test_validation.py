@@ -1,73 +1,32 @@
-"""Combinations of settings that make no sense, preset by preset, as a command line gives them."""
+"""Combinations of settings that make no sense, and settings that nothing would read."""
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 
 import pytest
 from command_lines import BASE, RL, load
+from row_files import read_table
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Config, ExportConfig, SftConfig
+from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.experiment import Config, ExportConfig, Optimizer, SftConfig
 from dapo_jax.data.prompts.templates import TEMPLATES, open_template
 from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.learner.update import SCHEDULES
 from dapo_jax.model.load_huggingface import DTYPES
-from dapo_jax.runtime.settings import rules
+from dapo_jax.runtime.rules import Choices
+from dapo_jax.runtime.settings import leaves, rules
 from dapo_jax.verifier.verifier import BY_VALUE, VERIFIERS
 
 # preset | overrides below `config.` | what the message has to name: field, value, what is allowed
-REFUSED = r"""
-grpo | algorithm.kl=loss+reward | algorithm.kl 'loss+reward' none
-grpo | reward.correct=model | reward.correct 'model' threshold
-ppo | critic.optimizer.schedule=step | critic.optimizer.schedule 'step' linear
-dapo | sampler.temperature=1e-30 | sampler.temperature 1e-30 from 0.001 to 100
-ppo | critic.optimizer.eps=1e-40 | optimizer.eps 1e-40 from 1e-30 1e+30
-grpo | reward.parts=rule=1e31 | reward.parts 'rule=1e31' at most 1e30
-ppo | critic.pretrain_steps=-2 | critic.pretrain_steps -2 least -1
-ppo | algorithm.critic=false | algorithm.critic False True 'gae'
-grpo | algorithm.critic=true | algorithm.critic True False 'group_zscore'
-grpo | rollout.samples_per_prompt=1 | samples_per_prompt 1 least
-dpo | rollout.samples_per_prompt=1 | samples_per_prompt 1 least
-reinforce | rollout.samples_per_prompt=1 algorithm.dynamic_sampling=true | _prompt 1 least
-rloo | rollout.updates_per_rollout=4 | updates_per_rollout 4 'none'
-rft | algorithm.trained_responses=all | trained_responses 'all' 'correct' 'one'
-dpo | algorithm.trained_responses=all | trained_responses 'all' 'pairs' 'preference'
-grpo | algorithm.trained_responses=pairs | trained_responses 'pairs' 'preference'
-dpo | algorithm.aggregate=token_mean | aggregate 'token_mean' 'pair_sum' 'preference'
-grpo | algorithm.aggregate=pair_sum | aggregate 'pair_sum' 'preference'
-dpo | algorithm.whiten=true | whiten True false 'preference'
-reinforce_pp | algorithm.whiten=true algorithm.trained_responses=correct | whiten True false
-dpo | algorithm.ratio=token | ratio 'token' 'none' 'preference'
-rloo | algorithm.region=ratio | algorithm.region 'ratio' 'none'
-dapo | algorithm.dual_clip=1.28 | dual_clip 1.28 above
-rloo | algorithm.dual_clip=3 | dual_clip 3.0 0 algorithm.region
-gspo | algorithm.region=tv | algorithm.region 'tv' 'ratio' 'none' 'sequence'
-icepop | algorithm.rejection_low=6 | algorithm.rejection_high 5.0 0 6.0
-icepop | algorithm.old_logprobs=sampler algorithm.importance_cap=0 | rejection_of 'old' 'new'
-rft | algorithm.rejection=token | algorithm.rejection 'token' 'none' 'one'
-pass_at_k | algorithm.pass_k=17 | algorithm.pass_k 17 16
-grpo | algorithm.kl_importance=true algorithm.kl_estimator=k2 | kl_importance True false 'k3'
-gspo | algorithm.old_logprobs=sampler sampler.top_p=0.9 | old_logprobs 'sampler' 'recompute' top_p
-dapo | algorithm.old_logprobs=sampler algorithm.importance_cap=2 | importance_cap 2.0 0 'sampler'
-grpo | algorithm.reference=false | reference False true KL
-dpo | algorithm.reference=false | reference False true preference
-dapo | algorithm.reference=true | reference True false
-grpo | algorithm.kl_coefficient=0 | kl_coefficient 0.0 above
-dapo | algorithm.kl_coefficient=0.1 | kl_coefficient 0.1 0 'none'
-grpo | algorithm.kl_estimator=k1 | kl_estimator 'k1' k2 k3 'loss'
-dpo | algorithm.kl=reward algorithm.kl_coefficient=0.1 | kl 'reward' 'none' 'loss' 'preference'
-dapo | reward.parts=1 | reward.parts '1' name=weight
-dapo | reward.parts=rule=1,model=1 | reward.model_folder '' folder 'model'
-dapo | reward.model_folder=elsewhere | reward.model_folder 'elsewhere' 'model'
-ppo | critic.pretrain_steps=30 | critic.pretrain_steps 30 below
-vapo | critic.pretrain_steps=-1 | pretrain_steps -1 below total_steps 30 critic_pretrain_steps 50
-grpo | critic.pretrain_steps=1 | critic.pretrain_steps 1 0 critic
-""".strip().splitlines()
+REFUSED = read_table(__file__, "refused")
 
 
-@pytest.mark.parametrize("row", REFUSED)
-def test_a_senseless_combination_names_field_value_and_allowed(row, capsys):
-    preset, overrides, words = (cell.strip() for cell in row.split("|"))
+@pytest.mark.parametrize(("preset", "overrides", "words"), REFUSED)
+def test_a_senseless_combination_names_field_value_and_allowed(preset, overrides, words, capsys):
     arguments = [f"--config.{override}" for override in overrides.split()]
     with pytest.raises(SystemExit) as stopped:
         load(Config, f"{RL}:{preset}", *arguments)
@@ -88,36 +47,13 @@ def test_every_preset_of_rewards_is_a_valid_run(preset):
     assert config.rollout.updates_per_rollout == (1 if on_policy else 4)
 
 
-ALLOWED = [
-    ("reinforce", "rollout.samples_per_prompt=1"),
-    ("ppo", "rollout.samples_per_prompt=1"),
-    ("ppo", "critic.pretrain_steps=29 critic.folder=elsewhere"),
-    ("vapo", "critic.pretrain_steps=-1 total_steps=51"),
-    ("grpo", "critic.pretrain_steps=0"),
-    ("grpo", "critic.pretrain_steps=-1"),
-    ("ppo", "algorithm.lambda_policy=0 algorithm.lambda_value=0 algorithm.value_clip=0"),
-    ("dapo", "algorithm.dual_clip=1.29 algorithm.importance_cap=2"),
-    ("grpo", "model.reference_folder=elsewhere algorithm.kl_estimator=k2"),
-    ("grpo", "algorithm.ratio=sequence algorithm.old_logprobs=sampler"),
-    ("rft", "algorithm.reference=true algorithm.kl=loss algorithm.kl_coefficient=0.1"),
-    ("gspo", "model.freeze_layers=0.99 reward.parts=rule=1,think_format=-2,format=0.1"),
-    ("dapo", "reward.parts=model=1 reward.model_folder=elsewhere reward.correct=threshold"),
-]
-
-
-@pytest.mark.parametrize(("preset", "overrides"), ALLOWED)
+@pytest.mark.parametrize(("preset", "overrides"), read_table(__file__, "allowed"))
 def test_the_other_side_of_a_refusal_is_allowed(preset, overrides):
     load(Config, f"{RL}:{preset}", *(f"--config.{text}" for text in overrides.split()))
 
 
 def test_a_supervised_run_is_refused_what_it_can_not_use(capsys):
-    for override, words in (
-        ("examples.min_terms=1", ("examples.min_terms = 1", "from 2")),
-        ("examples.max_terms=60", ("packing.row_tokens = 88", "192")),
-        ("architecture.kv_heads=3", ("architecture.kv_heads = 3", "divisor", "4")),
-        ("architecture.head_dim=15", ("architecture.head_dim = 15", "even")),
-        ("architecture.rope_theta=1", ("architecture.rope_theta = 1.0", "above 1")),
-    ):
+    for override, words in read_table(__file__, "supervised"):
         with pytest.raises(SystemExit):
             load(SftConfig, BASE, f"--config.{override}")
         message = capsys.readouterr().err
@@ -152,3 +88,91 @@ def test_conditions_name_what_lower_packages_define():
         name for name in TEMPLATES if open_template(name).shows_system
     }
     assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", *DTYPES.values()}
+
+
+# --- settings that nothing reads -----------------------------------------------------------------
+
+READ_WHEN = {name: rule.read for name, rule in rules(Config).items() if rule.read}
+
+# Read whatever the algorithm, or refused by a check of its own where it makes no sense.
+ALWAYS_READ = set(
+    "advantage whiten critic ratio region dual_clip aggregate trained_responses token_weights "
+    "reference kl kl_coefficient entropy_coefficient positive_nll_coefficient importance_cap "
+    "router_replay router_balance_coefficient "
+    "distillation rejection dynamic_sampling reward_correct reward_wrong overlong_punishment "
+    "overlong_filtering".split()
+)
+
+# Overrides with which one or the other condition holds.
+EXTRAS = read_table(__file__, "extras")
+NUMBERS = (0.9, 0.5, 0.1, 0.25, 2.0, 3.0, 8.0, 1e-4, 3, 2, 8, 16)
+
+
+NOWHERE = "--config.sampler.cache=slots", "--config.log.rollouts=false"
+
+
+def settings_of(config: Config) -> dict:
+    return {name: value for name, _, value in leaves(config)}
+
+
+@functools.cache
+def of_presets() -> dict[str, dict]:
+    presets = sorted(set(algorithms.PRESETS) - {"sft"})
+    return {preset: settings_of(load(Config, f"{RL}:{preset}")) for preset in presets}
+
+
+def flags(overrides: str) -> list[str]:
+    return [f"--config.{text}" for text in overrides.split()]
+
+
+def other_values(name: str) -> list:
+    """Legal values of a setting that are not its default, of its type."""
+    default, allowed = settings_of(Config())[name], rules(Config)[name].allowed
+    if isinstance(default, bool):
+        return [not default]
+    texts = allowed if isinstance(allowed, Choices) else ["elsewhere", "query,value"]
+    values = texts if isinstance(default, str) else NUMBERS
+    legal = (v for v in values if type(v) is type(default) and (allowed is None or allowed(v)))
+    return [value for value in legal if value != default]
+
+
+def run_that_reads(name: str) -> dict:
+    """The settings of the first valid run that reads the setting, which is not its default."""
+    for extra, value in itertools.product(EXTRAS, other_values(name)):
+        for preset, plain in of_presets().items():
+            given = dict(text.split("=", 1) for text in extra.split())
+            if name not in given and not READ_WHEN[name](plain | given):
+                continue
+            with contextlib.suppress(SystemExit):
+                arguments = [*flags(extra), f"--config.{name}={value}"]
+                return settings_of(load(Config, f"{RL}:{preset}", *arguments))
+    raise AssertionError(f"no run reads {name}")
+
+
+@pytest.mark.parametrize("name", READ_WHEN)
+def test_a_changed_setting_is_refused_where_nothing_reads_it_and_only_there(name, capsys):
+    found = run_that_reads(name)
+    value = found[name]
+    assert READ_WHEN[name](found)
+    change = f"--config.{name}={value}"
+    capsys.readouterr()
+    unread = [preset for preset, plain in of_presets().items() if not READ_WHEN[name](plain)]
+    # What is no preset's choice is named.
+    where = [f"{RL}:{unread[0]}"] if unread else [f"{RL}:dapo", *NOWHERE]
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, *where, change)
+    message = capsys.readouterr().err
+    default = settings_of(Config())[name]
+    allowed = "empty" if default == "" else repr(default)
+    decider = READ_WHEN[name].names.split()[0]
+    assert stopped.value.code == 2 and len(message.splitlines()) == 1
+    assert f"config.{name} = {value!r}: must be {allowed} with {decider} = " in message
+    assert "nothing reads it" in message
+
+
+def test_every_field_of_an_algorithm_has_a_condition_or_is_always_read():
+    fields = {field.name for field in dataclasses.fields(Algorithm)}
+    listed = {name.removeprefix("algorithm.") for name in READ_WHEN if name.startswith("alg")}
+    assert listed | ALWAYS_READ == fields and not listed & ALWAYS_READ
+    assert set(READ_WHEN) <= set(settings_of(Config()))
+    assert {f"critic.optimizer.{f.name}" for f in dataclasses.fields(Optimizer)} <= set(READ_WHEN)

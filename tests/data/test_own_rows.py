@@ -6,7 +6,7 @@ import json
 
 import pytest
 from command_lines import RL, load
-from row_files import write_lines
+from row_files import read_table, write_lines
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files, read_rows
@@ -37,18 +37,7 @@ def test_fields_that_name_nothing_are_rejected_before_the_run(text, capsys):
     assert "problem, answer, solution" in message
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ("fields=answer=a", ["data.fields", "nothing reads it"]),
-        ("fields=system=s source=mine.csv", ["data.fields", "'none': it shows none"]),
-        (
-            "system_prompt=Hi template={problem}",
-            ["data.system_prompt", "'{problem}': it shows none"],
-        ),
-        ("heldout_problems=-2", ["data.heldout_problems = -2", "-1"]),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "words"), read_table(__file__, "unread"))
 def test_settings_of_data_that_nothing_would_read_are_refused(overrides, words, capsys):
     with pytest.raises(SystemExit):
         load(Config, RL, *(f"--config.data.{text}" for text in overrides.split()))
@@ -60,33 +49,8 @@ def test_settings_of_data_that_nothing_would_read_are_refused(overrides, words, 
 
 USER, WORKED = {"role": "user", "content": "P"}, {"role": "assistant", "content": "So \\boxed{7}"}
 SYSTEM, EARLIER = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}
-PARTS = {"role": "user", "content": [{"type": "text", "text": "P"}, {"type": "text", "text": "!"}]}
-GOLD = {"answer": "7"}
 # fields, row, and what the problem has
-READ = [
-    ("problem=q,answer=target", {"q": "P", "target": 7}, {"text": "P"} | GOLD),
-    ("answer=Gold", {"Question": "P", "Gold": "7"}, GOLD),
-    ("answer=meta.gold", {"prompt": "P", "meta": {"gold": "7"}}, GOLD),
-    ("answer=a.1.x", {"prompt": "P", "a": [{}, {"x": "7"}]}, GOLD),
-    ("answer=meta.gold", {"prompt": "P", "meta.gold": "7"}, GOLD),
-    # named against the format
-    ("problem=q,answer=g", {"q": "P", "g": "7", "problem": "no", "question": "no"}, {"text": "P"}),
-    # worked, by its number
-    ("answer=x", {"question": "P", "x": "6+1=<<6+1=7>>7\n#### 1,007"}, {"answer": "1007"}),
-    ("answer=x", {"question": "P", "x": "6+1=<<6+1=7>>7\n#### 1,007"}, {"solution": "6+1=7"}),
-    ("solution=s", {"problem": "P", "s": "So #### 7"}, GOLD),
-    ("system=s,level=l", {"problem": "P", "s": "S", "l": 3} | GOLD, {"system": "S", "level": "3"}),
-    ("subject=a.b", {"problem": "P", "a": {"b": "B"}} | GOLD, {"subject": "B"}),
-    ("", {"prompt": "P"} | GOLD, {"text": "P"} | GOLD),
-    ("", {"messages": [SYSTEM, USER, WORKED]}, {"text": "P", "system": "S", "turns": ()} | GOLD),
-    ("", {"messages": [SYSTEM, USER, WORKED]}, {"solution": "So \\boxed{7}"}),
-    ("", {"messages": [USER, WORKED], "answer": "8"}, {"answer": "8", "system": ""}),
-    ("", {"prompt": [EARLIER, WORKED, USER], "answer": "8"}, {"text": "P", "answer": "8"}),
-    ("", {"prompt": [EARLIER, USER]} | GOLD, {"turns": (("user", "Q"),)}),
-    ("problem=chat", {"chat": [PARTS], "answer": "8"}, {"text": "P!"}),
-    # DAPO's schema with a system message
-    ("", {"prompt": [SYSTEM, USER], "reward_model": {"ground_truth": "7"}}, {"system": "S"} | GOLD),
-]
+READ = read_table(__file__, "read")
 
 
 @pytest.mark.parametrize(("fields", "row", "expected"), READ)
@@ -95,22 +59,7 @@ def test_own_rows_are_read_as_named(fields, row, expected):
     assert {field: getattr(problem, field) for field in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "row", "reason"),
-    [
-        ("answer=gold", {"prompt": "P"}, "has no field 'gold'; it has prompt"),
-        ("answer=m.gold", {"prompt": "P", "m": None}, "has no field 'm.gold'"),
-        ("problem=q", {"q": " ", "answer": "1"}, "q is empty"),
-        ("problem=q", {"q": 3, "answer": "1"}, "q is int"),
-        ("answer=a", {"text": "P", "a": "1"}, "no field is known as the problem: text, a"),
-        ("", {"prompt": "P", "target": "1"}, "no field is known as the answer: prompt, target"),
-        ("", {"messages": [USER, {"role": "tool", "content": "x"}]}, "messages of the role 'tool'"),
-        ("", {"messages": [USER, SYSTEM]}, "messages of the role 'system'"),
-        ("", {"messages": [WORKED]}, "no message of the role 'user'"),
-        ("", {"messages": [{"role": "user"}]}, "messages: the content of 'user' is NoneType"),
-        ("", {"messages": ["P"]}, "no message with role and content"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "row", "reason"), read_table(__file__, "else"))
 def test_an_own_row_that_is_something_else_says_why(fields, row, reason):
     with pytest.raises(MalformedRow, match=reason):
         read_row(row, "set", 1, parse_fields("data.fields", fields, FIELDS))
@@ -127,17 +76,7 @@ def test_prompts_without_an_answer_are_for_rewards_that_need_none():
         read_row(rows[0], "set", 1, {"answer": "gold"}, needs_answer=False)
 
 
-@pytest.mark.parametrize(
-    ("parts", "correct", "needs"),
-    [
-        ("rule=1", "verifier", True),
-        ("own:f=1", "verifier", True),
-        ("own:f=1,rule=0.1", "threshold", True),
-        ("gym=1", "spread", True),
-        ("own:f=1,format=1,repetition=1,think_format=1", "threshold", False),
-        ("model=1", "spread", False),
-    ],
-)
+@pytest.mark.parametrize(("parts", "correct", "needs"), read_table(__file__, "needs_answer"))
 def test_what_compares_with_the_answer_needs_one(parts, correct, needs):
     assert Reward(parts=parts, correct=correct).needs_answer() == needs
 

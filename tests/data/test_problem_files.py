@@ -1,22 +1,28 @@
-"""Files of problems in their published formats, and what is wrong with some rows."""
+"""Files of problems in their published formats, what is wrong with some rows, hostile files."""
 
 import gzip
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import threading
+import zlib
 
 import fake_gcs
 import pyarrow as pa
 import pytest
 from pyarrow import csv, feather, parquet
-from row_files import write_lines
+from row_files import read_table, write_lines
 
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.files import read_config
+from dapo_jax.data import files
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files
 from dapo_jax.data.prompts.templates import DAPO
 from dapo_jax.data.row_formats import read_row
-from dapo_jax.data.sources import Source, read_problems
+from dapo_jax.data.sources import Source, Sources, read_problems
 from dapo_jax.runtime.settings import ConfigError
 
 ROWS = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(5)]
@@ -36,40 +42,7 @@ def load(*paths: str, limit: int = 0) -> Source:
     return read_problems(paths, "set", limit)
 
 
-PUBLISHED = {
-    "gsm8k": (
-        {"question": "How many?", "answer": "2*600=<<2*600=1200>>1200 in all.\n#### 1,200"},
-        {"text": "How many?", "answer": "1200", "solution": "2*600=1200 in all."},
-    ),
-    "MATH": (
-        {
-            "problem": "Find $x$.",
-            "level": "Level 5",
-            "type": "Algebra",
-            "solution": "First $\\boxed{1}$, no: $x = \\boxed{\\frac{1}{\\{2\\}}}$.",
-        },
-        {"answer": "\\frac{1}{\\{2\\}}", "level": "5", "subject": "Algebra"},
-    ),
-    "MATH-500": (
-        {"problem": "P", "solution": "$\\boxed{1}$", "answer": "\\$3.50", "subject": "Algebra"}
-        | {"level": 2, "unique_id": "test/algebra/7.json"},
-        {"answer": "\\$3.50", "level": "2", "subject": "Algebra", "id": "set-test/algebra/7.json"},
-    ),
-    "AIME": ({"id": 60, "problem": "P", "answer": "025"}, {"answer": "025", "id": "set-60"}),
-    "AIME, other spelling": (
-        {"ID": "2024-I-1", "Problem": "P", "Solution": "S", "Answer": 204},
-        {"answer": "204", "id": "set-2024-I-1"},
-    ),
-    "AMC": ({"id": 0, "problem": "P", "question": "P", "answer": 27.0}, {"answer": "27"}),
-    "Minerva": (
-        {"problem": "P", "solution": "so \\boxed{4.5e33} ergs", "type": "Astronomy", "idx": 3},
-        {"answer": "4.5e33", "subject": "Astronomy", "id": "set-3"},
-    ),
-    "OlympiadBench": (
-        {"id": 7, "question": "Find all.", "context": "Let n > 0.", "subfield": "Algebra"}
-        | {"final_answer": ["$69$,$84$", "$-1$."], "unit": "km", "solution": ["a", "b"]},
-        {"text": "Let n > 0.\n\nFind all.", "answer": "69,84, -1", "solution": "a\n\nb"},
-    ),
+PUBLISHED = dict(read_table(__file__, "published")) | {
     "DAPO": (
         dapo_row("Is {x} 1?", "34", 5),
         {"text": "Is {x} 1?", "answer": "34", "source": "math_dapo", "id": "set-uuid-5"},
@@ -78,8 +51,6 @@ PUBLISHED = {
         dapo_row("P", "34", 5, "{problem} Let's think step by step."),
         {"text": "P Let's think step by step."},
     ),
-    "plain": ({"problem": " P ", "answer": -0.5}, {"text": "P", "answer": "-0.5", "id": "set-9"}),
-    "plain question": ({"question": "P", "answer": "yes"}, {"text": "P", "answer": "yes"}),
 }
 
 
@@ -90,15 +61,7 @@ def test_rows_are_read_as_published(name):
     assert {field: getattr(problem, field) for field in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"question": "Prove it.", "final_answer": None},
-        {"question": "Prove it.", "final_answer": []},
-        {"problem": "P", "solution": "no box"},
-        {"problem": "P", "answer": None, "solution": "cut \\boxed{1"},
-    ],
-)
+@pytest.mark.parametrize("row", read_table(__file__, "no_answer"))
 def test_a_row_without_an_answer_is_not_malformed(row):
     with pytest.raises(NoAnswer):
         read_row(row, "set", 1)
@@ -107,14 +70,9 @@ def test_a_row_without_an_answer_is_not_malformed(row):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"problem": "", "answer": "1"}, "problem is empty"),
-        ({"problem": 3, "answer": "1"}, "problem is int, not text"),
-        ({"problem": "P", "answer": {"a": 1}}, "answer is dict"),
+        *read_table(__file__, "malformed"),
+        ({"problem": "P", "answer": {"a": 1}}, "answer is an object, which no verifier compares"),
         ({"problem": "P", "answer": float("nan")}, "not a finite number"),
-        ({"problem": "\ud800", "answer": "1"}, "surrogate"),
-        ({"text": "P", "label": "1"}, "known as the problem: text, label"),
-        ({}, "known as the problem: it has none"),
-        ([1], "is list, not an object"),
         (dapo_row("P", "1", 1) | {"prompt": []}, "no message of the role"),
         (dapo_row("P", "1", 1) | {"reward_model": "1"}, "reward_model is not"),
     ],
@@ -194,22 +152,71 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "found"),
-    [
-        ("gsm8k", "train", "gsm8k_train.jsonl"),
-        ("gsm8k", "test", "gsm8k_test.jsonl"),
-        ("GSM8K_test", "train", "gsm8k_test.jsonl"),
-        ("aime24", "train", "aime24_test.jsonl"),
-        ("dapo", "train", "DAPO-Math/0.parquet DAPO-Math/1.parquet"),
-        ("{}/gsm8k_*.jsonl", "train", "gsm8k_test.jsonl gsm8k_train.jsonl"),
-        ("{}/*/1.parquet", "train", "DAPO-Math/1.parquet"),
-        ("{}/DAPO-Math", "train", "DAPO-Math/0.parquet DAPO-Math/1.parquet"),
-    ],
-)
+@pytest.mark.parametrize(("name", "split", "found"), read_table(__file__, "names"))
 def test_names_find_their_files(folder, name, split, found):
     paths = find_files("data.source", name.format(folder), str(folder), split)
     assert paths == tuple(str(folder / one) for one in found.split())
+
+
+HUB_FILES = {  # of data sets on the hub
+    "gsm8k": [
+        f"{config}/{split}-00000-of-00001.parquet"
+        for config in ("main", "socratic")
+        for split in ("train", "test")
+    ],
+    "MATH-500": ["test.jsonl"],
+    "DAPO-Math-17k": ["data/dapo-math-17k.parquet"],
+    "OpenR1-Math": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+}
+
+
+@pytest.fixture
+def hub_folders(tmp_path):
+    """Return a data folder with data sets as `hf download --local-dir` lays them out."""
+    for name, stored in HUB_FILES.items():
+        for file in ["README.md", ".cache/huggingface/download/x.metadata", *stored]:
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [{"question": f"{file} {i}", "answer": f"So\n#### {i}"} for i in range(3)]
+            if path.suffix == ".parquet":
+                parquet.write_table(pa.Table.from_pylist(rows), path)
+            else:
+                write_lines(path, rows if path.suffix == ".jsonl" else [])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "found"),
+    [
+        ("openai/gsm8k", "train", "gsm8k/main/train-00000-of-00001.parquet"),
+        ("openai/gsm8k", "test", "gsm8k/main/test-00000-of-00001.parquet"),
+        ("gsm8k", "test", "gsm8k/main/test-00000-of-00001.parquet"),
+        ("HuggingFaceH4/MATH-500", "test", "MATH-500/test.jsonl"),
+        ("BytedTsinghua-SIA/DAPO-Math-17k", "train", "DAPO-Math-17k/data/dapo-math-17k.parquet"),
+        (
+            "open-r1/OpenR1-Math",
+            "train",
+            " ".join(f"OpenR1-Math/{f}" for f in HUB_FILES["OpenR1-Math"]),
+        ),
+    ],
+)
+def test_a_downloaded_data_set_is_found_by_its_name_on_the_hub(hub_folders, name, split, found):
+    paths = find_files("data.source", name, str(hub_folders), split)
+    assert paths == tuple(str(hub_folders / file) for file in found.split())
+
+
+@pytest.mark.parametrize("config", ["qwen2p5_0p5b_gsm8k", "qwen2p5_1p5b_gsm8k"])
+def test_the_configs_read_the_downloaded_gsm8k(hub_folders, monkeypatch, config):
+    (hub_folders / "data").mkdir()
+    (hub_folders / "gsm8k").rename(hub_folders / "data/gsm8k")
+    monkeypatch.chdir(hub_folders)
+    data = read_config(Config, config).data
+    assert data.source == data.heldout_source == "openai/gsm8k"
+    sources = Sources(data, seed=0)
+    (heldout,), (training,) = sources.heldout(), sources.training(set())
+    for source, split in (heldout, "test"), (training, "train"):
+        assert [problem.answer for problem in source.problems] == ["0", "1", "2"]
+        assert all(problem.text.startswith(f"main/{split}-") for problem in source.problems)
 
 
 @pytest.mark.parametrize("name", ["math", "a", "nothing", "{}/**/1.parquet"])
@@ -219,18 +226,7 @@ def test_a_name_of_no_single_file_lists_what_is_there(folder, name):
         find_files("data.source", name.format(folder), str(folder), "train")
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("{}/gsm8k_trian.jsonl", "no such file; did you mean .*/gsm8k_train.jsonl"),
-        ("gsm9k.csv", "no such file"),
-        ("{}/nowhere/x", "no such file$"),
-        ("owner/set", "no such file; .*: hf download owner/set --repo-type dataset --local-dir /"),
-        ("{}/*.npy", "no file of .parquet, .* matches"),
-        ("{}/DAPO-Math/notes.txt", "must end in .parquet"),
-        ("{}/none", "holds no file of .parquet"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), read_table(__file__, "no_file"))
 def test_a_path_without_a_file_says_so(folder, name, reason):
     (folder / "DAPO-Math/notes.txt").write_text("")
     (folder / "none").mkdir()
@@ -273,3 +269,115 @@ def test_one_gold_written_in_two_ways_is_no_conflict(tmp_path):
     loaded = read_problems((str(tmp_path / "set.jsonl"),), "set", 0)
     assert len(loaded.problems) == 2
     assert loaded.counts["repeats"] == 3 and not loaded.counts["conflicts"]
+
+
+# --- hostile files -------------------------------------------------------------------------------
+
+SECONDS = 20.0
+ROW = {"problem": "What is 1+1?", "answer": "2"}
+
+
+def refusal(path) -> str:
+    """Message of the `ConfigError`; the test fails for another error, for none, and after long."""
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            read_problems((str(path),), "set", 0)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)  # one that waits for ever is left behind
+    thread.start()
+    thread.join(SECONDS)
+    assert caught, "it waits, or reads the file"
+    assert isinstance(caught[0], ConfigError), caught[0]
+    return str(caught[0])
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to a pipe"])
+def test_what_is_no_file_is_not_waited_for(kind, name, tmp_path):
+    path = tmp_path / name
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to(tmp_path / "pipe")
+    assert f"{path} can't be read: it is a pipe, a device or a folder: must" in refusal(path)
+
+
+def bomb(path, megabytes: int, beginning: bytes = b"") -> int:
+    """Writes gigabytes of blanks as a gzip file of megabytes; returns its size."""
+    packer = zlib.compressobj(9, wbits=31)
+    with path.open("wb") as file:
+        file.write(packer.compress(beginning))
+        for _ in range(megabytes):
+            file.write(packer.compress(b" " * (1 << 20) + b"\n"))
+        file.write(packer.flush())
+    return path.stat().st_size
+
+
+def test_a_line_without_end_is_refused_with_its_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1000)
+    path = write_lines(tmp_path / "rows.jsonl", [ROW, "x" * 2000])
+    assert "line 2 is longer than 1,000 bytes" in refusal(path)
+    long = ROW | {"problem": "x" * 900}
+    assert (
+        len(read_problems((write_lines(tmp_path / "a.jsonl", [ROW, long]),), "s", 0).problems) == 2
+    )
+
+
+def test_a_json_file_beyond_memory_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 1000)
+    (tmp_path / "rows.json").write_text(json.dumps([ROW] * 100))
+    assert "more than 1,000 bytes; use JSON lines" in refusal(tmp_path / "rows.json")
+
+
+def test_a_table_with_offsets_beyond_its_end_is_refused(tmp_path):
+    """It would read memory that is not its own, or end the process."""
+    path = tmp_path / "rows.feather"
+    table = pa.table({"problem": ["a", "b"], "answer": ["1", "2"]})
+    feather.write_feather(table, str(path), compression="uncompressed")
+    ends, beyond = struct.pack("<iii", 0, 1, 2), struct.pack("<iii", 0, 1, 2_000_000_000)
+    content = path.read_bytes()
+    assert ends in content
+    path.write_bytes(content.replace(ends, beyond))
+    assert f"{path} can't be read: " in refusal(path)
+
+
+LIMITED = """
+import resource, sys
+from dapo_jax.data.sources import read_problems
+from dapo_jax.runtime.settings import ConfigError
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[2]) << 20),) * 2)
+try:
+    read_problems((sys.argv[1],), "set", 0)
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["rows.json.gz", "rows.jsonl", "rows.parquet"])
+def test_missing_memory_is_one_line_that_names_the_file(name, tmp_path):
+    path = tmp_path / name
+    if name == "rows.json.gz":
+        bomb(path, 200)
+    elif name == "rows.jsonl":
+        rows = ({"problem": f"{i} " + "x" * 4000, "answer": "2"} for i in range(30_000))
+        write_lines(path, rows)
+    else:
+        texts = [f"{i} " + "x" * 4000 for i in range(30_000)]
+        parquet.write_table(pa.table({"problem": texts, "answer": texts}), path)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path), "60"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
+    assert str(path) in done.stdout and len(done.stdout.splitlines()) == 1, done.stdout
+    assert "memory" in done.stdout or "alloc" in done.stdout

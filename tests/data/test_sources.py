@@ -1,4 +1,4 @@
-"""Sources by name, mixed by weight; what is held out; the order that all processes follow."""
+"""Sources by name, mixed by weight; what is held out; one order for all; made-up arithmetic."""
 
 import dataclasses
 import importlib.metadata
@@ -8,15 +8,19 @@ import pathlib
 import sys
 import types
 
+import numpy as np
 import pytest
 from conftest import heldout_prompts
+from row_files import read_table
 
-from dapo_jax.config.experiment import Data
+from dapo_jax.config.experiment import Data, Examples
+from dapo_jax.data import arithmetic
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.sources import Sources, parse_sources
 from dapo_jax.rewards import gym
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.verifier.verifier import final_number
 
 TOKENIZER = arithmetic_tokenizer()
 
@@ -133,34 +137,14 @@ def test_shares_of_several_sources_add_up_to_the_held_out_problems(settings):
     assert Sources(settings("one", heldout_problems=0), 0).heldout() == []
 
 
-@pytest.mark.parametrize(
-    ("source", "more", "message"),
-    [
-        ("one", {"heldout_problems": 40}, "heldout_problems = 40: must be below the 40 problems"),
-        ("two", {"heldout_source": "two_train"}, "every problem is held out"),
-        ("three", {}, "data.source = 'three': must be arithmetic, .*holds empty.jsonl, one"),
-        ("one", {"heldout_source": "three"}, "data.heldout_source = 'three': must be"),
-        ("empty", {}, "data.source = 'empty': holds no rows"),
-        ("two", {"template": "few_shot", "few_shot": 9, "heldout_problems": 1}, "below the 9"),
-    ],
-)
+@pytest.mark.parametrize(("source", "more", "message"), read_table(__file__, "impossible"))
 def test_impossible_sources_stop_before_the_run(settings, source, more, message):
     settings.write("empty.jsonl", [])
     with pytest.raises(ConfigError, match=message):
         PromptStream(settings(source, **more), 0, TOKENIZER)
 
 
-@pytest.mark.parametrize(
-    ("source", "more", "held"),
-    [
-        ("one", {}, "one: 8 problems, a fifth (data.heldout_problems)"),
-        ("many", {}, "many: 256 problems"),
-        ("one,many", {}, "one: 8 problems, a fifth (data.heldout_problems); many: 128 problems"),
-        ("few", {}, "few: 0 problems, a fifth (data.heldout_problems)"),
-        ("one", {"heldout_problems": 39}, "one: 39 problems"),
-        ("arithmetic", {}, "arithmetic: 256 problems"),
-    ],
-)
+@pytest.mark.parametrize(("source", "more", "held"), read_table(__file__, "small"))
 def test_a_small_file_is_not_all_held_out(settings, source, more, held):
     settings.write("many.jsonl", [f"{i}+{i}" for i in range(100, 1380)])
     settings.write("few.jsonl", ["1+1", "2+2"])
@@ -170,19 +154,7 @@ def test_a_small_file_is_not_all_held_out(settings, source, more, held):
     assert not held & {next(stream).problem for _ in range(100)}
 
 
-@pytest.mark.parametrize(
-    ("source", "more", "message"),
-    [
-        ("odd", {}, "none of its first 11 rows is .*odd.jsonl line 1: .*the problem: text, label"),
-        (
-            "odd",
-            {"fields": "problem=q"},
-            r"no row has all fields of config.data.fields = 'problem=q'",
-        ),
-        ("one", {"fields": "answer=gold"}, "data.fields = 'answer=gold': .*; one has others"),
-        ("unsolved", {}, "none of its first 2 rows is a problem: the answer is empty"),
-    ],
-)
+@pytest.mark.parametrize(("source", "more", "message"), read_table(__file__, "unreadable"))
 def test_a_file_that_can_not_be_read_says_what_is_in_it(settings, source, more, message):
     rows = [json.dumps({"text": "1+1", "label": "2"})] * 20
     (pathlib.Path(settings("one").folder) / "odd.jsonl").write_text("\n".join(rows))
@@ -286,3 +258,71 @@ def test_a_task_whose_real_scorer_evaluates_is_refused_by_name(settings):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match="'gym:countdown': its scorer evaluates the answer"):
         read(settings("gym:countdown", train_problems=20), 1)
+
+
+# --- the arithmetic of the tests -----------------------------------------------------------------
+
+
+def stream(**settings) -> PromptStream:
+    return PromptStream(Data(**settings), seed=3, tokenizer=TOKENIZER)
+
+
+def test_no_heldout_problem_is_trained_on():
+    make = arithmetic.make_problem
+    train = {make("train", 0, i, 2, 4).text for i in range(3000)}
+    heldout = {make("heldout", 0, i, 2, 4).text for i in range(1000)}
+    assert not train & heldout
+
+
+def test_worked_examples_end_in_their_own_last_result_and_are_often_wrong():
+    right = 0
+    for i in range(500):
+        text, worked = arithmetic.make_worked_example(0, i, Examples(max_terms=12))
+        last = worked.split("####")[0].split("=")[-1]
+        assert worked.endswith(f"#### {last}")
+        right += final_number(worked, str(eval(text[:-1]) % 10), None)[0]
+    assert 0.4 < right / 500 < 0.7
+
+
+def test_worked_examples_without_errors_are_all_right_and_never_ramble():
+    for i in range(300):
+        text, worked = arithmetic.make_worked_example(0, i, Examples(errors=False, max_terms=6))
+        assert final_number(worked, str(eval(text[:-1]) % 10), None)[0]
+        assert "again" not in worked and worked.count("=") == text.count("+")
+
+
+def test_every_character_of_the_task_survives_the_tokenizer():
+    for i in range(100):
+        for text in arithmetic.make_worked_example(0, i, Examples(max_terms=12)):
+            assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_each_pass_has_every_problem_once_in_a_new_order():
+    prompts = stream(train_problems=50)
+    passes = [[next(prompts).id for _ in range(50)] for _ in range(2)]
+    assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1]
+
+
+def test_a_long_prompt_keeps_its_end_when_truncated():
+    prompts = stream(min_terms=8, max_terms=8, max_prompt_tokens=6)
+    whole = stream(min_terms=8, max_terms=8, max_prompt_tokens=99)
+    for _ in range(5):
+        cut, full = next(prompts), next(whole)
+        np.testing.assert_array_equal(cut.tokens, full.tokens[-6:])
+        assert cut.truncated and not full.truncated and cut.problem == full.text
+    assert prompts.position == 5  # none was skipped
+
+
+def test_a_long_prompt_is_dropped_when_so_configured():
+    settings = dict(min_terms=3, max_terms=8, overlong_prompts="drop", max_prompt_tokens=8)
+    prompts = stream(**settings)
+    taken = [next(prompts) for _ in range(20)]
+    assert all(len(prompt.tokens) <= 8 for prompt in taken)
+    assert prompts.position == taken[-1].index + 1 == 20 + sum(p.skipped for p in taken) > 20
+    assert all(len(p.tokens) <= 8 for p in heldout_prompts(Data(**settings), 3, TOKENIZER))
+
+
+def test_data_without_any_short_prompt_is_an_error_not_an_endless_loop():
+    prompts = stream(train_problems=10, overlong_prompts="drop", max_prompt_tokens=2)
+    with pytest.raises(ValueError, match="max_prompt_tokens = 2"):
+        next(prompts)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from row_files import write_lines
+from row_files import read_table, write_lines
 from served import byte_tokenizer
 from tokenizers import processors
 
@@ -22,14 +22,7 @@ PLAIN_CHAT = (
 FORGETTING_CHAT = PLAIN_CHAT.replace(
     "{{ m.content }}", "{{ m.content if loop.last else m.content.split('|')[-1] }}"
 )
-TALK = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "1+1?"},
-    {"role": "assistant", "content": "well|2"},
-    {"role": "user", "content": "2+2?"},
-    {"role": "assistant", "content": "hm|4"},
-    {"role": "user", "content": "never answered"},
-]
+TALK = read_table(__file__, "talk")
 
 
 def tokenizer_with(chat: str = PLAIN_CHAT, begin: bool = False):
@@ -81,25 +74,13 @@ def test_every_answer_is_learned_behind_what_the_sampler_sees(chat, parts, begin
 
 
 ROW = {"prompt": " 1+1? ", "response": "2"}
-SAME_ROWS = {
-    "completion": ({"prompt": "1+1?", "completion": "2"}, {}),
-    "solution": ({"Problem": "1+1?", "solution": "2", "answer": "3"}, {}),
-    "answer": ({"question": "1+1?", "answer": "2"}, {}),
+SAME_ROWS = dict(read_table(__file__, "same_rows")) | {
     "fields": (
         {"q": "1+1?", "meta": {"gold": "2"}, "messages": TALK},
         {"fields": "prompt=q,response=meta.gold"},
     ),
-    "its own end token": ({"prompt": "1+1?", "response": "2<|end|>"}, {}),
 }
-ASKED, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
-SAME_CHATS = {
-    "messages": ({"messages": [ASKED, ANSWER]}, {}),
-    "None fields": ({"messages": [ASKED | {"tool_calls": None}, ANSWER]}, {}),
-    "messages named": ({"talk": [ASKED, ANSWER]}, {"fields": "messages=talk"}),
-    "lists": ({"prompt": [ASKED], "completion": [ANSWER]}, {}),
-    "list and text": ({"prompt": [ASKED], "response": "2"}, {}),
-    "texts": (ROW, {"template": "chat"}),
-}
+SAME_CHATS = dict(read_table(__file__, "same_chats"))
 
 
 @pytest.mark.parametrize("template", ["none", "chat"])
@@ -114,13 +95,7 @@ def test_one_example_in_every_form_is_the_same_tokens(template):
 
 def test_a_system_message_is_the_rows_own_or_that_of_the_config():
     chat = {"template": "chat", "system_prompt": "Config."}
-    for row, system, changes in (
-        (ROW, "Config.", {}),
-        (ROW | {"system": "Row."}, "Row.", {}),
-        (ROW | {"s": "Row."}, "Row.", {"fields": "prompt=prompt,response=response,system=s"}),
-        ({"messages": TALK[:3]}, "Be brief.", {}),
-        ({"messages": TALK[1:3]}, "Config.", {}),
-    ):
+    for row, system, changes in read_table(__file__, "system"):
         text = write(row, **chat | changes).text
         assert text.startswith(f"<system>{system}<|end|>\n<user>") and text.count("<system>") == 1
 
@@ -145,21 +120,7 @@ def test_prompts_are_those_of_reinforcement_learning(template, begin, tmp_path):
     assert {tuple(one.turns[0].prompt) for one in mine} == theirs and len(theirs) == 5
 
 
-GOOD, BAD = ANSWER, {"role": "assistant", "content": "22"}
-SAME_PAIRS = {
-    "texts": ({"prompt": "1+1?", "chosen": "2", "rejected": "22"}, {"template": "chat"}),
-    "lists": ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, {}),
-    "prompt in them": ({"prompt": "1+1? ", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, {}),
-    "no prompt": ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, {}),
-    "prompt as a list, too": (
-        {"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-        {},
-    ),
-    "named": (
-        {"q": [ASKED], "yes": [GOOD], "no": [BAD]},
-        {"fields": "prompt=q,chosen=yes,rejected=no"},
-    ),
-}
+SAME_PAIRS = dict(read_table(__file__, "same_pairs"))
 
 
 @pytest.mark.parametrize("name", SAME_PAIRS)
@@ -182,31 +143,8 @@ def test_whole_texts_are_split_where_their_tokens_part(begin):
     assert text_of(rejected.response) == "3 or so<|end|>"
 
 
-USER = TALK[1]
-MALFORMED = [  # row, words of the error, settings
-    (3, "is int, not an object", {}),
-    ({"a": 1}, "has the fields a, not messages, prompt+response", {}),
-    (ROW, "has no field 'x.y'; it has", {"fields": "prompt=prompt,response=x.y"}),
-    (ROW | {"prompt": " "}, "prompt is empty", {}),
-    (ROW | {"response": 4}, "response is 4, neither text nor messages", {}),
-    (ROW | {"response": "\ud800"}, "half of a surrogate pair", {}),
-    (ROW | {"response": "a<|end|>b"}, "the end token before its end", {}),
-    ({"messages": [USER]}, "has no message of the role 'assist", {}),
-    ({"messages": [ANSWER]}, "begins with a message of the role", {}),
-    ({"messages": []}, "messages is [], neither text nor messages", {}),
-    ({"messages": ["hi"]}, "holds 'hi', no message with role and", {}),
-    ({"messages": [USER | {"content": None}]}, "message in messages is NoneType, not text", {}),
-    ({"messages": TALK}, "template = 'dapo'", {"template": "dapo"}),
-]
-ASKED_PAIR = {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}
-MALFORMED_PAIRS = [
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same", {}),
-    (ASKED_PAIR | {"rejected": [TALK[3], BAD]}, "differ before their last message", {}),
-    ({"chosen": "a", "rejected": "b"}, "share no beginning", {}),
-    ({"chosen": [USER], "rejected": [USER]}, "chosen ends with no message", {}),
-    (ASKED_PAIR | {"prompt": "7?"}, "chosen begins neither with the prompt nor with an answer", {}),
-    ({"chosen": "ab", "rejected": "ac"}, "no prompt for data.template", {"template": "dapo"}),
-]
+MALFORMED = read_table(__file__, "malformed")
+MALFORMED_PAIRS = read_table(__file__, "malformed_pairs")
 
 
 @pytest.mark.parametrize(("row", "words", "changes"), MALFORMED + MALFORMED_PAIRS)
@@ -218,14 +156,7 @@ def test_a_malformed_row_says_why(row, words, changes):
 
 
 def test_templates_that_can_not_show_an_answer_make_malformed_rows():
-    for chat, words in (
-        ("", "the model folder has no chat template"),
-        ("{{ raise_exception('no') }}", "chat template fails: no"),
-        (
-            "{{ messages | length }}{{ add_generation_prompt }}",
-            "does not put the answer right after its prompt",
-        ),
-    ):
+    for chat, words in read_table(__file__, "templates"):
         with pytest.raises(MalformedRow, match=words):
             write({"messages": TALK}, tokenizer=tokenizer_with(chat))
     with pytest.raises(MalformedRow, match="letters that the tokenizer has no token for"):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import heldout_prompts
-from row_files import CHATML
+from row_files import CHATML, read_table
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
@@ -86,19 +86,7 @@ def test_chat_templates_may_use_what_transformers_offers():
     assert rendered == '<s>{"role": "user", "content": "<é>"}26 Jul 2024-'
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{% if %}", "Expected an expression"),
-        ("{{ messages.append(1) }}", "append"),
-        ("{{ messages.__class__.__mro__ }}", "__class__"),
-        ("{{ messages[7].content }}", "no element 7"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
-        ("{{ 'a' * 10**13 }}", "MemoryError"),
-        ("{{ 'a' * 2**21 }}", "writes 2097152 characters: at most 1048576"),
-    ],
-)
+@pytest.mark.parametrize(("template", "reason"), read_table(__file__, "fails"))
 def test_a_template_that_fails_or_reaches_out_is_one_clear_line(template, reason):
     with pytest.raises(ConfigError, match=f"chat template fails.*: .*{reason}"):
         ChatTemplate(template).render(ask("Hi"))

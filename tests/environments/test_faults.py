@@ -1,4 +1,4 @@
-"""Environments that hang, die, print, fork, raise or return rubbish."""
+"""Environments that hang, die, print, fork, raise or return rubbish; the ready second try."""
 
 import dataclasses
 import json
@@ -8,9 +8,13 @@ import textwrap
 import pytest
 import tokenizers
 from conftest import make_prompt
+from gym_items import write_package
+from row_files import read_table
 
-from dapo_jax.config.experiment import Environment
+from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.environments.builtin import SecondTry
+from dapo_jax.environments.registry import with_reward_settings
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Interrupted, Problem
@@ -83,17 +87,7 @@ def step(environments, said, seed=7, failed=None, index=0, answer=""):
     return reply
 
 
-@pytest.mark.parametrize(
-    ("said", "failure"),
-    [
-        ("1", "no reply within 1 s"),
-        ("2", "OSError: the worker died"),
-        ("4", "TypeError: step returned b'8'"),
-        ("6", "ValueError: a bad turn"),
-        ("7", "SystemExit: 3"),
-        ("8", "ValueError: the observation's reward is nan"),
-    ],
-)
+@pytest.mark.parametrize(("said", "failure"), read_table(__file__, "steps"))
 def test_a_step_that_fails_says_so_and_costs_itself_alone(opened, said, failure):
     environments = opened()
     assert step(environments, ["0"]).text == "1+7"
@@ -150,14 +144,7 @@ def test_a_first_reset_that_raises_is_told_at_the_door_and_a_later_one_costs_not
     assert "RuntimeError: no such problem" in reply.failure
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nowhere", "environment.name.*nowhere.*calculator"),
-        ("no_module:X", "No module named"),
-        ("os:getcwd", r"step\(text\)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), read_table(__file__, "names"))
 def test_a_name_that_is_no_environment_is_refused_at_the_door(opened, name, message):
     with pytest.raises(ConfigError, match=message):
         opened(name=name)
@@ -179,3 +166,75 @@ def test_any_worker_takes_any_step_and_gives_the_same_reply(opened):
         assert found == expected
     assert json.dumps([list(reply) for reply in expected])
     assert expected[3].text == "4+3" and os.getpid()
+
+
+# --- a second try --------------------------------------------------------------------------------
+
+# Its task takes longer to make ready than a step may take.
+PACKAGE = """
+import time
+
+class Task:
+    def score_answer(self, answer, entry):
+        return 1.0 if answer == entry["answer"] else 0.5
+
+class factory:
+    DATASETS = {"odd": Task}
+
+    def create_dataset(task):
+        time.sleep(1.5)
+        return Task()
+"""
+
+
+@pytest.fixture
+def try_opened():
+    made = []
+
+    def open_one(verifier="math", **settings):
+        settings = Environment(name="second_try", workers=1, **settings)
+        settings = with_reward_settings(settings, Reward(verifier=verifier))
+        made.append(Environments(settings, TOKENIZER, chat=False))
+        return made[-1]
+
+    yield open_one
+    for one in made:
+        one.close()
+
+
+def replies(environments, prompt, *said):
+    """Steps of a trajectory, turn by turn, as (text, reward, failure)."""
+    found = []
+    for turns in range(1, len(said) + 1):
+        job = prompt, 7, said[:turns], [""] * (turns - 1)
+        (step,) = environments.steps([environments.submit(*job)])
+        assert bool(step.tokens) == bool(step.text) and not step.late
+        found.append((step.text, step.reward, step.failure))
+    return found
+
+
+WRONG, RIGHT = (SecondTry.FEEDBACK, 0.0, ""), ("", 1.0, "")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "wrong", "right"),
+    [
+        ("math", ["\\boxed{3}", "none", "1-0.5"], "so \\boxed{\\frac{1}{2}}"),
+        ("final_number", ["#### 5", "4"], "it is #### 4"),
+    ],
+)
+def test_an_answer_is_wrong_where_the_reward_calls_it_so(verifier, wrong, right, try_opened):
+    prompt = make_prompt(0, [3, 4], "0.5" if verifier == "math" else "4")
+    found = replies(try_opened(verifier), prompt, *wrong, right)
+    assert found == [WRONG] * len(wrong) + [RIGHT]
+
+
+def test_a_gym_task_is_asked_again_by_its_own_scorer(try_opened, tmp_path, monkeypatch):
+    """In a process with the limits of reward workers, made ready before a step's time begins."""
+    write_package(tmp_path, PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    metadata = json.dumps({"answer": "seven"})
+    prompt = make_prompt(0, [3, 4], "another")
+    prompt = dataclasses.replace(prompt, source="gym:odd", metadata=metadata)
+    said = ["\\boxed{another}", "no marker\nat all", "#### seven"]
+    assert replies(try_opened(step_seconds=1.0), prompt, *said) == [WRONG, WRONG, RIGHT]

@@ -7,6 +7,7 @@ and its folder envs/textarena_env on PYTHONPATH as textarena_env.
 import importlib.util
 
 import pytest
+from row_files import read_table
 
 from dapo_jax.environments.registry import open_factory
 from dapo_jax.runtime.settings import ConfigError
@@ -60,15 +61,7 @@ def test_a_published_game_is_played_turn_by_turn():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("openenv:no_such_env:Environment", "No module named 'no_such_env'"),
-        ("openenv:textarena_env", "must be written module:function"),
-        ("openenv:textarena_env.server.environment:Nothing", "has no attribute 'Nothing'"),
-        ("openenv:json:JSONDecoder", "must name a subclass of OpenEnv's Environment"),
-    ],
-)
+@pytest.mark.parametrize(("name", "told"), read_table(__file__, "names"))
 def test_a_name_that_is_none_stops_at_the_door(name, told):
     pytest.importorskip("textarena_env")
     with pytest.raises(ConfigError, match=told):

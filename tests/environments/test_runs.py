@@ -1,13 +1,17 @@
-"""Whole runs in environments: the files that they leave, evaluations, and the Python API."""
+"""Whole runs in environments: files, evaluations, the Python API, and what silence changes."""
 
 import dataclasses
 import json
+import pathlib
+import re
 
+import jax
 import pytest
-from small_runs import make_config, read_rollouts, read_rows
+from row_files import read_table
+from small_runs import equal, make_config, make_quick_config, open_run, read_rollouts, read_rows
 
 import dapo_jax
-from dapo_jax.config.experiment import Environment, Reward
+from dapo_jax.config.experiment import Environment, Log, Reward, Rollout, Sampler
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.environments.builtin import Guessing
 from dapo_jax.run.evaluation import evaluate
@@ -35,6 +39,7 @@ def played(base, tmp_path_factory):
 
 def test_a_run_shows_its_trajectories_by_turns(played):
     run_dir, summary = played
+    assert list(summary)[1:3] == ["heldout_reward_before", "heldout_reward_after"]
     rows = read_rows(run_dir)
     assert summary["steps"] == STEPS
     assert all(row["environment_turns"] > 0 for row in rows[1:])
@@ -93,3 +98,88 @@ def test_a_run_goes_on_in_its_environment_alone(base, played):
     other = dataclasses.replace(other, reward=Reward())
     with pytest.raises(ConfigError, match="environment.name"):
         train(other)
+
+
+# --- an environment that says nothing ------------------------------------------------------------
+
+SILENT = """
+class Silent:
+    def step(self, text):
+        return None
+"""
+# A group ends a burst later than it would alone, and so the batch is full when other groups, which
+# are thrown away, have been drawn.
+OF_THE_SCHEDULE = (
+    "abandoned_tokens decode_bursts decode_steps prefills sampled_to_kept_tokens slot_occupancy "
+    "surplus_groups verdicts/"
+)
+
+
+def learned(run_dir, but: str = "") -> list[dict]:
+    """Rows of metrics without those of turns, and of names that begin like those in `but`."""
+    without = ("environment_", *but.split())
+    return [{k: v for k, v in x.items() if not k.startswith(without)} for x in read_rows(run_dir)]
+
+
+def responses(run_dir) -> list[dict]:
+    """Responses that steps used; in an environment they also say that no step gave a reward."""
+    texts = read_rollouts(run_dir).values()
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
+    lines = [line for line in lines if not line["surplus"]]
+    for line in lines:
+        assert not any(line.pop("environment_rewards", []) + line.pop("turns", []))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("cache", "rounds", "but"), [("slots", 10, OF_THE_SCHEDULE), ("paged", 1, "")]
+)
+def test_silence_changes_no_bit_of_a_run(cache, rounds, but, base, tmp_path, write_module, alone):
+    write_module("silence", SILENT)
+    states = []
+    for run_dir, environment in (
+        (tmp_path / "alone", Environment()),
+        (tmp_path / "asked", Environment("silence:Silent", workers=1)),
+    ):
+        config = make_quick_config(
+            base,
+            run_dir,
+            total_steps=2,
+            environment=environment,
+            rollout=Rollout(4, 4, updates_per_rollout=2, max_sample_rounds=rounds),
+            # Prompts one by one: what is prefilled beside them may round their log-probs otherwise.
+            sampler=Sampler(16, max_response_tokens=24, cache=cache, prefill_prompts=1),
+            log=Log(0, tensorboard=False, report=False),
+        )
+        with open_run(config) as run:
+            run.begin()
+            while run.state.step < config.total_steps:
+                run.step()
+            run.finish()
+            states.append(jax.device_get(run.state.learners.policy))
+    assert equal(*states)
+    assert learned(tmp_path / "alone", but) == learned(tmp_path / "asked", but)
+    assert responses(tmp_path / "alone") == responses(tmp_path / "asked")
+    rows = read_rows(tmp_path / "asked")
+    assert all(row["environment_turns"] > 0 for row in rows)
+
+
+# --- the program of the page ---------------------------------------------------------------------
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALLER = dict(read_table(__file__, "smaller"))
+
+
+@pytest.mark.slow
+def test_the_program_runs_in_forty_lines(tmp_path, monkeypatch, capsys):
+    text = (ROOT / "docs/environments.md").read_text()
+    (program,) = re.findall(r"```python\n(import re\n.*?)```", text, re.DOTALL)
+    assert len([line for line in program.splitlines() if line.strip()]) <= 42
+    for old, new in SMALLER.items():
+        assert program.count(old) == 1, old
+        program = program.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": "__main__"}
+    exec(compile(program, "environments.py", "exec"), scope)
+    assert scope["answer"].tokens.size
+    assert "step 1/1" in capsys.readouterr().out

@@ -156,8 +156,7 @@ def test_errors_are_for_the_policy_to_read(text, told):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["42", "", '{"name": "Ann", "age": 7}', "[1, 2]", "</tool_call>", "<tool_response>42"],
+    "text", ["42", "", '{"name": "Ann", "age": 7}', "[1, 2]", "</tool_call>", "<tool_response>42"]
 )
 def test_a_turn_without_a_call_is_the_answer(text):
     observation = use().step(text)

@@ -8,6 +8,7 @@ import subprocess
 import chat_families
 import pytest
 from chat_families import ASKED, FAMILIES, begin_token, called, conversations
+from row_files import read_table
 
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
@@ -91,19 +92,9 @@ RAISES = (
     "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
     "{{ raise_exception('no such role') }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
 )
-LEAVES_OUT = RAISES.replace("{{ raise_exception('no such role') }}", "{% continue %}")
 
 
-@pytest.mark.parametrize(
-    ("template", "role", "told"),
-    [
-        (RAISES, "tool", "role 'tool': the model's chat template fails: no such role"),
-        (LEAVES_OUT, "tool", "writes no message of the role 'tool'"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "user", "does not write"),
-        ("{% for m in messages[::-1] %}{{ m.content }}{% endfor %}", "user", "no message of"),
-        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", "user", "does not write"),
-    ],
-)
+@pytest.mark.parametrize(("template", "role", "told"), read_table(__file__, "stops"))
 def test_a_template_that_cannot_go_on_stops_at_the_door(template, role, told):
     with pytest.raises(ConfigError, match=told):
         Transcript(opened("qwen", template), chat=True, role=role)
@@ -152,16 +143,7 @@ def test_a_long_observation_is_cut_by_its_tokens():
     assert cut and tokenizer.decode(tokens).count("<tool_response>") == 3
 
 
-@pytest.mark.parametrize(
-    ("content", "shown"),
-    [
-        ("7f3a9c c4e81b 7f3a9c", "7f3a9c c4e81b 7f3a9c"),
-        ("half \ud800", "half ?"),
-        (None, ""),
-        (0, "0"),
-        ({"a": [1, "é"]}, '{"a": [1, "é"]}'),
-    ],
-)
+@pytest.mark.parametrize(("content", "shown"), read_table(__file__, "contents"))
 def test_contents_of_any_kind(content, shown):
     tokenizer = opened("hermes")
     tokens, _ = Transcript(tokenizer, chat=True).tokens([{"role": "tool", "content": content}], 99)

@@ -37,10 +37,6 @@ class Scripted:
         return asked
 
 
-def silent(prompt, said):
-    return TokenizedReply([], "")
-
-
 def talks(prompt, said):
     """Two observations, the second one longer, then the end."""
     if len(said) > 2:
@@ -70,16 +66,7 @@ def same(one, other, atol=0.0):
                 assert left[name] == right[name]
 
 
-# Whole runs that are silent, in pages too, stand in test_silence.py.
-@pytest.mark.parametrize("cache", ["slots", pytest.param("paged", marks=pytest.mark.slow)])
-def test_a_silent_environment_changes_no_bit(cache, tiny_params, one_device):
-    more = {"cache": cache, "page_tokens": 8} if cache == "paged" else {}
-    alone = [play(one_device, tiny_params, None, slots=slots, **more)[0] for slots in (4, 16)]
-    for slots, same_slots in zip((4, 16), alone, strict=True):
-        beside, counts = play(one_device, tiny_params, Scripted(silent), slots=slots, **more)
-        same(same_slots, beside)
-        same(alone[0], beside, 1e-5)
-        assert counts.turns.turns > 0 and counts.turns.observation_tokens == 0
+# Whole runs that are silent, in pages too, stand in test_runs.py.
 
 
 @pytest.mark.parametrize("cache", [pytest.param("slots", marks=pytest.mark.slow), "paged"])

@@ -10,6 +10,7 @@ import sys
 import threading
 
 import pytest
+from row_files import read_table
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "launch/download.py"
 FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 100, "pytorch_model.bin": b"no"}
@@ -104,16 +105,7 @@ def test_the_token_opens_what_is_closed_and_is_gone_afterwards(hub, tmp_path):
     assert TOKEN not in output and not (tmp_path / "token").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "refusal", "code", "text"),
-    [
-        ("a/nothing", 404, 2, "is the name right"),
-        ("a/closed", 401, 2, "has the token the right"),
-        ("a/closed", 403, 2, "is its licence accepted"),
-        ("a/torch", 404, 2, "has no *.safetensors file"),
-        ("a/nothing", 503, 1, "error: --model=a/nothing"),
-    ],
-)
+@pytest.mark.parametrize(("name", "refusal", "code", "text"), read_table(__file__, "refusals"))
 def test_a_refusal_is_final_and_a_hub_that_is_down_is_not(hub, tmp_path, name, refusal, code, text):
     hub.refusal = refusal
     got, output = download(hub, tmp_path, f"--model={name}")

@@ -1,4 +1,4 @@
-"""launch/tpu_vm.sh with a stub of `gcloud` whose workers run what they receive."""
+"""launch/tpu_vm.sh with a stub of `gcloud` whose workers run what they receive; launch/local.sh."""
 
 import os
 import pathlib
@@ -12,19 +12,12 @@ import sys
 import time
 
 import pytest
-from clouds import AT, ROOT, output_of, wait_for
+from clouds import AT, ROOT, STUBS, output_of, wait_for
+from row_files import read_table
 
 TRAINER = ("--config=x", "--config.run_dir=gs://b")
 STEPS = [f"step {i} of worker 0" for i in range(1, 7)]
-HOSTILE = [
-    "$(touch {0})",
-    "`touch {0}`",
-    "a  b 'c' \"d\"",
-    "; touch {0} #",
-    "",
-    "*",
-    "$HOME\n--yes",
-]
+HOSTILE = read_table(__file__, "hostile")
 
 
 def test_a_run_on_four_workers_is_created_watched_and_deleted(cloud):
@@ -73,7 +66,7 @@ def test_a_preempted_machine_that_says_nothing_is_noticed(cloud):
 
 
 def test_a_machine_that_shuts_down_has_not_finished(cloud):
-    """systemd's SIGTERM makes the trainer save and exit 0, which must not pass for the end."""
+    """systemd's SIGTERM makes the trainer save and exit 143, after which it is started again."""
     cloud.plays(runs=[{"seconds": 0.3, "steps": 30}, {"steps": 1}])
     process = cloud.start("run", *AT, "--yes", *TRAINER)
     wait_for(lambda: cloud.starts(1) and cloud.starts(0))
@@ -125,15 +118,7 @@ def test_a_lost_connection_is_taken_up_and_the_run_not_started_again(cloud, gclo
     assert len(cloud.starts()) == 1
 
 
-@pytest.mark.parametrize(
-    ("code", "starts", "text"),
-    [
-        (2, 1, "a setting is wrong"),
-        (3, 1, "no learning signal"),
-        (4, 1, "numbers are not finite"),
-        (75, 2, "died or stood still"),
-    ],
-)
+@pytest.mark.parametrize(("code", "starts", "text"), read_table(__file__, "exit_codes"))
 def test_exit_codes_say_whether_another_try_makes_sense(cloud, code, starts, text):
     cloud.plays(runs=[{"code": code, "at": 2}, {}])
     output = cloud.runs(expect=code if code in (2, 3, 4) else 0)
@@ -146,7 +131,7 @@ def test_a_run_that_is_stopped_from_elsewhere_is_not_tried_again(cloud):
     process = cloud.start("run", *AT, "--yes", *TRAINER)
     wait_for(lambda: cloud.starts(1))
     cloud.does("stop")
-    assert "stopped by somebody" in output_of(process)
+    assert "stopped before its end (exit code 130)" in output_of(process, 130)
     assert len(cloud.starts()) == 1 and not cloud.exists()
 
 
@@ -191,7 +176,7 @@ def test_a_detached_run_goes_on_and_is_attached_stopped_and_deleted(cloud):
     attached = cloud.start("attach", *AT)
     time.sleep(0.5)
     cloud.does("stop")
-    assert "stopped by SIGTERM; saved" in output_of(attached) and not cloud.is_training()
+    assert "stopped by SIGTERM; saved" in output_of(attached, 130) and not cloud.is_training()
     assert "worker 0: exited" in cloud.does("status")
     assert "not deleted" in cloud.does("delete", expect=1) and cloud.exists()
     cloud.does("delete", "--yes")
@@ -258,18 +243,7 @@ def test_a_secret_is_read_on_the_workers_and_stands_nowhere(cloud):
     assert not [path for path in records if secret.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize(("words", "text"), [
-    (["--name=a/../b"], "--name = 'a/../b'"), (["--zone=us;id"], "--zone = 'us;id'"),
-    (["--type=v9-8"], "--type = 'v9-8'"), (["--tries=0"], "--tries = '0'"),
-    (["--ref=nowhere"], "--ref = 'nowhere'"), (["--frist"], "--frist: there is no such flag"),
-    (["--env=HF_TOKEN=hf_abc"], "must not stand on a command line"),
-    (["--secret-env=HF_TOKEN=hf_abc"], "the name of a secret, not the secret"),
-    (["--spot", "--config.run_dir=runs/a"], "must be gs://... with --spot"),
-    (["--flex-start=4"], "--flex-start = '4'"), (["--flex-start=4h", "--spot"], "not with --flex"),
-    (["--model=Qwen"], "must be OWNER/NAME"), (["--data=a/b;id"], "--data = 'a/b;id'"),
-    (["--model=a/b", "--config.model.folder=c"], "which says the same"),
-    (["--token-file=/nowhere"], "must be a file that can be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(("words", "text"), read_table(__file__, "wrong"))
 def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
     output = cloud.does("run", *words, "--config=x", expect=2)
     assert text in output and "hf_abc" not in output and not cloud.calls("tpu-vm", "create")
@@ -299,3 +273,174 @@ def test_libtpu_knows_every_flag(kind):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert (done.returncode == 0) is good, done.stderr
         assert good or "Unknown command line flag" in done.stdout + done.stderr
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+NEVER = read_table(__file__, "never")
+
+
+@pytest.mark.parametrize("error", NEVER)
+def test_a_permanent_error_ends_the_launch_at_once(cloud, error):
+    queued = "Quota" in error
+    cloud.plays(create=[{"error": error}])
+    assert error in cloud.runs(*["--queued"] * queued, expect=1)
+    assert len(cloud.calls("queued-resources" if queued else "tpu-vm", "create")) == 1
+
+
+def test_an_account_that_may_not_look_is_not_asked_again(cloud):
+    error = "There was a problem refreshing your current auth tokens: invalid_grant"
+    cloud.plays(unreachable=[error])
+    output = cloud.runs(expect=1)
+    assert error in output and "another try can't mend that" in output
+    assert len(cloud.calls("tpu-vm", "describe")) == 1 and "costs money" not in output
+
+
+def test_a_lack_of_capacity_is_tried_again(cloud):
+    cloud.plays(create=[{"error": "RESOURCE_EXHAUSTED: There is no more capacity in the zone"}, {}])
+    output = cloud.runs()
+    assert "try 1 of 10: dapo was not created: no capacity now" in output and "done" in output
+
+
+AGENT = (
+    'SSH Key is not present in the SSH agent. Please run "ssh-add /h/k" to add it, and try again.'
+)
+
+
+def test_a_key_that_no_agent_has_is_said_in_gclouds_words_and_ends_at_once(cloud):
+    cloud.plays(workers=16, ssh=[AGENT])
+    output = cloud.runs(expect=1)
+    assert output.count(AGENT) == 2 and "ssh-add ~/.ssh/google_compute_engine" in output
+    assert "no answer of worker 0 1 2 3" in output and "can't mend that" in output
+    assert len(cloud.calls("tpu-vm", "ssh")) == 1 and not cloud.exists()  # nothing is left to pay
+
+
+def test_a_key_that_the_machine_does_not_have_yet_is_tried_again(cloud):
+    cloud.plays(ssh=["me@1.2.3.4: Permission denied (publickey).", ""])
+    output = cloud.runs()
+    assert (
+        "Permission denied (publickey)" in output and "try 1 of 10" in output and "done" in output
+    )
+
+
+@pytest.mark.parametrize(("key", "agent", "text"), read_table(__file__, "keys"))
+def test_a_key_that_can_not_reach_several_workers_costs_nothing(cloud, key, agent, text):
+    folder = cloud.folder / ".ssh"
+    folder.mkdir()
+    if key:
+        (folder / "google_compute_engine").write_text(key)
+    if agent:
+        (cloud.folder / "agent").write_text(agent)
+    assert text in cloud.runs("--type=v6e-16", expect=1) and not cloud.calls("tpu-vm", "create")
+    cloud.runs("--type=v6e-8")  # gcloud asks for an agent for several workers only
+
+
+# --- this machine --------------------------------------------------------------------------------
+
+
+def run_here(cloud, *words: str, expect: int = 0) -> str:
+    """Call launch/local.sh on a machine with two GPUs."""
+    (cloud.folder / "node.json").write_text('{"state": "READY"}')
+    return cloud.call(*words, script="local.sh", path=str(STUBS / "worker"), expect=expect)
+
+
+@pytest.mark.parametrize(("words", "extra", "platforms", "flags"), [
+    (["--tpu=v6e"], "[tpu]", "tpu,cpu", ["async_collective_fusion=true", "vmem_limit_kib=98304"]),
+    (["--tpu"], "[tpu]", "tpu,cpu", ["async_collective_fusion=true"]),
+    ([], "[cuda]", None, []), (["--cpu"], "", "cpu", []), (["--devices=2"], "", "cpu", []),
+])  # fmt: skip
+def test_this_machine_is_installed_and_flagged_for_its_devices(
+    cloud, monkeypatch, words, extra, platforms, flags
+):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert "step 6 of worker 0" in run_here(cloud, *words, "--config.seed=1")
+    installed, (start,) = (cloud.folder / "pip.log").read_text(), cloud.starts()
+    assert installed.strip().endswith(f"-e .{extra}")
+    assert start["arguments"] == ["--config=configs/arithmetic.py", "--config.seed=1"]
+    given = start["env"].get("LIBTPU_INIT_ARGS", "")
+    assert start["env"].get("JAX_PLATFORMS") == platforms and bool(given) == bool(flags)
+    assert all(flag in given for flag in flags) and ("vmem" in given) == (words == ["--tpu=v6e"])
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["--tpu=6e"], "--tpu=6e: must be a generation"),
+    (["--tpu", "--processes=2"], "of virtual CPU devices, not of a TPU"),
+])  # fmt: skip
+def test_flags_that_mean_nothing_here_stop_before_installing(cloud, words, text):
+    assert text in run_here(cloud, *words, expect=2) and not (cloud.folder / "pip.log").exists()
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def test_flex_start_takes_the_command_that_has_it(cloud):
+    cloud.plays(runs=[{"preempt": 3}, {}])
+    output = cloud.runs("--flex-start=4h", "--tries=2")
+    create, again = cloud.calls("queued-resources", "create")
+    flags = {"--provisioning-model=flex-start", "--max-run-duration=4h", "--node-id=dapo"}
+    assert flags | {"--valid-until-duration=24h"} <= set(create) and create == again
+    assert "flex-start for 4h" in output and "from step 3" in output and not cloud.exists()
+
+
+def test_flex_start_is_paid_for_once_unless_more_tries_are_asked_for(cloud):
+    cloud.plays(runs=[{"preempt": 3}, {}])
+    assert "no tries are left" in cloud.runs("--flex-start=4h", expect=1)
+    assert len(cloud.calls("queued-resources", "create")) == 1
+
+
+def test_a_model_and_data_are_downloaded_by_every_worker_with_a_token_that_is_said_nowhere(cloud):
+    token = cloud.folder / "hub"
+    token.write_text("hf_secret")
+    words = ("--model=Qwen/Qwen2.5-0.5B", "--data=openai/gsm8k", f"--token-file={token}")
+    output = cloud.runs("--keep", *words)
+    for worker in (0, 1):
+        asked, held = (cloud.folder / f"downloads.{worker}").read_text().splitlines()
+        assert asked.startswith("launch/download.py --model=Qwen/Qwen2.5-0.5B --data=openai/gsm8k")
+        assert held == "hf_secret" and len(cloud.starts(worker)) == 1
+        (there,) = (cloud.folder / f"workers/{worker}").glob("dapo_jax_token")
+        assert there.stat().st_mode & 0o077 == 0
+        there.unlink()  # what the real script does
+    token.unlink()
+    assert "hf_secret" not in output
+    records = [p for p in cloud.folder.rglob("*") if p.is_file() and "downloads" not in p.name]
+    assert not [path for path in records if b"hf_secret" in path.read_bytes()]
+
+
+def test_a_model_of_a_bucket_is_a_setting_and_nothing_is_downloaded_unasked(cloud):
+    token = cloud.folder / "hub"
+    token.write_text("hf_secret")
+    places = "--model=gs://b/models/Qwen", "--data=gs://b/data"
+    cloud.runs("--keep", *places, f"--token-file={token}")
+    assert not list(cloud.folder.glob("workers/*/dapo_jax_token"))  # nobody there needs it
+    arguments = set(cloud.starts()[0]["arguments"])
+    assert "--config.model.folder=gs://b/models/Qwen" in arguments
+    assert "--config.data.folder=gs://b/data" in arguments
+    assert not list(cloud.folder.glob("downloads.*"))
+
+
+def test_programs_are_kept_in_the_runs_bucket(cloud):
+    cloud.runs("--keep")
+    cloud.runs("--env=JAX_COMPILATION_CACHE_DIR=gs://own/place")
+    caches = [start["env"]["JAX_COMPILATION_CACHE_DIR"] for start in cloud.starts()]
+    assert caches == ["gs://b/jax_cache", "gs://own/place"]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_models_on_a_worker_outlive_a_new_commit(cloud, interrupted):
+    cloud.plays(workers=1)
+    cloud.runs("--keep")
+    base = cloud.folder / "workers/0/dapo_jax_run"
+    tree = base / "tree"
+    (tree / "models/Qwen").mkdir(parents=True)
+    (tree / "models/Qwen/model.safetensors").write_text("weights")
+    (tree / ".hidden").write_text("mine")
+    if interrupted:  # between the two renames of an installation
+        (base / "tree.id").unlink()
+        tree.rename(base / "tree.old")
+    (cloud.tree / "setup.py").write_text("new")
+    git = ["git", "-C", str(cloud.tree), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "commit", "-qam", "b"], check=True)
+    cloud.runs()
+    assert (tree / "models/Qwen/model.safetensors").read_text() == "weights"
+    assert (tree / ".hidden").read_text() == "mine" and (tree / "setup.py").read_text() == "new"
+    assert (tree / ".venv/bin/python").exists() and not (base / "tree.old").exists()

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from clouds import ROOT, STUBS, wait_for
@@ -53,13 +52,12 @@ def trainer_of(text: str, **values: str) -> list[str]:
     return ["python", *[word for word in words[start:] if "$" not in word]]
 
 
-def submit(machine, *words: str, expect: int = 0, left: int = 3600, restarts: int = 0) -> str:
+def submit(machine, *words: str, expect: int = 0, restarts: int = 0) -> str:
     """Run the batch script as Slurm does on one node with two GPUs; return what it requeued."""
     variables = {
         "SLURM_SUBMIT_DIR": str(machine.tree),
         "SLURM_GPUS_ON_NODE": "2",
         "SLURM_JOB_ID": "7",
-        "SLURM_JOB_END_TIME": str(int(time.time()) + left),
         "SLURM_RESTART_COUNT": str(restarts),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -79,19 +77,21 @@ def test_a_slurm_job_trains_on_every_gpu_of_its_node(machine):
 
 
 @pytest.mark.parametrize(
-    ("code", "left", "restarts", "requeued"),
-    [(75, 3600, 0, True), (75, 3600, 10, False), (2, 3600, 0, False), (4, 100, 0, False)],
+    ("code", "restarts", "requeued"),
+    [
+        (75, 0, True),
+        (75, 10, False),
+        (2, 0, False),
+        (4, 0, False),
+        (130, 0, False),  # scancel --signal=INT
+        (128 + signal.SIGUSR1, 99, True),  # the time limit
+        (128 + signal.SIGTERM, 99, True),  # a preemption
+    ],
 )
-def test_a_slurm_job_is_requeued_after_a_failure_that_another_start_may_fix(
-    machine, code, left, restarts, requeued
-):
+def test_a_slurm_job_is_requeued_if_another_start_may_help(machine, code, restarts, requeued):
     machine.plays(runs=[{"code": code, "at": 2}])
-    told = submit(machine, expect=code, left=left, restarts=restarts)
+    told = submit(machine, expect=code, restarts=restarts)
     assert told == ("requeue 7\n" if requeued else "")
-
-
-def test_a_slurm_job_that_saved_at_its_time_limit_is_requeued(machine):
-    assert submit(machine, left=300) == "requeue 7\n"
 
 
 def test_slurm_runs_the_trainer_and_signals_it_in_time():
@@ -99,7 +99,8 @@ def test_slurm_runs_the_trainer_and_signals_it_in_time():
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.+))?$", text, re.MULTILINE))
     assert options["ntasks-per-node"] == "1" and "requeue" in options
     number, _, seconds = options["signal"].partition("@")
-    assert hasattr(signal, f"SIG{number}") and f"{seconds} s" in text
+    code = 128 + getattr(signal, f"SIG{number}")
+    assert f" {code} | 143) again=yes" in text and int(seconds) == 300
     # Slurm ignores options behind the first command.
     assert text.rindex("#SBATCH") < text.index("\nset ")
     assert not what_is_wrong([*trainer_of(text), *TRAINER])
@@ -140,7 +141,8 @@ def test_skypilot_starts_a_host_again_that_was_shut_down(machine, task, asked, m
         wait_for(machine.starts)
         process.send_signal(signal.SIGTERM)
     code = process.wait(30)
-    assert code == (75 if asked else 0) and 75 in task["resources"]["job_recovery"].popitem()[1]
+    assert code == (143 if asked else 0)
+    assert {75, 143} <= set(task["resources"]["job_recovery"]["recover_on_exit_codes"])
     (start,) = machine.starts()
     assert (f"--config.model.folder={model}" in start["arguments"]) == model.startswith("gs://")
     assert (machine.folder / "downloads.0").exists() != model.startswith("gs://")

@@ -1,4 +1,4 @@
-"""Distillation in advantage and loss, against loops written from the papers' equations."""
+"""Distillation against loops from the papers and in whole runs; two steps of every preset."""
 
 import dataclasses
 
@@ -8,15 +8,29 @@ import numpy as np
 import pytest
 from conftest import TINY
 from learners import RNG, SEGMENTS, assert_close, make_batch, place
-from teachers import LARGE, divergence_by_definition, make_teacher
+from small_runs import (
+    equal,
+    learn,
+    make_groups,
+    make_quick_config,
+    open_run,
+    read_rows,
+    start,
+    step_on,
+)
+from teachers import LARGE, divergence_by_definition, make_teacher, write_teacher
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Compute, Optimizer
+from dapo_jax.commands import checks
+from dapo_jax.config.experiment import Compute, Config, Lora, Mesh, Optimizer, Packing, Teacher
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner, policy_objective
 from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
 from dapo_jax.model.divergence import Divergence
+from dapo_jax.run import components, memory
+from dapo_jax.run.components import build
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.settings import ConfigError
 
 SHAPE = dataclasses.replace(LARGE, vocab=TINY.vocab)  # as a run holds it
 # Every third token of a response has no loss.
@@ -136,3 +150,151 @@ def test_on_policy_the_gradient_is_that_of_the_sampled_reverse_kl():
     np.testing.assert_allclose(
         metrics["teacher_kl"].value(), -np.asarray(gaps)[np.asarray(weights) > 0].mean(), rtol=1e-4
     )
+
+
+# --- whole runs with a teacher -------------------------------------------------------------------
+
+PRESETS = ("on_policy_distillation", "gkd")
+
+
+@pytest.fixture(scope="module")
+def large_folder(tiny_folder, tmp_path_factory):
+    return write_teacher(tmp_path_factory.mktemp("teachers") / "large", tiny_folder)
+
+
+def make(tiny_folder, teacher, run_dir, preset="gkd", **changes) -> Config:
+    weights = changes.pop("weights_dtype", "auto")
+    given = {"teacher": Teacher(folder=str(teacher), weights_dtype=weights)} | changes
+    return make_quick_config(tiny_folder, run_dir, preset, updates=1, **given)
+
+
+def two_steps(config):
+    """Metrics of two steps on the same groups, and whether each moved the policy."""
+    parts, seen = build(config), []
+    state = start(parts, 1)
+    for _ in range(2):
+        before = jax.device_get(state.learners.policy.params)
+        state, values = learn(parts, state, make_groups(config))
+        moved = not equal(before, jax.device_get(state.learners.policy.params))
+        seen.append((values, moved))
+    parts.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "preset", [PRESETS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS[1:])]
+)
+def test_a_wider_and_deeper_teacher_is_approached(
+    preset, tiny_folder, large_folder, alone, tmp_path
+):
+    (first, moved), (second, moved_on) = two_steps(
+        make(tiny_folder, large_folder, tmp_path, preset)
+    )
+    assert moved and moved_on and first["skipped_updates"] == 0
+    assert abs(second["teacher_kl"]) < abs(first["teacher_kl"])  # of either sign on given tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_mesh_of_eight_and_adapters_learn_from_the_same_teacher(
+    preset, tiny_folder, large_folder, tmp_path
+):
+    rows = Packing(row_tokens=64, rows_per_microbatch=8)
+    changes = {"mesh": Mesh(2, 2, 2), "packing": rows, "lora": Lora(rank=2)}
+    (first, moved), _ = two_steps(make(tiny_folder, large_folder, tmp_path, preset, **changes))
+    changes["mesh"] = Mesh(1, 1, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        devices = jax.devices()
+        patch.setattr(jax, "devices", lambda *args: devices[:1])
+        (alone, _), _ = two_steps(make(tiny_folder, large_folder, tmp_path, preset, **changes))
+    assert moved and first["skipped_updates"] == 0
+    for name in ("teacher_kl", "gradient_norm", "loss"):
+        np.testing.assert_allclose(first[name], alone[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_policy_as_its_own_teacher_adds_nothing_to_an_advantage(tiny_folder, alone, tmp_path):
+    algorithm = dataclasses.replace(algorithms.grpo(), distillation="reverse")
+    config = make(tiny_folder, tiny_folder, tmp_path, "grpo", algorithm=algorithm)
+    parts = build(config)
+    _, record = step_on(parts, start(parts), make_groups(config))
+    parts.close()
+    assert not record.feedback.teacher_log_ratios.any()
+    index = record.feedback.response_index
+    assert len(np.unique(record.advantages[index == 0])) == 1 and record.advantages.any()
+
+
+def test_int8_teacher_gives_similar_scores_in_a_quarter_of_the_memory(
+    tiny_folder, large_folder, alone, tmp_path
+):
+    results = {}
+    for dtype in ("auto", "int8"):
+        config = make(tiny_folder, large_folder, tmp_path, PRESETS[0], weights_dtype=dtype)
+        parts = build(config)
+        params = parts.learners.teacher_params
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        mesh = parts.learners.policy.mesh
+        counted = memory.resident_bytes(config, parts.decoder, mesh, training=True)
+        assert counted["teacher"] == held
+        _, values = learn(parts, start(parts, 1), make_groups(config))
+        parts.close()
+        results[dtype] = params["layers"]["gate"]["kernel"], values["teacher_kl"]
+    (whole, exact), (small, near) = results["auto"], results["int8"]
+    assert small.nbytes * 4 == whole.nbytes and small.dtype == "int8"
+    assert exact != near and abs(near - exact) < 0.05 * abs(exact)
+
+
+def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
+    tiny_folder, large_folder, alone, tmp_path, monkeypatch
+):
+    with pytest.raises(ConfigError, match=r"config\.teacher\.folder"):
+        checks.check_models(make(tiny_folder, tmp_path / "nothing", tmp_path))
+    small = write_teacher(tmp_path / "small", tiny_folder, dataclasses.replace(LARGE, vocab=24))
+    other = write_teacher(tmp_path / "other", tiny_folder)
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("again", "gaina"))
+    monkeypatch.delattr(components, "load_frozen")
+    for folder, words in ((other, "tokenizer"), (small, "at least the policy's 32 tokens")):
+        with pytest.raises(ConfigError, match=f"teacher.folder = '{folder}'.*{words}"):
+            build(make(tiny_folder, folder, tmp_path))
+
+
+# --- two steps of every preset -------------------------------------------------------------------
+
+QUICK = ("dpo", "grpo", "gspo", "rloo", "vapo")  # between them every branch of an update
+RL_PRESETS = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in sorted(algorithms.PRESETS)
+    if name != "sft" and algorithms.preset(name).distillation == "none"  # test_distillation.py
+]
+
+
+@pytest.mark.parametrize("preset", RL_PRESETS)
+def test_two_steps_of_a_preset_are_finite_and_change_the_trained_models(
+    preset, base, alone, tmp_path
+):
+    config = make_quick_config(base, tmp_path, preset)
+    with open_run(config) as run:
+        models = {"policy": lambda: run.state.learners.policy.params}
+        if config.algorithm.critic:
+            models["critic"] = lambda: run.state.learners.critic.params
+        before = jax.device_get({name: params() for name, params in models.items()})
+        for _ in range(2):
+            run.step()
+            after = jax.device_get({name: params() for name, params in models.items()})
+            assert not any(equal(before[name], after[name]) for name in models)
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+            before = after
+    rows = read_rows(tmp_path)
+    assert len(rows) == 2
+    for row in rows:
+        assert None not in row.values()  # what is not finite has no number in JSON
+        assert row["skipped_updates"] == row["empty_updates"] == 0
+        assert row["gradient_norm"] > 0 and row["trained_groups"] == 4
+        assert ("kl_reference" in row) == config.algorithm.reference
+        assert ("explained_variance" in row) == config.algorithm.critic
+        assert ("preference_loss" in row) == (preset == "dpo")
+
+
+def test_no_two_presets_are_the_same_algorithm():
+    values = {name: dataclasses.astuple(make()) for name, make in algorithms.PRESETS.items()}
+    assert len(set(values.values())) == len(values)

@@ -7,24 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_cases import (
+from policy_loops import (
     CASES,
     COUNT,
     EXACT,
-    case,
-    changed,
-    gradient,
-    of_responses,
-    spread_coefficients,
-)
-from policy_loops import (
     LOOPS,
     OF_SAMPLER,
     assert_gradient_is_the_loop,
+    case,
+    changed,
     drifts_of,
+    gradient,
     loop_both_sides,
     loop_ppo,
+    of_responses,
     pool_ratios,
+    spread_coefficients,
 )
 
 from dapo_jax import algorithms

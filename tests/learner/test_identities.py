@@ -127,33 +127,6 @@ def test_on_policy_the_policy_term_has_gradient_minus_weights_times_advantages(n
     assert np.any(actual) and not any(np.any(side) for side in clipped.values())
 
 
-def test_rft_on_policy_descends_the_nll_of_right_responses():
-    batch = first_rows(make_update(algorithms.rft())[0])
-    right = np.isin(batch.scored.rollouts.response_index, np.flatnonzero(CORRECT))
-    logprobs = batch.scored.rollouts.sampler_logprobs
-    actual = objective_gradient(algorithms.rft(), batch, logprobs)
-    np.testing.assert_allclose(actual, -1.0 * right / right.sum(), rtol=1e-6)
-
-
-def test_dpo_on_policy_descends_the_mean_loss_over_pairs():
-    """The gradient of the mean of -log sigmoid(beta margin), by JAX itself."""
-    algorithm = algorithms.dpo()
-    batch = first_rows(make_update(algorithm)[0])
-    index, old = batch.scored.rollouts.response_index, np.float64(batch.scored.old_logprobs)
-    reference = np.float64(batch.scored.reference_logprobs)
-    pairs = [(0, 1), (4, 5), (7, 6), (8, 9)]  # of the second group, one response is empty
-
-    def loss(logprobs):
-        ratios = [jnp.where(index == i, logprobs - reference, 0.0).sum() for i in range(10)]
-        margins = jnp.stack([ratios[right] - ratios[wrong] for right, wrong in pairs])
-        return -jax.nn.log_sigmoid(algorithm.preference_beta * margins).mean()
-
-    with jax.enable_x64(True):
-        expected = jax.grad(loss)(old)
-    actual = objective_gradient(algorithm, batch, old)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)  # advantages are float32
-
-
 # --- packing, microbatches, devices ----------------------------------------------------------
 
 # Terms only add up: what breaks one of them shows in the sum.

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 from policy_loops import mean
-from small_runs import make_quick_config
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
@@ -343,11 +342,3 @@ def test_weights_that_do_not_fit_a_response_are_rejected(weights, shape):
     assert "config.algorithm.token_weights = 'own:hook'" in message
     assert "5 finite numbers, none below 0, for response 0 to prompt p0" in message
     assert f"got shape {shape}" in message
-
-
-@pytest.mark.parametrize("name", ["own:absent", "no_such_module:f", "hook", "own:number"])
-def test_a_hook_must_be_a_function(name, write_module, tiny_folder, alone, tmp_path):
-    write_module("own", "number = 3\n")
-    algorithm = dataclasses.replace(algorithms.dapo(), token_weights=name)
-    with pytest.raises(ConfigError, match=f"config.algorithm.token_weights = '{name}': "):
-        make_quick_config(tiny_folder, tmp_path, algorithm=algorithm)  # checks as a command does

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from row_files import read_table
 
 from dapo_jax.model.config_json import NUMBERS, check_number, decoder_from_json, decoder_to_json
 from dapo_jax.model.rotary import RopeScaling
@@ -16,13 +17,6 @@ BASE = {
     "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-}
-LLAMA = {"model_type": "llama", "num_hidden_layers": 2}
-MOE = {
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
 }
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
@@ -39,32 +33,9 @@ def scaled(rope):
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-SLIDES = {"use_sliding_window": True}
 
 
-@pytest.mark.parametrize(
-    ("kind", "values", "window", "sliding"),
-    [
-        ("qwen2", {"sliding_window": 8}, None, ()),
-        ("qwen2", SLIDES, None, ()),  # of 28 layers and more
-        ("qwen2", SLIDES | {"max_window_layers": 0}, 4096, ()),
-        ("qwen3", SLIDES | {"max_window_layers": 2}, 4096, (False, False, True)),
-        (
-            "qwen3",
-            SLIDES | {"sliding_window": 8, "layer_types": [SLIDING, FULL, FULL]},
-            8,
-            (True, False, False),
-        ),
-        ("mistral", {}, 4096, ()),
-        ("mistral", {"sliding_window": None}, None, ()),
-        ("ministral", {"layer_types": [FULL, FULL, FULL]}, None, ()),
-        ("ministral", {"sliding_window": 8}, 8, ()),
-        ("ministral3", {"rope_scaling": None}, None, ()),
-        ("llama", {"sliding_window": 8}, None, ()),  # nothing reads it
-        ("gemma3_text", {}, 4096, ()),  # every sixth layer is full
-        ("gemma3_text", {"sliding_window_pattern": 2}, 4096, (True, False, True)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "values", "window", "sliding"), read_table(__file__, "windows"))
 def test_windows_equal_those_of_transformers(kind, values, window, sliding):
     config = parse(values | {"model_type": kind})
     assert (config.window, config.sliding) == (window, sliding)
@@ -159,40 +130,7 @@ def test_a_number_is_checked_like_a_setting(name):
         assert str(allowed) in str(caught.value)
 
 
-YARN = scaled(QWEN)
-GEMMA = {"model_type": "gemma3_text"}
-WRONG_VALUES = [
-    (LLAMA | {"model_type": "gemma2"}, "gemma2.*qwen2 or qwen3.* or llama"),
-    (LLAMA | {"head_dim": 7}, "head_dim = 7: must be even"),
-    (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads = 3: must div"),
-    (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    (LLAMA | {"layer_types": [FULL, SLIDING]}, "sliding_attention"),
-    (LLAMA | {"rope_parameters": "fast"}, "rope_parameters = 'fast'.*an object"),
-    (LLAMA | {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "no 'low_freq_factor'"),
-    ({"model_type": "qwen2", "layer_types": [SLIDING] * 3}, "must be full_attention, each"),
-    ({"model_type": "ministral", "layer_types": [FULL] * 2}, "or sliding_attention, each of 3"),
-    ({"model_type": "ministral", "layer_types": [FULL, "linear", FULL]}, "'linear'"),
-    (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-    (GEMMA | {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
-    (
-        GEMMA | {"rope_parameters": {SLIDING: {"rope_type": "linear", "factor": 2}}},
-        "of sliding_attention: must be of type 'default'",
-    ),
-    (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2: must be 1"),
-    (MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers \[0\]: must be \[\]"),
-    (MOE | {"num_experts_per_tok": 5}, "num_experts_per_tok = 5: must be at most num_experts = 4"),
-    (MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes': must be true or false"),
-    (GPT_OSS | {"swiglu_limit": 10.0}, "swiglu_limit 10.0: must be 7.0"),
-    (GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, "of 'fp8': must be 'mxfp4'"),
-    (YARN | {"rope_theta": 1}, "rope_theta = 1.0: must be above 1 with yarn"),
-    (YARN | {"model_type": "ministral3"}, "no 'llama_4_scaling_beta'"),
-    (scaled(QWEN | {"beta_fast": 0.5}), "beta_fast = 0.5: must be above beta_slow = 1.0"),
-    (scaled(QWEN | {"truncate": 1}), "truncate = 1: must be true or false"),
-    (scaled({"type": "longrope"}), "'longrope': must be 'default' or 'linear'"),
-    (scaled({"type": "linear"}), "no 'factor'"),
-    (scaled({"type": "dynamic", "factor": 2}) | {"max_position_embeddings": None}, "max_position"),
-]
+WRONG_VALUES = read_table(__file__, "wrong_values")
 
 
 @pytest.mark.parametrize(("values", "words"), WRONG_VALUES, ids=str)

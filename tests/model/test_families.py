@@ -3,20 +3,36 @@
 tests/fixtures/write_models.py made tests/fixtures/models and says what is in them.
 """
 
+import concurrent.futures
 import json
+import os
 import pathlib
 import shutil
+import struct
+import threading
 
+import jax
 import numpy as np
 import pytest
 from families_fixtures import export, greedy_tokens, packed_logits, stored_bytes
+from flax.traverse_util import flatten_dict
+from kept_groups import make_kept
+from mxfp4_folders import quantised, write_both
 from safetensors.numpy import load_file, save_file
+from small_runs import read_rows
+from test_windows import GPT_OSS, random_params
 from tokenizers import processors
 
+from dapo_jax.config.experiment import ExportConfig, Lora, Mesh, Optimizer
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.model import load_huggingface
+from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.model.experts import REPLACED
+from dapo_jax.model.load_huggingface import load_params, read_config
+from dapo_jax.run.export import export as export_run
+from dapo_jax.run.run import train
+from dapo_jax.runtime.settings import MAX_TEXT_BYTES, ConfigError
+from dapo_jax.runtime.sharding import make_mesh
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/models"
 MODELS = sorted(FOLDER.iterdir())
@@ -114,3 +130,298 @@ def test_every_wrong_tensor_of_several_files_is_named_at_once(tmp_path, one_devi
         "model-00009-of-00009.safetensors: ",
     ):
         assert words in message, words
+
+
+# --- broken and hostile folders ------------------------------------------------------------------
+
+SECONDS = 20.0
+WEIGHTS, TOKENS = "model.safetensors", "tokenizer.json"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+
+
+def open_folder(folder: pathlib.Path, mesh) -> None:
+    """All that a run reads of its model folder."""
+    decoder = load_huggingface.read_config(folder)
+    load_huggingface.fingerprint(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.check_fits(decoder.vocab, "model.folder", folder)
+    tokenizer.encode_prompt("1+2=")
+    load_huggingface.load_params(folder, decoder, mesh)
+
+
+def refusal(folder: pathlib.Path, mesh) -> str:
+    """Message of the `ConfigError`; the test fails for another error, for none, and after long."""
+    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(open_folder(folder, mesh))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()  # one that waits for ever is left behind
+    with pytest.raises(ConfigError) as caught:
+        outcome.result(timeout=SECONDS)
+    return str(caught.value)
+
+
+def change(name: str, **fields):
+    """Damage: other fields of a JSON file."""
+
+    def damage(folder: pathlib.Path) -> None:
+        path = folder / name
+        values = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(values | fields))
+
+    return damage
+
+
+def write(name: str, content: str | bytes):
+    """Damage: another content of a file."""
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def replace(name: str, make):
+    """Damage: something that is no file, in the place of one."""
+
+    def damage(folder: pathlib.Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return damage
+
+
+def tensor(**changes):
+    """Damage: tensors by name, in the place of or beside those of the folder."""
+
+    def damage(folder: pathlib.Path) -> None:
+        named = {name.replace("__", "."): array for name, array in changes.items()}
+        save_file(load_file(folder / WEIGHTS) | named, folder / WEIGHTS)
+
+    return damage
+
+
+def vocabulary(**fields):
+    """Damage: other fields of the model in tokenizer.json."""
+
+    def damage(folder: pathlib.Path) -> None:
+        values = json.loads((folder / TOKENS).read_text())
+        values["model"] |= fields
+        (folder / TOKENS).write_text(json.dumps(values))
+
+    return damage
+
+
+def header(text: bytes, size: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+def begins_with(number: int):
+    """Post-processor that puts the token of that id before each prompt."""
+    special = {"<|pad|>": {"id": "<|pad|>", "ids": [number], "tokens": ["<|pad|>"]}}
+    single = [{"SpecialToken": {"id": "<|pad|>", "type_id": 0}}]
+    single += [{"Sequence": {"id": "A", "type_id": 0}}]
+    parts = {"single": single, "pair": single, "special_tokens": special}
+    return change(TOKENS, post_processor={"type": "TemplateProcessing"} | parts)
+
+
+CONFIG = "config.json"
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+INDEX = load_huggingface.INDEX
+GENERATION = "generation_config.json"
+HOSTILE = {
+    "config: nested deeply": (write(CONFIG, DEEP), "nested too deeply"),
+    "config: torn": (write(CONFIG, '{"model_type": "qw'), "can't be read"),
+    "config: a list": (write(CONFIG, "[1]"), "must hold an object"),
+    "config: a pipe": (replace(CONFIG, os.mkfifo), "a pipe, a device or a folder: must be a file"),
+    "config: a folder": (replace(CONFIG, pathlib.Path.mkdir), "a folder: must be a file"),
+    "config: gigabytes": (
+        lambda folder: os.truncate(folder / CONFIG, MAX_TEXT_BYTES + 1),
+        "67,108,865 bytes, more than 67,108,864",
+    ),
+    "config: digits without end": (write(CONFIG, '{"vocab_size": ' + "9" * 9999 + "}"), "digits"),
+    "model_type: a list": (change(CONFIG, model_type=["qwen2"]), "model_type ['qwen2']"),
+    "layer_types: numbers": (change(CONFIG, layer_types=[[1], 2]), "layer_types [[1], 2]"),
+    "rope_scaling: a list": (change(CONFIG, rope_scaling=[1]), "rope_scaling = [1]: must be an ob"),
+    "rope: low above high": (
+        change(CONFIG, rope_scaling=LLAMA3 | {"low_freq_factor": 4}),
+        "high_freq_factor = 4.0: must be above low_freq_factor = 4.0",
+    ),
+    "tied: a word": (change(CONFIG, tie_word_embeddings="false"), "= 'false': must be true or fal"),
+    "weights: a pipe": (replace(WEIGHTS, os.mkfifo), f"{WEIGHTS} can't be read: it is a pipe"),
+    "weights: a link to nowhere": (replace(WEIGHTS, lambda p: p.symlink_to("gone")), WEIGHTS),
+    "weights: a long header": (write(WEIGHTS, header(b"{}", 1 << 62)), WEIGHTS),
+    "weights: header nested deeply": (write(WEIGHTS, header(b"[" * 100_000)), WEIGHTS),
+    "weights: a tensor outside": (
+        write(WEIGHTS, header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,9000000000]}}')),
+        WEIGHTS,
+    ),
+    "weights: of 10,000 others": (
+        tensor(**{f"x{i}": np.zeros(1, np.float32) for i in range(10_000)}),
+        "and 9,000 more",
+    ),
+    "weights: NaN": (tensor(model__norm__weight=np.full(32, np.nan, np.float32)), "not finite"),
+    "index: a list": (write(INDEX, '{"weight_map": ["a"]}'), "weight_map must be an object"),
+    "tokenizer: nested deeply": (write(TOKENS, DEEP), "tokenizer.json can't be read"),
+    "tokenizer: nothing known": (vocabulary(vocab={}), "tokenizer.json can't be read"),
+    "tokenizer: an id beyond": (vocabulary(vocab={"=": 1 << 31}), "tokenizer.json = [2147483648]"),
+    "tokenizer: begins beyond": (begins_with(99), "begin a prompt = [99]: must be from 0 to 31"),
+    "chat template: a number": (
+        change("tokenizer_config.json", chat_template=5),
+        "chat_template = 5: must be text",
+    ),
+    "eos_token: a list": (
+        change("tokenizer_config.json", chat_template="x", eos_token=["a"]),
+        "eos_token = ['a']: must be text",
+    ),
+    "pad: beyond": (change(GENERATION, pad_token_id=32), "pad_token_id = [32]"),
+    "end: none": (change(GENERATION, eos_token_id=[]), "eos_token_id = []"),
+    "end: huge": (change(GENERATION, eos_token_id=10**18), "must be from 0 to 31"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_folder_raises_a_clear_error(name, tiny_folder, tmp_path, one_device):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    damage, words = HOSTILE[name]
+    damage(folder)
+    message = refusal(folder, one_device)
+    assert words in message and "config.model.folder" in message
+    assert message.count("\n") <= 1002 and len(message) < 100_000
+
+
+def test_lengths_in_tokenizer_json_are_ignored(tiny_folder, tmp_path):
+    """A tokenizer.json may say to cut texts at 2 tokens, or to fill them up to millions."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    plain = Tokenizer.from_folder(folder).encode("1+2=3")
+    padding = {"strategy": {"Fixed": 10_000_000}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|pad|>"}
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    change(TOKENS, padding=padding, truncation=cut)(folder)
+    assert len(plain) == 5 and Tokenizer.from_folder(folder).encode("1+2=3") == plain
+
+
+def test_a_pad_token_of_minus_1_means_no_pad_token(tiny_folder, tmp_path):
+    """As the first folders of Llama say it."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    change("generation_config.json", pad_token_id=-1)(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.pad_id == tokenizer.end_ids[0]
+
+
+# --- folders in MXFP4 ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder in MXFP4, and one of the same numbers."""
+    root = tmp_path_factory.mktemp("mxfp4")
+    save_huggingface.save_folder(root / "source", random_params(), GPT_OSS, (1,))
+    write_both(root / "source", root / "packed", root / "plain")
+    return root / "packed", root / "plain"
+
+
+def test_numbers_equal_those_of_another_library():
+    draws = np.random.default_rng(0).normal(size=(2, 64, 3)) * np.exp2([-40, 0, 40])
+    blocks, scales, numbers = quantised(np.concatenate([draws, -draws]).astype("f"))
+    np.testing.assert_array_equal(load_huggingface.dequantise(blocks, scales), numbers)
+    every = np.arange(256, dtype=np.uint8).reshape(1, 16, 1, 16)
+    doubled = load_huggingface.dequantise(every, np.full((1, 16, 1), 128, np.uint8))
+    assert set(np.abs(doubled).ravel()) == {0, 1, 2, 3, 4, 6, 8, 12}
+    assert np.isnan(load_huggingface.dequantise(blocks, np.full_like(scales, 255))).all()
+
+
+def test_a_folder_in_mxfp4_loads_like_a_plain_one(folders, one_device, monkeypatch):
+    packed, plain = folders
+    config = load_huggingface.read_config(packed)
+    assert config == load_huggingface.read_config(plain)
+    assert load_huggingface.stored_dtype(packed) == "bfloat16"
+    expected = load_huggingface.load_params(packed, config, one_device)
+    monkeypatch.setattr(load_huggingface, "EXPERT_BYTES", 9000)  # two of eight experts
+    mesh = make_mesh(1, 2, 2, expert=2)
+    for folder, places in ((plain, one_device), (plain, mesh), (packed, mesh)):
+        loaded = load_huggingface.load_params(folder, config, places)
+        jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+    gate = loaded["layers"]["moe"]["expert_gate"]["kernel"]
+    assert gate.addressable_shards[0].data.size == gate.size / 8
+
+
+def test_an_export_is_plain(folders, one_device, tmp_path):
+    packed, plain = folders
+    export(packed, tmp_path / "out", one_device)
+    assert stored_bytes(tmp_path / "out") == stored_bytes(plain)
+    original = json.loads((plain / "config.json").read_text())
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written == original | {"torch_dtype": "bfloat16"}
+
+
+NAME = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({f"{NAME}_scales": None}, f"{NAME}_blocks: must be U8"),
+        ({f"{NAME}_scales": np.zeros((8, 32, 2), np.uint8)}, f"{NAME}_blocks: must be U8"),
+        ({f"{NAME}_scales": np.zeros((8, 32, 1), np.float32)}, f"{NAME}_blocks: must be U8"),
+        ({f"{NAME}_scales": np.full((8, 32, 1), 255, np.uint8)}, "not finite.*expert_down"),
+        ({NAME: np.zeros((8, 32, 32), np.float32)}, f"{NAME}: plain and in MXFP4"),
+    ],
+    ids=["missing", "shape", "dtype", "scale of 255", "twice"],
+)
+def test_blocks_that_do_not_fit_are_rejected(changes, words, folders, tmp_path, one_device):
+    packed, _ = folders
+    (tmp_path / "config.json").symlink_to(packed / "config.json")
+    tensors = load_file(packed / "model.safetensors") | changes
+    tensors = {name: array for name, array in tensors.items() if array is not None}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = load_huggingface.read_config(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        load_huggingface.load_params(tmp_path, config, one_device)
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_folder):
+    """A model folder of gpt-oss with the embedded task's tokenizer."""
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    save_huggingface.save_folder(folder, random_params(), GPT_OSS, (1,))
+    shutil.copy(tiny_folder / "tokenizer.json", folder)
+    return folder
+
+
+LORA = Lora(rank=2, alpha=3.0, targets="out,gate,up,down")
+
+
+@slow
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_run_from_mxfp4_replays_routes_and_is_exported(
+    adapted, folder, score_folder, tmp_path, one_device
+):
+    packed = tmp_path / "packed"
+    write_both(folder, packed, tmp_path / "plain")
+    shutil.copy(folder / "tokenizer.json", packed)
+    own = {"mesh": Mesh(data=1, fsdp=1, tensor=2, expert=4)}
+    own |= {"sampler": {"weights_dtype": "int8"}, "lora": LORA} if adapted else {}
+    config = make_kept("plain", packed, score_folder, tmp_path / "run", replay="sampler", **own)
+    config.optimizer = Optimizer(learning_rate=0.02, warmup_steps=0)
+    train(config)
+    rows = read_rows(tmp_path / "run")
+    assert 0 < rows[0][REPLACED] < 0.5 and all(np.isfinite(row["loss"]) for row in rows)
+    export_run(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
+    assert read_config(tmp_path / "out") == GPT_OSS
+    assert "quantization_config" not in (tmp_path / "out/config.json").read_text()
+    before, after = (
+        flatten_dict(load_params(folder, GPT_OSS, one_device), sep="/")
+        for folder in (packed, tmp_path / "out")
+    )
+    moved = {path for path, array in after.items() if np.abs(array - before[path]).max() > 0}
+    sinks = "layers/sinks" in moved
+    assert sinks != adapted and {"layers/moe/expert_up/kernel", "layers/out/kernel"} <= moved

@@ -1,4 +1,4 @@
-"""Output head, sharded by vocabulary and in chunks, against a whole softmax."""
+"""Output head and divergence of two, sharded and in chunks, against whole softmaxes."""
 
 import re
 
@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from teachers import divergence_by_definition
 
+from dapo_jax.model.divergence import Divergence, head_divergence
 from dapo_jax.model.lm_head import head_logprobs
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
@@ -36,9 +38,9 @@ def with_gradients(function, *options):
     return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
 
-def assert_same(actual, expected):
+def assert_same(actual, expected, atol=4e-6):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -90,3 +92,54 @@ def test_a_frozen_head_costs_no_gradient():
     assert f"{whole}{{1,0}} dot" in both.compile().as_text()
     assert f"{whole}{{1,0}} dot" not in frozen.compile().as_text()
     assert "reduce-scatter" not in frozen.compile().as_text()
+
+
+# --- divergence of two heads -------------------------------------------------------------------
+
+TEACHER = jax.random.normal(KEYS[4], (ROWS, LENGTH, 24))
+TEACHER_HEAD = jax.random.normal(KEYS[2], (24, VOCAB)) / 4
+COUNTED = WEIGHTS[0].at[2, 1:3].set(0.0)
+KINDS = [Divergence(beta, k, 0.7) for beta in (0.0, 0.5, 1.0) for k in (0, 5)]
+
+
+def diverging(function):
+    def loss(hidden, head):
+        values = function(hidden, head)
+        return jnp.sum(values * COUNTED), values
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def chunked(kind, chunk_tokens, teacher=TEACHER, teacher_head=TEACHER_HEAD):
+    return diverging(
+        lambda hidden, head: head_divergence(
+            hidden, head, teacher, teacher_head, kind, chunk_tokens
+        )
+    )
+
+
+def assert_divergence_of_the_paper(actual, kind):
+    expected = diverging(
+        lambda hidden, head: divergence_by_definition(TEACHER @ TEACHER_HEAD, hidden @ head, kind)
+    )
+    assert_same(actual, expected(HIDDEN, HEAD / 2), 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_divergence_and_its_gradients_equal_the_papers_equation(kind):
+    actual = chunked(kind, 9)(HIDDEN, HEAD / 2)  # chunks cross rows, the last one is padded
+    assert_divergence_of_the_paper(actual, kind)
+    (back, _), values = actual
+    assert (np.asarray(values) > 0).all() and not back[2, 1:3].any()
+
+
+@pytest.mark.parametrize("sizes", [MESHES[0], MESHES[2]], ids=str)
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_sharding_does_not_change_a_divergence(sizes, top_k):
+    data, fsdp, decode_tensor, tensor = sizes
+    mesh, kind = make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor), Divergence(0.3, top_k)
+    heads = (sharding.sharding(mesh, "embed", "vocab"),) * 2
+    head, teacher_head = jax.device_put((HEAD / 2, TEACHER_HEAD), heads)
+    hidden, teacher = sharding.put(mesh, (HIDDEN, TEACHER), "batch")
+    with sharding.activate(mesh):
+        assert_divergence_of_the_paper(chunked(kind, 3, teacher, teacher_head)(hidden, head), kind)

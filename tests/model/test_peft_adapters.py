@@ -1,4 +1,4 @@
-"""Adapter folders in PEFT's format: names, numbers, what is refused, and PEFT itself (slow)."""
+"""Adapter folders in PEFT's format: names, numbers, refusals, PEFT itself (slow), experts."""
 
 import dataclasses
 import importlib.util
@@ -9,18 +9,27 @@ import subprocess
 import sys
 
 import families_fixtures as families
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import MOE, TINY
+from flax.traverse_util import flatten_dict, unflatten_dict
+from row_files import read_table
 from safetensors.numpy import load_file, save_file
+from test_windows import GPT_OSS, random_params
 
 from dapo_jax.config.experiment import Lora
-from dapo_jax.model import load_huggingface, param_paths, peft_adapters
-from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_huggingface
+from dapo_jax.model.decoder import DecoderConfig, init_params
+from dapo_jax.model.load_huggingface import load_params
+from dapo_jax.model.logprobs import Rows, hidden_states
 from dapo_jax.model.trainable import MATRICES, choose_trained, is_trained, join, merge
 from dapo_jax.run.components import load_frozen
+from dapo_jax.run.export import policy_layers
+from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.sharding import make_mesh, unbox
 
 LORA = Lora(rank=3, alpha=7.5, targets="key,out,down")
 DECODER = choose_trained(TINY, 0.0, LORA)
@@ -85,20 +94,7 @@ def change_config(folder: pathlib.Path, **changes) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"use_rslora": True},
-        {"bias": "all"},
-        {"modules_to_save": ["lm_head"]},
-        {"rank_pattern": {"q_proj": 8}},
-        {"init_lora_weights": "pissa"},
-        {"layers_to_transform": [0]},
-        {"an_option_of_next_year": 3},
-        {"peft_type": "IA3"},
-        {"r": True},
-        {"lora_alpha": float("nan")},
-    ],
-    ids=str,
+    "changes", [*read_table(__file__, "options"), {"lora_alpha": float("nan")}], ids=str
 )
 def test_an_option_that_changes_the_numbers_is_rejected_by_name(changes, folder):
     change_config(folder, **changes)
@@ -205,3 +201,70 @@ def test_an_adapter_that_peft_saved_is_read(tmp_path, one_device):
         if load_huggingface.read_config(base).experts:
             lora.targets = "query,key,value,out"
         assert_logits_alike(base, adapters, lora, one_device)
+
+
+# --- adapters of experts -------------------------------------------------------------------------
+
+ADAPTERS_DECODER = choose_trained(MOE, 0.0, Lora(rank=2, alpha=3.0, targets="query,gate,up,down"))
+ADAPTERS = random_adapters(ADAPTERS_DECODER)
+ROWS = jax.random.randint(jax.random.key(1), (4, 9), 2, 32), jnp.ones((4, 9), jnp.int32)
+ROWS = (*ROWS, jnp.broadcast_to(jnp.arange(9), (4, 9)))
+
+
+@pytest.fixture(scope="module")
+def base():
+    """Parameters without adapters, by path."""
+    return flatten_dict(unbox(init_params(MOE, jax.random.key(0))), sep="/")
+
+
+def export_merged(base, adapters, decoder, plain, folder, mesh):
+    """Return the parameters of the folder with merged adapters, by path."""
+    save_huggingface.save_folder(folder / "base", unflatten_dict(base, sep="/"), plain, (1,))
+    layers = policy_layers(adapters, adapters.__getitem__, decoder, str(folder / "base"))
+    (folder / "merged").mkdir()
+    save_huggingface.save_weights(folder / "merged", layers, decoder)
+    return flatten_dict(load_params(folder / "merged", plain, mesh), sep="/")
+
+
+def states(flat, config, rows=ROWS):
+    return jax.jit(lambda p: hidden_states(p, config, Rows(*rows))[0])(
+        unflatten_dict(flat, sep="/")
+    )
+
+
+@pytest.mark.parametrize(
+    "config", [MOE, pytest.param(GPT_OSS, marks=pytest.mark.slow)], ids=lambda c: c.family
+)
+def test_adapters_of_experts_compute_what_merged_experts_do(config, base, tmp_path, one_device):
+    if config is GPT_OSS:
+        base = flatten_dict(random_params(), sep="/")
+    decoder = choose_trained(config, 0.0, Lora(rank=2, alpha=3.0, targets="out,gate,up,down"))
+    adapters = random_adapters(decoder)
+    merged = export_merged(base, adapters, decoder, config, tmp_path, one_device)
+    adapted = states(base | adapters, decoder)
+    np.testing.assert_allclose(adapted, states(merged, config), atol=1e-4)
+    assert np.abs(adapted - states(base, config)).max() > 0.1
+    changed = {path for path in merged if np.abs(merged[path] - base[path]).max() > 1e-3}
+    names = ("out", "moe/expert_gate", "moe/expert_up", "moe/expert_down")
+    assert changed == {f"layers/{name}/kernel" for name in names}
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 4, "tensor": 2, "fsdp": 1}, {"fsdp": 4, "tensor": 2}])
+def test_adapters_of_experts_are_the_same_on_a_mesh(sizes, base):
+    expected = states(base | ADAPTERS, ADAPTERS_DECODER)
+    with sharding.activate(make_mesh(**({"data": 1} | sizes))):
+        actual = states(base | ADAPTERS, ADAPTERS_DECODER, [jnp.tile(x, (2, 1)) for x in ROWS])
+    np.testing.assert_allclose(actual[:4], expected, atol=2e-5)
+
+
+def test_a_folder_of_peft_names_each_expert_and_is_read_back(tmp_path, one_device):
+    peft_adapters.save_adapters(tmp_path, ADAPTERS, ADAPTERS.__getitem__, ADAPTERS_DECODER, "base")
+    tensors = load_file(tmp_path / peft_adapters.WEIGHTS)
+    below = "base_model.model.model.layers.1.mlp.experts.5.down_proj"
+    assert tensors[f"{below}.lora_A.weight"].shape == (2, MOE.mlp)
+    np.testing.assert_array_equal(
+        tensors[f"{below}.lora_B.weight"], ADAPTERS["layers/moe/expert_down/lora_b"][1, 5].T
+    )
+    loaded = peft_adapters.load_adapters(str(tmp_path), ADAPTERS_DECODER, one_device)
+    for path, array in flatten_dict(loaded, sep="/").items():
+        np.testing.assert_array_equal(array, ADAPTERS[path])

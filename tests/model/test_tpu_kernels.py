@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import TINY, make_prompt
 from paged_slots import SIZE, WIDTH, Slots, decode, make_slots, normal
+from row_files import read_table
 from samplers import TOKENIZER, sample
 from tpu_interpreter import interpret, interpreted
 
@@ -20,12 +21,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import splash_attention
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.grouped_products import matrices_gradient
-from dapo_jax.model.training_attention import (
-    TRAINING_ATTENTION,
-    AttentionOptions,
-    Context,
-    Window,
-)
+from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
 from dapo_jax.rollout import cache_layout
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
@@ -179,15 +175,7 @@ def assert_decodes(slots: Slots, result, window: int | None, tolerance: float) -
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "window"),
-    [
-        (10, 2, 128, None),
-        (7, 1, 128, None),
-        (28, 4, 128, None),
-        (16, 16, 128, None),  # worked on in two parts
-        (4, 1, 256, 5),
-        (10, 2, 128, 40),
-    ],
+    ("heads", "kv_heads", "head_dim", "window"), read_table(__file__, "ragged")
 )
 def test_ragged_kernel_reads_each_slots_pages(heads, kv_heads, head_dim, window, dtype, one_device):
     slots = make_slots(heads, kv_heads, head_dim, LENGTHS, dtype)

@@ -1,36 +1,32 @@
-"""Sliding windows in training, prefill, decoding and scoring; which layers have one."""
+"""Sliding windows and attention sinks in training, prefill, decoding and scoring."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conftest import TINY
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
+from test_attention import GEMMA, MIXED, assert_equal, inputs, ragged_ids, results
 
-from dapo_jax.model import inference
+from dapo_jax.commands.plan.simulate import named_mesh
+from dapo_jax.config.experiment import Mesh, Sampler
+from dapo_jax.model import blockwise_attention, inference
 from dapo_jax.model.caches import KVCache, PageCache
 from dapo_jax.model.decode_attention import PagedAttention, SlotContext, attend_slots
 from dapo_jax.model.decoder import (
     Decoder,
+    abstract_params,
     for_decoding,
     head_kernel,
     init_params,
     layer_paths,
     scaled_embeddings,
 )
-from dapo_jax.runtime.sharding import unbox
+from dapo_jax.rollout.cache_layout import choose_layout
+from dapo_jax.runtime.sharding import make_mesh, unbox
 
-MIXED = dataclasses.replace(TINY, window=3, sliding=(True, False))
-GEMMA = dataclasses.replace(  # every switch of the family
-    MIXED,
-    sliding_rope_theta=10.0,
-    query_scalar=5,
-    out_norms=True,
-    norm_offset=True,
-    scale_embeddings=True,
-    activation="gelu_tanh",
-)
 LENGTH = 12
 TOKENS = jax.random.randint(jax.random.key(1), (1, LENGTH), 2, 32)
 ROW = TOKENS, jnp.ones((1, LENGTH), jnp.int32), jnp.arange(LENGTH)[None]
@@ -101,3 +97,77 @@ def test_the_scale_of_embeddings_is_rounded_as_they_are():
     wide = dataclasses.replace(GEMMA, embed=3072, dtype=jnp.bfloat16)
     ones = jnp.ones((1, 3072), jnp.bfloat16)
     assert (scaled_embeddings(ones, wide) == 55.5).all()  # the root is 55.4256
+
+
+# --- sinks ---------------------------------------------------------------------------------------
+
+SINKS = jnp.array([0.5, -1.0, 3.0, 0.0])  # of four query heads
+GPT_OSS = dataclasses.replace(  # every switch of the family
+    TINY,
+    family="gpt_oss",
+    window=3,
+    sliding=(True, False),
+    out_bias=True,
+    sinks=True,
+    mlp=32,
+    experts=8,
+    experts_per_token=3,
+    normalise_experts=True,
+    expert_bias=True,
+    activation="clipped_swish",
+)
+
+
+def random_params(config=GPT_OSS):
+    """Return random parameters: no bias or sink is zero, and some gates are clipped."""
+    random, flat = np.random.default_rng(1), {}
+    for path, leaf in flatten_dict(unbox(abstract_params(config)), sep="/").items():
+        drawn = {"kernel": 0.4, "scale": 0.2}.get(path.split("/")[-1], 0.5)
+        drawn *= random.normal(size=leaf.shape) * (4 if "expert_gate/" in path else 1)
+        flat[path] = jnp.asarray(drawn + path.endswith("scale"), jnp.float32)
+    return unflatten_dict(flat, sep="/")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params()
+
+
+def by_definition(queries, keys, values, context, cache, options):
+    """Return attention head by head, with a sink as one more column of scores."""
+    heads, ids = [], context.segment_ids
+    mask = (ids[:, :, None] == ids[:, None]) & jnp.tril(jnp.ones((ids.shape[1],) * 2, bool))
+    for head in range(queries.shape[2]):
+        of_keys = head * keys.shape[2] // queries.shape[2]
+        scores = jnp.einsum("bqe,bke->bqk", queries[:, :, head], keys[:, :, of_keys])
+        scores = jnp.where(mask, scores * queries.shape[-1] ** -0.5, -jnp.inf)
+        column = jnp.broadcast_to(options.sinks[head], (*scores.shape[:2], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], -1))[..., :-1]
+        heads.append(jnp.einsum("bqk,bke->bqe", weights, values[:, :, of_keys]))
+    return jnp.stack(heads, axis=2), None
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("plain", {}), ("blocked", {"tensor": 2}), ("blocked", {"context": 2, "tensor": 2})],
+)
+def test_sinks_and_their_gradients_are_those_of_one_more_column(name, sizes, monkeypatch):
+    monkeypatch.setattr(blockwise_attention, "BLOCK", 16)
+    arrays, ids = inputs(48), ragged_ids(48)
+    mesh = make_mesh(**({"data": 1, "fsdp": -1, "tensor": 1} | sizes))
+    expected = results(by_definition, arrays, ids, sinks=SINKS)
+    assert_equal(results(name, arrays, ids, mesh, sinks=SINKS), expected)
+
+
+def test_slots_pages_and_scores_equal_training_of_sinks(params, one_device):
+    assert_decoding_equals_training(params, GPT_OSS, one_device)
+
+
+def test_no_kernel_without_sinks_reads_the_pages():
+    """A TPU that would take pages without sinks takes slots."""
+    wide = dataclasses.replace(GPT_OSS, head_dim=128, dtype=jnp.bfloat16)
+    chip = named_mesh(Mesh(), "tpu", 1)
+    for sinks in (False, True):
+        config = dataclasses.replace(wide, sinks=sinks, window=None, sliding=())
+        layout = choose_layout(config, chip, Sampler(slots=2), 256)
+        assert (layout.pages is None) == sinks

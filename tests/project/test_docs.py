@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from row_files import read_table
 from shown_commands import ROOT, commands_of, split_commands, tokens_of, what_is_wrong
 
 import dapo_jax
@@ -85,24 +86,7 @@ def test_every_command_is_accepted(page, in_the_root):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize(
-    "command, reason",
-    {
-        "dapo-jax train --config=configs/arithmetic.py:gpro": "preset",
-        "dapo-jax nothing": "no such command",
-        "dapo-jax plan --config=FILE --topolgy=v5e:2x4": "topolgy",
-        "dapo-jax evaluate --config=FILE --kk=3": "unexpected|kk",
-        "--config.algorithm.clip_hgih=0.3": "clip_high",
-        "pytest tests/test_nothing.py": "no such file",
-        "pytest tests/learner/test_update.py -k nobody": "selects no test",
-        "pytest -m slwo": "no such mark",
-        "bash launch/nothing.sh": "no such file",
-        "bash launch/local.sh --procesess=2": "no flag",
-        "python tests/benchmarks/schedules.py pages --slot=x": "slot",
-        "pip install 'dapo_jax[tpus]'": "no such extra",
-        "curl localhost": None,
-    }.items(),
-)
+@pytest.mark.parametrize(("command", "reason"), read_table(__file__, "wrong"))
 def test_a_wrong_command_is_found(in_the_root, command, reason):
     (words,) = split_commands(command)
     problem = what_is_wrong(words)
@@ -117,16 +101,26 @@ def test_a_wrong_link_is_found(tmp_path):
 
 def test_the_glossary_is_in_order_and_every_word_has_a_link():
     glossary = (ROOT / "docs/glossary.md").read_text()
-    rows = re.findall(r"^\| (.+?) \| (.+) \|$", glossary, re.MULTILINE)
-    words = [word.casefold() for word, meaning in rows[1:] if meaning != "---"]
+    lines = [line for line in glossary.splitlines() if line.startswith("- ")]
+    rows = [re.fullmatch(r"- \[(.+?)\]\(\w+\.md[^)]*\): \S.*\.", line) for line in lines]
+    assert all(rows), [line for line, row in zip(lines, rows, strict=True) if not row]
+    words = [row[1].casefold() for row in rows]
     assert words == sorted(words) and len(words) > 40
-    assert not [word for word, meaning in rows[1:] if not re.search(r"\]\(\w+\.md", meaning)]
 
 
 def test_the_citation_is_of_this_version():
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {dapo_jax.__version__}\n" in text and "\nlicense: Apache-2.0\n" in text
     assert f"\n## {dapo_jax.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_gsm8k_has_one_spelling():
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    for file in pages + sorted(ROOT.glob("configs/*.py")):
+        text = file.read_text(encoding="utf-8")
+        sources = re.findall(r"source(?:=|`: )[\"']?([\w/.-]*gsm8k[^\s\"',=)`]*)", text)
+        folders = re.findall(r"hf download openai/gsm8k .*--local-dir (\S+)", text)
+        assert set(sources) <= {"openai/gsm8k"} and set(folders) <= {"data/gsm8k"}, file
 
 
 @EACH

@@ -1,6 +1,7 @@
 """The pages for users of TRL and verl: settings that exist, and every argument of TRL's configs."""
 
 import os
+import pathlib
 import re
 import subprocess
 
@@ -14,7 +15,8 @@ from dapo_jax.runtime.settings import leaves, rules
 
 TRL = (ROOT / "docs/from_trl.md").read_text(encoding="utf-8")
 VERL = (ROOT / "docs/from_verl.md").read_text(encoding="utf-8")
-CONFIGS = re.findall(r"<!-- (\w+) ([\d.]+): ([\w\s]+)-->", TRL)
+ARGUMENTS = pathlib.Path(__file__).with_name("trl_arguments.txt").read_text(encoding="utf-8")
+CONFIGS = re.findall(r"^(\w+) ([\d.]+): ([\w\s]+?)(?=\n\n|\Z)", ARGUMENTS, re.MULTILINE)
 KINDS = {"SFTConfig": SftConfig, "DPOConfig": DpoConfig}
 
 
@@ -62,7 +64,7 @@ def test_a_wrong_setting_is_found():
 def test_every_argument_of_trl_is_in_a_table_or_named_as_absent(config, version, names):
     text = sections(TRL)[config]
     first = {code.partition("=")[0] for cell, _ in cells(text) for code in codes(cell)}
-    (without,) = re.findall(r"No counterpart: (.*?)\n\n", text, re.DOTALL)
+    (without,) = re.findall(r"No counterpart: (.*?)(?:\n\n|\Z)", text, re.DOTALL)
     absent = set(codes(without))
     listed = names.split()
     assert version == re.search(r"TRL ([\d.]+\d)", TRL)[1]

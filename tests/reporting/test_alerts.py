@@ -6,6 +6,7 @@ import pytest
 from conftest import make_completion, make_prompt
 from reports import row
 from responses import respond
+from row_files import read_table
 from small_runs import make_quick_config, open_run
 
 from dapo_jax.algorithms import PRESETS
@@ -63,18 +64,7 @@ INJECTED = {
 
 
 # With the default settings, DAPO's, which punish long responses already.
-ADVICE = {
-    "min_entropy": "try a larger algorithm.clip_high, a smaller optimizer.learning_rate, or "
-    "algorithm.entropy_coefficient=0.001",
-    "max_length_growth": "try a smaller optimizer.learning_rate; see repetition",
-    "max_all_right": "try harder problems or rollout.when_starved=stop; little is left to learn",
-    "max_all_wrong": "try easier problems or a larger rollout.samples_per_prompt; see in rollouts/ "
-    "whether the verdicts are right",
-    "max_answer_not_found": "try the pair of data.template and reward.verifier that belongs "
-    "together",
-    "max_verifier_failures": "try a larger reward.timeout_seconds or more reward.workers; "
-    "rollouts/ says what failed",
-}
+ADVICE = dict(read_table(__file__, "advice"))
 
 
 @pytest.mark.parametrize("alert", [a for a in ALERTS if a.scope == "step"], ids=lambda a: a.limit)
@@ -89,24 +79,7 @@ def test_an_alert_names_the_metric_its_value_and_what_to_try(alert):
     assert Alerts(Config(watch=Watch(**{name: 0.0})), [HEALTHY]).check_step(values) == []
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"starved": 1.0, "trained_groups": 1.0}, "only 1 group carried signal"),
-        (
-            {"starved": 1.0, "trained_groups": 2.0, "broken_groups": 3.0},
-            "only 2 groups carried signal, 3 were broken",
-        ),
-        (
-            {"skipped_updates": 0.5, "skipped_for_gradient": 0.5, "skipped_for_moments": 0.5},
-            "an update was skipped: the gradient and an optimizer moment was not finite",
-        ),
-        (
-            {"value_skipped_updates": 1.0, "value_skipped_for_parameters": 1.0},
-            "an update of the critic was skipped: a new parameter was not finite",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("values", "text"), read_table(__file__, "events"))
 def test_an_event_is_told_at_each_of_its_steps(values, text):
     alerts = Alerts(Config())
     assert [alerts.check_step(HEALTHY | values) for _ in range(2)] == [[text], [text]]
@@ -192,18 +165,7 @@ def test_groups_of_one_are_not_all_wrong():
     assert not alerts_about(config, "max_all_wrong") and not alerts_about(config, "max_all_right")
 
 
-@pytest.mark.parametrize(
-    ("changes", "causes"),
-    [
-        ({}, "were not taken"),
-        ({"overlong_filtering": True}, "not taken (every response filtered?)"),
-        (
-            {"overlong_filtering": True, "token_weights": "m:f", "trained_responses": "correct"},
-            "not taken (every response filtered, token weights of 0, or none correct?)",
-        ),
-        ({"trained_responses": "pairs"}, "not taken (none correct or none incorrect?)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "causes"), read_table(__file__, "causes"))
 def test_an_update_without_tokens_names_causes_that_can_be(changes, causes):
     (output,) = Alerts(run_of(**changes)).check_step(HEALTHY | {"empty_updates": 2.0})
     assert output.endswith(causes) and output.startswith("2 updates had no trained token")
@@ -249,7 +211,11 @@ def test_before_training_missing_answers_are_told_where_they_are_read(
 def test_the_report_reads_a_fall_of_accuracy_only_where_a_run_learns_it():
     rows = [row(0, heldout_accuracy=0.9), row(20)]
     assert check_run(rows, 20, settings_of(run_of("grpo")))
-    assert not check_run(rows, 20, settings_of(run_of("grpo", "mine:score=1", "spread")))
+    own = settings_of(run_of("grpo", "mine:score=1", "spread"))
+    rows[-1] |= {"heldout_reward": 0.9}
+    assert not check_run(rows, 20, own)
+    (text,) = check_run([row(0, heldout_reward=0.95), *rows[1:]], 20, own)
+    assert text == "held-out reward fell from 0.950 to 0.900"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 from rich.console import Console
+from row_files import read_table
 from small_runs import ROOT, make_short_config, read_rows
 
 from dapo_jax.reporting import console as progress
@@ -26,35 +27,15 @@ from dapo_jax.reporting.console import (
     step_lines,
 )
 from dapo_jax.reporting.metrics import CLOCKED
+from dapo_jax.reporting.notices import describe_scores
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import print_error, printable
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Group, Turn, Verdict
 
-STEP = {
-    "reward": 0.21,
-    "accuracy": 0.65,
-    "kept_fraction": 0.94,
-    "all_right_fraction": 0.0,
-    "all_wrong_fraction": 0.06,
-    "response_tokens_mean": 33.0,
-    "truncated_fraction": 0.08,
-    "entropy": 0.087,
-    "gradient_norm": 0.16,
-    "seconds_step": 4.3,
-}
-HELDOUT = {
-    "heldout_accuracy": 0.938,
-    "heldout_accuracy_low": 0.92,
-    "heldout_accuracy_high": 0.955,
-}
-LARGE = {
-    "entropy": 12.345,
-    "response_tokens_mean": 20_480.0,
-    "reward": -1.0,
-    "seconds_step": 99.94,
-    "truncated_fraction": 0.99,
-}
+STEP = dict(read_table(__file__, "step"))
+HELDOUT = dict(read_table(__file__, "heldout"))
+LARGE = dict(read_table(__file__, "large"))
 HUGE = dict.fromkeys(STEP, -123_456.789) | {"gradient_norm": 1e30, "seconds_step": 1e9}
 
 
@@ -98,6 +79,26 @@ def test_a_step_says_everything_once():
     alone = shown(step_lines(7, 30, no_update | {"explained_variance": 0.5}))
     assert "critic only" in alone[0] and "explains 0.50" in alone[1]
     assert "95 %" not in step_lines(7, 30, STEP | {"heldout_accuracy": 0.5})[2]  # of one problem
+
+
+def test_held_out_reward_is_shown_beside_accuracy_and_leads_without_it():
+    values = STEP | HELDOUT | {"heldout_reward": -0.5, "no_spread_fraction": 0.4}
+    lines = step_lines(7, 30, values | {"heldout_reward_low": -0.6, "heldout_reward_high": -0.4})
+    assert lines[2:] == [
+        "  [bold]held-out accuracy 0.938[/]  (95 %: 0.920 to 0.955)",
+        "  held-out reward -0.500  (95 %: -0.600 to -0.400)",
+    ]
+    lines = step_lines(7, 30, values, reward_leads=True)
+    assert lines[1].startswith("  kept 0.60 (no spread 0.40)  tokens 33")
+    assert lines[2:] == ["  [bold]held-out reward -0.500[/]"]
+    assert not any("accuracy" in line or "wrong" in line for line in lines)
+    scores = {"heldout_accuracy_before": 0.0, "heldout_accuracy_after": 0.0}
+    scores |= {"heldout_reward_before": 0.076, "heldout_reward_after": 0.788}
+    assert describe_scores(scores, True) == "held-out reward 0.076 -> 0.788"
+    both = "held-out accuracy 0.000 -> 0.000, reward 0.076 -> 0.788"
+    assert describe_scores(scores, False) == both
+    assert describe_scores(HELDOUT, False) == "held-out accuracy 0.938"
+    assert not describe_scores(dict.fromkeys(scores), False) and not describe_scores({}, True)
 
 
 def test_the_eta_goes_by_the_last_steps_and_not_by_the_first(capsys):

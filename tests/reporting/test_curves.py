@@ -7,7 +7,13 @@ import pytest
 from matplotlib.figure import Figure
 from reports import row
 
-from dapo_jax.reporting.page.curves import PICTURE, draw_panel, plot_run, read_curves
+from dapo_jax.reporting.page.curves import (
+    PICTURE,
+    REWARD_PICTURE,
+    draw_panel,
+    plot_run,
+    read_curves,
+)
 
 CURVES = {curve.title: curve for curve in read_curves()}
 
@@ -21,7 +27,7 @@ def draw(rows: list[dict], title: str):
     return axis
 
 
-@pytest.mark.parametrize("title", PICTURE)
+@pytest.mark.parametrize("title", sorted({*PICTURE, *REWARD_PICTURE}))
 def test_axes_begin_at_0_and_legends_are_beside_the_lines(title):
     curve = CURVES[title]
     value = 0.9 if curve.unit.startswith("share") else 60
@@ -53,5 +59,7 @@ def test_lengths_of_no_responses_are_gaps_and_isolated_points_are_dots():
 
 @pytest.mark.parametrize("rows", [[], [{"step": 0}], [row(0, reward=math.nan, entropy=None)]])
 def test_an_empty_run_with_a_hostile_title_is_drawn(rows, tmp_path):
-    plot_run(rows, tmp_path / "curves.png", "$x_{</b>$" + "long/" * 99)
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for leads in False, True:
+        plot_run(rows, tmp_path / f"{leads}.png", "$x_{</b>$" + "long/" * 99, leads)
+        assert (tmp_path / f"{leads}.png").read_bytes().startswith(b"\x89PNG")
+    assert not any(CURVES[title].of_correctness for title in REWARD_PICTURE)

@@ -7,8 +7,9 @@ import shlex
 import pytest
 from command_lines import load
 from reports import row
+from row_files import read_table
 
-from dapo_jax.config.experiment import Config, Data, ExportConfig, Lora, Model
+from dapo_jax.config.experiment import Config, Data, ExportConfig, Lora, Model, Reward
 from dapo_jax.config.files import read_config
 from dapo_jax.reporting import model_card
 from dapo_jax.runtime.settings import leaves
@@ -43,6 +44,12 @@ def test_scores_and_curves_end_at_the_exported_step(write_run, tmp_path):
     scores = table(card, "Held-out scores")
     assert [line[0] for line in scores] == ["step 0", "step 35"]
     assert scores[1][2:6] == ["4", "0.4", "0.3", "0.5"]
+    assert scores[1][8:] == ["-0.2", "-0.4", "0"]
+    reward = Reward(parts="mine:score=1", correct="spread")
+    own = write_run("own", steps=40, rows=rows, reward=reward)
+    card = write(own, tmp_path / "card")
+    assert table(card, "Held-out scores")[1][3:7] == ["-0.2", "-0.4", "0", "0.4"]
+    assert "| step | reward | heldout_reward | entropy | accuracy |" in card
 
 
 def test_what_evaluate_measured_of_the_step_is_in_it(write_run, tmp_path):
@@ -82,17 +89,7 @@ def test_paths_of_the_machine_are_not_published(write_run, tmp_path, monkeypatch
     assert config.data.heldout_source == "held.jsonl" and config.total_steps == 40
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        ("arithmetic", "arithmetic"),
-        ("runs/a,data/b.jsonl", "runs/a,data/b.jsonl"),
-        ("/a/b=0.5, /c/d e/", "b=0.5,d e"),
-        ("C:\\me\\x.csv", "x.csv"),
-        ("hf://datasets/x/y*.parquet", "y*.parquet"),
-        ("/", "/"),
-    ],
-)
+@pytest.mark.parametrize(("value", "shown"), read_table(__file__, "names"))
 def test_the_last_name_of_an_absolute_path_is_shown(value, shown):
     assert model_card.without_paths({"data.source": value}) == {"data.source": shown}
 

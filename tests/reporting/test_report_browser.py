@@ -18,27 +18,7 @@ pytestmark = [
 ]
 NAMED = {"combobox", "button", "checkbox", "link", "image", "region"}
 # Pictures that leave their card, and texts in them that are cut or lie on each other.
-MISPLACED = """(() => {
-    const found = [], box = (one) => one.getBoundingClientRect();
-    const meet = (a, b) => a.left < b.right - 2 && b.left < a.right - 2
-        && a.top < b.bottom - 2 && b.top < a.bottom - 2;
-    for (const plot of document.querySelectorAll(".plot")) {
-        const name = plot.closest("article").innerText;
-        const say = (...what) => found.push([name, ...what].join(" | "));
-        const room = box(plot);
-        for (const svg of plot.querySelectorAll("svg.main-svg")) {
-            if (Math.abs(box(svg).width - room.width) > 2) say(box(svg).width, room.width);
-        }
-        const texts = [...plot.querySelectorAll("text")].filter((one) => box(one).width);
-        texts.forEach((one, i) => {
-            const others = texts.slice(i + 1).filter((other) => meet(box(one), box(other)));
-            for (const other of others) say(one.textContent, other.textContent);
-            const isCut = box(one).left < room.left - 2 || box(one).right > room.right + 2;
-            if (isCut) say(one.textContent);
-        });
-    }
-    return found;
-})()"""
+MISPLACED = pathlib.Path(__file__).with_suffix(".js").read_text()
 SHOTS = pathlib.Path("build/report")
 
 
@@ -87,7 +67,20 @@ def test_no_error_no_network_both_widths_and_in_time(report_of_three, tmp_path):
         assert not unnamed
         assert page.run("document.querySelectorAll('img').length") == 0  # those of hostile texts
         assert not page.trouble, json.dumps(page.trouble)[:2000]
-        assert {url for url in page.asked} <= {report_of_three.as_uri()}
+        (library,) = report_of_three.parent.glob("plotly-*.min.js")
+        assert {url for url in page.asked} <= {report_of_three.as_uri(), library.as_uri()}
+
+
+def test_a_page_without_its_library_says_so_and_shows_the_rest(write_run, tmp_path):
+    lines = [response(1, i) for i in range(2)]
+    out = tmp_path / "report.html"
+    report.report(ReportConfig(run=write_run("a", rollouts=[(1, lines)]), out=str(out)))
+    (library,) = tmp_path.glob("plotly-*.min.js")
+    library.unlink()
+    with browser(tmp_path / "profile") as page:
+        page.call("Page.navigate", url=out.as_uri())
+        page.wait("document.querySelector('#responses details')")
+        assert library.name in page.run("document.getElementById('bands').textContent")
 
 
 def press(page, key: str, code: int, text: str = "") -> None:

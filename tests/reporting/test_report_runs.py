@@ -1,4 +1,4 @@
-"""What a run stores for its report, and the report that it writes at its end."""
+"""What a run stores for its report and its sinks, its report, and the curves of several runs."""
 
 import json
 
@@ -6,19 +6,17 @@ import jax
 import numpy as np
 import pytest
 from conftest import check_documented, make_completion
+from matplotlib.figure import Figure
 from reports import data_of
-from small_runs import (
-    make_config,
-    make_quick_config,
-    read_rollouts,
-    read_rows,
-)
+from small_runs import make_config, make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax.config.experiment import Log, Optimizer, Rollout
+from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.page import page
-from dapo_jax.reporting.page.curves import read_curves
+from dapo_jax.reporting.page.curves import draw_panel, read_curves
 from dapo_jax.reporting.sinks import token_fields
+from dapo_jax.reporting.trackers import Sink
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 
@@ -95,3 +93,43 @@ def test_tokens_are_written_short(base, tmp_path):
     result = token_fields(completion, None, Tokenizer.from_folder(base))
     assert json.dumps(result["token_logprobs"]) == "[-0.431, -0.431]"
     assert list(result) == ["token_texts", "token_logprobs"]
+
+
+# --- sinks ---------------------------------------------------------------------------------------
+
+
+class Recorder(Sink):
+    def __init__(self):
+        self.rows = {}
+        self.groups = []
+
+    def on_row(self, step, values):
+        self.rows[step] = values
+
+    def on_rollouts(self, step, collected):
+        self.groups += collected.groups
+
+
+def test_a_tracker_receives_the_rows_and_groups_of_a_run(base, alone, tmp_path):
+    recorder = Recorder()
+    tracker: RunSink = recorder
+    with open_run(make_quick_config(base, tmp_path, updates=1)) as run:
+        run.files.sinks.append(tracker)
+        run.step()
+    (row,) = read_rows(tmp_path)
+    assert row.items() <= (recorder.rows[1] | {"step": 1}).items()
+    assert len(recorder.groups) == row["trained_groups"] > 0
+
+
+# --- curves --------------------------------------------------------------------------------------
+
+CURVES = {curve.title: curve for curve in read_curves()}
+
+
+def draw(rows: list[dict], title: str):
+    """Return the axis of a chart, laid out."""
+    figure = Figure(layout="constrained")
+    axis = figure.subplots()
+    draw_panel(axis, CURVES[title], rows)
+    figure.draw_without_rendering()
+    return axis

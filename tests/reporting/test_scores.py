@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from responses import respond, respond_all
 from rich.console import Console
+from row_files import read_table
 
 from dapo_jax.reporting import scores
 from dapo_jax.reporting.console import describe_problems, report_tables
@@ -47,18 +48,7 @@ def test_majority_goes_by_meaning_and_ignores_missing_answers():
     assert majority_score(answer_classes(samples)) == 1 / 4  # as texts, four answers tie
 
 
-@pytest.mark.parametrize(
-    ("classes", "score"),
-    [
-        ([0, 0, 1], 1),
-        ([0, 1, 1], 0),
-        ([0, 1], 1 / 2),
-        ([0, 1, 2, None], 1 / 3),
-        ([1, 2], 0),
-        ([None, None, 0], 1),
-        ([None], 0),
-    ],
-)
+@pytest.mark.parametrize(("classes", "score"), read_table(__file__, "majority"))
 def test_a_tied_majority_counts_as_often_as_a_fair_draw_is_right(classes, score):
     assert majority_score(classes) == score
 
@@ -114,16 +104,7 @@ def test_the_interval_over_seeds_covers_what_other_seeds_and_problems_would_give
     assert estimate_over_seeds([np.ones(3)], seed=0).low is None
 
 
-@pytest.mark.parametrize(
-    ("share", "units", "low", "high"),
-    [
-        (1.0, 16, 0.806, 1.0),  # as published tables have them (Newcombe, 1998, method 3)
-        (0.0, 16, 0.0, 0.194),
-        (0.0, 20, 0.0, 0.161),
-        (81 / 263, 263, 0.255, 0.366),
-        (1 / 29, 29, 0.006, 0.172),
-    ],
-)
+@pytest.mark.parametrize(("share", "units", "low", "high"), read_table(__file__, "wilson"))
 def test_wilsons_interval_is_the_published_one(share, units, low, high):
     np.testing.assert_allclose(wilson(share, units), [low, high], atol=6e-4)
 
@@ -230,6 +211,7 @@ def test_the_tables_say_all_of_it_in_eighty_columns():
             for j, ok in enumerate(row)
         ]
     )
+    assert result.reward is None
     console = Console(width=80, record=True, file=io.StringIO())
     for one in report_tables(result):
         console.print(one)
@@ -237,3 +219,20 @@ def test_the_tables_say_all_of_it_in_eighty_columns():
     for words in ("avg@4", "0.750", "pass@4", "maj@4", "Number [theory]", "level", "inside the 2"):
         assert words in shown, words
     assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_the_mean_reward_weighs_problems_by_responses_and_leads_if_asked():
+    rewards = [[5.0, 3.0], [1.0], [-2.0]]
+    lines = [
+        respond(i, j, False, reward=x) for i, row in enumerate(rewards) for j, x in enumerate(row)
+    ]
+    result = make_report(lines)
+    assert result.reward.value == pytest.approx(7 / 4)
+    assert -2 <= result.reward.low < 1 and 2 < result.reward.high <= 4
+    lines.append(respond(3, 0, False, reward=None))  # a broken reward is left out
+    assert make_report(lines).reward == result.reward
+    equal = make_report([respond(i, 0, False, reward=7.0) for i in range(9)]).reward
+    assert (equal.value, equal.low, equal.high) == (7, None, None)
+    for leads, place in (True, 0), (False, -1):
+        names = list(next(report_tables(result, leads)).columns[0].cells)
+        assert names[place] == "reward" and "avg@1" in names

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from gym_items import write_package
+from row_files import read_table
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards import gym
@@ -50,35 +51,16 @@ def test_another_release_is_rejected(tmp_path, monkeypatch):
 
 # --- answers --------------------------------------------------------------------------------
 
-UNFIT = [  # answer, gold, why
-    ("NaN", "-10.0 - 4.0i", "not a finite number"),
-    ("[NaN, NaN]", "['-24.1', '3']", "not a finite number"),
-    ("-Infinity", "0.5", "not a finite number"),
-    ("NaN123", "12", "not a finite number"),
-    ("1e999", "3/4", "not a finite number"),
-    ("\\infty", "$\\dfrac{54}{275}$", "not a finite number"),
-    ("inf", "", "not a finite number"),
-    ("exp(" * 30 + "9" + ")" * 30, "42", "brackets nest deeper than 20"),
+UNFIT = [
+    *read_table(__file__, "unfit"),
     ("[" * 4000, "[[1]]", "brackets nest deeper than 20"),
-    ("exp(1)+" * 30, "42", "more than 20 functions"),
     ("R U " * 1200, None, "more than 300 pieces"),
     ("w,A1,B3;" * 400, "['w,A1,B3']", "more than 300 pieces"),
-    ("R99999999", None, "numbers add up to more than 1000"),
     ("A+" + "9" * 9000, None, "numbers add up to more than 1000"),
 ]
 FIT = [
-    ("-10 - 4i", "-10.0 - 4.0i"),
-    ("5 bananas", "5"),
-    ("infeasible", "infeasible"),
-    ("NAN,NAB", "FAN,FAB"),
-    ("1e5", "100000"),
-    ("0x1e99999", "0x1e99999"),
-    ("[[1, 2], [3, 4]]", "[[1, 2], [3, 5]]"),
-    ("(((A ∧ B) → C) ∨ ¬(A ∧ C))", None),
-    ("F+1 K+1 M-1 C+3 H+2", None),
+    *read_table(__file__, "fit"),
     ("Move disk 1 from Peg 1 to Peg 3\n" * 127, "Move disk 1 from Peg 1 to Peg 2\n" * 127),
-    ("[" * 40 + "]" * 40, "[" * 40 + "0" + "]" * 40),
-    ("", "1"),
 ]
 
 

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
+from row_files import read_table
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Reward, Sampler
@@ -93,17 +94,7 @@ def test_help_names_every_ready_part():
     assert {*TRAINER_PARTS, *BUILTIN_FUNCTIONS} <= {*re.findall(r"\w+", text)}
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("own:absent", "absent"),
-        ("absent_module:f", "absent_module"),
-        ("own:not_a_function", "not a function"),
-        ("broken_module:f", "ZeroDivisionError"),
-        ("lenght", "rule, format, .*module:function"),
-        ("own:", "module:function"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), read_table(__file__, "not_found"))
 def test_a_part_that_can_not_be_found_stops_before_the_first_worker(name, words, write_module):
     write_module("own", OWN)
     write_module("broken_module", "1 / 0")
@@ -131,14 +122,7 @@ def test_parts_are_mixed_by_their_weights_and_kept_apart(write_module):
     assert group.broken is None and kills == 0
 
 
-FAILURES = [
-    ("raise", r"own:fussy: .*own.py:\d+: raise .*: RuntimeError.*no reward for this"),
-    ("nan", "own:fussy: .*returned nan"),
-    ("text", "own:fussy: .*TypeError: returned 'good'"),
-    ("nothing", "own:fussy: .*TypeError: returned None"),
-    ("leave", "the worker died"),
-    ("hang", "TimeoutError"),
-]
+FAILURES = read_table(__file__, "failures")
 
 
 def test_a_failing_function_costs_its_group_and_no_other(write_module):
@@ -161,20 +145,7 @@ def test_a_failing_function_costs_its_group_and_no_other(write_module):
 # --- ready parts ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("<think>a</think><answer>b</answer>", 1),
-        (" <think>\n\n</think>\n <answer>\nb\n</answer>\n", 1),
-        ("<think>a</think>", 0),
-        ("<think>a</think><answer>b</answer> and more", 0),
-        ("so <think>a</think><answer>b</answer>", 0),
-        ("<think>a</think> so <answer>b</answer>", 0),
-        ("<think>a<think></think><answer>b</answer>", 0),
-        ("<think>a</think><answer>b</answer><answer>b</answer>", 0),
-        ("", 0),
-    ],
-)
+@pytest.mark.parametrize(("response", "expected"), read_table(__file__, "think_format"))
 def test_think_format_asks_for_each_tag_once_in_order(response, expected):
     assert think_format("a question", response, "7") == expected
 
@@ -303,14 +274,7 @@ def test_a_function_rewards_each_response_of_its_group(write_module, workers):
     assert kills == 0 and not any(group.broken or group.token_rewards for group in groups)
 
 
-GROUP_FAILURES = [
-    ("nan", "own:fussy: .*returned nan: must be finite"),
-    ("few", "own:fussy: .*returned 1 numbers: must be 2 numbers, one per response"),
-    ("one", "own:fussy: .*returned 3.0: must be 2 numbers, one per response"),
-    ("words", "own:fussy: .*returned 'good': must be a number"),
-    ("leave", "own:fussy: .*the worker died"),
-    ("hang", "own:fussy: TimeoutError"),
-]
+GROUP_FAILURES = read_table(__file__, "group_failures")
 
 
 def test_a_function_that_fails_breaks_its_group_and_no_other(write_module):

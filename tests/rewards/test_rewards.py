@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
+from row_files import read_table
 
 from dapo_jax.algorithms import dapo, grpo
 from dapo_jax.config.experiment import Config, Reward, Sampler
@@ -19,23 +20,9 @@ from dapo_jax.verifier.verifier import final_number
 @pytest.mark.parametrize(
     ("text", "answer", "expected"),
     [
-        ("3+4=7#### 7", "7", (True, "7")),
-        ("#### 1 no, #### 7", "7", (True, "7")),
-        ("#### 7 #### 1", "7", (False, "1")),
-        ("#### 007", "7", (True, "007")),
-        ("#### -7", "7", (False, "-7")),
-        ("#### -0", "0", (True, "-0")),
-        ("#### +7", "7", (True, "+7")),
-        ("#### 7 or 8", "7", (False, "7 or 8")),
-        ("#### 77", "7", (False, "77")),
-        ("the answer is 7", "7", (False, None)),
-        ("####", "7", (False, None)),
-        ("####   ", "7", (False, None)),
-        ("", "7", (False, None)),
-        ("#### ٧", "7", (False, "٧")),
+        *read_table(__file__, "numbers"),
         ("#### " + "9" * 10_000, "7", (False, None)),
         ("#### " + "9" * 300, "9" * 300, (True, "9" * 300)),
-        ("#### __import__('os')", "7", (False, "__import__('os')")),
     ],
 )
 def test_only_the_number_behind_the_last_marker_counts(text, answer, expected):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
+from row_files import read_table
 from served import TOKENIZER
 
 from dapo_jax import algorithms
@@ -109,19 +110,7 @@ def test_a_span_counts_on_the_last_token_that_has_a_character_of_it():
         place_rewards([[0, 1, 1.0]], text, 0, list)
 
 
-ODD = [
-    ("[1.0, 2.0]", r"own:odd: returned 2 numbers: must be 11, one per token"),
-    ("[[0, 99, 1.0]]", r"own:odd: returned the span \(0, 99\): must be 0 <= start < end <= 14"),
-    ("[[3, 3, 1.0]]", r"own:odd: returned the span \(3, 3\): must be"),
-    ("[[-1, 3, 1.0]]", r"own:odd: returned the span \(-1, 3\): must be"),
-    ("[[0, 1.5, 1.0]]", r"own:odd: .*spans must be \(start, end, number\)"),
-    ("[[0, 1], [1, 2]]", r"own:odd: .*spans must be \(start, end, number\)"),
-    ("[[0, 1, 1.0], 2.0]", r"own:odd: .*spans must be \(start, end, number\)"),
-    ("[[0, 1, NaN]]", r"own:odd: .*returned nan: must be finite"),
-    ('[[0, 1, "good"]]', r"own:odd: .*returned 'good': must be a number"),
-    ("[1, Infinity]", r"own:odd: .*returned inf: must be finite"),
-    ('{"a": 1}', r"own:odd: .*must be a number, one per token, or spans \(start, end, number\)"),
-]
+ODD = read_table(__file__, "odd")
 
 
 def test_what_is_no_reward_breaks_the_group_and_says_what_is_allowed(write_module):

@@ -7,7 +7,6 @@ import pytest
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax import algorithms
-from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.run import train
@@ -119,22 +118,3 @@ def test_settings_that_decide_what_is_carried_cannot_change_within_a_run(base, f
     config.sampler.slots = 16
     with pytest.raises(ConfigError, match="config.sampler.slots = 16, but .* made with 24"):
         train(config)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rollout.carry_over": "some"}, "one of none, unfinished, all"),
-        ({"algorithm.importance_cap": 0.0}, "'none' without algorithm.importance_cap"),
-        ({"rollout.lag": 1}, "'none' with rollout.lag = 1"),
-        ({"rollout.carry_over_max_age": 0}, "above 0"),
-        ({"rollout.carry_over": "none", "rollout.carry_over_max_age": 3}, "carry_over = 'none'"),
-    ],
-)
-def test_incompatible_settings_are_rejected(settings, message, base, tmp_path):
-    config = make_config(base, tmp_path / "run")
-    for name, value in settings.items():
-        section, field = name.split(".")
-        setattr(getattr(config, section), field, value)
-    with pytest.raises(ConfigError, match=message):
-        checks.check(config)

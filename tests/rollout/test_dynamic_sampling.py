@@ -7,7 +7,7 @@ from conftest import make_completion
 from toy_sampler import ScriptedSampler
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Config, Data, Rollout
+from dapo_jax.config.experiment import Config, Data, Reward, Rollout
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.metrics import rollout_metrics
@@ -127,6 +127,8 @@ def test_a_starved_step_trains_on_the_groups_there_are():
 def test_a_starved_run_stops_with_its_counts_if_configured():
     with pytest.raises(Starved, match="only 0 of 4 .* 8 were all right and 0 all wrong"):
         run(lambda i: 2, max_sample_rounds=2, when_starved="stop")
+    own = Config(reward=Reward(parts="mine:score=1", correct="spread"))
+    assert Collection(own, 0.5, 0).describe().endswith(" groups kept (no spread 0)")
 
 
 def test_an_interruption_takes_effect_between_bursts():

@@ -3,13 +3,13 @@
 The slow test asks the TPU's compiler, which needs libtpu (pip install "jax[tpu]"), but no TPU.
 """
 
-import importlib.util
 import re
 
 import jax
 import numpy as np
 import pytest
-from hlo_arrays import contents, instructions
+from hlo_arrays import instructions
+from row_files import read_table
 from samplers import make_engine
 
 from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size
@@ -74,37 +74,5 @@ def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache):
 
 
 def test_devices_of_a_collective_are_counted_in_every_form():
-    for text, size in (
-        ("replica_groups={{0,1,2},{3,4,5}}, use", 3),
-        ("replica_groups=[16,4]<=[64], use", 4),
-        ("replica_groups=[32,2]<=[16,2,2]T(0,2,1), use", 2),
-        ("replica_groups=mesh['a'=16,'b'=4] {'b'}, use", 4),
-        ("replica_groups=mesh['a'=4,'b'=1,'c'=16], device_ids=([16,4]T(1,0)) {'a','b'}, use", 4),
-        ("replica_groups={}, use", 0),
-    ):
+    for text, size in read_table(__file__, "collectives"):
         assert group_size(text) == size
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-@pytest.mark.parametrize("cache", ["slots", "paged"])
-def test_a_tpu_copies_no_cache_either(cache, monkeypatch):
-    import pods
-
-    shape = {"layers": 4, "slots": 16, "cache": cache, "programs": "decode"}
-    run = pods.Run("32B", "v5p:2x2x1", "fsdp=1,tensor=4", **shape)
-    layout = run.lay_out()
-    (program,) = pods.wanted(run, layout)
-    done = program.lower().compile()
-    memory = done.memory_analysis()
-    temporary = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
-    a_layers = sum(
-        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(program.alive["cache"].caches[0])
-    )
-    assert temporary < a_layers / 2  # keys or values of a layer
-    text = done.as_text()
-    assert not contents(layout, program, text)["copies of a cache"]
-    # Nor is a kernel of query, key or value turned into another layout at every burst.
-    kernels = {(5120, 10, 128), (5120, 2, 128)}
-    assert not [x for x in instructions(text) if x.operation == "copy" and x.shape in kernels]

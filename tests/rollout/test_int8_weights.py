@@ -2,10 +2,7 @@
 
 import dataclasses
 import functools
-import importlib.util
-import math
 
-import hlo_arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,23 +176,3 @@ def test_a_run_reports_and_corrects_the_rounding_of_its_sampler(base, alone, tmp
     for row in read_rows(tmp_path / "run")[1:]:
         assert 1e-6 < abs(row["kl_sampler_trainer"]) < 0.01  # unrounded: below 1e-8
         assert 0.9 < row["importance_weight"] < 1.1 and row["importance_weight"] != 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-def test_a_tpu_reads_int8_inside_its_products(monkeypatch):
-    """XLA:CPU casts all matrices once a burst and holds the copies; a TPU holds none."""
-    import pods
-
-    shape = {"layers": 2, "slots": 16, "weights": "int8", "programs": "decode"}
-    run = pods.Run("32B", "v5p:2x2x1", "fsdp=1,tensor=4", **shape)
-    (program,) = pods.wanted(run, run.lay_out())
-    made = hlo_arrays.instructions(program.lower().compile().as_text())
-    matrices = {
-        math.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(program.alive["decoding weights"])
-        if leaf.dtype == jnp.int8
-    }
-    assert len(matrices) == 4  # query and out; key and value; those of the MLP; the head
-    casts = [x for x in made if x.dtype != "s8" and math.prod(x.shape) in matrices]
-    assert not casts, list(map(str, casts))

@@ -10,7 +10,6 @@ import pytest
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax import algorithms
-from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
 from dapo_jax.rollout import source
 from dapo_jax.rollout.dynamic_sampling import Starved
@@ -64,18 +63,6 @@ def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(base, 
         for groups in (ahead, now)
     ]
     assert any(changed) and tokens[0] == tokens[1] != []
-
-
-def test_a_stopped_run_resumes_bit_for_bit(base, finished, tmp_path):
-    """The rollouts of the next step are lost, and sampled again."""
-    with open_run(make_config(base, tmp_path / "run")) as run:
-        run.begin()
-        run.step()
-        run.step()
-        run.store.checkpoints.close()
-    train(make_config(base, tmp_path / "run"))
-    assert read_rows(tmp_path / "run") == read_rows(finished)
-    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
 
 
 def interrupt(run, interrupted) -> None:
@@ -132,13 +119,3 @@ def test_a_flat_torus_of_several_hosts_cannot_be_split():
         split_devices(chips, 0.5, 1)
     learning, sampling = split_devices(chips[:4], 0.5, 1)  # of one host
     assert (learning, sampling) == (chips[:2], chips[2:4])
-
-
-def test_a_lag_is_0_or_1_and_needs_importance_weights(base, tmp_path):
-    config = make_config(base, tmp_path / "run")
-    config.rollout.lag = 2
-    with pytest.raises(ConfigError, match="rollout.lag = 2: must be from 0 to 1"):
-        checks.check(config)
-    config.rollout.lag, config.algorithm.importance_cap = 1, 0.0
-    with pytest.raises(ConfigError, match="rollout.lag = 1: must be 0 without .*importance_cap"):
-        checks.check(config)

@@ -9,8 +9,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from evaluations import PROBLEMS, SAMPLES, make_evaluation, run_evaluation
-from small_runs import ROOT
+from small_runs import PROBLEMS, ROOT, SAMPLES, make_evaluation, run_evaluation
 
 from dapo_jax.commands.evaluate import main
 from dapo_jax.config.experiment import Data, Evaluation
@@ -61,6 +60,9 @@ def test_evaluation_writes_a_line_per_response_and_a_report(whole, base):
     assert report["accuracy"]["value"] == found["heldout_accuracy"]
     assert report["accuracy"]["low"] == found["heldout_accuracy_low"] < found["heldout_accuracy"]
     assert list(report["pass_at_k"]) == ["1", "2", "4"]
+    reward = np.mean([line["reward"] for line in lines])
+    assert report["reward"]["value"] == found["heldout_reward"] == pytest.approx(reward)
+    assert found["heldout_reward_low"] < reward < found["heldout_reward_high"]
 
 
 ENDED = """
@@ -68,17 +70,23 @@ import os, signal, sys
 import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
-from evaluations import make_evaluation, run_evaluation
+import dataclasses, json
+from small_runs import make_evaluation
+from dapo_jax.commands.evaluate import main
 from dapo_jax.run.evaluation import ResponseFile
 append = ResponseFile.append
 def append_and_end(self, response):
     append(self, response)
     if len(self.responses) == 40:
-        if sys.argv[3] == "SIGKILL":
+        if NAME == "SIGKILL":
             self.path.open('a').write('{"problem": "cut o')
-        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+        os.kill(os.getpid(), getattr(signal, NAME))
 ResponseFile.append = append_and_end
-run_evaluation(make_evaluation(sys.argv[1], sys.argv[2]))
+BASE, RUN_DIR, NAME = sys.argv[1:]
+with open(RUN_DIR + "_config.json", "w") as file:
+    json.dump(dataclasses.asdict(make_evaluation(BASE, RUN_DIR)), file)
+sys.argv = ["dapo-jax evaluate", RUN_DIR + "_config.json", "--model=" + BASE]
+sys.exit(main())
 """
 
 
@@ -93,6 +101,7 @@ def test_an_evaluation_that_was_ended_goes_on_to_what_an_uninterrupted_one_gives
         count = len(out(tmp_path).splitlines()) - 1
         assert count == 40
     else:
+        assert ended.returncode == 128 + signal.SIGINT
         assert "stopped by SIGINT" in ended.stdout
         assert "The same command resumes" in ended.stdout
         count = len(out(tmp_path).splitlines())

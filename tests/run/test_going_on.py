@@ -19,13 +19,7 @@ from dapo_jax.run.run import finished
 from dapo_jax.run.run import train as train_run
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, objects, rewind, spell
-from dapo_jax.runtime.storage.retries import (
-    REPEAT_SECONDS,
-    UNSAVED,
-    NotSaved,
-    Storage,
-    write_text,
-)
+from dapo_jax.runtime.storage.retries import REPEAT_SECONDS, UNSAVED, NotSaved, Storage, write_text
 
 # --- metrics.jsonl -----------------------------------------------------------------------------
 
@@ -252,7 +246,7 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_ends_once(tiny_folder, tm
 
 
 def test_a_run_that_can_t_save_its_end_says_so_in_one_line(tmp_path, monkeypatch, capsys):
-    def fail(config):
+    def fail(config, signals):
         raise NotSaved("step 3: No space left on device")
 
     monkeypatch.setattr("dapo_jax.run.run.train", fail)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from row_files import read_table
 from small_runs import make_quick_config, read_rollouts, read_rows
 
 from dapo_jax.config.experiment import Checkpoint, Data, Evaluation, Log
@@ -227,15 +228,7 @@ def test_an_outage_stops_saving_but_not_the_run(command, store, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("forbidden", "run_dir", "status"),
-    [
-        (("GET", "PUT", "POST", "DELETE"), RUN, "403"),
-        (("PUT", "POST", "DELETE"), RUN, "403"),
-        (("DELETE",), RUN, "403"),
-        ((), "gs://other/run", "404"),
-    ],
-)
+@pytest.mark.parametrize(("forbidden", "run_dir", "status"), read_table(__file__, "refuses"))
 def test_a_bucket_that_refuses_is_one_line(forbidden, run_dir, status, command, store):
     store.faults.forbidden = forbidden
     _, err = finish(start([*command, f"--config.run_dir={run_dir}"], store), code=2)

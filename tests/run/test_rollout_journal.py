@@ -13,14 +13,8 @@ import jax
 import numpy as np
 import pytest
 from kept_groups import SETTINGS, differing, make_kept
-from small_runs import (
-    make_groups,
-    make_quick_config,
-    read_rollouts,
-    read_rows,
-)
+from small_runs import make_groups, make_quick_config, read_rollouts, read_rows
 
-from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.rollout.dynamic_sampling import recall
 from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal
 from dapo_jax.run.run import train
@@ -31,7 +25,6 @@ COSTS = (
     "decode_ prefills slot_occupancy abandoned_tokens put_back_tokens surplus_groups verdicts/ "
     "environment_ sampled_to_kept_tokens verifier_failures"
 ).split()
-KEEP = Checkpoint(every_steps=1, keep=9, keep_groups=True)
 
 
 class Killed(BaseException):

@@ -1,21 +1,29 @@
-"""Router replay in training: which routes an update takes, what it measures, what is refused."""
+"""Router replay: which routes the sampler records, an update takes, and what it measures."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MOE
+from conftest import MOE, TINY
 from learners import make_batch
+from samplers import PROMPTS, TOKENIZER, make_sampler, sample
 from small_runs import equal, make_quick_config
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Optimizer
+from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model.decoder import init_params
-from dapo_jax.model.experts import BALANCE, REPLACED
+from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
+from dapo_jax.model.logprobs import Rows, hidden_states
+from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
+from dapo_jax.structs import PartialGroup, SamplingRule
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +108,123 @@ def test_a_policy_without_experts_has_no_router(name, tiny_folder, alone, tmp_pa
         train(config)
 
 
-def test_routes_of_a_forward_pass_need_one(moe_folder, tmp_path):
-    algorithm = algorithms.dapo()
-    algorithm.router_replay, algorithm.old_logprobs = "old", "sampler"
-    with pytest.raises(ConfigError, match="config.algorithm.router_replay.*'none' or 'sampler'"):
-        make_quick_config(moe_folder, tmp_path, algorithm=algorithm)
+# --- routes that the sampler records -------------------------------------------------------------
+
+ROUTES_MOE = dataclasses.replace(
+    TINY, mlp=16, experts=8, experts_per_token=2, family="qwen3_moe", records_routes=True
+)
+SOME = PROMPTS[:5]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return unbox(init_params(ROUTES_MOE, jax.random.key(0)))
+
+
+def open_sampler(mesh, **settings) -> Scheduler:
+    return make_sampler(mesh, config=ROUTES_MOE, **settings)
+
+
+@pytest.fixture(scope="module")
+def groups(params, one_device):
+    return sample(open_sampler(one_device), params, SOME)
+
+
+def trainer_routes(params, groups) -> dict[tuple[int, int], np.ndarray]:
+    """Routes of a forward pass over packed rows, by prompt and sample; and those packed there."""
+    places = [(p, done) for p in SOME for done in groups[p.index]]
+    segments = [Segment(p, done, i) for i, (p, done) in enumerate(places)]
+    rows, used = pack(segments, 64, 4)
+    actual = {}
+    for microbatch in range(used):
+        part = jax.tree.map(lambda x, m=microbatch: x[m], rows)
+        arrays = Rows(part.tokens, part.segment_ids, part.positions)
+        records = jax.jit(lambda rows: hidden_states(params, ROUTES_MOE, rows, [ROUTES])[1])(arrays)
+        routes = np.asarray(records.routes)
+        for row, number in np.argwhere(part.positions == 0):
+            if not (segment := part.segment_ids[row, number]):
+                continue
+            own = part.segment_ids[row] == segment
+            index = part.response_index[row][own].max()
+            prompt, done = places[index]
+            actual[prompt.index, done.sample] = routes[row][own]
+            packed = part.routes[row][own]
+            np.testing.assert_array_equal(packed[:-1], done.routes)
+            assert (packed[-1] == -1).all()
+        assert (part.routes[part.segment_ids == 0] == -1).all()
+    return actual
+
+
+def test_routes_equal_those_of_a_training_pass(params, groups):
+    """In float32; of two experts with the same probability either may be taken."""
+    expected, compared = trainer_routes(params, groups), 0
+    for prompt in SOME:
+        for done in groups[prompt.index]:
+            wanted = expected[prompt.index, done.sample]
+            assert done.routes.shape == (len(prompt.tokens) + len(done.tokens) - 1, 2, 2)
+            np.testing.assert_array_equal(done.routes, wanted[:-1])
+            compared += done.routes.size
+    assert compared > 500
+    assert len(np.unique(np.concatenate([g.routes for g in groups[0]]))) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache": "paged", "page_tokens": 4},
+        {"prefill_chunk_tokens": 3, "prefill_prompts": 4, "burst": 7},
+        {"slots": 8},
+    ],
+    ids=["pages", "chunks", "eight devices"],
+)
+def test_routes_do_not_depend_on_sampler_settings(settings, params, groups, request):
+    mesh = request.getfixturevalue("eight_devices" if "slots" in settings else "one_device")
+    actual = sample(open_sampler(mesh, **settings), params, SOME)
+    for index, group in groups.items():
+        for done, again in zip(group, actual[index], strict=True):
+            np.testing.assert_array_equal(done.tokens, again.tokens)
+            np.testing.assert_array_equal(done.routes, again.routes)
+
+
+@pytest.mark.slow
+def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups, one_device):
+    """As it was drawn, by other parameters too; from a checkpoint's arrays."""
+    sampler, rule = open_sampler(one_device), SamplingRule()
+    sampler.begin(params, purpose=0, step=2, rule=rule)
+    for prompt in SOME:
+        sampler.submit(prompt, 3)
+    sampler.decode_burst()
+    partial = sampler.suspend()
+    arrays, records = pack_partial(partial)
+    shapes = empty_arrays(records)
+    assert {k: (v.shape, v.dtype) for k, v in shapes.items()} == {
+        k: (v.shape, v.dtype) for k, v in arrays.items()
+    }
+    places = {prompt.index: prompt for prompt in SOME}
+    partial = unpack_partial(arrays, records, places.__getitem__, TOKENIZER.decode)
+    other = jax.tree.map(lambda x: x + 0.3 * jnp.sign(x), params)
+    sampler.begin(other, purpose=0, step=3, rule=rule)
+    for group in partial:
+        sampler.submit(group.prompt, 3, group)
+    actual = {}
+    while not sampler.idle:
+        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+    begun = [(group.prompt, response) for group in partial for response in group.begun]
+    assert begun
+    for prompt, before in begun:
+        done, whole = actual[prompt.index][before.sample], groups[prompt.index][before.sample]
+        np.testing.assert_array_equal(done.routes[: len(before.routes)], before.routes)
+        np.testing.assert_array_equal(before.routes, whole.routes[: len(before.routes)])
+        assert len(done.routes) == len(prompt.tokens) + len(done.tokens) - 1
+
+
+def test_no_routes_are_recorded_by_default(params, one_device):
+    silent = dataclasses.replace(ROUTES_MOE, records_routes=False)
+    sampler = make_sampler(one_device, config=silent)
+    (done,) = sample(sampler, params, SOME[:1], 1)[0]
+    assert done.routes is None
+    rows, _ = pack([Segment(SOME[0], done, 0)], 64, 4)
+    assert rows.routes is None
+    arrays, _ = pack_partial([PartialGroup(SOME[0], 0, (done,))])
+    assert "routes" not in arrays

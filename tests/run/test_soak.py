@@ -6,8 +6,7 @@ import sys
 import pytest
 from served import free_port, make_serve_config, serving
 from small_runs import make_quick_config
-from soak_clients import MODEL, Clients
-from soak_server import MAX_GROWTH, Held, soak
+from soak_server import MAX_GROWTH, MODEL, Clients, Held, soak
 
 from dapo_jax.config.experiment import Checkpoint, Evaluation, Log, Rollout
 from dapo_jax.run.run import train

@@ -178,35 +178,6 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-OWN = "data.source=own.jsonl"
-START = "start=somewhere"
-REFUSED = {  # command, overrides, and what the message names: field, value, what is allowed
-    "no data": ("sft", "seed=1", "total_steps 0 above 0"),
-    "no start": ("sft", OWN, "start '' a model folder 'own.jsonl'"),
-    "no pairs": ("dpo", START, "data.source '' a file"),
-    "field": ("sft", f"{OWN} {START} data.fields=gold=a", "data.fields 'gold=a' messages response"),
-    "system": ("dpo", f"{OWN} {START} data.system_prompt=Hi", "data.system_prompt 'Hi' 'none'"),
-    "generated": ("sft", "total_steps=9 data.template=r1", "data.template 'r1' 'none'"),
-    "no such file": ("sft", f"{OWN} {START}", "data.source 'own.jsonl' file"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_settings_are_rejected_on_one_line(name, capsys, tmp_path, monkeypatch):
-    command, overrides, words = REFUSED[name]
-    monkeypatch.chdir(tmp_path)
-    line = [f"--config.{text}" for text in overrides.split()]
-    monkeypatch.setattr(sys, "argv", [command, *line])
-    with pytest.raises(SystemExit) as stopped:
-        entry(command)()
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2 and len(message.splitlines()) == 1
-    field, value, *allowed = words.split()
-    assert (named := f"{field} = {value}: ") in message, message
-    assert all(word in message.split(named)[1] for word in allowed), message
-    assert not list(tmp_path.iterdir())
-
-
 def test_more_in_a_step_than_there_is_and_a_folder_without_a_model(tiny_folder, tmp_path):
     changes = settings(tmp_path, example_rows(), tiny_folder, mesh=Mesh(1, -1, 1))
     with pytest.raises(ConfigError, match="examples_per_step = 57: must be at most 56, the number"):

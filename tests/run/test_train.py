@@ -52,6 +52,14 @@ def test_a_run_leaves_what_people_look_for(finished):
     assert len(last) == 16 * 2 and last[0]["policy"] == "step 4"
     assert np.mean([line["correct"] for line in last]) == summary["heldout_accuracy_after"]
     assert rows[-1]["heldout_pass_at_k"] >= rows[-1]["heldout_accuracy"] > 0
+    assert [name for name in summary if "heldout" in name] == [
+        f"heldout_{score}_{when}"
+        for score in ("accuracy", "reward")
+        for when in ("before", "after")
+    ]
+    rewards = np.mean([line["reward"] for line in last])
+    assert summary["heldout_reward_after"] == pytest.approx(rewards)
+    assert summary["heldout_reward_before"] == rows[0]["heldout_reward"]
 
 
 def test_one_device_and_eight_train_alike(base, finished, alone, tmp_path):

@@ -1,11 +1,16 @@
-"""Background writes run in order, do not pile up, and raise their errors in the caller."""
+"""Background writes run in order and raise their errors; what a process runs out of is one line."""
 
+import errno
+import os
+import pathlib
+import resource
 import subprocess
 import sys
 import threading
 
 import pytest
 
+from dapo_jax.commands.checks import guarded
 from dapo_jax.runtime.storage.retries import MAX_WAITING, Storage
 
 
@@ -49,3 +54,46 @@ def test_a_program_that_fails_finishes_its_writes(tmp_path):
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 3
     assert (tmp_path / "it").exists()
+
+
+# --- limits of a process -------------------------------------------------------------------------
+
+ROOT = pathlib.Path(__file__).parents[2]
+BASE = f"--config={ROOT}/configs/arithmetic_base.py"
+
+
+@pytest.mark.parametrize("megabytes", [400, 2900])
+def test_too_few_addresses_are_one_line(megabytes, tmp_path):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    command = [sys.executable, "-m", "dapo_jax", "sft", BASE, f"--config.out={tmp_path}/out"]
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
+    assert done.stderr.startswith(f"error: ulimit -v = {megabytes << 10}: must be unlimited")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "error: not enough memory (in fail, "),
+        (RuntimeError("can't start new thread"), "a limit of this machine is reached: can't"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "a limit of"),
+        (OSError(errno.EMFILE, "Too many open files"), "reached: [Errno 24] Too many open files"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating\n"), "memory: RESOURCE_EXH"),
+    ],
+)
+def test_what_runs_out_in_a_command_is_one_line_with_its_place(error, words, capsys):
+    source = compile("def fail(error):\n    raise error", "/x/dapo_jax/learner/update.py", "exec")
+    exec(source, names := {})
+    assert guarded(lambda: names["fail"](error)) == os.EX_OSERR
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and "update.py:2)" in said
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(OSError, match="No such file"):
+        guarded(lambda: open("/nowhere/at/all"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        guarded(lambda: (_ for _ in ()).throw(RuntimeError("a bug")))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from row_files import read_table
 from several import (
     AT_THE_END,
     GONE_SECONDS,
@@ -43,7 +44,7 @@ def one(base, tmp_path_factory):
 def test_two_processes_stop_and_die_together_and_go_on_as_one_does(dies, base, one, tmp_path):
     """SIGTERM to process 1 in a step, and SIGKILL to it once all is saved."""
     run_dir = tmp_path / "run"
-    first, second = train_with(base, run_dir, 2, patch=send(IN_STEP_2, "SIGTERM", 1))
+    first, second = train_with(base, run_dir, 2, 143, patch=send(IN_STEP_2, "SIGTERM", 1))
     assert "stopped by SIGTERM after step" in first.out
     ours = ("data:", "policy:", "step ", "held-out", "stopped")  # Gloo says something of its own
     assert not any(word in second.out for word in ours)
@@ -145,17 +146,7 @@ def test_a_command_for_one_process_refuses_several(tmp_path):
         assert "dapo-jax export runs in one process, but 2 were started" in ended.err
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        (("", "2", "0"), "DAPO_COORDINATOR = '': must be HOST:PORT"),
-        (("here:0", "2", "0"), "DAPO_COORDINATOR = 'here:0'"),
-        (("here:9", "", "0"), "DAPO_PROCESSES = '': must be a whole number above 0"),
-        (("here:9", "two", "0"), "DAPO_PROCESSES = 'two'"),
-        (("here:9", "2", "2"), "DAPO_PROCESS_ID = '2': must be from 0 to DAPO_PROCESSES - 1 = 1"),
-        (("here:9", "2", ""), "DAPO_PROCESS_ID = ''"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), read_table(__file__, "variables"))
 def test_wrong_variables_are_named(variables, message, monkeypatch, capsys):
     names = (processes.COORDINATOR, processes.PROCESSES, processes.PROCESS_ID)
     for name, value in zip(names, variables, strict=True):
@@ -209,7 +200,7 @@ def test_two_processes_use_older_policies_as_one_does(settings, of_two, base, tm
     """Carried groups, or rollouts made ahead on half of each process's devices, also resumed."""
     train_with(base, tmp_path / "one", 1, patch=settings)
     patch = settings + of_two
-    train_with(base, tmp_path / "two", 2, patch=patch + send(IN_STEP_2, "SIGTERM", 1))
+    train_with(base, tmp_path / "two", 2, 143, patch=patch + send(IN_STEP_2, "SIGTERM", 1))
     assert len(read_rows(tmp_path / "two")) == 2
     train_with(base, tmp_path / "two", 2, patch=patch)
     assert_same_run(base, tmp_path / "two", tmp_path / "one")

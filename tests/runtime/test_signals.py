@@ -11,8 +11,11 @@ import time
 import pytest
 from small_runs import ROOT, make_quick_config, read_rollouts, read_rows
 
+from dapo_jax.commands.train import work
 from dapo_jax.config.experiment import Log, Reward
 from dapo_jax.run.run import train
+from dapo_jax.run.run_files import RunFiles
+from dapo_jax.runtime import processes
 
 SLOW = """
 import os, pathlib, time
@@ -70,6 +73,28 @@ def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
     assert train(config("stopped")) is not None
     assert read_rows(tmp_path / "stopped") == read_rows(tmp_path / "whole")
     assert read_rollouts(tmp_path / "stopped") == read_rollouts(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_stopped_command_says_how_to_resume_and_exits_as_shells_expect(
+    name, base, alone, tmp_path, capsys, monkeypatch
+):
+    log = Log(0, tensorboard=False, rollouts=False, report=False)
+    config = make_quick_config(base, tmp_path, updates=1, log=log)
+    write_row = RunFiles.write_row
+
+    def write_and_send(self, step, values):
+        write_row(self, step, values)
+        os.kill(os.getpid(), getattr(signal, name))
+
+    with monkeypatch.context() as patch, processes.as_command():
+        patch.setattr(RunFiles, "write_row", write_and_send)
+        assert work(config) == 128 + getattr(signal, name)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert f"stopped by {name} after step 1" in line and "The same command resumes" in line
+    with processes.as_command():
+        assert work(config) == 0
+    assert len(read_rows(tmp_path)) == 2
 
 
 def start(code: str, **options) -> subprocess.Popen:

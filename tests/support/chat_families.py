@@ -11,81 +11,23 @@ import sys
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-OPENS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-CALLS = (
-    "{% for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first else '' }}"
-    """{{ '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}"""
-    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}"
-)
-RESULTS = (
-    "{% if m.role == 'tool' %}"
-    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
-    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
-    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
-)
-QWEN = (
-    "{% for m in messages %}" + RESULTS + "{% elif m.role in ('system', 'user', 'assistant') %}"
-    "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}" + CALLS + "{{ '<|im_end|>\n' }}"
-    "{% endif %}{% endfor %}" + OPENS
-)
-# Thoughts stay in the turns behind the last message of the user, in one form.
-THINKING = (
-    "{% set asked = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set asked.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}" + RESULTS + "{% elif m.role == 'assistant' %}"
-    "{{ '<|im_start|>assistant\n' }}{% set text = (m.content or '').split('</think>') %}"
-    "{% if loop.index0 > asked.last and text | length > 1 %}"
-    r"{{ '<think>\n' + text[0].split('<think>')[-1].strip('\n') + '\n</think>\n\n' }}{% endif %}"
-    r"{{ text[-1].lstrip('\n') }}" + CALLS + "{{ '<|im_end|>\n' }}{% else %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-) + OPENS
-HERMES = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
-    "{% if loop.previtem.role != 'tool' %}{{ '<|im_start|>tool\n' }}{% endif %}"
-    "{{ '<tool_response>\n' + m.content + '\n</tool_response>' }}"
-    "{{ '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' else '\n' }}{% else %}"
-    "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}" + CALLS + "{{ '<|im_end|>\n' }}"
-    "{% endif %}{% endfor %}"
-) + OPENS
-LLAMA = (
-    "{% macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
-    "{% endmacro %}{{ bos_token }}{% for m in messages %}{% if m.role in ('tool', 'ipython') %}"
-    "{{ head('ipython') + (m.content | tojson) }}{% elif m.tool_calls %}{{ head('assistant') }}"
-    """{{ '{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}"""
-    "{{ (m.tool_calls[0].function.arguments | tojson) + '}' }}{% else %}"
-    "{{ head(m.role) + (m.content | trim) }}{% endif %}{{ '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ head('assistant') }}{% endif %}"
-)
-MISTRAL = (
-    "{% set said = namespace(users=true) %}{% for m in messages %}"
-    "{% if m.role == 'tool' or '[TOOL_CALLS]' in m.content %}{% continue %}{% endif %}"
-    "{% if (m.role == 'user') != said.users %}{{ raise_exception('roles must alternate') }}"
-    "{% endif %}{% set said.users = not said.users %}{% endfor %}{{ bos_token }}"
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
-    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
-    "{{ raise_exception('an id has nine characters') }}{% endif %}"
-    """{{ '[TOOL_RESULTS]{"content": ' + m.content + ', "call_id": "' + m.tool_call_id }}"""
-    """{{ '"}[/TOOL_RESULTS]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"""
-)
-
+TEMPLATES = pathlib.Path(__file__).parents[1] / "fixtures" / "chat_templates"
 CHATML = ["<|im_end|>", "<|endoftext|>", "<|im_start|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>"]
-# Template, special tokens, of which the first ends a turn, and added ones that are not special.
-FAMILIES = {
-    "qwen": (QWEN, CHATML, TAGS[:2]),
-    "thinking": (THINKING, CHATML, [*TAGS, "</think>"]),
-    "hermes": (HERMES, [*CHATML, "<|begin_of_text|>"], TAGS[:2]),
+# Special tokens, of which the first ends a turn, and added ones that are not special.
+TOKENS = {
+    "qwen": (CHATML, TAGS[:2]),
+    "thinking": (CHATML, [*TAGS, "</think>"]),
+    "hermes": ([*CHATML, "<|begin_of_text|>"], TAGS[:2]),
     "llama": (
-        LLAMA,
-        ["<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|python_tag|>"]
-        + ["<|start_header_id|>", "<|end_header_id|>"],
+        "<|eot_id|> <|eom_id|> <|begin_of_text|> <|python_tag|> <|start_header_id|> "
+        "<|end_header_id|>".split(),
         [],
     ),
-    "mistral": (
-        MISTRAL,
-        ["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
-        [],
-    ),
+    "mistral": ("</s> <s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]".split(), []),
+}
+FAMILIES = {
+    name: ((TEMPLATES / f"{name}.jinja").read_text(), *tokens) for name, tokens in TOKENS.items()
 }
 
 ASKED = {"role": "user", "content": "What is 17 + 25?"}

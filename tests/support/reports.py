@@ -28,6 +28,7 @@ def row(step: int, **values) -> dict:
     if step % 5 == 0:
         for name, value in (("", 0.4), ("_low", 0.3), ("_high", 0.5)):
             result[f"heldout_accuracy{name}"] = value
+            result[f"heldout_reward{name}"] = 2 * value - 1
     return result | values
 
 

@@ -194,7 +194,8 @@ def make_openai(port: int) -> openai.OpenAI:
 @contextlib.contextmanager
 def http_serving(folder, **changes):
     port = free_port()
-    config = make_serve_config(folder, http_port=port, served_name="policy", **changes)
+    settings = {"http_port": port, "served_name": "policy"} | changes
+    config = make_serve_config(folder, **settings)
     with serving(config) as server:
         server.http_port = port
         yield server, make_openai(port)

@@ -31,11 +31,11 @@ os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count={devices}"  
 from several import make_small_config
 from dapo_jax.commands import checks
 from dapo_jax.runtime import processes
-from dapo_jax.run.run import train
+from dapo_jax.commands.train import work
 INDEX = int(os.environ.get("DAPO_PROCESS_ID", "0"))
 config = make_small_config({base!r}, {run_dir!r})
 {patch}
-sys.exit(processes.run(lambda: checks.guarded(lambda: train(config) and None)))
+sys.exit(processes.run(lambda: checks.guarded(lambda: work(config))))
 """
 
 
@@ -171,10 +171,10 @@ def assert_same_run(base, run_dir, other) -> None:
     assert_rounded_alike(state.params, expected.params, moved)
 
 
-def train_with(base, run_dir, count: int, **options: str) -> list[Ended]:
-    """The ends of `count` processes with four devices in all; none may fail."""
+def train_with(base, run_dir, count: int, code: int = 0, **options: str) -> list[Ended]:
+    """The ends of `count` processes with four devices in all; all exit with `code`."""
     ended = start_training(base, run_dir, count, 4 // count, **options).wait()
-    assert [one.code for one in ended] == [0] * count, [one.err[:6000] for one in ended]
+    assert [one.code for one in ended] == [code] * count, [one.err[:6000] for one in ended]
     return ended
 
 

@@ -123,10 +123,17 @@ def check_command(words: list[str]) -> str:
     """Load and check the settings of `dapo-jax COMMAND`."""
     name, *arguments = (PLACEHOLDERS.get(word, word) for word in words[1:] or ["--help"])
     if name not in COMMANDS:
-        is_name = not arguments and name in ("--help", "COMMAND")
+        is_name = not arguments and name in ("--help", "--help-all", "COMMAND")
         return "" if is_name else "no such command"
     if not arguments:
         return ""
+    if name in ("configs", "completion"):  # they only print
+
+        def prints() -> None:
+            if entry(name)() == 0:
+                raise Accepted
+
+        return refusal(arguments, command_line, "", prints)
     if name in ("replay", "init"):
         return refusal(arguments, argparse.ArgumentParser, "parse_args", entry(name))
     return refusal(arguments, command_line, "load", entry(name))

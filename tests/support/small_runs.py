@@ -5,6 +5,7 @@ Not in conftest.py because the imports bring TensorFlow, seconds that most test 
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Iterator
@@ -16,11 +17,21 @@ from conftest import check_documented, make_completion, make_prompt
 from dapo_jax import algorithms
 from dapo_jax.commands import checks
 from dapo_jax.config import experiment
-from dapo_jax.config.experiment import Checkpoint, Config, Data, Log, Mesh, Rollout, Sampler
+from dapo_jax.config.experiment import (
+    Checkpoint,
+    Config,
+    Data,
+    Evaluation,
+    Log,
+    Mesh,
+    Rollout,
+    Sampler,
+)
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import source
+from dapo_jax.run import evaluation
 from dapo_jax.run import run as runs
 from dapo_jax.run.components import Components
 from dapo_jax.run.step_record import measure
@@ -162,3 +173,17 @@ def learn(components: Components, state: TrainerState, groups) -> tuple[TrainerS
         after, record = step_on(components, state, groups)
     values = measure(components.config, record, clock)
     return dataclasses.replace(after, step=state.step), values
+
+
+# --- evaluations ---------------------------------------------------------------------------------
+
+PROBLEMS, SAMPLES = 12, 6
+run_evaluation = functools.partial(evaluation.evaluate, from_folder=True)
+
+
+def make_evaluation(base, run_dir, samples=SAMPLES, **changes):
+    sections = {
+        "data": Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=PROBLEMS),
+        "evaluation": Evaluation(samples_per_problem=samples, top_p=0.9),
+    }
+    return make_quick_config(base, run_dir, **sections | changes)

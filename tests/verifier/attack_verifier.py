@@ -14,7 +14,6 @@ import itertools
 import json
 import pathlib
 import random
-import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -62,131 +61,38 @@ def golds(count: int, seed: int = 0) -> list[Gold]:
     raise AssertionError
 
 
-def _table(text: str) -> list[str]:
-    """Expressions with two blanks or a line's end between them."""
-    return re.split(r"\s*\n\s*|  +", text.strip())
-
-
-def _tiny() -> list[str]:
-    """Numbers that are nearly, but not, zero."""
-    made = [rf"\sqrt{{{n}!}}-\sqrt{{{n}!+1}}" for n in (9, 20, 50, 99, 150, 400, 1000)]
-    made += [rf"\sqrt[{k}]{{{n}!+1}}-\sqrt[{k}]{{{n}!}}" for k in (3, 7) for n in (30, 99)]
-    made += [rf"10^{{-{k}}}" for k in (5, 15, 17, 60, 100, 400, 1000)]
-    made += [rf"e^{{-{k}}}" for k in (30, 100, 700, 1000)]
-    made += [rf"2^{{-{k}}}" for k in (53, 64, 500, 1000)]
-    made += [r"1-\tanh(50)", r"\tanh(1000)-1", r"\frac{\pi}{2}-\arctan(10^{80})"]
-    made += [r"e^{\pi\sqrt{163}}-640320^3-744", r"\cos(10^{-40})-1", r"\sin(10^{-90})"]
-    made += [rf"(\sqrt{{2}}-1)^{{{k}}}" for k in (40, 100, 300)]
-    made += [r"\sqrt{10}+\sqrt{11}-\sqrt{5}-\sqrt{18}", r"\frac{1}{999!}", r"\frac{1}{100^{100}}"]
-    made += [r"\frac{22}{7}-\pi-\frac{1}{791}", r"\frac{355}{113}-\pi", r"\ln(1+10^{-50})"]
-    made += [r"\sqrt{1000!+\sqrt{1000!}}-\sqrt{1000!+\sqrt{1000!-1}}"]
-    made += [r"\sqrt{10^{200}+1}-10^{100}", r"\log_{10}(10^{50}+1)-50", r"\frac{3^{400}}{2^{1000}}"]
-    made += [r"\arctan\frac12+\arctan\frac13-\frac{\pi}{4}+10^{-70}"]
-    return made
-
-
-ZEROS = _table(r"""
-    \sqrt2\sqrt3-\sqrt6  \sqrt{3+2\sqrt2}-1-\sqrt2  \sin^2 1+\cos^2 1-1
-    \arctan\frac12+\arctan\frac13-\frac\pi4  \ln 8-3\ln 2  \cos\frac\pi5-\frac{1+\sqrt5}4
-    \sqrt[3]{2+\sqrt5}-\sqrt[3]{\sqrt5-2}-1  e^{i\pi}+1  |x|^2-x^2  \sqrt{x}\sqrt{y}-\sqrt{xy}
-    \lfloor\pi\rfloor-3  \sin(2x)-2\sin x\cos x  \binom{n}{2}-\frac{n(n-1)}{2}  \sqrt{x^2}-|x|
-    \ln(2x)-\ln 2-\ln x  4^n-2^n2^n
-""")
-STEPS = _table(r"""
-    \lfloor 1-T\rfloor  \lfloor\sqrt{99!+1}\rfloor-\sqrt{99!+1}  \lceil 10^{-300}\rceil
-    \lfloor\frac{n}{2}\rfloor-\frac{n}{2}  \lceil x\rceil-x
-    \lfloor e^{\pi\sqrt{163}}\rfloor-640320^3-744  \lfloor\tanh(100)\rfloor-1  \lfloor x\rfloor-x
-""")
-CORNERS = _table(r"""
-    |x|-x  |x|+x  \sqrt{x^2}-x  \sqrt{(x-3)^2}-x+3  |x-10^{9}|+x-10^{9}  |x+10^{9}|-x-10^{9}
-    \sqrt{x^2+10^{-80}}-|x|  |x-1|-|x+1|+2  \sqrt[4]{x^4}-x  \ln(x^2)-2\ln x
-    \arctan x+\arctan\frac1x-\frac\pi2  \tanh(10^9x)-1  \sqrt{x}\sqrt{y}-\sqrt{xy}  e^{-x^2}
-    \arcsin(\sin x)-x  |\sin x|-\sin x  (-1)^n-1  (-1)^n+1  \sin(n\pi)+(-1)^{n}-1
-""")
-
-
-def _vanishing() -> list[str]:
-    """Formulas that are zero at points where one might look."""
-    whole = "".join(f"(n-{i})" for i in range(12))
-    made = [whole, whole.replace("n", "x"), "x(x-1)(x+1)(x-2)(x+2)(x-3)(x+3)", r"\sin(\pi x)"]
-    looked = [137 + 41 * i for i in range(8)]
-    made.append("".join(rf"(x-\frac{{{n}}}{{1997}})" for n in looked))
-    made += [r"10^{-300}x", r"x^{40}", r"\frac{1}{x}", r"e^{-1000x^2}", r"2^{-100n}", r"0.5^{99}n!"]
-    return made
-
-
-EXPENSIVE = (
-    r"\sqrt{1000!+1}",
-    r"\sqrt{1000!+\sqrt{999!+\sqrt{998!+\sqrt{997!+1}}}}",
-    "(" + "+".join(rf"\sqrt{{{i}}}" for i in range(2, 20)) + "+x)^{12}",
-    "(" + "+".join("abcdfghjkl") + ")^{20}",
-    "+".join(rf"\sqrt{{{i}!+1}}" for i in range(60, 90)),
-    r"\sqrt{2+" * 25 + "2" + "}" * 25,
-    "+".join(rf"\sin {i}" for i in range(1, 40)),
-    r"\cos(" * 20 + "x" + ")" * 20,
-    "".join(rf"(x+\sqrt{{{i}}})" for i in range(2, 30)),
-    "+".join(rf"\frac{{1}}{{x+\sqrt{{{i}}}}}" for i in range(2, 14)),
-    r"|x-1|" + "".join(rf"|x-{i}|" for i in range(2, 30)),
-    r"\binom{x}{50}\binom{y}{50}",
-    "+".join(rf"\lfloor\frac{{n}}{{{i}}}\rfloor" for i in range(2, 30)),
-    r"\cup".join(rf"(\sqrt{{{i}}},\sqrt{{{i + 1}}}+\frac{{1}}{{{i}}})" for i in range(2, 32)),
-    r"\{" + ",".join(rf"\sqrt{{{i}}}+\sqrt{{{i + 1}}}" for i in range(2, 40)) + r"\}",
-    "9" * 390 + r"^{\frac{1}{97}}",
-    r"e^{e^{e^{e^{e}}}}",
-    r"\sin(10^{300})",
-    r"\arctan(" * 15 + "2" + ")" * 15,
-    r"\ln(" * 15 + "10^{300}" + ")" * 15,
-    r"(1+\sqrt2+\sqrt3+\sqrt5+\sqrt7)^{30}",
-    "x^{1000}" + "+x" * 100,
-    r"\frac{1}{1+" * 30 + r"\sqrt2" + "}" * 30,
-    r"(x+1)^{1000}-(x+1)^{999}",
-    r"999!^{7}+998!^{7}+\sqrt{997!}",
-)
-CANDIDATES = _table(r"""
-    GOLD \text{ or } 0  0,GOLD  \{GOLD,0\}  (-\infty,\infty)  \mathbb{R}  x  x=x  0=0
-    \text{GOLD}0  GOLD\ne GOLD  \emptyset  \infty  \frac{0}{0}  GOLD\cdot\infty  \ldots  ?  (GOLD
-    f(x)
-""")
-
-NOTATIONS = _table(r"""
-    GOLD+y(0)  GOLD+y'(0)  GOLD+y{(0)}  GOLD+f^{-1}(0)  (GOLD)\frac{\Gamma(6)}{2\Gamma(3)}
-    (GOLD)\frac{P(4)}{4P(1)}  GOLD+\frac{0}{g(2)-2g}  GOLD+\frac{dy}{dx}-\frac{y}{x}
-    GOLD+\frac{\Delta y}{\Delta x}-\frac{y}{x}  GOLD+dy/dx-y/x  GOLD+\sec^{-1}2-\cos 2
-    GOLD+\ln^{-1}2-\frac{1}{\ln 2}  GOLD+\sinh^{-1}1-\frac{1}{\sinh 1}  GOLD+2^{1}0-2^{10}
-    GOLD+1 000/2-1  GOLD+2 500/600-2\frac56  GOLD+3 million-3  GOLD+\sqrt[3]{x^2}-x
-    GOLD+\sqrt[3]{x^3}-|x|  GOLD+\sqrt{\pi^2}+\pi  GOLD+\ln(e^{2\pi i})-2\pi i  GOLD+3e-1-0.3
-    GOLD,GOLD  \{\{GOLD\}\}  \{\emptyset,GOLD\}  \left|\begin{array}{c}GOLD\end{array}\right|
-    \begin{vmatrix}GOLD\end{vmatrix}  \pm(GOLD)  A) GOLD, B) 7  (A) GOLD (B) 7  A) not GOLD
-    GOLD:GOLD  GOLD million
-""")  # each is gold only in a reading that its notation does not have
+def _table(name: str) -> list[str]:
+    """The expressions of `attack_verifier.txt` below that name."""
+    text = pathlib.Path(__file__).with_suffix(".txt").read_text()
+    return text.split(f"== {name}\n")[1].split("\n== ")[0].strip().splitlines()
 
 
 def attacks() -> Iterator[tuple[str, str, str]]:
     """(family, kind of golds it is for ('' for all), text)."""
-    for tiny in _tiny():
+    for tiny in _table("tiny"):
         yield "a tiny number", "", tiny
         yield "gold and a tiny number", "number formula", rf"GOLD+({tiny})"
         yield "gold times nearly 1", "number formula", rf"(GOLD)(1+({tiny}))"
-    for zero in ZEROS:
+    for zero in _table("zeros"):
         yield "zero over zero", "", rf"\frac{{{zero}}}{{{zero}}}"
         yield "gold over a hidden zero", "", rf"GOLD+\frac{{0}}{{{zero}}}"
         yield "hidden zeros around gold", "number formula", rf"\frac{{({zero})(GOLD)}}{{{zero}}}"
         yield "a power of a hidden zero", "", rf"({zero})^{{-1}}"
-    for step in STEPS:
+    for step in _table("steps"):
         if "T" not in step:
             yield "a floor", "number formula", rf"GOLD+({step})"
-    for corner in CORNERS:
+    for corner in _table("corners"):
         yield "a corner", "number formula", rf"GOLD+({corner})"
         yield "a corner alone", "", corner
-    for vanishing in _vanishing():
+    for vanishing in _table("vanishing"):
         yield "zero at many points", "number formula", rf"GOLD+({vanishing})"
-    for expensive in EXPENSIVE:
+    for expensive in _table("expensive"):
         yield "expensive", "", expensive
         yield "expensive beside gold", "number formula", rf"GOLD+({expensive})"
-    for text in CANDIDATES:
+    for text in _table("candidates"):
         yield "candidates", "", text
     yield "candidates", "number formula", "GOLD GOLD"
-    for text in NOTATIONS:
+    for text in _table("notations"):  # each is gold only in a reading that it does not have
         yield "notations", "number formula", text
 
 

@@ -28,19 +28,7 @@ CASES = [
     for line in (HERE / name).read_text().splitlines()
     if "prediction" in (case := json.loads(line))
 ]
-PIECES = (
-    r"0 1 2 7 10 99 1000 3.14 . , ; : ! % ' ^ _ { } ( ) [ ] | + - * / = < > & ~ $ # \\ \{ \}"
-    r" \( \) \[ \] \frac \sqrt \binom \left \right \cdot \times \pm \mp \le \ge \ne \in"
-    r" \cup \cap \setminus"
-    r" \infty \pi \theta \sin \cos \arctan \log \ln \exp \text \mathrm \mathbf \mathbb{R} \emptyset"
-    r" \angleA \lfloor \overline \circ ^\circ \boxed \fbox \begin{pmatrix}"
-    r" \end{pmatrix} \langle \rangle \lfloor"
-    r" \rfloor \% \$ \, \! x y z n e i a b k x_1 f(x) and or no cm degrees apples ½ √ ² π − ∞ ≤ １"
-    r" \mp \over \Gamma( y'(0) x(x+1) dy/dx \frac{d}{dx} f^{-1}( 3million A) ]0,1[ 6:30 \sqrt[3]{"
-    r" 2e-3 {} \begin{vmatrix} \end{vmatrix} \emptyset d ** two x=1,y=2 (x,y)="
-    r" Answer: answer final </think> <answer> </answer> #### ** __import__('os') lambda eval exec"
-    r" 9^{9^{9^9}} (10^9)! 10^{10^{10}} 1e999 \choose \sum \int !!! \frac{1}{0} 0^0"
-).split(" ")
+PIECES = (HERE / "fuzz_verifier.txt").read_text().split()
 CODE = f"__import__('pathlib').Path({str(MARKER)!r}).touch()"
 EXTRA = (" ", "", "\n", "\x00", "\ud800", "\u202e", "\u200b", CODE)
 

@@ -7,6 +7,7 @@ characters of several tokens incorrectly, and hangs if a thread fails.
 import asyncio
 import functools
 import reprlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -47,18 +48,22 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
         metadata = dict(context.invocation_metadata() or ())
         if not self._access.has_key(str(metadata.get("authorization", ""))):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, WRONG_KEY)
+        start = time.monotonic()
         try:
             ids = await asyncio.to_thread(self._prompt_ids, request)
             sampling = ResponseSampling(self._model.rule)
             wanted = ResponseRequest(ids, request.max_tokens, sampling)
             text = TextStream(self._model.tokenizer)
+            tokens = 0
             async for chunk in self._generator.submit([wanted]):
+                tokens += len(chunk.ids)
                 response = messages.DecodeResponse()
                 sample = response.stream_content.samples.add(token_ids=chunk.ids)
                 if request.HasField("text_content"):
                     sample.text = text.add(chunk.ids) + (text.rest() if chunk.ended else "")
                 if chunk.ids or sample.text:
                     yield response
+            self._model.log("gRPC", len(ids), tokens, start)
         except RequestError as error:
             await context.abort(STATUS_CODES[error.status], str(error))
 

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import reprlib
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard
 
+from dapo_jax.commands.serve.budgets import AUTO
 from dapo_jax.commands.serve.errors import RequestError
 from dapo_jax.commands.serve.generator import ResponseRequest, ResponseSampling, ServedEngine
 from dapo_jax.commands.serve.logprobs import MAX_LIKELIEST
@@ -132,13 +134,21 @@ class ServedModel:
         limit = self.engine.max_response_tokens
         largest = min(limit, self.engine.context - prompt)
         if budget is None:
-            return largest
+            default = self.config.default_max_tokens
+            return largest if default == AUTO else min(default, largest)
         if not 0 < budget <= limit:
             raise RequestError(f"{field} = {budget}: must be from 1 to {limit}", field)
         if budget > largest:
             allowed = f"at most {largest} after a prompt of {prompt} tokens"
             raise RequestError(f"{field} = {budget}: must be {allowed}", field, code=TOO_LONG)
         return budget
+
+    def log(self, request: str, prompt: int, response: int, start: float, ending: str = "") -> None:
+        """Print a line about a request that has ended, unless `log_requests` is off."""
+        if self.config.log_requests:
+            seconds = time.monotonic() - start
+            tokens = f"{prompt} prompt tokens, {response} response tokens"
+            print(f"{request}: {tokens}, {seconds:.2f} s{ending}", flush=True)
 
     def prompt_ids(self, field: str, prompt: str | list[int]) -> list[int]:
         """Return the token ids of a prompt. Raise `RequestError` if it is too long or wrong."""

@@ -71,6 +71,7 @@ class CompletionResponse:
         self._is_chat = chat
         self._request = request
         self._responses = responses
+        self._model = model
         self._tokenizer = model.tokenizer
         self._scorer = scorer
         self._choices = [
@@ -78,6 +79,7 @@ class CompletionResponse:
             for prompt, budget in zip(request.prompts, request.budgets, strict=True)
             for _ in range(request.n)
         ]
+        self._start = time.monotonic()
         self._header = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": "chat.completion" if chat else "text_completion",
@@ -89,9 +91,12 @@ class CompletionResponse:
         """Return the complete response once every choice has ended."""
         texts = [""] * len(self._choices)
         last = [_Piece()] * len(self._choices)
-        async for index, piece in self._pieces():
-            texts[index] += piece.text
-            last[index] = piece
+        try:
+            async for index, piece in self._pieces():
+                texts[index] += piece.text
+                last[index] = piece
+        finally:
+            self._log()
         choices = []
         for index, choice in enumerate(self._choices):
             whole = last[index]._replace(text=texts[index], ids=choice.ids)
@@ -131,6 +136,8 @@ class CompletionResponse:
             yield "data: [DONE]\n\n"
         except RequestError as error:
             yield _event(error.fields())
+        finally:
+            self._log()
 
     async def _pieces(self) -> AsyncIterator[tuple[int, _Piece]]:
         """Yield index and piece of the choices as their tokens arrive."""
@@ -172,6 +179,17 @@ class CompletionResponse:
             fields["token_ids"] = piece.ids
         ends = {"logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
         return {"index": index, **fields, **ends}
+
+    def _log(self) -> None:
+        has_ended = all(choice.finish_reason for choice in self._choices)
+        usage = self._usage()
+        self._model.log(
+            self._header["id"],
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+            self._start,
+            "" if has_ended else ", not finished",
+        )
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self._request.prompts))

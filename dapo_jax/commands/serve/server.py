@@ -1,12 +1,15 @@
-"""Serves a model folder: OpenAI's API over HTTP, JetStream's API over gRPC.
+"""Serve a policy: OpenAI's API over HTTP, JetStream's API over gRPC.
 
-    dapo-jax serve --model=FOLDER --http_port=8000 --port=9000
+    dapo-jax serve FOLDER --http_port=8000 --port=9000
+    dapo-jax serve runs/arithmetic_dapo
 
-The server uses the engine that samples in training. After SIGTERM or Ctrl-C, running requests
-finish, and the exit code is 0. Short flags:
+serves a model folder, or the newest checkpoint of a run, which it exports into the run once. The
+server uses the engine that samples in training. After SIGTERM or Ctrl-C, running requests
+finish, and the exit code is 0.
 """
 
 import asyncio
+import dataclasses
 import os
 import resource
 import socket
@@ -172,6 +175,10 @@ def serve(
     key = read_key(config)
     if warning := exposure_warning(config, key):
         processes.print_error(warning)
+    from dapo_jax.run.export import newest_export
+
+    folder = newest_export(config.model, "model")
+    config = dataclasses.replace(config, model=folder, served_name=served_name(config))
     policy = load_served(config)
     warm_up(policy[0], policy[1])
     failure = asyncio.run(_answer_requests(config, policy, key, should_stop, ready))

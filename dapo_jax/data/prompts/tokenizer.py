@@ -2,6 +2,7 @@
 
 import pathlib
 import reprlib
+import unicodedata
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -68,6 +69,16 @@ class Tokenizer:
         ids = self.encode(text)
         has_begin = ids[: len(self.begin_ids)] == self.begin_ids  # from a chat template
         return ids if has_begin else self.begin_ids + ids
+
+    def unspelled(self, text: str) -> str:
+        """Return the characters of `text` that are lost by encoding and decoding, sorted."""
+        unknown = self.backend.token_to_id(getattr(self.backend.model, "unk_token", None) or "")
+        ids = [token for token in self.encode(text) if token != unknown]
+        decoded = self.backend.decode(ids, skip_special_tokens=False)
+        before, after = (
+            {*unicodedata.normalize("NFKC", version).casefold()} for version in (text, decoded)
+        )
+        return "".join(sorted(char for char in before - after if not char.isspace()))
 
     def check_fits(self, vocab: int, field: str, folder: str | pathlib.Path) -> None:
         """Raise `ConfigError` if an id is outside a model's vocabulary of `vocab` tokens."""

@@ -10,8 +10,8 @@ from scipy.special import stdtrit  # a dependency of jax
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.alerts import LAST, finite_values
-from dapo_jax.reporting.page.recorded_run import RecordedRun, heldout_shares
+from dapo_jax.reporting.alerts import LAST, finite_values, reward_leads
+from dapo_jax.reporting.page.recorded_run import RecordedRun, heldout_means
 from dapo_jax.reporting.scores import estimate_over_seeds, estimates, wilson
 from dapo_jax.runtime.settings import leaves, require
 
@@ -102,17 +102,24 @@ class Headline(NamedTuple):
     form: Literal["share", "number"]
 
 
-HEADLINES = (
+OF_CORRECTNESS = (
     Headline("Held-out accuracy before", "heldout_accuracy", "first", "share"),
     Headline("Held-out accuracy after", "heldout_accuracy", "last", "share"),
     Headline(f"Sampled accuracy, last {LAST} steps", "accuracy", "end", "share"),
+)
+OF_REWARD = (
+    Headline("Held-out reward before", "heldout_reward", "first", "number"),
+    Headline("Held-out reward after", "heldout_reward", "last", "number"),
     Headline(f"Reward, last {LAST} steps", "reward", "end", "number"),
+)
+OTHERS = (
     Headline(f"Entropy, last {LAST} steps", "entropy", "end", "number"),
     Headline(f"Response tokens, last {LAST} steps", "response_tokens_mean", "end", "number"),
     Headline(f"Seconds per step, last {LAST} steps", "seconds_step", "end", "number"),
 )
 ROWS = {"first": slice(0, 1), "last": slice(-1, None), "end": slice(-LAST, None)}
 EVALUATION = {"first": 0, "last": -1}
+FIELDS = {"heldout_accuracy": "correct", "heldout_reward": "reward"}  # of responses, by metric
 
 
 def _samples(experiment: Experiment, headline: Headline) -> np.ndarray:
@@ -134,11 +141,13 @@ def _headline_interval(experiment: Experiment, headline: Headline) -> tuple[Inte
         return [
             row.get(name) for name in (metric, f"{metric}_low", f"{metric}_high")
         ], "over problems"
-    if metric == "heldout_accuracy":
-        recorded = [heldout_shares(run, EVALUATION[headline.rows]) for run in runs]
-        shares = [values for values in recorded if values is not None]
-        if len(shares) == len(runs):
-            estimate = estimate_over_seeds(shares, 0)
+    if metric in FIELDS:
+        recorded = [heldout_means(run, FIELDS[metric], EVALUATION[headline.rows]) for run in runs]
+        means = [values for values in recorded if values is not None]
+        # Equal accuracies have Wilson's interval; equal rewards have no known bounds.
+        has_interval = metric == "heldout_accuracy" or means and np.ptp(np.concatenate(means)) > 0
+        if len(means) == len(runs) and has_interval:
+            estimate = estimate_over_seeds(means, 0)
             return [*dataclasses.astuple(estimate)], f"over {len(runs)} seeds and their problems"
     samples = _samples(experiment, headline)
     over = f"over {samples.size} seeds" if len(runs) > 1 else "over these steps"
@@ -148,7 +157,10 @@ def _headline_interval(experiment: Experiment, headline: Headline) -> tuple[Inte
 def headlines(experiment: Experiment) -> list[dict[str, Any]]:
     """Return the headline numbers of an experiment, with 95 % intervals if there are any."""
     lines = []
-    for headline in HEADLINES:
+    leaders = OF_CORRECTNESS + OF_REWARD
+    if reward_leads(experiment.settings):
+        leaders = OF_REWARD + OF_CORRECTNESS
+    for headline in leaders + OTHERS:
         numbers, over = _headline_interval(experiment, headline)
         if headline.form == "share":  # a t interval can leave [0, 1]
             numbers = [x and min(1.0, max(0.0, x)) for x in numbers]
@@ -158,17 +170,18 @@ def headlines(experiment: Experiment) -> list[dict[str, Any]]:
     return lines
 
 
-def _paired_shares(left: Experiment, right: Experiment, which: int) -> list[np.ndarray]:
-    """Return differences of held-out shares by seed and problem; none if these differ."""
+def _paired_means(left: Experiment, right: Experiment, field: str, which: int) -> list[np.ndarray]:
+    """Return differences of held-out means by seed and problem; none if these differ."""
 
-    def shares(experiment: Experiment) -> dict[Any, np.ndarray | None]:
-        return {run.settings.get("seed"): heldout_shares(run, which) for run in experiment.runs}
+    def means(experiment: Experiment) -> dict[Any, np.ndarray | None]:
+        runs = experiment.runs
+        return {run.settings.get("seed"): heldout_means(run, field, which) for run in runs}
 
     def problems(experiment: Experiment) -> dict[str, Any]:
         return {name: v for name, v in experiment.settings.items() if name.startswith("data.")}
 
-    ones = shares(left)
-    others = shares(right)
+    ones = means(left)
+    others = means(right)
     is_paired = ones.keys() == others.keys() and problems(left) == problems(right)
     if not is_paired or not len(ones) == len(left.runs) == len(right.runs):
         return []
@@ -178,10 +191,11 @@ def _paired_shares(left: Experiment, right: Experiment, which: int) -> list[np.n
 
 
 def _heldout_difference(
-    left: Experiment, right: Experiment, which: int
+    left: Experiment, right: Experiment, headline: Headline
 ) -> tuple[Interval, str] | None:
-    """Return the difference of held-out accuracy by problem; None if there are no such records."""
-    pairs = _paired_shares(left, right, which)
+    """Return the difference of a held-out score by problem; None if there are no such records."""
+    field, which = FIELDS[headline.metric], EVALUATION[headline.rows]
+    pairs = _paired_means(left, right, field, which)
     if pairs and not np.ptp(np.concatenate(pairs)):  # such as one initial policy
         return [float(pairs[0][0]), None, None], "by problem"
     if len(pairs) > 1:
@@ -190,9 +204,9 @@ def _heldout_difference(
         (estimate,) = estimates(pairs[0][:, None], np.ones(len(pairs[0])), 0)
         return [*dataclasses.astuple(estimate)], "by problem"
     if len(left.runs) == len(right.runs) == 1:
-        shares = [heldout_shares(side.runs[0], which) for side in (left, right)]
-        if shares[0] is not None and shares[1] is not None:
-            return welch_interval(shares[0], shares[1]), "of different problems (Welch)"
+        means = [heldout_means(side.runs[0], field, which) for side in (left, right)]
+        if means[0] is not None and means[1] is not None:
+            return welch_interval(means[0], means[1]), "of different problems (Welch)"
     return None
 
 
@@ -200,10 +214,10 @@ def differences(experiment: Experiment, first: Experiment) -> dict[str, dict[str
     """Return differences to another experiment's headline numbers with 95 % intervals, by name."""
     by_name: dict[str, dict[str, Any]] = {}
     has_lone_run = (len(experiment.runs) > 1) != (len(first.runs) > 1)
-    for headline in HEADLINES:
+    for headline in OF_CORRECTNESS + OF_REWARD + OTHERS:
         heldout = None
-        if headline.metric == "heldout_accuracy":
-            heldout = _heldout_difference(experiment, first, EVALUATION[headline.rows])
+        if headline.metric in FIELDS:
+            heldout = _heldout_difference(experiment, first, headline)
         sides = [_samples(side, headline) for side in (experiment, first)]
         if has_lone_run:  # the steps of a run do not show the spread of its seeds
             sides = [side.mean(keepdims=True) if side.size else side for side in sides]

@@ -25,6 +25,14 @@ PICTURE = (
     "Length of right and wrong responses",
     "Groups by outcome",
 )
+REWARD_PICTURE = (
+    "Reward",
+    "Groups without a spread",
+    "Entropy",
+    "Response length",
+    "Responses cut off",
+    "Repetition and reflection",
+)
 MAX_MARKED = 40  # longer lines have dots only at points between two gaps
 TITLE_CHARACTERS = 120
 
@@ -35,6 +43,7 @@ class Curve(NamedTuple):
     Attributes:
         metrics: legend by metric.
         span: smallest height of the axis, so that rounding errors look flat.
+        of_correctness: True for a chart that says little if no response counts as correct.
     """
 
     title: str
@@ -43,6 +52,7 @@ class Curve(NamedTuple):
     span: float
     healthy: str
     ill: str
+    of_correctness: bool = False
 
 
 def asset(name: str) -> str:
@@ -91,7 +101,9 @@ def draw_panel(axis: Any, curve: Curve, rows: list[dict[str, float]]) -> None:
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=8, frameon=False)
 
 
-def plot_run(rows: list[dict[str, float]], path: Folder, title: str) -> None:
+def plot_run(
+    rows: list[dict[str, float]], path: Folder, title: str, reward_leads: bool = False
+) -> None:
     """Write a PNG of six charts over rollout steps."""
     from matplotlib.figure import Figure
 
@@ -99,7 +111,7 @@ def plot_run(rows: list[dict[str, float]], path: Folder, title: str) -> None:
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     axes = figure.subplots(2, 3, sharex=True)
     curves = {curve.title: curve for curve in read_curves()}
-    for axis, name in zip(axes.flat, PICTURE, strict=True):
+    for axis, name in zip(axes.flat, REWARD_PICTURE if reward_leads else PICTURE, strict=True):
         draw_panel(axis, curves[name], rows)
     for axis in axes[-1]:
         axis.set_xlabel("rollout step")

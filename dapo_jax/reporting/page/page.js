@@ -7,6 +7,8 @@ const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9
 const DASHES = [["solid", "solid"], ["dashed", "dash"], ["dotted", "dot"]]; // names in CSS and in plotly
 const CLIPS = ["", "cut by the lower clip", "cut by the upper clip", "cut by the dual clip"];
 const OPTIONS = { displayModeBar: false, responsive: true };
+const canDraw = typeof Plotly !== "undefined"; // its file may be missing
+const isGraded = !data.reward_leads; // right and wrong mean something
 const several = data.experiments.length > 1; // each plot then compares one metric
 
 function make(tag, properties = {}, ...children) {
@@ -194,7 +196,7 @@ function drawResponse(response, number) {
   const parts = Object.entries(response.reward_parts ?? {}).map(([name, value]) => `${name} ${show(value)}`).join(", ");
   const failure = response.failure ? `; the verdict failed: ${response.failure}` : "";
   const verdict = make("span", { className: response.correct ? "right" : "wrong" }, response.correct ? "✓ right" : "✗ wrong");
-  const details = make("details", { open: number === 0 }, make("summary", {}, `${number + 1}. `, verdict, ` · ${facts.filter(Boolean).join(" · ")}`));
+  const details = make("details", { open: number === 0 }, make("summary", {}, `${number + 1}. `, ...(isGraded ? [verdict, " · "] : []), `${facts.filter(Boolean).join(" · ")}`));
   details.addEventListener("toggle", () => details.open && details.replaceChildren(details.firstChild,
     make("p", { className: "note", dir: "auto" }, `extracted ${JSON.stringify(response.extracted ?? null)}; reward parts: ${parts || "none"}${failure}`),
     ...(response.turns?.length ? turnsOf(response) : [tokensOf(response)])));
@@ -216,7 +218,7 @@ function drawGroup() {
   const group = rollouts[place];
   byId("previous").disabled = place === 0;
   byId("next").disabled = place === rollouts.length - 1;
-  byId("responses").replaceChildren(make("h3", {}, `Prompt ${group.prompt_id}, step ${group.step}, ${group.outcome}`), box("prompt", group.prompt),
+  byId("responses").replaceChildren(make("h3", {}, `Prompt ${group.prompt_id}, step ${group.step}${isGraded ? `, ${group.outcome}` : ""}`), box("prompt", group.prompt),
     make("p", { dir: "auto" }, `Answer: ${group.answer}`), ...group.responses.map(drawResponse));
   byId("legend").textContent = legendOf(group);
 }
@@ -227,8 +229,10 @@ function drawRollouts() {
   const runs = data.experiments.flatMap((experiment) => experiment.runs);
   byId("group").append(...rollouts.map((group, i) => {
     const correct = group.responses.filter((response) => response.correct).length;
+    const reward = group.responses.reduce((sum, response) => sum + response.reward, 0) / group.responses.length;
+    const score = isGraded ? `${correct} of ${group.responses.length} right` : `mean reward ${show(reward)}`;
     const name = runs.length > 1 ? `${runs[group.run]}, ` : "";
-    return make("option", { value: i }, `${name}step ${group.step}: ${correct} of ${group.responses.length} right`);
+    return make("option", { value: i }, `${name}step ${group.step}: ${score}`);
   }));
   for (const [id, by] of [["previous", -1], ["next", 1]]) {
     byId(id).addEventListener("click", () => { byId("group").selectedIndex += by; drawGroup(); });
@@ -242,9 +246,10 @@ function drawRollouts() {
 document.querySelectorAll(".swatch").forEach(({ style, dataset }) => {
   style.borderTop = `4px ${dashOf(dataset.number)[0]} ${colourOf(dataset.number)}`;
 });
-drawCurves();
+if (canDraw) drawCurves();
+else byId("bands").textContent = `The charts need the file ${data.library} beside this page.`;
 setTimeout(() => {
   drawRollouts();
-  drawSpent();
+  if (canDraw) drawSpent();
   byId("js-plotly-tester")?.setAttribute("aria-hidden", "true"); // plotly measures texts in it
 });

@@ -1,7 +1,8 @@
-"""Report of one run or several: one HTML file that needs nothing else, not even a network.
+"""Report of one run or several: an HTML page that needs no network.
 
-Texts from models, data files and folder names are embedded as JSON and shown as text, never as
-markup. The content security policy allows only the two scripts of the page.
+The plotting library is a file beside the page, or part of a self-contained page. Texts from models,
+data files and folder names are embedded as JSON and shown as text, never as markup. The content
+security policy allows the page's own script, and the library or scripts of the page's origin.
 """
 
 import base64
@@ -16,7 +17,7 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import ReportConfig
 from dapo_jax.config.user_code import describe_error
-from dapo_jax.reporting.alerts import check_run
+from dapo_jax.reporting.alerts import check_run, reward_leads
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.page.comparison import (
     Experiment,
@@ -111,9 +112,14 @@ def _curves_of(experiment: Experiment, points: int) -> dict[str, Any]:
     return {"x": x, "lines": lines, "steps": len(steps), "points": len(places)}
 
 
-def _cards(described: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the charts that have a value, with their plots as lists of metrics."""
-    for number, curve in enumerate(read_curves()):
+def _cards(described: list[dict[str, Any]], leads: bool) -> Iterator[dict[str, Any]]:
+    """Yield the charts that have a value, with their plots as lists of metrics.
+
+    Args:
+        leads: True if the reward leads: charts of correctness come last.
+    """
+    charts = sorted(enumerate(read_curves()), key=lambda chart: leads and chart[1].of_correctness)
+    for number, curve in charts:
         lines = [experiment["curves"]["lines"] for experiment in described]
         metrics = [name for name in curve.metrics if any(name in known for known in lines)]
         # A comparison has a plot per metric, with a line per experiment.
@@ -187,14 +193,23 @@ def _hash(script: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
-def _static_values(shown: list[Experiment], described: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values of the template that do not depend on the detail of the curves."""
-    from plotly.offline import get_plotlyjs
+def _plotly() -> tuple[str, str]:
+    """Return the file name and the text of the plotting library."""
+    from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
+    # Browsers normalise line ends before they hash a script.
+    return f"plotly-{get_plotlyjs_version()}.min.js", get_plotlyjs().replace("\r\n", "\n")
+
+
+def _static_values(
+    shown: list[Experiment], described: list[dict[str, Any]], self_contained: bool
+) -> dict[str, Any]:
+    """Return the values of the template that do not depend on the detail of the curves."""
     names = ", ".join(experiment.name for experiment in shown[:NAMED])
     names += f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
-    # Browsers normalise line ends before they hash a script.
-    plotly = get_plotlyjs().replace("\r\n", "\n")
+    library, plotly = _plotly()
+    # Not every browser counts a file beside a local page as 'self'.
+    origin = _hash(plotly) if self_contained else "'self' file:"
     code = asset("page.js").replace("\r\n", "\n")
     runs = [run for experiment in shown for run in experiment.runs]
     lines = [line for experiment in described for line in experiment["headlines"]]
@@ -202,8 +217,9 @@ def _static_values(shown: list[Experiment], described: list[dict[str, Any]]) -> 
         "heading": names,
         "mark": MARK,
         "style": asset("page.css"),
-        "hashes": f"{_hash(plotly)} {_hash(code)}",
-        "plotly": plotly,
+        "allowed": f"{origin} {_hash(code)}",
+        "library": library,
+        "plotly": plotly if self_contained else "",
         "code": code,
         "experiments": described,
         "headline_names": list(dict.fromkeys(line["name"] for line in lines)),
@@ -234,7 +250,8 @@ def page(runs: Sequence[RecordedRun], settings: ReportConfig) -> str:
     """
     shown = experiments(runs)
     described = [_describe(experiment, shown[0], settings.preset) for experiment in shown]
-    values = _static_values(shown, described)
+    values = _static_values(shown, described, settings.self_contained)
+    leads = all(reward_leads(experiment.settings) for experiment in shown)
     capacity = int(settings.max_mb * 1e6) - len(_render(values).encode()) - RESERVED_BYTES
     # A curve of several seeds has three lines, and each chart a few metrics.
     lines = sum(3 if len(experiment.runs) > 1 else 1 for experiment in shown)
@@ -249,13 +266,23 @@ def page(runs: Sequence[RecordedRun], settings: ReportConfig) -> str:
                 for experiment in described
             ],
             "curves": [curve._asdict() for curve in read_curves()],
+            "reward_leads": leads,
+            "library": values["library"],
         }
     )
     needed = f"at least {settings.max_mb + (len(data) - capacity) / 1e6:.1f}"
     require(len(data) <= capacity, "max_mb", settings.max_mb, needed)
     rollouts, sample = _sample(shown, capacity - len(data))
-    values |= {"cards": list(_cards(described)), "data": data}
+    values |= {"cards": list(_cards(described, leads)), "data": data}
     return _render(values | {"rollouts": rollouts, "sample": sample})
+
+
+def write_page(path: Folder, text: str, self_contained: bool) -> None:
+    """Write a page, and the plotting library beside it unless it is self-contained."""
+    if not self_contained:
+        name, script = _plotly()
+        write_text(path.parent / name, script)
+    write_text(path, text)
 
 
 def write_own_page(folder: Folder, progress: Progress) -> None:
@@ -265,6 +292,7 @@ def write_own_page(folder: Folder, progress: Progress) -> None:
     """
     try:
         with progress.working(f"writing {PAGE}"):
-            write_text(folder / PAGE, page([read_run(str(folder))], ReportConfig()))
+            text = page([read_run(str(folder))], ReportConfig())
+            write_page(folder / PAGE, text, self_contained=False)
     except Exception as error:  # of files, disk or a library
         progress.warn(f"{PAGE} was not written: {escape(describe_error(error))}")

@@ -64,19 +64,24 @@ def read_run(name: str) -> RecordedRun:
     return RecordedRun(folder, flatten_dict(settings, sep="."), rows)
 
 
-def heldout_shares(run: RecordedRun, which: int) -> np.ndarray | None:
-    """Return the share of correct responses to each held-out problem, [P]; None if not recorded.
+def heldout_means(run: RecordedRun, field: str, which: int) -> np.ndarray | None:
+    """Return the mean of a field over the responses to each held-out problem, [P].
+
+    None if it is not recorded for every response.
 
     Args:
+        field: "correct" or "reward".
         which: 0 for the first evaluation of the run, -1 for the last.
     """
     steps = [row["step"] for row in run.rows if "heldout_accuracy" in row]
     path = run.folder / "evaluations" / f"step_{steps[which] if steps else 0:06d}.jsonl"
-    correct: dict[Any, list[bool]] = {}
+    by_problem: dict[Any, list[float]] = {}
     if path.exists():
         for line in objects(path):
-            correct.setdefault(line.get("index"), []).append(bool(line.get("correct")))
-    return np.array([np.mean(values) for values in correct.values()]) if correct else None
+            if (value := line.get(field)) is None:
+                return None
+            by_problem.setdefault(line.get("index"), []).append(float(value))
+    return np.array([np.mean(values) for values in by_problem.values()]) if by_problem else None
 
 
 # --- rollouts -------------------------------------------------------------------------------

@@ -182,6 +182,7 @@ class Checkpoints:
     Args:
         settings: of the run that saves; None: checkpoints are only read.
         storage: warns of damaged checkpoints and failed saves.
+        on_saved: receives step and folder of each new checkpoint once it is complete.
 
     Raises:
         ConfigError: there are checkpoints, and none is valid.
@@ -192,7 +193,9 @@ class Checkpoints:
         run_dir: str | os.PathLike,
         settings: Checkpoint | None = None,
         storage: Storage | None = None,
+        on_saved: Callable[[int, str], None] = lambda step, folder: None,
     ):
+        self._on_saved = on_saved
         self._run_dir, self._settings = run_dir, settings
         self._folder = checkpoint_folder(run_dir)
         self._storage = storage or Storage()
@@ -340,21 +343,21 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until everything is on disk. Raises `NotSaved`."""
         self._on_all_processes(lambda: self._finished and self._finished.result())
+        if self._finished is not None:
+            self._finished = None
+            self._on_saved(self._saving, str(self._folder / str(self._saving)))
 
     def after_step(self, is_due: bool, save: Callable[[], None]) -> None:
         """Save after a step if that is due or has just failed; warn of failures."""
         try:
             if self._finished is not None:
-                if self._is_done(WAIT_SECONDS if is_due else 0):
-                    self._finished = None
-                    self._failures = 0
-                    self._storage.report_recovery(CHECKPOINT)
-                elif is_due:
-                    text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
-                    self._storage.report_failure(CHECKPOINT, text)
+                if not self._is_done(WAIT_SECONDS if is_due else 0):
+                    if is_due:
+                        text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
+                        self._storage.report_failure(CHECKPOINT, text)
                     return
-                else:
-                    return
+                self._failures = 0
+                self._storage.report_recovery(CHECKPOINT)
         except NotSaved as error:
             self._report(error)
         try:

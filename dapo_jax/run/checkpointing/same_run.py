@@ -179,7 +179,7 @@ def _describe_changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
         before = then.get(name, digest)
         counts = f"{name} has {digest['problems']:,} problems, it had {before['problems']:,}"
         if digest["problems"] == before["problems"]:
-            counts += "; their texts, answers or solutions differ"
+            counts += "; their texts, answers or solutions differ, or columns of reward functions"
         changes += [counts] if digest != before else []
     return changes
 

@@ -3,7 +3,7 @@
 One start after the other takes an entry of the scenario's `runs`, whose keys are steps, seconds
 (of a step), preempt, stands_still and at (steps where that happens), code (of the end at `at`)
 and worker (the only one that ends so), and ignore (signals). SIGTERM and SIGINT save and end with
-0, as in the real one.
+128 + the signal's number, as in the real one.
 """
 
 import json
@@ -25,7 +25,7 @@ with record.open("a") as starts:
 
 asked = []
 for wish in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(wish, lambda *_: asked.append(1))
+    signal.signal(wish, lambda number, _: asked.append(number))
 saved = stub / "gs" / f"step_{worker}"
 saved.parent.mkdir(exist_ok=True)
 step = int(saved.read_text()) if saved.exists() else 0
@@ -46,7 +46,7 @@ while step < plan.get("steps", 6):
         print("error: what is wrong", flush=True)
         sys.exit(plan["code"])
     if asked and not plan.get("ignore"):
-        print("stopped by SIGTERM; saved", flush=True)
-        sys.exit(0)
+        print(f"stopped by {signal.Signals(asked[0]).name}; saved", flush=True)
+        sys.exit(128 + asked[0])
 pathlib.Path("runs/a").mkdir(parents=True, exist_ok=True)
 pathlib.Path("runs/a/summary.json").write_text("{}")

@@ -1,0 +1,81 @@
+"""Print a script that completes commands, packaged configs and settings in a shell.
+
+eval "$(dapo-jax completion bash)"      in ~/.bashrc
+eval "$(dapo-jax completion zsh)"       in ~/.zshrc, after compinit
+"""
+
+import sys
+from collections.abc import Iterable
+
+from dapo_jax.commands.command_line import exit_with_error
+from dapo_jax.commands.evaluate import SHORT_NAMES
+from dapo_jax.commands.plan.flags import PlanSettings
+from dapo_jax.config.experiment import (
+    Config,
+    DpoConfig,
+    ExportConfig,
+    ReportConfig,
+    ServeConfig,
+    SftConfig,
+)
+from dapo_jax.config.files import shipped_configs
+from dapo_jax.runtime.settings import leaves
+
+# Flags of each command besides those of its settings.
+KINDS = {
+    "train": (Config, ["dry-run"]),
+    "evaluate": (Config, SHORT_NAMES),
+    "plan": (Config, [name for name, _, _ in leaves(PlanSettings())]),
+    "sft": (SftConfig, []),
+    "dpo": (DpoConfig, []),
+}
+FLAGS_ONLY = {"export": ExportConfig, "serve": ServeConfig, "report": ReportConfig}
+INIT_FLAGS = "data out question answer model lora".split()
+SCRIPT = """\
+_dapo_jax() {{
+    local rest="${{COMP_LINE#* }}" choices=
+    case "$rest" in
+{cases}
+        *" "*) ;;
+        *) choices="{commands}" ;;
+    esac
+    COMPREPLY=($(compgen -W "$choices" -- "$2"))
+    {nospace}
+}}
+complete -o default {option} -F _dapo_jax dapo-jax
+"""
+# A setting is followed by its value, a command by a space.
+SHELLS = {
+    "bash": ("", '[[ "${COMPREPLY[0]}" != *= ]] || compopt -o nospace', ""),
+    "zsh": ("autoload -U +X bashcompinit && bashcompinit\n", "", "-o nospace"),
+}
+
+
+def _flags(names: Iterable[str], prefix: str = "") -> list[str]:
+    return [f"--{prefix}{name}" + "=" * (name != "dry-run") for name in names]
+
+
+def script(shell: str) -> str:
+    """Return the completion script for a shell."""
+    words = {"init": _flags(INIT_FLAGS), "configs": ["show", *shipped_configs()]}
+    for command, (kind, flags) in KINDS.items():
+        settings = _flags([name for name, _, _ in leaves(kind())], "config.")
+        words[command] = [*shipped_configs(kind), *_flags(flags), *settings]
+    for command, kind in FLAGS_ONLY.items():
+        words[command] = _flags([name for name, _, _ in leaves(kind())])
+    cases = [f'        {name}" "*) choices="{" ".join(w)}" ;;' for name, w in words.items()]
+    first_line, nospace, option = SHELLS[shell]
+    values = {"cases": "\n".join(cases), "commands": " ".join([*words, "replay", "completion"])}
+    return first_line + SCRIPT.format(**values, nospace=nospace, option=option)
+
+
+def main() -> int:
+    """Run the command. Exit code 0: done; 2: wrong arguments."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print((__doc__ or "").strip())
+    elif len(arguments) != 1 or arguments[0] not in SHELLS:
+        exit_with_error(f"completion {' '.join(arguments)}: must be {' or '.join(SHELLS)}")
+    else:
+        print(script(arguments[0]), end="")
+    return 0

@@ -1,0 +1,33 @@
+"""Settings that correspond to arguments of TRL and verl, for hints in error messages."""
+
+import functools
+import pathlib
+
+# Arguments that no setting replaces, and what to do instead.
+ADVICE = dict.fromkeys(
+    ("resume", "resume_from_checkpoint", "trainer.resume_mode"),
+    "the same command resumes a stopped run",
+) | dict.fromkeys(
+    ("preset", "algorithm", "algorithm.name", "loss"),
+    "write the preset behind the config: FILE:grpo or NAME:grpo",
+)
+
+
+@functools.cache
+def settings_by_argument() -> dict[str, str]:
+    """Return the setting, or several joined by ", ", that replaces each argument."""
+    text = pathlib.Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+    lines = [line.partition(": ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: setting for setting, _, names in lines for name in names.split()}
+
+
+def advice(name: str) -> str:
+    """Return what replaces an argument of another library, by its name or last part, or ""."""
+    if name in ADVICE:
+        return ADVICE[name]
+    settings = settings_by_argument()
+    last = name.rpartition(".")[2]
+    same_end = {setting for full, setting in settings.items() if full.rpartition(".")[2] == last}
+    by_end = same_end.pop() if len(same_end) == 1 else ""
+    known = settings.get(name) or settings.get(last) or by_end
+    return " and ".join(f"--config.{setting}" for setting in known.split(", ") if setting)

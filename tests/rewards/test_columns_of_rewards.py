@@ -1,0 +1,136 @@
+"""Reward functions that take columns of the row, and those that keep a run waiting."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+from conftest import make_completion, make_prompt
+
+from dapo_jax.config.experiment import Config, Reward
+from dapo_jax.rewards import judge as judge_module
+from dapo_jax.rewards import pool as pool_module
+from dapo_jax.rewards.functions import find_functions, wanted_columns
+from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.workers.pickled_functions import register_function
+from dapo_jax.structs import WantedColumns
+
+COLUMNS = {"tests": [[1, 2], [3, 4]], "rubric": {"weight": 0.5}, "tokens": 9, "id": "a"}
+
+
+def register(*functions, in_process=False) -> list[str]:
+    names: list[str] = []
+    for function in functions:
+        names.append(register_function(function, in_process, taken=names))
+    return names
+
+
+def judge_group(names: list[str], columns=COLUMNS, texts=("a", "bb"), **reward):
+    """The group of these responses through the real judge, pool and workers."""
+    parts = ",".join(f"{name}=1" for name in names)
+    config = Config(reward=Reward(parts=parts, correct="threshold", **reward))
+    judge = Judge(config, RewardPool(config.reward, lambda ids: [*"abcdef"][: len(ids)]))
+    prompt = dataclasses.replace(
+        make_prompt(0, [2, 3], answer="7"), columns=json.dumps(columns) if columns else ""
+    )
+    completions = [dataclasses.replace(make_completion([5] * len(t)), text=t) for t in texts]
+    try:
+        (group,) = judge.groups([judge.submit(prompt, tuple(completions))])
+    finally:
+        judge.close()
+    return group
+
+
+def named(prompt, response, answer, tests, rubric, missing=2):
+    tests.append(1)  # of this call alone
+    return len(tests) + rubric["weight"] + missing
+
+
+def every(prompt, response, answer, **columns):
+    return float(columns == COLUMNS and answer == "7")
+
+
+async def waits(prompt, response, answer, *, tests, **others):
+    return sum(map(sum, tests)) + len(others)
+
+
+def group_of(prompt, responses, answer, lengths, correct, tests, **others):
+    return [len(text) + len(tests) + len(others) for text in responses]
+
+
+def by_tokens(prompt, response, answer, tokens, rubric):
+    return [rubric["weight"]] * len(tokens)
+
+
+def plain(prompt, response, answer):
+    return 0.25
+
+
+FUNCTIONS = named, every, waits, group_of, by_tokens, plain
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_functions_receive_columns_of_any_json_type(in_process):
+    names = register(*FUNCTIONS, in_process=in_process)
+    group = judge_group(names)
+    assert group.broken is None
+    values = [group.reward_parts[name].tolist() for name in names]
+    assert values == [[5.5, 5.5], [1, 1], [13, 13], [6, 7], [0.5, 1.0], [0.25, 0.25]]
+
+
+def test_an_object_as_answer_arrives_as_an_object():
+    def score(prompt, response, answer):
+        return float(answer == {"gold": [1]})
+
+    def score_group(responses, answer, **others):
+        return [float(answer == {"gold": [1]} and "id" in others)] * len(responses)
+
+    names = register(score, score_group)
+    group = judge_group(names, {"answer": {"gold": [1]}, "id": 3})
+    assert [group.reward_parts[name].tolist() for name in names] == [[1, 1], [1, 1]]
+
+
+def test_columns_that_functions_take():
+    functions = find_functions(register(*FUNCTIONS)).values()
+    required, optional = frozenset({"tests", "rubric"}), frozenset({"missing"})
+    assert wanted_columns(functions) == WantedColumns(required, optional, True)
+    assert wanted_columns([plain]) == wanted_columns([]) == WantedColumns()
+
+
+def test_an_argument_of_another_name_is_no_column():
+    def score(prompt, completion, answer):
+        return 0.0
+
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'response'; a reward is"):
+        find_functions(register(score))
+
+
+def test_a_function_without_its_column_breaks_its_group_alone():
+    group = judge_group(register(named), columns=None)
+    assert group.broken and "named: " in group.broken
+    assert "missing 2 required positional arguments" in group.broken
+
+
+def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(judge_module, "NOTICE_SECONDS", 1.0)
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.1)
+
+    def hangs(prompt, response, answer):
+        time.sleep(60)
+
+    async def hangs_too(prompt, response, answer):
+        time.sleep(60)
+
+    group = judge_group(register(hangs, hangs_too), None, timeout_seconds=0.5)
+    assert group.broken
+    lines = [line for line in capsys.readouterr().err.splitlines() if "for rewards" in line]
+    assert 1 <= len(lines) <= 5  # each after twice the time of the last
+    assert lines[0].startswith("warning: waiting 1 s for rewards, 2 responses left: given:hangs")
+    assert "given:hangs_too is running (reward.workers = 1, reward.timeout_seconds" in lines[0]
+
+
+def test_rewards_that_come_soon_print_nothing(capsys):
+    judge_group(register(plain))
+    assert "waiting" not in capsys.readouterr().err
