@@ -44,7 +44,9 @@ def model_path(
     if name not in paths:
         # All names share a prefix, so only close matches are suggested.
         names = [*paths, *PACKAGED]
-        hint = nearest(name, names, cutoff=0.7) or f"; there is {' and '.join(sorted(names))}"
+        hint = (
+            nearest(name, names, cutoff=0.7) if name != SHIPPED else ""
+        ) or f"; there is {' and '.join(sorted(names))}"
         raise ConfigError(f"config.{field} = {name!r}: no such policy ships with dapo_jax{hint}")
     return paths[name]
 
