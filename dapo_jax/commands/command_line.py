@@ -1,7 +1,6 @@
 """Command line of a run: typed overrides of a config, checks, and one-line errors."""
 
 import argparse
-import importlib
 import operator
 import re
 import sys
@@ -21,7 +20,9 @@ WITH_FILES = (Config, SftConfig, DpoConfig)  # kinds that config files make
 
 def find_preset(name: str) -> Any:
     """Return the algorithm of a preset; the table is loaded at first use."""
-    return importlib.import_module("dapo_jax.algorithms").preset(name)
+    from dapo_jax.algorithms import preset
+
+    return preset(name)
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:

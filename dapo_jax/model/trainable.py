@@ -6,13 +6,12 @@ keeps one copy of them.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from dapo_jax.config.experiment import Lora
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, init_params
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.runtime import sharding
@@ -55,7 +54,17 @@ def frozen_layers(fraction: float, layers: int) -> int:
     return frozen
 
 
-def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Lora) -> DecoderConfig:
+class AdapterSettings(Protocol):
+    """Settings of adapters, as `config.lora` has them: `targets` are comma-separated."""
+
+    rank: int
+    alpha: float
+    targets: str
+
+
+def choose_trained(
+    config: DecoderConfig, freeze_layers: float, lora: AdapterSettings
+) -> DecoderConfig:
     """Return the decoder with frozen layers and adapters of the settings. Raises `ConfigError`."""
     config = dataclasses.replace(config, frozen_layers=frozen_layers(freeze_layers, config.layers))
     targets = tuple(name.strip() for name in lora.targets.split(","))

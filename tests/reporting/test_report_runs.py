@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from conftest import check_documented, make_completion
-from matplotlib.figure import Figure
 from reports import data_of
 from small_runs import make_config, make_quick_config, open_run, read_rollouts, read_rows
 
@@ -14,7 +13,7 @@ from dapo_jax.config.experiment import Log, Optimizer, Rollout
 from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.page import page
-from dapo_jax.reporting.page.curves import draw_panel, read_curves
+from dapo_jax.reporting.page.curves import read_curves
 from dapo_jax.reporting.sinks import token_fields
 from dapo_jax.reporting.trackers import Sink
 from dapo_jax.run.run import train
@@ -119,17 +118,3 @@ def test_a_tracker_receives_the_rows_and_groups_of_a_run(base, alone, tmp_path):
     (row,) = read_rows(tmp_path)
     assert row.items() <= (recorder.rows[1] | {"step": 1}).items()
     assert len(recorder.groups) == row["trained_groups"] > 0
-
-
-# --- curves --------------------------------------------------------------------------------------
-
-CURVES = {curve.title: curve for curve in read_curves()}
-
-
-def draw(rows: list[dict], title: str):
-    """Return the axis of a chart, laid out."""
-    figure = Figure(layout="constrained")
-    axis = figure.subplots()
-    draw_panel(axis, CURVES[title], rows)
-    figure.draw_without_rendering()
-    return axis
