@@ -130,6 +130,9 @@ class Packing:
     rows_per_microbatch: Count = setting(
         16, "Rows per gradient, all devices; fewer if 'auto' makes the rows longer."
     )
+    share_prompts: bool = setting(
+        True, "Pack a prompt once for several responses if that is less work."
+    )
 
 
 SizeOrRest = Annotated[int, Range(above=0, also=-1)]  # -1: the devices that are left

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch
+from dapo_jax.learner.batches import NOT_SCORED, Mean, PackedRows, TokenScores, TrainBatch
 from dapo_jax.learner.losses import (
     KL_ESTIMATORS,
     clamp_log,
@@ -84,7 +84,8 @@ def policy_objective(
     trained = weights > 0
     counted = trained.astype(jnp.float32)
     old = scored.old_logprobs
-    old = jax.lax.stop_gradient(logprobs) if old is None else old
+    own = jax.lax.stop_gradient(logprobs)
+    old = own if old is None else jnp.where(old == NOT_SCORED, own, old)
     losses, info = policy_loss(algorithm, logprobs, old, batch.advantages, weights, segments)
     metrics = token_metrics(batch, algorithm, logprobs, old, entropy, info)
     # Mask before exp: 0 * inf is NaN.
