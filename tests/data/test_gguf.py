@@ -229,7 +229,7 @@ def test_greedy_tokens_are_those_of_llama_cpp(tmp_path):
         for name in names
         for count in (3, 12, 40, 77)
     ]
-    options = {"temperature": 0, "max_response_tokens": 24, "slots": 4, "max_prompt_tokens": 128}
+    options = {"temperature": 0, "max_response_tokens": 24, "slots": 8, "max_prompt_tokens": 128}
     ours = [group[0].text for group in dapo_jax.sample(path, chats, **options)]
     model = llama_cpp.Llama(str(path), n_ctx=256, verbose=False)
     for chat, text in zip(chats, ours, strict=True):
