@@ -21,9 +21,16 @@ gguf = pytest.importorskip("gguf")
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/models"
 FAMILIES = (
     "gemma3 llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 "
-    "qwen2_bfloat16_sharded"
+    "qwen2_bfloat16_sharded mistral"
 ).split()
-TEXTS = ["Tom's 12 apples + 345 more.", " naïve 你好\n\n ok", "a  b\t\tc", "x**2  # sq", ""]
+TEXTS = [
+    "Tom's 12 apples + 345 more.",
+    " naïve 你好\n\n ok",
+    "a  b\t\tc",
+    "x**2  # sq",
+    "HOWmany aPPles//\n ALL",
+    "",
+]
 SPECIAL = ["<|end|>", "<|user|>"]
 
 
@@ -41,7 +48,7 @@ def train_tokenizer(kind: str) -> Tokenizer:
     else:
         backend = Tokenizer(models.BPE())
         pattern = gguf_files.SPLITS[kind]
-        own = kind in ("llama-bpe", "qwen2")
+        own = kind in gguf_files.WHOLE_SPLITS
         steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if own else []
         steps += [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own))
@@ -56,7 +63,7 @@ def train_tokenizer(kind: str) -> Tokenizer:
 
 def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> pathlib.Path:
     """Copy a fixture of a family and give it a tokenizer, a chat template and end ids."""
-    shutil.copytree(FIXTURES / family, folder)
+    shutil.copytree(FIXTURES / ("llama3" if family == "mistral" else family), folder)
     backend = train_tokenizer(kind)
     values = json.loads(backend.to_str())
     values["added_tokens"] = [t for t in values["added_tokens"] if t["content"] in SPECIAL]
@@ -71,6 +78,8 @@ def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> path
     config["vocab_size"] += added
     if family == "gemma3":  # as in the published models
         config |= {"layer_types": ["sliding_attention"] * 3, "query_pre_attn_scalar": 16}
+    if family == "mistral":
+        config |= {"model_type": "mistral", "sliding_window": 8, "rope_parameters": None}
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"eos_token": "<|end|>", "chat_template": "{{ messages[0]['content'] }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -97,7 +106,7 @@ def test_a_round_trip_changes_no_logits(family, tmp_path, one_device):
     np.testing.assert_allclose(logits[used], expected[used], atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "smollm", "gpt-2", "spm"])
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "tekken", "smollm", "gpt-2", "spm"])
 def test_a_tokenizer_survives_the_round_trip(kind, tmp_path):
     back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
     before, after = (ModelTokenizer.from_folder(path) for path in (tmp_path / "hf", back))
@@ -108,15 +117,121 @@ def test_a_tokenizer_survives_the_round_trip(kind, tmp_path):
     assert after.chat.render([{"role": "user", "content": "hi"}]) == "hi"
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("f16", 1e-3), ("q8_0", 0.02), ("q4_1", 0.2)])
-def test_types_lose_only_their_precision(dtype, largest, tmp_path):
-    config = json.loads((FIXTURES / "llama3/config.json").read_text())
-    assert config["hidden_size"] % 32 == 0
-    back = round_trip(make_folder(tmp_path / "hf", "llama3"), tmp_path, dtype)
-    before, after = (load_all(path) for path in (tmp_path / "hf", back))
+def widen(folder: pathlib.Path, factor: int = 16) -> pathlib.Path:
+    """Make a folder's matrices wide enough for blocks of 256 numbers; return the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    for field in ("hidden_size", "intermediate_size", "head_dim"):
+        config[field] *= factor
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, array in tensors.items():
+            shape = [n if n == config["vocab_size"] else n * factor for n in array.shape]
+            scale = 0.05 if len(shape) > 1 else 1
+            tensors[name] = (scale * rng.standard_normal(shape)).astype(np.float32)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def pack_scales(scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Pack 8 scales and 8 offsets of 6 bits per block, [..., 8], into 12 bytes."""
+    first = scales[..., :4] | (scales[..., 4:] >> 4) << 6
+    second = offsets[..., :4] | (offsets[..., 4:] >> 4) << 6
+    return np.concatenate([first, second, scales[..., 4:] & 15 | (offsets[..., 4:] & 15) << 4], -1)
+
+
+def quantise_with_offsets(array: np.ndarray, bits: int) -> np.ndarray:
+    """Return bytes of Q4_K or Q5_K: 8 parts per block, x = d * scale * number - dmin * offset."""
+    parts = array.reshape(*array.shape[:-1], -1, 8, 32)
+    low = np.maximum(-parts.min(-1), 0)
+    step = (parts.max(-1) + low) / (2**bits - 1)
+    d, dmin = ((x.max(-1, keepdims=True) / 63).astype(np.float16) for x in (step, low))
+    scales = np.clip(np.round(step / d), 1, 63).astype(np.uint8)
+    offsets = np.clip(np.round(low / dmin), 0, 63).astype(np.uint8)
+    shifted = parts + (dmin * offsets.astype(np.float32))[..., None]
+    numbers = np.clip(
+        np.round(shifted / (d * scales.astype(np.float32))[..., None]), 0, 2**bits - 1
+    )
+    numbers = numbers.astype(np.uint8)
+    nibbles = numbers[..., ::2, :] & 15 | (numbers[..., 1::2, :] & 15) << 4
+    packed = [d.view(np.uint8), dmin.view(np.uint8), pack_scales(scales, offsets)]
+    if bits == 5:
+        packed.append(np.packbits(numbers >> 4, axis=-2, bitorder="little")[..., 0, :])
+    packed.append(nibbles.reshape(*nibbles.shape[:-2], -1))
+    return np.concatenate(packed, -1).reshape(*array.shape[:-1], -1)
+
+
+def quantise_q6_k(array: np.ndarray) -> np.ndarray:
+    """Return bytes of Q6_K: 16 parts per block, x = d * scale * (number - 32)."""
+    parts = array.reshape(*array.shape[:-1], -1, 16, 16)
+    step = np.abs(parts).max(-1) / 31
+    d = (step.max(-1, keepdims=True) / 127).astype(np.float16)
+    scales = np.clip(np.round(step / d), 1, 127).astype(np.int8)
+    numbers = np.round(parts / (d * scales.astype(np.float32))[..., None])
+    numbers = (np.clip(numbers, -32, 31) + 32).astype(np.uint8)
+    quarters = numbers.reshape(*numbers.shape[:-2], 2, 4, 32)  # of each half of the block
+    low = quarters[..., :2, :] & 15 | (quarters[..., 2:, :] & 15) << 4
+    high = sum((quarters[..., i, :] >> 4) << 2 * i for i in range(4))
+    packed = (low, high, scales.view(np.uint8), d.view(np.uint8))
+    packed = [part.reshape(*d.shape[:-1], -1) for part in packed]
+    return np.concatenate(packed, -1).reshape(*array.shape[:-1], -1)
+
+
+LARGEST_ERRORS = {  # of a number, as a fraction of the largest in its tensor
+    "f16": 5e-4,
+    "bf16": 4e-3,
+    "q8_0": 0.0045,
+    "q4_0": 0.13,
+    "q4_1": 0.07,
+    "q5_0": 0.065,
+    "q5_1": 0.035,
+    "q4_k": 0.1,
+    "q5_k": 0.06,
+    "q6_k": 0.025,
+}
+
+
+@pytest.mark.parametrize("dtype", LARGEST_ERRORS)
+def test_types_lose_only_their_precision(dtype, tmp_path, monkeypatch):
+    quantise = gguf.quants.quantize
+    types = gguf.GGMLQuantizationType
+    own = {
+        types.Q4_K: lambda array: quantise_with_offsets(array, 4),
+        types.Q5_K: lambda array: quantise_with_offsets(array, 5),
+        types.Q6_K: quantise_q6_k,
+    }
+    monkeypatch.setattr(
+        gguf.quants, "quantize", lambda x, t: own[t](x) if t in own else quantise(x, t)
+    )
+    folder = widen(make_folder(tmp_path / "hf", "llama3"))
+    back = round_trip(folder, tmp_path, dtype)
+    written = {
+        tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    }
+    assert written == {"F32", dtype.upper()}
+    before, after = (load_all(path) for path in (folder, back))
     assert before.keys() == after.keys()
-    worst = max(np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before)
-    assert 0 < worst < largest
+    errors = {k: np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before}
+    assert 0 < max(errors.values()) < LARGEST_ERRORS[dtype]
+    assert all(errors[name] == 0 for name in before if before[name].ndim == 1)
+
+
+def test_a_q8_0_round_trip_is_within_its_rounding(tmp_path):
+    folder = widen(make_folder(tmp_path / "hf", "llama3"))
+    back = round_trip(folder, tmp_path, "q8_0")
+    before, after = (load_all(path) for path in (folder, back))
+    for name in before:
+        if before[name].ndim == 1:
+            continue
+        blocks, errors = (a.reshape(-1, 32) for a in (before[name], before[name] - after[name]))
+        steps = np.abs(blocks).max(-1, keepdims=True) / 127
+        # Half a step, and the rounding of the step to float16.
+        assert (np.abs(errors) <= (0.5 + 127 / 2**11) * steps).all()
+    (tmp_path / "again").mkdir()
+    again = load_all(round_trip(back, tmp_path / "again", "q8_0"))
+    for name in before:
+        np.testing.assert_allclose(again[name], after[name], rtol=1e-3)
 
 
 def load_all(folder: pathlib.Path) -> dict[str, np.ndarray]:
