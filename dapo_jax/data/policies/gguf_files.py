@@ -231,6 +231,10 @@ def _load_config(folder: pathlib.Path) -> tuple[str, dict[str, Any], dict[str, A
         config["sliding_window"] = None
     if config["model_type"] == "qwen3" and config.get("attention_bias"):
         raise ValueError("llama.cpp has no biases in qwen3")
+    window, context = config.get("sliding_window"), config["max_position_embeddings"]
+    if window and window < context and config["model_type"] != "gemma3_text":
+        allowed = f"null or at least max_position_embeddings = {context}"
+        raise ValueError(f"sliding_window = {window}: must be {allowed}, as llama.cpp has none")
     if config["model_type"] == "gemma3_text":
         if config.get("query_pre_attn_scalar", config["head_dim"]) != _query_scalar(config):
             raise ValueError("llama.cpp knows only the published models' query_pre_attn_scalar")
