@@ -239,9 +239,15 @@ def load_all(folder: pathlib.Path) -> dict[str, np.ndarray]:
     return {k: v.astype(np.float32) for f in files for k, v in load_file(f).items()}
 
 
+def uint32(value: int) -> bytes:
+    return int(value).to_bytes(4, "little")
+
+
 def damage(content: bytes, kind: str) -> bytes:
     """Return a GGUF file that is damaged in a way."""
     middle = len(content) // 2
+    heads = b"llama.attention.head_count" + uint32(gguf.GGUFValueType.UINT32)
+    query = b"blk.0.attn_q.weight" + uint32(2) + (32).to_bytes(8, "little") * 2
     swaps = {
         "other architecture": (b"llama", b"llamb"),
         "unknown tensor": (b"blk.0.attn_q.weight", b"blk.0.attn_z.weight"),
@@ -249,6 +255,12 @@ def damage(content: bytes, kind: str) -> bytes:
         "unknown tokenizer": (b"gpt2", b"gpt9"),
         "unknown splits": (b"smollm", b"smollx"),
         "no end": (b"eos_token_id", b"eof_token_id"),
+        "no heads": (heads + uint32(4), heads + uint32(0)),
+        "other heads": (heads + uint32(4), heads + uint32(5)),
+        "other type": (
+            query + uint32(gguf.GGMLQuantizationType.F16),
+            query + uint32(gguf.GGMLQuantizationType.I16),
+        ),
     }
     if kind in swaps:
         old, new = swaps[kind]
@@ -266,11 +278,25 @@ def damage(content: bytes, kind: str) -> bytes:
     }[kind]
 
 
-DAMAGES = (
-    "empty|other magic|cut in the metadata|cut in the weights|version of the future|many tensors|"
-    "text|noise|other architecture|unknown tensor|missing key|unknown tokenizer|unknown splits|"
-    "no end"
-).split("|")
+DAMAGES = {
+    "empty": "damaged, incomplete or too new",
+    "other magic": "damaged, incomplete or too new: GGUF magic invalid",
+    "cut in the metadata": "damaged, incomplete or too new",
+    "cut in the weights": "damaged, incomplete or too new",
+    "version of the future": "damaged, incomplete or too new: .* version 99",
+    "many tensors": "damaged, incomplete or too new",
+    "text": "damaged, incomplete or too new: GGUF magic invalid",
+    "noise": "damaged, incomplete or too new",
+    "other architecture": "general.architecture = 'llamb': must be one of",
+    "unknown tensor": "its tensor blk.0.attn_z.weight is not known",
+    "missing key": "its metadata lack llama.block_count",
+    "unknown tokenizer": "tokenizer.ggml.model = 'gpt9': must be one of",
+    "unknown splits": "tokenizer.ggml.pre = 'smollx': must be one of .*'tekken'",
+    "no end": "its metadata lack tokenizer.ggml.eos_token_id",
+    "no heads": "llama.attention.head_count = 0: must be a positive number",
+    "other heads": "layers.0.self_attn.q_proj has 32 rows: must have 40",
+    "other type": "blk.0.attn_q.weight has type I16: must be one of F32, F16",
+}
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +311,7 @@ def test_a_damaged_file_is_one_line(kind, gguf_content, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "model.gguf"
     path.write_bytes(damage(gguf_content, kind))
-    with pytest.raises(ConfigError, match="model.folder = .*can't be read as a GGUF") as error:
+    with pytest.raises(ConfigError, match=f"read as a GGUF file: .*{DAMAGES[kind]}") as error:
         model_path(path)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("cache/**/config.json"))

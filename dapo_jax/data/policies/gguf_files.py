@@ -103,7 +103,11 @@ def _open(path: pathlib.Path) -> tuple[_Metadata, dict[str, Any]]:
     """Return metadata and tensors of a file. Raises ValueError."""
     import gguf  # pyright: ignore[reportMissingImports]: an extra
 
-    reader = gguf.GGUFReader(str(path))
+    try:
+        reader = gguf.GGUFReader(str(path))
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:  # damage can break the package anywhere
+        raise ValueError(f"damaged, incomplete or too new: {error}") from None
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in TYPES:
             allowed = f"must be one of {', '.join(TYPES)}"
@@ -111,7 +115,7 @@ def _open(path: pathlib.Path) -> tuple[_Metadata, dict[str, Any]]:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in tensors:
         raise ValueError("it has no tensor token_embd.weight")
-    return _Metadata({name: field.contents() for name, field in reader.fields.items()}), tensors
+    return _Metadata(metadata), tensors
 
 
 def _dequantise(tensor: Any) -> np.ndarray:
@@ -282,6 +286,9 @@ def _transform(
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     part = module.rpartition(".")[2]
     if architecture.is_rotary_interleaved and part in heads:
+        rows = config[heads[part]] * config["head_dim"]
+        if len(array) != rows:
+            raise ValueError(f"{module} has {len(array)} rows: must have {rows}")
         halves = (2, -1) if to_file else (-1, 2)
         pairs = array.reshape(config[heads[part]], *halves, *array.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
