@@ -9,7 +9,8 @@ import itertools
 import json
 import os
 import pathlib
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -20,29 +21,20 @@ from tokenizers import processors as post_processors
 
 from dapo_jax.runtime.settings import ConfigError
 
+CONVERSION = 2  # increased if a file would be converted into another folder
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # that can be dequantised
 
 
-class Architecture(NamedTuple):
-    """How a family's files differ from its Hugging Face folders.
-
-    Attributes:
-        model_types: of config.json; the first unless the file has sliding windows.
-        is_rotary_interleaved: rows of queries and keys alternate between the rotary halves.
-        norm_offset: number that a file adds to the scales of norms.
-    """
-
-    model_types: tuple[str, ...]
-    is_rotary_interleaved: bool = False
-    norm_offset: float = 0.0
-
-
+# Names of architectures in files by `model_type` of config.json.
 ARCHITECTURES = {
-    "llama": Architecture(("llama", "mistral"), is_rotary_interleaved=True),
-    "qwen2": Architecture(("qwen2",)),
-    "qwen3": Architecture(("qwen3",)),
-    "gemma3": Architecture(("gemma3_text",), norm_offset=1.0),
+    "llama": "llama",
+    "mistral": "llama",  # with sliding windows
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
 }
+INTERLEAVED = ("llama", "mistral")  # rows of queries and keys alternate between rotary halves
+NORM_OFFSETS = {"gemma3_text": 1.0}  # that a file adds to the scales of norms
 # Modules of a Hugging Face folder; the package `gguf` knows their names in a file.
 TOP_MODULES = ["model.embed_tokens", "model.norm", "lm_head"]
 LAYER_MODULES = (
@@ -50,6 +42,7 @@ LAYER_MODULES = (
     "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj self_attn.q_norm "
     "self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
 ).split()
+ROTARY_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # Keys of a file, below the name of its architecture, and their fields in config.json.
 REQUIRED_FIELDS = {
     "block_count": "num_hidden_layers",
@@ -159,17 +152,17 @@ def _read_field(name: str, value: Any, field: str) -> int | float:
 def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json."""
     name = metadata["general.architecture"]
-    _require_key("general.architecture", name, ARCHITECTURES)
-    is_windowed = bool(metadata.get(f"{name}.attention.sliding_window"))
+    _require_key("general.architecture", name, dict.fromkeys(ARCHITECTURES.values()))
+    kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == name]
     config = {
-        "model_type": ARCHITECTURES[name].model_types[-1 if is_windowed else 0],
+        "model_type": kinds[-1 if metadata.get(f"{name}.attention.sliding_window") else 0],
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": "float32",
     }
-    for key, field in FIELDS.items():
-        key = f"{name}.{key}"
-        if key.removeprefix(f"{name}.") in REQUIRED_FIELDS or metadata.get(key):
+    for suffix, field in FIELDS.items():
+        key = f"{name}.{suffix}"
+        if suffix in REQUIRED_FIELDS or metadata.get(key):
             value = _read_field(key, metadata[key], field)
             if config.setdefault(field, value) != value:
                 raise ValueError(f"{key} = {value}: must be {config[field]}, the {field}")
@@ -206,9 +199,9 @@ def _read_scaling(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _rope_factors(config: dict[str, Any], scaling: dict[str, Any]) -> np.ndarray:
+def _rope_factors(config: dict[str, Any]) -> np.ndarray:
     """Invert `_read_scaling`."""
-    size = config["head_dim"]
+    size, scaling = config["head_dim"], config["rope_scaling"]
     waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, size, 2) / size)
     factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
     turns = scaling["original_max_position_embeddings"] / waves
@@ -216,106 +209,103 @@ def _rope_factors(config: dict[str, Any], scaling: dict[str, Any]) -> np.ndarray
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
-def _load_config(folder: pathlib.Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return llama.cpp's architecture of a folder, its config and its scaling of the rotation.
+def _load_config(folder: pathlib.Path) -> dict[str, Any]:
+    """Return the config of a folder, with the field names of older folders.
 
-    Fields of newer folders are renamed to those of older ones. Raises ValueError for settings that
-    llama.cpp derives, if the folder has other ones.
+    Raises ValueError for settings that llama.cpp derives, if the folder has other ones.
     """
     config = json.loads((folder / "config.json").read_text())
-    names = {kind: name for name, a in ARCHITECTURES.items() for kind in a.model_types}
-    _require_key("model_type", config["model_type"], names)
+    model_type = config["model_type"]
+    _require_key("model_type", model_type, ARCHITECTURES)
     rope = config.get("rope_parameters") or {}
     scaling = rope.get("full_attention", rope) or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    config["rope_scaling"] = scaling | {"rope_type": kind}
     config["rope_theta"] = scaling.get("rope_theta") or config.get("rope_theta") or 1e4
     if local := rope.get("sliding_attention", {}).get("rope_theta"):
         config["rope_local_base_freq"] = local
     _add_defaults(config)
     if not config.get("use_sliding_window", True):
         config["sliding_window"] = None
-    if config["model_type"] == "qwen3" and config.get("attention_bias"):
+    if model_type == "qwen3" and config.get("attention_bias"):
         raise ValueError("llama.cpp has no biases in qwen3")
     window, context = config.get("sliding_window"), config["max_position_embeddings"]
-    if window and window < context and config["model_type"] != "gemma3_text":
-        allowed = f"null or at least max_position_embeddings = {context}"
-        raise ValueError(f"sliding_window = {window}: must be {allowed}, as llama.cpp has none")
-    if config["model_type"] == "gemma3_text":
-        if config.get("query_pre_attn_scalar", config["head_dim"]) != _query_scalar(config):
-            raise ValueError("llama.cpp knows only the published models' query_pre_attn_scalar")
-        layers = range(1, config["num_hidden_layers"] + 1)
-        kinds = ["sliding_attention" if number % 6 else "full_attention" for number in layers]
-        if config.get("layer_types", kinds) != kinds:
-            raise ValueError("llama.cpp needs full attention in every sixth layer, and only there")
-    return names[config["model_type"]], config, scaling
+    if model_type != "gemma3_text":
+        if window and window < context:
+            allowed = f"null or at least max_position_embeddings = {context}"
+            raise ValueError(f"sliding_window = {window}: must be {allowed} in {model_type}")
+        return config
+    if config.get("query_pre_attn_scalar", config["head_dim"]) != _query_scalar(config):
+        raise ValueError("llama.cpp knows only the published models' query_pre_attn_scalar")
+    layers = range(1, config["num_hidden_layers"] + 1)
+    kinds = ["sliding_attention" if number % 6 else "full_attention" for number in layers]
+    if config.get("layer_types", kinds) != kinds:
+        raise ValueError("llama.cpp needs full attention in every sixth layer, and only there")
+    return config
 
 
-def _write_config(writer: Any, name: str, config: dict[str, Any], scaling: dict[str, Any]) -> None:
+def _write_config(writer: Any, config: dict[str, Any]) -> None:
+    name = ARCHITECTURES[config["model_type"]]
     writer.add_vocab_size(config["vocab_size"])
     for key, field in FIELDS.items():
         if value := config.get(field):
             add = writer.add_float32 if field in FLOAT_FIELDS else writer.add_uint32
             add(f"{name}.{key}", value)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    _require_key("rope_scaling's type", kind, ("default", "linear", "llama3"))
-    if kind == "linear":
+    scaling = config["rope_scaling"]
+    _require_key("rope_scaling's type", scaling["rope_type"], ("default", "linear", "llama3"))
+    if scaling["rope_type"] == "linear":
         writer.add_string(f"{name}.rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(scaling["factor"])
-    elif kind == "llama3":
-        writer.add_tensor(ROPE_FACTORS, _rope_factors(config, scaling))
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
-def _modules(name: str, layers: int) -> dict[str, str]:
-    """Return the modules of a Hugging Face folder by their names in files of an architecture."""
+def _modules(config: dict[str, Any]) -> dict[str, str]:
+    """Return the modules of a Hugging Face folder by their names in a file."""
     import gguf  # pyright: ignore[reportMissingImports]: an extra
 
-    kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(kinds[name], layers)
-    modules = [*TOP_MODULES]
-    modules += [f"model.layers.{i}.{part}" for i in range(layers) for part in LAYER_MODULES]
-    return {in_file: module for module in modules if (in_file := table.get_name(module))}
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    layers = config["num_hidden_layers"]
+    table = gguf.get_tensor_name_map(kinds[ARCHITECTURES[config["model_type"]]], layers)
+    modules = [f"model.layers.{i}.{part}" for i in range(layers) for part in LAYER_MODULES]
+    return {name: part for part in TOP_MODULES + modules if (name := table.get_name(part))}
 
 
 def _transform(
-    array: np.ndarray, module: str, name: str, config: dict[str, Any], *, to_file: bool
+    array: np.ndarray, module: str, config: dict[str, Any], *, to_file: bool
 ) -> np.ndarray:
     """Return a module's float32 array in the layout of a file, or of a Hugging Face folder."""
-    architecture = ARCHITECTURES[name]
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     part = module.rpartition(".")[2]
-    if architecture.is_rotary_interleaved and part in heads:
-        rows = config[heads[part]] * config["head_dim"]
+    if config["model_type"] in INTERLEAVED and part in ROTARY_HEADS:
+        heads = config[ROTARY_HEADS[part]]
+        rows = heads * config["head_dim"]
         if len(array) != rows:
             raise ValueError(f"{module} has {len(array)} rows: must have {rows}")
         halves = (2, -1) if to_file else (-1, 2)
-        pairs = array.reshape(config[heads[part]], *halves, *array.shape[1:])
+        pairs = array.reshape(heads, *halves, *array.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
-    if architecture.norm_offset and part.endswith("norm"):
-        return array + np.float32(
-            architecture.norm_offset if to_file else -architecture.norm_offset
-        )
+    if part.endswith("norm") and (offset := NORM_OFFSETS.get(config["model_type"])):
+        return array + np.float32(offset if to_file else -offset)
     return array
 
 
-def _save_weights(
-    tensors: dict[str, Any], name: str, config: dict[str, Any], folder: pathlib.Path
-) -> None:
+def _save_weights(tensors: dict[str, Any], config: dict[str, Any], folder: pathlib.Path) -> None:
     """Write the dequantised tensors of each layer as a safetensors file, and their index."""
-    modules = _modules(name, config["num_hidden_layers"])
+    modules = _modules(config)
     weight_map: dict[str, str] = {}
     names = [tensor for tensor in tensors if tensor != ROPE_FACTORS]
     layers = itertools.groupby(names, key=lambda tensor: tensor.split(".")[:2])
     for number, (_, layer) in enumerate(layers, 1):
         arrays = {}
         for tensor in layer:
-            in_file, _, kind = tensor.rpartition(".")
-            if in_file not in modules:
+            name, _, kind = tensor.rpartition(".")
+            if name not in modules:
                 raise ValueError(f"its tensor {tensor} is not known")
             array = _dequantise(tensors[tensor])
-            module = modules[in_file]
-            arrays[f"{module}.{kind}"] = _transform(array, module, name, config, to_file=False)
+            arrays[f"{modules[name]}.{kind}"] = _transform(
+                array, modules[name], config, to_file=False
+            )
         file = f"model-{number:05d}.safetensors"
         save_file(arrays, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(arrays, file)
@@ -323,15 +313,17 @@ def _save_weights(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _write_weights(
-    writer: Any, name: str, config: dict[str, Any], folder: pathlib.Path, dtype: str
-) -> None:
+def _file_tensors(
+    config: dict[str, Any], folder: pathlib.Path, dtype: str
+) -> Iterator[tuple[str, np.ndarray, Any]]:
+    """Yield name, numbers or bytes, and type of every tensor of a file."""
     import gguf  # pyright: ignore[reportMissingImports]: an extra
 
-    matrix_type = gguf.GGMLQuantizationType[dtype.upper()]
+    matrix_type, vector_type = (gguf.GGMLQuantizationType[d] for d in (dtype.upper(), "F32"))
+    if config["rope_scaling"].get("rope_type") == "llama3":
+        yield ROPE_FACTORS, _rope_factors(config), vector_type
     block = gguf.GGML_QUANT_SIZES[matrix_type][0]
-    modules = _modules(name, config["num_hidden_layers"])
-    names = {module: in_file for in_file, module in modules.items()}
+    names = {module: name for name, module in _modules(config).items()}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np") as stored:
             for tensor in stored.keys():  # noqa: SIM118
@@ -339,11 +331,10 @@ def _write_weights(
                 if module not in names:
                     raise ValueError(f"GGUF has no name for its tensor {tensor}")
                 array = np.asarray(stored.get_tensor(tensor), np.float32)
-                array = _transform(array, module, name, config, to_file=True)
+                array = _transform(array, module, config, to_file=True)
                 is_plain = array.ndim == 1 or array.shape[-1] % block
-                of_type = gguf.GGMLQuantizationType.F32 if is_plain else matrix_type
-                array = gguf.quants.quantize(array, of_type)
-                writer.add_tensor(f"{names[module]}.{kind}", array, raw_dtype=of_type)
+                of_type = vector_type if is_plain else matrix_type
+                yield f"{names[module]}.{kind}", gguf.quants.quantize(array, of_type), of_type
 
 
 # --- tokenizer ------------------------------------------------------------------------------------
@@ -438,13 +429,13 @@ def _split_name(tokenizer: dict[str, Any]) -> str:
     raise ValueError("GGUF export does not know the splits of its tokenizer")
 
 
-def _write_tokenizer(writer: Any, folder: pathlib.Path, vocab_size: int) -> None:
+def _write_tokenizer(writer: Any, folder: pathlib.Path, config: dict[str, Any]) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     model = tokenizer["model"]
     known = {index: (token, NORMAL) for token, index in model["vocab"].items()}
     for entry in tokenizer["added_tokens"]:
         known[entry["id"]] = entry["content"], CONTROL if entry["special"] else USER_DEFINED
-    padded = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(vocab_size)]
+    padded = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(config["vocab_size"])]
     tokens = [token for token, _ in padded]
     types = [kind for _, kind in padded]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
@@ -463,17 +454,21 @@ def _write_tokenizer(writer: Any, folder: pathlib.Path, vocab_size: int) -> None
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_add_bos_token('"TemplateProcessing"' in json.dumps(tokenizer.get("post_processor")))
-    _write_special_tokens(writer, folder, tokens)
+    settings = dict(config)
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        values = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        settings |= {field: value for field, value in values.items() if value is not None}
+    _write_special_tokens(writer, settings, tokens)
+    jinja = folder / "chat_template.jinja"
+    template = jinja.read_text() if jinja.exists() else settings.get("chat_template")
+    if isinstance(template, str):
+        writer.add_chat_template(template)
 
 
-def _write_special_tokens(writer: Any, folder: pathlib.Path, tokens: list[str]) -> None:
-    settings, generation = (
-        json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-        for name in ("tokenizer_config.json", "generation_config.json")
-    )
-    ends = generation.get("eos_token_id", [])
+def _write_special_tokens(writer: Any, settings: dict[str, Any], tokens: list[str]) -> None:
+    ends = settings.get("eos_token_id") or []
     ends = ends if isinstance(ends, list) else [ends]
-    ids = {"pad": generation.get("pad_token_id"), "eos": ends[0] if ends else None}
+    ids = {"pad": settings.get("pad_token_id"), "eos": ends[0] if ends else None}
     for name in ("bos", "eos"):
         token = settings.get(f"{name}_token")
         text = token.get("content") if isinstance(token, dict) else token
@@ -483,10 +478,6 @@ def _write_special_tokens(writer: Any, folder: pathlib.Path, tokens: list[str]) 
     for name, key in SPECIAL_TOKENS.items():
         if ids.get(name) is not None:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", ids[name])
-    jinja = folder / "chat_template.jinja"
-    template = jinja.read_text() if jinja.exists() else settings.get("chat_template")
-    if isinstance(template, str):
-        writer.add_chat_template(template)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -498,7 +489,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
     config = _read_config(metadata, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     _save_tokenizer(metadata, folder)
-    _save_weights(tensors, metadata["general.architecture"], config, folder)
+    _save_weights(tensors, config, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2))  # last: it is complete
 
 
@@ -510,15 +501,18 @@ def write(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
     """
     import gguf  # pyright: ignore[reportMissingImports]: an extra
 
-    name, config, scaling = _load_config(folder)
-    writer = gguf.GGUFWriter(path, name)
+    config = _load_config(folder)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
     writer.add_name(path.stem)
-    _write_config(writer, name, config, scaling)
-    _write_tokenizer(writer, folder, config["vocab_size"])
-    _write_weights(writer, name, config, folder, dtype)
+    _write_config(writer, config)
+    _write_tokenizer(writer, folder, config)
+    for name, array, kind in _file_tensors(config, folder, dtype):
+        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for _, array, _ in _file_tensors(config, folder, dtype):  # again, to hold only one of them
+        writer.write_tensor_data(array)
     writer.close()
 
 
@@ -530,7 +524,7 @@ def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
     """
     status = path.stat()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    source = repr((str(path.resolve()), status.st_size, status.st_mtime_ns))
+    source = repr((CONVERSION, str(path.resolve()), status.st_size, status.st_mtime_ns))
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     folder = pathlib.Path(cache, "dapo_jax_models", digest, path.stem)
     folder.parent.mkdir(parents=True, exist_ok=True)
