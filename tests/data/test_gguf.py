@@ -21,8 +21,14 @@ gguf = pytest.importorskip("gguf")
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/models"
 FAMILIES = (
     "gemma3 llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 "
-    "qwen2_bfloat16_sharded mistral"
+    "qwen2_bfloat16_sharded"
 ).split()
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
+CHANGED = {  # changes of the fixture llama3
+    "mistral": {"model_type": "mistral", "sliding_window": 2048, "rope_parameters": None},
+    "llama3_linear": {"rope_parameters": LINEAR},
+}
+FAMILIES += CHANGED
 TEXTS = [
     "Tom's 12 apples + 345 more.",
     " naïve 你好\n\n ok",
@@ -63,7 +69,7 @@ def train_tokenizer(kind: str) -> Tokenizer:
 
 def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> pathlib.Path:
     """Copy a fixture of a family and give it a tokenizer, a chat template and end ids."""
-    shutil.copytree(FIXTURES / ("llama3" if family == "mistral" else family), folder)
+    shutil.copytree(FIXTURES / ("llama3" if family in CHANGED else family), folder)
     backend = train_tokenizer(kind)
     values = json.loads(backend.to_str())
     values["added_tokens"] = [t for t in values["added_tokens"] if t["content"] in SPECIAL]
@@ -78,8 +84,7 @@ def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> path
     config["vocab_size"] += added
     if family == "gemma3":  # as in the published models
         config |= {"layer_types": ["sliding_attention"] * 3, "query_pre_attn_scalar": 16}
-    if family == "mistral":
-        config |= {"model_type": "mistral", "sliding_window": 2048, "rope_parameters": None}
+    config |= CHANGED.get(family, {})
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"eos_token": "<|end|>", "chat_template": "{{ messages[0]['content'] }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -254,6 +259,7 @@ def damage(content: bytes, kind: str) -> bytes:
         "missing key": (b"llama.block_count", b"llama.block_coumt"),
         "unknown tokenizer": (b"gpt2", b"gpt9"),
         "unknown splits": (b"smollm", b"smollx"),
+        "no splits": (b"tokenizer.ggml.pre", b"tokenizer.ggml.prx"),
         "no end": (b"eos_token_id", b"eof_token_id"),
         "no heads": (heads + uint32(4), heads + uint32(0)),
         "other heads": (heads + uint32(4), heads + uint32(5)),
@@ -292,6 +298,7 @@ DAMAGES = {
     "missing key": "its metadata lack llama.block_count",
     "unknown tokenizer": "tokenizer.ggml.model = 'gpt9': must be one of",
     "unknown splits": "tokenizer.ggml.pre = 'smollx': must be one of .*'tekken'",
+    "no splits": "its metadata lack tokenizer.ggml.pre",
     "no end": "its metadata lack tokenizer.ggml.eos_token_id",
     "no heads": "llama.attention.head_count = 0: must be a positive number",
     "other heads": "layers.0.self_attn.q_proj has 32 rows: must have 40",
