@@ -59,10 +59,7 @@ FILE = "doctor.json"
 MODEL = "Qwen2.5-0.5B"
 TINY = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"intermediate_size": 1024, "vocab_size": 512}
-PACKAGES = (
-    "dapo_jax jax jaxlib libtpu jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint "
-    "numpy"
-).split()
+PACKAGES = "dapo_jax jax jaxlib libtpu jax-cuda12-plugin flax optax orbax-checkpoint numpy".split()
 # Chips by a part of the name of their devices; the first match counts.
 KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6": "v6e", "v5": "v5p", "v4": "v4"}
 KINDS |= {"h100": "h100", "h200": "h200"}
@@ -107,12 +104,7 @@ def run_attention(
 ) -> tuple[Any, float]:
     """Return gradients and output of attention over random rows, and the seconds of a call.
 
-    Args:
-        name: Key of TRAINING_ATTENTION.
-        mesh: Devices.
-        dtype: Type of queries, keys and values.
-        shape: Tokens of a row, width of a head.
-        window: Sliding window.
+    `shape` is the number of tokens of a row and the width of a head.
     """
     tokens, width = shape
     rng = np.random.default_rng(0)
@@ -204,11 +196,9 @@ class RandomPolicy:
         values = self.layout.learners.policy.score(state.params, rollouts, used).values
         trained = rollouts.response_index >= 0
         sampled, scored = rollouts.sampler_logprobs[trained], np.asarray(values)[trained]
-        figures = {"difference": float(np.abs(sampled - scored).max())}
-        return figures | {
-            "limit": LOGPROB_LIMITS[self.layout.config.compute.dtype],
-            "tokens": len(scored),
-        }
+        limit = LOGPROB_LIMITS[self.layout.config.compute.dtype]
+        difference = float(np.abs(sampled - scored).max())
+        return {"difference": difference, "limit": limit, "tokens": len(scored)}
 
     def train(self, state: TrainState, step: int) -> tuple[TrainState, Figures]:
         """Sample and update; return the new state and the measured figures."""
@@ -217,7 +207,7 @@ class RandomPolicy:
         packing = config.packing
         rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
         signs = np.resize([1.0, -1.0], len(segments))
-        estimates = Estimates(broadcast_to_tokens(signs, rollouts.response_index))
+        estimates = Estimates(broadcast_to_tokens(signs, np.asarray(rollouts.response_index)))
         scored, budget = ScoredBatch(rollouts, None), config.drawn_budget()
         batch = make_batch(scored, segments, estimates, config.algorithm, budget)
         before_update = time.perf_counter()
@@ -329,12 +319,12 @@ class Machine:
         name = next((chip for part, chip in KINDS.items() if part in kind), "")
         if name:
             return name, CHIPS[name]
-        flops = 1e12 * self.rates()["tflops"]
+        flops = 1e12 * self.rates["tflops"]
         return "cpu", dataclasses.replace(CHIPS["cpu"], flops_per_second=flops)
 
-    @functools.cache
+    @functools.cached_property
     def rates(self) -> Figures:
-        """Measure a product and a copy of matrices on a device while all devices work."""
+        """Measured speed of a device at products and copies of matrices while all devices work."""
         mesh, side = sharding.make_mesh(1, -1, 1, self.devices), self.sizes.matrix
         rows = jnp.ones((len(self.devices) * side, side), self.dtype)
         rows = jax.device_put(rows, sharding.sharding(mesh, "batch"))
@@ -363,7 +353,7 @@ class Machine:
         count, on_cpu = len(self.devices), self.platform == "cpu"
         rows = max(4, count) if on_cpu else 8 * count
         values = (config_values(MODEL) or {}) | (TINY if tiny else {})
-        sampler = {"slots": rows, "max_response_tokens": tokens, "prefill_prompts": 1}
+        sampler: Any = {"slots": rows, "max_response_tokens": tokens, "prefill_prompts": 1}
         with tempfile.TemporaryDirectory() as folder:
             pathlib.Path(folder, "config.json").write_text(json.dumps(values))
             config = experiment.Config(
@@ -396,7 +386,7 @@ class Machine:
         yield "versions", self.versions
         yield "devices", self.describe
         yield "host", self.host
-        yield "matrix product and copy", self.rates
+        yield "matrix product and copy", lambda: self.rates
         yield from self.attention_checks()
         for cache in ("slots", "paged"):
             check = functools.partial(self.policy, True, cache)
