@@ -19,6 +19,7 @@ COMMANDS = {
     "export": "write a checkpoint as a model folder in the Hugging Face layout",
     "serve": "answer requests over gRPC and OpenAI's HTTP protocol",
     "plan": "estimate whether a run fits a machine, and the time of a step",
+    "doctor": "check this machine: devices, kernels, decoding, training steps, disks",
     "report": "write one or more runs as an HTML page",
     "replay": "recompute a skipped batch and find its non-finite values",
     "completion": "print a script that completes commands and settings in bash or zsh",

@@ -30,6 +30,7 @@ KINDS = {
     "dpo": (DpoConfig, []),
 }
 FLAGS_ONLY = {"export": ExportConfig, "serve": ServeConfig, "report": ReportConfig}
+DOCTOR_FLAGS = ["--short", "--out=", "--bucket="]
 INIT_FLAGS = "data out question answer model lora".split()
 SCRIPT = """\
 _dapo_jax() {{
@@ -58,6 +59,7 @@ def _flags(names: Iterable[str], prefix: str = "") -> list[str]:
 def script(shell: str) -> str:
     """Return the completion script for a shell."""
     words = {"init": _flags(INIT_FLAGS), "configs": ["show", *shipped_configs()]}
+    words["doctor"] = DOCTOR_FLAGS
     for command, (kind, flags) in KINDS.items():
         settings = _flags([name for name, _, _ in leaves(kind())], "config.")
         words[command] = [*shipped_configs(kind), *_flags(flags), *settings]
