@@ -50,14 +50,14 @@ def test_the_fuzzer_finds_nothing():
     assert "nothing did harm" in run("verifier/fuzz_verifier.py", "--minutes", 0.02)
 
 
-def test_gold_answers_equal_themselves(tmp_path):
+def test_gold_answers_equal_themselves(tmp_path, run_here):
     rows = [
         {"problem": "Add $1+1$.", "answer": "2", "solution": r"It is \boxed{2}."},
         {"problem": "Factor $x^2-1$.", "answer": "(x-1)(x+1)", "solution": r"\boxed{(x+1)(x-1)}"},
     ]
     path = tmp_path / "few.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output = run("benchmarks/gold.py", path)
+    output = run_here("gold", path)
     assert "| 2 | 0 | 2 of 2 | 2 of 2 | 2 of 2 |" in output
 
 
