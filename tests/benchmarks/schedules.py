@@ -217,9 +217,12 @@ def show_fill() -> None:
         bench.print_row([name, *(f"{share:.0%}" for share in shares), shape])
 
 
-if __name__ == "__main__":
+def main() -> None:
     tables = {"pages": show_pages, "price": show_price, "fill": show_fill}
-    if sys.argv[1:2] and sys.argv[1] in tables:
-        tables[sys.argv.pop(1)]()
-    else:
+    if not (sys.argv[1:2] and sys.argv[1] in tables):
         raise SystemExit(f"usage: schedules.py {'|'.join(tables)} [--help]")
+    tables[sys.argv.pop(1)]()
+
+
+if __name__ == "__main__":
+    main()
