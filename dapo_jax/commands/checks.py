@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
-from dapo_jax.config.files import command_for_folder
+from dapo_jax.config.files import config_for_folder
 from dapo_jax.config.user_code import resolve
 from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, open_template
@@ -108,8 +108,9 @@ def check_models(config: Any) -> None:
         require(folder or name != "model.folder", name, folder, allowed)
         if name in FOLDERS and folder and not is_remote(folder):
             if not pathlib.Path(folder).exists():
-                command = command_for_folder(SftConfig, "sft", folder)
-                require(not command, name, folder, f"a folder that exists; {command} makes it")
+                base = config_for_folder(SftConfig, folder)
+                allowed = f"a folder that exists; dapo-jax sft {base} makes it"
+                require(not base, name, folder, allowed)
             check_weights(folder, name)
     if config.lora.folder:
         from dapo_jax.model import load_huggingface, peft_adapters

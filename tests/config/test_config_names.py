@@ -8,7 +8,7 @@ from command_lines import load, run_shown
 from dapo_jax.__main__ import COMMANDS
 from dapo_jax.algorithms import preset
 from dapo_jax.config.experiment import Config, SftConfig
-from dapo_jax.config.files import command_for_folder, read_config, shipped_configs
+from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -61,8 +61,8 @@ def test_configs_are_listed_and_shown(monkeypatch, capsys, tmp_path):
 def test_missing_base_names_the_command_that_makes_it():
     made = {"runs/calculator_base": "calculator_base", "runs/arithmetic_sft": "arithmetic_sft"}
     for folder, name in made.items():
-        assert command_for_folder(SftConfig, "sft", folder) == f"dapo-jax sft {name}"
-    assert not command_for_folder(SftConfig, "sft", "runs/other")
+        assert config_for_folder(SftConfig, folder) == name
+    assert not config_for_folder(SftConfig, "runs/other")
 
 
 @pytest.mark.parametrize(("line", "expected"), [
