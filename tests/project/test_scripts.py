@@ -67,9 +67,9 @@ def test_the_verifier_is_timed():
     assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
 
 
-def test_loading_is_measured_on_a_folder():
+def test_loading_is_measured_on_a_folder(run_here):
     folder = ROOT / "tests/fixtures/models/qwen3"
-    assert json.loads(run("benchmarks/loading.py", folder, "measure"))["files"] > 0
+    assert json.loads(run_here("loading", folder, "measure"))["files"] > 0
 
 
 def test_pages_decode_more_responses_at_once(run_here):
@@ -122,8 +122,8 @@ def test_growth_is_measured_and_drawn(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_seconds_go_to_kinds_of_operations():
-    output = run("benchmarks/ours.py", "--profile", "--only", "rollout", "--workload", "smoke")
+def test_seconds_go_to_kinds_of_operations(run_here):
+    output = run_here("ours", "--profile", "--only", "rollout", "--workload", "smoke")
     assert "| matrix products |" in output and "| waiting |" in output
 
 
