@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from dapo_jax.runtime.limits import check_limits
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.runtime.streams import BrokenPipeSafeStream, has_reader
 
 COMMANDS = {
@@ -84,8 +84,9 @@ def run_command() -> int:
         print(f"dapo-jax {__version__}")
         return 0
     if name not in COMMANDS:
-        wrong = f"error: {name!r}: there is no such command\n\n" if name else ""
-        print(f"{wrong}{usage()}", file=sys.stderr)
+        hint = nearest(name, COMMANDS, cutoff=0.6)
+        wrong = f"error: {name!r}: there is no such command{hint} (--help lists all)"
+        print(wrong if name else usage(), file=sys.stderr)
         return 2
     if name not in WITHOUT_JAX:
         try:
