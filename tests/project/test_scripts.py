@@ -10,7 +10,6 @@ import sys
 
 import bench
 import pytest
-import talk
 
 ROOT = pathlib.Path(__file__).parents[2]
 ONE_DEVICE = " --xla_force_host_platform_device_count=1"  # the last such flag counts
@@ -50,14 +49,14 @@ def test_the_fuzzer_finds_nothing():
     assert "nothing did harm" in run("verifier/fuzz_verifier.py", "--minutes", 0.02)
 
 
-def test_gold_answers_equal_themselves(tmp_path, run_here):
+def test_gold_answers_equal_themselves(tmp_path):
     rows = [
         {"problem": "Add $1+1$.", "answer": "2", "solution": r"It is \boxed{2}."},
         {"problem": "Factor $x^2-1$.", "answer": "(x-1)(x+1)", "solution": r"\boxed{(x+1)(x-1)}"},
     ]
     path = tmp_path / "few.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output = run_here("gold", path)
+    output = run("benchmarks/gold.py", path)
     assert "| 2 | 0 | 2 of 2 | 2 of 2 | 2 of 2 |" in output
 
 
@@ -67,9 +66,9 @@ def test_the_verifier_is_timed():
     assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
 
 
-def test_loading_is_measured_on_a_folder(run_here):
+def test_loading_is_measured_on_a_folder():
     folder = ROOT / "tests/fixtures/models/qwen3"
-    assert json.loads(run_here("loading", folder, "measure"))["files"] > 0
+    assert json.loads(run("benchmarks/loading.py", folder, "measure"))["files"] > 0
 
 
 def test_what_shared_prompts_save_is_computed_and_timed(run_here):
@@ -83,17 +82,17 @@ def test_what_shared_prompts_save_is_computed_and_timed(run_here):
     assert shared["positions"] < separate["positions"] and min(shared.values()) > 0
 
 
-def test_pages_decode_more_responses_at_once(run_here):
+def test_pages_decode_more_responses_at_once():
     sizes = ("--gib", 0.5, "--max_response", 2000, "--max_prompt", 100, "--median", 200)
-    output = run_here("schedules", "pages", *sizes, "--responses", 64, "--slots", 8, 16)
+    output = run("benchmarks/schedules.py", "pages", *sizes, "--responses", 64, "--slots", 8, 16)
     slots, ragged, few, many = map(json.loads, output.splitlines())
     assert slots["side_by_side_most"] == slots["slots"] < few["slots"]
     assert many["decode_steps"] < few["decode_steps"] < slots["decode_steps"]
     assert many["seconds"] < few["seconds"] < ragged["seconds"] <= slots["seconds"]
 
 
-def test_the_hosts_part_of_a_step_is_measured(run_here):
-    output = run_here("hosts", "--responses", 64, "--tokens", 60, "--processes", 3)
+def test_the_hosts_part_of_a_step_is_measured():
+    output = run("benchmarks/hosts.py", "--responses", 64, "--tokens", 60, "--processes", 3)
     lines = output.splitlines()
     figures = json.loads(lines[-1])
     assert figures["tokens"] > 1000 and figures["files"] > 0 and figures["bursts"] > 4
@@ -103,9 +102,9 @@ def test_the_hosts_part_of_a_step_is_measured(run_here):
     assert figures["beside"]["journal"] > figures["seconds"]["journal"]
 
 
-def test_the_price_of_dynamic_sampling_is_compared_with_the_ideal(run_here):
+def test_the_price_of_dynamic_sampling_is_compared_with_the_ideal():
     sizes = ("--prompts", 8, "--samples", 4, "--slots", 16, "--steps", 6, "--kept", 0.4)
-    table = run_here("schedules", "price", *sizes).splitlines()
+    table = run("benchmarks/schedules.py", "price", *sizes).splitlines()
     rounds, none, _, carried = (float(cell.split()[0]) for cell in table[2].split("|")[3:-1])
     assert 1 < carried < max(none, rounds)  # so few steps show no more
 
@@ -119,8 +118,8 @@ def test_our_benchmark_and_the_comparison_run():
     assert len(table) == 3 and table[-1].startswith("| smoke | update |")
 
 
-def test_chosen_rows_are_fuller(run_here):
-    rows = run_here("schedules", "fill").splitlines()[2:]
+def test_chosen_rows_are_fuller():
+    rows = run("benchmarks/schedules.py", "fill").splitlines()[2:]
     shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
     assert len(shares) == 5 and all(chosen >= given for given, chosen in shares)
 
@@ -133,15 +132,14 @@ def test_growth_is_measured_and_drawn(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_seconds_go_to_kinds_of_operations(run_here):
-    output = run_here("ours", "--profile", "--only", "rollout", "--workload", "smoke")
+def test_seconds_go_to_kinds_of_operations():
+    output = run("benchmarks/ours.py", "--profile", "--only", "rollout", "--workload", "smoke")
     assert "| matrix products |" in output and "| waiting |" in output
 
 
-def test_rollouts_of_several_turns_are_timed(run_here, monkeypatch):
-    monkeypatch.setenv(talk.SECONDS, "0")  # the script sets it: restored after the test
+def test_rollouts_of_several_turns_are_timed():
     sizes = ("--seconds", 0.01, "--wait", 1, "--prompts", 1, "--samples", 2, "--slots", 2)
-    output = run_here("turns", *sizes, "--workers", 1, "--rounds", 1)
+    output = run("benchmarks/turns.py", *sizes, "--workers", 1, "--rounds", 1)
     _, _, *rows = output.splitlines()
     assert [row.split("|")[3].strip() for row in rows] == ["prefilled", "kept"]
     assert [float(row.split("|")[7].split()[0]) > 0 for row in rows] == [True, False]
