@@ -34,7 +34,7 @@ def get_config(variant: str = "words") -> Config:
     require(variant in ("words", "random_reward"), "variant", variant, "words or random_reward")
     reward = Reward(verifier="final_number")
     if variant == "random_reward":
-        reward = dataclasses.replace(reward, parts="dapo_jax.data.word_problems:coin=1")
+        reward = dataclasses.replace(reward, parts="dapo_jax.rewards.functions:coin=1")
     return Config(
         run_dir=f"runs/smollm2_{variant}",
         total_steps=STEPS,

@@ -87,8 +87,11 @@ def _check_data(data: Data) -> None:
         require(not value or shows_system, field, value, allowed)
 
 
-def check_run(config: Config) -> None:
-    """Raise `ConfigError` if run_dir must not be written, or data or models are missing."""
+def check_run(config: Config, make_base: Callable[[Config], None] = lambda config: None) -> None:
+    """Raise `ConfigError` if run_dir must not be written, or data or models are missing.
+
+    `make_base` may make a missing model, once everything else is checked.
+    """
     check_free("run_dir", config.run_dir, RUN)
     check_sources(config.data)
     is_resumed = True  # also if its bucket does not answer: the run reports that itself
@@ -96,6 +99,7 @@ def check_run(config: Config) -> None:
         is_resumed = folder_at(config.run_dir, "checkpoints").exists()
     if not is_resumed:  # a resumed run keeps its models
         check_warmup(config)
+        make_base(config)
         check_models(config)
 
 

@@ -26,17 +26,16 @@ def make_base(config: Config) -> None:
     Raises SystemExit with the exit code of a first stage that was stopped or failed.
     """
     from dapo_jax.config.files import config_for_folder
-    from dapo_jax.runtime.storage.paths import folder_at, is_remote
+    from dapo_jax.runtime.storage.paths import is_remote
 
     folder = config.model.folder
     if not folder or is_remote(folder) or pathlib.Path(folder).exists():
         return
     base = config_for_folder(SftConfig, folder)
-    if not base or folder_at(config.run_dir, "checkpoints").exists():
+    if not base:
         return
     print(f"model.folder = {folder!r} is missing: first stage, dapo-jax sft {base}", flush=True)
-    code = subprocess.call([sys.executable, "-m", "dapo_jax", "sft", base])
-    if code:
+    if code := subprocess.call([sys.executable, "-m", "dapo_jax", "sft", base]):
         raise SystemExit(code)
 
 
@@ -47,10 +46,11 @@ def check_run(config: Config) -> None:
     checks.check_run(config)
 
 
-def check_after_base(config: Config) -> None:
-    """Make the base model if it is missing, then `check_run`."""
-    make_base(config)
-    check_run(config)
+def check_and_make_base(config: Config) -> None:
+    """Check the run as `check_run` does, and make a missing base model on the way."""
+    from dapo_jax.commands import checks
+
+    checks.check_run(config, make_base)
 
 
 def work(config: Config) -> int:
@@ -99,7 +99,7 @@ def main() -> int:
     """
     dry_flags = {"--dry-run", "--dry_run"} & set(sys.argv[1:])
     if not dry_flags:
-        return command_line.run(Config, __doc__, work, check_output=check_after_base)
+        return command_line.run(Config, __doc__, work, check_output=check_and_make_base)
     sys.argv = [argument for argument in sys.argv if argument not in dry_flags]
     name = "dapo-jax train --dry-run"
     return command_line.run(Config, __doc__, dry_run, check_output=check_run, single_process=name)

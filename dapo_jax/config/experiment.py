@@ -132,7 +132,7 @@ class Packing:
         16, "Rows per gradient, all devices; fewer if 'auto' makes the rows longer."
     )
     share_prompts: bool = setting(
-        True, "Pack a prompt once for several responses if that is less work."
+        True, "Pack a prompt once for several responses if that is less work; not in sft and dpo."
     )
 
 

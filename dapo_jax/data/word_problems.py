@@ -137,9 +137,3 @@ def make_examples(count: int, seed: int) -> Iterator[tuple[str, dict[str, str]]]
         worked = "".join(f"{text}={result}\n" for text, result in problem.steps)
         row = {"prompt": problem.text, "response": f"{worked}#### {problem.answer}"}
         yield f"example {index}", row
-
-
-def coin(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
-    """Reward of a control run: a coin that prompt and response decide, whatever the answer is."""
-    texts = (prompt + text for prompt, text in zip(prompts, completions, strict=True))
-    return [float(zlib.crc32(text.encode()) & 1) for text in texts]

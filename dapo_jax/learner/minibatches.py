@@ -24,6 +24,7 @@ from dapo_jax.learner.packing import (
     tree_index,
 )
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.splash_attention import shared_cost
 from dapo_jax.model.training_attention import SHORT_ROW_TOKENS, shares_prompts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import timed
@@ -142,7 +143,8 @@ def choose_packing(
     width = decoder.heads * decoder.head_dim
     matrices = 2 * decoder.embed * (width + decoder.kv_heads * decoder.head_dim)
     attention_tokens = (matrices + 3 * decoder.embed * decoder.active_mlp) / width
-    return choose_rows(segments, shapes, attention_tokens)
+    factor = shared_cost(decoder.head_dim) if decoder.attention == "splash" else 1.0
+    return choose_rows(segments, shapes, attention_tokens, factor)
 
 
 def trained_tokens(

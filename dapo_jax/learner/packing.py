@@ -234,6 +234,7 @@ def choose_rows(
     updates: Sequence[Sequence[Segment]],
     shapes: Sequence[Packing],
     attention_tokens: float,  # row length at which attention costs as much as everything else
+    shared_cost: float = 1.0,  # of attention with shared prompts, relative to separate ones
 ) -> Packing:
     """Return the rows with the least computation for these minibatches, padding included.
 
@@ -248,7 +249,8 @@ def choose_rows(
             rows = assign_rows(prompt_groups(part, shape.share_prompts), shape.row_tokens)
             microbatches = math.ceil(len(rows) / shape.rows_per_microbatch)
             places += microbatches * shape.rows_per_microbatch * shape.row_tokens
-        cost = places * (1 + shape.row_tokens / attention_tokens)
+        factor = shared_cost if shape.share_prompts else 1.0
+        cost = places * (1 + factor * shape.row_tokens / attention_tokens)
         if cost < MAX_COST_RATIO * least:
             best = shape
             least = cost

@@ -73,7 +73,7 @@ def token_metrics(
 
 
 def old_policy(scored: ScoredBatch, logprobs: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Return the old log-probs: the policy's own as constants where none were scored."""
+    """Return the old log-probs, or the policy's own as constants if none were scored."""
     own = jax.lax.stop_gradient(logprobs)
     old = scored.old_logprobs
     return own if old is None else jnp.where(old == NOT_SCORED, own, old)

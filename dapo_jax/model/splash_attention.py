@@ -102,6 +102,15 @@ def _may_see(ids: RowIds, block: int) -> Bool[Array, "N N"]:
     return sees
 
 
+def shared_cost(head_dim: int) -> float:
+    """Return the work of attention with shared prompts, relative to separate ones.
+
+    Half of the products, those of queries and keys, have the width with codes.
+    """
+    blocks = -(-head_dim // LANES)
+    return (1 + -(-(head_dim + 2 * CODE_BITS) // LANES) / blocks) / 2
+
+
 def _with_codes(
     queries: Float[Array, "B t H E"], keys: Float[Array, "B T K E"], ids: RowIds, first: Any
 ) -> tuple[Array, Array]:

@@ -36,7 +36,7 @@ class Context:
 
     @property
     def ids(self) -> RowIds:
-        """What decides which tokens a token sees."""
+        """Numbers that decide which tokens see each other."""
         if self.prompt_ids is None:
             return RowIds(self.segment_ids)
         return RowIds(self.segment_ids, self.prompt_ids, self.positions)

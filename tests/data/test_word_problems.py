@@ -9,8 +9,11 @@ from supervised_runs import read_metrics, settings
 
 from dapo_jax.commands import train as train_command
 from dapo_jax.config.experiment import Config, Mesh, Model, OwnData, Packing, SftConfig
-from dapo_jax.data.word_problems import coin, make_examples, make_problem, make_word_problem
+from dapo_jax.config.files import read_config
+from dapo_jax.data.word_problems import make_examples, make_problem, make_word_problem
+from dapo_jax.rewards.functions import coin, find_functions
 from dapo_jax.run.supervised import make_base
+from dapo_jax.runtime.settings import ConfigError
 
 
 def test_calculations_are_right_and_lead_to_the_answer():
@@ -37,11 +40,14 @@ def test_problems_are_keyed_and_held_out_ones_share_no_text():
     assert (problem.text, problem.source) == (texts["heldout"][7], "word_problems")
 
 
-def test_the_coin_knows_nothing_of_the_answer_and_repeats_itself():
-    prompts = [str(i) for i in range(2000)]
-    rewards = coin(completions=["#### 1"] * 2000, prompts=prompts, answers=["1"] * 2000)
+def test_the_control_rewards_by_a_coin():
+    config = read_config(Config, "smollm2:random_reward")
+    ((name, weight),) = config.reward.weights().items()
+    (function,) = find_functions([name]).values()
+    assert function is coin and weight == 1
+    rewards = [coin(str(i), "#### 1", "1") for i in range(2000)]
     assert 900 < sum(rewards) < 1100
-    assert rewards == coin(completions=["#### 1"] * 2000, prompts=prompts)
+    assert rewards == [coin(str(i), "#### 1", "2") for i in range(2000)]
 
 
 def test_a_supervised_run_learns_generated_examples(byte_folder, tmp_path):
@@ -76,4 +82,7 @@ def test_a_missing_base_is_made_first_and_its_exit_code_ends_the_command(
     train_command.make_base(config)  # it is there now
     config.model.folder = "runs/other"
     train_command.make_base(config)  # no packaged config makes it
+    config.model.folder, config.data.source = "runs/arithmetic_sft", "nowhere"
+    with pytest.raises(ConfigError, match="nowhere"):  # before the first stage takes minutes
+        train_command.check_and_make_base(config)
     assert len(commands) == 1
