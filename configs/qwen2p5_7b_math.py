@@ -4,7 +4,8 @@ dapo-jax train --config=configs/qwen2p5_7b_math.py:v6e_8 \
     --config.run_dir=gs://BUCKET/math_7b --config.data.folder=gs://BUCKET/data
 
 Hardware: 8 chips of v6e (the default: one host) or 16; 4, 8 or 16 of v5p; or 16 of v5e: a name of
-VARIANTS behind the colon. docs/pods.md has the plan's estimate of a step for each.
+VARIANTS behind the colon. docs/pods.md has the plan's estimate of a step for v6e_8
+and v5e_16.
 
 Expected: not yet run here. The nearest published number is MATH-500 77.2 and AIME 2024 33.3 from
 52.4 and 16.7, of reinforcement learning on 8,000 problems of MATH by PPO from the same model

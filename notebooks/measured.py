@@ -160,10 +160,6 @@ def _take_off(found: Sequence[Run]) -> str:
     return f"{np.mean(steps):.1f}{missing}"
 
 
-def _thousand_tokens(found: Sequence[Run]) -> str:
-    return f"{np.mean([run.columns['sampled_tokens'].sum() for run in found]) / 1000:.0f}"
-
-
 def _table(rows: Sequence[dict[str, str]]) -> str:
     """Markdown; the columns are the keys of the first row."""
     heads = list(rows[0])
@@ -172,14 +168,11 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def _ends(found: Sequence[Run]) -> dict[str, str]:
+def _cut_and_sampled(found: Sequence[Run]) -> dict[str, str]:
+    sampled = [run.columns["sampled_tokens"].sum() for run in found]
     return {
-        "take-off": _take_off(found),
-        "entropy": _mean(found, "entropy", 3),
-        "tokens": _mean(found, "response_tokens_mean", 1),
         "truncated": _mean(found, "truncated_fraction", 3),
-        "kept": _mean(found, "kept_fraction", 2),
-        "thousand tokens": _thousand_tokens(found),
+        "thousand tokens": f"{np.mean(sampled) / 1000:.0f}",
     }
 
 
@@ -192,7 +185,8 @@ def ladder_table() -> str:
         for outcome, measure in OUTCOMES.items():
             step = written(difference(found, earlier, measure), True) if earlier else ""
             row[STEPS[outcome]] = step
-        rows.append(row | _ends(found) | {"the paper": str(paper)})
+        row |= {"take-off": _take_off(found), "entropy": _mean(found, "entropy", 3)}
+        rows.append(row | _cut_and_sampled(found) | {"the paper": str(paper)})
         earlier = found
     return _table(rows)
 
@@ -214,8 +208,8 @@ def knobs_table() -> str:
     rows = []
     for name in COMBINATIONS:
         found = runs(name)
-        row = {knob.replace("_", " "): "on" if knob in name.split("+") else "" for knob in KNOBS}
-        rows.append(row | {"accuracy": written(estimate(found))} | _ends(found))
+        row = {"combination": f"`{name}`", "accuracy": written(estimate(found))}
+        rows.append(row | _cut_and_sampled(found))
     return _table(rows)
 
 
@@ -242,10 +236,7 @@ def claims_table() -> str:
             row[STEPS[outcome]] = written(step, True) if against else ""
         row |= {
             "take-off": _take_off(found),
-            "entropy": _mean(found, "entropy", 3),
-            "tokens of right": _mean(found, "response_tokens_right", 1),
             "tokens of wrong": _mean(found, "response_tokens_wrong", 1),
-            "truncated": _mean(found, "truncated_fraction", 3),
             "clipped": f"{np.mean([_clipped(run) for run in found]):.3f}",
         }
         rows.append(row)
