@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+import forked
 import numpy as np
 import pytest
 from supervised_runs import pair_rows, settings
@@ -160,8 +161,7 @@ except KeyboardInterrupt as error:
 
 
 def test_ctrl_c_in_supervised_training_saves_then_raises_keyboard_interrupt(base, tmp_path):
-    program = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(base)]
-    line = subprocess.check_output(program, text=True, timeout=300).splitlines()[-1]
+    line = forked.run(INTERRUPTED, tmp_path, base).stdout.splitlines()[-1]
     assert line.startswith("interrupted None ['") and not (tmp_path / "out").exists()
 
 

@@ -1,10 +1,8 @@
 """Shipped configs on 1, 4, 8 and 16 devices: every check that comes before compiling."""
 
 import json
-import os
-import subprocess
-import sys
 
+import forked
 from command_lines import ROOT
 
 COUNTS = (1, 4, 8, 16)
@@ -58,13 +56,7 @@ def test_every_config_or_its_variant_starts_on_the_devices_of_its_class(base):
     """One test: laying all of them out takes one process some seconds."""
     flags = "--xla_force_host_platform_device_count=16"
     arguments = [str(ROOT / "configs"), str(base), json.dumps(COUNTS)]
-    done = subprocess.run(
-        [sys.executable, "-c", LAY_OUT, *arguments],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = forked.run(LAY_OUT, *arguments, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)  # file, variant ('': the default), devices, error
     for file in {file for file, _, _, _ in answers}:

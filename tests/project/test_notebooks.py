@@ -11,6 +11,8 @@ from typing import Any
 import nbformat
 import pytest
 import zmq
+from jupyter_client import AsyncKernelManager
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 
 import dapo_jax
@@ -41,9 +43,28 @@ class Client(NotebookClient):
         return client
 
 
-def execute(notebook: nbformat.NotebookNode, folder: pathlib.Path, **environment: str) -> None:
-    client = Client(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
-    client.execute(env=os.environ | {"PYTHONPATH": str(ROOT)} | environment)
+def in_kernel(kernel: AsyncKernelManager, notebook: nbformat.NotebookNode, source: str) -> None:
+    """Run a notebook in a kernel that is there, in a namespace without the names of earlier ones.
+
+    `source` runs before the cells, and is no part of the notebook.
+    """
+    first = nbformat.v4.new_code_cell(f"%reset -f\n{textwrap.dedent(source)}")
+    notebook.cells.insert(0, first)
+    client: Any = Client(notebook, km=kernel, timeout=300)
+    client.execute()
+    client.kc.stop_channels()
+    notebook.cells.remove(first)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """A kernel with one device for all notebooks: each new one would import JAX again."""
+    manager = AsyncKernelManager(kernel_name="python3")
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"  # the last counts
+    environment = {"PYTHONPATH": str(ROOT), "DAPO_NOTEBOOK_QUICK": "1", "XLA_FLAGS": flags}
+    run_sync(manager.start_kernel)(env=os.environ | environment)
+    yield manager
+    run_sync(manager.shutdown_kernel)(now=True)
 
 
 def new_notebook(*sources: str) -> nbformat.NotebookNode:
@@ -118,11 +139,10 @@ def test_a_notebook_is_committed_as_it_ran_and_small(path):
 
 
 @EACH
-def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
+def test_a_notebook_runs_from_top_to_bottom(path, kernel, tmp_path):
     """With sliders, in sizes that teach nothing."""
     kept, ran = (nbformat.read(path, as_version=4) for _ in range(2))
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1"  # the last counts
-    execute(ran, tmp_path, DAPO_NOTEBOOK_QUICK="1", XLA_FLAGS=flags)
+    in_kernel(kernel, ran, f"%cd -q {tmp_path}")
     widgets = widget_outputs(ran)
     outputs = sum(widgets, outputs_of(ran))
     assert not errors_in(outputs)
@@ -131,10 +151,10 @@ def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
     assert len(widgets) == sum(cell.source.count("\nplay(") for cell in ran.cells)
 
 
-def test_an_error_behind_a_slider_is_seen(tmp_path):
+def test_an_error_behind_a_slider_is_seen(kernel):
     code = "import ipywidgets\nipywidgets.interact(lambda i: 1 / i, i=(0, 0))"
     notebook = new_notebook(code)
-    execute(notebook, tmp_path)
+    in_kernel(kernel, notebook, "")
     (outputs,) = widget_outputs(notebook)
     assert errors_in(outputs) == ["division by zero"]
 
@@ -187,10 +207,10 @@ CELLS = (
 )
 
 
-def test_a_session(base, tmp_path):
+def test_a_session(base, kernel, tmp_path):
     """Ctrl-C and resumption, functions of a cell, help, and output."""
     notebook = new_notebook(f"BASE = {str(base)!r}", *CELLS)
-    execute(notebook, tmp_path)
+    in_kernel(kernel, notebook, f"%cd -q {tmp_path}")
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     kinds = {output["output_type"] for output in outputs}
     assert kinds == {"execute_result", "stream"}  # no widget of a live line

@@ -16,6 +16,7 @@ import venv
 import zipfile
 
 import pytest
+from command_lines import run as run_command
 from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -206,7 +207,7 @@ def run(command: list[str], folder: pathlib.Path) -> subprocess.CompletedProcess
 
 def test_every_block_of_the_quickstart_runs(tmp_path):
     commands = [["bash", "-euo", "pipefail", "-c", block] for block in blocks("bash")]
-    commands += [[sys.executable, "-c", block] for block in blocks("python")]
+    commands.append([sys.executable, "-c", "\n".join(blocks("python"))])  # as in one notebook
     output = ""
     for command in commands:
         done = run(command, tmp_path)
@@ -221,10 +222,11 @@ def test_every_block_of_the_quickstart_runs(tmp_path):
     assert "reward_parts/mine.reward:score" in json.loads(rows[-1])
 
 
-def test_the_mistake_that_the_quickstart_shows_has_that_message(tmp_path):
-    command, answer = re.search(r"^(dapo-jax .*)\n\n(error: .*)$", PAGE, re.M).groups()
+def test_the_mistake_that_the_quickstart_shows_has_that_message(tmp_path, monkeypatch, capsys):
+    words, answer = re.search(r"^dapo-jax train (.*)\n\n(error: .*)$", PAGE, re.M).groups()
     config = re.search(r"cat > (mine/config.py) <<'EOF'\n(.*?)^EOF$", PAGE, re.M | re.S)
     (tmp_path / "mine").mkdir()
     (tmp_path / config[1]).write_text(config[2])
-    done = run(["bash", "-c", command], tmp_path)
-    assert (done.returncode, done.stderr.strip()) == (2, answer)
+    monkeypatch.chdir(tmp_path)
+    code, error = run_command("train", words.split(), monkeypatch, capsys)
+    assert (code, error.strip()) == (2, answer)

@@ -5,10 +5,10 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 
 import bench
+import forked
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -16,13 +16,8 @@ ONE_DEVICE = " --xla_force_host_platform_device_count=1"  # the last such flag c
 
 
 def run(script: str, *arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"] + ONE_DEVICE},
-    )
+    flags = os.environ["XLA_FLAGS"] + ONE_DEVICE
+    done = forked.run(ROOT / "tests" / script, *arguments, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 

@@ -2,10 +2,10 @@
 
 import json
 import signal
-import subprocess
 import sys
 from unittest import mock
 
+import forked
 import jax
 import numpy as np
 import pytest
@@ -94,8 +94,7 @@ sys.exit(main())
 def test_an_evaluation_that_was_ended_goes_on_to_what_an_uninterrupted_one_gives(
     name, whole, base, tmp_path, alone, capsys
 ):
-    command = [sys.executable, "-c", ENDED, base, tmp_path, name]
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    ended = forked.run(ENDED, base, tmp_path, name)
     if name == "SIGKILL":
         assert ended.returncode == -signal.SIGKILL
         count = len(out(tmp_path).splitlines()) - 1

@@ -198,8 +198,8 @@ def test_two_processes_learn_from_files_as_one_does(tiny_folder, tmp_path):
             out = tmp_path / f"{command}{count}"
             line = [*common, f"--config.data.source={source}", f"--config.out={out}"]
             devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}"}
-            line = [sys.executable, "-m", "dapo_jax", command, *line]
-            ended = Several(tmp_path / f"{command}{count}_said", line, count, **devices).wait()
+            said = tmp_path / f"{command}{count}_said"
+            ended = Several(said, COMMAND, count, command, *line, **devices).wait()
             assert [one.code for one in ended] == [0] * count, [one.err for one in ended]
             found[count] = load_file(out / "model.safetensors"), read_metrics(out)
         assert_rounded_alike(found[1][0], found[2][0], moved=3 * 1e-3)

@@ -2,15 +2,14 @@
 
 import json
 import signal
-import subprocess
-import sys
 
+import forked
 import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 from several import final_state
-from small_runs import ROOT, STEPS, learn, make_config, read_rollouts, read_rows, start
+from small_runs import STEPS, learn, make_config, read_rollouts, read_rows, start
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Mesh, Sampler
@@ -108,7 +107,7 @@ train(make_config({base!r}, {run_dir!r}))
 def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, tmp_path, capsys):
     expected_dir, _ = finished
     code = CHILD.format(patch=patch, base=str(base), run_dir=str(tmp_path))
-    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300)
+    killed = forked.run(code)
     assert killed.returncode == -signal.SIGKILL
     train(make_config(base, tmp_path))
     assert f"after step {resumed_after}" in " ".join(capsys.readouterr().out.split())

@@ -10,6 +10,7 @@ import pytest
 from row_files import read_table
 from several import (
     AT_THE_END,
+    COMMAND,
     GONE_SECONDS,
     IN_STEP_2,
     Several,
@@ -104,7 +105,7 @@ sys.exit(processes.run(work))
 
 
 def test_processes_exchange_values_and_stop_if_out_of_step(tmp_path):
-    for i, ended in enumerate(Several(tmp_path, [sys.executable, "-c", AGREE], 2).wait()):
+    for i, ended in enumerate(Several(tmp_path, AGREE, 2).wait()):
         assert "agreed" in ended.out and ended.code == 1
         assert (
             "out of step: they gather ['there', 'here']" in ended.err
@@ -134,14 +135,14 @@ def test_the_other_process_exits_if_one_is_lost(loss, victim, tmp_path):
     """By the lost connection, or by JAX's heartbeat; process 0 runs the coordination service."""
     leave, code = LOSSES[loss]
     program = LOSE.replace("VICTIM", str(victim)).replace("LEAVE", leave)
-    ended = Several(tmp_path, [sys.executable, "-c", program], 2).wait(GONE_SECONDS)
+    ended = Several(tmp_path, program, 2).wait(GONE_SECONDS)
     assert ended[victim].code == code and ended[1 - victim].code in LOST, ended[1 - victim].err
     assert ("disk is full" in ended[victim].err) == (loss == "failed")
 
 
 def test_a_command_for_one_process_refuses_several(tmp_path):
     program = "from dapo_jax.runtime import processes; processes.run(exit, alone='dapo-jax export')"
-    for ended in Several(tmp_path, [sys.executable, "-c", program], 2).wait():
+    for ended in Several(tmp_path, program, 2).wait():
         assert ended.code == 2
         assert "dapo-jax export runs in one process, but 2 were started" in ended.err
 
@@ -257,14 +258,14 @@ def test_four_processes_are_gone_within_the_bound_and_two_go_on(base, one, tmp_p
 
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one_does(base, tmp_path):
-    command = [sys.executable, "-m", "dapo_jax", "evaluate", "--config=configs/arithmetic.py"]
-    command += [f"--model={base}", "--config.data.heldout_problems=12", "--k=2"]
-    command += ["--config.data.max_terms=3", "--config.data.min_terms=2"]
+    line = ["evaluate", "--config=configs/arithmetic.py", f"--model={base}", "--k=2"]
+    line += ["--config.data.heldout_problems=12"]
+    line += ["--config.data.max_terms=3", "--config.data.min_terms=2"]
     scores = {}
     for count in (1, 2):
-        line = [*command, f"--config.run_dir={tmp_path}/run{count}"]
+        into = f"--config.run_dir={tmp_path}/run{count}"
         devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}"}
-        ended = Several(tmp_path / f"output{count}", line, count, **devices).wait()
+        ended = Several(tmp_path / f"output{count}", COMMAND, count, *line, into, **devices).wait()
         assert [process.code for process in ended] == [0] * count, ended[0].err
         scores[count] = json.loads(ended[0].out.splitlines()[-1])
     assert scores[1] == scores[2]

@@ -147,7 +147,13 @@ print("went on", flush=True)
 DEAF_PROGRAM = DEAF.replace("sys.exit(processes.run(work))", "work()")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGQUIT"])
+SLOW = pytest.mark.slow  # other signals in the same code
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SIGINT", "SIGQUIT", *(pytest.param(n, marks=SLOW) for n in ("SIGTERM", "SIGHUP", "SIGUSR1"))],
+)
 def test_a_program_saves_and_then_ends_as_the_signal_asks(name):
     child = start(PROGRAM)
     child.send_signal(getattr(signal, name))
@@ -198,7 +204,9 @@ def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(tmp_path
     assert child.returncode in (-signal.SIGINT, 130, 0) and "Traceback" not in said
 
 
-@pytest.mark.parametrize("arguments", ["--help", "train --help-all", "configs show arithmetic"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "train --help-all", pytest.param("configs show arithmetic", marks=SLOW)]
+)
 def test_output_that_nobody_reads_ends_a_command_without_a_traceback(arguments):
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,12 +1,14 @@
 """Plugin of pytest: durations of a whole run in a file, and what follows from them.
 
 `--write-durations` rewrites tests/durations.json; `--quick` keeps tests that take under a second
-with their fixtures. Processes of xdist begin with the longest files: none is left for the end.
+with their fixtures. Processes of xdist begin with new files, then the longest: none is left for the
+end.
 """
 
 import collections
 import itertools
 import json
+import math
 import pathlib
 import time
 from collections.abc import Iterator
@@ -41,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in chosen]
     if hasattr(config, "workerinput"):
         whole = {path: tests.get(WHOLE, SHORT_SECONDS) for path, tests in files.items()}
-        items.sort(key=lambda item: -whole.get(item.nodeid.partition("::")[0], SHORT_SECONDS))
+        items.sort(key=lambda item: -whole.get(item.nodeid.partition("::")[0], math.inf))
 
 
 class Watch:

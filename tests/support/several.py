@@ -4,10 +4,9 @@ import dataclasses
 import os
 import pathlib
 import socket
-import subprocess
-import sys
 import time
 
+import forked
 import jax
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/support")))
 GONE_SECONDS = 30  # after which nobody may still wait for a dead process
 
+COMMAND = "import runpy; runpy.run_module('dapo_jax', run_name='__main__', alter_sys=True)"
 PROGRAM = """
 import os, signal, sys
 import conftest
@@ -49,7 +49,9 @@ class Ended:
 class Several:
     """Processes of one program, joined over loopback."""
 
-    def __init__(self, folder: pathlib.Path, command: list[str], count: int, **variables: str):
+    def __init__(
+        self, folder: pathlib.Path, program: str, count: int, *arguments: str, **variables
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -59,10 +61,8 @@ class Several:
         self._paths = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(count)]
         self.children = []
         for i, (out, err) in enumerate(self._paths):
-            env = os.environ | variables | ({"DAPO_PROCESS_ID": str(i)} if count > 1 else {})
-            with out.open("w") as stdout, err.open("w") as stderr:
-                pipes = {"stdout": stdout, "stderr": stderr}
-                self.children.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
+            changed = variables | ({"DAPO_PROCESS_ID": str(i)} if count > 1 else {})
+            self.children.append(forked.Child(program, arguments, (out, err), changed))
 
     def wait(self, seconds: float = 240) -> list[Ended]:
         """Wait until all have ended; kill them and fail if one has not after `seconds`."""
@@ -115,7 +115,7 @@ def start_training(base, run_dir, count: int, devices: int, *, patch: str = "") 
     """
     program = PROGRAM.format(base=str(base), run_dir=str(run_dir), devices=devices, patch=patch)
     folder = pathlib.Path(f"{run_dir}_output")
-    return Several(folder, [sys.executable, "-c", program], count)
+    return Several(folder, program, count)
 
 
 STEPS = 3
