@@ -54,7 +54,7 @@ ARITHMETIC = {  # of the trainer, and of the sampler's weights
 MAX_DIFFERENCE = 0.01
 
 
-def base_policy(root: pathlib.Path, steps: int) -> pathlib.Path:
+def base_policy(root: pathlib.Path, steps: int, unroll: int) -> pathlib.Path:
     """Return the folder of a trained policy with experts; train it if it is missing."""
     start = root / "random"
     if not start.exists():
@@ -62,6 +62,7 @@ def base_policy(root: pathlib.Path, steps: int) -> pathlib.Path:
         save_huggingface.save_folder(start, params, SHAPE, TOKENIZER.end_ids)
         TOKENIZER.backend.save(str(start / "tokenizer.json"))
     given = f"start={start} total_steps={steps} optimizer.warmup_steps={min(50, steps // 2)} "
+    given += f"compute.scan_unroll={unroll} "
     given += "architecture.rope_theta=10000"  # unused: the folder has its own
     return bench.sft(root / "base", f"--config={bench.BASE}", *bench.flags(given))
 
@@ -104,14 +105,16 @@ def main() -> None:
         folder=pathlib.Path("runs/experts"),
         prompts=32,
         base_steps=800,
+        unroll=3,
         arithmetic=list(ARITHMETIC),
     )
-    base = base_policy(options.folder, options.base_steps)
+    base = base_policy(options.folder, options.base_steps, options.unroll)
     heads = "arithmetic", "experts replaced", "tokens off", "with replay", "mean", "with replay"
     bench.print_table(heads)
     for name in options.arithmetic:
         config = read_config(Config, bench.RL)
         config.compute.dtype, config.sampler.weights_dtype = ARITHMETIC[name]
+        config.compute.scan_unroll = options.unroll
         config.model.folder = str(base)
         figures = compare_ratios(config, options.prompts)
         shares = [f"{100 * figures[key]:.2f} %" for key in ("replaced", "without", "with")]

@@ -48,7 +48,9 @@ def in_kernel(kernel: AsyncKernelManager, notebook: nbformat.NotebookNode, sourc
 
     `source` runs before the cells, and is no part of the notebook.
     """
-    first = nbformat.v4.new_code_cell(f"%reset -f\n{textwrap.dedent(source)}")
+    whole = "%config InlineBackend.print_figure_kwargs = {'bbox_inches': None}"  # not drawn twice
+    magic = "%reset -f", "%matplotlib inline", whole, source
+    first = nbformat.v4.new_code_cell("\n".join(magic))
     notebook.cells.insert(0, first)
     client: Any = Client(notebook, km=kernel, timeout=300)
     client.execute()

@@ -141,7 +141,7 @@ def test_rollouts_of_several_turns_are_timed():
 
 
 def test_router_replay_is_measured(tmp_path, run_here):
-    sizes = ("--base_steps", 2, "--prompts", 1, "--arithmetic", "float32")
+    sizes = ("--base_steps", 2, "--prompts", 1, "--unroll", 1, "--arithmetic", "float32")
     output = run_here("experts", "--folder", tmp_path, *sizes)
     assert output.splitlines()[-1].startswith("| float32 | 0.00 % | 0.00 % | 0.00 % |")
 
