@@ -45,22 +45,16 @@ def test_short_form_passes_and_keeps_names_and_paths_out(doctor, tmp_path):
 
 def test_failures_are_reported_and_do_not_hide_other_checks(doctor, tmp_path, monkeypatch):
     def wrong(queries, *others):
+        if queries.shape[-1] == 64:
+            raise RuntimeError(f"no kernel in {tmp_path}/kernels on {socket.gethostname()}")
         mixed, cache = TRAINING_ATTENTION["plain"](queries, *others)
         return 1.01 * mixed, cache
 
-    def raises(queries, *others):
-        raise RuntimeError(f"no kernel in {tmp_path}/kernels on {socket.gethostname()}")
-
     monkeypatch.setitem(TRAINING_ATTENTION, "blocked", wrong)
     code, output, rows = doctor()
-    assert code == 1
+    assert code == 1 and "3 FAILED" in output
     assert {name for name, row in rows.items() if not row["ok"]} == set(BLOCKED)
-    assert "3 FAILED" in output
-    monkeypatch.setitem(TRAINING_ATTENTION, "blocked", raises)
-    code, _, rows = doctor()
-    assert code == 1
     assert rows[BLOCKED[0]]["error"] == "RuntimeError: no kernel in PATH on HIDDEN"
-    assert rows["output folder"]["ok"]
 
 
 @pytest.mark.parametrize(
