@@ -3,8 +3,8 @@
 dapo-jax train qwen2p5_0p5b_gsm8k:v5e_1
 
 Hardware: one chip of v5e (the default), 4, 8 or 16 (v5e_4, v5e_8, v5e_16), or a T4 of a free Colab
-(colab_t4: 16 GB, and float16 is the only fast number it has, so float32); see VARIANTS. docs/pods.md
-has the plan's estimate of a step for the default.
+(colab_t4: 16 GB, and float16 is the only fast number it has, so float32); see VARIANTS.
+docs/pods.md has the plan's estimate of a step for the default.
 
 Expected: not yet run, and we know of no published number of this recipe at this size.
 
