@@ -213,6 +213,32 @@ def estimates(
     return results
 
 
+def rate(hits: np.ndarray, sizes: np.ndarray, seed: int = 0) -> Estimate | None:
+    """Return the hits among all responses, with the interval over resampled problems.
+
+    Problems with equal counts are resampled together, so that many problems need little memory.
+
+    Args:
+        hits: number of hits per problem, [P].
+        sizes: number of responses per problem, [P]; problems of size 0 do not count.
+        seed: of the resampling.
+    """
+    rows = np.stack([hits, sizes], axis=1)[sizes > 0]
+    pairs, counts = np.unique(rows, axis=0, return_counts=True)
+    if not len(rows):
+        return None
+    total_hits, total = counts @ pairs
+    value = float(total_hits / total)
+    if len(rows) < 2:
+        return Estimate(value, None, None)
+    if np.ptp(pairs[:, 0] / pairs[:, 1]) == 0:
+        return _without_spread(value, float(total**2 / (rows[:, 1] ** 2).sum()), 0.0)
+    rng = np.random.default_rng(seed)
+    resampled = rng.multinomial(len(rows), counts / len(rows), size=RESAMPLES) @ pairs
+    low, high = np.percentile(resampled[:, 0] / resampled[:, 1], PERCENTILES)
+    return Estimate(value, float(low), float(high))
+
+
 def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float = 0.0) -> Estimate:
     """Return the mean over runs and problems; the interval resamples both.
 

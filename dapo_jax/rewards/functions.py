@@ -104,8 +104,11 @@ def coin(prompt: str, response: str, answer: str) -> float:
     return float(zlib.crc32((prompt + response).encode()) & 1)
 
 
-def find_functions(names: Sequence[str]) -> dict[str, Callable]:
+def find_functions(names: Sequence[str], field: str = "reward.parts") -> dict[str, Callable]:
     """Return the functions of the named parts, without the parts that the trainer computes.
+
+    Args:
+        field: the setting that names them, for errors.
 
     Raises:
         ConfigError: a name is no part, can't be imported, or can't be called as one.
@@ -114,11 +117,11 @@ def find_functions(names: Sequence[str]) -> dict[str, Callable]:
     allowed = ", ".join(known) + " or module:function"
     functions = {}
     for name in names:
-        require(name in known or ":" in name, "reward.parts", name, allowed)
+        require(name in known or ":" in name, field, name, allowed)
         if name in TRAINER_PARTS:
             continue
-        function = BUILTIN_FUNCTIONS.get(name) or find_registered("reward.parts", name)
-        functions[name] = function or resolve("reward.parts", name)
+        function = BUILTIN_FUNCTIONS.get(name) or find_registered(field, name)
+        functions[name] = function or resolve(field, name)
     for name, function in functions.items():
         try:
             names = (*arguments(function), *column_names(function).required)
@@ -128,7 +131,7 @@ def find_functions(names: Sequence[str]) -> dict[str, Callable]:
                 f"({'=, '.join(call)}=)" for call in (RESPONSE_ARGUMENTS, GROUP_ARGUMENTS)
             )
             reason = f"{error}; a reward is called as {calls}"
-            raise ConfigError(f"config.reward.parts = {name!r}: {reason}") from None
+            raise ConfigError(f"config.{field} = {name!r}: {reason}") from None
     return functions
 
 
