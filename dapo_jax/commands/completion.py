@@ -30,12 +30,8 @@ KINDS = {
     "sft": (SftConfig, []),
     "dpo": (DpoConfig, []),
 }
-FLAGS_ONLY = {
-    "export": ExportConfig,
-    "serve": ServeConfig,
-    "report": ReportConfig,
-    "audit": AuditConfig,
-}
+FLAGS_ONLY = {"export": ExportConfig, "serve": ServeConfig, "report": ReportConfig}
+FLAGS_ONLY |= {"audit": AuditConfig}
 DOCTOR_FLAGS = ["--short", "--out=", "--bucket="]
 INIT_FLAGS = "data out question answer model lora".split()
 SCRIPT = """\

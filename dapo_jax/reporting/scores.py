@@ -214,20 +214,19 @@ def estimates(
 
 
 def rate(hits: np.ndarray, sizes: np.ndarray, seed: int = 0) -> Estimate | None:
-    """Return the hits among all responses, with the interval over resampled problems.
+    """Return the fraction of hits, with the interval over resampled problems; None of nothing.
 
-    Problems with equal counts are resampled together, so that many problems need little memory.
+    Problems with equal counts are resampled together: fast, and in little memory.
 
     Args:
-        hits: number of hits per problem, [P].
-        sizes: number of responses per problem, [P]; problems of size 0 do not count.
+        hits, sizes: numbers of hits and of responses by problem, [P]; a size may be 0.
         seed: of the resampling.
     """
     rows = np.stack([hits, sizes], axis=1)[sizes > 0]
-    pairs, counts = np.unique(rows, axis=0, return_counts=True)
     if not len(rows):
         return None
-    total_hits, total = counts @ pairs
+    pairs, counts = np.unique(rows, axis=0, return_counts=True)
+    total_hits, total = rows.sum(axis=0)
     value = float(total_hits / total)
     if len(rows) < 2:
         return Estimate(value, None, None)
