@@ -52,30 +52,37 @@ def compare(verdicts: list[Verdicts]) -> dict[str, dict[str, Any]]:
     False positives are a fraction of the responses that the audit calls incorrect, and false
     negatives of those that it calls correct.
     """
-    rows = np.rec.fromrecords(verdicts, names=Verdicts._fields)
-    steps = np.unique(rows.step)
+    step, problem, kind, recorded, audited = map(np.array, zip(*verdicts, strict=True))
+    steps = np.unique(step)
     third = -(-len(steps) // 3)
-    parts = {"all": rows.step >= 0}
-    parts |= {str(kind): rows.kind == kind for kind in np.unique(rows.kind)}
-    parts["first third of steps"] = rows.step <= steps[third - 1]
-    parts["last third of steps"] = rows.step >= steps[-third]
-    return {name: _rates(rows[mask]) for name, mask in parts.items()}
+    parts = {"all": step >= steps[0]}
+    parts |= {str(name): kind == name for name in np.unique(kind)}
+    parts["first third of steps"] = step <= steps[third - 1]
+    parts["last third of steps"] = step >= steps[-third]
+    return {
+        name: make_rates(problem[own], recorded[own], audited[own]) for name, own in parts.items()
+    }
 
 
-def _rates(rows: Any) -> dict[str, Any]:
-    names, problems = np.unique(rows.problem, return_inverse=True)
-    is_equal = rows.recorded == rows.audited
+def make_rates(problem: np.ndarray, recorded: np.ndarray, audited: np.ndarray) -> dict[str, Any]:
+    """Return counts and rates of the responses with these problems and verdicts."""
+    names, numbers = np.unique(problem, return_inverse=True)
 
     def fraction(hits: np.ndarray, among: np.ndarray) -> Estimate | None:
-        counts = (np.bincount(problems[mask], minlength=len(names)) for mask in (hits, among))
-        return rate(*counts)
+        hit_counts, sizes = (np.bincount(numbers, mask) for mask in (hits & among, among))
+        return rate(hit_counts, sizes)
 
+    is_equal = recorded == audited
     rates = (
-        fraction(is_equal, rows.step >= 0),
-        fraction(~is_equal & ~rows.audited, ~rows.audited),
-        fraction(~is_equal & rows.audited, rows.audited),
+        fraction(is_equal, np.ones_like(is_equal)),
+        fraction(~is_equal, ~audited),
+        fraction(~is_equal, audited),
     )
-    return {"responses": len(rows), "problems": len(names)} | dict(zip(RATES, rates, strict=True))
+    return {
+        "responses": len(problem),
+        "problems": len(names),
+        **dict(zip(RATES, rates, strict=True)),
+    }
 
 
 def exceeds(rates: dict[str, Any], limit: float) -> bool:
@@ -103,22 +110,23 @@ def read_responses(path: Folder) -> list[dict[str, Any]]:
 
 def make_reward(config: AuditConfig, run: RecordedRun) -> Reward:
     """Return the run's reward settings with the audit's verifier. Raises `ConfigError`."""
-    settings = run.settings
-    reward = Reward(**{n: settings.get(f"reward.{n}", x) for n, _, x in leaves(Reward())})
+    settings: dict[str, Any] = {
+        name: run.settings.get(f"reward.{name}", value) for name, _, value in leaves(Reward())
+    }
     allowed = "a run whose rewards are verdicts: its reward.correct is 'spread'"
-    require(reward.correct != "spread", "run", config.run, allowed)
-    reward.workers, reward.timeout_seconds = config.workers, config.timeout_seconds
+    require(settings["correct"] != "spread", "run", config.run, allowed)
+    settings |= {"workers": config.workers, "timeout_seconds": config.timeout_seconds}
     if config.verifier in VERIFIERS:
-        reward.verifier, reward.parts = config.verifier, "rule=1"
-        return reward
+        settings |= {"verifier": config.verifier, "parts": "rule=1"}
+        return Reward(**settings)
     allowed = f"{', '.join(VERIFIERS)} or module:function"
     require(":" in config.verifier, "verifier", config.verifier, allowed)
     (function,) = find_functions([config.verifier], "verifier").values()
     missing = sorted({TOKENS}.intersection(arguments(function)) | column_names(function).required)
     allowed = f"a function that does not take {', '.join(missing)}: rollouts/ lacks them"
     require(not missing, "verifier", config.verifier, allowed)
-    reward.parts = f"{config.verifier}=1"
-    return reward
+    settings["parts"] = f"{config.verifier}=1"
+    return Reward(**settings)
 
 
 def submit(pool: RewardPool, path: Folder) -> Iterator[tuple[dict[str, Any], Future[Verdict]]]:
