@@ -26,8 +26,8 @@ from dapo_jax.verifier.gold_reading import read_gold
 from dapo_jax.verifier.verifier import VERIFIERS
 
 # Fields of a recorded response, with their types.
-FIELDS = {"index": int, "prompt": str, "response": str, "answer": str, "source": str}
-FIELDS |= {"sample": int, "tokens": int, "correct": bool}
+FIELDS = {"index": int, "sample": int, "prompt": str, "response": str, "answer": str}
+FIELDS |= {"tokens": int, "correct": bool}
 MAX_FAILURES = 0.05  # fraction of the responses on which the audit's verifier may fail
 MAX_DISAGREEMENTS = 20  # in the record
 SHOWN_CHARACTERS = 150  # of the end of a text
@@ -59,9 +59,7 @@ def compare(verdicts: list[Verdicts]) -> dict[str, dict[str, Any]]:
     parts |= {str(name): kind == name for name in np.unique(kind)}
     parts["first third of steps"] = step <= steps[third - 1]
     parts["last third of steps"] = step >= steps[-third]
-    return {
-        name: make_rates(problem[own], recorded[own], audited[own]) for name, own in parts.items()
-    }
+    return {name: make_rates(problem[m], recorded[m], audited[m]) for name, m in parts.items()}
 
 
 def make_rates(problem: np.ndarray, recorded: np.ndarray, audited: np.ndarray) -> dict[str, Any]:
@@ -73,15 +71,12 @@ def make_rates(problem: np.ndarray, recorded: np.ndarray, audited: np.ndarray) -
         return rate(hit_counts, sizes)
 
     is_equal = recorded == audited
-    rates = (
-        fraction(is_equal, np.ones_like(is_equal)),
-        fraction(~is_equal, ~audited),
-        fraction(~is_equal, audited),
-    )
     return {
         "responses": len(problem),
         "problems": len(names),
-        **dict(zip(RATES, rates, strict=True)),
+        "agreement": fraction(is_equal, np.ones_like(is_equal)),
+        "false_positives": fraction(~is_equal, ~audited),
+        "false_negatives": fraction(~is_equal, audited),
     }
 
 
@@ -110,9 +105,8 @@ def read_responses(path: Folder) -> list[dict[str, Any]]:
 
 def make_reward(config: AuditConfig, run: RecordedRun) -> Reward:
     """Return the run's reward settings with the audit's verifier. Raises `ConfigError`."""
-    settings: dict[str, Any] = {
-        name: run.settings.get(f"reward.{name}", value) for name, _, value in leaves(Reward())
-    }
+    defaults = {name: value for name, _, value in leaves(Reward())}
+    settings = {name: run.settings.get(f"reward.{name}", defaults[name]) for name in defaults}
     allowed = "a run whose rewards are verdicts: its reward.correct is 'spread'"
     require(settings["correct"] != "spread", "run", config.run, allowed)
     settings |= {"workers": config.workers, "timeout_seconds": config.timeout_seconds}
@@ -135,8 +129,8 @@ def submit(pool: RewardPool, path: Folder) -> Iterator[tuple[dict[str, Any], Fut
     for row in read_responses(path):
         groups.setdefault(row["index"], []).append(row)
     for index, group in groups.items():
-        text, answer, source = (group[0][name] for name in ("prompt", "answer", "source"))
-        prompt = Prompt(index, "", text, np.zeros(0, np.int32), answer, source)
+        text, answer = group[0]["prompt"], group[0]["answer"]
+        prompt = Prompt(index, "", text, np.zeros(0, np.int32), answer, source="")
         completions = [
             Completion(np.zeros(row["tokens"], np.int32), np.zeros(0), False, 0, row["response"])
             for row in group
