@@ -213,27 +213,23 @@ def estimates(
     return results
 
 
-def rate(hits: np.ndarray, sizes: np.ndarray, seed: int = 0) -> Estimate | None:
-    """Return the fraction of hits, with the interval over resampled problems; None of nothing.
+def rate(hits: np.ndarray, sizes: np.ndarray) -> Estimate | None:
+    """Return the fraction of hits with its interval over resampled problems; None without any.
 
-    Problems with equal counts are resampled together: fast, and in little memory.
-
-    Args:
-        hits, sizes: numbers of hits and of responses by problem, [P]; a size may be 0.
-        seed: of the resampling.
+    Problems with equal counts of hits and responses, [P], are resampled together: fast for any P.
     """
     rows = np.stack([hits, sizes], axis=1)[sizes > 0]
     if not len(rows):
         return None
-    pairs, counts = np.unique(rows, axis=0, return_counts=True)
     total_hits, total = rows.sum(axis=0)
     value = float(total_hits / total)
     if len(rows) < 2:
         return Estimate(value, None, None)
+    pairs, counts = np.unique(rows, axis=0, return_counts=True)
     if np.ptp(pairs[:, 0] / pairs[:, 1]) == 0:
         return _without_spread(value, float(total**2 / (rows[:, 1] ** 2).sum()), 0.0)
-    rng = np.random.default_rng(seed)
-    resampled = rng.multinomial(len(rows), counts / len(rows), size=RESAMPLES) @ pairs
+    draws = np.random.default_rng(0).multinomial(len(rows), counts / len(rows), size=RESAMPLES)
+    resampled = draws @ pairs
     low, high = np.percentile(resampled[:, 0] / resampled[:, 1], PERCENTILES)
     return Estimate(value, float(low), float(high))
 
