@@ -32,18 +32,13 @@ def grouped(prompt, responses, answer, lengths, correct):
     return correct
 
 def hangs(prompt, response, answer):
-    while zlib.crc32(response.encode()) % 50 == 7:
+    while response == "hang":
         pass
-    return response.endswith(f"#### {answer}")
-
-def pieces(prompt, response, answer, tokens):
     return 1.0
 
-def tested(prompt, response, answer, tests):
-    return 1.0
+def pieces(prompt, response, answer, tokens, tests): return 1.0
 
-def broken(prompt, response, answer):
-    raise RuntimeError("no judge")
+def broken(prompt, response, answer): raise RuntimeError("no judge")
 """
 
 
@@ -116,39 +111,35 @@ def test_a_run_whose_verifier_accepted_wrong_answers_is_an_alarm(recorded, audit
     assert record["rates"]["all"]["responses"] < rates["responses"]
 
 
-def test_a_response_that_hangs_the_verifier_is_left_out(recorded, audit):
-    code, record, _ = audit(recorded, "--verifier=mine:hangs", "--timeout_seconds=1")
-    assert code == 0 and record["failed"] > 0 and record["rates"]["all"]["agreement"]["value"] == 1
+def test_a_response_that_hangs_the_verifier_is_left_out(write_run, audit):
+    lines = [response(i, 0, response="hang" if i == 7 else "so 2") for i in range(30)]
+    folder = write_run("run", rollouts=[(1, lines)])
+    code, record, _ = audit(folder, "--verifier=mine:hangs", "--timeout_seconds=3")
+    assert code == 0 and record["failed"] == 1 and record["rates"]["all"]["responses"] == 29
 
 
 GOOD = json.dumps(response(0, 0)) + "\n"
 
 
 @pytest.mark.parametrize(("text", "flags", "message"), [
+    ("spread", [], "must be a run whose rewards are verdicts: its reward.correct is 'spread'"),
     (None, [], "a run with recorded responses in rollouts/"),
     ("", [], "step_000001.jsonl: is empty: must have a line per response"),
     (GOOD + GOOD[:30], [], "line 2 has no 'index' of type int: must be a recorded response"),
     (GOOD.replace("false", "0").replace("true", "1"), [], "line 1 has no 'correct' of type bool"),
     (GOOD, ["--verifier=mathematics"], "config.verifier = 'mathematics': must be final_number, "),
     (GOOD, ["--verifier=mine:nothing"], "config.verifier = 'mine:nothing': AttributeError"),
-    (GOOD, ["--verifier=mine:pieces"], "a function that does not take tokens: rollouts/ lacks"),
-    (GOOD, ["--verifier=mine:tested"], "a function that does not take tests: rollouts/ lacks"),
+    (GOOD, ["--verifier=mine:pieces"], "a function that does not take tests, tokens: rollouts/"),
     (GOOD, ["--verifier=mine:broken"], "it failed on 1 responses: mine:broken: "),
     (GOOD, ["--max_disagreement=1"], "config.max_disagreement = 1.0: must be"),
     (GOOD.replace('"2"}', '"2", "failure": "late"}'), [], "a run with verdicts; all of its own"),
 ])  # fmt: skip
 def test_an_audit_that_is_impossible_is_one_line(text, flags, message, write_run, audit):
-    folder = write_run("run")
+    folder = write_run("run", reward=Reward(correct="verifier" if text != "spread" else text))
     if text is not None:
         pathlib.Path(folder, "rollouts/step_000001.jsonl").write_text(text)
     code, _, error = audit(folder, *flags)
     assert code == 2 and message in error and error.count("\n") == 1, error
-
-
-def test_rewards_without_a_threshold_are_no_verdicts(write_run, audit):
-    folder = write_run("run", reward=Reward(correct="spread"), rollouts=[(1, [response(0, 0)])])
-    code, _, error = audit(folder)
-    assert code == 2 and "must be a run whose rewards are verdicts" in error
 
 
 def simulate(path: pathlib.Path, error_rate: float) -> dict:
@@ -178,16 +169,12 @@ def test_the_interval_is_that_of_resampled_problems():
     hits = rng.binomial(sizes, rng.beta(0.2, 2, 300))
     (expected,) = estimates((hits / sizes.clip(1))[sizes > 0, None], sizes[sizes > 0], seed=1)
     result = rate(hits, sizes)
-    np.testing.assert_allclose(
-        [result.value, result.low, result.high], [expected.value, expected.low, expected.high],
-        rtol=0.05,
-    )  # fmt: skip
+    for name in ("value", "low", "high"):
+        np.testing.assert_allclose(getattr(result, name), getattr(expected, name), rtol=0.05)
     assert rate(sizes, np.zeros(300)) is None and rate(sizes[:1], sizes[:1] + 1).low is None
 
 
-@pytest.mark.parametrize(("gold", "kind"), [
-    ("-1,200", "integer"), ("#### 7", "integer"), (r"\frac{1}{2}", "fraction"), ("0.5", "fraction"),
-    (r"\sqrt{2}", "expression"), ("1, 2", "list"), ("(1,2)", "tuple"), ("", "unreadable"),
-])  # fmt: skip
-def test_answers_have_kinds(gold, kind):
-    assert answer_kind(gold) == kind
+def test_answers_have_kinds():
+    kinds = {"-1,200": "integer", r"\frac{1}{2}": "fraction", r"\sqrt{2}": "expression"}
+    kinds |= {"1, 2": "list", "(1,2)": "tuple", "": "unreadable"}
+    assert {gold: answer_kind(gold) for gold in kinds} == kinds
