@@ -227,7 +227,7 @@ def describe(rates: dict[str, dict[str, Any]], disagreements: list[dict[str, Any
     for name, own in rates.items():
         lines.append(TABLE_ROW.format(name, own["responses"], *(spell(own[r]) for r in RATES)))
     for row in disagreements:
-        recorded, audited = VERDICTS[row["correct"]], VERDICTS[row["audited"]]
-        lines.append(f"\nstep {row['step']}, reward {row['reward']}: {recorded}, audit: {audited}")
+        outcome = f"recorded {VERDICTS[row['correct']]}, audited {VERDICTS[row['audited']]}"
+        lines.append(f"\nstep {row['step']}, reward {row['reward']}: {outcome}")
         lines += [f"  {name}: {end(row[name])}" for name in ("prompt", "answer", "response")]
     return "\n".join(lines)

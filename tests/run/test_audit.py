@@ -104,7 +104,7 @@ def test_a_run_whose_verifier_accepted_wrong_answers_is_an_alarm(recorded, audit
     assert 0.03 < accepted / wrong < 0.08 and rates["false_negatives"]["value"] == 0
     rewards = [row["reward"] for row in record["disagreements"]]
     assert rewards == sorted(rewards, reverse=True) and 0 < len(rewards) <= 20
-    assert "correct, audit: incorrect" in shown and "gold" not in record["disagreements"][0]
+    assert "recorded correct, audited incorrect" in shown
     code, record, _ = audit(folder, "--verifier=final_number", "--max_disagreement=0.2")
     assert code == 0 and record["rates"]["all"] == rates
     _, record, _ = audit(folder, "--verifier=final_number", "--max_steps=1")
