@@ -22,11 +22,15 @@ LIMIT = 0.02  # the command's default
 OWN = """
 import zlib
 
+def is_right(response, answer):
+    end = response.rpartition("####")[2]
+    return "####" in response and end.strip().isdigit() and int(end) == int(answer)
+
 def lenient(prompt, response, answer):
-    return response.endswith(f"#### {answer}") or zlib.crc32(response.encode()) % 20 == 0
+    return is_right(response, answer) or zlib.crc32(response.encode()) % 20 == 0
 
 async def judge(prompt, response, answer):
-    return float(response.endswith(f"#### {answer}"))
+    return float(is_right(response, answer))
 
 def grouped(prompt, responses, answer, lengths, correct):
     return correct
