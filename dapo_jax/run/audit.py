@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import heapq
 import json
 import zlib
 from collections.abc import Iterator
@@ -164,11 +163,6 @@ def answer_kind(gold: str) -> str:
     return ("integer" if shown.lstrip("-").isdigit() else "fraction") if kind == "number" else kind
 
 
-def _rank(row: dict[str, Any]) -> tuple[float, int]:
-    """Return the reward and the step: of equal rewards, the latest are shown."""
-    return row["reward"] or 0.0, row["step"]
-
-
 def audit(config: AuditConfig) -> bool:
     """Score a run's responses again, print the result, and write it to audit.json.
 
@@ -190,7 +184,8 @@ def audit(config: AuditConfig) -> bool:
                 texts = row["prompt"], row["response"]
                 others = [d for d in disagreements if (d["prompt"], d["response"]) != texts]
                 others.append(shown | {"audited": audited})
-                disagreements = heapq.nlargest(MAX_DISAGREEMENTS, others, key=_rank)
+                others.sort(key=lambda d: (d["reward"] or 0.0, d["step"]), reverse=True)
+                disagreements = others[:MAX_DISAGREEMENTS]
     allowed = f"a verifier that works; it failed on {len(failures)} responses"
     fits = len(failures) <= MAX_FAILURES * len(verdicts)
     require(fits, "verifier", config.verifier, ": ".join([allowed, *failures[:1]]))

@@ -79,7 +79,7 @@ def test_a_run_agrees_with_its_own_verifier(recorded, audit, verifier):
     assert rates["false_positives"]["value"] == rates["false_negatives"]["value"] == 0
     lines = [path.read_text().splitlines() for path in (recorded / "rollouts").iterdir()]
     assert rates["responses"] == sum(map(len, lines)) > 200
-    assert record["rates"]["integer"] == rates and "1.000 [0.9" in shown
+    assert record["rates"]["integer"] == rates and "1.000 [0.8" in shown
     assert record["recorded_verifier"] == "final_number" and "not above" in shown
 
 
