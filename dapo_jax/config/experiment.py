@@ -619,14 +619,10 @@ class ReportConfig:
 class AuditConfig:
     """A second opinion on a run's recorded responses (`dapo-jax audit`)."""
 
-    run: str = setting("", "The run_dir of a run with rollouts/ (log.rollouts).")
-    verifier: str = setting(
-        "math", "A verifier (final_number, math, math_box, math_label, dapo) or module:function."
-    )
-    max_disagreement: Below1 = setting(
-        0.02, "Limit of the lower end of the false-positive and the false-negative rate's interval."
-    )
-    max_steps: CountOr0 = setting(0, "Evenly spaced steps to score again; 0: all.")
+    run: str = setting("", "The run_dir of a run with rollouts/.")
+    verifier: str = setting("math", "A verifier, or your module:function.")
+    max_disagreement: Below1 = setting(0.02, "Limit of either error rate's lower end.")
+    max_steps: CountOr0 = setting(0, "Steps to score, evenly spaced; 0: all.")
     workers: Count = setting(1, "Threads that score, with processes.")
     timeout_seconds: Positive = setting(5.0, "A worker that needs longer is killed.")
 
