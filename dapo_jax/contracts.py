@@ -118,26 +118,6 @@ class Sampler(Protocol):
         ...
 
 
-class VerifierResult(NamedTuple):
-    """The decision of a verifier about one response."""
-
-    correct: bool
-    extracted: str | None  # the answer found in the response, None if there is none
-    decided: str = ""  # how equality was decided: direct, algebra; or why there was no answer
-
-
-class Verifier(Protocol):
-    """A rule that decides whether a response answers a problem.
-
-    It runs on a thread of the reward pool. An exception makes the response incorrect and is
-    recorded as the verdict's failure. Rules that are slow or unsafe use a worker process.
-    """
-
-    def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:
-        """Compare the answer in `response` with `gold`; `prompt` says what was asked for."""
-        ...
-
-
 class Environment(Protocol):
     """A dialogue partner of one trajectory, created for each trajectory in a worker process.
 

@@ -1,9 +1,13 @@
-"""Worker process of the verifier: the `Algebra` of `equivalence.py`, by proof.
+"""Worker process of the verifier: verdicts, with the `Algebra` of `equivalence.py` by proof.
 
-`python -m dapo_jax.verifier.algebra_worker` serves one JSON line per question.
+`python -m dapo_jax.verifier.algebra_worker` serves one JSON line per batch of `Question`s.
 """
 
+import collections
+import hashlib
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from dapo_jax.runtime.workers.child import limit_process, serve
 from dapo_jax.verifier.algebra import proportional, same_expression
@@ -24,6 +28,10 @@ from dapo_jax.verifier.number_field import NumberField
 from dapo_jax.verifier.real_sets import FLIPPED, RealSets
 from dapo_jax.verifier.roots import content_of
 from dapo_jax.verifier.tree_to_element import read as read_tree
+from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, judge
+
+WORK = 400_000  # units of a verdict; a unit is about a microsecond
+MAX_REMEMBERED = 100_000
 
 
 class ProvenAlgebra:
@@ -104,26 +112,98 @@ def _variables(node: Node) -> set[str]:
     return set().union(*(_variables(item) for item in node.items))
 
 
-def make_algebra() -> Callable[[dict], dict]:
-    """Return the function that answers `{"kind", "prediction", "answer", "work"}`.
+class Proof(NamedTuple):
+    """Reply to one question of a verdict, and the units of work that it took."""
 
-    The reply is `{"same", "work"}`, the units spent, with `"undecided"` where the budget ended.
+    same: bool
+    work: int
+    undecided: bool = False
+
+
+Memory = collections.OrderedDict[bytes, Proof]  # the oldest are forgotten
+
+
+class RememberedAlgebra:
+    """`Algebra` of one verdict, which has work to spend over all its questions.
+
+    A remembered proof costs what it cost before, so that verdicts don't depend on what was asked
+    earlier.
+
+    Attributes:
+        asked, remembered, undecided: counts of proofs, of questions that the memory answered, and
+            of those that were neither proven equal nor different.
+    """
+
+    def __init__(self, memory: Memory):
+        self._memory, self._work = memory, WORK
+        self.asked = self.remembered = self.undecided = 0
+
+    def same(self, kind: str, prediction: str, answer: str) -> bool:
+        texts = repr((kind, prediction, answer)).encode("utf-8", "backslashreplace")
+        key = hashlib.blake2b(texts, digest_size=16).digest()
+        proof = self._memory.get(key)
+        if proof is not None and proof.work <= self._work:
+            self.remembered += 1
+        else:
+            proof = _prove(kind, prediction, answer, self._work)
+            self.asked += 1
+            if not proof.undecided or self._work == WORK:  # more work may decide it
+                self._memory[key] = proof
+                if len(self._memory) > MAX_REMEMBERED:
+                    self._memory.popitem(last=False)
+        self._work -= proof.work
+        self.undecided += proof.undecided
+        return proof.same
+
+    def describe(self, correct: bool) -> str:
+        """Return how the verdict was decided."""
+        if self.undecided and not correct:
+            return "undecided"
+        if self.asked:
+            return "algebra"
+        return "remembered" if self.remembered else "direct"
+
+
+def _prove(kind: str, prediction: str, answer: str, work: int) -> Proof:
+    budget, same, undecided = Budget(work), False, False
+    try:
+        same = ProvenAlgebra(budget).same(kind, prediction, answer)
+    except Undecided:
+        undecided = True
+    except Exception:  # not understood is not equal, whatever the reason
+        same = False
+    return Proof(same, work - max(0, budget.left), undecided)
+
+
+def _answer(question: Question, memory: Memory) -> dict:
+    algebra = RememberedAlgebra(memory)
+    try:
+        ruling = judge(question, algebra)
+    except Exception as error:
+        return {"failure": repr(error)[:200]}
+    if ruling.extracted is not None and ruling.how != "unfinished":
+        ruling = ruling._replace(how=algebra.describe(ruling.correct))
+    return ruling._asdict()
+
+
+def make_verifier() -> Callable[[dict], dict]:
+    """Return the function that answers `{"questions"}` with `{"replies"}` to the first of them.
+
+    A reply is a `Ruling` or a `"failure"`; there is at least one.
     """
     limit_process()
+    memory = Memory()
 
     def answer(job: dict) -> dict:
-        budget, reply = Budget(job["work"]), dict[str, object](same=False)
-        try:
-            algebra = ProvenAlgebra(budget)
-            reply["same"] = algebra.same(job["kind"], job["prediction"], job["answer"])
-        except Undecided as error:
-            reply["undecided"] = str(error)
-        except Exception as error:  # not understood is not equal, whatever the reason
-            reply["failure"] = repr(error)[:200]
-        return reply | {"work": job["work"] - max(0, budget.left)}
+        until, replies = time.monotonic() + BATCH_SECONDS, []
+        for fields in job["questions"]:
+            replies.append(_answer(Question(**fields), memory))
+            if time.monotonic() > until:
+                break
+        return {"replies": replies}
 
     return answer
 
 
 if __name__ == "__main__":
-    serve(make_algebra)
+    serve(make_verifier)

@@ -1,11 +1,12 @@
 """Verifiers by name: extraction of a response's answer and comparison with the gold answer.
 
-All of it runs on text that a model wrote, in time linear in that text, and evaluates none of it;
-only `algebra` computes with expressions, in a process that can be killed.
+All of it reads text that a model wrote and evaluates none of it. It runs in worker processes
+(`algebra_worker`), which can be killed.
 """
 
 from typing import NamedTuple
 
+from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.verifier.equivalence import Algebra, decide, gold_answer
 from dapo_jax.verifier.extraction import LONGEST_ANSWER, Extraction, extract
 from dapo_jax.verifier.minerva import labelled_answer, spelling
@@ -13,6 +14,22 @@ from dapo_jax.verifier.numerals import read_integer
 
 MARKER = "####"
 LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
+BATCH_SECONDS = 0.25  # after which a worker leaves the rest of a batch to the next one
+
+
+class Question(NamedTuple):
+    """Response to judge, and the settings that decide.
+
+    verifier: a key of `VERIFIERS`, or 'answer' if `response` is an extracted answer. percent,
+    unfinished: settings of the section `reward`.
+    """
+
+    verifier: str
+    response: str
+    answer: str
+    prompt: str = ""
+    percent: str = "exact"
+    unfinished: str = "right"
 
 
 class Ruling(NamedTuple):
@@ -75,3 +92,21 @@ VERIFIERS = {
     "math_label": math_label,
     "dapo": dapo,
 }
+
+
+def judge(question: Question, algebra: Algebra) -> Ruling:
+    """Return the verdict on a response, by value and by the conventions of the settings."""
+    gold = gold_answer(question.answer)
+    if question.verifier == "answer":
+        return Ruling(decide(question.response, question.answer, algebra), question.response, "")
+    ruling = VERIFIERS[question.verifier](question.response, question.answer, algebra)
+    value = ruling.extracted
+    if question.verifier not in BY_VALUE or value is None:
+        return ruling
+    if not ruling.correct and question.percent == "as_asked":
+        number = as_percentage(value, question.prompt)
+        ruling = ruling._replace(correct=number is not None and decide(number, gold, algebra))
+    if ruling.correct and question.unfinished == "wrong":
+        if is_unfinished(value, gold, question.prompt):
+            return Ruling(False, value, "unfinished")
+    return ruling
