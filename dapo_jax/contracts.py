@@ -9,7 +9,7 @@ Each is a `typing.Protocol`: a class satisfies it by having its members, without
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from dapo_jax.structs import (
     CollectedGroups,

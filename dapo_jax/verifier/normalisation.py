@@ -8,6 +8,7 @@ import re
 import unicodedata
 
 from dapo_jax.verifier.extraction import closing_brace
+from dapo_jax.verifier.units import spoken_number
 
 FORBIDDEN = "\ufffd"  # stands for what must never help: it equals nothing
 
@@ -66,6 +67,17 @@ def plain_characters(text: str) -> str:
     return "".join(char if " " <= char <= "~" else _character(char) for char in text)
 
 
+_BLANKS = re.compile(r"[ \t\n]{2,}")
+_COLOURS = re.compile(r"\\(?:color|textcolor|colorbox)(?:\[[a-z]{1,9}\])?\{[\w#,.! -]{1,30}\}")
+_SWITCHES = re.compile(
+    r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|bfseries|rm|it|underline)"
+    r"(?![A-Za-z])"
+)
+_ABOUT = re.compile(
+    r"^(?:\\(?:approx|sim|simeq|cong)(?![A-Za-z]) ?"
+    r"|(?:\\text\{ ?)?(?:approximately|approx\.?|about|roughly) ?(?:\} ?)?(?=[-\d\\]))"
+)
+_WORDS_ONLY = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
 # LaTeX that only decorates, longest first where one begins another.
 _DROPPED = re.compile(
     r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|big|Big|bigg|Bigg|displaystyle|textstyle|limits"
@@ -92,7 +104,7 @@ _SYNONYMS = [
         lVert|rVert|Vert \\|
         varnothing \\emptyset
         degree ^\\circ
-        mathrm|textrm|textbf|textit|textsf|texttt|mbox|operatorname\*?|emph|textnormal|mathsf \\text
+        mathrm|textrm|textbf|textit|textsf|texttt|textsc|mbox|hbox|operatorname\*?|emph|textnormal|mathsf \\text
         mathbf|boldsymbol|bm|mathit|vec|overrightarrow|mathcal|pmb \\mathbf
         cross|ast \\times
         imath i
@@ -111,7 +123,7 @@ _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _SCALE = re.compile(
     rf"(?<=[\d}}])\s*(?:(\\text\{{)\s*)?({'|'.join(_SCALES)})(?![A-Za-z])\s*(\}}?)", re.IGNORECASE
 )
-_PERCENT = re.compile(r"\s*(?:\\text\{\s*per\s?cent\s*\}|\bper\s?cent\b)")
+_PERCENT = re.compile(r" ?(?:\\text\{ ?per ?cent ?\}|\bper ?cent\b)")
 _TEXT_SIGN = re.compile(r"\\text\{([^A-Za-z{}]*)\}")
 _ELLIPSIS = re.compile(r"\.{2,}|\\(?:dots|cdots|dotsc)(?![A-Za-z])")
 _BOARD = re.compile(r"\\mathbb ?([A-Z])(?![A-Za-z])")
@@ -127,6 +139,10 @@ _THOUSANDS_THIN = re.compile(r"(?<=\d)(?:\\[,!]|\\ )(?=\d{3}(?!\d))")
 _ORDINAL = re.compile(
     r"(?<![\d.,])(\d{1,18}) ?(?:\^ ?)?(?:st|nd|rd|th|\{ ?(?:st|nd|rd|th) ?\}"
     r"|\{? ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}?)(?![A-Za-z])"
+    r"(?! ?(?:\\text\{ ?)?(?:roots?|powers?|parts?|shares?|fractions?|derivatives?|of)\b)"
+)
+_ORDINAL_NOUN = re.compile(
+    r"(?<=\d)\\text\{ ?(?:st|nd|rd|th) (?!roots?|powers?|parts?|shares?|fractions?|derivatives?|of\b)"
 )
 _NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve"
 _SAID = {
@@ -221,6 +237,7 @@ def _without_whole(text: str) -> str:
 def normalise(text: str) -> str:
     """Return the normal form of an answer; several rules ask for that of the same one."""
     text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(_LATEX_E.sub(r"\1 \\cdot e\2", text)))
+    text = _SWITCHES.sub(" ", _COLOURS.sub(" ", _BLANKS.sub(" ", text)))
     text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", text))
     text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another
     text = _POWER.sub("^", unwrap(_BOLD_NUMBER.sub(lambda m: m[1].replace(" ", ""), text)))
@@ -237,10 +254,13 @@ def normalise(text: str) -> str:
     text = _TEXT_FUNCTIONS.sub(r"\\\1 ", text)
     text = _TEXT_SIGN.sub(r" \1 ", text)
     text = _PERCENT.sub("%", _SPACES.sub(lambda m: m[1] or " ", text))
-    text = _SCALE.sub(_scaled, _without_for_all(_ORDINAL.sub(_without_ending, text)))
+    text = _SCALE.sub(_scaled, _without_for_all(_ORDINAL.sub(_without_ending, _BLANKS.sub(" ", text))))
+    text = _ORDINAL_NOUN.sub(r"\\text{ ", text)
     amount = _DOLLARS_AND_CENTS.fullmatch(text.strip())
     text = _CHOICE_WORD.sub(lambda m: m[1] or "", _without_whole(text.strip()))
     if amount is not None:
         text = rf"\text{{dollar}} {amount[1] or amount[2]}.{amount[3]:0>2}"
-    text = unwrap(text)
+    text = _ABOUT.sub("", unwrap(_BLANKS.sub(" ", text)))
+    if len(text) < LONGEST_TAIL and _WORDS_ONLY.fullmatch(text):
+        text = spoken_number(text) or text
     return _SAID.get(text.lower(), text) if len(text) < LONGEST_TAIL else text

@@ -29,20 +29,40 @@ _COUNTED = set(
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(",") for name in names.split()}
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 _GLUE = {"per": "/", "of": "", "a": "", "an": "", "in": "", "each": "", "the": "", "total": ""}
+# Words behind a number that change it, or say something else about it than what is counted.
+_CHANGING = set(
+    "root power part share fraction ratio reciprocal inverse derivative logarithm log sine cosine "
+    "tangent sin cos tan exp half halves third quarter fourth fifth sixth seventh eighth ninth tenth "
+    "hundredth thousandth doubled halved tripled squared cubed double twice triple factorial "
+    "percent percentage percentile modulo mod base choose dozen gross score hundred thousand "
+    "million billion trillion negative positive plus minus times over divided multiplied by to "
+    "or and but not no never none nor neither either without except excluding unless if when "
+    "where while because since until although though whether is are was were be been being has "
+    "have had do does did can could will would shall should may might must more less fewer "
+    "greater than least most at about around approximately roughly almost nearly up down out off "
+    "from with for as so such this that these those it its he she they them we you who which what "
+    "how why some any all both few many much several other another else only just even also too "
+    "very wrong false true correct incorrect impossible undefined remainder modulus complex i e pi "
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
+    "minimum maximum infinity infinite kilo mega giga milli micro nano".split()
+)
+_ORDINARY = re.compile(r"(?=[^aeiouyAEIOUY]*[aeiouyAEIOUY])[A-Za-z]{3,20}")
 _PIECE = re.compile(r"[A-Za-z_]+|\^ ?\{? ?-?\d ?\}?|[/*.]|\\(?:cdot|times)|-?\d|[^\s{}~]")
+# A normal form has no two blanks side by side, so that a run of them costs nothing.
 _DEGREE = re.compile(
-    r"\s*(?:\{\s*\})?\^?\s*\{?\s*\^?\s*\\circ\s*\}?\s*(?:\\text\{\s*([CFK])\s*\}|([CFK]))?\s*$"
+    r" ?(?:\{ ?\} ?)?\^? ?\{? ?\^? ?\\circ ?\}? ?(?:\\text\{ ?([CFK]) ?\}|([CFK]))? ?$"
 )
 # Possessive throughout: a long run of units must not be read in exponentially many ways.
 _TEXT_TAIL = re.compile(
-    r"(?:\\text\{[^{}]*+\}\s*+(?:\^ ?\{? ?-?\d ?\}?)?+\s*+(?:/|\\cdot|\\times)?+\s*+)++"
+    r"(?:\\text\{[^{}]*+\} ?+(?:\^ ?\{? ?-?\d ?\}?)?+ ?+(?:/|\\cdot|\\times)?+ ?+)++"
 )
 _VALUE_END = re.compile(r"[\d)}\]a-zA-Z.!%]$")
 _MEASURED = re.compile(r"[-+]?[\d., ]+")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])|\b(?:sin|cos|tan)\b")
 _PLAIN_TAIL = re.compile(r"(.*?[\d)}])( ?)([A-Za-z][A-Za-z ./^\d{}-]*)$", re.S)
-_CURRENCY = re.compile(r"\\text\{(dollar|euro|pound|yen|cent)\}\s*(.+)$", re.S)
-_CURRENCY_SIGNED = re.compile(r"-\s*\\text\{(dollar|euro|pound|yen)\}\s*(.+)$", re.S)
+_CURRENCY = re.compile(r"\\text\{(dollar|euro|pound|yen|cent)\} ?(.+)$", re.S)
+_CURRENCY_SIGNED = re.compile(r"- ?\\text\{(dollar|euro|pound|yen)\} ?(.+)$", re.S)
 
 
 def _singular(word: str) -> str:
@@ -61,10 +81,17 @@ def _singular(word: str) -> str:
     return lower
 
 
+def _is_listed(word: str) -> bool:
+    name = _singular(word)
+    return name in _CANONICAL.values() or name in _COUNTED or word.lower() in _POWERS
+
+
 def canonical_unit(text: str) -> tuple[str, bool]:
     """Return the canonical spelling of a unit, and whether every word in it is a known unit."""
     text = text.replace(r"\text", " ").replace("p.m.", "pm").replace("a.m.", "am")
     parts, known, pending = [], True, ""
+    # Among what is counted, parts and powers count too; `18 square roots` is no 18.
+    counted = {"root", "power", "part", "share"} if "square root" not in text else set()
     for piece in _PIECE.findall(text):
         word = piece.strip()
         if word.lower() in _POWERS:
@@ -72,13 +99,16 @@ def canonical_unit(text: str) -> tuple[str, bool]:
                 parts.append(_POWERS[word.lower()])
             else:
                 pending = _POWERS[word.lower()]
-        elif word.lower() in _GLUE and len(parts) + bool(pending) > 0:
+        elif word.lower() in _GLUE and (parts or pending or word == "per"):
             parts.append(_GLUE[word.lower()])
         elif word[0].isalpha():
             name = _singular(word)
-            known &= name in _CANONICAL.values() or name in _COUNTED
+            is_noun = _ORDINARY.fullmatch(word) and not {name, word.lower()} & (_CHANGING - counted)
+            known &= name in _CANONICAL.values() or name in _COUNTED - {"root"} or bool(is_noun)
             parts.append(name + pending)
             pending = ""
+        elif word == "-" and parts:  # push-ups
+            continue
         elif word[0] == "^":
             parts.append("^" + re.sub(r"[^-\d]", "", word))
         elif word in ("/", "*", r"\cdot", r"\times", "."):
@@ -100,6 +130,9 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
     for pattern, sign in ((_CURRENCY, ""), (_CURRENCY_SIGNED, "-")):
         match = pattern.fullmatch(text)
         if match is not None:
+            value, behind = split_unit(match[2].strip(), trusted=trusted)
+            if behind.startswith("/") or behind == match[1]:  # $45 per day, $45 dollars
+                return sign + value, match[1]
             return sign + match[2].strip(), match[1]
     match = _DEGREE.search(text)
     if match is not None and match.start() > 0 and not _TRIGONOMETRIC.search(text):
@@ -114,6 +147,65 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
     if match is not None:
         unit, known = canonical_unit(match[3])
         one_letter = not re.search(r"[A-Za-z]{2}", match[3])
-        if known and not (one_letter and not (match[2] and _MEASURED.fullmatch(match[1]))):
+        # Four letters may be a product.
+        plain = all(
+            len(w) > 4 or w.lower() in _GLUE or _is_listed(w) or w[-1] == "s"
+            for w in re.findall("[A-Za-z]+", match[3])
+        )
+        if known and plain and not (one_letter and not (match[2] and _MEASURED.fullmatch(match[1]))):
             return match[1].strip(), unit
     return text, ""
+
+
+_UNITS_SAID = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_UNITS_SAID += [f"{stem}teen" for stem in "thir four fif six seven eigh nine".split()]
+_TENS_SAID = [f"{stem}ty" for stem in "twen thir for fif six seven eigh nine".split()]
+_SAID = {word: n for n, word in enumerate(_UNITS_SAID)}
+_SAID |= {word: 10 * n for n, word in enumerate(_TENS_SAID, 2)}
+_PARTS_SAID = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4} | {
+    word: n for n, word in enumerate("fifth sixth seventh eighth ninth tenth".split(), 5)
+}
+_SCALES_SAID = {"thousand": 1_000, "million": 1_000_000}
+MOST_WORDS_SAID = 12
+
+
+def spoken_number(text: str) -> str | None:
+    """Return the numeral for a number in words, `minus two thirds`; the noun behind it stays."""
+    words = text.lower().replace("-", " ").split()
+    if not words or len(words) > MOST_WORDS_SAID:
+        return None
+    sign = "-" if words[0] in ("minus", "negative") else ""
+    words = words[1:] if sign else words
+    if words[0] in ("a", "an") and len(words) == 2:
+        words = ["one", *words[1:]]
+    value, used = _read_words(words)
+    if used == 0:
+        return None
+    rest = words[used:]
+    if len(rest) == 1 and (below := _PARTS_SAID.get(rest[0].removesuffix("s"))):
+        return rf"{sign}\frac{{{value}}}{{{below}}}"
+    if rest and not canonical_unit(" ".join(rest))[1]:
+        return None
+    return f"{sign}{value}" + (rf"\text{{ {' '.join(rest)}}}" if rest else "")
+
+
+def _read_words(words: list[str]) -> tuple[int, int]:
+    """Return the value of the number in words at the start, and how many words it has."""
+    total, group, used, room = 0, 0, 0, 1_000_000_000  # room: of the next word
+    for i, word in enumerate(words):
+        if word == "and" and used == i and group % 100 == 0 and group and i + 1 < len(words):
+            if words[i + 1] in _SAID:
+                used += 1
+                continue
+        said = _SAID.get(word)
+        if said is not None and said < room and (said or not total + group):
+            group += said
+            room = 10 if said >= 20 else 0
+        elif word == "hundred" and 0 < group < 10:
+            group, room = 100 * group, 100
+        elif word in _SCALES_SAID and group and (not total or _SCALES_SAID[word] < total):
+            total, group, room = total + group * _SCALES_SAID[word], 0, 1_000
+        else:
+            break
+        used = i + 1
+    return total + group, used

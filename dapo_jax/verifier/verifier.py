@@ -6,7 +6,7 @@ All of it reads text that a model wrote and evaluates none of it. It runs in wor
 
 from typing import NamedTuple
 
-from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
+from dapo_jax.verifier.answer_conventions import as_percentage, asked_value, is_unfinished
 from dapo_jax.verifier.equivalence import Algebra, decide, gold_answer
 from dapo_jax.verifier.extraction import LONGEST_ANSWER, Extraction, extract
 from dapo_jax.verifier.minerva import labelled_answer, spelling
@@ -71,8 +71,17 @@ def math_box(response: str, answer: str, algebra: Algebra) -> Ruling:
 
 
 def math_label(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Test the mathematical equivalence of the answer behind a tag, `####` or 'Answer:'."""
-    return _same(extract(response, "label"), answer, algebra)
+    """Test the mathematical equivalence of the answer behind a tag, `####` or 'Answer:'.
+
+    A box behind the label has to hold the same answer.
+    """
+    extraction = extract(response, "label")
+    ruling = _same(extraction, answer, algebra)
+    if extraction.how == "label" and ruling.correct:
+        box = extract(response.rpartition("</think>")[2][extraction.end :], "box")
+        is_same = box.how == "no_marker" or _same(box, answer, algebra).correct
+        return ruling._replace(correct=is_same)
+    return ruling
 
 
 def dapo(response: str, answer: str, algebra: Algebra) -> Ruling:
@@ -99,14 +108,20 @@ def judge(question: Question, algebra: Algebra) -> Ruling:
     gold = gold_answer(question.answer)
     if question.verifier == "answer":
         return Ruling(decide(question.response, question.answer, algebra), question.response, "")
-    ruling = VERIFIERS[question.verifier](question.response, question.answer, algebra)
+    response = question.response
+    if question.verifier in BY_VALUE and question.prompt.rstrip().endswith("<think>"):
+        response = "<think>" + response
+    ruling = VERIFIERS[question.verifier](response, question.answer, algebra)
     value = ruling.extracted
     if question.verifier not in BY_VALUE or value is None:
         return ruling
     if not ruling.correct and question.percent == "as_asked":
         number = as_percentage(value, question.prompt)
         ruling = ruling._replace(correct=number is not None and decide(number, gold, algebra))
+    if (asked := asked_value(value, question.prompt)) is not None:
+        ruling = ruling._replace(correct=asked != "" and decide(asked, gold, algebra))
+        value = asked or value
     if ruling.correct and question.unfinished == "wrong":
         if is_unfinished(value, gold, question.prompt):
-            return Ruling(False, value, "unfinished")
+            return Ruling(False, ruling.extracted, "unfinished")
     return ruling

@@ -76,16 +76,17 @@ def test_odd_text_reaches_the_verifier_unharmed(pool):
 
 
 HANGING = """
-import sys, time
+import json, sys, time
 print('{"ready": true}', flush=True)
 for line in sys.stdin.buffer:
+    right = {"correct": True, "extracted": "1", "how": "box"}
     if b"_{7}" in line:
         time.sleep(60)
     if b"_{8}" in line:
         sys.exit(1)
     if b"_{9}" in line:
         print("no json", flush=True)
-    print('{"same": true, "work": 1}', flush=True)
+    print(json.dumps({"replies": [right] * len(json.loads(line)["questions"])}), flush=True)
 """
 
 
@@ -123,4 +124,5 @@ def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(monkeypatch):
     assert [v.correct for v in verdicts] == fine
     assert [v.failure is None for v in verdicts] == fine
     # What hangs is not asked again; what dies or babbles may have been the worker's bad luck.
-    assert "TimeoutError" in verdicts[1].failure and rogue.kills == 5
+    # Those that were asked together are asked again alone.
+    assert "TimeoutError" in verdicts[1].failure and 5 <= rogue.kills <= 15

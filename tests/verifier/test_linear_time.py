@@ -1,6 +1,7 @@
 """Regular expressions over text that a model wrote take linear time on degenerate text."""
 
 import importlib
+import pathlib
 import pkgutil
 import re
 import time
@@ -11,23 +12,17 @@ import pytest
 import dapo_jax.verifier
 from dapo_jax.environments import builtin
 from dapo_jax.rewards import functions
-from dapo_jax.verifier import is_equivalent
 
 SHORT, LONG = 100, 800  # repeats of a piece; some 1,600 characters
 ALLOWED_SECONDS = 0.001  # below it, a clock says nothing
 MOST_GROWTH = 3  # times that of a linear one
 PIECES = (
-    (
-        "  ~ \\, \\\\,~ \\! \\quad~ \\text{ \\text{a} \\text{a}/ \\frac{1}{2} \\circ ^\\circ { } ( ) [ ] | , . "
-        ", ~ ,\\! - + / * ^ _ ' 1 12 1.5 1,000 1~000 1/2 1:2 a A ab e e+ m~ m* cm cm/ f(x) (a) x_1 x, "
-        '\\pi \\angle~ \\{ \\} $ \\$ % ! " : ; = < > \\le one~ and~ A)~ (A)~ \\begin{a} \\mathbf{1} '
-        "\\overline{1} answer answer:~ answer~is~ ** # \\boxed \\boxed{ \\boxed{1} <think> <answer> "
-        "x\\in~ \\cup ]0,1[ d/d \\pm is~ the~ - per~ 5~a~ \\color{a} {\\color 2024- 1/2/ th~ 1st~"
-    )
-    .replace(" ", "\0")
-    .replace("~", " ")
-    .split("\0")
-)
+    r"  ~ \, \\,~ \! \quad~ \text{ \text{a} \text{a}/ \frac{1}{2} \circ ^\circ { } ( ) [ ] | , . "
+    r"- + / * ^ _ ' 1 12 1.5 1,000 1~000 1/2 1:2 a A ab e m~ m* cm cm/ f(x) x_1 x, \pi \angle~ $ "
+    r"\{ \} % ! : ; = < \le and~ A)~ (A)~ \begin{a} \mathbf{1} \overline{1} answer answer:~ ** # "
+    r"\boxed{ \boxed{1} <think> <answer> x\in~ \cup ]0,1[ \pm the~ 5~a~ \color{a} {\color 2024- th~"
+).replace("~", "\0").split(" ")
+PIECES = [piece.replace("\0", " ") for piece in (*PIECES, "\0\0", "\0")]
 
 
 def patterns(value) -> Iterator[re.Pattern]:
@@ -55,17 +50,28 @@ PATTERNS = {
 }
 
 
-def seconds(pattern: re.Pattern, text: str) -> float:
+SOURCE = "".join(path.read_text() for path in pathlib.Path(dapo_jax.__path__[0]).rglob("*.py"))
+
+
+def is_anchored(name: str) -> bool:
+    """Test for a pattern that is tried at one place only."""
+    return not re.search(rf"(?<!\w){name}\.(?:search|sub|split|find)|\({name}[,.]", SOURCE)
+
+
+def seconds(pattern: re.Pattern, text: str, anchored: bool) -> float:
     started = time.perf_counter()
     pattern.fullmatch(text)
-    for _ in pattern.finditer(text):
-        pass
+    if not anchored:
+        for _ in pattern.finditer(text):
+            pass
     return time.perf_counter() - started
 
 
-def is_superlinear(pattern: re.Pattern, start: str, piece: str, end: str) -> bool:
+def is_superlinear(pattern: re.Pattern, case: tuple, anchored: bool) -> bool:
+    start, piece, end = case
+
     def best(repeats: int, times: int = 1) -> float:
-        return min(seconds(pattern, start + piece * repeats + end) for _ in range(times))
+        return min(seconds(pattern, start + piece * repeats + end, anchored) for _ in range(times))
 
     if best(SHORT) > ALLOWED_SECONDS and (short := best(SHORT, 3)) > ALLOWED_SECONDS:
         return short > 5 * best(SHORT // 5, 3) * MOST_GROWTH
@@ -84,4 +90,4 @@ def test_a_pattern_is_linear_in_runs_of_all_that_it_names(name):
     cases = [(start, piece, end) for piece in sorted(named) if piece for start, end in ends]
     if isinstance(source, bytes):
         cases = [tuple(part.encode() for part in case) for case in cases]
-    assert [case for case in cases if is_superlinear(pattern, *case)] == []
+    assert [case for case in cases if is_superlinear(pattern, case, is_anchored(name.split(".")[1]))] == []
