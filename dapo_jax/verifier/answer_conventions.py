@@ -233,7 +233,8 @@ def _has_other_form(mine: str, gold: str, problem: str) -> bool:
     for own, other in ((mine, gold), (gold, mine)):
         in_degrees = r"\circ" in own or "degree" in own
         if in_degrees and r"\pi" in other and _ASKS_ANGLE.search(problem):
-            return True
+            value = compact(split_unit(mine)[0])
+            return re.search(rf"(?<!\d){re.escape(value)}(?!\d)", compact(problem)) is not None
     if mine.endswith("%") and not gold.endswith("%") and _ASKS_NO_PERCENT.search(problem):
         return True
     mantissa = _MANTISSA.match(mine) if _ASKS_SCIENTIFIC.search(problem) else None
@@ -287,6 +288,10 @@ def as_percentage(prediction: str, problem: str) -> str | None:
     return text.removesuffix("%") if text.endswith("%") and _ASKS_PERCENT.search(problem) else None
 
 
+def _has_letters(text: str) -> bool:
+    return not _form(text).is_closed or re.search(r"(?<!\\)\b[A-Za-z]", text) is not None
+
+
 def asked_value(prediction: str, problem: str) -> str | None:
     """Return b of an answer a = b if the problem asks for a; '' if for another value of a function.
 
@@ -299,7 +304,7 @@ def asked_value(prediction: str, problem: str) -> str | None:
         return None
     asked = {compact(normalise(formula)) for formula in _ASKED_FOR.findall(problem)}
     left = compact(node.items[0].text)
-    if left in asked and not is_variable(node.items[0]):
+    if left in asked and not is_variable(node.items[0]) and _has_letters(node.items[0].text):
         return node.items[1].text
     is_other = _FUNCTION_AT.fullmatch(left) and left not in asked
     return "" if is_other and any(_FUNCTION_AT.fullmatch(text) for text in asked) else None

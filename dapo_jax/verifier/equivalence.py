@@ -35,9 +35,7 @@ _DECIMAL = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
 _CODE = re.compile(r"(?=.*[A-Z])[A-Z\d]{2,}(?:_\{?\d+\}?)?", re.ASCII)
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)", re.ASCII)
 _POWER_OF_TEN = re.compile(r"[\d.]+e[-+]\d+", re.ASCII)  # or a multiple of e and a number
-_DATE = re.compile(
-    r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}", re.ASCII
-)
+_DATE = re.compile(r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}", re.ASCII)
 _PROGRAMMED = re.compile(r"0(?:[xX][\dA-Fa-f]+|[bB][01]+|[oO][0-7]+)", re.ASCII)
 _ROUNDED = re.compile(r"-?\d*\.(\d+)", re.ASCII)
 _E = re.compile(r"(?<![\\A-Za-z])e(?![A-Za-z])")
@@ -310,6 +308,8 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
         mine, gold = read_integer(prediction.strip()), read_integer(answer.strip())
         return mine is not None and mine == gold
     mine, gold = prediction.strip(" $"), answer.strip(" $")
+    if mine == gold:
+        return True
     if _DECIMAL.fullmatch(mine) and _DECIMAL.fullmatch(gold):  # most answers; nothing to normalise
         return read_number(mine) == read_number(gold)
     mine, gold = normalise(prediction), _read_gold(answer)

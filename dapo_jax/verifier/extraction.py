@@ -116,7 +116,9 @@ def _last_hash(text: str) -> Extraction | None:
 
 def _last_label(text: str) -> Extraction | None:
     """Return the answer behind the last 'answer:', 'answer is' or 'final answer'."""
-    plain = text.replace("–", "-").encode("ascii", "replace").lower()  # one byte a character: places stay
+    plain = (
+        text.replace("–", "-").encode("ascii", "replace").lower()
+    )  # one byte a character: places stay
     end = len(plain)
     for _ in range(MAX_MARKERS):
         start = plain.rfind(b"answer", 0, end)

@@ -73,10 +73,7 @@ _SWITCHES = re.compile(
     r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|bfseries|rm|it|underline)"
     r"(?![A-Za-z])"
 )
-_ABOUT = re.compile(
-    r"^(?:\\(?:approx|sim|simeq|cong)(?![A-Za-z]) ?"
-    r"|(?:\\text\{ ?)?(?:approximately|approx\.?|about|roughly) ?(?:\} ?)?(?=[-\d\\]))"
-)
+_ABOUT = re.compile(r"^\\(?:approx|sim|simeq|cong)(?![A-Za-z]) ?")
 _WORDS_ONLY = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
 # LaTeX that only decorates, longest first where one begins another.
 _DROPPED = re.compile(
@@ -104,7 +101,8 @@ _SYNONYMS = [
         lVert|rVert|Vert \\|
         varnothing \\emptyset
         degree ^\\circ
-        mathrm|textrm|textbf|textit|textsf|texttt|textsc|mbox|hbox|operatorname\*?|emph|textnormal|mathsf \\text
+        textsc|hbox \\text
+        mathrm|textrm|textbf|textit|textsf|texttt|mbox|operatorname\*?|emph|textnormal|mathsf \\text
         mathbf|boldsymbol|bm|mathit|vec|overrightarrow|mathcal|pmb \\mathbf
         cross|ast \\times
         imath i
@@ -136,14 +134,13 @@ _THOUSANDS_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _THOUSANDS_NARROWED = re.compile(r"(?<=\d),(?:\\!|\\,|~) ?(?=\d{3}(?!\d))")
 _THOUSANDS_THIN = re.compile(r"(?<=\d)(?:\\[,!]|\\ )(?=\d{3}(?!\d))")
 
+_SHARES = r"(?:roots?|powers?|parts?|shares?|fractions?|derivatives?|of)\b"
 _ORDINAL = re.compile(
     r"(?<![\d.,])(\d{1,18}) ?(?:\^ ?)?(?:st|nd|rd|th|\{ ?(?:st|nd|rd|th) ?\}"
     r"|\{? ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}?)(?![A-Za-z])"
-    r"(?! ?(?:\\text\{ ?)?(?:roots?|powers?|parts?|shares?|fractions?|derivatives?|of)\b)"
+    rf"(?! ?(?:\\text\{{ ?)?{_SHARES})"
 )
-_ORDINAL_NOUN = re.compile(
-    r"(?<=\d)\\text\{ ?(?:st|nd|rd|th) (?!roots?|powers?|parts?|shares?|fractions?|derivatives?|of\b)"
-)
+_ORDINAL_NOUN = re.compile(rf"(?<=\d)\\text\{{ ?(?:st|nd|rd|th) (?!{_SHARES})")
 _NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve"
 _SAID = {
     **{word: str(number) for number, word in enumerate(_NUMBERS.split())},
@@ -214,6 +211,13 @@ def _without_ending(match: re.Match) -> str:
     return number if ending == wanted else match[0]
 
 
+def _constant(match: re.Match) -> str:
+    r"""Return a letter in roman type; 9\text{e}-4 is a product, no power of ten."""
+    after_digit = match.string[: match.start()][-1:].isdigit()
+    name = r"\pi" if match[1] == "pi" else match[1]
+    return rf"\cdot {name} " if after_digit and name == "e" else f"{name} "
+
+
 def _scaled(match: re.Match) -> str:
     """Return the factor of `3 million people`; the rest of its words stay text."""
     opened = "" if match[3] and match[1] else (match[1] or "") + match[3]
@@ -246,15 +250,17 @@ def normalise(text: str) -> str:
     text = _DROPPED.sub(" ", text)
     for pattern, new in _SYNONYMS:
         text = pattern.sub(new, text)
-    text = text.replace(r"\$", r"\text{dollar} ")
+    text = text.replace(r"\text{\$}", r"\$").replace(r"\$", r"\text{dollar} ")
     if text.count("$") == 1:  # a currency sign; in pairs they only delimit
         text = text.replace("$", r"\text{dollar} ")
     text = text.replace("$", " ").replace(r"\%", "%").replace(r"\#", "#").replace(r"\&", "&")
-    text = _UNITS_CONSTANTS.sub(lambda m: r"\pi " if m[1] == "pi" else m[1] + " ", text)
+    text = _UNITS_CONSTANTS.sub(_constant, text)
     text = _TEXT_FUNCTIONS.sub(r"\\\1 ", text)
     text = _TEXT_SIGN.sub(r" \1 ", text)
     text = _PERCENT.sub("%", _SPACES.sub(lambda m: m[1] or " ", text))
-    text = _SCALE.sub(_scaled, _without_for_all(_ORDINAL.sub(_without_ending, _BLANKS.sub(" ", text))))
+    text = _SCALE.sub(
+        _scaled, _without_for_all(_ORDINAL.sub(_without_ending, _BLANKS.sub(" ", text)))
+    )
     text = _ORDINAL_NOUN.sub(r"\\text{ ", text)
     amount = _DOLLARS_AND_CENTS.fullmatch(text.strip())
     text = _CHOICE_WORD.sub(lambda m: m[1] or "", _without_whole(text.strip()))

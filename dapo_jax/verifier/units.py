@@ -32,14 +32,14 @@ _GLUE = {"per": "/", "of": "", "a": "", "an": "", "in": "", "each": "", "the": "
 # Words behind a number that change it, or say something else about it than what is counted.
 _CHANGING = set(
     "root power part share fraction ratio reciprocal inverse derivative logarithm log sine cosine "
-    "tangent sin cos tan exp half halves third quarter fourth fifth sixth seventh eighth ninth tenth "
-    "hundredth thousandth doubled halved tripled squared cubed double twice triple factorial "
+    "tangent sin cos tan exp half halves third quarter fourth fifth sixth seventh eighth ninth "
+    "tenth hundredth thousandth doubled halved tripled squared cubed double twice triple factorial "
     "percent percentage percentile modulo mod base choose dozen gross score hundred thousand "
     "million billion trillion negative positive plus minus times over divided multiplied by to "
     "or and but not no never none nor neither either without except excluding unless if when "
     "where while because since until although though whether is are was were be been being has "
-    "have had do does did can could will would shall should may might must more less fewer "
-    "greater than least most at about around approximately roughly almost nearly up down out off "
+    "have had do does did could will would shall should may might must less fewer "
+    "greater than least most at about around approximately roughly almost nearly down out off "
     "from with for as so such this that these those it its he she they them we you who which what "
     "how why some any all both few many much several other another else only just even also too "
     "very wrong false true correct incorrect impossible undefined remainder modulus complex i e pi "
@@ -48,6 +48,7 @@ _CHANGING = set(
     "minimum maximum infinity infinite kilo mega giga milli micro nano".split()
 )
 _ORDINARY = re.compile(r"(?=[^aeiouyAEIOUY]*[aeiouyAEIOUY])[A-Za-z]{3,20}")
+_PARTS = re.compile(r"square (?=root)|cube (?=root)|root|power|part|share")
 _PIECE = re.compile(r"[A-Za-z_]+|\^ ?\{? ?-?\d ?\}?|[/*.]|\\(?:cdot|times)|-?\d|[^\s{}~]")
 # A normal form has no two blanks side by side, so that a run of them costs nothing.
 _DEGREE = re.compile(
@@ -88,10 +89,15 @@ def _is_listed(word: str) -> bool:
 
 def canonical_unit(text: str) -> tuple[str, bool]:
     """Return the canonical spelling of a unit, and whether every word in it is a known unit."""
-    text = text.replace(r"\text", " ").replace("p.m.", "pm").replace("a.m.", "am")
+    text = (
+        text.replace(r"\text", " ")
+        .replace("US dollar", "dollar")
+        .replace("p.m.", "pm")
+        .replace("a.m.", "am")
+    )
     parts, known, pending = [], True, ""
-    # Among what is counted, parts and powers count too; `18 square roots` is no 18.
-    counted = {"root", "power", "part", "share"} if "square root" not in text else set()
+    # Parts and powers can be counted; `18 square roots` is no 18.
+    counted = {"root", "power", "part", "share"} if len(_PARTS.findall(text)) < 2 else set()
     for piece in _PIECE.findall(text):
         word = piece.strip()
         if word.lower() in _POWERS:
@@ -103,7 +109,8 @@ def canonical_unit(text: str) -> tuple[str, bool]:
             parts.append(_GLUE[word.lower()])
         elif word[0].isalpha():
             name = _singular(word)
-            is_noun = _ORDINARY.fullmatch(word) and not {name, word.lower()} & (_CHANGING - counted)
+            names = {name, word.lower(), word.lower().removesuffix("s")}
+            is_noun = _ORDINARY.fullmatch(word) and not names & (_CHANGING - counted)
             known &= name in _CANONICAL.values() or name in _COUNTED - {"root"} or bool(is_noun)
             parts.append(name + pending)
             pending = ""
@@ -148,11 +155,14 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
         unit, known = canonical_unit(match[3])
         one_letter = not re.search(r"[A-Za-z]{2}", match[3])
         # Four letters may be a product.
-        plain = all(
-            len(w) > 4 or w.lower() in _GLUE or _is_listed(w) or w[-1] == "s"
-            for w in re.findall("[A-Za-z]+", match[3])
-        )
-        if known and plain and not (one_letter and not (match[2] and _MEASURED.fullmatch(match[1]))):
+        words = re.findall("[A-Za-z]+", match[3])
+        plain = len(words) > 1 or len(words[0]) > LONG_WORD or _is_listed(words[0])
+        plain = plain or len(words[0]) == LONG_WORD and words[0][-1] == "s"
+        if (
+            known
+            and plain
+            and not (one_letter and not (match[2] and _MEASURED.fullmatch(match[1])))
+        ):
             return match[1].strip(), unit
     return text, ""
 

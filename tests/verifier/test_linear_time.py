@@ -1,7 +1,7 @@
 """Regular expressions over text that a model wrote take linear time on degenerate text."""
 
 import importlib
-import pathlib
+import inspect
 import pkgutil
 import re
 import time
@@ -12,17 +12,18 @@ import pytest
 import dapo_jax.verifier
 from dapo_jax.environments import builtin
 from dapo_jax.rewards import functions
+from dapo_jax.verifier import units
 
 SHORT, LONG = 100, 800  # repeats of a piece; some 1,600 characters
 ALLOWED_SECONDS = 0.001  # below it, a clock says nothing
 MOST_GROWTH = 3  # times that of a linear one
-PIECES = (
-    r"  ~ \, \\,~ \! \quad~ \text{ \text{a} \text{a}/ \frac{1}{2} \circ ^\circ { } ( ) [ ] | , . "
-    r"- + / * ^ _ ' 1 12 1.5 1,000 1~000 1/2 1:2 a A ab e m~ m* cm cm/ f(x) x_1 x, \pi \angle~ $ "
-    r"\{ \} % ! : ; = < \le and~ A)~ (A)~ \begin{a} \mathbf{1} \overline{1} answer answer:~ ** # "
-    r"\boxed{ \boxed{1} <think> <answer> x\in~ \cup ]0,1[ \pm the~ 5~a~ \color{a} {\color 2024- th~"
-).replace("~", "\0").split(" ")
-PIECES = [piece.replace("\0", " ") for piece in (*PIECES, "\0\0", "\0")]
+PIECES = r"""
+  \, \\,~ \! \quad~ \text{ \text{a} \text{a}/ \frac{1}{2} \circ ^\circ { } ( ) [ ] | , . - + / * ^
+  _ ' 1 12 1.5 1,000 1~000 1/2 1:2 a A ab e m~ m* cm cm/ f(x) x_1 x, \pi \angle~ $ \{ \} % ! : ; =
+  < \le and~ A)~ (A)~ \begin{a} \mathbf{1} \overline{1} answer answer:~ ** # \boxed{ \boxed{1} the~
+  <think> <answer> x\in~ \cup ]0,1[ \pm 5~a~ \color{a} {\color 2024- th~ ~ ~~
+""".split()
+PIECES = [piece.replace("~", " ") for piece in (*PIECES, "\t")] + ["~"]
 
 
 def patterns(value) -> Iterator[re.Pattern]:
@@ -50,12 +51,14 @@ PATTERNS = {
 }
 
 
-SOURCE = "".join(path.read_text() for path in pathlib.Path(dapo_jax.__path__[0]).rglob("*.py"))
+SOURCES = {module.__name__.split(".")[-1]: inspect.getsource(module) for module in modules()}
+LONGEST = {"units._PLAIN_TAIL.0": units.LONGEST_WITH_UNIT}  # characters that reach a pattern
 
 
 def is_anchored(name: str) -> bool:
     """Test for a pattern that is tried at one place only."""
-    return not re.search(rf"(?<!\w){name}\.(?:search|sub|split|find)|\({name}[,.]", SOURCE)
+    module, name, _ = name.split(".")
+    return not re.search(rf"(?<!\w){name}\.(?:search|sub|split|find)|\({name}[,.]", SOURCES[module])
 
 
 def seconds(pattern: re.Pattern, text: str, anchored: bool) -> float:
@@ -67,11 +70,15 @@ def seconds(pattern: re.Pattern, text: str, anchored: bool) -> float:
     return time.perf_counter() - started
 
 
-def is_superlinear(pattern: re.Pattern, case: tuple, anchored: bool) -> bool:
+def is_superlinear(name: str, pattern: re.Pattern, case: tuple) -> bool:
     start, piece, end = case
+    longest, anchored = LONGEST.get(name, LONG * 40), is_anchored(name)
 
     def best(repeats: int, times: int = 1) -> float:
-        return min(seconds(pattern, start + piece * repeats + end, anchored) for _ in range(times))
+        return min(
+            seconds(pattern, (start + piece * repeats + end)[-longest:], anchored)
+            for _ in range(times)
+        )
 
     if best(SHORT) > ALLOWED_SECONDS and (short := best(SHORT, 3)) > ALLOWED_SECONDS:
         return short > 5 * best(SHORT // 5, 3) * MOST_GROWTH
@@ -90,4 +97,4 @@ def test_a_pattern_is_linear_in_runs_of_all_that_it_names(name):
     cases = [(start, piece, end) for piece in sorted(named) if piece for start, end in ends]
     if isinstance(source, bytes):
         cases = [tuple(part.encode() for part in case) for case in cases]
-    assert [case for case in cases if is_superlinear(pattern, case, is_anchored(name.split(".")[1]))] == []
+    assert [case for case in cases if is_superlinear(name, pattern, case)] == []

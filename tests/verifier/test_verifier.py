@@ -197,7 +197,9 @@ def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp
 def test_markers_can_be_required():
     text = "Answer: 3\nso \\boxed{4}"
     found = [is_equivalent(text, gold, mode) for mode in ("any", "box", "label") for gold in "34"]
-    assert found == [False, True, False, True, True, False]
+    assert found == [False, True, False, True, False, False]  # the box contradicts the label
+    assert is_equivalent("Answer: 3\nso \\boxed{3}", "3", "label")
+    assert is_equivalent("so \\boxed{4}\nAnswer: 3", "3", "label")
     assert extract("17", "box").text is None and extract("17").text == "17"
 
 
@@ -257,6 +259,29 @@ def test_a_verdict_says_how_it_was_decided():
         "truncated_box",
     ]
     assert [verdict.correct for verdict in verdicts] == [True, True, True, False, False]
+
+
+CAUSES = [line for line in (HERE / "causes.txt").read_text().splitlines() if line[0] != "#"]
+
+
+def test_each_cause_is_decided_as_listed():
+    pool, pending = RewardPool(Reward(verifier="math", workers=1)), []
+    for line in CAUSES:
+        if line.startswith("== "):
+            continue
+        sign, answer, gold, *problem = line.replace("⏎", "\n").split(" ;; ")
+        text = answer[4:] if answer.startswith("RAW:") else rf"\boxed{{{answer}}}"
+        pending.append((line, sign == "+", pool.submit("".join(problem), text, gold.strip())))
+    wrong = [line for line, right, verdict in pending if verdict.result().correct is not right]
+    pool.close()
+    assert len(pending) > 700 and wrong == []
+
+
+def test_a_degenerate_response_is_wrong_quickly():
+    for blank in (r"\, ", "~", " ", r"\\, ", r"\quad ", "\t", r"\text{ }", "{}"):
+        started = time.monotonic()
+        assert not is_equivalent(rf"\boxed{{4{blank * 400}5}}", "45")
+        assert time.monotonic() - started < 0.5, blank
 
 
 # --- conventions ---------------------------------------------------------------------------------
