@@ -335,6 +335,8 @@ class RewardPool:
 
     def _judge_queue(self, workers: _Workers) -> None:
         """Judge a fair part of the waiting responses in one exchange with a process."""
+        if not self._queue:
+            return
         share = math.ceil(len(self._queue) / self._reward.workers)
         jobs: list[_Job] = []
         with contextlib.suppress(IndexError):  # another thread took the rest

@@ -172,7 +172,7 @@ def _prove(kind: str, prediction: str, answer: str, work: int) -> Proof:
         undecided = True
     except Exception:  # not understood is not equal, whatever the reason
         same = False
-    return Proof(same, work - max(0, budget.left), undecided)
+    return Proof(same, work - max(0, int(budget.left)), undecided)
 
 
 def _answer(question: Question, memory: Memory) -> dict:

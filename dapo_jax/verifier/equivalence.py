@@ -347,6 +347,7 @@ def _read_gold(answer: str) -> Node:
     return read(normalise(answer))
 
 
+@functools.lru_cache(maxsize=4096)
 def gold_answer(answer: str) -> str:
     """Return the answer inside a gold text: behind its box or marker, or the text itself."""
     return extract(answer).text or answer
