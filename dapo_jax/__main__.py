@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 
 from dapo_jax.runtime.limits import check_limits
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.settings import ConfigError, nearest
+from dapo_jax.runtime.streams import BrokenPipeSafeStream, has_reader
 
 COMMANDS = {
     "init": "write a config for a file of problems",
@@ -19,11 +20,13 @@ COMMANDS = {
     "export": "write a checkpoint as a model folder in the Hugging Face layout",
     "serve": "answer requests over gRPC and OpenAI's HTTP protocol",
     "plan": "estimate whether a run fits a machine, and the time of a step",
+    "doctor": "check this machine: devices, kernels, decoding, training steps, disks",
     "report": "write one or more runs as an HTML page",
     "replay": "recompute a skipped batch and find its non-finite values",
     "completion": "print a script that completes commands and settings in bash or zsh",
 }
 WITHOUT_JAX = ("report", "configs", "completion")
+READER_LEFT = 141  # the shell's code of a program that SIGPIPE ends
 
 # Module and function of a command; by default the module of its name and `main`.
 ENTRIES = {
@@ -53,7 +56,19 @@ def usage() -> str:
 
 
 def main() -> int:
-    """Run the named command and return its exit code; 2: there is no such command."""
+    """Run the named command and return its exit code; 141: the reader of its output left."""
+    try:
+        return run_command()
+    except BrokenPipeError:
+        if has_reader("stdout"):  # another pipe broke
+            raise
+        return READER_LEFT
+    finally:
+        BrokenPipeSafeStream("stdout").flush()  # else Python does, and prints a traceback
+
+
+def run_command() -> int:
+    """Run the command that `sys.argv` names; return 2 if there is no such command."""
     # Until the command installs its signal handlers, Ctrl-C ends it without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -70,8 +85,9 @@ def main() -> int:
         print(f"dapo-jax {__version__}")
         return 0
     if name not in COMMANDS:
-        wrong = f"error: {name!r}: there is no such command\n\n" if name else ""
-        print(f"{wrong}{usage()}", file=sys.stderr)
+        hint = nearest(name, COMMANDS, cutoff=0.6)
+        wrong = f"error: {name!r}: there is no such command{hint} (--help lists all)"
+        print(wrong if name else usage(), file=sys.stderr)
         return 2
     if name not in WITHOUT_JAX:
         try:

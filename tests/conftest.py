@@ -47,8 +47,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(TESTS.parent), *HELPERS, os.environ.get("PYTHONPATH", "")]
 )
 
-# A shell's background job ignores Ctrl-C, and so would what tests start and then interrupt.
+# A shell's background job ignores the keys Ctrl-C and quit, and so would what tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 TINY = DecoderConfig(
     vocab=32, layers=2, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, tie_embeddings=True

@@ -13,8 +13,16 @@ export JAX_PLATFORMS=cpu
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/basedpyright --pythonpath .venv/bin/python
+# Types are checked beside the tests, in the moments in which those wait for a process or a socket.
+types="$(mktemp)"
+nice -n 10 .venv/bin/basedpyright --pythonpath .venv/bin/python >"$types" 2>&1 &
+checker=$!
+trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Two files at a time, the longest first: each process takes what one core gives; one file's fixtures are
 # made once.
 [[ $* = "" || $* = --quick || $* = --write-durations ]] && set -- -n 2 --dist loadfile --no-loadscope-reorder "$@"
-exec .venv/bin/python -m pytest "$@"
+status=0
+.venv/bin/python -m pytest "$@" || status=$?
+wait "$checker" || status=1
+cat "$types"
+exit "$status"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
-from dapo_jax.config.files import command_for_folder
+from dapo_jax.config.files import config_for_folder
 from dapo_jax.config.user_code import resolve
 from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, open_template
@@ -87,8 +87,11 @@ def _check_data(data: Data) -> None:
         require(not value or shows_system, field, value, allowed)
 
 
-def check_run(config: Config) -> None:
-    """Raise `ConfigError` if run_dir must not be written, or data or models are missing."""
+def check_run(config: Config, make_base: Callable[[Config], None] = lambda config: None) -> None:
+    """Raise `ConfigError` if run_dir must not be written, or data or models are missing.
+
+    `make_base` may make a missing model, once everything else is checked.
+    """
     check_free("run_dir", config.run_dir, RUN)
     check_sources(config.data)
     is_resumed = True  # also if its bucket does not answer: the run reports that itself
@@ -96,6 +99,7 @@ def check_run(config: Config) -> None:
         is_resumed = folder_at(config.run_dir, "checkpoints").exists()
     if not is_resumed:  # a resumed run keeps its models
         check_warmup(config)
+        make_base(config)
         check_models(config)
 
 
@@ -108,8 +112,9 @@ def check_models(config: Any) -> None:
         require(folder or name != "model.folder", name, folder, allowed)
         if name in FOLDERS and folder and not is_remote(folder):
             if not pathlib.Path(folder).exists():
-                command = command_for_folder(SftConfig, "sft", folder)
-                require(not command, name, folder, f"a folder that exists; {command} makes it")
+                base = config_for_folder(SftConfig, folder)
+                allowed = f"a folder that exists; dapo-jax sft {base} makes it"
+                require(not base, name, folder, allowed)
             check_weights(folder, name)
     if config.lora.folder:
         from dapo_jax.model import load_huggingface, peft_adapters

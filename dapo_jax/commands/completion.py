@@ -30,6 +30,7 @@ KINDS = {
     "dpo": (DpoConfig, []),
 }
 FLAGS_ONLY = {"export": ExportConfig, "serve": ServeConfig, "report": ReportConfig}
+DOCTOR_FLAGS = ["--short", "--out=", "--bucket="]
 INIT_FLAGS = "data out question answer model lora".split()
 SCRIPT = """\
 _dapo_jax() {{
@@ -40,15 +41,12 @@ _dapo_jax() {{
         *) choices="{commands}" ;;
     esac
     COMPREPLY=($(compgen -W "$choices" -- "$2"))
-    {nospace}
+    COMPREPLY=("${{COMPREPLY[@]/%/ }}")  # a command is followed by a space, a setting by its value
+    COMPREPLY=("${{COMPREPLY[@]/= /=}}")
 }}
-complete -o default {option} -F _dapo_jax dapo-jax
+complete -o default -o nospace -F _dapo_jax dapo-jax
 """
-# A setting is followed by its value, a command by a space.
-SHELLS = {
-    "bash": ("", '[[ "${COMPREPLY[0]}" != *= ]] || compopt -o nospace', ""),
-    "zsh": ("autoload -U +X bashcompinit && bashcompinit\n", "", "-o nospace"),
-}
+FIRST_LINES = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
 
 
 def _flags(names: Iterable[str], prefix: str = "") -> list[str]:
@@ -58,15 +56,15 @@ def _flags(names: Iterable[str], prefix: str = "") -> list[str]:
 def script(shell: str) -> str:
     """Return the completion script for a shell."""
     words = {"init": _flags(INIT_FLAGS), "configs": ["show", *shipped_configs()]}
+    words["doctor"] = DOCTOR_FLAGS
     for command, (kind, flags) in KINDS.items():
         settings = _flags([name for name, _, _ in leaves(kind())], "config.")
         words[command] = [*shipped_configs(kind), *_flags(flags), *settings]
     for command, kind in FLAGS_ONLY.items():
         words[command] = _flags([name for name, _, _ in leaves(kind())])
     cases = [f'        {name}" "*) choices="{" ".join(w)}" ;;' for name, w in words.items()]
-    first_line, nospace, option = SHELLS[shell]
     values = {"cases": "\n".join(cases), "commands": " ".join([*words, "replay", "completion"])}
-    return first_line + SCRIPT.format(**values, nospace=nospace, option=option)
+    return FIRST_LINES[shell] + SCRIPT.format(**values)
 
 
 def main() -> int:
@@ -74,8 +72,8 @@ def main() -> int:
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
         print((__doc__ or "").strip())
-    elif len(arguments) != 1 or arguments[0] not in SHELLS:
-        exit_with_error(f"completion {' '.join(arguments)}: must be {' or '.join(SHELLS)}")
+    elif len(arguments) != 1 or arguments[0] not in FIRST_LINES:
+        exit_with_error(f"completion {' '.join(arguments)}: must be {' or '.join(FIRST_LINES)}")
     else:
         print(script(arguments[0]), end="")
     return 0

@@ -4,7 +4,13 @@ import signal
 from typing import TYPE_CHECKING
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import GENERATED, DpoConfig, ExportConfig, SftConfig
+from dapo_jax.config.experiment import (
+    GENERATED,
+    WORD_PROBLEMS,
+    DpoConfig,
+    ExportConfig,
+    SftConfig,
+)
 from dapo_jax.config.validation import check_warmup
 from dapo_jax.runtime.settings import leaves
 
@@ -56,7 +62,8 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
         from dapo_jax.run.export import adapter_folder
 
         check_free("out", adapter_folder(config.out), kind)
-    if isinstance(config, DpoConfig) or config.data.source not in GENERATED:
+    generated = () if isinstance(config, DpoConfig) else (*GENERATED, WORD_PROBLEMS)
+    if config.data.source not in generated:
         find_files("data.source", config.data.source, config.data.folder, "train")
 
 

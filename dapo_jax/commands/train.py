@@ -8,13 +8,35 @@
 
 A config is a Python file of yours, or the name of one that ships with the package (--config=FILE
 does the same). The part after the colon selects a preset. The config.json of a run repeats that
-run. Every setting below can be overridden. A run folder with a checkpoint is resumed.
+run. Every setting below can be overridden. A run folder with a checkpoint is resumed. If a packaged
+config starts from a model that a packaged `sft` config makes, that stage runs first.
 """
 
+import pathlib
+import subprocess
 import sys
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import Config
+from dapo_jax.config.experiment import Config, SftConfig
+
+
+def make_base(config: Config) -> None:
+    """Run the packaged supervised config that makes `model.folder`, if the folder is missing.
+
+    Raises SystemExit with the exit code of a first stage that was stopped or failed.
+    """
+    from dapo_jax.config.files import config_for_folder
+    from dapo_jax.runtime.storage.paths import is_remote
+
+    folder = config.model.folder
+    if not folder or is_remote(folder) or pathlib.Path(folder).exists():
+        return
+    base = config_for_folder(SftConfig, folder)
+    if not base:
+        return
+    print(f"model.folder = {folder!r} is missing: first stage, dapo-jax sft {base}", flush=True)
+    if code := subprocess.call([sys.executable, "-m", "dapo_jax", "sft", base]):
+        raise SystemExit(code)
 
 
 def check_run(config: Config) -> None:
@@ -22,6 +44,13 @@ def check_run(config: Config) -> None:
     from dapo_jax.commands import checks
 
     checks.check_run(config)
+
+
+def check_and_make_base(config: Config) -> None:
+    """Check the run as `check_run` does, and make a missing base model on the way."""
+    from dapo_jax.commands import checks
+
+    checks.check_run(config, make_base)
 
 
 def work(config: Config) -> int:
@@ -70,7 +99,7 @@ def main() -> int:
     """
     dry_flags = {"--dry-run", "--dry_run"} & set(sys.argv[1:])
     if not dry_flags:
-        return command_line.run(Config, __doc__, work, check_output=check_run)
+        return command_line.run(Config, __doc__, work, check_output=check_and_make_base)
     sys.argv = [argument for argument in sys.argv if argument not in dry_flags]
     name = "dapo-jax train --dry-run"
     return command_line.run(Config, __doc__, dry_run, check_output=check_run, single_process=name)

@@ -197,14 +197,18 @@ class Algorithm:
     overlong_buffer_share: Share = setting(0.2, "Punished fraction of the limit.", read=PUNISHES)
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 
-    def scores_old_policy(self, updates: int) -> bool:
-        """Return True if a forward pass scores the policy before the `updates` of a step.
+    def scored_minibatches(self, updates: int) -> range:
+        """Return the minibatches that a forward pass scores with the policy before the `updates`.
 
-        A single update needs none: its own forward pass is the old policy, so the ratio is 1.
+        The first update needs no such pass, because it differentiates the old policy itself: its
+        ratio is 1. A KL penalty in the reward, pairs and reverse distillation read all log-probs
+        before the first update.
         """
-        return self.old_logprobs == "recompute" and (
-            updates > 1
-            or self.kl == "reward"
+        if self.old_logprobs != "recompute":
+            return range(0)
+        is_read_before = (
+            self.kl == "reward"
             or self.trained_responses == "pairs"
             or self.distillation == "reverse"
         )
+        return range(0 if is_read_before else 1, updates)

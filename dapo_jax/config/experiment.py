@@ -26,6 +26,7 @@ from dapo_jax.runtime.settings import part, require, section, setting
 
 DEFAULT_HELDOUT = 256
 GENERATED = ("arithmetic", "multi_digit_sums")  # data.source of a supervised run without files
+WORD_PROBLEMS = "word_problems"  # generated too, as rows of a file
 SHOW_NO_SYSTEM = ("none", "dapo", "r1", "qwen_math", "few_shot")  # templates
 OF_THE_ANSWER = ("rule", "gym")  # reward parts that compare with the gold answer
 SHAPING = ("format", "think_format", "repetition", "overlong")  # reward parts without a verdict
@@ -130,6 +131,9 @@ class Packing:
     rows_per_microbatch: Count = setting(
         16, "Rows per gradient, all devices; fewer if 'auto' makes the rows longer."
     )
+    share_prompts: bool = setting(
+        True, "Pack a prompt once for several responses if that is less work; not in sft and dpo."
+    )
 
 
 SizeOrRest = Annotated[int, Range(above=0, also=-1)]  # -1: the devices that are left
@@ -180,9 +184,9 @@ class Data:
 
     source: str = setting(
         "arithmetic",
-        "NAME or NAME=WEIGHT, comma-separated: arithmetic, multi_digit_sums, gym:TASK, or a file, "
-        "folder or glob (also gs://) of jsonl, json, csv (.gz too), parquet or arrow; a bare name "
-        "or the hub's OWNER/NAME is looked up in `folder`.",
+        "NAME or NAME=WEIGHT, comma-separated: arithmetic, multi_digit_sums, word_problems, "
+        "gym:TASK, or a file, folder or glob (also gs://) of jsonl, json, csv (.gz too), parquet "
+        "or arrow; a bare name or the hub's OWNER/NAME is looked up in `folder`.",
     )
     heldout_source: str = setting("", "Held-out problems, all of them; empty: some of `source`.")
     fields: str = setting("", "Fields of rows: KEY=FIELD,.., as problem=question,answer=meta.x.")
@@ -220,7 +224,8 @@ class OwnData:
     source: str = setting(
         "arithmetic",
         "A file, folder or glob (also gs://) of jsonl, json, csv, parquet or arrow; a bare name is "
-        "looked up in `folder`. For sft also arithmetic, multi_digit_sums: generated (`examples`).",
+        "looked up in `folder`. For sft also arithmetic, multi_digit_sums: generated (`examples`), "
+        "and word_problems: `generated_examples` of them.",
     )
     folder: str = setting("data", "Folder for a bare name.")
     fields: str = setting("", "Fields of rows: KEY=FIELD,.., as prompt=question,response=meta.x.")
@@ -228,6 +233,9 @@ class OwnData:
     template: str = setting("none", "Template of plain prompts: as for problems, no few_shot.")
     system_prompt: str = setting("", SYSTEM_PROMPT)
     heldout_examples: AutoCount = setting(-1, "Examples for evaluation; -1: 1 in 20, up to 256.")
+    generated_examples: Count = setting(
+        400, "Number of generated examples.", read=When("data.source", WORD_PROBLEMS)
+    )
     passes: Positive = setting(
         3.0, "Passes over the examples.", read=When("total_steps", lambda steps: steps == 0)
     )

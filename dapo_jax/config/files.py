@@ -66,11 +66,11 @@ def summary(path: pathlib.Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
 
 
-def command_for_folder(kind: type, command: str, folder: str) -> str:
-    """Return the command that makes `folder` from a packaged config of `kind`, or ""."""
+def config_for_folder(kind: type, folder: str) -> str:
+    """Return the name of the packaged config of `kind` that makes `folder`, or ""."""
     for name in shipped_configs(kind):
         if pathlib.Path(read_config(kind, name).out) == pathlib.Path(folder):
-            return f"dapo-jax {command} {name}"
+            return name
     return ""
 
 

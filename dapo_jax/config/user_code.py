@@ -56,5 +56,5 @@ def resolve(field: str, name: str) -> Callable:
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"{named}: {describe_error(error)}") from None
     if not callable(attribute):
-        raise ConfigError(f"{named}: is not a function")
+        raise ConfigError(f"{named}: is not a function or class, but a {type(attribute).__name__}")
     return attribute

@@ -324,7 +324,7 @@ def _explain_no_match(name: str, home: epath.Path) -> str:
         return "no such file" + "".join(f"; did you mean {folder / n}?" for n in similar)
     names = sorted(file.name for file in home.iterdir()) if home.is_dir() else []
     return (
-        f"must be arithmetic, multi_digit_sums, gym:TASK, a path or glob of {SUFFIXES}, or the "
-        f"start of a single name in config.data.folder = {str(home)!r}, which holds "
-        f"{', '.join(names) or 'nothing'}"
+        f"must be arithmetic, multi_digit_sums, word_problems, gym:TASK, a path or glob of "
+        f"{SUFFIXES}, or the start of a single name in config.data.folder = {str(home)!r}, which "
+        f"holds {', '.join(names) or 'nothing'}"
     )

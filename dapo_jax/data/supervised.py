@@ -7,13 +7,14 @@ import collections
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 
-from dapo_jax.config.experiment import OwnData
+from dapo_jax.config.experiment import WORD_PROBLEMS, OwnData
+from dapo_jax.data import word_problems
 from dapo_jax.data.files import MAX_MESSAGES, MalformedRow, RowLog, find_files, read_rows
 from dapo_jax.data.prompts.templates import Beside, check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -297,8 +298,23 @@ def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example
     return training, [example for example, key in pairs if key in held]
 
 
-def read_examples(data: OwnData, tokenizer: Tokenizer, row_tokens: int, forms: Forms) -> Examples:
+def _rows(data: OwnData, seed: int) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) of data.source; rows of files are read one at a time."""
+    if data.source == WORD_PROBLEMS:
+        yield from word_problems.make_examples(data.generated_examples, seed)
+        return
+    for path in find_files("data.source", data.source, data.folder, "train"):
+        for place, row in read_rows(epath.Path(path)):
+            yield f"{path} {place}", row
+
+
+def read_examples(
+    data: OwnData, tokenizer: Tokenizer, row_tokens: int, forms: Forms, seed: int = 0
+) -> Examples:
     """Return the examples, or pairs, of data.source; those over `row_tokens` are cut or dropped.
+
+    Args:
+        seed: of generated examples.
 
     Raises `ConfigError`.
     """
@@ -307,18 +323,17 @@ def read_examples(data: OwnData, tokenizer: Tokenizer, row_tokens: int, forms: F
     counts = log.counts
     examples = []
     longest = 0
-    for path in find_files("data.source", data.source, data.folder, "train"):
-        with naming("data.source", data.source), memory_error_as_config_error(path):
-            for place, row in read_rows(epath.Path(path)):
-                example = log.parse(f"{path} {place}", row, writer.write)
-                log.check_limit()
-                longest = max(longest, example.length if example else 0)
-                if example and example.length > row_tokens:
-                    is_cut = data.overlong == "cut"
-                    example = _shorten(example, row_tokens, forms is PAIRS) if is_cut else None
-                    counts["cut" if example else "dropped"] += 1
-                if example:
-                    examples.append(example)
+    with naming("data.source", data.source), memory_error_as_config_error(data.source):
+        for place, row in _rows(data, seed):
+            example = log.parse(place, row, writer.write)
+            log.check_limit()
+            longest = max(longest, example.length if example else 0)
+            if example and example.length > row_tokens:
+                is_cut = data.overlong == "cut"
+                example = _shorten(example, row_tokens, forms is PAIRS) if is_cut else None
+                counts["cut" if example else "dropped"] += 1
+            if example:
+                examples.append(example)
     kind = "pairs" if forms is PAIRS else "examples"
     warnings = log.messages[:MAX_MESSAGES]
     if overlong := counts["dropped"] + counts["cut"]:

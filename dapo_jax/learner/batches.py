@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.logprobs import Rows
+
+NOT_SCORED = np.inf  # in place of the old log-prob of a token; no log-prob is above 0
 
 
 class PackedRows(struct.PyTreeNode):
@@ -13,7 +16,9 @@ class PackedRows(struct.PyTreeNode):
 
     `segment_ids` is 0 on padding and counts from 1 in each row; a segment is a prompt with a
     response and never crosses a row. `response_index` is the response's position in the rollout
-    batch, -1 outside responses.
+    batch, -1 outside responses. With shared prompts, a prompt is a segment of its own, `prompt_ids`
+    is its number on the tokens that attend to it, and a response begins with the prompt's last
+    token.
     """
 
     tokens: Int[Array, "*M R T"]
@@ -22,18 +27,19 @@ class PackedRows(struct.PyTreeNode):
     response_index: Int[Array, "*M R T"]
     sampler_logprobs: Float[Array, "*M R T"]
     routes: Int[Array, "*M R T L k"] | None = None  # experts to replay, -1: unknown
+    prompt_ids: Int[Array, "*M R T"] | None = None  # None: no prompt is shared
 
     @property
     def inputs(self) -> Rows:
         """The arrays that a decoder reads, without routes."""
-        return Rows(self.tokens, self.segment_ids, self.positions)
+        return Rows(self.tokens, self.segment_ids, self.positions, prompt_ids=self.prompt_ids)
 
 
 class ScoredBatch(struct.PyTreeNode):
     """Packed rows with the outputs of the score pass.
 
-    `old_logprobs` is None if the update differentiates the old policy itself (one update per
-    rollout batch): the ratio is then exactly 1. The others are None if the algorithm has no
+    `old_logprobs` is None, or NOT_SCORED in a step of several updates, if the update differentiates
+    the old policy itself: the ratio is then exactly 1. The others are None if the algorithm has no
     reference, critic or teacher.
     """
 

@@ -15,9 +15,17 @@ from dapo_jax.config.user_code import describe_error
 from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.losses import response_weights
-from dapo_jax.learner.packing import Segment, choose_rows, pack_updates, place_tokens, tree_index
+from dapo_jax.learner.packing import (
+    Segment,
+    choose_rows,
+    pack_updates,
+    place_tokens,
+    row_shapes,
+    tree_index,
+)
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.training_attention import SHORT_ROW_TOKENS
+from dapo_jax.model.splash_attention import shared_cost
+from dapo_jax.model.training_attention import SHORT_ROW_TOKENS, shares_prompts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.settings import ConfigError
@@ -64,7 +72,7 @@ def make_minibatches(
         ConfigError: the user's `token_weights` returned no valid weights.
     """
     segments = split_groups(config, groups, token_weights)
-    packing = choose_packing(config, decoder, mesh, segments)
+    packing = choose_packing(config, decoder, shards(mesh, "batch"), segments)
     return Minibatches(segments, *pack_updates(segments, packing))
 
 
@@ -122,21 +130,21 @@ def _check_token_weights(
 def choose_packing(
     config: Config,
     decoder: DecoderConfig,
-    mesh: jax.sharding.Mesh,
+    row_shards: int,
     segments: Sequence[Sequence[Segment]],
 ) -> Packing:
-    """Return the configured row shape, or the cheapest one for these segments if it is 0."""
-    if config.packing.row_tokens > 0:
-        return config.packing
+    """Return the cheapest rows for these segments, of the configured shape if there is one."""
+    windows = any(reach is not None for reach in decoder.reaches)
+    shared = config.packing.share_prompts and shares_prompts(decoder.attention, windows)
+    shapes = [dataclasses.replace(config.rows(), share_prompts=shared)]
+    if config.packing.row_tokens < 0:
+        longest = SHORT_ROW_TOKENS if decoder.attention == "plain" else sys.maxsize
+        shapes = row_shapes(shapes[0], row_shards, longest)
     width = decoder.heads * decoder.head_dim
     matrices = 2 * decoder.embed * (width + decoder.kv_heads * decoder.head_dim)
-    return choose_rows(
-        segments,
-        config.rows(),
-        shards(mesh, "batch"),
-        longest=SHORT_ROW_TOKENS if decoder.attention == "plain" else sys.maxsize,
-        attention_tokens=(matrices + 3 * decoder.embed * decoder.active_mlp) / width,
-    )
+    attention_tokens = (matrices + 3 * decoder.embed * decoder.active_mlp) / width
+    factor = shared_cost(decoder.head_dim) if decoder.attention == "splash" else 1.0
+    return choose_rows(segments, shapes, attention_tokens, factor)
 
 
 def trained_tokens(

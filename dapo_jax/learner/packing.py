@@ -1,10 +1,12 @@
 """Packing of responses into rows of one length, so that padding costs little.
 
 A segment is a prompt with one response. It never crosses a row, and a row never crosses a
-microbatch. Each optimizer minibatch is packed separately.
+microbatch. Each optimizer minibatch is packed separately. Responses to one prompt can share it: the
+prompt is packed once in a row, and the responses behind it attend to it and to themselves.
 """
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,30 +39,89 @@ class Segment(NamedTuple):
         return len(self.prompt.tokens) + len(self.completion.tokens)
 
 
-def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Assign segments to rows of `row_tokens`, best fit decreasing; return segments by row."""
-    rows: list[list[int]] = []
+class Member(NamedTuple):
+    """A response within a `PromptGroup`."""
+
+    tokens: int  # that no other member shares
+    segment: int  # its number
+
+
+class PromptGroup(NamedTuple):
+    """Responses that share the first tokens of their prompt within a row, longest first.
+
+    A response that shares nothing is a group of its own.
+    """
+
+    shared: int  # tokens that are packed once
+    members: tuple[Member, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.shared + sum(member.tokens for member in self.members)
+
+    def split(self, free: int) -> tuple["PromptGroup", "PromptGroup"]:
+        """Return the part that fits into `free` tokens of a row, and the rest."""
+        fitting: list[Member] = []
+        rest: list[Member] = []
+        free -= self.shared
+        for member in self.members:
+            (fitting if member.tokens <= free else rest).append(member)
+            free -= member.tokens if member.tokens <= free else 0
+        return self._replace(members=tuple(fitting)), self._replace(members=tuple(rest))
+
+
+def prompt_groups(segments: Sequence[Segment], share_prompts: bool) -> list[PromptGroup]:
+    """Return the groups of segments that can share a prompt.
+
+    The last token of a prompt belongs to each response: its hidden state predicts the first sampled
+    token, so that a log-prob stays one position behind its hidden state inside every segment.
+    """
+    together: dict[Any, list[int]] = {}
+    for number, segment in enumerate(segments):
+        shared = len(segment.prompt.tokens) - 1
+        key: Any = (number,)
+        if share_prompts and shared > 0:
+            routes = segment.completion.routes  # replayed experts have to be the same
+            key = (segment.prompt.index, None if routes is None else routes[:shared].tobytes())
+        together.setdefault(key, []).append(number)
+    groups = []
+    for numbers in together.values():
+        shared = len(segments[numbers[0]].prompt.tokens) - 1 if len(numbers) > 1 else 0
+        members = [Member(segments[number].length - shared, number) for number in numbers]
+        longest_first = sorted(members, key=lambda member: (-member.tokens, member.segment))
+        groups.append(PromptGroup(shared, tuple(longest_first)))
+    return groups
+
+
+def assign_rows(groups: Sequence[PromptGroup], row_tokens: int) -> list[list[PromptGroup]]:
+    """Assign groups to rows of `row_tokens`, best fit decreasing; return the groups of each row.
+
+    A group that fits into no open row is split between the emptiest one and others.
+    """
+    rows: list[list[PromptGroup]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    for segment in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = bisect.bisect_left(room, (lengths[segment], -1))
-        if place == len(room):
-            rows.append([])
-            room.append((row_tokens, len(rows) - 1))
-            place = len(room) - 1
-        free, row = room.pop(place)
-        rows[row].append(segment)
-        bisect.insort(room, (free - lengths[segment], row))
+    for i in sorted(range(len(groups)), key=lambda i: (-groups[i].tokens, i)):
+        rest = groups[i]
+        while rest.members:
+            place = bisect.bisect_left(room, (rest.tokens, -1))
+            place -= place == len(room)
+            part, _ = rest.split(room[place][0]) if room else (rest._replace(members=()), rest)
+            if not part.members:
+                rows.append([])
+                room.append((row_tokens, len(rows) - 1))  # the emptiest
+                place = len(room) - 1
+            free, row = room.pop(place)
+            part, rest = rest.split(free)
+            rows[row].append(part)
+            bisect.insort(room, (free - part.tokens, row))
     return rows
 
 
-def padded_microbatches(
-    updates: Sequence[Sequence[Segment]], row_tokens: int, rows_per_microbatch: int
-) -> int:
-    """Return the number of microbatches of arrays that hold each of these minibatches.
+def padded_microbatches(rows: Sequence[int], rows_per_microbatch: int) -> int:
+    """Return the number of microbatches of arrays that hold any of these numbers of rows.
 
     It is a power of two, so that few shapes are compiled.
     """
-    rows = (len(assign_rows([s.length for s in part], row_tokens)) for part in updates)
     largest = math.ceil(max(rows) / rows_per_microbatch)
     return 1 << (largest - 1).bit_length() if largest else 1
 
@@ -70,91 +131,129 @@ def pack(
     row_tokens: int,
     rows_per_microbatch: int,
     microbatches: int | None = None,  # default: as `padded_microbatches` returns
+    share_prompts: bool = False,
 ) -> tuple[PackedRows, int]:
     """Pack a minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
 
     Raises:
         ValueError: a segment is longer than a row, or there are too many rows.
     """
-    lengths = [segment.length for segment in segments]
-    if lengths and max(lengths) > row_tokens:
-        raise ValueError(f"a segment of {max(lengths)} tokens exceeds row_tokens = {row_tokens}")
-    if microbatches is None:
-        microbatches = padded_microbatches([segments], row_tokens, rows_per_microbatch)
-    rows = assign_rows(lengths, row_tokens)
+    longest = max((segment.length for segment in segments), default=0)
+    if longest > row_tokens:
+        raise ValueError(f"a segment of {longest} tokens exceeds row_tokens = {row_tokens}")
+    rows = assign_rows(prompt_groups(segments, share_prompts), row_tokens)
     used = math.ceil(len(rows) / rows_per_microbatch)
+    if microbatches is None:
+        microbatches = padded_microbatches([len(rows)], rows_per_microbatch)
     if used > microbatches:
         raise ValueError(f"{len(rows)} rows exceed {microbatches} x {rows_per_microbatch}")
-    shape = (microbatches * rows_per_microbatch, row_tokens)
-    tokens, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    response_index = np.full(shape, -1, np.int32)
-    logprobs = np.zeros(shape, np.float32)
-    for row, members in enumerate(rows):
-        start = 0
-        for number, member in enumerate(members, 1):
-            prompt, completion, index, *_ = segments[member]
-            response = start + len(prompt.tokens)
-            end = start + lengths[member]
-            tokens[row, start:response] = prompt.tokens
-            tokens[row, response:end] = completion.tokens
-            segment_ids[row, start:end] = number
-            positions[row, start:end] = np.arange(end - start)
-            response_index[row, response:end] = np.where(completion.drawn, index, -1)
-            logprobs[row, response:end] = completion.sampler_logprobs
-            start = end
-    arrays: list[Any] = [tokens, segment_ids, positions, response_index, logprobs]
-    arrays += _pack_routes(segments, rows, shape)
+    arrays = _empty_rows(segments, (microbatches * rows_per_microbatch, row_tokens), share_prompts)
+    for row, groups in enumerate(rows):
+        _pack_row({name: array[row] for name, array in arrays.items()}, segments, groups)
     split = (microbatches, rows_per_microbatch)
-    return PackedRows(*(array.reshape(*split, *array.shape[1:]) for array in arrays)), used
+    fields: dict[str, Any] = {
+        name: array.reshape(*split, *array.shape[1:]) for name, array in arrays.items()
+    }
+    return PackedRows(**fields), used
 
 
-def _pack_routes(
-    segments: Sequence[Segment], rows: Sequence[Sequence[int]], shape: tuple[int, int]
-) -> list[np.ndarray]:
-    """Pack recorded routes into rows; return no array if none were recorded."""
+def _empty_rows(
+    segments: Sequence[Segment], shape: tuple[int, int], share_prompts: bool
+) -> dict[str, np.ndarray]:
+    """Return the fields of `PackedRows` for rows of padding, with routes if any were recorded."""
+    names = ["tokens", "segment_ids", "positions", *["prompt_ids"] * share_prompts]
+    arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
+    arrays["response_index"] = np.full(shape, -1, np.int32)
+    arrays["sampler_logprobs"] = np.zeros(shape, np.float32)
     recorded = [s.completion.routes for s in segments if s.completion.routes is not None]
-    if not recorded:
-        return []
-    packed = np.full((*shape, *recorded[0].shape[1:]), -1, recorded[0].dtype)
-    for row, members in enumerate(rows):
-        start = 0
-        for segment in (segments[member] for member in members):
-            routes = segment.completion.routes
-            if routes is not None:
-                packed[row, start : start + len(routes)] = routes
-            start += segment.length
-    return [packed]
+    if recorded:
+        arrays["routes"] = np.full((*shape, *recorded[0].shape[1:]), -1, recorded[0].dtype)
+    return arrays
 
 
-def choose_rows(
-    updates: Sequence[Sequence[Segment]],
-    shortest: Packing,
-    shards: int,  # divides the rows of a microbatch
-    longest: int,  # maximum row length, unless the shortest exceeds it
-    attention_tokens: float,  # row length at which attention costs as much as everything else
-) -> Packing:
-    """Return the row shape with the least computation for these minibatches, padding included.
+def _pack_row(
+    row: dict[str, np.ndarray], segments: Sequence[Segment], groups: Sequence[PromptGroup]
+) -> None:
+    """Write the segments of a row into its arrays [T]."""
+    start = 0
+    number = 0  # of the last segment
 
-    Rows are one to four times as long as the shortest, with the same number of tokens per
-    microbatch or half of it, because the last microbatch is seldom full.
+    def put(segment: Segment, first: int, last: int) -> slice:
+        """Write tokens first to last of a prompt with its response."""
+        nonlocal start, number
+        place = slice(start, start + last - first)
+        number += 1
+        start = place.stop
+        completion = segment.completion
+        both = np.concatenate([segment.prompt.tokens, completion.tokens])
+        row["tokens"][place] = both[first:last]
+        row["segment_ids"][place] = number
+        row["positions"][place] = np.arange(first, last)
+        if completion.routes is not None:
+            routes = completion.routes[first:last]
+            row["routes"][place.start : place.start + len(routes)] = routes
+        return place
+
+    for group in groups:
+        prompt = None
+        if group.shared:
+            place = put(segments[group.members[0].segment], 0, group.shared)
+            prompt = number
+            row["prompt_ids"][place] = prompt
+        for segment in (segments[member.segment] for member in group.members):
+            place = put(segment, group.shared, segment.length)
+            completion = segment.completion
+            response = slice(place.stop - len(completion.tokens), place.stop)
+            row["response_index"][response] = np.where(completion.drawn, segment.index, -1)
+            row["sampler_logprobs"][response] = completion.sampler_logprobs
+            if "prompt_ids" in row:
+                row["prompt_ids"][place] = number if prompt is None else prompt
+
+
+def row_shapes(shortest: Packing, shards: int, longest: int) -> list[Packing]:
+    """Return the rows that `choose_rows` may take if their length is free.
+
+    They are one to four times as long as the shortest, up to `longest`, with the same number of
+    tokens per microbatch or half of it, because the last microbatch is seldom full. `shards`
+    divides the rows of a microbatch.
     """
-    best = shortest
-    least = math.inf
+    shapes = []
     for times in ROW_FACTORS:
         row_tokens = times * shortest.row_tokens
         if times > 1 and row_tokens > longest:
             break
-        filled = [len(assign_rows([s.length for s in part], row_tokens)) for part in updates]
         for parts in MICROBATCH_SPLITS:
             share = shortest.rows_per_microbatch // (times * parts) // shards
             if parts > 1 and share * row_tokens < MIN_DEVICE_TOKENS:
                 break
-            rows = max(1, share) * shards
-            places = sum(math.ceil(count / rows) * rows * row_tokens for count in filled)
-            cost = places * (1 + row_tokens / attention_tokens)
-            if cost < MAX_COST_RATIO * least:
-                best = Packing(row_tokens, rows)
-                least = cost
+            shapes.append(Packing(row_tokens, max(1, share) * shards, shortest.share_prompts))
+    return shapes
+
+
+def choose_rows(
+    updates: Sequence[Sequence[Segment]],
+    shapes: Sequence[Packing],
+    attention_tokens: float,  # row length at which attention costs as much as everything else
+    shared_cost: float = 1.0,  # of attention with shared prompts, relative to separate ones
+) -> Packing:
+    """Return the rows with the least computation for these minibatches, padding included.
+
+    A shape with `share_prompts` is also tried without.
+    """
+    separate = [dataclasses.replace(shape, share_prompts=False) for shape in shapes]
+    best = separate[0]
+    least = math.inf
+    for shape in (*separate, *(shape for shape in shapes if shape.share_prompts)):
+        places = 0
+        for part in updates:
+            rows = assign_rows(prompt_groups(part, shape.share_prompts), shape.row_tokens)
+            microbatches = math.ceil(len(rows) / shape.rows_per_microbatch)
+            places += microbatches * shape.rows_per_microbatch * shape.row_tokens
+        factor = shared_cost if shape.share_prompts else 1.0
+        cost = places * (1 + factor * shape.row_tokens / attention_tokens)
+        if cost < MAX_COST_RATIO * least:
+            best = shape
+            least = cost
     return best
 
 
@@ -168,9 +267,14 @@ def pack_updates(
     updates: Sequence[Sequence[Segment]], packing: Packing
 ) -> tuple[PackedRows, list[int]]:
     """Pack all minibatches: arrays [U, M, R, T], and the microbatches that each uses."""
-    shape = (packing.row_tokens, packing.rows_per_microbatch)
-    microbatches = padded_microbatches(updates, *shape)
-    packed, used = zip(*(pack(part, *shape, microbatches) for part in updates), strict=True)
+    row_tokens, rows, share_prompts = dataclasses.astuple(packing)
+    groups = (prompt_groups(part, share_prompts) for part in updates)
+    filled = [len(assign_rows(part, row_tokens)) for part in groups]
+    microbatches = padded_microbatches(filled, rows)
+    packed, used = zip(
+        *(pack(part, row_tokens, rows, microbatches, share_prompts) for part in updates),
+        strict=True,
+    )
     return jax.tree.map(lambda *parts: np.stack(parts), *packed), list(used)
 
 

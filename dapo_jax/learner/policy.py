@@ -10,7 +10,14 @@ from jaxtyping import Array, Float
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch
+from dapo_jax.learner.batches import (
+    NOT_SCORED,
+    Mean,
+    PackedRows,
+    ScoredBatch,
+    TokenScores,
+    TrainBatch,
+)
 from dapo_jax.learner.losses import (
     KL_ESTIMATORS,
     clamp_log,
@@ -65,6 +72,13 @@ def token_metrics(
     return means
 
 
+def old_policy(scored: ScoredBatch, logprobs: Float[Array, "R T"]) -> Float[Array, "R T"]:
+    """Return the old log-probs, or the policy's own as constants if none were scored."""
+    own = jax.lax.stop_gradient(logprobs)
+    old = scored.old_logprobs
+    return own if old is None else jnp.where(old == NOT_SCORED, own, old)
+
+
 def policy_objective(
     algorithm: Algorithm,
     batch: TrainBatch,
@@ -83,8 +97,7 @@ def policy_objective(
     segments = rollouts.segment_ids
     trained = weights > 0
     counted = trained.astype(jnp.float32)
-    old = scored.old_logprobs
-    old = jax.lax.stop_gradient(logprobs) if old is None else old
+    old = old_policy(scored, logprobs)
     losses, info = policy_loss(algorithm, logprobs, old, batch.advantages, weights, segments)
     metrics = token_metrics(batch, algorithm, logprobs, old, entropy, info)
     # Mask before exp: 0 * inf is NaN.

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.learner.batches import Mean, TrainBatch
+from dapo_jax.learner.batches import NOT_SCORED, Mean, TrainBatch
 from dapo_jax.learner.losses import policy_loss
 from dapo_jax.learner.packing import take_tokens
 from dapo_jax.runtime.sharding import to_host
@@ -48,6 +48,7 @@ def trace_ratios(
     """Return ([n] ratios, [n] bounds) of each response; empty for those of other minibatches."""
     rollouts = batch.scored.rollouts
     old = present(batch.scored.old_logprobs, "old_logprobs")
+    old = jnp.where(old == NOT_SCORED, logprobs, old)
     arrays = (logprobs, old, batch.advantages, batch.loss_weights, rollouts.segment_ids)
     rows = [jnp.asarray(array).reshape(-1, logprobs.shape[-1]) for array in to_host(arrays)]
     _, info = policy_loss(algorithm, *rows)

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, gather_feedback
-from dapo_jax.learner.batches import PackedRows, ScoredBatch, TokenScores
+from dapo_jax.learner.batches import NOT_SCORED, PackedRows, ScoredBatch, TokenScores
 from dapo_jax.learner.learners import LearnerPrograms, LearnerStates
 from dapo_jax.learner.losses import KL_ESTIMATORS
 from dapo_jax.learner.minibatches import Minibatches, trained_tokens
@@ -32,19 +32,30 @@ def score_pass(
     rollouts = minibatches.rollouts
     unrouted = rollouts.replace(routes=None)  # only the policy replays routes
 
-    def score(learner: Learner, params: Any, rollouts: PackedRows = unrouted) -> TokenScores:
+    def score(
+        learner: Learner, params: Any, rollouts: PackedRows = unrouted, first: int = 0
+    ) -> TokenScores:
+        """Score the minibatches from the first one on."""
+        counts = minibatches.microbatches
         scores = [
-            learner.score(params, tree_index(rollouts, u), count)
-            for u, count in enumerate(minibatches.microbatches)
+            learner.score(params, tree_index(rollouts, u), counts[u])
+            for u in range(first, len(counts))
         ]
+        if first:
+            values, routes = scores[0].values, scores[0].routes
+            nothing = TokenScores(
+                jnp.full_like(values, NOT_SCORED),
+                None if routes is None else jnp.full_like(routes, -1),
+            )
+            scores = [nothing, *scores]
         return jax.tree.map(lambda *parts: jnp.stack(parts), *scores)
 
     old = reference = values = teacher = None
     distilled = algorithm.distillation == "reverse"
     if algorithm.old_logprobs == "sampler":
         old = rollouts.sampler_logprobs
-    elif algorithm.scores_old_policy(len(minibatches)):
-        scores = score(learners.policy, states.policy.params, rollouts)
+    elif scored := algorithm.scored_minibatches(len(minibatches)):
+        scores = score(learners.policy, states.policy.params, rollouts, scored.start)
         old = scores.values
         if scores.routes is not None:
             rollouts = rollouts.replace(routes=scores.routes)

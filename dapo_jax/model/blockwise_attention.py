@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 BLOCK = 512  # tokens
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -29,20 +29,47 @@ class Span(NamedTuple):
     first: First = None
 
 
+class RowIds(NamedTuple):
+    """Numbers that decide which tokens of a packed row see each other; [B, T] each."""
+
+    segments: Int[Array, "B T"]
+    prompts: Int[Array, "B T"] | None = None  # segment of the shared prompt that is seen too
+    positions: Int[Array, "B T"] | None = None  # for windows; only with `prompts`
+
+
+def visible(
+    queries: RowIds, keys: RowIds, distance: Int[Array, "q k"], reach: Reach
+) -> Bool[Array, "B q k"]:
+    """Return True at the keys that queries see; `distance` is from a key's place to a query's."""
+    seen = queries.segments[:, :, None] == keys.segments[:, None, :]
+    if queries.prompts is not None:
+        seen |= queries.prompts[:, :, None] == keys.segments[:, None, :]
+    seen &= (distance >= 0)[None]
+    if reach is None:
+        return seen
+    if queries.positions is None or keys.positions is None:
+        return seen & (distance < reach)[None]
+    return seen & (queries.positions[:, :, None] - keys.positions[:, None, :] < reach)
+
+
 class Blocks(NamedTuple):
     """Attention inputs cut into blocks of b tokens; g = H / K query heads share a key head."""
 
     queries: Float[Array, "m B K g b E"]  # scaled
     keys: Float[Array, "n B K b E"]
     values: Float[Array, "n B K b E"]
-    query_segments: Int[Array, "m B b"]
-    key_segments: Int[Array, "n B b"]
+    query_ids: RowIds  # [m, B, b]
+    key_ids: RowIds  # [n, B, b]
     first: First
     sinks: Float[Array, "K g"] | None
 
     def start(self) -> Array | int:
         """Return the position of the first query in the row."""
         return 0 if self.first is None else self.first
+
+    def skips(self, reach: Reach) -> bool:
+        """Return True if blocks further away than `reach` hold no visible key."""
+        return reach is not None and self.key_ids.prompts is None
 
     def before(self) -> Array | int:
         """Return the number of key blocks that begin before the first query."""
@@ -75,18 +102,20 @@ def _join_queries(blocks: Float[Array, "n B K g b E"], length: int):
     return _join(blocks.reshape(n, batch, size, kv_heads * group, width), length)
 
 
-def _blocks(queries, keys, values, segment_ids, sinks, first) -> Blocks:
+def _blocks(queries, keys, values, ids: RowIds, sinks, first) -> Blocks:
     length, kv_heads = queries.shape[1], keys.shape[2]
     size = min(BLOCK, length)
-    key_segments = query_segments = _cut(segment_ids, size)
+    query_ids = ids
     if first is not None:
-        query_segments = _cut(jax.lax.dynamic_slice_in_dim(segment_ids, first, length, 1), size)
+        query_ids = jax.tree.map(
+            lambda row: jax.lax.dynamic_slice_in_dim(row, first, length, 1), ids
+        )
     return Blocks(
         _cut_queries(queries * queries.shape[-1] ** -0.5, kv_heads, size),
         _cut(keys, size).swapaxes(2, 3),
         _cut(values, size).swapaxes(2, 3),
-        query_segments,
-        key_segments,
+        jax.tree.map(lambda row: _cut(row, size), query_ids),
+        jax.tree.map(lambda row: _cut(row, size), ids),
         first,
         None if sinks is None else sinks.reshape(kv_heads, -1),
     )
@@ -99,12 +128,11 @@ def _scores(blocks: Blocks, reach: Reach, i: Array, j: Array) -> Float[Array, "B
     )
     size = scores.shape[-1]
     position = jnp.arange(size)
-    distance = (i - j) * size + blocks.start()
-    causal = distance + position[:, None] >= position[None, :]
-    if reach is not None:
-        causal &= distance + position[:, None] < position[None, :] + reach
-    same_segment = blocks.query_segments[i][:, :, None] == blocks.key_segments[j][:, None, :]
-    return jnp.where((same_segment & causal[None])[:, None, None], scores, LOWEST)
+    distance = (i - j) * size + blocks.start() + position[:, None] - position[None, :]
+    query_ids = jax.tree.map(lambda row: row[i], blocks.query_ids)
+    key_ids = jax.tree.map(lambda row: row[j], blocks.key_ids)
+    seen = visible(query_ids, key_ids, distance, reach)
+    return jnp.where(seen[:, None, None], scores, LOWEST)
 
 
 def _forward(blocks: Blocks, reach: Reach):
@@ -132,7 +160,7 @@ def _forward(blocks: Blocks, reach: Reach):
             largest = jnp.broadcast_to(blocks.sinks[..., None], shape[:-1])
             start = (jnp.zeros(shape), largest, jnp.ones(shape[:-1]))
         least = 0
-        if reach is not None:
+        if blocks.skips(reach):
             least = jnp.maximum(i * size + blocks.start() + 1 - reach, 0) // size
         end = i + 1 + blocks.before()
         mixed, largest, total = jax.lax.fori_loop(least, end, add_keys, start)
@@ -166,7 +194,7 @@ def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
         least, end = j, count
         if blocks.first is not None:
             least = jnp.maximum(j - blocks.before(), 0)
-        if reach is not None:  # past the last query that sees the block's last key
+        if blocks.skips(reach):  # past the last query that sees the block's last key
             last = (j + 1) * size + reach - 2 - blocks.start()
             end = jnp.minimum(last // size + 1, count)
         queries_gradient, *gradients = jax.lax.fori_loop(least, end, add_queries, carry)
@@ -187,17 +215,17 @@ def blocked_attention(
     queries: Float[Array, "B t H E"],
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
-    segment_ids: Int[Array, "B T"],
+    ids: RowIds,
     sinks: Sinks,  # one per query head; float32
     span: Span,
 ) -> Float[Array, "B t H E"]:
     """Return causal attention inside segments; adjacent query heads share a key head."""
-    mixed, _ = _forward(_blocks(queries, keys, values, segment_ids, sinks, span.first), span.reach)
+    mixed, _ = _forward(_blocks(queries, keys, values, ids, sinks, span.first), span.reach)
     return _join_queries(mixed, queries.shape[1])
 
 
-def _keep(queries, keys, values, segment_ids, sinks, span):
-    arrays = queries, keys, values, segment_ids, sinks
+def _keep(queries, keys, values, ids, sinks, span):
+    arrays = queries, keys, values, ids, sinks
     mixed, log_total = _forward(_blocks(*arrays, span.first), span.reach)
     mixed = checkpoint_name(_join_queries(mixed, queries.shape[1]), ATTENTION_RESIDUALS)
     log_total = checkpoint_name(log_total, ATTENTION_RESIDUALS)
@@ -206,8 +234,8 @@ def _keep(queries, keys, values, segment_ids, sinks, span):
 
 def _gradients(kept, upstream):
     arrays, span, mixed, log_total = kept
-    queries, keys, values, segment_ids, sinks = arrays
-    blocks = _blocks(queries, keys, values, segment_ids, sinks, span.first)
+    queries, keys, values, ids, sinks = arrays
+    blocks = _blocks(queries, keys, values, ids, sinks, span.first)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
     d_queries, d_keys, d_values, d_sinks = _backward(

@@ -256,8 +256,9 @@ class Decoder(nn.Module):
         segment_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         routes: Int[Array, "R T L k"] | None = None,
+        prompt_ids: Int[Array, "R T"] | None = None,
     ) -> Float[Array, "R T D"]:
-        """Return final hidden states; `routes` are experts to take, -1 for the likeliest."""
+        """Return final hidden states; `model.logprobs.Rows` describes the arguments."""
         c = self.config
         init = named(nn.initializers.normal(0.02), ("vocab", "embed"))
         embedding = self.param("embedding", init, (c.vocab, c.embed))
@@ -272,7 +273,7 @@ class Decoder(nn.Module):
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
-        context = Context(positions, segment_ids)
+        context = Context(positions, segment_ids, prompt_ids)
         first = 0
         axes = (nn.broadcast, nn.broadcast, 0, 0)  # of context, cache, slides, routes
         by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)

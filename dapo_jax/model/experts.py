@@ -66,7 +66,7 @@ def _replaced(chosen: Int[Array, "B T k"], likeliest: Int[Array, "B T k"]) -> Fl
 
 
 def _balance(
-    logits: Float[Array, "B T X"], chosen: Int[Array, "B T k"], real: Array
+    logits: Float[Array, "B T X"], chosen: Int[Array, "B T k"], copies: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """Return the sum of a token's probabilities times the relative loads of the experts.
 
@@ -74,8 +74,8 @@ def _balance(
     loads have no gradient.
     """
     experts = logits.shape[-1]
-    taken = jnp.where(real[..., None], chosen, experts)  # a number past the last is dropped
-    loads = jnp.zeros(experts).at[taken.reshape(-1)].add(1.0, mode="drop")
+    counts = jnp.broadcast_to(copies[..., None], chosen.shape)
+    loads = jnp.zeros(experts).at[chosen.reshape(-1)].add(counts.reshape(-1))
     relative = loads * experts / jnp.maximum(loads.sum(), 1.0)
     return jax.nn.softmax(logits, axis=-1) @ relative
 
@@ -195,7 +195,7 @@ class Experts(nn.Module):
         )
         self._record(ROUTES, lambda: chosen.astype(route_dtype(c.experts)))
         self._record(REPLACED, lambda: _replaced(chosen, likeliest))
-        self._record(BALANCE, lambda: _balance(logits, chosen, context.segment_ids > 0))
+        self._record(BALANCE, lambda: _balance(logits, chosen, context.copies()))
         inward = ("experts", "expert_embed", "mlp")
         outward = ("experts", "mlp", "expert_embed")
         matrices: dict[str, Array] = {}

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dapo_jax.model.blockwise_attention import RowIds
+
 PLATFORMS = ("gpu", "cuda")  # names of local devices and of compilation targets
 ROW_MULTIPLE = 128  # tokens; both kernels' blocks divide it
 SPLITS, BLOCKS = (16, 8, 4, 2, 1), (128, 64, 32, 16)  # of a cache's tokens, best first
@@ -22,15 +24,15 @@ def has_kernels(platform: str, head_dim: int, dtype: Any = None) -> bool:
     return platform in PLATFORMS and fits and (dtype is None or jnp.dtype(dtype) != jnp.int8)
 
 
-def rows_attention(queries, keys, values, segment_ids, sinks: None, *, interpret: bool) -> Array:
+def rows_attention(queries, keys, values, ids: RowIds, sinks: None, *, interpret: bool) -> Array:
     """Return causal attention inside segments without a [T, T] array; ROW_MULTIPLE divides T."""
-    assert sinks is None, "the kernel has no sinks"
+    assert sinks is None and ids.prompts is None, "the kernel has no sinks and no shared prompts"
     from jax.experimental.pallas.ops.gpu.attention import mha
 
     groups = queries.shape[2] // keys.shape[2]
     keys, values = (jnp.repeat(array, groups, axis=2) for array in (keys, values))
     scale = queries.shape[-1] ** -0.5
-    return mha(queries, keys, values, segment_ids, scale, True, interpret=interpret)
+    return mha(queries, keys, values, ids.segments, scale, True, interpret=interpret)
 
 
 def split_of(length: int) -> tuple[int, int] | None:

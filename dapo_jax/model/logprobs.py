@@ -23,6 +23,7 @@ class Rows(NamedTuple):
     segment_ids: Int[Array, "R T"]
     positions: Int[Array, "R T"]
     routes: Int[Array, "R T L k"] | None = None  # experts to take; -1 for the likeliest
+    prompt_ids: Int[Array, "R T"] | None = None  # segment of the prompt that a token attends to too
 
 
 def token_logprobs(

@@ -10,11 +10,13 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
+from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS, RowIds
 
 LANES = 128  # of a TPU's vector unit; rows and blocks are multiples of it
 MAX_BLOCK = 1024  # tokens; with blocks of 2048 the scores overflow a core's memory
 MAX_COMPUTE_BLOCK = 512
+CODE_BITS = 16  # for the number of a response in its row
+MASKED = -(2**15)  # score of an invisible key; exact in bfloat16
 
 
 @functools.cache
@@ -79,18 +81,62 @@ def _block_sizes(row_tokens: int) -> splash.BlockSizes:
     )
 
 
-def _may_share_segments(segment_ids: Int[Array, "T"], block: int) -> Bool[Array, "N N"]:
-    """Return True for pairs of blocks of a row that may share a segment.
+def _may_see(ids: RowIds, block: int) -> Bool[Array, "N N"]:
+    """Return True for pairs of blocks of a row that may share a segment or a prompt.
 
     A block of padding is paired with itself only, so that its output is finite.
     """
-    ids = segment_ids.reshape(-1, block)
-    padding = jnp.iinfo(ids.dtype).max // 2  # above all ids, since it is at a row's end
-    ids = jnp.where(ids > 0, ids, padding)
-    low, high = ids.min(axis=1), ids.max(axis=1)
-    alone = jnp.where(low == padding, jnp.arange(len(low), dtype=ids.dtype), 0)
-    low, high = low + alone, high + alone
-    return (low[:, None] <= high) & (low <= high[:, None])
+    padding = jnp.iinfo(ids.segments.dtype).max // 2  # above all ids, since it is at a row's end
+
+    def limits(numbers: Int[Array, "T"]) -> tuple[Array, Array]:
+        blocks = jnp.where(numbers > 0, numbers, padding).reshape(-1, block)
+        low, high = blocks.min(axis=1), blocks.max(axis=1)
+        alone = jnp.where(low == padding, jnp.arange(len(low), dtype=low.dtype), 0)
+        return low + alone, high + alone
+
+    low, high = limits(ids.segments)
+    sees = (low[:, None] <= high) & (low <= high[:, None])
+    if ids.prompts is not None:
+        first, last = limits(ids.prompts)
+        sees |= (first[:, None] <= high) & (low <= last[:, None])
+    return sees
+
+
+def shared_cost(head_dim: int) -> float:
+    """Return the work of attention with shared prompts, relative to separate ones.
+
+    Half of the products, those of queries and keys, have the width with codes.
+    """
+    blocks = -(-head_dim // LANES)
+    return (1 + -(-(head_dim + 2 * CODE_BITS) // LANES) / blocks) / 2
+
+
+def _with_codes(
+    queries: Float[Array, "B t H E"], keys: Float[Array, "B T K E"], ids: RowIds, first: Any
+) -> tuple[Array, Array]:
+    """Append features that make the score of another response to the same prompt very low.
+
+    The kernel compares one number per token, that of the prompt, so it can't tell the responses of
+    a prompt apart. Two features for each bit of a response's number add MASKED to the score for a
+    bit that differs. All products of visible pairs are 0, so that their scores stay exact.
+    """
+    assert ids.prompts is not None
+    number = ids.segments - ids.prompts  # 0: the prompt, or a response alone
+    bits = number[..., None] >> jnp.arange(CODE_BITS) & 1
+    pairs = jnp.concatenate([bits, 1 - bits], axis=-1)
+    opposite = jnp.concatenate([1 - bits, bits], axis=-1) * (MASKED * (number > 0)[..., None])
+    if first is not None:
+        pairs = jax.lax.dynamic_slice_in_dim(pairs, first, queries.shape[1], 1)
+
+    def append(vectors: Array, codes: Array) -> Array:
+        codes = jnp.pad(
+            codes, ((0, 0), (0, 0), (0, -(vectors.shape[-1] + codes.shape[-1]) % LANES))
+        )
+        shape = (*vectors.shape[:3], codes.shape[-1])
+        each_head = jnp.broadcast_to(codes[:, :, None], shape).astype(vectors.dtype)
+        return jnp.concatenate([vectors, each_head], axis=-1)
+
+    return append(queries, pairs), append(keys, opposite)
 
 
 def _skip(info: Any, shares: Bool[Array, "n N"], inner: int) -> Any:
@@ -112,7 +158,7 @@ def splash_attention(
     queries: Float[Array, "B t H E"],
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
-    segment_ids: Int[Array, "B T"],
+    ids: RowIds,
     sinks: Float[Array, "H"] | None = None,  # logits that heads add to each softmax's sum; float32
     *,
     interpret: bool,  # run the kernel as plain operations, slowly, without a TPU (for tests)
@@ -144,15 +190,20 @@ def splash_attention(
         kernel = jax.tree.map(cut_queries, kernel)
     block = block_tokens(local)
 
-    def attend_row(queries: Array, keys: Array, values: Array, ids: Array) -> Array:
-        shares = _may_share_segments(ids, block)
+    def attend_row(queries: Array, keys: Array, values: Array, ids: RowIds) -> Array:
+        shares = _may_see(ids, block)
         shares = jax.lax.dynamic_slice_in_dim(shares, start // block, local // block, 0)
         masks = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
         masks = [_skip(mask, shares, inner) for mask, inner in zip(masks, (2, 2, 1), strict=True)]
-        segments = splash.SegmentIds(jax.lax.dynamic_slice_in_dim(ids, start, local, 0), ids)
+        together = ids.segments if ids.prompts is None else ids.prompts
+        own = jax.lax.dynamic_slice_in_dim(together, start, local, 0)
+        segments = splash.SegmentIds(own, together)
         kind: Any = type(kernel)  # not exported by the module
         return kind(*masks, **kernel.kwargs)(queries, keys, values, segments, sinks)
 
-    heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))
+    queries *= width**-0.5
+    if ids.prompts is not None:
+        queries, keys = _with_codes(queries, keys, ids, first)
+    heads_first = (array.swapaxes(1, 2) for array in (queries, keys, values))
     queries, keys, values = heads_first
-    return jax.vmap(attend_row)(queries, keys, values, segment_ids).swapaxes(1, 2)
+    return jax.vmap(attend_row)(queries, keys, values, ids).swapaxes(1, 2)

@@ -16,7 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model import gpu_attention
-from dapo_jax.model.blockwise_attention import Sinks, Span, blocked_attention
+from dapo_jax.model.blockwise_attention import RowIds, Sinks, Span, blocked_attention, visible
 from dapo_jax.model.caches import KVCache, PromptCache
 from dapo_jax.model.splash_attention import LANES, splash_attention
 from dapo_jax.runtime import sharding
@@ -32,6 +32,27 @@ class Context:
 
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
+    prompt_ids: Int[Array, "B T"] | None = None  # of a shared prompt: see `learner.batches`
+
+    @property
+    def ids(self) -> RowIds:
+        """Numbers that decide which tokens see each other."""
+        if self.prompt_ids is None:
+            return RowIds(self.segment_ids)
+        return RowIds(self.segment_ids, self.prompt_ids, self.positions)
+
+    def copies(self) -> Float[Array, "B T"]:
+        """Return the number of responses that each token belongs to; 0 on padding."""
+        real = (self.segment_ids > 0).astype(jnp.float32)
+        if self.prompt_ids is None:
+            return real
+
+        def of_row(segments, prompts):
+            first = jnp.diff(segments, prepend=0) > 0  # tokens that begin a segment
+            users = jnp.where(first & (prompts != segments), 1.0, 0.0)
+            return jax.ops.segment_sum(users, prompts, len(segments) + 1)[segments]
+
+        return real * jnp.maximum(jax.vmap(of_row)(self.segment_ids, self.prompt_ids), 1.0)
 
 
 @struct.dataclass
@@ -57,17 +78,21 @@ class AttentionOptions(NamedTuple):
 CAUSAL = AttentionOptions()
 
 
-def packed_mask(
-    segment_ids: Int[Array, "R T"], window: Window | None = None
-) -> Bool[Array, "R T T"]:
+def packed_mask(ids: RowIds, window: Window | None = None) -> Bool[Array, "R T T"]:
     """Return the causal mask inside segments; padding (segment 0) sees padding: no empty rows."""
-    same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
-    length = segment_ids.shape[-1]
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    if window is not None:
-        position = jnp.arange(length)
-        causal &= position[:, None] - position[None, :] < window.reach(length)
-    return same_segment & causal[None]
+    length = ids.segments.shape[-1]
+    place = jnp.arange(length)
+    reach = None if window is None else window.reach(length)
+    return visible(ids, ids, place[:, None] - place[None, :], reach)
+
+
+def shares_prompts(attention: str, windows: bool) -> bool:
+    """Return True if that training attention supports prompts shared by several responses.
+
+    The GPU kernel compares one number per token, and a sliding window of the TPU kernel counts
+    places in the row.
+    """
+    return attention != "triton" and not (attention == "splash" and windows)
 
 
 def choose(requested: str, platform: str, row_tokens: int) -> str:
@@ -125,12 +150,12 @@ def attend_plain(
 ):
     """Compute all scores at once, for short rows."""
     row = KVCache(keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3))
-    mask = packed_mask(context.segment_ids, options.window)
+    mask = packed_mask(context.ids, options.window)
     return grouped_attention(queries, row, mask, options.sinks), cache
 
 
 def attend_in_context(
-    attention: Callable, axes: tuple[str, ...], queries, keys, values, segment_ids, *shared: Array
+    attention: Callable, axes: tuple[str, ...], queries, keys, values, ids: RowIds, *shared: Array
 ) -> Float[Array, "B t H E"]:
     """Return the attention output of a device's tokens in rows cut by length (context parallelism).
 
@@ -149,20 +174,20 @@ def attend_in_context(
         piece_of = dict(zip(targets, numbers, strict=True))
         number = jnp.array([piece_of[i] for i in range(devices)])[jax.lax.axis_index(axes)]
         part = jax.lax.ppermute(part, axes, list(enumerate(targets)))
-        part = attention(part, keys, values, segment_ids, *shared, first=number * size)
+        part = attention(part, keys, values, ids, *shared, first=number * size)
         back = [(target, i) for i, target in enumerate(targets)]
         mixed.append(jax.lax.ppermute(part, axes, back))
     return jnp.concatenate(mixed, axis=1)
 
 
-def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sinks, *shared):
+def _on_each_device(attention: Callable, queries, keys, values, ids: RowIds, sinks, *shared):
     """Run `attention` on every device over its own rows and heads; `shared` is replicated.
 
     Devices communicate only if the mesh cuts rows by length.
     """
     mesh = sharding.active_mesh()
     if mesh is None:
-        return attention(queries, keys, values, segment_ids, sinks, *shared)
+        return attention(queries, keys, values, ids, sinks, *shared)
     if sharding.shards(mesh, "sequence") > 1:
         axes = sharding.active_axes("sequence")
         attention = functools.partial(attend_in_context, attention, axes)
@@ -176,7 +201,7 @@ def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sin
         in_specs=(heads, kv_heads, kv_heads, rows, sinks_spec, *whole),
         out_specs=heads,
         check_vma=False,
-    )(queries, keys, values, segment_ids, sinks, *shared)
+    )(queries, keys, values, ids, sinks, *shared)
 
 
 def attend_blocked(
@@ -189,7 +214,7 @@ def attend_blocked(
         *arrays, reach = arrays
         return blocked_attention(*arrays, Span(reach, first))
 
-    arrays = queries, keys, values, context.segment_ids, options.sinks
+    arrays = queries, keys, values, context.ids, options.sinks
     return _on_each_device(attention, *arrays, reach), cache
 
 
@@ -202,7 +227,7 @@ def attend_splash(
         return attend_plain(queries, keys, values, context, cache, options)
     interpret = mesh.abstract_device.platform != "tpu"
     full = functools.partial(splash_attention, interpret=interpret)
-    arrays = queries, keys, values, context.segment_ids, options.sinks
+    arrays = queries, keys, values, context.ids, options.sinks
     if window is None:
         return _on_each_device(full, *arrays), cache
     local = functools.partial(full, window=window.tokens)
@@ -222,18 +247,20 @@ def attend_triton(
 ):
     """Run the GPU's Triton kernel; blockwise attention for what it doesn't support.
 
-    These are windows, sinks, rows cut by length and head widths that are no power of two.
+    These are windows, sinks, shared prompts, rows cut by length and head widths that are no power
+    of two.
     """
     _, length, _, width = queries.shape
     target, mesh = jax.sharding.get_abstract_mesh(), sharding.active_mesh()
     platform = jax.default_backend() if target.empty else target.abstract_device.platform
     fits = gpu_attention.has_kernels("gpu", width) and length % gpu_attention.ROW_MULTIPLE == 0
     cut = mesh is not None and sharding.shards(mesh, "sequence") > 1
-    if options.window is not None or options.sinks is not None or cut or not fits:
+    special = options.window is not None or options.sinks is not None
+    if special or context.prompt_ids is not None or cut or not fits:
         return attend_blocked(queries, keys, values, context, cache, options)
     interpret = platform not in gpu_attention.PLATFORMS
     kernel = functools.partial(gpu_attention.rows_attention, interpret=interpret)
-    return _on_each_device(kernel, queries, keys, values, context.segment_ids, None), cache
+    return _on_each_device(kernel, queries, keys, values, context.ids, None), cache
 
 
 TRAINING_ATTENTION = {

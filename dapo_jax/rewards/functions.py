@@ -14,6 +14,7 @@ import math
 import operator
 import re
 import threading
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -101,6 +102,11 @@ def think_format(prompt: str, response: str, answer: str) -> float:
 
 
 BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {"think_format": think_format}
+
+
+def coin(prompt: str, response: str, answer: str) -> float:
+    """Return 0 or 1 by a hash of prompt and response: a control without information."""
+    return float(zlib.crc32((prompt + response).encode()) & 1)
 
 
 def find_functions(names: Sequence[str]) -> dict[str, Callable]:

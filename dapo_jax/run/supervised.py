@@ -188,7 +188,7 @@ def open_examples(
 ) -> tuple[Examples, int, Callable[[int], list[int]]]:
     """Return the examples of the files, steps of the run, and example numbers by step."""
     data, progress = config.data, Progress()
-    examples = read_examples(data, tokenizer, config.packing.row_tokens, forms)
+    examples = read_examples(data, tokenizer, config.packing.row_tokens, forms, config.seed)
     processes.check_same(lambda: {f"the data of {data.source}": examples.digest()})
     progress.say(escape(f"data: {examples.notes}"))
     for warning in [*examples.warnings, *rate_warnings(config.optimizer.learning_rate)]:

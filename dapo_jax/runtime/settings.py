@@ -296,7 +296,9 @@ def check_read(config: Any) -> None:
 
 def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
     """Return a section with the values of nested dictionaries and defaults for the rest."""
-    require(isinstance(values, dict), prefix.rstrip(".") or "(all)", values, "a table of settings")
+    if not isinstance(values, dict) and not prefix:
+        raise ConfigError(f"{values!r}: must be a table of settings")
+    require(isinstance(values, dict), prefix.rstrip("."), values, "a table of settings")
     made = kind()
     for name, value in values.items():
         check_name(kind, str(name), f"config.{prefix}".rstrip("."))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import sys
 from typing import Any
 
@@ -42,3 +43,10 @@ class BrokenPipeSafeStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream(), name)
+
+
+def has_reader(name: str) -> bool:
+    """Return whether a standard stream, if it is a pipe, still has a reader."""
+    poll = select.poll()
+    poll.register(getattr(sys, name).fileno(), 0)
+    return not poll.poll(0)

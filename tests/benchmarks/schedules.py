@@ -31,7 +31,7 @@ from dapo_jax import algorithms
 from dapo_jax.commands.plan.simulate import Costs, Simulation, named_mesh
 from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config, Data, Mesh, Packing, Rollout, Sampler
-from dapo_jax.learner.packing import Segment, choose_rows, fill, pack_updates
+from dapo_jax.learner.packing import Segment, choose_rows, fill, pack_updates, row_shapes
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.structs import Completion, Prompt
 
@@ -52,7 +52,7 @@ LENGTHS = 30.0, 0.7, 256  # median, spread of the logarithm, limit
 KINDS = ("none", "unfinished", "all")
 # --- fill ---
 LIMIT, PROMPT_TOKENS, RESPONSES, UPDATES, DEVICES = 512, 32, 1024, 8, 8
-SET = Packing(row_tokens=LIMIT + PROMPT_TOKENS, rows_per_microbatch=16)
+SET = Packing(row_tokens=LIMIT + PROMPT_TOKENS, rows_per_microbatch=16, share_prompts=False)
 ATTENTION_TOKENS = 7_000.0  # row length at which attention takes half of the time: Qwen2.5-0.5B
 
 
@@ -211,15 +211,18 @@ def show_fill() -> None:
     bench.print_table(["response lengths", "set", "auto", "its rows, a microbatch"])
     for name, lengths in laws.items():
         updates = split(lengths)
-        chosen = choose_rows(updates, SET, DEVICES, 10**6, ATTENTION_TOKENS)
+        chosen = choose_rows(updates, row_shapes(SET, DEVICES, 10**6), ATTENTION_TOKENS)
         shares = [fill(*pack_updates(updates, packing)) for packing in (SET, chosen)]
         shape = f"{chosen.rows_per_microbatch} of {chosen.row_tokens:,} tokens"
         bench.print_row([name, *(f"{share:.0%}" for share in shares), shape])
 
 
-if __name__ == "__main__":
+def main() -> None:
     tables = {"pages": show_pages, "price": show_price, "fill": show_fill}
-    if sys.argv[1:2] and sys.argv[1] in tables:
-        tables[sys.argv.pop(1)]()
-    else:
+    if not (sys.argv[1:2] and sys.argv[1] in tables):
         raise SystemExit(f"usage: schedules.py {'|'.join(tables)} [--help]")
+    tables[sys.argv.pop(1)]()
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from command_lines import RL, ROOT, load
+from command_lines import RL, ROOT, load, run_shown
 
 from dapo_jax.commands import checks
 from dapo_jax.commands.plan import chips, hlo_text, plan, roofline, search
@@ -233,19 +233,21 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_the_command_prints_json_and_exits_with_1_if_a_program_does_not_fit(folder, tmp_path):
+def test_the_command_prints_json_and_exits_with_1_if_a_program_does_not_fit(
+    folder, tmp_path, monkeypatch, capsys
+):
     flags = [RL, f"--model={folder}", "--topology=cpu:8", "--json"]
     flags += [f"--cache={tmp_path}", "--config.packing.rows_per_microbatch=8"]
     flags += ["--config.packing.row_tokens=96", "--config.sampler.slots=16"]
-    done = run(*flags, "--config.environment.name=calculator")
-    assert done.returncode == 0, done.stderr
-    assert f"warning: {ONE_TURN}" in done.stderr
-    assert json.loads(done.stdout)["fits"] and "compiled update" in done.stderr
-    done = run(
-        *flags, "--config.compute.logprob_chunk_tokens=4096", "--config.sampler.slots=2000000"
-    )
-    assert done.returncode == 1, done.stderr
-    record = json.loads(done.stdout)
+    turns = "--config.environment.name=calculator"
+    code, output, error = run_shown("plan", [*flags, turns], monkeypatch, capsys)
+    assert code == 0, error
+    assert f"warning: {ONE_TURN}" in error
+    assert json.loads(output)["fits"] and "compiled update" in error
+    flags += ["--config.compute.logprob_chunk_tokens=4096", "--config.sampler.slots=2000000"]
+    code, output, error = run_shown("plan", flags, monkeypatch, capsys)
+    assert code == 1, error
+    record = json.loads(output)
     assert not record["fits"] and "config.sampler.slots" in " ".join(record["changes"])
 
 

@@ -162,6 +162,13 @@ def test_sampled_responses_differ_and_a_seed_repeats_them(byte_folder, same_engi
     assert len(set(map(tuple, runs[0]))) >= 5
 
 
+def test_a_start_prints_that_it_compiles(byte_folder, byte_engine, monkeypatch, capfd):
+    monkeypatch.setattr(serve, "load_served", lambda config: byte_engine)
+    with serving(make_serve_config(byte_folder)):
+        slots = byte_engine.engine.max_concurrent_decodes
+        assert f"compiling for {slots} slots: " in capfd.readouterr().err
+
+
 # --- budgets -------------------------------------------------------------------------------------
 
 AUTO = {"max_prompt_tokens": -1, "max_response_tokens": -1}

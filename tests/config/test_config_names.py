@@ -8,7 +8,7 @@ from command_lines import load, run_shown
 from dapo_jax.__main__ import COMMANDS
 from dapo_jax.algorithms import preset
 from dapo_jax.config.experiment import Config, SftConfig
-from dapo_jax.config.files import command_for_folder, read_config, shipped_configs
+from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -61,8 +61,8 @@ def test_configs_are_listed_and_shown(monkeypatch, capsys, tmp_path):
 def test_missing_base_names_the_command_that_makes_it():
     made = {"runs/calculator_base": "calculator_base", "runs/arithmetic_sft": "arithmetic_sft"}
     for folder, name in made.items():
-        assert command_for_folder(SftConfig, "sft", folder) == f"dapo-jax sft {name}"
-    assert not command_for_folder(SftConfig, "sft", "runs/other")
+        assert config_for_folder(SftConfig, folder) == name
+    assert not config_for_folder(SftConfig, "runs/other")
 
 
 @pytest.mark.parametrize(("line", "expected"), [
@@ -79,6 +79,7 @@ def test_bash_completes_commands_configs_and_settings(line, expected, monkeypatc
     code, script, _ = run_shown("completion", ["bash"], monkeypatch, capsys)
     assert code == 0
     word = line.split(" ")[-1]
-    ask = f'COMP_LINE="{line}"; _dapo_jax dapo-jax "{word}" x 2>/dev/null; echo "${{COMPREPLY[@]}}"'
+    ask = f'COMP_LINE="{line}"; _dapo_jax dapo-jax "{word}" x; printf "%s\\n" "${{COMPREPLY[@]}}"'
     shown = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True)
-    assert shown.returncode == 0 and set(shown.stdout.split()) == expected, shown.stderr
+    words = {w + ("" if w.endswith("=") else " ") for w in expected}
+    assert shown.returncode == 0 and {*shown.stdout.splitlines()} - {""} == words, shown.stderr

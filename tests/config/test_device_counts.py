@@ -13,6 +13,8 @@ COUNTS = (1, 4, 8, 16)
 CLASSES = {
     "qwen2p5_7b_math": (4, 8, 16),
     "dapo_qwen2p5_32b": (),
+    "smollm2": (1, 4, 8),
+    "smollm2_base": (1, 4, 8),
     "two_strategies": (1, 4),
     "two_strategies_base": (1, 4, 8),
 }

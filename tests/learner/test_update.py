@@ -33,6 +33,8 @@ from dapo_jax.learner.packing import (
     pack,
     pack_updates,
     padded_microbatches,
+    prompt_groups,
+    row_shapes,
 )
 from dapo_jax.learner.ratios import EDGES, RATIO_HISTOGRAM
 from dapo_jax.learner.update import learning_rate
@@ -41,7 +43,7 @@ from dapo_jax.runtime.settings import ConfigError
 
 
 def microbatches_of(row_tokens: int, rows: int) -> int:
-    return -(-len(assign_rows([s.length for s in SEGMENTS], row_tokens)) // rows)
+    return -(-len(assign_rows(prompt_groups(SEGMENTS, False), row_tokens)) // rows)
 
 
 def loop_loss(params, algorithm):
@@ -228,7 +230,7 @@ def test_arrays_are_less_than_twice_as_wide_as_their_use_and_of_few_widths():
         rollouts, used = pack(segments, 20, 1)
         width = len(rollouts.tokens)
         assert used == count and used <= width < 2 * used
-        assert width == padded_microbatches([segments, segments[:1]], 20, 1)
+        assert width == padded_microbatches([count, 1], 1)
         widths.add(width)
     assert len(widths) == 5
 
@@ -242,8 +244,11 @@ def test_a_segment_longer_than_a_row_is_rejected():
 
 
 PROMPT = make_prompt(0, [3, 4, 5, 6])
-SHORTEST = Packing(row_tokens=100, rows_per_microbatch=8)
-FREE = {"shards": 2, "longest": 10_000, "attention_tokens": 1e9}
+SHORTEST = Packing(row_tokens=100, rows_per_microbatch=8, share_prompts=False)
+
+
+def choose(updates, shortest=SHORTEST, longest=10_000, attention_tokens=1e9) -> Packing:
+    return choose_rows(updates, row_shapes(shortest, 2, longest), attention_tokens)
 
 
 def segments(lengths) -> list[Segment]:
@@ -262,34 +267,34 @@ def places(updates, packing: Packing) -> int:
 
 def test_responses_over_half_a_row_get_longer_rows():
     updates = [segments([60 + i % 5 for i in range(96)])]
-    actual = choose_rows(updates, SHORTEST, **FREE)
+    actual = choose(updates)
     assert actual.row_tokens > 100 and actual.rows_per_microbatch % 2 == 0
     assert actual.row_tokens * actual.rows_per_microbatch <= 800
     assert places(updates, actual) < 0.75 * places(updates, SHORTEST)
 
 
 def test_a_last_microbatch_that_is_nearly_empty_is_halved():
-    long = Packing(row_tokens=600, rows_per_microbatch=8)
+    long = Packing(row_tokens=600, rows_per_microbatch=8, share_prompts=False)
     updates = [segments([600] * 9)]
-    actual = choose_rows(updates, long, **FREE)
-    assert actual == Packing(row_tokens=600, rows_per_microbatch=4)
+    actual = choose(updates, long)
+    assert actual == dataclasses.replace(long, rows_per_microbatch=4)
     assert places(updates, actual) == 12 * 600 < places(updates, long)
 
 
 def test_no_row_is_longer_than_attention_allows():
     updates = [segments([60] * 96)]
-    assert choose_rows(updates, SHORTEST, **FREE | {"longest": 100}) == SHORTEST
-    assert choose_rows(updates, SHORTEST, **FREE | {"longest": 250}).row_tokens == 200
+    assert choose(updates, longest=100) == SHORTEST
+    assert choose(updates, longest=250).row_tokens == 200
     # Where attention is most of the work, padding is cheaper than longer rows.
-    assert choose_rows(updates, SHORTEST, **FREE | {"attention_tokens": 10.0}) == SHORTEST
+    assert choose(updates, attention_tokens=10.0) == SHORTEST
 
 
 def test_an_empty_batch_takes_the_shortest_rows():
-    assert choose_rows([[]], SHORTEST, **FREE) == SHORTEST
+    assert choose([[]]) == SHORTEST
 
 
 def test_fill_counts_what_microbatches_compute():
-    rollouts, used = pack_updates([segments([50, 50, 30]), segments([9])], Packing(100, 2))
+    rollouts, used = pack_updates([segments([50, 50, 30]), segments([9])], Packing(100, 2, False))
     assert used == [1, 1] and fill(rollouts, used) == pytest.approx(139 / 400)
 
 

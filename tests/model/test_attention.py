@@ -15,6 +15,7 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Config, Data, Mesh, Optimizer, Packing, Sampler
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import blockwise_attention, decoder, splash_attention, training_attention
+from dapo_jax.model.blockwise_attention import RowIds
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import Window
 from dapo_jax.run.compute import numerics, open_mesh
@@ -135,7 +136,9 @@ def test_a_window_masks_what_a_loop_masks(slides, tokens):
     for row, query, key in np.ndindex(mask.shape):
         mask[row, query, key] = 0 <= query - key < seen and ids[row, query] == ids[row, key]
     window = training_attention.Window(tokens, None if slides is None else jnp.array(slides))
-    np.testing.assert_array_equal(training_attention.packed_mask(jnp.asarray(ids), window), mask)
+    np.testing.assert_array_equal(
+        training_attention.packed_mask(RowIds(jnp.asarray(ids)), window), mask
+    )
 
 
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.5, -1.0, 3.0, 0.0])], ids=["", "sinks"])

@@ -18,6 +18,7 @@ from dapo_jax.commands.plan.targets import compiler_options, target_devices
 from dapo_jax.config.experiment import Mesh as MeshSettings
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decode_attention, gpu_attention, training_attention
+from dapo_jax.model.blockwise_attention import RowIds
 from dapo_jax.model.caches import KVCache
 from dapo_jax.model.decode_attention import SlotAttention, SlotContext
 from dapo_jax.model.gpu_attention import rows_attention, slots_attention
@@ -128,8 +129,9 @@ def test_both_kernels_compile_for_an_h100():
         lowered = jax.jit(function).lower(*arrays)
         return lowered.compile(compiler_options=options).as_text()
 
-    def loss(*arrays):
-        return rows_attention(*arrays, None, interpret=False).astype(jnp.float32).sum()
+    def loss(queries, keys, values, ids):
+        mixed = rows_attention(queries, keys, values, RowIds(ids), None, interpret=False)
+        return mixed.astype(jnp.float32).sum()
 
     rows = [((2, 2048, heads, 128), jnp.bfloat16) for heads in (12, 2, 2)]
     update = text(jax.grad(loss, (0, 1, 2)), *rows, ((2, 2048), jnp.int32))

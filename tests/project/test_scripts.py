@@ -71,6 +71,17 @@ def test_loading_is_measured_on_a_folder():
     assert json.loads(run("benchmarks/loading.py", folder, "measure"))["files"] > 0
 
 
+def test_what_shared_prompts_save_is_computed_and_timed(run_here):
+    output = run_here("shared_prompts")
+    saved = {
+        row.split("|")[1].strip(): row.split("|")[-2].strip() for row in output.splitlines()[2:]
+    }
+    assert saved["GSM8K, 8 examples in the prompt"] > "70%" and saved["32B's config"] == "0%"
+    rounds = run_here("shared_prompts", "--seconds", "--smoke", "--rounds", 1).splitlines()
+    separate, shared = (json.loads(rounds[-1])[name] for name in ("separate", "shared"))
+    assert shared["positions"] < separate["positions"] and min(shared.values()) > 0
+
+
 def test_pages_decode_more_responses_at_once():
     sizes = ("--gib", 0.5, "--max_response", 2000, "--max_prompt", 100, "--median", 200)
     output = run("benchmarks/schedules.py", "pages", *sizes, "--responses", 64, "--slots", 8, 16)

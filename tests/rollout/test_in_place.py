@@ -1,7 +1,4 @@
-"""Compiled decoding updates its caches in place and does not synchronise replicas.
-
-The slow test asks the TPU's compiler, which needs libtpu (pip install "jax[tpu]"), but no TPU.
-"""
+"""Compiled decoding updates its caches in place and does not synchronise replicas."""
 
 import re
 

@@ -196,3 +196,13 @@ def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(tmp_path
     _, said = child.communicate(timeout=60)
     # 0: on a busy machine it has come to its own handlers, and saved.
     assert child.returncode in (-signal.SIGINT, 130, 0) and "Traceback" not in said
+
+
+@pytest.mark.parametrize("arguments", ["--help", "train --help-all", "configs show arithmetic"])
+def test_output_that_nobody_reads_ends_a_command_without_a_traceback(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "dapo_jax", *arguments.split()]
+    with os.fdopen(writer) as output:
+        result = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert result.returncode in (0, 141) and result.stderr == ""

@@ -7,6 +7,7 @@ attack, none of them equivalent to its answer; 'parts' are repeated to any size.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import os
@@ -122,8 +123,10 @@ def test_numbered_bombs_are_wrong_quickly():
 
 def worker_of(parent: int) -> int:
     """The algebra worker that a process started."""
-    children = pathlib.Path(f"/proc/{parent}/task").glob("*/children")
-    pids = [int(pid) for path in children for pid in path.read_text().split()]
+    pids = []
+    for children in pathlib.Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended
+            pids += map(int, children.read_text().split())
     name = algebra_process.WORKER.encode()
     (pid,) = (p for p in pids if name in pathlib.Path(f"/proc/{p}/cmdline").read_bytes())
     return pid

@@ -157,7 +157,7 @@ def training_programs(layout: Layout, microbatches: int) -> Iterator[Program]:
     learners, alive = layout.learners, _resident(layout)
     policy, critic, teacher = learners.policy, learners.critic, learners.teacher
     updates = layout.config.rollout.updates_per_rollout
-    scores_old = layout.config.algorithm.scores_old_policy(updates)
+    scores_old = bool(layout.config.algorithm.scored_minibatches(updates))
     batch = _batch(layout, microbatches, scores_old)
     rollouts = batch.scored.rollouts
     yield Program("update", lambda: policy.lower("update", batch), alive)

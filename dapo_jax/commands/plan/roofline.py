@@ -17,7 +17,7 @@ from dapo_jax.commands.plan.programs import SAMPLING, CompiledProgram, Layout
 from dapo_jax.commands.plan.simulate import Costs, host_costs
 from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
-from dapo_jax.learner.packing import assign_rows
+from dapo_jax.learner.packing import Member, PromptGroup, assign_rows
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.splash_attention import block_tokens
@@ -158,14 +158,15 @@ def measure_lengths(config: Config, decoder: DecoderConfig, workload: Workload) 
     groups = range(rollout.prompts_per_step // rollout.updates_per_rollout)
     drawn = [workload.draw(0, i, rollout.samples_per_prompt).tokens for i in groups]
     lengths = np.concatenate([workload.prompt_tokens(i) + drawn[i] for i in groups])
-    packed = assign_rows(lengths.tolist(), packing.row_tokens)
+    alone = [PromptGroup(0, (Member(tokens, i),)) for i, tokens in enumerate(lengths.tolist())]
+    packed = assign_rows(alone, packing.row_tokens)
     microbatches = -(-len(packed) // packing.rows_per_microbatch)
     rows = microbatches * packing.rows_per_microbatch
     block = 0
     if decoder.attention == "splash":
         cut = 2 * config.mesh.context if config.mesh.context > 1 else 1
         block = block_tokens(packing.row_tokens // cut)
-    each = [lengths[row].tolist() for row in packed] + [[]] * (rows - len(packed))
+    each = [[group.tokens for group in row] for row in packed] + [[]] * (rows - len(packed))
     pairs = [row_pairs(decoder, row, packing.row_tokens, block) for row in each]
     return Lengths(
         tokens=float(lengths.mean()),

@@ -17,7 +17,8 @@ import numpy as np
 
 from dapo_jax.commands.plan.workload import Drawn, Workload
 from dapo_jax.config.experiment import Config, Mesh, Reward
-from dapo_jax.learner.packing import assign_rows
+from dapo_jax.learner.minibatches import choose_packing, split_groups
+from dapo_jax.learner.packing import assign_rows, prompt_groups
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
@@ -402,6 +403,7 @@ class Simulation:
         reads: str = "auto",
     ):
         self._config, self._workload, self._costs = config, workload, costs
+        self._decoder = decoder
         record, samples = RolloutRecord(workload, Meter(costs)), config.rollout.samples_per_prompt
         programs = functools.partial(SimulatedPrograms, record=record, samples=samples, reads=reads)
         engine = open_engine(config, decoder, mesh, mesh, Text(), programs=programs)
@@ -436,7 +438,7 @@ class Simulation:
         meter.add_behind(host_listed=_tokens([*collected.judged, *collected.surplus]))
         seek(self._prompts, collected.next_position)
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
-        rows, fill = learn(self._config, collected.groups, meter)
+        rows, fill = learn(self._config, self._decoder, collected.groups, meter)
         meter.wait(BACKGROUND, meter.background_free)
         return dataclasses.replace(
             self._sampled(record),
@@ -472,18 +474,22 @@ def _tokens(groups: Sequence[Group]) -> int:
     return sum(len(response) for group in groups for response in group.completions)
 
 
-def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float]:
+def learn(
+    config: Config, decoder: DecoderConfig, groups: list[Group], meter: Meter
+) -> tuple[int, float]:
     """Add the costs of score passes and updates; return packed rows and their fill."""
-    packing, algorithm, rollout = config.rows(), config.algorithm, config.rollout
-    size = rollout.prompts_per_step // rollout.updates_per_rollout
-    old = algorithm.scores_old_policy(math.ceil(len(groups) / size))
-    passes = old + algorithm.reference + algorithm.critic
+    algorithm = config.algorithm
+    compiled = dataclasses.replace(config, packing=config.rows())
+    minibatches = split_groups(config, groups)
+    packing = choose_packing(compiled, decoder, 1, minibatches)
+    scored = algorithm.scored_minibatches(len(minibatches))
     models = 1 + algorithm.critic
     rows = places = tokens = 0
-    for i in range(0, len(groups), size):
-        minibatch = groups[i : i + size]
-        lengths = [len(g.prompt.tokens) + len(c) for g in minibatch for c in g.completions]
-        packed = len(assign_rows(lengths, packing.row_tokens))
+    for u, segments in enumerate(minibatches):
+        passes = (u in scored) + algorithm.reference + algorithm.critic
+        together = prompt_groups(segments, packing.share_prompts)
+        lengths = [group.tokens for group in together]
+        packed = len(assign_rows(together, packing.row_tokens))
         microbatches = math.ceil(packed / packing.rows_per_microbatch)
         used = microbatches * packing.rows_per_microbatch * packing.row_tokens
         rows += packed

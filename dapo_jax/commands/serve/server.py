@@ -180,6 +180,8 @@ def serve(
     folder = newest_export(config.model, "model")
     config = dataclasses.replace(config, model=folder, served_name=served_name(config))
     policy = load_served(config)
+    slots = policy[0].max_concurrent_decodes
+    processes.print_error(f"compiling for {slots} slots: seconds for a small model, else minutes")
     warm_up(policy[0], policy[1])
     failure = asyncio.run(_answer_requests(config, policy, key, should_stop, ready))
     if failure:

@@ -1,85 +1,88 @@
-"""Models in GGUF files (llama.cpp): conversion to a folder in the Hugging Face layout.
+"""Models in GGUF files (llama.cpp): conversion from and to folders in the Hugging Face layout.
 
 A file is converted once, into the cache of this machine; after that it is a model folder like any
 other. Weights are dequantised to float32 by the package `gguf`.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers import processors as post_processors
 
 from dapo_jax.runtime.settings import ConfigError
 
-TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q4_K Q5_K Q6_K".split()  # that can be dequantised
-MAX_SHARD_BYTES = 5_000_000_000
-# Names of modules in llama.cpp and in Hugging Face folders, below a layer.
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+CONVERSION = 2  # increased if a file would be converted into another folder
+TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # that can be dequantised
+
+
+# Names of architectures in files by `model_type` of config.json.
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",  # with sliding windows
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
 }
-GEMMA_NAMES = LAYER_NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+INTERLEAVED = ("llama", "mistral")  # rows of queries and keys alternate between rotary halves
+NORM_OFFSETS = {"gemma3_text": 1.0}  # that a file adds to the scales of norms
+# Modules of a Hugging Face folder; the package `gguf` knows their names in a file.
+TOP_MODULES = ["model.embed_tokens", "model.norm", "lm_head"]
+LAYER_MODULES = (
+    "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm "
+    "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj self_attn.q_norm "
+    "self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
+).split()
+ROTARY_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+# Keys of a file, below the name of its architecture, and their fields in config.json.
+REQUIRED_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+FIELDS = REQUIRED_FIELDS | {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "rope.dimension_count": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+FLOAT_FIELDS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq")
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling, as a factor per frequency
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192  # Llama 3's own numbers, which a file does not hold
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORDS = (
-    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}DIGITS| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Splits of text before the merges, by `tokenizer.ggml.pre`.
+
+UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+CAPITALISED = rf"{BEFORE_WORD}[{UPPER}]*[{LOWER}]+|{BEFORE_WORD}[{UPPER}]+[{LOWER}]*"
+CONTRACTIONS = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{BEFORE_WORD}\p{{L}}+"
+SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Splits of text before the merges, by `tokenizer.ggml.pre`; GPT-2's follow unless they are whole.
 SPLITS = {
-    "llama-bpe": WORDS.replace("DIGITS", "{1,3}"),
-    "qwen2": WORDS.replace("DIGITS", ""),
+    "llama-bpe": rf"{CONTRACTIONS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{SPACES}",
+    "qwen2": rf"{CONTRACTIONS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{SPACES}",
+    "tekken": rf"{CAPITALISED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{SPACES}",
     "smollm": r"\p{N}",
     "gpt-2": "",
-    "default": "",
 }
-CONTROL, USER_DEFINED = 3, 4  # types of tokens that text never produces by merges
-
-
-class Architecture(NamedTuple):
-    """How a family's files differ from its Hugging Face folders.
-
-    Attributes:
-        model_type: of config.json.
-        is_rotary_interleaved: rows of queries and keys alternate between the rotary halves.
-        norm_offset: number that a file adds to the scales of norms.
-    """
-
-    model_type: str
-    names: dict[str, str]
-    is_rotary_interleaved: bool = False
-    norm_offset: float = 0.0
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", LAYER_NAMES, is_rotary_interleaved=True),
-    "qwen2": Architecture("qwen2", LAYER_NAMES),
-    "qwen3": Architecture("qwen3", LAYER_NAMES),
-    "gemma3": Architecture("gemma3_text", GEMMA_NAMES, norm_offset=1.0),
-}
+WHOLE_SPLITS = ("llama-bpe", "qwen2", "tekken")
+# These take a word of the vocabulary without merges, and begin texts with the begin token.
+KNOWN_WORDS_FIRST = ("llama-bpe", "tekken")
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # types of tokens
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot"}
 
 
 class _Metadata(dict):
@@ -89,17 +92,23 @@ class _Metadata(dict):
         raise ValueError(f"its metadata lack {key}")
 
 
-def _open(path: pathlib.Path) -> tuple[_Metadata, list[Any]]:
+def _open(path: pathlib.Path) -> tuple[_Metadata, dict[str, Any]]:
     """Return metadata and tensors of a file. Raises ValueError."""
     import gguf  # pyright: ignore[reportMissingImports]: an extra
 
-    reader = gguf.GGUFReader(str(path))
-    metadata = _Metadata({name: field.contents() for name, field in reader.fields.items()})
+    try:
+        reader = gguf.GGUFReader(str(path))
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:  # damage can break the package anywhere
+        raise ValueError(f"damaged, incomplete or too new: {error}") from None
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in TYPES:
             allowed = f"must be one of {', '.join(TYPES)}"
             raise ValueError(f"{tensor.name} has type {tensor.tensor_type.name}: {allowed}")
-    return metadata, reader.tensors
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if "token_embd.weight" not in tensors:
+        raise ValueError("it has no tensor token_embd.weight")
+    return _Metadata(metadata), tensors
 
 
 def _dequantise(tensor: Any) -> np.ndarray:
@@ -109,7 +118,68 @@ def _dequantise(tensor: Any) -> np.ndarray:
     return np.ascontiguousarray(array, np.float32).reshape(tensor.shape[::-1])
 
 
+def _require_key(key: str, value: Any, allowed: Any) -> None:
+    """Raise ValueError unless the value of a key is one of the allowed ones."""
+    if value not in allowed:
+        raise ValueError(f"{key} = {value!r}: must be one of {[*allowed]}")
+
+
 # --- config.json ----------------------------------------------------------------------------------
+
+
+def _add_defaults(config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    config.setdefault("num_key_value_heads", heads)
+    config.setdefault("head_dim", config["hidden_size"] // heads)
+    config.setdefault("rope_theta", 1e4)
+    if config["model_type"] == "gemma3_text":
+        config.setdefault("rope_local_base_freq", 1e4)
+
+
+def _query_scalar(config: dict[str, Any]) -> int:
+    """Return Gemma 3's scale of queries: the largest model's is the width of all heads."""
+    largest = config["hidden_size"] // config["num_attention_heads"]
+    return largest if config["num_hidden_layers"] == 62 else config["head_dim"]
+
+
+def _read_field(name: str, value: Any, field: str) -> int | float:
+    """Return the value of a key as the number that config.json holds. Raises ValueError."""
+    if not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"{name} = {str(value)[:40]}: must be a positive number")
+    return float(f"{value:.7g}") if field in FLOAT_FIELDS else value
+
+
+def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json."""
+    name = metadata["general.architecture"]
+    _require_key("general.architecture", name, dict.fromkeys(ARCHITECTURES.values()))
+    kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == name]
+    config = {
+        "model_type": kinds[-1 if metadata.get(f"{name}.attention.sliding_window") else 0],
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "torch_dtype": "float32",
+    }
+    for suffix, field in FIELDS.items():
+        key = f"{name}.{suffix}"
+        if suffix in REQUIRED_FIELDS or metadata.get(key):
+            value = _read_field(key, metadata[key], field)
+            if config.setdefault(field, value) != value:
+                raise ValueError(f"{key} = {value}: must be {config[field]}, the {field}")
+    _add_defaults(config)
+    if name == "gemma3":
+        config["query_pre_attn_scalar"] = _query_scalar(config)
+    else:
+        config["attention_bias"] = name == "llama" and "blk.0.attn_q.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    if ROPE_FACTORS in tensors:
+        config["rope_scaling"] = _read_scaling(_dequantise(tensors[ROPE_FACTORS]), config)
+    scaling = metadata.get(f"{name}.rope.scaling.type", "none")
+    _require_key(f"{name}.rope.scaling.type", scaling, ("none", "linear"))
+    if scaling == "linear":
+        factor = float(metadata[f"{name}.rope.scaling.factor"])
+        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return config
 
 
 def _read_scaling(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]:
@@ -129,113 +199,142 @@ def _read_scaling(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _query_scalar(config: dict[str, Any]) -> int:
-    """Return Gemma 3's scale of queries: the largest model's is the width of all heads."""
-    largest = config["hidden_size"] // config["num_attention_heads"]
-    return largest if config["num_hidden_layers"] == 62 else config["head_dim"]
+def _rope_factors(config: dict[str, Any]) -> np.ndarray:
+    """Invert `_read_scaling`."""
+    size, scaling = config["head_dim"], config["rope_scaling"]
+    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, size, 2) / size)
+    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = scaling["original_max_position_embeddings"] / waves
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
-def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of config.json."""
-    name = metadata["general.architecture"]
-    if name not in ARCHITECTURES:
-        raise ValueError(f"general.architecture = {name!r}: must be one of {[*ARCHITECTURES]}")
-    values = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
-    values = _Metadata(values)
-    heads, embed = values["attention.head_count"], values["embedding_length"]
-    config = {
-        "model_type": ARCHITECTURES[name].model_type,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "hidden_size": embed,
-        "intermediate_size": values["feed_forward_length"],
-        "num_hidden_layers": values["block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
-        "head_dim": values.get("attention.key_length", embed // heads),
-        "max_position_embeddings": values["context_length"],
-        "rms_norm_eps": round(values["attention.layer_norm_rms_epsilon"], 12),
-        "rope_theta": float(values.get("rope.freq_base", 1e4)),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "torch_dtype": "float32",
-    }
-    if name == "gemma3":
-        local = float(values.get("rope.freq_base_swa", 1e4))
-        config |= {"query_pre_attn_scalar": _query_scalar(config), "rope_local_base_freq": local}
-    else:
-        is_llama = name == "llama"
-        config["attention_bias"] = is_llama and "blk.0.attn_q.bias" in tensors
-        config["mlp_bias"] = is_llama and "blk.0.ffn_up.bias" in tensors
-    window = values.get("attention.sliding_window")
-    if window and name == "llama":
-        config["model_type"] = "mistral"
-    if window:
-        config["sliding_window"] = window
-    scaling = values.get("rope.scaling.type", "none")
-    if ROPE_FACTORS in tensors:
-        config["rope_scaling"] = _read_scaling(_dequantise(tensors[ROPE_FACTORS]), config)
-    elif scaling != "none":
-        if scaling != "linear":
-            raise ValueError(f"{name}.rope.scaling.type = {scaling!r}: must be none or linear")
-        factor = float(values["rope.scaling.factor"])
-        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+def _load_config(folder: pathlib.Path) -> dict[str, Any]:
+    """Return the config of a folder, with the field names of older folders.
+
+    Raises ValueError for settings that llama.cpp derives, if the folder has other ones.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    model_type = config["model_type"]
+    _require_key("model_type", model_type, ARCHITECTURES)
+    rope = config.get("rope_parameters") or {}
+    scaling = rope.get("full_attention", rope) or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    config["rope_scaling"] = scaling | {"rope_type": kind}
+    config["rope_theta"] = scaling.get("rope_theta") or config.get("rope_theta") or 1e4
+    if local := rope.get("sliding_attention", {}).get("rope_theta"):
+        config["rope_local_base_freq"] = local
+    _add_defaults(config)
+    if not config.get("use_sliding_window", True):
+        config["sliding_window"] = None
+    if model_type == "qwen3" and config.get("attention_bias"):
+        raise ValueError("llama.cpp has no biases in qwen3")
+    window, context = config.get("sliding_window"), config["max_position_embeddings"]
+    if model_type != "gemma3_text":
+        if window and window < context:
+            allowed = f"null or at least max_position_embeddings = {context}"
+            raise ValueError(f"sliding_window = {window}: must be {allowed} in {model_type}")
+        return config
+    if config.get("query_pre_attn_scalar", config["head_dim"]) != _query_scalar(config):
+        raise ValueError("llama.cpp knows only the published models' query_pre_attn_scalar")
+    layers = range(1, config["num_hidden_layers"] + 1)
+    kinds = ["sliding_attention" if number % 6 else "full_attention" for number in layers]
+    if config.get("layer_types", kinds) != kinds:
+        raise ValueError("llama.cpp needs full attention in every sixth layer, and only there")
     return config
+
+
+def _write_config(writer: Any, config: dict[str, Any]) -> None:
+    name = ARCHITECTURES[config["model_type"]]
+    writer.add_vocab_size(config["vocab_size"])
+    for key, field in FIELDS.items():
+        if value := config.get(field):
+            add = writer.add_float32 if field in FLOAT_FIELDS else writer.add_uint32
+            add(f"{name}.{key}", value)
+    scaling = config["rope_scaling"]
+    _require_key("rope_scaling's type", scaling["rope_type"], ("default", "linear", "llama3"))
+    if scaling["rope_type"] == "linear":
+        writer.add_string(f"{name}.rope.scaling.type", "linear")
+        writer.add_rope_scaling_factor(scaling["factor"])
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
-def _published_name(name: str, architecture: Architecture) -> str:
-    """Return the name of a tensor in Hugging Face folders. Raises ValueError for an unknown one."""
-    module, _, kind = name.rpartition(".")
-    if module in TOP_NAMES:
-        return f"{TOP_NAMES[module]}.{kind}"
-    block, number, part = (*module.split("."), "", "")[:3]
-    if block == "blk" and part in architecture.names:
-        return f"model.layers.{number}.{architecture.names[part]}.{kind}"
-    raise ValueError(f"its tensor {name} is not known")
+def _modules(config: dict[str, Any]) -> dict[str, str]:
+    """Return the modules of a Hugging Face folder by their names in a file."""
+    import gguf  # pyright: ignore[reportMissingImports]: an extra
+
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    layers = config["num_hidden_layers"]
+    table = gguf.get_tensor_name_map(kinds[ARCHITECTURES[config["model_type"]]], layers)
+    modules = [f"model.layers.{i}.{part}" for i in range(layers) for part in LAYER_MODULES]
+    return {name: part for part in TOP_MODULES + modules if (name := table.get_name(part))}
 
 
-def _split_halves(array: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of interleaved rotary pairs in the order of Hugging Face: half after half."""
-    pairs = array.reshape(heads, -1, 2, *array.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+def _transform(
+    array: np.ndarray, module: str, config: dict[str, Any], *, to_file: bool
+) -> np.ndarray:
+    """Return a module's float32 array in the layout of a file, or of a Hugging Face folder."""
+    part = module.rpartition(".")[2]
+    if config["model_type"] in INTERLEAVED and part in ROTARY_HEADS:
+        heads = config[ROTARY_HEADS[part]]
+        rows = heads * config["head_dim"]
+        if len(array) != rows:
+            raise ValueError(f"{module} has {len(array)} rows: must have {rows}")
+        halves = (2, -1) if to_file else (-1, 2)
+        pairs = array.reshape(heads, *halves, *array.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+    if part.endswith("norm") and (offset := NORM_OFFSETS.get(config["model_type"])):
+        return array + np.float32(offset if to_file else -offset)
+    return array
 
 
-def _weights(
-    tensors: dict[str, Any], architecture: Architecture, config: dict[str, Any]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and float32 array of every tensor, as in a Hugging Face folder."""
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, tensor in tensors.items():
-        if name == ROPE_FACTORS:
-            continue
-        array = _dequantise(tensor)
-        part = name.split(".")[-2]
-        if architecture.is_rotary_interleaved and part in heads:
-            array = _split_halves(array, heads[part])
-        if architecture.norm_offset and part.endswith("norm"):
-            array = array - np.float32(architecture.norm_offset)
-        yield _published_name(name, architecture), array
-
-
-def _save_weights(weights: Iterator[tuple[str, np.ndarray]], folder: pathlib.Path) -> None:
-    """Write safetensors files of at most `MAX_SHARD_BYTES` and their index."""
-    names: dict[str, str] = {}
-    part: dict[str, np.ndarray] = {}
-
-    def write() -> None:
-        file = f"model-{len(set(names.values())) + 1:05d}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
-        names.update(dict.fromkeys(part, file))
-        part.clear()
-
-    for name, array in weights:
-        if part and sum(a.nbytes for a in part.values()) + array.nbytes > MAX_SHARD_BYTES:
-            write()
-        part[name] = array
-    write()
-    index = {"metadata": {}, "weight_map": names}
+def _save_weights(tensors: dict[str, Any], config: dict[str, Any], folder: pathlib.Path) -> None:
+    """Write the dequantised tensors of each layer as a safetensors file, and their index."""
+    modules = _modules(config)
+    weight_map: dict[str, str] = {}
+    names = [tensor for tensor in tensors if tensor != ROPE_FACTORS]
+    layers = itertools.groupby(names, key=lambda tensor: tensor.split(".")[:2])
+    for number, (_, layer) in enumerate(layers, 1):
+        arrays = {}
+        for tensor in layer:
+            name, _, kind = tensor.rpartition(".")
+            if name not in modules:
+                raise ValueError(f"its tensor {tensor} is not known")
+            array = _dequantise(tensors[tensor])
+            arrays[f"{modules[name]}.{kind}"] = _transform(
+                array, modules[name], config, to_file=False
+            )
+        file = f"model-{number:05d}.safetensors"
+        save_file(arrays, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(arrays, file)
+    index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _file_tensors(
+    config: dict[str, Any], folder: pathlib.Path, dtype: str
+) -> Iterator[tuple[str, np.ndarray, Any]]:
+    """Yield name, numbers or bytes, and type of every tensor of a file."""
+    import gguf  # pyright: ignore[reportMissingImports]: an extra
+
+    matrix_type, vector_type = (gguf.GGMLQuantizationType[d] for d in (dtype.upper(), "F32"))
+    if config["rope_scaling"].get("rope_type") == "llama3":
+        yield ROPE_FACTORS, _rope_factors(config), vector_type
+    block = gguf.GGML_QUANT_SIZES[matrix_type][0]
+    names = {module: name for name, module in _modules(config).items()}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="np") as stored:
+            for tensor in stored.keys():  # noqa: SIM118
+                module, _, kind = tensor.rpartition(".")
+                if module not in names:
+                    raise ValueError(f"GGUF has no name for its tensor {tensor}")
+                array = np.asarray(stored.get_tensor(tensor), np.float32)
+                array = _transform(array, module, config, to_file=True)
+                is_plain = array.ndim == 1 or array.shape[-1] % block
+                of_type = vector_type if is_plain else matrix_type
+                yield f"{names[module]}.{kind}", gguf.quants.quantize(array, of_type), of_type
 
 
 # --- tokenizer ------------------------------------------------------------------------------------
@@ -255,19 +354,16 @@ def _merges_by_score(vocab: dict[str, int], scores: dict[str, float]) -> list[tu
 
 def _byte_level(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
     """Return a tokenizer of byte-level merges (`tokenizer.ggml.model` gpt2)."""
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in SPLITS:
-        raise ValueError(f"tokenizer.ggml.pre = {pre!r}: must be one of {[*SPLITS]}")
+    pre = metadata["tokenizer.ggml.pre"]
+    _require_key("tokenizer.ggml.pre", pre, SPLITS)
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in KNOWN_WORDS_FIRST))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    steps: list[Any] = []
-    if SPLITS[pre]:
-        steps.append(pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
-    has_own_words = pre in ("llama-bpe", "qwen2")
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not has_own_words))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    steps = [pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")] if SPLITS[pre] else []
+    use_regex = pre not in WHOLE_SPLITS
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -276,16 +372,11 @@ def _sentence_piece(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
     """Return a tokenizer of SentencePiece's merges (`tokenizer.ggml.model` llama)."""
     types = metadata["tokenizer.ggml.token_type"]
     scored = zip(vocab, metadata["tokenizer.ggml.scores"], types, strict=True)
-    scores = {token: score for token, score, kind in scored if kind in (1, USER_DEFINED)}
+    scores = {token: score for token, score, kind in scored if kind in (NORMAL, USER_DEFINED)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    model = models.BPE(
-        vocab,
-        _merges_by_score(vocab, scores),
-        unk_token=[*vocab][unknown],
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    backend = Tokenizer(model)
+    merges = _merges_by_score(vocab, scores)
+    options = {"unk_token": [*vocab][unknown], "fuse_unk": True, "byte_fallback": True}
+    backend = Tokenizer(models.BPE(vocab, merges, **options))
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces: list[Any] = [normalizers.Prepend("▁")] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
@@ -298,170 +389,31 @@ def _sentence_piece(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
 def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    vocab = {token: index for index, token in enumerate(tokens)}
     kinds = {"gpt2": _byte_level, "llama": _sentence_piece}
     kind = metadata["tokenizer.ggml.model"]
-    if kind not in kinds:
-        raise ValueError(f"tokenizer.ggml.model = {kind!r}: must be one of {[*kinds]}")
-    backend = kinds[kind](metadata, vocab)
+    _require_key("tokenizer.ggml.model", kind, kinds)
+    backend = kinds[kind](metadata, {token: index for index, token in enumerate(tokens)})
     types = metadata.get("tokenizer.ggml.token_type", [])
     for token, of_type in zip(tokens, types, strict=False):
         if of_type in (CONTROL, USER_DEFINED):
             added = AddedToken(token, special=of_type == CONTROL, normalized=False)
             (backend.add_special_tokens if added.special else backend.add_tokens)([added])
-    ids = {
-        name: metadata[f"tokenizer.ggml.{key}_token_id"]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("eot", "eot"))
-        if f"tokenizer.ggml.{key}_token_id" in metadata
-    }
-    if "eos" not in ids:
-        raise ValueError("its metadata lack tokenizer.ggml.eos_token_id")
-    has_begin = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in SPECIAL_TOKENS.items()}
+    ids = {name: metadata[key] for name, key in keys.items() if key in metadata or name == "eos"}
+    has_begin = kind == "llama" or metadata["tokenizer.ggml.pre"] in KNOWN_WORDS_FIRST
     if "bos" in ids and metadata.get("tokenizer.ggml.add_bos_token", has_begin):
         begin = tokens[ids["bos"]]
         backend.post_processor = post_processors.TemplateProcessing(
             single=f"{begin}:0 $A:0", pair=None, special_tokens=[(begin, ids["bos"])]
         )
     backend.save(str(folder / "tokenizer.json"))
-    named = {f"{name}_token": tokens[ids[name]] for name in ("bos", "eos", "pad") if name in ids}
-    template = metadata.get("tokenizer.chat_template")
-    settings = named | ({"chat_template": template} if template else {})
+    settings = {f"{name}_token": tokens[ids[name]] for name in ("bos", "eos", "pad") if name in ids}
+    if template := metadata.get("tokenizer.chat_template"):
+        settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     ends = sorted({ids[name] for name in ("eos", "eot") if name in ids})
     generation = {"eos_token_id": ends, "pad_token_id": ids.get("pad", ends[0])}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
-    """Write the model of a GGUF file as a Hugging Face folder; raises ValueError."""
-    metadata, listed = _open(path)
-    tensors = {tensor.name: tensor for tensor in listed}
-    if "token_embd.weight" not in tensors:
-        raise ValueError("it has no tensor token_embd.weight")
-    config = _read_config(metadata, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    _save_tokenizer(metadata, folder)
-    architecture = ARCHITECTURES[metadata["general.architecture"]]
-    _save_weights(_weights(tensors, architecture, config), folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))  # last: it is complete
-
-
-def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
-    """Return the folder in the cache that a GGUF file was converted into; convert it if needed.
-
-    Raises:
-        ConfigError: the file is damaged, or holds something that is not supported.
-    """
-    status = path.stat()
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    source = repr((str(path.resolve()), status.st_size, status.st_mtime_ns))
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    folder = pathlib.Path(cache, "dapo_jax_models", digest, path.stem)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / "lock"):
-        if not (folder / "config.json").exists():
-            try:
-                convert(path, folder)
-            except ImportError:
-                problem = "needs the package gguf: pip install 'dapo_jax[gguf]'"
-                raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
-            except Exception as error:  # damage can break the package anywhere
-                text = " ".join(str(error).split())[:300]
-                problem = f"can't be read as a GGUF file: {text or type(error).__name__}"
-                raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
-    return folder
-
-
-# --- writing --------------------------------------------------------------------------------------
-
-
-def _file_name(name: str, architecture: Architecture) -> str:
-    """Return llama.cpp's name of a tensor of a Hugging Face folder. Raises ValueError."""
-    module, _, kind = name.rpartition(".")
-    for ours, published in TOP_NAMES.items():
-        if module == published:
-            return f"{ours}.{kind}"
-    number, _, part = module.removeprefix("model.layers.").partition(".")
-    for ours, published in architecture.names.items():
-        if part == published:
-            return f"blk.{number}.{ours}.{kind}"
-    raise ValueError(f"GGUF has no name for its tensor {name}")
-
-
-def _interleave_halves(array: np.ndarray, heads: int) -> np.ndarray:
-    """Invert `_split_halves`."""
-    pairs = array.reshape(heads, 2, -1, *array.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
-
-
-def _rope_factors(theta: float, size: int, scaling: dict[str, Any]) -> np.ndarray:
-    """Return Llama 3's factor for each rotary frequency of heads of this size."""
-    waves = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)
-    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = scaling["original_max_position_embeddings"] / waves
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
-
-
-def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Return base and scaling of the rotation, from fields of older or newer folders."""
-    newer = config.get("rope_parameters") or {}
-    newer = newer.get("full_attention", newer)
-    scaling = newer or config.get("rope_scaling") or {}
-    return float(newer.get("rope_theta") or config.get("rope_theta") or 1e4), scaling
-
-
-def _check_layers(config: dict[str, Any]) -> None:
-    """Raise ValueError for settings that llama.cpp derives, if the folder has other ones."""
-    if config["model_type"] == "qwen3" and config.get("attention_bias"):
-        raise ValueError("llama.cpp has no biases in qwen3")
-    if config["model_type"] != "gemma3_text":
-        return
-    if config.get("query_pre_attn_scalar", config["head_dim"]) != _query_scalar(config):
-        raise ValueError(
-            "llama.cpp knows no other query_pre_attn_scalar than the published models'"
-        )
-    layers = range(1, config["num_hidden_layers"] + 1)
-    kinds = ["sliding_attention" if number % 6 else "full_attention" for number in layers]
-    if config.get("layer_types", kinds) != kinds:
-        raise ValueError("llama.cpp needs full attention in every sixth layer, and only there")
-
-
-def _write_config(writer: Any, config: dict[str, Any]) -> None:
-    _check_layers(config)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    theta, scaling = _rope(config)
-    writer.add_rope_freq_base(theta)
-    writer.add_rope_dimension_count(config["head_dim"])
-    window = config.get("sliding_window")
-    if window and config.get("use_sliding_window", True):
-        writer.add_sliding_window(window)
-    if config["model_type"] == "gemma3_text":
-        newer = config.get("rope_parameters") or {}
-        local = newer.get("sliding_attention", {}).get("rope_theta")
-        writer.add_rope_freq_base_swa(float(local or config.get("rope_local_base_freq") or 1e4))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "linear":
-        import gguf  # pyright: ignore[reportMissingImports]: an extra
-
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(scaling["factor"])
-    elif kind == "llama3":
-        writer.add_tensor(ROPE_FACTORS, _rope_factors(theta, config["head_dim"], scaling))
-    elif kind != "default":
-        raise ValueError(f"GGUF export does not know rope_scaling of type {kind!r}")
 
 
 def _split_name(tokenizer: dict[str, Any]) -> str:
@@ -477,62 +429,68 @@ def _split_name(tokenizer: dict[str, Any]) -> str:
     raise ValueError("GGUF export does not know the splits of its tokenizer")
 
 
-def _write_tokenizer(writer: Any, folder: pathlib.Path, vocab_size: int) -> None:
+def _write_tokenizer(writer: Any, folder: pathlib.Path, config: dict[str, Any]) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     model = tokenizer["model"]
-    added = {entry["id"]: entry for entry in tokenizer["added_tokens"]}
-    by_id = {index: token for token, index in model["vocab"].items()}
-    by_id |= {index: entry["content"] for index, entry in added.items()}
-    tokens = [by_id.get(index, f"[PAD{index}]") for index in range(vocab_size)]
-    types = [
-        (CONTROL if added[i]["special"] else USER_DEFINED) if i in added else 1 if i in by_id else 5
-        for i in range(vocab_size)
-    ]
+    known = {index: (token, NORMAL) for token, index in model["vocab"].items()}
+    for entry in tokenizer["added_tokens"]:
+        known[entry["id"]] = entry["content"], CONTROL if entry["special"] else USER_DEFINED
+    padded = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(config["vocab_size"])]
+    tokens = [token for token, _ in padded]
+    types = [kind for _, kind in padded]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     if model.get("byte_fallback"):
-        ranks: dict[str, int] = {}
-        for rank, merge in enumerate(merges):
-            ranks.setdefault(merge.replace(" ", "", 1), rank)
+        # A token's score is the rank of its first merge.
+        ranks = {m.replace(" ", "", 1): rank for rank, m in reversed([*enumerate(merges)])}
         is_byte = [len(token) == 6 and token.startswith("<0x") for token in tokens]
-        types = [6 if byte else kind for byte, kind in zip(is_byte, types, strict=True)]
+        types = [BYTE if byte else kind for byte, kind in zip(is_byte, types, strict=True)]
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([-float(ranks.get(token, len(merges))) for token in tokens])
-        prefix = '"Prepend"' in json.dumps(tokenizer.get("normalizer"))
-        writer.add_add_space_prefix(prefix)
+        writer.add_add_space_prefix('"Prepend"' in json.dumps(tokenizer.get("normalizer")))
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_split_name(tokenizer))
         writer.add_token_merges(merges)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    _write_special_tokens(writer, folder, tokens, tokenizer)
-
-
-def _write_special_tokens(
-    writer: Any, folder: pathlib.Path, tokens: list[str], tokenizer: dict[str, Any]
-) -> None:
-    settings, generation = (
-        json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-        for name in ("tokenizer_config.json", "generation_config.json")
-    )
-    ends = generation.get("eos_token_id", [])
-    ends = ends if isinstance(ends, list) else [ends]
-    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
-        token = settings.get(f"{name}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if text in tokens:
-            add(tokens.index(text))
-        elif name == "eos" and ends:
-            add(ends[0])
-    if len(ends) > 1:
-        writer.add_eot_token_id(ends[-1])
-    if (pad := generation.get("pad_token_id")) is not None:
-        writer.add_pad_token_id(pad)
     writer.add_add_bos_token('"TemplateProcessing"' in json.dumps(tokenizer.get("post_processor")))
+    settings = dict(config)
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        values = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        settings |= {field: value for field, value in values.items() if value is not None}
+    _write_special_tokens(writer, settings, tokens)
     jinja = folder / "chat_template.jinja"
     template = jinja.read_text() if jinja.exists() else settings.get("chat_template")
     if isinstance(template, str):
         writer.add_chat_template(template)
+
+
+def _write_special_tokens(writer: Any, settings: dict[str, Any], tokens: list[str]) -> None:
+    ends = settings.get("eos_token_id") or []
+    ends = ends if isinstance(ends, list) else [ends]
+    ids = {"pad": settings.get("pad_token_id"), "eos": ends[0] if ends else None}
+    for name in ("bos", "eos"):
+        token = settings.get(f"{name}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if text in tokens:
+            ids[name] = tokens.index(text)
+    ids["eot"] = next((end for end in ends if end != ids["eos"]), None)
+    for name, key in SPECIAL_TOKENS.items():
+        if ids.get(name) is not None:
+            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", ids[name])
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
+    """Write the model of a GGUF file as a Hugging Face folder; raises ValueError."""
+    metadata, tensors = _open(path)
+    config = _read_config(metadata, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_tokenizer(metadata, folder)
+    _save_weights(tensors, config, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))  # last: it is complete
 
 
 def write(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
@@ -542,36 +500,43 @@ def write(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
         dtype: of matrices, 'f16' or 'q8_0'; vectors are float32.
     """
     import gguf  # pyright: ignore[reportMissingImports]: an extra
-    from safetensors import safe_open
 
-    config = json.loads((folder / "config.json").read_text())
-    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])
-    types = {a.model_type: name for name, a in ARCHITECTURES.items()} | {"mistral": "llama"}
-    if config["model_type"] not in types:
-        raise ValueError(f"model_type = {config['model_type']!r}: must be one of {[*types]}")
-    name = types[config["model_type"]]
-    architecture = ARCHITECTURES[name]
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    kind = gguf.GGMLQuantizationType[dtype.upper()]
-    writer = gguf.GGUFWriter(path, name)
+    config = _load_config(folder)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
     writer.add_name(path.stem)
     _write_config(writer, config)
-    _write_tokenizer(writer, folder, config["vocab_size"])
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="np") as stored:
-            for published in stored.keys():  # noqa: SIM118
-                array = np.asarray(stored.get_tensor(published), np.float32)
-                target = _file_name(published, architecture)
-                part = target.split(".")[-2]
-                if architecture.is_rotary_interleaved and part in heads:
-                    array = _interleave_halves(array, heads[part])
-                if architecture.norm_offset and part.endswith("norm"):
-                    array = array + np.float32(architecture.norm_offset)
-                plain = array.ndim == 1 or array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]
-                of_type = gguf.GGMLQuantizationType.F32 if plain else kind
-                writer.add_tensor(target, gguf.quants.quantize(array, of_type), raw_dtype=of_type)
+    _write_tokenizer(writer, folder, config)
+    for name, array, kind in _file_tensors(config, folder, dtype):
+        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for _, array, _ in _file_tensors(config, folder, dtype):  # again, to hold only one of them
+        writer.write_tensor_data(array)
     writer.close()
+
+
+def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
+    """Return the folder in the cache that a GGUF file was converted into; convert it if needed.
+
+    Raises:
+        ConfigError: the file is damaged, or holds something that is not supported.
+    """
+    status = path.stat()
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    source = repr((CONVERSION, str(path.resolve()), status.st_size, status.st_mtime_ns))
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    folder = pathlib.Path(cache, "dapo_jax_models", digest, path.stem)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / "lock"):
+        if not (folder / "config.json").exists():
+            try:
+                convert(path, folder)
+            except ImportError:
+                problem = "needs the package gguf: pip install 'dapo_jax[gguf]'"
+                raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
+            except Exception as error:  # damage can break the package anywhere
+                text = " ".join(str(error).split())[:300]
+                problem = f"can't be read as a GGUF file: {text or type(error).__name__}"
+                raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
+    return folder

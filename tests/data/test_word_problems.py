@@ -1,0 +1,88 @@
+"""Generated word problems: right answers, held-out ones apart, and a supervised run on them."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from supervised_runs import read_metrics, settings
+
+from dapo_jax.commands import train as train_command
+from dapo_jax.config.experiment import Config, Mesh, Model, OwnData, Packing, SftConfig
+from dapo_jax.config.files import read_config
+from dapo_jax.data.word_problems import make_examples, make_problem, make_word_problem
+from dapo_jax.rewards.functions import coin, find_functions
+from dapo_jax.run.supervised import make_base
+from dapo_jax.runtime.settings import ConfigError
+
+
+def test_calculations_are_right_and_lead_to_the_answer():
+    kinds = set()
+    for index in range(400):
+        problem = make_word_problem("train", 0, index)
+        for text, result in problem.steps:
+            assert eval(text.replace("/", "//")) == result >= 0  # of digits and one sign
+            kinds.add(text.strip("0123456789"))
+        assert problem.answer == str(problem.steps[-1][1])
+        assert re.match(r"\d+", problem.steps[0][0])[0] in re.findall(r"\d+", problem.text)
+    assert kinds == {"+", "-", "*", "/"}
+
+
+def test_problems_are_keyed_and_held_out_ones_share_no_text():
+    texts = {
+        split: [make_word_problem(split, 1, i).text for i in range(300)]
+        for split in ("train", "heldout", "examples")
+    }
+    assert texts["train"] == [make_word_problem("train", 1, i).text for i in range(300)]
+    assert texts["train"] != [make_word_problem("train", 2, i).text for i in range(300)]
+    assert not {*texts["heldout"]} & {*texts["train"], *texts["examples"]}
+    problem = make_problem("heldout", 1, 7)
+    assert (problem.text, problem.source) == (texts["heldout"][7], "word_problems")
+
+
+def test_the_control_rewards_by_a_coin():
+    config = read_config(Config, "smollm2:random_reward")
+    ((name, weight),) = config.reward.weights().items()
+    (function,) = find_functions([name]).values()
+    assert function is coin and weight == 1
+    rewards = [coin(str(i), "#### 1", "1") for i in range(2000)]
+    assert 900 < sum(rewards) < 1100
+    assert rewards == [coin(str(i), "#### 1", "2") for i in range(2000)]
+
+
+def test_a_supervised_run_learns_generated_examples(byte_folder, tmp_path):
+    data = OwnData("word_problems", template="{problem}\n", generated_examples=24)
+    changes = {"data": data, "packing": Packing(256, 8), "mesh": Mesh(1, 8, 1)}
+    config = SftConfig(**settings(tmp_path, [], byte_folder, **changes), examples_per_step=8)
+    config.data.heldout_examples, config.data.passes = 4, 3.0
+    make_base(config)
+    rows = read_metrics(config.out)
+    assert rows[-1]["heldout_nll"] < rows[0]["heldout_nll"]
+    _, row = next(make_examples(1, 0))
+    assert row["response"].endswith(f"#### {make_word_problem('examples', 0, 0).answer}")
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, True), (130, False)])
+def test_a_missing_base_is_made_first_and_its_exit_code_ends_the_command(
+    code, starts, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    commands = []
+    monkeypatch.setattr(subprocess, "call", lambda command: commands.append(command) or code)
+    config = Config(run_dir="runs/new", model=Model(folder="runs/calculator_base"))
+    if starts:
+        train_command.make_base(config)
+    else:
+        with pytest.raises(SystemExit) as stopped:
+            train_command.make_base(config)
+        assert stopped.value.code == code
+    assert commands == [[sys.executable, "-m", "dapo_jax", "sft", "calculator_base"]]
+    assert "first stage, dapo-jax sft calculator_base" in capsys.readouterr().out
+    (tmp_path / "runs/calculator_base").mkdir(parents=True)
+    train_command.make_base(config)  # it is there now
+    config.model.folder = "runs/other"
+    train_command.make_base(config)  # no packaged config makes it
+    config.model.folder, config.data.source = "runs/arithmetic_sft", "nowhere"
+    with pytest.raises(ConfigError, match="nowhere"):  # before the first stage takes minutes
+        train_command.check_and_make_base(config)
+    assert len(commands) == 1
