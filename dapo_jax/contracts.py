@@ -9,7 +9,7 @@ Each is a `typing.Protocol`: a class satisfies it by having its members, without
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dapo_jax.structs import (
     CollectedGroups,
@@ -115,6 +115,26 @@ class Sampler(Protocol):
 
         It is the decoding copy of frozen parameters; the first call makes it.
         """
+        ...
+
+
+class VerifierResult(NamedTuple):
+    """The decision of a verifier about one response."""
+
+    correct: bool
+    extracted: str | None  # the answer found in the response, None if there is none
+    decided: str = ""  # how equality was decided: direct, algebra; or why there was no answer
+
+
+class Verifier(Protocol):
+    """A rule that decides whether a response answers a problem.
+
+    The built-in verifiers run in a worker process of the reward pool, which is killed if it is
+    late. An exception makes the response incorrect and is recorded as the verdict's failure.
+    """
+
+    def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:
+        """Compare the answer in `response` with `gold`; `prompt` says what was asked for."""
         ...
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Reward
+from dapo_jax.contracts import VerifierResult
 from dapo_jax.rewards.functions import (
     TOKENS,
     Call,
@@ -34,8 +35,8 @@ from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, Functi
 from dapo_jax.runtime.workers.pool import WorkerPool
 from dapo_jax.structs import Completion, Prompt, Verdict, present
 from dapo_jax.verifier.algebra_process import WORKER as ALGEBRA_WORKER
-from dapo_jax.verifier.algebra_process import ask
-from dapo_jax.verifier.verifier import Question, Ruling
+from dapo_jax.verifier.algebra_process import verify
+from dapo_jax.verifier.verifier import Question, Settings
 
 WORKER = "dapo_jax.rewards.worker"
 MAX_REPLY_BYTES = 1 << 26  # rewards of each token of 64 responses
@@ -52,18 +53,18 @@ Place = Callable[[list], np.ndarray]  # from a list that a function returned to 
 def _verify(
     worker: RestartingWorker, reward: Reward, calls: Sequence[ResponseCall]
 ) -> list[Verdict]:
-    settings = reward.percent, reward.unfinished
-    questions = [
-        Question(reward.verifier, call.response, call.answer, call.prompt, *settings)
-        for call in calls
-    ]
-    return [_read_ruling(result) for result in ask(worker, questions, reward.timeout_seconds)]
+    settings = Settings(reward.verifier, reward.percent, reward.unfinished)
+    questions = [Question(call.response, call.answer, call.prompt) for call in calls]
+    results = verify(worker, settings, questions, reward.timeout_seconds)
+    return [_read_result(result) for result in results]
 
 
-def _read_ruling(result: Ruling | Exception) -> Verdict:
+def _read_result(result: VerifierResult | Exception) -> Verdict:
     if isinstance(result, Exception):  # a late process or a bug costs one response, never the run
-        return Verdict(False, None, f"{type(result).__name__}: {result}", decided="failed")
-    return Verdict(result.correct, result.extracted, decided=result.how)
+        failure = f"{type(result).__name__}: {result}"
+        return Verdict(False, None, failure, parts={GYM: 0.0}, decided="failed")
+    correct, extracted, decided = result
+    return Verdict(correct, extracted, parts={GYM: float(correct)}, decided=decided)
 
 
 # --- reward functions -----------------------------------------------------------------------
@@ -207,6 +208,11 @@ def _when_done(awaited: Sequence[Future], function: Callable[[list], Any]) -> Fu
     return combined
 
 
+def _cancel_with(future: Future, other: Future) -> None:
+    if other.cancelled():
+        future.cancel()
+
+
 class _Job(NamedTuple):
     """Response that waits for its verdict."""
 
@@ -233,6 +239,8 @@ class RewardPool:
         self._weights = reward.weights()
         self._parts = _Parts(reward)
         self._queue: collections.deque[_Job] = collections.deque()
+        self._scheduled = 0  # calls of `_judge_queue` that have not started
+        self._lock = threading.Lock()
         self._pool = WorkerPool(reward.workers, self._open_workers, "reward")
 
     def _open_workers(self) -> _Workers:
@@ -285,9 +293,11 @@ class RewardPool:
 
         job = _Job(call, place, source, metadata, Future())
         self._queue.append(job)
-        self._pool.submit(self._judge_queue)
-        awaited = [job.verdict, *self._parts.submit_async(call)]
-        return _when_done(awaited, lambda results: self._add(*results, place=place))
+        self._schedule()
+        replies = self._parts.submit_async(call)
+        if not replies:
+            return job.verdict
+        return _when_done([job.verdict, *replies], lambda results: self._add(*results, place=place))
 
     def submit_group(
         self, prompt: Prompt, completions: Sequence[Completion]
@@ -333,29 +343,39 @@ class RewardPool:
             for i, verdict in enumerate(verdicts)
         ]
 
+    def _schedule(self) -> None:
+        """Call `_judge_queue` on a thread unless enough calls are waiting to start."""
+        with self._lock:
+            if self._scheduled == self._reward.workers:
+                return
+            self._scheduled += 1
+        self._pool.submit(self._judge_queue)
+
     def _judge_queue(self, workers: _Workers) -> None:
         """Judge a fair part of the waiting responses in one exchange with a process."""
-        if not self._queue:
-            return
-        share = math.ceil(len(self._queue) / self._reward.workers)
-        jobs: list[_Job] = []
-        with contextlib.suppress(IndexError):  # another thread took the rest
-            for _ in range(min(share, MAX_JUDGED_TOGETHER)):
-                jobs.append(self._queue.popleft())
+        with self._lock:
+            self._scheduled -= 1
+            share = math.ceil(len(self._queue) / self._reward.workers)
+            jobs = [self._queue.popleft() for _ in range(min(share, MAX_JUDGED_TOGETHER))]
+        with contextlib.suppress(RuntimeError):  # the pool was closed
+            if self._queue:
+                self._schedule()
+            if jobs:
+                self._judge(workers, jobs)
+
+    def _judge(self, workers: _Workers, jobs: list[_Job]) -> None:
         verdicts = _verify(workers.algebra, self._reward, [job.call for job in jobs])
         for job, verdict in zip(jobs, verdicts, strict=True):
             if job.metadata or self._parts.any_of_response:  # these may be slow: one at a time
-                with contextlib.suppress(RuntimeError):  # the pool was closed
-                    self._pool.submit(self._score, job, verdict)
+                scored = self._pool.submit(self._score, job, verdict)
+                scored.add_done_callback(functools.partial(_cancel_with, job.verdict))
             else:
-                self._score(workers, job, verdict)
+                job.verdict.set_result(verdict)
 
     def _score(self, workers: _Workers, job: _Job, verdict: Verdict) -> None:
         try:
             if job.metadata:
                 verdict = self._score_with_task(workers.gym, verdict, job.source, job.metadata)
-            parts = {GYM: float(verdict.correct)} | verdict.parts
-            verdict = dataclasses.replace(verdict, parts=parts)
             reply = self._parts.compute(job.call, workers.parts)
             job.verdict.set_result(self._add(verdict, reply, place=job.place))
         except Exception as error:

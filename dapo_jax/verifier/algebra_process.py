@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 
+from dapo_jax.contracts import VerifierResult
 from dapo_jax.runtime.workers.parent import RestartingWorker
-from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Ruling
+from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings
 
 WORKER = "dapo_jax.verifier.algebra_worker"
 SECONDS = 2.0  # limit of one verdict of `is_equivalent`, without a worker's start
 MODES = {"any": "math", "box": "math_box", "label": "math_label", "dapo": "dapo"}
 
 
-def ask(
-    worker: RestartingWorker, questions: Sequence[Question], seconds: float
-) -> list[Ruling | Exception]:
-    """Return the verdicts of a worker, or why there is none; `how` says how it was decided.
+def verify(
+    worker: RestartingWorker, settings: Settings, questions: Sequence[Question], seconds: float
+) -> list[VerifierResult | Exception]:
+    """Return the results of a verifier in a worker process, or why there is none.
 
     A late worker is killed, and each question is asked again alone; a worker that died is replaced.
 
@@ -21,22 +22,23 @@ def ask(
         worker: a process of `algebra_worker`.
         seconds: limit of one verdict, without a worker's start.
     """
-    results: list[Ruling | Exception] = []
+    results: list[VerifierResult | Exception] = []
     while len(results) < len(questions):
         left = questions[len(results) :]
-        job = {"questions": [question._asdict() for question in left]}
+        job = {"settings": settings, "questions": left}
         try:
             replies = worker.ask(job, seconds + BATCH_SECONDS * (len(left) > 1))["replies"]
         except Exception as error:
             if len(questions) == 1:
                 return [error]
-            return results + [result for one in left for result in ask(worker, [one], seconds)]
+            alone = [verify(worker, settings, [question], seconds) for question in left]
+            return results + [result for (result,) in alone]
         results += [_read_reply(reply) for reply in replies]
     return results
 
 
-def _read_reply(reply: dict) -> Ruling | Exception:
-    return RuntimeError(reply["failure"]) if "failure" in reply else Ruling(**reply)
+def _read_reply(reply: list | str) -> VerifierResult | Exception:
+    return RuntimeError(reply) if isinstance(reply, str) else VerifierResult(*reply)
 
 
 _worker = RestartingWorker(WORKER)
@@ -57,15 +59,15 @@ def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
         require: which markers of the response count, 'any', 'box' or 'label'; 'dapo' is the
             scorer of DAPO's released code.
     """
-    return _is_right(Question(MODES[require], prediction, answer))
+    return _is_right(Settings(MODES[require]), Question(prediction, answer))
 
 
 def same_answer(mine: str, other: str) -> bool:
     """Test the mathematical equivalence of two answers that were already extracted."""
-    return mine == other or _is_right(Question("answer", mine, other))
+    return mine == other or _is_right(Settings("answer"), Question(mine, other))
 
 
-def _is_right(question: Question) -> bool:
-    (result,) = ask(_worker, [question], SECONDS)
+def _is_right(settings: Settings, question: Question) -> bool:
+    (result,) = verify(_worker, settings, [question], SECONDS)
     # Late, dead or not understood: not known to be the same.
-    return isinstance(result, Ruling) and result.correct
+    return isinstance(result, VerifierResult) and result.correct

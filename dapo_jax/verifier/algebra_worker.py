@@ -4,11 +4,13 @@
 """
 
 import collections
+import functools
 import hashlib
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dapo_jax.contracts import Verifier
 from dapo_jax.runtime.workers.child import limit_process, serve
 from dapo_jax.verifier.algebra import proportional, same_expression
 from dapo_jax.verifier.answer_shape import Node, read
@@ -28,7 +30,7 @@ from dapo_jax.verifier.number_field import NumberField
 from dapo_jax.verifier.real_sets import FLIPPED, RealSets
 from dapo_jax.verifier.roots import content_of
 from dapo_jax.verifier.tree_to_element import read as read_tree
-from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, judge
+from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings, make_verifier
 
 WORK = 400_000  # units of a verdict; a unit is about a microsecond
 MAX_REMEMBERED = 100_000
@@ -175,29 +177,31 @@ def _prove(kind: str, prediction: str, answer: str, work: int) -> Proof:
     return Proof(same, work - max(0, int(budget.left)), undecided)
 
 
-def _answer(question: Question, memory: Memory) -> dict:
-    algebra = RememberedAlgebra(memory)
+def _verify(verifier: Verifier, question: Question) -> tuple | str:
     try:
-        ruling = judge(question, algebra)
+        return verifier(*question)
     except Exception as error:
-        return {"failure": repr(error)[:200]}
-    if ruling.extracted is not None and ruling.how != "unfinished":
-        ruling = ruling._replace(how=algebra.describe(ruling.correct))
-    return ruling._asdict()
+        return repr(error)[:200]
 
 
-def make_verifier() -> Callable[[dict], dict]:
-    """Return the function that answers `{"questions"}` with `{"replies"}` to the first of them.
+def make_answer() -> Callable[[dict], dict]:
+    """Return the function that answers `{"settings", "questions"}` with `{"replies"}`.
 
-    A reply is a `Ruling` or a `"failure"`; there is at least one.
+    The replies are to the first questions, at least to one of them. A reply has the fields of a
+    `VerifierResult`, or is the text of an error.
     """
     limit_process()
     memory = Memory()
 
+    @functools.cache
+    def find(settings: Settings) -> Verifier:
+        return make_verifier(settings, lambda: RememberedAlgebra(memory))
+
     def answer(job: dict) -> dict:
+        verifier = find(Settings(*job["settings"]))
         until, replies = time.monotonic() + BATCH_SECONDS, []
         for fields in job["questions"]:
-            replies.append(_answer(Question(**fields), memory))
+            replies.append(_verify(verifier, Question(*fields)))
             if time.monotonic() > until:
                 break
         return {"replies": replies}
@@ -206,4 +210,4 @@ def make_verifier() -> Callable[[dict], dict]:
 
 
 if __name__ == "__main__":
-    serve(make_verifier)
+    serve(make_answer)

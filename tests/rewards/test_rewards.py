@@ -26,7 +26,7 @@ from dapo_jax.verifier.verifier import final_number
     ],
 )
 def test_only_the_number_behind_the_last_marker_counts(text, answer, expected):
-    assert final_number(text, answer, None)[:2] == expected
+    assert final_number(text, answer, "")[:2] == expected
 
 
 def test_punishment_is_zero_then_linear_then_minus_one():
@@ -79,7 +79,7 @@ HANGING = """
 import json, sys, time
 print('{"ready": true}', flush=True)
 for line in sys.stdin.buffer:
-    right = {"correct": True, "extracted": "1", "how": "box"}
+    right = [True, "1", "direct"]
     if b"_{7}" in line:
         time.sleep(60)
     if b"_{8}" in line:
@@ -107,7 +107,8 @@ def test_closing_leaves_no_worker_behind_not_even_one_that_is_starting(monkeypat
     assert [process.poll() is None for process in started] == [False]
 
 
-def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(monkeypatch):
+@pytest.mark.parametrize("together", [False, True])
+def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(together, monkeypatch):
     """The real pool over a worker program that misbehaves on request."""
     start = process_module.subprocess.Popen
     monkeypatch.setattr(
@@ -118,11 +119,14 @@ def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(monkeypatch):
     rogue = RewardPool(Reward(workers=2, timeout_seconds=0.5, verifier="math"))
     indices = [1, 7, 2, 8, 3, 9, 4, 5]  # 7 hangs, 8 dies, 9 babbles
     texts = [rf"\boxed{{x_{{{i}}}+1}}" for i in indices]
-    verdicts = [future.result() for future in [rogue.submit("", text, "1+y") for text in texts]]
+    futures = (rogue.submit("", text, "1+y") for text in texts)
+    verdicts = [future.result() for future in (list(futures) if together else futures)]
     rogue.close()
     fine = [i < 7 for i in indices]
     assert [v.correct for v in verdicts] == fine
     assert [v.failure is None for v in verdicts] == fine
     # What hangs is not asked again; what dies or babbles may have been the worker's bad luck.
-    # Those that were asked together are asked again alone.
-    assert "TimeoutError" in verdicts[1].failure and 5 <= rogue.kills <= 15
+    assert "TimeoutError" in verdicts[1].failure
+    # Alone: 1 kill for 7, 2 for 8 and for 9. A batch with one of them costs as many, and then
+    # each response is asked alone; how many batches there are depends on the threads.
+    assert 5 <= rogue.kills <= (10 if together else 5)

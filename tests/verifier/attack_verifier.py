@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dapo_jax.runtime.workers.parent import RestartingWorker
-from dapo_jax.verifier.algebra_process import WORKER, ask
-from dapo_jax.verifier.verifier import Question
+from dapo_jax.verifier.algebra_process import WORKER, verify
+from dapo_jax.verifier.verifier import Question, Settings
 
 SECONDS = 60.0  # of a verdict, after which its worker is killed
 RESTATED = pathlib.Path(__file__).with_name("unfinished_answers.jsonl")
@@ -109,13 +109,16 @@ class _Tally:
         row = self.rows.setdefault(family, empty)
         unfinished = "right" if problem is None else "wrong"
         response, started = rf"\boxed{{{answer} }}", time.perf_counter()
-        question = Question("math", response, gold, problem or "", unfinished=unfinished)
-        (ruling,) = ask(self._worker, [question], SECONDS)
+        settings = Settings("math", unfinished=unfinished)
+        question = Question(response, gold, problem or "")
+        (result,) = verify(self._worker, settings, [question], SECONDS)
+        if isinstance(result, Exception):
+            raise result
         row["seconds"].append(time.perf_counter() - started)
-        row["undecided"] += ruling.how == "undecided"
+        row["undecided"] += result.decided == "undecided"
         row["attacks"] += 1
-        row["accepted"] += ruling.correct
-        if ruling.correct:
+        row["accepted"] += result.correct
+        if result.correct:
             self.accepted.append((family, answer, gold))
 
 
@@ -140,7 +143,9 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="only every so many-th pair")
     arguments = parser.parse_args()
     worker = RestartingWorker(WORKER)
-    ask(worker, [Question("math", "x", "y")], SECONDS)  # a process's start belongs to no attack
+    verify(
+        worker, Settings("math"), [Question("x", "y")], SECONDS
+    )  # a process's start belongs to no attack
     rows, accepted = run(arguments.golds, arguments.every, worker)
     names = "attacks accepted undecided".split()
     print("| family | " + " | ".join(names) + " | median ms | worst ms |\n" + "|---" * 6 + "|")

@@ -210,7 +210,7 @@ def test_markers_can_be_required():
 def test_the_released_scorer_reads_a_label_near_the_end_and_compares_strings(
     response, answer, correct
 ):
-    assert dapo(response, answer, None).correct is correct
+    assert dapo(response, answer, "").correct is correct
     assert is_equivalent(response, answer, "dapo") is correct
 
 
