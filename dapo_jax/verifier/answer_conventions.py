@@ -256,7 +256,6 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
     """
     text = normalise(prediction)
     text = choice_and_value(text)[1] or text  # the guard sees what is compared
-    answer = choice_and_value(normalise(answer))[1] or answer
     if _is_plain(text) and not _ASKS_SPELLING.search(problem):  # most answers
         return False
     gold, theirs, names = _gold_parts(answer)
@@ -304,7 +303,7 @@ def asked_value(prediction: str, problem: str) -> str | None:
         return None
     asked = {compact(normalise(formula)) for formula in _ASKED_FOR.findall(problem)}
     left = compact(node.items[0].text)
-    if left in asked and not is_variable(node.items[0]) and _has_letters(node.items[0].text):
+    if left in asked and _has_letters(node.items[0].text):
         return node.items[1].text
     is_other = _FUNCTION_AT.fullmatch(left) and left not in asked
     return "" if is_other and any(_FUNCTION_AT.fullmatch(text) for text in asked) else None

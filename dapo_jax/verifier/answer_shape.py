@@ -139,8 +139,6 @@ def _read_cases(text: str, depth: int) -> Node | None:
     rows = []
     for row in split(match[1], {r"\\"})[0]:
         cells = split(row, {"&"})[0] if "&" in row else split(row, {","})[0]
-        if not row.strip():
-            continue
         if len(cells) != 2:
             return None
         condition = _CONDITION.sub("", cells[1].strip(" ,.;"), count=1)

@@ -17,25 +17,31 @@ _UNITS = """
     mph, unit units, point pts, gallon gal, coulomb, ampere A amp amps, ohm, mole mol, ev eV,
     calorie cal
 """
+# Short nouns for what is counted; other short words may be products of letters.
 _COUNTED = set(
-    "people person student child children way time apple orange egg book page car coin ball marble "
-    "card ticket cup cookie game item piece box bag student boy girl man men woman women dog cat "
-    "step row column side edge face vertex vertices triangle square cube number integer solution "
-    "value pair factor divisor digit root term bus boat tree flower pencil question problem shirt "
-    "block round trip bottle slice pizza chair table seat fish bird animal cow chicken sheep tile "
-    "worker employee house room floor friend customer photo stamp song video movie word letter "
-    "arrangement combination permutation subset path handshake match goal win".split()
+    "way time egg book page car coin ball card cup game item box bag boy girl man men dog cat step "
+    "row side edge face cube pair root term bus boat tree trip seat fish bird cow tile room song "
+    "word path goal win".split()
 )
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(",") for name in names.split()}
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 _GLUE = {"per": "/", "of": "", "a": "", "an": "", "in": "", "each": "", "the": "", "total": ""}
-# Words behind a number that change it, or say something else about it than what is counted.
-_CHANGING = set(
+_NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
+_NUMBERS += [f"{stem}teen" for stem in "thir four fif six seven eigh nine".split()]
+_TENS = [f"{stem}ty" for stem in "twen thir for fif six seven eigh nine".split()]
+_VALUES = {word: n for n, word in enumerate(_NUMBERS, 1)}
+_VALUES |= {word: 10 * n for n, word in enumerate(_TENS, 2)}
+_FRACTIONS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4} | {
+    word: n for n, word in enumerate("fifth sixth seventh eighth ninth tenth".split(), 5)
+}
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
+MAX_NUMBER_WORDS = 12
+# Words behind a number that change it, or are not what is counted.
+_CHANGING = {*_VALUES, *_FRACTIONS, *SCALES} | set(
     "root power part share fraction ratio reciprocal inverse derivative logarithm log sine cosine "
-    "tangent sin cos tan exp half halves third quarter fourth fifth sixth seventh eighth ninth "
-    "tenth hundredth thousandth doubled halved tripled squared cubed double twice triple factorial "
-    "percent percentage percentile modulo mod base choose dozen gross score hundred thousand "
-    "million billion trillion negative positive plus minus times over divided multiplied by to "
+    "tangent sin cos tan exp hundredth thousandth doubled halved tripled squared cubed double "
+    "twice triple factorial percent percentage percentile modulo mod base choose dozen gross score "
+    "zero negative positive plus minus times over divided multiplied by to "
     "or and but not no never none nor neither either without except excluding unless if when "
     "where while because since until although though whether is are was were be been being has "
     "have had do does did could will would shall should may might must less fewer "
@@ -43,14 +49,12 @@ _CHANGING = set(
     "from with for as so such this that these those it its he she they them we you who which what "
     "how why some any all both few many much several other another else only just even also too "
     "very wrong false true correct incorrect impossible undefined remainder modulus complex i e pi "
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
     "minimum maximum infinity infinite kilo mega giga milli micro nano".split()
 )
 _ORDINARY = re.compile(r"(?=[^aeiouyAEIOUY]*[aeiouyAEIOUY])[A-Za-z]{3,20}")
 _PARTS = re.compile(r"square (?=root)|cube (?=root)|root|power|part|share")
 _PIECE = re.compile(r"[A-Za-z_]+|\^ ?\{? ?-?\d ?\}?|[/*.]|\\(?:cdot|times)|-?\d|[^\s{}~]")
-# A normal form has no two blanks side by side, so that a run of them costs nothing.
+# A normal form has no long run of blanks.
 _DEGREE = re.compile(
     r" ?(?:\{ ?\} ?)?\^? ?\{? ?\^? ?\\circ ?\}? ?(?:\\text\{ ?([CFK]) ?\}|([CFK]))? ?$"
 )
@@ -62,8 +66,7 @@ _VALUE_END = re.compile(r"[\d)}\]a-zA-Z.!%]$")
 _MEASURED = re.compile(r"[-+]?[\d., ]+")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])|\b(?:sin|cos|tan)\b")
 _PLAIN_TAIL = re.compile(r"(.*?[\d)}])( ?)([A-Za-z][A-Za-z ./^\d{}-]*)$", re.S)
-_CURRENCY = re.compile(r"\\text\{(dollar|euro|pound|yen|cent)\} ?(.+)$", re.S)
-_CURRENCY_SIGNED = re.compile(r"- ?\\text\{(dollar|euro|pound|yen)\} ?(.+)$", re.S)
+_CURRENCY = re.compile(r"(-?) ?\\text\{(dollar|euro|pound|yen|cent)\} ?(.+)$", re.S)
 
 
 def _singular(word: str) -> str:
@@ -79,7 +82,7 @@ def _singular(word: str) -> str:
             stem = lower.removesuffix(end) + new
             if stem in _CANONICAL or stem in _COUNTED:
                 return _CANONICAL.get(stem, stem)
-    return lower
+    return lower.removesuffix("s")
 
 
 def _is_listed(word: str) -> bool:
@@ -89,12 +92,8 @@ def _is_listed(word: str) -> bool:
 
 def canonical_unit(text: str) -> tuple[str, bool]:
     """Return the canonical spelling of a unit, and whether every word in it is a known unit."""
-    text = (
-        text.replace(r"\text", " ")
-        .replace("US dollar", "dollar")
-        .replace("p.m.", "pm")
-        .replace("a.m.", "am")
-    )
+    for old, new in ((r"\text", " "), ("US dollar", "dollar"), ("p.m.", "pm"), ("a.m.", "am")):
+        text = text.replace(old, new)
     parts, known, pending = [], True, ""
     # Parts and powers can be counted; `18 square roots` is no 18.
     counted = {"root", "power", "part", "share"} if len(_PARTS.findall(text)) < 2 else set()
@@ -109,9 +108,9 @@ def canonical_unit(text: str) -> tuple[str, bool]:
             parts.append(_GLUE[word.lower()])
         elif word[0].isalpha():
             name = _singular(word)
-            names = {name, word.lower(), word.lower().removesuffix("s")}
-            is_noun = _ORDINARY.fullmatch(word) and not names & (_CHANGING - counted)
-            known &= name in _CANONICAL.values() or name in _COUNTED - {"root"} or bool(is_noun)
+            changes = {name, word.lower()} & (_CHANGING - counted)
+            is_noun = _ORDINARY.fullmatch(word) is not None and not changes
+            known &= is_noun or name in _CANONICAL.values()
             parts.append(name + pending)
             pending = ""
         elif word == "-" and parts:  # push-ups
@@ -134,13 +133,12 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
     """
     if len(text) > LONGEST_WITH_UNIT:
         return text, ""
-    for pattern, sign in ((_CURRENCY, ""), (_CURRENCY_SIGNED, "-")):
-        match = pattern.fullmatch(text)
-        if match is not None:
-            value, behind = split_unit(match[2].strip(), trusted=trusted)
-            if behind.startswith("/") or behind == match[1]:  # $45 per day, $45 dollars
-                return sign + value, match[1]
-            return sign + match[2].strip(), match[1]
+    match = _CURRENCY.fullmatch(text)
+    if match is not None:
+        sign, currency, amount = match.groups()
+        value, unit = split_unit(amount.strip(), trusted=trusted)
+        is_same = unit.startswith("/") or unit == currency  # $45 per day, $45 dollars
+        return sign + (value if is_same else amount.strip()), currency
     match = _DEGREE.search(text)
     if match is not None and match.start() > 0 and not _TRIGONOMETRIC.search(text):
         letter = match[1] or match[2] or ""
@@ -153,36 +151,19 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
     match = _PLAIN_TAIL.fullmatch(text)
     if match is not None:
         unit, known = canonical_unit(match[3])
-        one_letter = not re.search(r"[A-Za-z]{2}", match[3])
-        # Four letters may be a product.
-        words = re.findall("[A-Za-z]+", match[3])
-        plain = len(words) > 1 or len(words[0]) > LONG_WORD or _is_listed(words[0])
-        plain = plain or len(words[0]) == LONG_WORD and words[0][-1] == "s"
-        if (
-            known
-            and plain
-            and not (one_letter and not (match[2] and _MEASURED.fullmatch(match[1])))
-        ):
+        first, *others = re.findall("[A-Za-z]+", match[3])
+        is_long = len(first) > LONG_WORD or len(first) == LONG_WORD and first.endswith("s")
+        if not re.search(r"[A-Za-z]{2}", match[3]):  # 5 m, but 5m is a product
+            known &= match[2] == " " and _MEASURED.fullmatch(match[1]) is not None
+        if known and (others or is_long or _is_listed(first)):
             return match[1].strip(), unit
     return text, ""
 
 
-_UNITS_SAID = "zero one two three four five six seven eight nine ten eleven twelve".split()
-_UNITS_SAID += [f"{stem}teen" for stem in "thir four fif six seven eigh nine".split()]
-_TENS_SAID = [f"{stem}ty" for stem in "twen thir for fif six seven eigh nine".split()]
-_SAID = {word: n for n, word in enumerate(_UNITS_SAID)}
-_SAID |= {word: 10 * n for n, word in enumerate(_TENS_SAID, 2)}
-_PARTS_SAID = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4} | {
-    word: n for n, word in enumerate("fifth sixth seventh eighth ninth tenth".split(), 5)
-}
-_SCALES_SAID = {"thousand": 1_000, "million": 1_000_000}
-MOST_WORDS_SAID = 12
-
-
-def spoken_number(text: str) -> str | None:
+def number_in_words(text: str) -> str | None:
     """Return the numeral for a number in words, `minus two thirds`; the noun behind it stays."""
     words = text.lower().replace("-", " ").split()
-    if not words or len(words) > MOST_WORDS_SAID:
+    if not words or len(words) > MAX_NUMBER_WORDS:
         return None
     sign = "-" if words[0] in ("minus", "negative") else ""
     words = words[1:] if sign else words
@@ -192,7 +173,7 @@ def spoken_number(text: str) -> str | None:
     if used == 0:
         return None
     rest = words[used:]
-    if len(rest) == 1 and (below := _PARTS_SAID.get(rest[0].removesuffix("s"))):
+    if len(rest) == 1 and (below := _FRACTIONS.get(rest[0].removesuffix("s"))):
         return rf"{sign}\frac{{{value}}}{{{below}}}"
     if rest and not canonical_unit(" ".join(rest))[1]:
         return None
@@ -201,20 +182,17 @@ def spoken_number(text: str) -> str | None:
 
 def _read_words(words: list[str]) -> tuple[int, int]:
     """Return the value of the number in words at the start, and how many words it has."""
-    total, group, used, room = 0, 0, 0, 1_000_000_000  # room: of the next word
+    total, group, used, bound = 0, 0, 0, 1_000  # bound: of the next word's value
     for i, word in enumerate(words):
-        if word == "and" and used == i and group % 100 == 0 and group and i + 1 < len(words):
-            if words[i + 1] in _SAID:
-                used += 1
-                continue
-        said = _SAID.get(word)
-        if said is not None and said < room and (said or not total + group):
-            group += said
-            room = 10 if said >= 20 else 0
-        elif word == "hundred" and 0 < group < 10:
-            group, room = 100 * group, 100
-        elif word in _SCALES_SAID and group and (not total or _SCALES_SAID[word] < total):
-            total, group, room = total + group * _SCALES_SAID[word], 0, 1_000
+        if _VALUES.get(word, bound) < bound:
+            group += _VALUES[word]
+            bound = 10 if _VALUES[word] >= 20 else 0
+        elif word == "hundred" and group:
+            group, bound = 100 * group, 100
+        elif word in SCALES and group and (not total or 10 ** SCALES[word] < total):
+            total, group, bound = total + group * 10 ** SCALES[word], 0, 1_000
+        elif word == "and" and used and group % 100 == 0:  # one hundred and five
+            continue
         else:
             break
         used = i + 1

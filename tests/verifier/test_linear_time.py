@@ -62,12 +62,12 @@ def is_anchored(name: str) -> bool:
 
 
 def seconds(pattern: re.Pattern, text: str, anchored: bool) -> float:
-    started = time.perf_counter()
+    started = time.thread_time()
     pattern.fullmatch(text)
     if not anchored:
         for _ in pattern.finditer(text):
             pass
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 def is_superlinear(name: str, pattern: re.Pattern, case: tuple) -> bool:
@@ -97,4 +97,6 @@ def test_a_pattern_is_linear_in_runs_of_all_that_it_names(name):
     cases = [(start, piece, end) for piece in sorted(named) if piece for start, end in ends]
     if isinstance(source, bytes):
         cases = [tuple(part.encode() for part in case) for case in cases]
-    assert [case for case in cases if is_superlinear(name, pattern, case)] == []
+    slow = [case for case in cases if is_superlinear(name, pattern, case)]
+    # Again: a busy machine slows a single measurement.
+    assert [case for case in slow if is_superlinear(name, pattern, case)] == []
