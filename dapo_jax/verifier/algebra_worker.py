@@ -34,6 +34,7 @@ from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings, make_v
 
 WORK = 400_000  # units of a verdict; a unit is about a microsecond
 MAX_REMEMBERED = 100_000
+BATCH_CHARACTERS = 50_000  # of answers; JSON takes up to 12 bytes for one, of 1 MiB for a reply
 
 
 class ProvenAlgebra:
@@ -199,10 +200,12 @@ def make_answer() -> Callable[[dict], dict]:
 
     def answer(job: dict) -> dict:
         verifier = find(Settings(*job["settings"]))
-        until, replies = time.monotonic() + BATCH_SECONDS, []
+        until, replies, characters = time.monotonic() + BATCH_SECONDS, [], 0
         for fields in job["questions"]:
-            replies.append(_verify(verifier, Question(*fields)))
-            if time.monotonic() > until:
+            reply = _verify(verifier, Question(*fields))
+            replies.append(reply)
+            characters += sum(len(part) for part in reply if isinstance(part, str))
+            if time.monotonic() > until or characters > BATCH_CHARACTERS:
                 break
         return {"replies": replies}
 

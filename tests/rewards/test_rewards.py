@@ -75,6 +75,14 @@ def test_odd_text_reaches_the_verifier_unharmed(pool):
         assert pool.submit("", text, "7").result().correct, text[:20]
 
 
+def test_long_answers_fit_into_a_reply_of_many_verdicts():
+    pool = RewardPool(Reward(workers=1, verifier="math"))
+    text = f"\\boxed{{{'𝟙' * 9_000}}}"  # 12 bytes each in JSON
+    verdicts = [future.result() for future in [pool.submit("", text, "1") for _ in range(40)]]
+    pool.close()
+    assert pool.kills == 0 and {verdict.extracted for verdict in verdicts} == {text[7:-1]}
+
+
 HANGING = """
 import json, sys, time
 print('{"ready": true}', flush=True)
