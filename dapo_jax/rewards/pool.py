@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.contracts import VerifierResult
 from dapo_jax.rewards.functions import (
     TOKENS,
     Call,
@@ -55,16 +54,17 @@ def _verify(
 ) -> list[Verdict]:
     settings = Settings(reward.verifier, reward.percent, reward.unfinished)
     questions = [Question(call.response, call.answer, call.prompt) for call in calls]
-    results = verify(worker, settings, questions, reward.timeout_seconds)
-    return [_read_result(result) for result in results]
-
-
-def _read_result(result: VerifierResult | Exception) -> Verdict:
-    if isinstance(result, Exception):  # a late process or a bug costs one response, never the run
-        failure = f"{type(result).__name__}: {result}"
-        return Verdict(False, None, failure, parts={GYM: 0.0}, decided="failed")
-    correct, extracted, decided = result
-    return Verdict(correct, extracted, parts={GYM: float(correct)}, decided=decided)
+    verdicts = []
+    for result in verify(worker, settings, questions, reward.timeout_seconds):
+        failure = None
+        if isinstance(result, Exception):  # a late process or a bug costs one response only
+            failure = f"{type(result).__name__}: {result}"
+            correct, extracted, decided = False, None, "failed"
+        else:
+            correct, extracted, decided = result
+        parts = {GYM: float(correct)}
+        verdicts.append(Verdict(correct, extracted, failure, parts, decided=decided))
+    return verdicts
 
 
 # --- reward functions -----------------------------------------------------------------------
