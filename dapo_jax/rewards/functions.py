@@ -81,11 +81,13 @@ class RewardFunction(Protocol):
 
 # --- functions by name ----------------------------------------------------------------------
 
-_THINK = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*\Z", re.DOTALL)
+_THINK = re.compile(r"<think>(.*?)</think>\s*+<answer>(.*?)</answer>", re.DOTALL)
 
 
 def think_format(prompt: str, response: str, answer: str) -> float:
-    """Return 1 if the response is `<think>..</think><answer>..</answer>`, each tag once, else 0.
+    """Return 1 if the response is `<think>..</think><answer>..</answer>`, else 0.
+
+    Each tag has to occur once, with text between the tags.
 
     DeepSeek-R1, arXiv 2501.12948, section 2.2.2. If the prompt ends with `<think>`, the response
     starts after that tag.
@@ -93,7 +95,10 @@ def think_format(prompt: str, response: str, answer: str) -> float:
     if prompt.rstrip().endswith("<think>"):
         response = "<think>" + response
     tags = ("<think>", "</think>", "<answer>", "</answer>")
-    return float(all(response.count(tag) == 1 for tag in tags) and bool(_THINK.match(response)))
+    if any(response.count(tag) != 1 for tag in tags):
+        return 0.0
+    match = _THINK.fullmatch(response.strip())
+    return float(match is not None and all(text.strip() for text in match.groups()))
 
 
 BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {"think_format": think_format}
