@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "estimate whether a run fits a machine, and the time of a step",
     "doctor": "check this machine: devices, kernels, decoding, training steps, disks",
     "report": "write one or more runs as an HTML page",
+    "audit": "score a run's recorded responses again with another verifier",
     "replay": "recompute a skipped batch and find its non-finite values",
     "completion": "print a script that completes commands and settings in bash or zsh",
 }

@@ -8,21 +8,24 @@
 Each is a `typing.Protocol`: a class satisfies it by having its members, without inheriting from it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from dapo_jax.structs import (
-    CollectedGroups,
-    Completion,
-    Observation,
-    PartialGroup,
-    Problem,
-    Prompt,
-    SamplerCounts,
-    SamplingRule,
-)
+if TYPE_CHECKING:  # verifier processes import this module, and need no arrays
+    from dapo_jax.structs import (
+        CollectedGroups,
+        Completion,
+        Observation,
+        PartialGroup,
+        Problem,
+        Prompt,
+        SamplerCounts,
+        SamplingRule,
+    )
 
-FinishedResponses = tuple[Prompt, tuple[Completion, ...]]
+FinishedResponses: TypeAlias = "tuple[Prompt, tuple[Completion, ...]]"
 
 
 def do_nothing() -> None:
@@ -129,8 +132,8 @@ class VerifierResult(NamedTuple):
 class Verifier(Protocol):
     """A rule that decides whether a response answers a problem.
 
-    It runs on a thread of the reward pool. An exception makes the response incorrect and is
-    recorded as the verdict's failure. Rules that are slow or unsafe use a worker process.
+    The built-in verifiers run in a worker process of the reward pool, which is killed if it is
+    late. An exception makes the response incorrect and is recorded as the verdict's failure.
     """
 
     def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:

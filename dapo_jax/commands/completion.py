@@ -11,6 +11,7 @@ from dapo_jax.commands.command_line import exit_with_error
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.config.experiment import (
+    AuditConfig,
     Config,
     DpoConfig,
     ExportConfig,
@@ -30,6 +31,7 @@ KINDS = {
     "dpo": (DpoConfig, []),
 }
 FLAGS_ONLY = {"export": ExportConfig, "serve": ServeConfig, "report": ReportConfig}
+FLAGS_ONLY |= {"audit": AuditConfig}
 DOCTOR_FLAGS = ["--short", "--out=", "--bucket="]
 INIT_FLAGS = "data out question answer model lora".split()
 SCRIPT = """\

@@ -15,6 +15,7 @@ NUMBER = re.compile(r"\d+")
 SUM = re.compile(r"\s*(\d{1,9}(?:\+\d{1,9}){1,7})=?\s*")
 PAIR = re.compile(r"\s*(\d{1,9})([-*/])(\d{1,9})=?\s*")
 SECRETS = 10
+MAX_TRIES = 2  # answers of `second_try`
 
 
 class Calculator:
@@ -78,7 +79,7 @@ def _pool(**reward: Any) -> "RewardPool":
 
 
 class SecondTry:
-    """Environment that reports a wrong answer, so that the next turn can correct it.
+    """Environment that reports a wrong first answer, so that the next turn can correct it.
 
     Args:
         reward: settings of the section `reward` that decide which answers are correct.
@@ -92,12 +93,16 @@ class SecondTry:
     def reset(self, problem: Problem) -> None:
         """Load the problem's own scorer, if it has one; that can take seconds."""
         self._problem = problem
+        self._tries = 0
         self._is_correct("")
 
     def step(self, text: str) -> Observation:
-        """Return feedback on a wrong answer; a correct one ends the trajectory."""
+        """Return feedback on a wrong first answer; a correct or second one ends the trajectory."""
+        self._tries += 1
         if self._is_correct(text):
             return Observation(reward=1.0, done=True)
+        if self._tries == MAX_TRIES:
+            return Observation(done=True)
         return Observation(self.FEEDBACK)
 
     def _is_correct(self, text: str) -> bool:

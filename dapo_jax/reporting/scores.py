@@ -213,6 +213,27 @@ def estimates(
     return results
 
 
+def rate(hits: np.ndarray, sizes: np.ndarray) -> Estimate | None:
+    """Return the fraction of hits with its interval over resampled problems; None without any.
+
+    Problems with equal counts of hits and responses, [P], are resampled together: fast for any P.
+    """
+    rows = np.stack([hits, sizes], axis=1)[sizes > 0]
+    if not len(rows):
+        return None
+    total_hits, total = rows.sum(axis=0)
+    value = float(total_hits / total)
+    if len(rows) < 2:
+        return Estimate(value, None, None)
+    pairs, counts = np.unique(rows, axis=0, return_counts=True)
+    if np.ptp(pairs[:, 0] / pairs[:, 1]) == 0:
+        return _without_spread(value, float(total**2 / (rows[:, 1] ** 2).sum()), 0.0)
+    draws = np.random.default_rng(0).multinomial(len(rows), counts / len(rows), size=RESAMPLES)
+    resampled = draws @ pairs
+    low, high = np.percentile(resampled[:, 0] / resampled[:, 1], PERCENTILES)
+    return Estimate(value, float(low), float(high))
+
+
 def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float = 0.0) -> Estimate:
     """Return the mean over runs and problems; the interval resamples both.
 

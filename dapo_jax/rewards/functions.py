@@ -81,11 +81,13 @@ class RewardFunction(Protocol):
 
 # --- functions by name ----------------------------------------------------------------------
 
-_THINK = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*\Z", re.DOTALL)
+_THINK = re.compile(r"<think>(.*?)</think>\s*+<answer>(.*?)</answer>", re.DOTALL)
 
 
 def think_format(prompt: str, response: str, answer: str) -> float:
-    """Return 1 if the response is `<think>..</think><answer>..</answer>`, each tag once, else 0.
+    """Return 1 if the response is `<think>..</think><answer>..</answer>`, else 0.
+
+    Each tag has to occur once, with text between the tags.
 
     DeepSeek-R1, arXiv 2501.12948, section 2.2.2. If the prompt ends with `<think>`, the response
     starts after that tag.
@@ -93,7 +95,10 @@ def think_format(prompt: str, response: str, answer: str) -> float:
     if prompt.rstrip().endswith("<think>"):
         response = "<think>" + response
     tags = ("<think>", "</think>", "<answer>", "</answer>")
-    return float(all(response.count(tag) == 1 for tag in tags) and bool(_THINK.match(response)))
+    if any(response.count(tag) != 1 for tag in tags):
+        return 0.0
+    match = _THINK.fullmatch(response.strip())
+    return float(match is not None and all(text.strip() for text in match.groups()))
 
 
 BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {"think_format": think_format}
@@ -104,8 +109,11 @@ def coin(prompt: str, response: str, answer: str) -> float:
     return float(zlib.crc32((prompt + response).encode()) & 1)
 
 
-def find_functions(names: Sequence[str]) -> dict[str, Callable]:
+def find_functions(names: Sequence[str], field: str = "reward.parts") -> dict[str, Callable]:
     """Return the functions of the named parts, without the parts that the trainer computes.
+
+    Args:
+        field: the setting that names them, for errors.
 
     Raises:
         ConfigError: a name is no part, can't be imported, or can't be called as one.
@@ -114,11 +122,11 @@ def find_functions(names: Sequence[str]) -> dict[str, Callable]:
     allowed = ", ".join(known) + " or module:function"
     functions = {}
     for name in names:
-        require(name in known or ":" in name, "reward.parts", name, allowed)
+        require(name in known or ":" in name, field, name, allowed)
         if name in TRAINER_PARTS:
             continue
-        function = BUILTIN_FUNCTIONS.get(name) or find_registered("reward.parts", name)
-        functions[name] = function or resolve("reward.parts", name)
+        function = BUILTIN_FUNCTIONS.get(name) or find_registered(field, name)
+        functions[name] = function or resolve(field, name)
     for name, function in functions.items():
         try:
             names = (*arguments(function), *column_names(function).required)
@@ -128,7 +136,7 @@ def find_functions(names: Sequence[str]) -> dict[str, Callable]:
                 f"({'=, '.join(call)}=)" for call in (RESPONSE_ARGUMENTS, GROUP_ARGUMENTS)
             )
             reason = f"{error}; a reward is called as {calls}"
-            raise ConfigError(f"config.reward.parts = {name!r}: {reason}") from None
+            raise ConfigError(f"config.{field} = {name!r}: {reason}") from None
     return functions
 
 

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.contracts import Verifier, VerifierResult
 from dapo_jax.rewards.functions import (
     TOKENS,
     Call,
@@ -34,14 +34,13 @@ from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, Functi
 from dapo_jax.runtime.workers.pool import WorkerPool
 from dapo_jax.structs import Completion, Prompt, Verdict, present
 from dapo_jax.verifier.algebra_process import WORKER as ALGEBRA_WORKER
-from dapo_jax.verifier.algebra_process import Memory, RemoteAlgebra
-from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
-from dapo_jax.verifier.equivalence import decide, gold_answer
-from dapo_jax.verifier.verifier import BY_VALUE, VERIFIERS
+from dapo_jax.verifier.algebra_process import verify
+from dapo_jax.verifier.verifier import Question, Settings
 
 WORKER = "dapo_jax.rewards.worker"
 MAX_REPLY_BYTES = 1 << 26  # rewards of each token of 64 responses
 MAX_CONCURRENT_CALLS = 64  # of async functions
+MAX_JUDGED_TOGETHER = 64  # responses of one exchange with the verifier's process
 GRACE_SECONDS = 2.0  # for a worker to report that calls were late
 
 Place = Callable[[list], np.ndarray]  # from a list that a function returned to rewards of tokens
@@ -50,45 +49,22 @@ Place = Callable[[list], np.ndarray]  # from a list that a function returned to 
 # --- verifiers ------------------------------------------------------------------------------
 
 
-def _builtin_verifier(reward: Reward) -> Callable[[RestartingWorker], Verifier]:
-    """Return the maker of the verifier that the settings name, from a process for algebra."""
-    rule = VERIFIERS[reward.verifier]
-    memory = Memory()
-
-    def make(worker: RestartingWorker) -> Verifier:
-        def verify(response: str, gold: str, prompt: str) -> VerifierResult:
-            algebra = RemoteAlgebra(worker, memory, reward.timeout_seconds)
-            correct, extracted, decided = rule(response, gold, algebra)
-            value = extracted if reward.verifier in BY_VALUE else None
-            if value is not None and not correct and reward.percent == "as_asked":
-                number = as_percentage(value, prompt)
-                correct = number is not None and decide(number, gold_answer(gold), algebra)
-            if value is not None and correct and reward.unfinished == "wrong":
-                if is_unfinished(value, gold_answer(gold), prompt):
-                    return VerifierResult(False, extracted, "unfinished")
-            if extracted is not None:
-                decided = _how_decided(algebra, correct)
-            return VerifierResult(correct, extracted, decided)
-
-        return verify
-
-    return make
-
-
-def _how_decided(algebra: RemoteAlgebra, correct: bool) -> str:
-    if algebra.undecided and not correct:
-        return "undecided"
-    if algebra.asked:
-        return "algebra"
-    return "remembered" if algebra.remembered else "direct"
-
-
-def _verify(verifier: Verifier, call: ResponseCall) -> Verdict:
-    try:
-        result = verifier(call.response, call.answer, call.prompt)
-    except Exception as error:  # a late process or a bug costs one response, never the run
-        return Verdict(False, None, f"{type(error).__name__}: {error}", decided="failed")
-    return Verdict(result.correct, result.extracted, decided=result.decided)
+def _verify(
+    worker: RestartingWorker, reward: Reward, calls: Sequence[ResponseCall]
+) -> list[Verdict]:
+    settings = Settings(reward.verifier, reward.percent, reward.unfinished)
+    questions = [Question(call.response, call.answer, call.prompt) for call in calls]
+    verdicts = []
+    for result in verify(worker, settings, questions, reward.timeout_seconds):
+        failure = None
+        if isinstance(result, Exception):  # a late process or a bug costs one response only
+            failure = f"{type(result).__name__}: {result}"
+            correct, extracted, decided = False, None, "failed"
+        else:
+            correct, extracted, decided = result
+        parts = {GYM: float(correct)}
+        verdicts.append(Verdict(correct, extracted, failure, parts, decided=decided))
+    return verdicts
 
 
 # --- reward functions -----------------------------------------------------------------------
@@ -118,6 +94,7 @@ class _Parts:
         self._names = [name for name in in_workers if name not in self._async_names]
         self._of_group = {name for name, function in functions.items() if sees_group(function)}
         self.any_of_group = bool(self._of_group)
+        self.any_of_response = bool({*self._in_process, *self._names} - self._of_group)
         self.any_with_tokens = any(TOKENS in arguments(f) for f in functions.values())
         self._copies = FunctionCopies(in_workers)
         self._running: collections.Counter[str] = collections.Counter()  # calls by function
@@ -231,6 +208,21 @@ def _when_done(awaited: Sequence[Future], function: Callable[[list], Any]) -> Fu
     return combined
 
 
+def _cancel_with(future: Future, other: Future) -> None:
+    if other.cancelled():
+        future.cancel()
+
+
+class _Job(NamedTuple):
+    """Response that waits for its verdict."""
+
+    call: ResponseCall
+    place: Place
+    source: str
+    metadata: str
+    verdict: Future[Verdict]
+
+
 class RewardPool:
     """Verdicts and rewards of responses, computed while decoding continues.
 
@@ -246,7 +238,9 @@ class RewardPool:
         self._split = split
         self._weights = reward.weights()
         self._parts = _Parts(reward)
-        self._make_verifier = _builtin_verifier(reward)
+        self._queue: collections.deque[_Job] = collections.deque()
+        self._scheduled = 0  # calls of `_judge_queue` that have not started
+        self._lock = threading.Lock()
         self._pool = WorkerPool(reward.workers, self._open_workers, "reward")
 
     def _open_workers(self) -> _Workers:
@@ -297,9 +291,13 @@ class RewardPool:
             own = place_rewards(value, text=response, tokens=len(tokens), split=split)
             return np.pad(own, (before, 0))
 
-        verdict = self._pool.submit(self._score, call, place, source, metadata)
-        awaited = [verdict, *self._parts.submit_async(call)]
-        return _when_done(awaited, lambda results: self._add(*results, place=place))
+        job = _Job(call, place, source, metadata, Future())
+        self._queue.append(job)
+        self._schedule()
+        replies = self._parts.submit_async(call)
+        if not replies:
+            return job.verdict
+        return _when_done([job.verdict, *replies], lambda results: self._add(*results, place=place))
 
     def submit_group(
         self, prompt: Prompt, completions: Sequence[Completion]
@@ -345,15 +343,43 @@ class RewardPool:
             for i, verdict in enumerate(verdicts)
         ]
 
-    def _score(
-        self, workers: _Workers, call: ResponseCall, place: Place, source: str, metadata: str
-    ) -> Verdict:
-        verdict = _verify(self._make_verifier(workers.algebra), call)
-        if metadata:
-            verdict = self._score_with_task(workers.gym, verdict, source, metadata)
-        parts = {GYM: float(verdict.correct)} | verdict.parts
-        verdict = dataclasses.replace(verdict, parts=parts)
-        return self._add(verdict, self._parts.compute(call, workers.parts), place=place)
+    def _schedule(self) -> None:
+        """Call `_judge_queue` on a thread unless enough calls are waiting to start."""
+        with self._lock:
+            if self._scheduled == self._reward.workers:
+                return
+            self._scheduled += 1
+        self._pool.submit(self._judge_queue)
+
+    def _judge_queue(self, workers: _Workers) -> None:
+        """Judge a fair part of the waiting responses in one exchange with a process."""
+        with self._lock:
+            self._scheduled -= 1
+            share = math.ceil(len(self._queue) / self._reward.workers)
+            jobs = [self._queue.popleft() for _ in range(min(share, MAX_JUDGED_TOGETHER))]
+        with contextlib.suppress(RuntimeError):  # the pool was closed
+            if self._queue:
+                self._schedule()
+            if jobs:
+                self._judge(workers, jobs)
+
+    def _judge(self, workers: _Workers, jobs: list[_Job]) -> None:
+        verdicts = _verify(workers.algebra, self._reward, [job.call for job in jobs])
+        for job, verdict in zip(jobs, verdicts, strict=True):
+            if job.metadata or self._parts.any_of_response:  # these may be slow: one at a time
+                scored = self._pool.submit(self._score, job, verdict)
+                scored.add_done_callback(functools.partial(_cancel_with, job.verdict))
+            else:
+                job.verdict.set_result(verdict)
+
+    def _score(self, workers: _Workers, job: _Job, verdict: Verdict) -> None:
+        try:
+            if job.metadata:
+                verdict = self._score_with_task(workers.gym, verdict, job.source, job.metadata)
+            reply = self._parts.compute(job.call, workers.parts)
+            job.verdict.set_result(self._add(verdict, reply, place=job.place))
+        except Exception as error:
+            job.verdict.set_exception(error)
 
     def _score_with_task(
         self, worker: RestartingWorker, verdict: Verdict, source: str, metadata: str
@@ -398,4 +424,6 @@ class RewardPool:
     def close(self) -> None:
         """End the worker processes; pending verdicts are lost."""
         self._pool.close()
+        for job in self._queue.copy():
+            job.verdict.cancel()
         self._parts.close()

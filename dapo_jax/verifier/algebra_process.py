@@ -1,81 +1,47 @@
-"""Algebra in a process of its own, and `is_equivalent` on top of it."""
+"""Verdicts from a process that can be killed, and `is_equivalent` on top of it."""
 
-import collections
-import hashlib
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
+from dapo_jax.contracts import VerifierResult
 from dapo_jax.runtime.workers.parent import RestartingWorker
-from dapo_jax.verifier.equivalence import decide
-from dapo_jax.verifier.verifier import dapo, math, math_box, math_label
+from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings
 
 WORKER = "dapo_jax.verifier.algebra_worker"
-WORK = 400_000  # units of a verdict; a unit is about a microsecond
-MAX_REMEMBERED = 100_000
 SECONDS = 2.0  # limit of one verdict of `is_equivalent`, without a worker's start
-MODES = {"any": math, "box": math_box, "label": math_label, "dapo": dapo}
+MODES = {"any": "math", "box": "math_box", "label": "math_label", "dapo": "dapo"}
 
 
-class Memory:
-    """Replies by question, for many verdicts and threads; the oldest are forgotten."""
+def verify(
+    worker: RestartingWorker, settings: Settings, questions: Sequence[Question], seconds: float
+) -> list[VerifierResult | Exception]:
+    """Return the results of a verifier in a worker process, or why there is none.
 
-    def __init__(self):
-        # Single operations on it are atomic, so that no lock has to survive a fork.
-        self._replies: collections.OrderedDict[bytes, dict] = collections.OrderedDict()
-
-    def get(self, key: bytes) -> dict | None:
-        return self._replies.get(key)
-
-    def put(self, key: bytes, reply: dict) -> None:
-        self._replies[key] = reply
-        if len(self._replies) > MAX_REMEMBERED:
-            self._replies.popitem(last=False)
-
-
-class RemoteAlgebra:
-    """`Algebra` of one verdict; it asks a worker process.
-
-    The verdict has work to spend, over all its questions. A remembered reply costs what it cost
-    before, so that verdicts don't depend on what was asked earlier. A late worker is killed and
-    the verdict raises TimeoutError; one that died is replaced and asked again.
+    A late worker is killed, and each question is asked again alone; a worker that died is replaced.
 
     Args:
         worker: a process of `algebra_worker`.
-        seconds: limit of the verdict, without a worker's start.
-
-    Attributes:
-        asked, remembered, undecided: counts of questions to the worker, of questions that the
-            memory answered, and of those that were neither proven equal nor different.
+        seconds: limit of one verdict, without a worker's start.
     """
-
-    def __init__(self, worker: RestartingWorker, memory: Memory, seconds: float):
-        self._worker, self._memory, self._work = worker, memory, WORK
-        self._deadline = time.monotonic() + seconds
-        self.asked = self.remembered = self.undecided = 0
-
-    def same(self, kind: str, prediction: str, answer: str) -> bool:
-        texts = repr((kind, prediction, answer)).encode("utf-8", "backslashreplace")
-        key = hashlib.blake2b(texts, digest_size=16).digest()
-        reply = self._memory.get(key)
-        if reply is not None and reply["work"] <= self._work:
-            self.remembered += 1
-        else:
-            reply = self._reply(kind=kind, prediction=prediction, answer=answer)
-            self.asked += 1
-            if "undecided" not in reply or self._work == WORK:  # more work may decide it
-                self._memory.put(key, reply)
-        self._work -= reply["work"]
-        self.undecided += "undecided" in reply
-        return reply["same"]
-
-    def _reply(self, **job: str) -> dict:
-        starts = self._worker.start_seconds
-        reply = self._worker.ask(job | {"work": self._work}, self._deadline - time.monotonic())
-        self._deadline += self._worker.start_seconds - starts
-        return reply
+    results: list[VerifierResult | Exception] = []
+    while len(results) < len(questions):
+        left = questions[len(results) :]
+        job = {"settings": settings, "questions": left}
+        try:
+            replies = worker.ask(job, seconds + BATCH_SECONDS * (len(left) > 1))["replies"]
+        except Exception as error:
+            if len(questions) == 1:
+                return [error]
+            alone = [verify(worker, settings, [question], seconds) for question in left]
+            return results + [result for (result,) in alone]
+        results += [_read_reply(reply) for reply in replies]
+    return results
 
 
-_worker, _memory = RestartingWorker(WORKER), Memory()
+def _read_reply(reply: list | str) -> VerifierResult | Exception:
+    return RuntimeError(reply) if isinstance(reply, str) else VerifierResult(*reply)
+
+
+_worker = RestartingWorker(WORKER)
 
 
 def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
@@ -88,22 +54,20 @@ def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
 
     Args:
         prediction: a model's response, or just its answer. Hostile: it is never evaluated, and
-            what needs algebra is decided in a process with a limit on memory and time.
+            it is read in a process with a limit on memory and time.
         answer: trusted.
         require: which markers of the response count, 'any', 'box' or 'label'; 'dapo' is the
             scorer of DAPO's released code.
     """
-    judge = MODES[require]
-    return _with_algebra(lambda algebra: judge(prediction, answer, algebra).correct)
+    return _is_right(Settings(MODES[require]), Question(prediction, answer))
 
 
 def same_answer(mine: str, other: str) -> bool:
     """Test the mathematical equivalence of two answers that were already extracted."""
-    return _with_algebra(lambda algebra: decide(mine, other, algebra))
+    return mine == other or _is_right(Settings("answer"), Question(mine, other))
 
 
-def _with_algebra(judge: Callable[[RemoteAlgebra], bool]) -> bool:
-    try:
-        return judge(RemoteAlgebra(_worker, _memory, SECONDS))
-    except Exception:  # late, dead or not understood: not known to be the same
-        return False
+def _is_right(settings: Settings, question: Question) -> bool:
+    (result,) = verify(_worker, settings, [question], SECONDS)
+    # Late, dead or not understood: not known to be the same.
+    return isinstance(result, VerifierResult) and result.correct

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from dapo_jax.verifier.answer_shape import Node, read
 from dapo_jax.verifier.equivalence import (
     assigned,
+    choice_and_value,
     compact,
     has_words,
     is_variable,
@@ -38,7 +39,23 @@ _ASKS_SPELLING = re.compile(
 )
 _ASKS_SOLVED = re.compile(r"slope.intercept|\bsolved? .*\bfor\b|mx ?\+", re.IGNORECASE)
 _ASKS_PERCENT = re.compile(r"per\s?cent|\\?%", re.IGNORECASE)
-_FORMULA = re.compile(r"\$+([^$]+)\$|\\[(\[](.+?)\\[)\]]", re.DOTALL)
+_FORMULA = re.compile(r"(?<!\$)\$+([^$]+)\$|\\[(\[](.+?)\\[)\]]", re.DOTALL)
+_ASKED_FOR = re.compile(
+    r"(?:find|compute|evaluate|determine|what is|value of|calculate) ?(?:the value of ?)?"
+    r"\$([^$]{1,80})\$",
+    re.IGNORECASE,
+)
+_FUNCTION_AT = re.compile(r"[A-Za-z]\([^()]*\)")
+_ASKS_ANGLE = re.compile(r"radian|degree|convert", re.IGNORECASE)
+_ASKS_NO_PERCENT = re.compile(
+    r"\b(?:as|to|write|into) (?:an?|the)? ?(?:[a-z]+ )?(?:fraction|decimal)", re.IGNORECASE
+)
+_ASKS_FACTORS = re.compile(r"\bfactor(?:i[sz]e)?\b(?! of)", re.IGNORECASE)
+_ASKS_RATIONAL = re.compile(r"rationali[sz]e", re.IGNORECASE)
+_ASKS_SCIENTIFIC = re.compile(r"scientific notation", re.IGNORECASE)
+_NEGATIVE_POWER = re.compile(r"\^ ?\{? ?-")
+_MANTISSA = re.compile(r"-?(\d+)(?:\.\d+)? ?(?:\\times|\\cdot|\*|e)")
+_EVERYTHING_OR_NOTHING = {r"\emptyset", r"\mathbbR"}  # compact
 _ROWS = re.compile(r"\\\\|&|\\(?:begin|end)\{[^{}]*\}")
 _PROSE = re.compile(
     r"(?<![\\A-Za-z])(?:(?!(?:sin|cos|tan|log)\b)[A-Za-z]{3,}"
@@ -211,6 +228,25 @@ def _is_left_as_asked(ours: _Parts, theirs: _Parts, problem: str) -> bool:
     return value in {read_number(text) for text in asked.texts if _spelling(text) == mine}
 
 
+def _has_other_form(mine: str, gold: str, problem: str) -> bool:
+    """Return True for a measure or a form other than the one that the problem names."""
+    for own, other in ((mine, gold), (gold, mine)):
+        in_degrees = r"\circ" in own or "degree" in own
+        if in_degrees and r"\pi" in other and _ASKS_ANGLE.search(problem):
+            value = compact(split_unit(mine)[0])
+            return re.search(rf"(?<!\d){re.escape(value)}(?!\d)", compact(problem)) is not None
+    if mine.endswith("%") and not gold.endswith("%") and _ASKS_NO_PERCENT.search(problem):
+        return True
+    mantissa = _MANTISSA.match(mine) if _ASKS_SCIENTIFIC.search(problem) else None
+    if mantissa and not (len(mantissa[1]) == 1 and mantissa[1] != "0"):
+        return True
+    if _ASKS_RATIONAL.search(problem) and _NEGATIVE_POWER.search(mine):
+        return not _NEGATIVE_POWER.search(gold)
+    if _ASKS_FACTORS.search(problem):
+        return _form(mine).tree.kind == "sum" and _form(gold).tree.kind in ("product", "power")
+    return False
+
+
 def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
     """Return True for an equivalent answer without work that the gold answer has done.
 
@@ -219,17 +255,22 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
         problem: as the policy saw it.
     """
     text = normalise(prediction)
+    text = choice_and_value(text)[1] or text  # the guard sees what is compared
     if _is_plain(text) and not _ASKS_SPELLING.search(problem):  # most answers
         return False
     gold, theirs, names = _gold_parts(answer)
     if compact(text) == gold:
         return False
+    if _has_other_form(text, normalise(answer), problem):
+        return True
     ours = _parts(read(text), names)
     left, done = (Counter(step for f in p.forms for step in f.steps) for p in (ours, theirs))
     if set(done) - CONSTANTS - {"letters"} or r"\circ" in gold:  # functions may have constants
         left.subtract({constant: left[constant] for constant in CONSTANTS})
     elif done:
         left.pop("surd", None)
+    if gold in _EVERYTHING_OR_NOTHING and ours.unsolved:
+        return True
     if done["unread"]:
         return False
     left.pop("unread", None)
@@ -244,3 +285,25 @@ def as_percentage(prediction: str, problem: str) -> str | None:
     """Return the answer without percent sign if the problem asks for percent; else None."""
     text = normalise(prediction)
     return text.removesuffix("%") if text.endswith("%") and _ASKS_PERCENT.search(problem) else None
+
+
+def _has_letters(text: str) -> bool:
+    return not _form(text).is_closed or re.search(r"(?<!\\)\b[A-Za-z]", text) is not None
+
+
+def asked_value(prediction: str, problem: str) -> str | None:
+    """Return b of an answer a = b if the problem asks for a; '' if for another value of a function.
+
+    None: the answer is no such equation.
+    """
+    if "=" not in prediction or len(prediction) > LONGEST_FORMULA:
+        return None
+    node = read(normalise(prediction))
+    if node.kind != "relation" or node.marks != ("=",):
+        return None
+    asked = {compact(normalise(formula)) for formula in _ASKED_FOR.findall(problem)}
+    left = compact(node.items[0].text)
+    if left in asked and _has_letters(node.items[0].text):
+        return node.items[1].text
+    is_other = _FUNCTION_AT.fullmatch(left) and left not in asked
+    return "" if is_other and any(_FUNCTION_AT.fullmatch(text) for text in asked) else None

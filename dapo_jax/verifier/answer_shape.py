@@ -43,12 +43,15 @@ RELATIONS = {
     r"\approx": "~",
 }
 _WORD_SEPARATOR = re.compile(
-    r"\\text\{\s*,?\s*(and|or)\s*\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])|\\(land|lor)(?![A-Za-z])"
+    r"\\text\{ ?,? ?(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])|\\(land|lor)(?![A-Za-z])"
 )
 _ASCII_RELATIONS = ((">=", r"\ge "), ("<=", r"\le "), ("!=", r"\ne "), ("==", "="))
 _REAL_VARIABLE = re.compile(r"[A-Za-z](?: ?\\in ?\\mathbb ?\{?R\}?)?")
 _WITHOUT = re.compile(r"(\\mathbb\{R\}|[)\]]) ?- ?(?=\\\{)")
 _UNION_LETTER = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])")
+_CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
+_CONDITION = re.compile(r" ?(?:\\text\{ ?)?,? ?(?:if|for|when|where)\b ?(?:\} ?)?")
+_OTHERWISE = re.compile(r" ?(?:\\text\{ ?)?(?:otherwise|else)(?: ?\})?[,. ]*")
 _MATRIX = re.compile(
     r"\\begin\{((?:[pbBvV]|small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
@@ -128,6 +131,25 @@ def _members(content: str, depth: int) -> tuple[Node, ...]:
     return tuple(read(part, depth + 1) for part in parts if content.strip())
 
 
+def _read_cases(text: str, depth: int) -> Node | None:
+    """Return the list of (value, condition) of a function by cases."""
+    match = _CASES.fullmatch(text.strip())
+    if match is None:
+        return None
+    rows = []
+    for row in split(match[1], {r"\\"})[0]:
+        cells = split(row, {"&"})[0] if "&" in row else split(row, {","})[0]
+        if len(cells) != 2:
+            return None
+        condition = _CONDITION.sub("", cells[1].strip(" ,.;"), count=1)
+        if condition.count("}") > condition.count("{"):  # \text{if x > 0}
+            condition = condition.removesuffix("}")
+        condition = "otherwise" if _OTHERWISE.fullmatch(condition) else condition.strip(" ,.;")
+        items = read(cells[0].strip(" ,;"), depth + 1), read(condition, depth + 1)
+        rows.append(Node("tuple", row, items, ("&", "&")))
+    return Node("list", text, tuple(rows), (",",))
+
+
 def _read_matrix(text: str, depth: int) -> Node | None:
     bracket, begin, _ = text.partition(r"\begin{")
     end = _MATRIX_BRACKETS.get(bracket.strip())
@@ -200,7 +222,7 @@ def read(text: str, depth: int = 0) -> Node:
         return Node("value", text)
     text = _WITHOUT.sub(r"\1\\setminus ", text)
     text = _FRENCH.sub(_round, _UNION_LETTER.sub(r"\\cup ", text))
-    matrix = _read_matrix(text, depth)
+    matrix = _read_cases(text, depth) or _read_matrix(text, depth)
     if matrix is not None:
         return matrix
     parts, joined = _split_list(text)

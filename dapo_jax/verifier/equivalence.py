@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from dapo_jax.verifier.answer_shape import Node, read
+from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.extraction import extract
 from dapo_jax.verifier.names import (
     DENIALS,
@@ -24,6 +25,7 @@ from dapo_jax.verifier.names import (
 from dapo_jax.verifier.normalisation import FORBIDDEN, normalise
 from dapo_jax.verifier.numerals import read_integer, read_number
 from dapo_jax.verifier.units import split_unit
+from dapo_jax.verifier.written_form import value_at
 
 LONGEST_COMPARED, MAX_ITEMS = 2_000, 64  # characters; members of a set
 _INEQUALITIES = {"<", ">", "<=", ">=", "!="}
@@ -33,6 +35,9 @@ _DECIMAL = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
 _CODE = re.compile(r"(?=.*[A-Z])[A-Z\d]{2,}(?:_\{?\d+\}?)?", re.ASCII)
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)", re.ASCII)
 _POWER_OF_TEN = re.compile(r"[\d.]+e[-+]\d+", re.ASCII)  # or a multiple of e and a number
+_DATE = re.compile(r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}", re.ASCII)
+_PROGRAMMED = re.compile(r"0(?:[xX][\dA-Fa-f]+|[bB][01]+|[oO][0-7]+)", re.ASCII)
+_ROUNDED = re.compile(r"-?\d*\.(\d+)", re.ASCII)
 _E = re.compile(r"(?<![\\A-Za-z])e(?![A-Za-z])")
 _COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
 _RATIO = re.compile(rf"\d{{1,30}}(?:{_COLON.pattern}\d{{1,30}})+", re.ASCII)
@@ -111,13 +116,15 @@ class _Comparison:
         return (mine.kind == "set") == (gold.kind == "set") and self.same(mine, gold)
 
     def _same_relation(self, mine: Node, gold: Node) -> bool:
-        mine, gold = without_approximation(mine), without_approximation(gold)
+        mine, gold = _without_rounded(mine), without_approximation(gold)
         if mine.kind == gold.kind == "relation":
             named, wanted = assigned(mine), assigned(gold)
             if named and wanted:
                 named = _with_variable_of(named, wanted)
                 if compact(named[0]) == compact(wanted[0]):
                     return self.same(named[1], wanted[1])
+            if wanted and _FUNCTION_OF.fullmatch(compact(wanted[0])):
+                return False  # not solved for the function
             if len(mine.items) == len(gold.items) == 2:
                 return self._algebra.same("equation", mine.text, gold.text)
             return False
@@ -133,6 +140,9 @@ class _Comparison:
         return self.same(named[1], other) if mine is relation else self.same(other, named[1])
 
     def _same_value(self, mine: str, gold: str) -> bool:
+        for pattern in (_DATE, _PROGRAMMED):
+            if pattern.fullmatch(mine) or pattern.fullmatch(gold):
+                return _same_fields(mine, gold)
         mine_number, gold_number = read_number(mine), read_number(gold)
         if mine_number is not None and gold_number is not None:
             return mine_number == gold_number
@@ -151,7 +161,7 @@ class _Comparison:
         if has_words(mine) or has_words(gold):
             return same_words(words_of(mine), words_of(gold))
         # What reads as a numeral is that number here too: 1e3 is 1000, never 3 times e.
-        texts = _as_read(mine, mine_number, gold), _as_read(gold, gold_number, mine)
+        texts = _as_read(mine, mine_number, gold), _as_read(gold, gold_number, "")
         return self._algebra.same("value", *texts)
 
     def _same_measure(self, mine: str, gold: str) -> bool:
@@ -176,6 +186,28 @@ class _Comparison:
         if units == {"degree", ""} and r"\pi" in mine + gold:
             return self._algebra.same("value", mine, gold)
         return self.same(read(mine_value), read(gold_value))
+
+
+def _same_fields(mine: str, gold: str) -> bool:
+    """Compare dates, or numerals of programmers, as they are written."""
+    ours, theirs = (
+        [field.lstrip("0") for field in re.split("([-/])", text.lower())] for text in (mine, gold)
+    )
+    return ours == theirs
+
+
+def _without_rounded(node: Node) -> Node:
+    """Return b of a ~ b if a is b rounded, and b is no decimal; else a."""
+    rounded = _ROUNDED.fullmatch(node.items[0].text) if node.marks == ("~",) else None
+    if rounded is None:
+        return without_approximation(node)
+    try:
+        exact = value_at(parse(node.items[1].text, folds=False), 0)
+    except (ValueError, ArithmeticError, LookupError, TypeError):
+        return without_approximation(node)
+    is_rounded = abs(exact - float(rounded[0])) <= 0.5 * 10.0 ** -len(rounded[1]) * (1 + 1e-9)
+    decimal = _ROUNDED.fullmatch(node.items[1].text)
+    return node.items[1] if is_rounded and not decimal else without_approximation(node)
 
 
 def _as_read(text: str, number: Fraction | None, other: str) -> str:
@@ -276,6 +308,8 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
         mine, gold = read_integer(prediction.strip()), read_integer(answer.strip())
         return mine is not None and mine == gold
     mine, gold = prediction.strip(" $"), answer.strip(" $")
+    if mine == gold:
+        return True
     if _DECIMAL.fullmatch(mine) and _DECIMAL.fullmatch(gold):  # most answers; nothing to normalise
         return read_number(mine) == read_number(gold)
     mine, gold = normalise(prediction), _read_gold(answer)
@@ -287,7 +321,7 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
 
 def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
     """Compare by letter or value if an answer is a choice with its value, `C) 12`."""
-    (ours, value), (theirs, wanted) = _choice_and_value(mine), _choice_and_value(gold.text)
+    (ours, value), (theirs, wanted) = choice_and_value(mine), choice_and_value(gold.text)
     if not (value and wanted):
         letter, other = (ours, gold.text) if value else (theirs, mine)
         choice = _CHOICE.fullmatch(other) if letter else None
@@ -298,7 +332,8 @@ def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
     return bool(value or wanted) and comparison.same(read(value or mine), read(wanted or gold.text))
 
 
-def _choice_and_value(text: str) -> tuple[str, str]:
+def choice_and_value(text: str) -> tuple[str, str]:
+    """Return the letter and the value of a choice, `C) 12`; both empty for anything else."""
     match = _CHOICE_AND_VALUE.fullmatch(text)
     if match is None or (DENIALS | {"or", "and"}) & set(words_of(text).lower().split()):
         return "", ""
@@ -312,6 +347,7 @@ def _read_gold(answer: str) -> Node:
     return read(normalise(answer))
 
 
+@functools.lru_cache(maxsize=4096)
 def gold_answer(answer: str) -> str:
     """Return the answer inside a gold text: behind its box or marker, or the text itself."""
     return extract(answer).text or answer

@@ -17,11 +17,15 @@ _BOXES = ("\\boxed", "\\fbox")
 _BOX_END = re.compile(r"(?:boxed|fbox)(?![A-Za-z])[ \t]{0,8}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOXED = re.compile(r"[-+]?(?:\\[A-Za-z]++|[\w.,/%]++)(?=[\s$).;:]|$)")
-_POLITE = re.compile(r"\.?\s*I hope it is correct\.?$")
-_LABEL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?)\**")
+_POLITE = re.compile(r"\.?(?<!\s)\s*+I hope it is correct\.?$")
+_LABEL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?|(?<=[ *])[-=](?= ))\**")
+_HEADING_END = re.compile(rb"\**:? ?\n")
 # Words and signs that begin what follows and are no part of it.
 _OPENING = re.compile(r"(?:therefore|thus|hence|simply|just)\b:?\s*|(?:\$\$|\\\[)[ \t]*\n\s*")
-_FINAL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?)?\**")
+_FINAL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?|(?<=[ *])[-=](?= ))?\**")
+# A sentence with one amount of money and no other number.
+_AMOUNT = re.compile(r"[A-Za-z][A-Za-z' ]*\$(\d[\d,]*(?:\.\d+)?)((?: [A-Za-z ]+)?)\.?")
+_NO_AMOUNT = re.compile(r"\b(?:not|no|never|more|less|than|or|and|if|each|least|most)\b|n't")
 
 
 class Extraction(NamedTuple):
@@ -29,6 +33,7 @@ class Extraction(NamedTuple):
 
     text: str | None
     how: str  # box, tag, hash, label, line; or why not: truncated_box, too_long, no_marker
+    end: int = 0  # of the marker of a label
 
 
 def closing_brace(text: str, start: int, end: int) -> int:
@@ -111,17 +116,22 @@ def _last_hash(text: str) -> Extraction | None:
 
 def _last_label(text: str) -> Extraction | None:
     """Return the answer behind the last 'answer:', 'answer is' or 'final answer'."""
-    plain = text.encode("ascii", "replace").lower()  # one byte a character: places stay
+    plain = (
+        text.replace("–", "-").encode("ascii", "replace").lower()
+    )  # one byte a character: places stay
     end = len(plain)
     for _ in range(MAX_MARKERS):
         start = plain.rfind(b"answer", 0, end)
         if start < 0:
             break
-        final = plain[max(0, start - 8) : start].split()[-1:] == [b"final"]
+        before = plain[max(0, start - 16) : start].rpartition(b"\n")[2].split()
+        final = bool(before) and before[-1].strip(b"*#") == b"final"
         label = (_FINAL_END if final else _LABEL_END).match(plain, start + len(b"answer"))
+        if label is None and not b"".join(before).strip(b"*#"):
+            label = _HEADING_END.match(plain, start + len(b"answer"))
         if label is not None:
             rest = _rest_of_line(text, label.end())
-            return Extraction(rest, "label") if rest.strip() else None
+            return Extraction(rest, "label", label.end()) if rest.strip() else None
         end = start
     return None
 
@@ -134,6 +144,8 @@ def extract(response: str, require: str = "any") -> Extraction:
             them, where a single short line is also an answer by itself.
     """
     text = response.rpartition("</think>")[2]
+    if "<think>" in text:  # the response ends inside a thought
+        return Extraction(None, "no_marker")
     extraction = None
     if require != "label":
         extraction = _last_box(text)
@@ -142,7 +154,9 @@ def extract(response: str, require: str = "any") -> Extraction:
     if extraction is None and require == "any":
         line = text[: LONGEST_SHORT_LINE * 4].strip()
         if "\n" not in line and len(line) <= LONGEST_SHORT_LINE and len(text.strip()) == len(line):
-            extraction = Extraction(line, "line")
+            amount = _AMOUNT.fullmatch(line)
+            is_amount = amount is not None and not _NO_AMOUNT.search(line)
+            extraction = Extraction(amount[1] if amount and is_amount else line, "line")
     if extraction is None or extraction.text is None:
         return extraction or Extraction(None, "no_marker")
     if len(extraction.text) > LONGEST_ANSWER:

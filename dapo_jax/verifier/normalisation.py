@@ -8,6 +8,7 @@ import re
 import unicodedata
 
 from dapo_jax.verifier.extraction import closing_brace
+from dapo_jax.verifier.units import SCALES, number_in_words
 
 FORBIDDEN = "\ufffd"  # stands for what must never help: it equals nothing
 
@@ -66,6 +67,15 @@ def plain_characters(text: str) -> str:
     return "".join(char if " " <= char <= "~" else _character(char) for char in text)
 
 
+_NUMERAL = re.compile(r"(\$?)(-?\d{1,18}(?:\.\d{1,18})?)\1", re.ASCII)
+_BLANKS = re.compile(r"[ \t\n]{2,}")
+_COLOURS = re.compile(r"\\(?:color|textcolor|colorbox)(?:\[[a-z]{1,9}\])?\{[\w#,.! -]{1,30}\}")
+_SWITCHES = re.compile(
+    r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|bfseries|rm|it|underline)"
+    r"(?![A-Za-z])"
+)
+_ABOUT = re.compile(r"^\\(?:approx|sim|simeq|cong)(?![A-Za-z]) ?")
+_WORDS_ONLY = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
 # LaTeX that only decorates, longest first where one begins another.
 _DROPPED = re.compile(
     r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|big|Big|bigg|Bigg|displaystyle|textstyle|limits"
@@ -74,44 +84,46 @@ _DROPPED = re.compile(
 _SPACES = re.compile(
     r"(\\\\)|\\[,;:!> ]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|(?<!\\)~|\\$|[ \n\t]+"
 )
-_SYNONYMS = [
-    (re.compile(rf"\\(?:{written.split()[0]})(?![A-Za-z])"), written.split()[1])
-    for written in r"""
-        dfrac|tfrac|cfrac \\frac
-        dbinom|tbinom \\binom
-        leq|leqslant|le|leqq \\le
-        geq|geqslant|ge|geqq \\ge
-        neq \\ne
-        lt <
-        gt >
-        lbrace \\{
-        rbrace \\}
-        lbrack [
-        rbrack ]
-        lvert|rvert|vert|mid |
-        lVert|rVert|Vert \\|
-        varnothing \\emptyset
-        degree ^\\circ
-        mathrm|textrm|textbf|textit|textsf|texttt|mbox|operatorname\*?|emph|textnormal|mathsf \\text
-        mathbf|boldsymbol|bm|mathit|vec|overrightarrow|mathcal|pmb \\mathbf
-        cross|ast \\times
-        imath i
-        varepsilon \\epsilon
-        vartheta \\theta
-        varphi \\phi
-        vee \\lor
-        wedge \\land
-    """.strip().splitlines()
-]
+_RENAMED = {
+    name: new
+    for new, names in {
+        r"\frac": "dfrac tfrac cfrac",
+        r"\binom": "dbinom tbinom",
+        r"\le": "leq leqslant leqq",
+        r"\ge": "geq geqslant geqq",
+        r"\ne": "neq",
+        "<": "lt",
+        ">": "gt",
+        r"\{": "lbrace",
+        r"\}": "rbrace",
+        "[": "lbrack",
+        "]": "rbrack",
+        "|": "lvert rvert vert mid",
+        r"\|": "lVert rVert Vert",
+        r"\emptyset": "varnothing",
+        r"^\circ": "degree",
+        r"\text": "mathrm textrm textbf textit textsf texttt textsc mbox hbox operatorname "
+        "operatorname* emph textnormal mathsf",
+        r"\mathbf": "boldsymbol bm mathit vec overrightarrow mathcal pmb",
+        r"\times": "cross ast",
+        "i": "imath",
+        r"\epsilon": "varepsilon",
+        r"\theta": "vartheta",
+        r"\phi": "varphi",
+        r"\lor": "vee",
+        r"\land": "wedge",
+    }.items()
+    for name in names.split()
+}
+_COMMAND = re.compile(r"\\(operatorname\*|[A-Za-z]+)")
 _UNITS_CONSTANTS = re.compile(r"\\text\{\s*(e|i|d|pi)\s*\}")
 _TEXT_FUNCTIONS = re.compile(
     r"\\text\{\s*((?:arc|ar|a)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp|gcd)\s*\}"
 )
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(
-    rf"(?<=[\d}}])\s*(?:(\\text\{{)\s*)?({'|'.join(_SCALES)})(?![A-Za-z])\s*(\}}?)", re.IGNORECASE
+    rf"(?<=[\d}}])\s*(?:(\\text\{{)\s*)?({'|'.join(SCALES)})(?![A-Za-z])\s*(\}}?)", re.IGNORECASE
 )
-_PERCENT = re.compile(r"\s*(?:\\text\{\s*per\s?cent\s*\}|\bper\s?cent\b)")
+_PERCENT = re.compile(r" ?(?:\\text\{ ?per ?cent ?\}|\bper ?cent\b)")
 _TEXT_SIGN = re.compile(r"\\text\{([^A-Za-z{}]*)\}")
 _ELLIPSIS = re.compile(r"\.{2,}|\\(?:dots|cdots|dotsc)(?![A-Za-z])")
 _BOARD = re.compile(r"\\mathbb ?([A-Z])(?![A-Za-z])")
@@ -124,13 +136,15 @@ _THOUSANDS_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _THOUSANDS_NARROWED = re.compile(r"(?<=\d),(?:\\!|\\,|~) ?(?=\d{3}(?!\d))")
 _THOUSANDS_THIN = re.compile(r"(?<=\d)(?:\\[,!]|\\ )(?=\d{3}(?!\d))")
 
+_SHARES = r"(?:roots?|powers?|parts?|shares?|fractions?|derivatives?|of)\b"
 _ORDINAL = re.compile(
     r"(?<![\d.,])(\d{1,18}) ?(?:\^ ?)?(?:st|nd|rd|th|\{ ?(?:st|nd|rd|th) ?\}"
     r"|\{? ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}?)(?![A-Za-z])"
+    rf"(?! ?(?:\\text\{{ ?)?{_SHARES})"
 )
-_NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve"
-_SAID = {
-    **{word: str(number) for number, word in enumerate(_NUMBERS.split())},
+_ORDINAL_NOUN = re.compile(rf"(?<=\d)\\text\{{ ?(?:st|nd|rd|th) (?!{_SHARES})")
+_PHRASES = {
+    "zero": "0",
     **dict.fromkeys(("all real numbers", "all reals", "the real numbers"), r"\mathbb{R}"),
     **dict.fromkeys(("no solution", "no solutions", "empty set", "the empty set"), r"\emptyset"),
 }
@@ -156,6 +170,7 @@ _WRAPPERS = (
     ("`", "`"),
     ('"', '"'),
 )
+_WRAPPING = {start[0] for start, _ in _WRAPPERS}
 _WRAPPING_COMMANDS = ("boxed", "fbox", "text", "mathbf", "ensuremath", "bf", "rm")
 
 
@@ -170,19 +185,14 @@ def unwrap(text: str) -> str:
         before, text = text, text.strip()
         if text[-1:] in (",", ";", ":", ".") and text[-2:] not in (r"\,", r"\;", r"\:"):
             text = text[:-1]
-        for start, end in _WRAPPERS:
+        for start, end in _WRAPPERS if text[:1] in _WRAPPING else ():
             inner = text[len(start) : len(text) - len(end)]
-            if (
-                text.startswith(start)
-                and text.endswith(end)
-                and len(text) > len(start) + len(end)
-                and end not in inner
-            ):
+            if text.startswith(start) and text.endswith(end) and inner and end not in inner:
                 text = inner
                 break
         if text.startswith("{") and text.endswith("}") and _balanced(text[1:-1]):
             text = text[1:-1]
-        for name in _WRAPPING_COMMANDS:
+        for name in _WRAPPING_COMMANDS if text.startswith("\\") else ():
             head = f"\\{name}{{"
             if text.startswith(head) and text.endswith("}") and _balanced(text[len(head) : -1]):
                 text = text[len(head) : -1]
@@ -198,10 +208,17 @@ def _without_ending(match: re.Match) -> str:
     return number if ending == wanted else match[0]
 
 
+def _constant(match: re.Match) -> str:
+    r"""Return a letter in roman type; 9\text{e}-4 is a product, no power of ten."""
+    after_digit = match.string[: match.start()][-1:].isdigit()
+    name = r"\pi" if match[1] == "pi" else match[1]
+    return rf"\cdot {name} " if after_digit and name == "e" else f"{name} "
+
+
 def _scaled(match: re.Match) -> str:
     """Return the factor of `3 million people`; the rest of its words stay text."""
     opened = "" if match[3] and match[1] else (match[1] or "") + match[3]
-    return rf"\times 10^{{{_SCALES[match[2].lower()]}}}{opened}"
+    return rf"\times 10^{{{SCALES[match[2].lower()]}}}{opened}"
 
 
 def _without_for_all(text: str) -> str:
@@ -220,27 +237,33 @@ def _without_whole(text: str) -> str:
 @functools.lru_cache(maxsize=64)
 def normalise(text: str) -> str:
     """Return the normal form of an answer; several rules ask for that of the same one."""
+    if (numeral := _NUMERAL.fullmatch(text)) is not None:  # most answers
+        return numeral[2]
     text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(_LATEX_E.sub(r"\1 \\cdot e\2", text)))
+    text = _SWITCHES.sub(" ", _COLOURS.sub(" ", text))
     text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", text))
     text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another
     text = _POWER.sub("^", unwrap(_BOLD_NUMBER.sub(lambda m: m[1].replace(" ", ""), text)))
     for pattern in (_THOUSANDS_BRACES, _THOUSANDS_THIN, _THOUSANDS_NARROWED):
         text = pattern.sub(",", text)
     text = _DROPPED.sub(" ", text)
-    for pattern, new in _SYNONYMS:
-        text = pattern.sub(new, text)
-    text = text.replace(r"\$", r"\text{dollar} ")
+    text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), text)
+    text = text.replace(r"\text{\$}", r"\$").replace(r"\$", r"\text{dollar} ")
     if text.count("$") == 1:  # a currency sign; in pairs they only delimit
         text = text.replace("$", r"\text{dollar} ")
     text = text.replace("$", " ").replace(r"\%", "%").replace(r"\#", "#").replace(r"\&", "&")
-    text = _UNITS_CONSTANTS.sub(lambda m: r"\pi " if m[1] == "pi" else m[1] + " ", text)
+    text = _UNITS_CONSTANTS.sub(_constant, text)
     text = _TEXT_FUNCTIONS.sub(r"\\\1 ", text)
     text = _TEXT_SIGN.sub(r" \1 ", text)
     text = _PERCENT.sub("%", _SPACES.sub(lambda m: m[1] or " ", text))
-    text = _SCALE.sub(_scaled, _without_for_all(_ORDINAL.sub(_without_ending, text)))
+    text = _ORDINAL.sub(_without_ending, _BLANKS.sub(" ", text))
+    text = _SCALE.sub(_scaled, _without_for_all(text))
+    text = _ORDINAL_NOUN.sub(r"\\text{ ", text)
     amount = _DOLLARS_AND_CENTS.fullmatch(text.strip())
     text = _CHOICE_WORD.sub(lambda m: m[1] or "", _without_whole(text.strip()))
     if amount is not None:
         text = rf"\text{{dollar}} {amount[1] or amount[2]}.{amount[3]:0>2}"
-    text = unwrap(text)
-    return _SAID.get(text.lower(), text) if len(text) < LONGEST_TAIL else text
+    text = _ABOUT.sub("", unwrap(text))
+    if len(text) < LONGEST_TAIL and _WORDS_ONLY.fullmatch(text):
+        text = number_in_words(text) or text
+    return _PHRASES.get(text.lower(), text) if len(text) < LONGEST_TAIL else text

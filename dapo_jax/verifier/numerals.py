@@ -25,7 +25,7 @@ _MIXED = re.compile(rf"({_INTEGER}) ?(\\frac.+|(?<= )\d+ ?/ ?\d+)", re.ASCII)
 _GROUPED = re.compile(r"\d{1,3}(?: \d{3})+ ?/")  # 1 000/2 is no mixed number, 2 500/600 may be one
 _SCIENTIFIC = re.compile(
     rf"(?:({_DECIMAL}) ?(?:\\times|\\cdot|\*|x) ?)?10 ?\^ ?(?:\{{ ?([-+]?\d+) ?\}}|([-+]?\d+))"
-    rf"|({_DECIMAL}) ?[eE] ?([-+]?\d+)",
+    rf"|({_DECIMAL})[eE]([-+]?\d+)",
     re.ASCII,
 )
 _DIGITS = re.compile(rf"({_SIGN})({_INTEGER})", re.ASCII)

@@ -51,6 +51,15 @@ LOWEST, HIGHEST = End(None, True, -1), End(None, True, 1)
 EVERYTHING: Pieces = [Piece(LOWEST, HIGHEST)]
 
 
+def _is_unbounded(left: str, mark: str, right: str) -> bool:
+    """Test for x < infinity, -infinity < x and the like, which hold for all numbers."""
+    smaller, larger = (left, right) if mark == "<" else (right, left)
+    if mark not in "<>":
+        return False
+    lowest, highest = compact(smaller) == r"-\infty", compact(larger) in (r"\infty", r"+\infty")
+    return lowest and r"\infty" not in larger or highest and r"\infty" not in smaller
+
+
 class RealSets:
     """Arithmetic of sets over one field; each comparison uses the field's budget."""
 
@@ -142,6 +151,8 @@ class RealSets:
                 return self.read(node.items[1])
             solutions = EVERYTHING
             for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
+                if _is_unbounded(left.text, mark, right.text):
+                    continue
                 difference = add([parse(left.text), negate(parse(right.text))])
                 solutions = self.intersection(solutions, self.solve(difference, mark))
             return solutions

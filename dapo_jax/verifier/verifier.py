@@ -1,11 +1,15 @@
 """Verifiers by name: extraction of a response's answer and comparison with the gold answer.
 
-All of it runs on text that a model wrote, in time linear in that text, and evaluates none of it;
-only `algebra` computes with expressions, in a process that can be killed.
+All of it reads text that a model wrote and evaluates none of it. It runs in worker processes
+(`algebra_worker`), which can be killed.
 """
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
+from dapo_jax.contracts import Verifier, VerifierResult
+from dapo_jax.verifier.answer_conventions import as_percentage, asked_value, is_unfinished
 from dapo_jax.verifier.equivalence import Algebra, decide, gold_answer
 from dapo_jax.verifier.extraction import LONGEST_ANSWER, Extraction, extract
 from dapo_jax.verifier.minerva import labelled_answer, spelling
@@ -13,65 +17,103 @@ from dapo_jax.verifier.numerals import read_integer
 
 MARKER = "####"
 LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
+BATCH_SECONDS = 0.25  # after which a worker leaves the rest of a batch to the next one
 
 
-class Ruling(NamedTuple):
-    """Verdict, the extracted answer (None: not found) and how it was found, or why not."""
+class Question(NamedTuple):
+    """Arguments of a `Verifier`."""
 
-    correct: bool
-    extracted: str | None
-    how: str
+    response: str
+    gold: str
+    prompt: str = ""
 
 
-def final_number(response: str, answer: str, algebra: Algebra) -> Ruling:
+class Settings(NamedTuple):
+    """Settings of the section `reward` that choose a verifier."""
+
+    verifier: str  # one of `VERIFIERS`, or 'answer' if responses are extracted answers
+    percent: str = "exact"
+    unfinished: str = "right"
+
+
+class VerdictAlgebra(Algebra, Protocol):
+    """Algebra of one verdict."""
+
+    def describe(self, correct: bool) -> str:
+        """Return how the verdict was decided."""
+        ...
+
+
+def final_number(response: str, gold: str, prompt: str) -> VerifierResult:
     """Compare exactly the integer behind the last `####` with the gold answer."""
     _, marker, after = response.rpartition(MARKER)
     extracted = after.strip()
     if not marker or not extracted or len(after) > LONGEST_NUMBER:
-        return Ruling(False, None, "no_marker")
+        return VerifierResult(False, None, "no_marker")
     number = read_integer(extracted)
-    return Ruling(number is not None and number == read_integer(answer.strip()), extracted, "hash")
+    correct = number is not None and number == read_integer(gold.strip())
+    return VerifierResult(correct, extracted, "direct")
 
 
-def _same(extraction: Extraction, answer: str, algebra: Algebra) -> Ruling:
-    if extraction.text is None:
-        return Ruling(False, None, extraction.how)
-    return Ruling(
-        decide(extraction.text, gold_answer(answer), algebra),
-        extraction.text.strip(),
-        extraction.how,
-    )
-
-
-def math(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Test the mathematical equivalence; any marker counts, and a single short line."""
-    return _same(extract(response), answer, algebra)
-
-
-def math_box(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Test the mathematical equivalence of the content of the last box."""
-    return _same(extract(response, "box"), answer, algebra)
-
-
-def math_label(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Test the mathematical equivalence of the answer behind a tag, `####` or 'Answer:'."""
-    return _same(extract(response, "label"), answer, algebra)
-
-
-def dapo(response: str, answer: str, algebra: Algebra) -> Ruling:
+def dapo(response: str, gold: str, prompt: str) -> VerifierResult:
     """Score as DAPO's released code: the same string after Minerva's normalisation."""
     extracted = labelled_answer(response)
     if extracted is None:
-        return Ruling(False, None, "no_marker")
-    return Ruling(spelling(extracted) == spelling(answer), extracted[:LONGEST_ANSWER], "label")
+        return VerifierResult(False, None, "no_marker")
+    correct = spelling(extracted) == spelling(gold)
+    return VerifierResult(correct, extracted[:LONGEST_ANSWER], "direct")
 
 
-BY_VALUE = ("math", "math_box", "math_label")  # the others compare spellings
-# name: function (response, gold answer, algebra) -> ruling
-VERIFIERS = {
-    "final_number": final_number,
-    "math": math,
-    "math_box": math_box,
-    "math_label": math_label,
-    "dapo": dapo,
-}
+@dataclasses.dataclass(frozen=True)
+class MathVerifier:
+    """Verifier that compares by mathematical equivalence.
+
+    Args:
+        require: the markers that count, as in `extract`; 'nothing': the response is an answer.
+            With 'label', a box behind the label has to hold the same answer.
+        settings: decide which equivalent answers are correct.
+        open_algebra: returns the algebra of one verdict.
+    """
+
+    require: str
+    settings: Settings
+    open_algebra: Callable[[], VerdictAlgebra]
+
+    def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:
+        if self.require == "nothing":
+            extraction = Extraction(response, "answer")
+        else:
+            gold = gold_answer(gold)
+            if prompt.rstrip().endswith("<think>"):
+                response = "<think>" + response
+            extraction = extract(response, self.require)
+        if extraction.text is None:
+            return VerifierResult(False, None, extraction.how)
+        algebra, value = self.open_algebra(), extraction.text.strip()
+        correct = decide(value, gold, algebra)
+        if extraction.how == "label" and self.require == "label" and correct:
+            box = extract(response.rpartition("</think>")[2][extraction.end :], "box")
+            correct = box.how == "no_marker" or decide(box.text or "", gold, algebra)
+        if not correct and self.settings.percent == "as_asked":
+            number = as_percentage(value, prompt)
+            correct = number is not None and decide(number, gold, algebra)
+        compared = value
+        if (asked := asked_value(value, prompt)) is not None:
+            correct = asked != "" and decide(asked, gold, algebra)
+            compared = asked or value
+        if correct and self.settings.unfinished == "wrong":
+            if is_unfinished(compared, gold, prompt):
+                return VerifierResult(False, value, "unfinished")
+        return VerifierResult(correct, value, algebra.describe(correct))
+
+
+BY_SPELLING: dict[str, Verifier] = {"final_number": final_number, "dapo": dapo}
+BY_VALUE = {"math": "any", "math_box": "box", "math_label": "label"}  # name: markers that count
+VERIFIERS = ("final_number", *BY_VALUE, "dapo")
+
+
+def make_verifier(settings: Settings, open_algebra: Callable[[], VerdictAlgebra]) -> Verifier:
+    """Return the verifier that the settings choose."""
+    if settings.verifier in BY_SPELLING:
+        return BY_SPELLING[settings.verifier]
+    return MathVerifier(BY_VALUE.get(settings.verifier, "nothing"), settings, open_algebra)

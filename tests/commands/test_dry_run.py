@@ -9,8 +9,9 @@ from command_lines import ROOT, run_shown
 from row_files import read_table
 
 from dapo_jax.model import load_huggingface
+from dapo_jax.verifier.algebra_worker import Memory, RememberedAlgebra
 from dapo_jax.verifier.gold_reading import FORMS, in_form, read_gold
-from dapo_jax.verifier.verifier import VERIFIERS
+from dapo_jax.verifier.verifier import VERIFIERS, Settings, make_verifier
 
 ROWS = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(40)]
 REWARDS = """\
@@ -162,9 +163,10 @@ def test_template_with_characters_unknown_to_the_tokenizer_warns(dry_run):
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_every_verifier_finds_an_answer_in_its_form(verifier):
-    assert FORMS.keys() == VERIFIERS.keys()
-    ruling = VERIFIERS[verifier](in_form(verifier, "42"), "42", None)
-    assert ruling.correct and ruling.extracted == "42"
+    assert FORMS.keys() == set(VERIFIERS)
+    verify = make_verifier(Settings(verifier), lambda: RememberedAlgebra(Memory()))
+    result = verify(in_form(verifier, "42"), "42", "")
+    assert result.correct and result.extracted == "42"
 
 
 @pytest.mark.parametrize(("verifier", "gold", "kind", "shown"), read_table(__file__, "golds"))

@@ -213,20 +213,21 @@ def replies(environments, prompt, *said):
     return found
 
 
-WRONG, RIGHT = (SecondTry.FEEDBACK, 0.0, ""), ("", 1.0, "")
+WRONG, RIGHT, ENDED = (SecondTry.FEEDBACK, 0.0, ""), ("", 1.0, ""), ("", 0.0, "")
 
 
 @pytest.mark.parametrize(
     ("verifier", "wrong", "right"),
     [
-        ("math", ["\\boxed{3}", "none", "1-0.5"], "so \\boxed{\\frac{1}{2}}"),
-        ("final_number", ["#### 5", "4"], "it is #### 4"),
+        ("math", "1-0.5", "so \\boxed{\\frac{1}{2}}"),
+        ("final_number", "4", "it is #### 4"),
     ],
 )
 def test_an_answer_is_wrong_where_the_reward_calls_it_so(verifier, wrong, right, try_opened):
     prompt = make_prompt(0, [3, 4], "0.5" if verifier == "math" else "4")
-    found = replies(try_opened(verifier), prompt, *wrong, right)
-    assert found == [WRONG] * len(wrong) + [RIGHT]
+    environments = try_opened(verifier)
+    assert replies(environments, prompt, wrong, right) == [WRONG, RIGHT]
+    assert replies(environments, prompt, wrong, wrong) == [WRONG, ENDED]
 
 
 def test_a_gym_task_is_asked_again_by_its_own_scorer(try_opened, tmp_path, monkeypatch):
@@ -236,5 +237,6 @@ def test_a_gym_task_is_asked_again_by_its_own_scorer(try_opened, tmp_path, monke
     metadata = json.dumps({"answer": "seven"})
     prompt = make_prompt(0, [3, 4], "another")
     prompt = dataclasses.replace(prompt, source="gym:odd", metadata=metadata)
-    said = ["\\boxed{another}", "no marker\nat all", "#### seven"]
-    assert replies(try_opened(step_seconds=1.0), prompt, *said) == [WRONG, WRONG, RIGHT]
+    environments = try_opened(step_seconds=1.0)
+    for said in ("\\boxed{another}", "no marker\nat all"):
+        assert replies(environments, prompt, said, "#### seven") == [WRONG, RIGHT]

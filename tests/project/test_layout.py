@@ -107,7 +107,7 @@ def test_a_training_step_stays_readable():
     assert step.end_lineno - step.lineno + 1 <= 25
 
 
-@pytest.mark.parametrize("kind", ["", "Sft", "Dpo", "Export", "Serve", "Report"])
+@pytest.mark.parametrize("kind", ["", "Sft", "Dpo", "Export", "Serve", "Report", "Audit"])
 def test_every_setting_has_a_reader_and_an_explanation(kind):
     # Not in modules that only declare, preset or check settings.
     passive = {*LIBRARY.glob("config/*.py"), LIBRARY / "algorithms.py"}

@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dapo_jax.runtime.workers.parent import RestartingWorker
-from dapo_jax.verifier.algebra_process import WORKER, Memory, RemoteAlgebra
-from dapo_jax.verifier.answer_conventions import is_unfinished
-from dapo_jax.verifier.verifier import math
+from dapo_jax.verifier.algebra_process import WORKER, verify
+from dapo_jax.verifier.verifier import Question, Settings
 
 SECONDS = 60.0  # of a verdict, after which its worker is killed
 RESTATED = pathlib.Path(__file__).with_name("unfinished_answers.jsonl")
@@ -102,21 +101,24 @@ class _Tally:
     def __init__(self, worker: RestartingWorker):
         self.rows: dict[str, dict] = {}
         self.accepted: list[tuple[str, str, str]] = []
-        self._worker, self._memory = worker, Memory()
+        self._worker = worker
 
     def judge(self, family: str, answer: str, gold: str, problem: str | None = None) -> None:
         """Counts an answer; with its problem, it also has to be finished to be accepted."""
         empty = {"attacks": 0, "accepted": 0, "undecided": 0, "seconds": []}
         row = self.rows.setdefault(family, empty)
-        algebra, started = RemoteAlgebra(self._worker, self._memory, SECONDS), time.perf_counter()
-        same = math(rf"\boxed{{{answer} }}", gold, algebra).correct
-        if same and problem is not None:
-            same = not is_unfinished(answer, gold, problem)
+        unfinished = "right" if problem is None else "wrong"
+        response, started = rf"\boxed{{{answer} }}", time.perf_counter()
+        settings = Settings("math", unfinished=unfinished)
+        question = Question(response, gold, problem or "")
+        (result,) = verify(self._worker, settings, [question], SECONDS)
+        if isinstance(result, Exception):
+            raise result
         row["seconds"].append(time.perf_counter() - started)
-        row["undecided"] += algebra.undecided > 0
+        row["undecided"] += result.decided == "undecided"
         row["attacks"] += 1
-        row["accepted"] += same
-        if same:
+        row["accepted"] += result.correct
+        if result.correct:
             self.accepted.append((family, answer, gold))
 
 
@@ -141,9 +143,8 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="only every so many-th pair")
     arguments = parser.parse_args()
     worker = RestartingWorker(WORKER)
-    RemoteAlgebra(worker, Memory(), SECONDS).same(
-        "value", "x", "y"
-    )  # the interpreter's start belongs to no attack
+    # The process starts before the first attack is timed.
+    verify(worker, Settings("math"), [Question("x", "y")], SECONDS)
     rows, accepted = run(arguments.golds, arguments.every, worker)
     names = "attacks accepted undecided".split()
     print("| family | " + " | ".join(names) + " | median ms | worst ms |\n" + "|---" * 6 + "|")

@@ -10,8 +10,7 @@ from flint import acb
 from row_files import read_table
 
 from dapo_jax.verifier.algebra import proportional, same_expression
-from dapo_jax.verifier.algebra_process import WORK
-from dapo_jax.verifier.algebra_worker import ProvenAlgebra
+from dapo_jax.verifier.algebra_worker import WORK, ProvenAlgebra
 from dapo_jax.verifier.ball_arithmetic import Undefined, enclose, with_bits
 from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, number, symbols
 from dapo_jax.verifier.expressions import parse

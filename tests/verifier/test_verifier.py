@@ -23,10 +23,11 @@ from row_files import read_table
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.verifier import algebra_process, is_equivalent
+from dapo_jax.verifier.algebra_worker import Memory, RememberedAlgebra
 from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.verifier.extraction import extract
 from dapo_jax.verifier.numerals import read_number
-from dapo_jax.verifier.verifier import dapo
+from dapo_jax.verifier.verifier import Settings, dapo, make_verifier
 
 HERE = pathlib.Path(__file__).parent
 LONGEST_SECONDS = 5.0
@@ -200,7 +201,9 @@ def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp
 def test_markers_can_be_required():
     text = "Answer: 3\nso \\boxed{4}"
     found = [is_equivalent(text, gold, mode) for mode in ("any", "box", "label") for gold in "34"]
-    assert found == [False, True, False, True, True, False]
+    assert found == [False, True, False, True, False, False]  # the box contradicts the label
+    assert is_equivalent("Answer: 3\nso \\boxed{3}", "3", "label")
+    assert is_equivalent("so \\boxed{4}\nAnswer: 3", "3", "label")
     assert extract("17", "box").text is None and extract("17").text == "17"
 
 
@@ -208,7 +211,7 @@ def test_markers_can_be_required():
 def test_the_released_scorer_reads_a_label_near_the_end_and_compares_strings(
     response, answer, correct
 ):
-    assert dapo(response, answer, None).correct is correct
+    assert dapo(response, answer, "").correct is correct
     assert is_equivalent(response, answer, "dapo") is correct
 
 
@@ -260,6 +263,30 @@ def test_a_verdict_says_how_it_was_decided():
         "truncated_box",
     ]
     assert [verdict.correct for verdict in verdicts] == [True, True, True, False, False]
+
+
+CAUSES = [line for line in (HERE / "causes.txt").read_text().splitlines() if line[0] != "#"]
+
+
+def test_each_cause_is_decided_as_listed():
+    pool, pending = RewardPool(Reward(verifier="math", workers=1)), []
+    for line in CAUSES:
+        if line.startswith("== "):
+            continue
+        sign, answer, gold, *problem = line.replace("⏎", "\n").split(" ;; ")
+        text = answer[4:] if answer.startswith("RAW:") else rf"\boxed{{{answer}}}"
+        pending.append((line, sign == "+", pool.submit("".join(problem), text, gold.strip())))
+    wrong = [line for line, right, verdict in pending if verdict.result().correct is not right]
+    pool.close()
+    assert len(pending) > 700 and wrong == []
+
+
+def test_a_degenerate_response_is_wrong_quickly():
+    verify = make_verifier(Settings("math"), lambda: RememberedAlgebra(Memory()))
+    for blank in (r"\, ", "~", " ", r"\\, ", r"\quad ", "\t", r"\text{ }", "{}"):
+        started = time.process_time()
+        assert not verify(rf"\boxed{{4{blank * 400}5}}", "45", "").correct
+        assert time.process_time() - started < 0.5, blank
 
 
 # --- conventions ---------------------------------------------------------------------------------

@@ -138,9 +138,14 @@ def _groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def sample_groups(run: RecordedRun) -> list[list[dict[str, Any]]]:
-    """Return a few groups of each of at most `MAX_FILES` evenly spaced steps."""
+def rollouts_files(run: RecordedRun, most: int = 0) -> dict[int, Folder]:
+    """Return the rollouts file of each step, or of at most `most` evenly spaced steps."""
     numbers = {path: path.stem[5:] for path in (run.folder / "rollouts").glob("step_*.jsonl")}
     files = {int(number): path for path, number in numbers.items() if number.isdigit()}
     steps = sorted(files)
-    return [_groups_of(files[steps[i]], steps[i]) for i in spread_out(len(steps), MAX_FILES)]
+    return {steps[i]: files[steps[i]] for i in spread_out(len(steps), most or len(steps))}
+
+
+def sample_groups(run: RecordedRun) -> list[list[dict[str, Any]]]:
+    """Return a few groups of each of at most `MAX_FILES` evenly spaced steps."""
+    return [_groups_of(path, step) for step, path in rollouts_files(run, MAX_FILES).items()]
