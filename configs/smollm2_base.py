@@ -1,24 +1,32 @@
-"""SmolLM2-135M after a few worked word problems: where configs/smollm2.py starts.
+"""SmolLM2-135M after some worked problems: where configs/smollm2.py starts.
 
-dapo-jax sft smollm2_base      some 3 minutes on two cores; `dapo-jax train smollm2` runs it first
+dapo-jax sft smollm2_base              word problems, some 3 minutes on two cores
+dapo-jax sft smollm2_base:calculator   larger numbers, and calls of a calculator, in chat form
+dapo-jax sft smollm2_base:gsm8k        the training solutions of GSM8K; hours
+`dapo-jax train smollm2` runs the one that it needs first.
 """
 
 from dapo_jax.config.experiment import Mesh, Optimizer, OwnData, Packing, SftConfig
+from dapo_jax.runtime.settings import require
+
+TASKS = {
+    "words": OwnData("word_problems", template="{problem}\n", generated_examples=176),
+    "calculator": OwnData("calculator_problems", template="chat", generated_examples=336),
+    "gsm8k": OwnData("openai/gsm8k", template="{problem}\n"),
+}
+ROW_TOKENS = {"words": 144, "calculator": 256, "gsm8k": 512}
 
 
-def get_config() -> SftConfig:
+def get_config(task: str = "words") -> SftConfig:
+    require(task in TASKS, "task", task, f"one of {', '.join(TASKS)}")
+    data = TASKS[task]
+    data.heldout_examples, data.passes = 16, 1.0
     return SftConfig(
-        out="runs/smollm2_base",
+        out="runs/smollm2_base" if task == "words" else f"runs/smollm2_base_{task}",
         start="dapo_jax:smollm2",
         examples_per_step=16,
-        data=OwnData(
-            source="word_problems",
-            template="{problem}\n",
-            generated_examples=256,
-            heldout_examples=16,
-            passes=1.0,
-        ),
+        data=data,
         mesh=Mesh(data=-1, fsdp=1),
-        optimizer=Optimizer(learning_rate=5e-5, schedule="linear", warmup_steps=2, weight_decay=0),
-        packing=Packing(row_tokens=144, rows_per_microbatch=8),
+        optimizer=Optimizer(learning_rate=1e-4, schedule="linear", warmup_steps=2, weight_decay=0),
+        packing=Packing(row_tokens=ROW_TOKENS[task], rows_per_microbatch=8),
     )

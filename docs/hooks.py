@@ -12,7 +12,7 @@ SHOWN = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "tests/benchmarks/README.md": "benchmarks.md",
-    "configs/arithmetic_dapo.png": "arithmetic_dapo.png",
+    "configs/smollm2_words.png": "smollm2_words.png",
 }
 BLOCK_OR_CODE = re.compile(r"<pre.*?</pre>|<code>([^<]*)</code>", re.DOTALL)
 RELATIVE_LINK = re.compile(r"(!?\[([^\]]*)\])\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")

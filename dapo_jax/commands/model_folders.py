@@ -62,7 +62,7 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
         from dapo_jax.run.export import adapter_folder
 
         check_free("out", adapter_folder(config.out), kind)
-    generated = () if isinstance(config, DpoConfig) else (*GENERATED, WORD_PROBLEMS)
+    generated = () if isinstance(config, DpoConfig) else (*GENERATED, *WORD_PROBLEMS)
     if config.data.source not in generated:
         find_files("data.source", config.data.source, config.data.folder, "train")
 

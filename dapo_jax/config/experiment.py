@@ -26,7 +26,7 @@ from dapo_jax.runtime.settings import part, require, section, setting
 
 DEFAULT_HELDOUT = 256
 GENERATED = ("arithmetic", "multi_digit_sums")  # data.source of a supervised run without files
-WORD_PROBLEMS = "word_problems"  # generated too, as rows of a file
+WORD_PROBLEMS = ("word_problems", "calculator_problems")  # generated too, as rows of a file
 SHOW_NO_SYSTEM = ("none", "dapo", "r1", "qwen_math", "few_shot")  # templates
 OF_THE_ANSWER = ("rule", "gym")  # reward parts that compare with the gold answer
 SHAPING = ("format", "think_format", "repetition", "overlong")  # reward parts without a verdict
@@ -225,7 +225,7 @@ class OwnData:
         "arithmetic",
         "A file, folder or glob (also gs://) of jsonl, json, csv, parquet or arrow; a bare name is "
         "looked up in `folder`. For sft also arithmetic, multi_digit_sums: generated (`examples`), "
-        "and word_problems: `generated_examples` of them.",
+        "and word_problems, calculator_problems: `generated_examples` of them.",
     )
     folder: str = setting("data", "Folder for a bare name.")
     fields: str = setting("", "Fields of rows: KEY=FIELD,.., as prompt=question,response=meta.x.")
@@ -234,7 +234,7 @@ class OwnData:
     system_prompt: str = setting("", SYSTEM_PROMPT)
     heldout_examples: AutoCount = setting(-1, "Examples for evaluation; -1: 1 in 20, up to 256.")
     generated_examples: Count = setting(
-        400, "Number of generated examples.", read=When("data.source", WORD_PROBLEMS)
+        400, "Number of generated examples.", read=When("data.source", " ".join(WORD_PROBLEMS))
     )
     passes: Positive = setting(
         3.0, "Passes over the examples.", read=When("total_steps", lambda steps: steps == 0)

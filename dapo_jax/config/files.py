@@ -68,9 +68,19 @@ def summary(path: pathlib.Path) -> str:
 
 def config_for_folder(kind: type, folder: str) -> str:
     """Return the name of the packaged config of `kind` that makes `folder`, or ""."""
+    wanted = pathlib.Path(folder)
     for name in shipped_configs(kind):
-        if pathlib.Path(read_config(kind, name).out) == pathlib.Path(folder):
+        out = pathlib.Path(read_config(kind, name).out)
+        if out == wanted:
             return name
+        variant = wanted.name.removeprefix(f"{out.name}_")
+        if variant != wanted.name:
+            try:
+                named = f"{name}:{variant}"
+                if pathlib.Path(read_config(kind, named).out) == wanted:
+                    return named
+            except ConfigError:
+                continue  # another folder whose name begins alike
     return ""
 
 

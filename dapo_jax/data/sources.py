@@ -210,8 +210,8 @@ def _generate(field: str, name: str, data: Data, split: str, seed: int) -> Gener
     if name.startswith(gym.PREFIX):
         return _gym_problems(field, name, data, heldout, seed)
     make = functools.partial(arithmetic.make_sum, split, seed)
-    if name == WORD_PROBLEMS:
-        make = functools.partial(word_problems.make_problem, split, seed)
+    if name in WORD_PROBLEMS:
+        make = functools.partial(word_problems.make_problem, name, split, seed)
     if name == "arithmetic":
         terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
         make = functools.partial(arithmetic.make_problem, split, seed, **terms)
@@ -220,7 +220,7 @@ def _generate(field: str, name: str, data: Data, split: str, seed: int) -> Gener
 
 def is_generated(name: str) -> bool:
     """Return True for the name of a generated source."""
-    return name.startswith(gym.PREFIX) or name in (*GENERATED, WORD_PROBLEMS)
+    return name.startswith(gym.PREFIX) or name in (*GENERATED, *WORD_PROBLEMS)
 
 
 def parse_sources(field: str, text: str) -> dict[str, float]:

@@ -300,8 +300,8 @@ def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example
 
 def _rows(data: OwnData, seed: int) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) of data.source; rows of files are read one at a time."""
-    if data.source == WORD_PROBLEMS:
-        yield from word_problems.make_examples(data.generated_examples, seed)
+    if data.source in WORD_PROBLEMS:
+        yield from word_problems.make_examples(data.source, data.generated_examples, seed)
         return
     for path in find_files("data.source", data.source, data.folder, "train"):
         for place, row in read_rows(epath.Path(path)):

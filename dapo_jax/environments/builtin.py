@@ -13,22 +13,32 @@ if TYPE_CHECKING:
 
 NUMBER = re.compile(r"\d+")
 SUM = re.compile(r"\s*(\d{1,9}(?:\+\d{1,9}){1,7})=?\s*")
+PAIR = re.compile(r"\s*(\d{1,9})([-*/])(\d{1,9})=?\s*")
 SECRETS = 10
 MAX_TRIES = 2  # answers of `second_try`
 
 
 class Calculator:
-    """Calculator for sums such as `47+85=`; any other turn ends the trajectory."""
+    """Calculator for sums such as `47+85=`, and `-`, `*` and `/` of two numbers.
+
+    Any other turn ends the trajectory, as a division with a remainder does.
+    """
 
     def reset(self, problem: Problem) -> None:
         """Keep the problem's own prompt."""
 
     def step(self, text: str) -> Observation:
-        """Return the value of a turn that is nothing but a sum."""
-        match = SUM.fullmatch(text)
-        if not match:
-            return Observation(done=True)
-        return Observation(str(sum(map(int, match[1].split("+")))))
+        """Return the value of a turn that is nothing but a calculation."""
+        if match := SUM.fullmatch(text):
+            return Observation(str(sum(map(int, match[1].split("+")))))
+        if match := PAIR.fullmatch(text):
+            left, right = int(match[1]), int(match[3])
+            if match[2] == "/":
+                if right and left % right == 0:
+                    return Observation(str(left // right))
+            else:
+                return Observation(str(left - right if match[2] == "-" else left * right))
+        return Observation(done=True)
 
 
 class Guessing:

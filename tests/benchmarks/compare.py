@@ -8,6 +8,8 @@ median over rounds is what to quote. The peers decode static batches, which run 
 row is done: beside the 512 responses of `real` (ours.py has their law) stand eight of their
 uniform batches of 64 at 512 new tokens. A ratio is of seconds for the same responses.
 
+`--workload smollm2` compares a real model's whole step with TRL's (real_model.py).
+
 `V/bin/python compare.py --peer trl` times a peer alone, in an environment without dapo_jax
 (README.md: which packages), in float32, responses as long as asked:
 
@@ -23,6 +25,7 @@ import json
 import logging
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +39,7 @@ PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 32
 RESPONSES = PROMPTS * GROUP
 PAD, END = 0, 1
 NEVER = VOCAB + 7  # an end token that no draw gives
+REAL_MODEL = __file__.replace("compare.py", "real_model.py")
 BENCHES = ["rollout", "update", "step"]
 PACKAGES = {"trl": ("torch", "trl", "transformers"), "tunix": ("google-tunix", "jax", "flax")}
 PEERS = {"trl": "TRL", "tunix": "Tunix"}
@@ -417,7 +421,13 @@ def main() -> None:
         tunix="",
         peer="",
         new_tokens=128,
+        model="runs/smollm2_base",  # of the workload smollm2
     )
+    if args.workload == ["smollm2"]:
+        asked = [
+            f"--{name}={getattr(args, name)}" for name in ("model", "trl", "rounds", "repeats")
+        ]
+        raise SystemExit(subprocess.call([sys.executable, REAL_MODEL, *asked]))
     if args.peer:
         time_peer(args)
         return

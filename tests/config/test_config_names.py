@@ -60,9 +60,11 @@ def test_configs_are_listed_and_shown(monkeypatch, capsys, tmp_path):
 
 def test_missing_base_names_the_command_that_makes_it():
     made = {"runs/calculator_base": "calculator_base", "runs/arithmetic_sft": "arithmetic_sft"}
+    made |= {"runs/smollm2_base_gsm8k": "smollm2_base:gsm8k", "runs/smollm2_base": "smollm2_base"}
     for folder, name in made.items():
         assert config_for_folder(SftConfig, folder) == name
     assert not config_for_folder(SftConfig, "runs/other")
+    assert not config_for_folder(SftConfig, "runs/smollm2_base_other")
 
 
 @pytest.mark.parametrize(("line", "expected"), [

@@ -8,18 +8,28 @@ import pytest
 from supervised_runs import read_metrics, settings
 
 from dapo_jax.commands import train as train_command
-from dapo_jax.config.experiment import Config, Mesh, Model, OwnData, Packing, SftConfig
+from dapo_jax.config.experiment import (
+    WORD_PROBLEMS,
+    Config,
+    Mesh,
+    Model,
+    OwnData,
+    Packing,
+    SftConfig,
+)
 from dapo_jax.config.files import read_config
 from dapo_jax.data.word_problems import make_examples, make_problem, make_word_problem
+from dapo_jax.environments.builtin import Calculator
 from dapo_jax.rewards.functions import coin, find_functions
 from dapo_jax.run.supervised import make_base
 from dapo_jax.runtime.settings import ConfigError
 
 
-def test_calculations_are_right_and_lead_to_the_answer():
+@pytest.mark.parametrize("source", WORD_PROBLEMS)
+def test_calculations_are_right_and_lead_to_the_answer(source):
     kinds = set()
     for index in range(400):
-        problem = make_word_problem("train", 0, index)
+        problem = make_word_problem("train", 0, index, source)
         for text, result in problem.steps:
             assert eval(text.replace("/", "//")) == result >= 0  # of digits and one sign
             kinds.add(text.strip("0123456789"))
@@ -36,7 +46,7 @@ def test_problems_are_keyed_and_held_out_ones_share_no_text():
     assert texts["train"] == [make_word_problem("train", 1, i).text for i in range(300)]
     assert texts["train"] != [make_word_problem("train", 2, i).text for i in range(300)]
     assert not {*texts["heldout"]} & {*texts["train"], *texts["examples"]}
-    problem = make_problem("heldout", 1, 7)
+    problem = make_problem("word_problems", "heldout", 1, 7)
     assert (problem.text, problem.source) == (texts["heldout"][7], "word_problems")
 
 
@@ -58,8 +68,21 @@ def test_a_supervised_run_learns_generated_examples(byte_folder, tmp_path):
     make_base(config)
     rows = read_metrics(config.out)
     assert rows[-1]["heldout_nll"] < rows[0]["heldout_nll"]
-    _, row = next(make_examples(1, 0))
+    _, row = next(make_examples("word_problems", 1, 0))
     assert row["response"].endswith(f"#### {make_word_problem('examples', 0, 0).answer}")
+
+
+def test_half_of_the_calculators_examples_are_conversations_with_it():
+    calculator = Calculator()
+    rows = [row["response"] for _, row in make_examples("calculator_problems", 100, 0)]
+    conversations = [row for row in rows if not isinstance(row, str)]
+    assert 35 < len(conversations) < 65
+    for messages in conversations:
+        *turns, last = [message["content"] for message in messages]
+        assert [message["role"] for message in messages[:2]] == ["assistant", "user"]
+        for call, reply in zip(turns[::2], turns[1::2], strict=True):
+            assert calculator.step(call).text == reply
+        assert calculator.step(last).done and last == f"#### {turns[-1]}"
 
 
 @pytest.mark.parametrize(("code", "starts"), [(0, True), (130, False)])
@@ -86,3 +109,11 @@ def test_a_missing_base_is_made_first_and_its_exit_code_ends_the_command(
     with pytest.raises(ConfigError, match="nowhere"):  # before the first stage takes minutes
         train_command.check_and_make_base(config)
     assert len(commands) == 1
+
+
+def test_the_calculator_computes_and_refuses():
+    values = {"47+85=": "132", "7-9": "-2", "12*12=": "144", "144/12=": "12"}
+    for text, value in values.items():
+        assert Calculator().step(text).text == value
+    for text in ("1/0=", "7/2=", "2**9=", "9-", "1+2*3=", "", "#### 4"):
+        assert Calculator().step(text).done

@@ -83,7 +83,7 @@ def test_links_of_the_description_lead_to_files_of_the_repository(wheel):
     assert all(re.match("https://|#", link) for link in links), links
     own = [link.removeprefix(REPOSITORY) for link in links if link.startswith(REPOSITORY)]
     paths = [re.fullmatch(r"/(blob|raw)/main/([^#]+)(#.*)?", link)[2] for link in own]
-    assert "configs/arithmetic_dapo.png" in paths and all((ROOT / path).exists() for path in paths)
+    assert "configs/smollm2_words.png" in paths and all((ROOT / path).exists() for path in paths)
 
 
 def test_the_repository_has_one_address():

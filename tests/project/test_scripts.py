@@ -113,6 +113,16 @@ def test_our_benchmark_and_the_comparison_run():
     assert len(table) == 3 and table[-1].startswith("| smoke | update |")
 
 
+def test_a_real_models_step_is_timed(tmp_path):
+    ours = importlib.import_module("ours")
+    ours.write_folder(str(tmp_path), ours.SMOKE_DECODER)
+    sizes = ("--repeats", 1, "--prompts", 2, "--group", 2, "--new_tokens", 8)
+    output = run("benchmarks/real_model.py", "--model", tmp_path, *sizes)
+    first, *table = output.splitlines()
+    assert json.loads(first)["dapo_jax"][0]["tokens"] > 0
+    assert [row.split("|")[1].strip() for row in table[2:5]] == ["rollout", "update", "step"]
+
+
 def test_chosen_rows_are_fuller():
     rows = run("benchmarks/schedules.py", "fill").splitlines()[2:]
     shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
