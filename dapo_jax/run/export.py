@@ -12,7 +12,7 @@ import numpy as np
 from filelock import FileLock
 
 from dapo_jax.config.experiment import ExportConfig, Lora
-from dapo_jax.data.policies import gguf_files, model_path
+from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
@@ -122,6 +122,8 @@ def _replace_by_gguf(folder: pathlib.Path, config: ExportConfig) -> None:
     dtype = "f16" if config.dtype == "auto" else config.dtype
     name = pathlib.Path(config.out).absolute().name
     try:
+        from dapo_jax.data.policies import gguf_files
+
         gguf_files.write(folder, folder / f"{name}.{dtype}.gguf", dtype)
     except ImportError:
         raise ConfigError("config.format = 'gguf': pip install 'dapo_jax[gguf]'") from None

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
@@ -19,7 +20,7 @@ from dapo_jax.reporting.console import Progress, fit
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.scores import Response
-from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
+from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.source import NoJournal, SourceState
 from dapo_jax.run import evaluation
@@ -40,7 +41,7 @@ from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import RUN, claim
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
-from dapo_jax.structs import Interrupted, PartialGroup, SamplingRule
+from dapo_jax.structs import Interrupted, SamplingRule
 from dapo_jax.train import Trainer, TrainerState, train_step
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems
@@ -178,16 +179,16 @@ class Run:
         self.progress.seconds = time.perf_counter() - self._started
         self.store.storage.drain()  # the files of a step come before its checkpoint
         source, learners = self.state.source, self.state.learners
-        arrays, carried = pack_partial(source.partial)
+        carried = {"groups": pack_partial(source.partial)} if source.partial else {}
         progress = dataclasses.replace(
             self.progress,
             position=source.position,
             kept_fraction=source.kept_fraction,
-            carried=carried,
+            carried_bytes=sum(map(len, carried.values())),
         )
         record = dataclasses.replace(self.store.record, step=self.state.step, progress=progress)
         states = {"state": learners.policy, "critic": learners.critic}
-        states |= {"behaviour": source.behaviour, "carried": arrays}
+        states |= {"behaviour": source.behaviour, "carried": carried}
         self.store.checkpoints.save(record, states)
 
     def keep(self) -> None:
@@ -256,19 +257,14 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
     if components.config.rollout.lag and record.step:
         behaviour = checkpoints.state(learners.policy.abstract_state.params, "behaviour")
     progress = record.progress
-    partial = _restore_partial(components, checkpoints, progress.carried)
+    partial = ()
+    if progress.carried_bytes:
+        shape: Any = {"groups": np.zeros(progress.carried_bytes, np.uint8)}
+        content: Any = checkpoints.state(shape, "carried")["groups"]
+        prompts = components.prompts
+        partial = unpack_partial(content, lambda index: next(seek(prompts, index)))
     source = SourceState(progress.position, progress.kept_fraction, partial, behaviour)
     return TrainerState(record.step, LearnerStates(policy, critic), source)
-
-
-def _restore_partial(
-    components: Components, checkpoints: Checkpoints, records: list[dict[str, Any]]
-) -> tuple[PartialGroup, ...]:
-    arrays: Any = empty_arrays(records)
-    if arrays["tokens"].size:  # these only say what to read
-        arrays = checkpoints.state(arrays, "carried")
-    decode, prompts = components.tokenizer.decode, components.prompts
-    return unpack_partial(arrays, records, lambda index: next(seek(prompts, index)), decode)
 
 
 def announce_policy(components: Components, state: TrainerState) -> None:
@@ -353,7 +349,7 @@ def open_run(
     if config.checkpoint.keep_groups:
         inputs = now.inputs | {"model": fingerprint(config.model.folder)}
         identity = same_run.run_identity(now.settings, inputs)
-        journal = RolloutJournal(folder, identity, storage, components.tokenizer.decode)
+        journal = RolloutJournal(folder, identity, storage)
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
     store = RunStore(checkpoints, now, storage, journal)
     return Run(components, trainer, state, progress, store, files, signals)

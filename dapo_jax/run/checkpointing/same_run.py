@@ -31,7 +31,7 @@ class RunProgress:
         skipped: steps in a row without an update, by learner (`count_skipped`).
         position: index of the next prompt in the data.
         kept_fraction: of groups that carried signal, by which the next step samples ahead.
-        carried: groups that the next step continues; their arrays are an entry of the checkpoint.
+        carried_bytes: of the checkpoint's entry with the groups that the next step continues.
     """
 
     heldout_before: float | None = None
@@ -40,7 +40,7 @@ class RunProgress:
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)
     position: int = 0
     kept_fraction: float = 1.0
-    carried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    carried_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +69,14 @@ class Record:
 
         Raises `ConfigError` for the format of an older version.
         """
-        if "progress" not in content:
+        progress = dict(content.get("progress") or {})
+        if not progress or progress.pop("carried", ()):  # formats of older versions
             raise ConfigError(
                 f"config.run_dir: {place} was saved by an older version of dapo_jax: resume with "
                 "that version, or choose another run_dir"
             )
-        settings, progress = with_defaults(content["settings"]), RunProgress(**content["progress"])
-        return cls(content["step"], settings, content["inputs"], progress)
+        settings = with_defaults(content["settings"])
+        return cls(content["step"], settings, content["inputs"], RunProgress(**progress))
 
 
 def _rule(name: str) -> Rule:

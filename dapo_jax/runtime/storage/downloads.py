@@ -58,6 +58,13 @@ def _complete(folder: epath.Path, copy: pathlib.Path, stats: Stats, field: str) 
                 future.result()
 
 
+def cached_model(source: Any, name: str) -> pathlib.Path:
+    """Return the folder of a model in the cache; `source` decides what it holds."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    digest = hashlib.sha256(repr(source).encode()).hexdigest()[:16]
+    return pathlib.Path(cache, "dapo_jax_models", digest, name)
+
+
 @functools.cache
 def _locate(name: str, field: str) -> tuple[pathlib.Path, Stats]:
     """Return the path of a bucket folder's copy, and its files; the same in a whole process."""
@@ -71,10 +78,8 @@ def _locate(name: str, field: str) -> tuple[pathlib.Path, Stats]:
         content = f"holds {', '.join(stats)}" if stats else "is not a folder, or is empty"
         text = f"config.{field} = {name!r}: must hold a config.json; it {content}"
         raise ConfigError(text, field)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    digest = hashlib.sha256(repr((name.rstrip("/"), stats)).encode()).hexdigest()[:16]
     model = pathlib.PurePosixPath(name).name  # evaluations and servers show this name
-    return pathlib.Path(cache, "dapo_jax_models", digest, model), stats
+    return cached_model((name.rstrip("/"), stats), model), stats
 
 
 def local_folder(
