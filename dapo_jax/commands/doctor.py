@@ -62,6 +62,7 @@ from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
+from dapo_jax.structs import present
 from dapo_jax.train import Trainer, TrainerState, train_step
 
 FILE = "doctor.json"
@@ -132,10 +133,10 @@ def train_random_policy(layout: Layout, steps: int) -> Figures:
         with clock.running():
             state, record = train_step(trainer, state)
         values = measure(config, record, clock)
-        if values["skipped_updates"] or record.minibatches is None:
+        if values["skipped_updates"]:
             raise ArithmeticError("the update was skipped: numbers are not finite")
         step_seconds.append(values["seconds_step"])
-    rows, (update,) = record.minibatches.rollouts, record.updates
+    rows, (update,) = present(record.minibatches, "minibatches").rollouts, record.updates
     sampled = np.asarray(rows.response_index[0]) >= 0
     scored = np.asarray(update.token_logprobs)[sampled]
     return {
@@ -266,7 +267,8 @@ class Machine:
         context, options = Context(jnp.zeros_like(ids), ids), AttentionOptions(window)
 
         def loss(inputs, weights, attention):
-            mixed, _ = TRAINING_ATTENTION[attention](*inputs, context, None, options)
+            attend: Callable = TRAINING_ATTENTION[attention]
+            mixed, _ = attend(*inputs, context, None, options)
             mixed = jnp.where(ids[..., None, None] > 0, mixed, 0).astype(jnp.float32)
             return jnp.sum(jnp.sin(mixed) * weights), mixed
 

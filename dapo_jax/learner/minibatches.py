@@ -151,15 +151,14 @@ def trained_tokens(
     segments: Sequence[Segment], algorithm: Algorithm
 ) -> list[Bool[np.ndarray, "n"]]:
     """Return for each response a mask of the tokens that can have a loss."""
-
-    def of_response(segment: Segment) -> np.ndarray:
-        if segment.completion.truncated and algorithm.overlong_filtering:
-            return np.zeros(len(segment.completion), bool)
-        if segment.token_weights is None:
-            return np.ones(len(segment.completion), bool)
-        return np.asarray(segment.token_weights) > 0
-
-    return [of_response(segment) for segment in segments]
+    masks = []
+    for segment in segments:
+        filtered = segment.completion.truncated and algorithm.overlong_filtering
+        mask = np.full(len(segment.completion), not filtered)
+        if segment.token_weights is not None:
+            mask &= np.asarray(segment.token_weights) > 0
+        masks.append(mask)
+    return masks
 
 
 def make_batch(

@@ -140,15 +140,6 @@ def _attention_factor(rope: dict[str, Any], factor: float) -> float:
     return growth(1.0)
 
 
-def _original_tokens(values: dict[str, Any], rope: dict[str, Any]) -> int:
-    """Return the context length of pretraining: of config.json, of `rope`, or else the model's."""
-    (name,) = _ORIGINAL
-    for table in (values, rope):
-        if table.get(name) is not None:
-            return read_number(table, name)
-    return read_number(values, "max_position_embeddings")
-
-
 def _read_table(
     values: dict[str, Any], rope: dict[str, Any], grows: bool = False
 ) -> dict[str, Any]:
@@ -171,8 +162,9 @@ def _read_table(
     for name, ours in fields.items():
         if name == "attention_factor":
             read[ours] = _attention_factor(rope, read["factor"])
-        elif name in _ORIGINAL:
-            read[ours] = _original_tokens(values, rope)
+        elif name in _ORIGINAL:  # the context length of pretraining
+            table = next((t for t in (values, rope) if t.get(name) is not None), None)
+            read[ours] = read_number(table or values, name if table else "max_position_embeddings")
         elif name == "truncate":
             read[ours] = rope.get(name) is None or read_switch(rope, name)
         else:
@@ -206,13 +198,6 @@ def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) 
     if all_slide:
         return sliding
     return full | ({"sliding_rope_theta": sliding["rope_theta"]} if some_slide else {})
-
-
-def _scaling_json(scaling: RopeScaling, grows: bool) -> dict[str, Any]:
-    """Return the table `rope_scaling` of a config.json."""
-    fields = _FIELDS[scaling.kind] | (_QUERY_GROWTH if grows else {})
-    table = {name: getattr(scaling, ours) for name, ours in fields.items()}
-    return {"rope_type": scaling.kind, **table}
 
 
 # --- decoders -------------------------------------------------------------------------------
@@ -350,7 +335,9 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
     values["max_position_embeddings"] = MAX_POSITION_EMBEDDINGS
     values |= {name: getattr(config, BIASES[name][0]) for name in family.biases}
     if scaling is not None:
-        values["rope_scaling"] = _scaling_json(scaling, family.query_growth)
+        names = _FIELDS[scaling.kind] | (_QUERY_GROWTH if family.query_growth else {})
+        table = {name: getattr(scaling, ours) for name, ours in names.items()}
+        values["rope_scaling"] = {"rope_type": scaling.kind, **table}
         if scaling.kind == "dynamic":
             values["max_position_embeddings"] = scaling.original_tokens
     elif "rope_scaling" in family.defaults:

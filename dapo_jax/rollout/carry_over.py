@@ -15,11 +15,11 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config, Rollout
 from dapo_jax.contracts import Sampler
-from dapo_jax.rollout.dynamic_sampling import Collection, Judge, Pending
+from dapo_jax.rollout.dynamic_sampling import Collection, Judge
 from dapo_jax.structs import CollectedGroups, Completion, Group, PartialGroup, Prompt, Turn, Verdict
 
 
-class CarryOverCollection(Collection[Pending]):
+class CarryOverCollection(Collection):
     """Collection that starts with partial groups and leaves some to the next step."""
 
     def __init__(
@@ -71,7 +71,7 @@ class CarryOverCollection(Collection[Pending]):
         )
         return super().full() and not late
 
-    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> CollectedGroups:
+    def end(self, sampler: Sampler, judge: Judge, position: int) -> CollectedGroups:
         """Return the collected groups, and the groups for the next step."""
         self.read_verdicts(judge)
         unfinished = sampler.suspend()
@@ -173,4 +173,6 @@ def unpack_partial(
 def _completion(fields: dict[str, Any]) -> Completion:
     fields["earlier"] = tuple(map(tuple, fields["earlier"]))
     fields["turns"] = tuple(Turn(*turn) for turn in fields["turns"])
-    return Completion(**fields | {name: tuple(fields[name]) for name in ("rewards", "failures")})
+    fields["rewards"] = tuple(fields["rewards"])
+    fields["failures"] = tuple(fields["failures"])
+    return Completion(**fields)

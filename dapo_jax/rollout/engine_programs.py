@@ -128,7 +128,13 @@ class EnginePrograms:
             in_turn=mesh.devices.flat[0].platform == "tpu",
         )
         self.insert = jax.jit(start, donate_argnums=1, out_shardings=state)
-        self.stop = jax.jit(_stop_responses, donate_argnums=0, out_shardings=state)
+        self.stop = jax.jit(
+            lambda state, slots: state.replace(
+                active=state.active.at[slots].set(False, mode="drop")
+            ),
+            donate_argnums=0,
+            out_shardings=state,
+        )
         self.generate = jax.jit(
             self._generate,
             static_argnames=("rule", "columns"),
@@ -136,7 +142,11 @@ class EnginePrograms:
             out_shardings=(state, replicated),
         )
         self.feed = jax.jit(_feed_responses, donate_argnums=0, out_shardings=state)
-        self.grow = jax.jit(self._grow, static_argnames="window", out_shardings=state)
+        self.grow = jax.jit(
+            lambda state, window: state.replace(caches=self._layout.grow(state.caches, window)),
+            static_argnames="window",
+            out_shardings=state,
+        )
         self.calibrate = jax.jit(self._calibrate, out_shardings=place("kv_heads"))
         self.empty = jax.jit(self._empty, static_argnames="window", out_shardings=state)
         self.rows = jax.jit(lambda array, slots: array[slots], out_shardings=replicated)
@@ -195,9 +205,6 @@ class EnginePrograms:
             return CALIBRATION_MARGIN * to_int8(pairs, (0, 1, 3))[1]
 
         return tuple(map(scale, caches))
-
-    def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
-        return state.replace(caches=self._layout.grow(state.caches, window))
 
     def _mesh_context(self) -> contextlib.AbstractContextManager:
         """Return a context for traced code that has expert-parallel or sharded int8 products."""
@@ -328,11 +335,6 @@ def _feed_responses(
         known=present(state.known, "known").at[slots].set(known, mode="drop"),
         active=state.active.at[slots].set(True, mode="drop"),
     )
-
-
-def _stop_responses(state: DecodeState, slots: Int[Array, "n"]) -> DecodeState:
-    """Deactivate slots."""
-    return state.replace(active=state.active.at[slots].set(False, mode="drop"))
 
 
 def engine_programs(

@@ -119,6 +119,11 @@ def make_completion(
     known = len(before.tokens)
     if length <= known:
         return before
+    turns = before.turns
+    if turns and turns[-1].drawn:
+        turns = (*turns[:-1], Turn(True, turns[-1].tokens + length - known, ""))
+    elif turns:  # the first turn after an observation
+        turns = (*turns, Turn(True, length - known, ""))
     same_policy = before.policy_step == fields["policy_step"]
     return Completion(
         np.concatenate([before.tokens, tokens[known:]]),
@@ -126,18 +131,9 @@ def make_completion(
         earlier=before.earlier if same_policy else before.drawn_by,
         rewards=before.rewards,
         failures=before.failures,
-        turns=_extend_turns(before.turns, length - known),
+        turns=turns,
         **fields,
     )
-
-
-def _extend_turns(turns: tuple[Turn, ...], new_tokens: int) -> tuple[Turn, ...]:
-    """Add newly sampled tokens to the last turn, or as a turn after an observation."""
-    if not turns:
-        return ()
-    if turns[-1].drawn:
-        return (*turns[:-1], Turn(True, turns[-1].tokens + new_tokens, ""))
-    return (*turns, Turn(True, new_tokens, ""))
 
 
 def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[PartialGroup]:

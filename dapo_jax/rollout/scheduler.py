@@ -37,11 +37,7 @@ from dapo_jax.structs import (
 
 @dataclasses.dataclass
 class Decoding:
-    """Policy, decode state and key of a rollout; `release` frees the arrays.
-
-    Attributes:
-        slot_steps: busy and total slot steps that the decode state had counted before.
-    """
+    """Policy, decode state and key of a rollout; `release` frees the arrays."""
 
     params: Any = None
     state: Any = None
@@ -49,23 +45,17 @@ class Decoding:
     purpose: int = 0
     step: int = 0
     policy_step: int = 0
-    slot_steps: tuple[int, int] = (0, 0)
+    slot_steps: tuple[int, int] = (0, 0)  # busy and total, that the state had counted before
 
 
 class Slots:
-    """Decode slots: the response in each, and per-slot counters.
-
-    Attributes:
-        responses: pending responses and sample number by occupied slot, the oldest first.
-        generated: response tokens so far, per slot.
-        limit: maximum response tokens, per slot.
-        prompt_tokens: tokens of the prompt, per slot.
-    """
+    """Decode slots: the response in each, and per-slot counters of tokens."""
 
     def __init__(self, count: int):
+        # Pending responses and sample number by occupied slot, the oldest first.
         self.responses: dict[int, tuple[PendingResponses, int]] = {}
         self.generated = np.zeros(count, np.int64)
-        self.limit = np.zeros(count, np.int64)
+        self.limit = np.zeros(count, np.int64)  # of generated tokens
         self.prompt_tokens = np.zeros(count, np.int64)
 
     def occupy(self, slot: int, pending: PendingResponses, sampled_limit: int) -> int:

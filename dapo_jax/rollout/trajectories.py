@@ -6,7 +6,6 @@ a reply that takes longer. So every decision depends on burst counts, never on t
 
 import collections
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -38,23 +37,15 @@ class HeldSlot:
     slot: int | None
 
 
-class AwaitingReply(NamedTuple):
-    """Trajectory that waits for the reply of its environment."""
+class Trajectory(NamedTuple):
+    """Trajectory that waits for the reply of its environment, or that has received it."""
 
     burst: int  # its turn ended after this burst
     group: PendingGroup
     completion: Completion
     request: Any
     held: HeldSlot | None  # None: its slot was released
-
-
-class NextTurn(NamedTuple):
-    """Trajectory with the reply to its last turn."""
-
-    group: PendingGroup
-    held: HeldSlot | None
-    completion: Completion
-    continues: bool
+    continues: bool = False  # whether another turn follows the reply
 
 
 class Trajectories:
@@ -67,7 +58,7 @@ class Trajectories:
         self._environments = environments
         self._max_tokens = max_tokens
         self._key = key
-        self._awaiting: collections.deque[AwaitingReply] = collections.deque()
+        self._awaiting: collections.deque[Trajectory] = collections.deque()
 
     def __len__(self) -> int:
         return len(self._awaiting)
@@ -109,10 +100,10 @@ class Trajectories:
         texts = [turn.text for turn in completion.turns if turn.drawn] or [completion.text]
         request = self._environments.submit(prompt, seed, texts, completion.failures)
         self.counts.turns += 1
-        self._awaiting.append(AwaitingReply(burst, group, completion, request, held))
+        self._awaiting.append(Trajectory(burst, group, completion, request, held))
         return True
 
-    def due(self, burst: int, idle: bool) -> list[NextTurn]:
+    def due(self, burst: int, idle: bool) -> list[Trajectory]:
         """Return the trajectories to place after a burst, with their replies.
 
         If nothing else can be decoded (`idle`), wait for the next replies now.
@@ -126,8 +117,7 @@ class Trajectories:
         while self._awaiting and self._awaiting[0].burst <= last:
             due.append(self._awaiting.popleft())
         start = time.perf_counter()
-        requests = [waiting.request for waiting in due]
-        replies = self._environments.steps(requests) if due else []
+        replies = self._environments.steps([waiting.request for waiting in due]) if due else []
         self.counts.wait_seconds += time.perf_counter() - start
         max_turns = self._environments.settings.max_turns
         return [
@@ -135,10 +125,9 @@ class Trajectories:
             for waiting, reply in zip(due, replies, strict=True)
         ]
 
-    def _next_turn(self, waiting: AwaitingReply, reply: Any, max_turns: int) -> NextTurn:
+    def _next_turn(self, waiting: Trajectory, reply: Any, max_turns: int) -> Trajectory:
         """Append the reply, such as `environments.sessions.Step`, unless the trajectory ends."""
         counts = self.counts
-        next_turn = functools.partial(NextTurn, waiting.group, waiting.held)
         counts.failed_steps += bool(reply.failure)
         counts.late_steps += reply.late
         counts.cut_observations += reply.cut
@@ -150,14 +139,16 @@ class Trajectories:
         turns = completion.turns or (Turn(True, len(completion.tokens), completion.text),)
         if not reply.tokens:
             counts.ended_by_tokens += reply.cut
-            return next_turn(dataclasses.replace(completion, truncated=reply.cut), continues=False)
+            ended = dataclasses.replace(completion, truncated=reply.cut)
+            return waiting._replace(completion=ended)
         by_turns = sum(turn.drawn for turn in turns) >= max_turns
         remaining = self._max_tokens - len(completion.tokens) - len(reply.tokens)
         by_tokens = remaining <= 0 or len(completion) >= self.sampled_limit
         if by_turns or by_tokens:
             counts.ended_by_turns += by_turns
             counts.ended_by_tokens += not by_turns
-            return next_turn(dataclasses.replace(completion, truncated=True), continues=False)
+            ended = dataclasses.replace(completion, truncated=True)
+            return waiting._replace(completion=ended)
         counts.observation_tokens += len(reply.tokens)
         logprobs = completion.sampler_logprobs
         completion = dataclasses.replace(
@@ -166,4 +157,4 @@ class Trajectories:
             sampler_logprobs=np.append(logprobs, np.zeros(len(reply.tokens), logprobs.dtype)),
             turns=(*turns, Turn(False, len(reply.tokens), reply.text)),
         )
-        return next_turn(completion, continues=True)
+        return waiting._replace(completion=completion, continues=True)

@@ -21,7 +21,7 @@ from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.model.trainable import join
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
-from dapo_jax.reporting.scores import REFLECTION, Estimate, Report, Response, make_report
+from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rewards.judge import Pending
@@ -105,20 +105,17 @@ def report_on(responses: Sequence[Response], config: Config) -> Report:
 
 def heldout_metrics(report: Report) -> dict[str, float]:
     """Return the metrics of a report, without missing values."""
+    reward = report.reward
+    ends = {"": reward.value, "_low": reward.low, "_high": reward.high} if reward else {}
     values = {
         "heldout_accuracy": report.accuracy.value,
         "heldout_accuracy_low": report.accuracy.low,
         "heldout_accuracy_high": report.accuracy.high,
-        **_reward_metrics(report.reward),
+        **{f"heldout_reward{end}": value for end, value in ends.items()},
         "heldout_pass_at_k": report.pass_at_k[max(report.pass_at_k)].value,
         "heldout_majority": report.majority.value,
     } | {f"heldout_{name}": getattr(report, name) for name in MEANS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _reward_metrics(reward: Estimate | None) -> dict[str, float | None]:
-    ends = {"": reward.value, "_low": reward.low, "_high": reward.high} if reward else {}
-    return {f"heldout_reward{end}": value for end, value in ends.items()}
 
 
 def stamp(config: Config, policy: str) -> dict[str, Any]:
@@ -203,9 +200,9 @@ class ResponseFile:
             return
         try:
             self._open(folder, settings)
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(
                 f"the evaluation in {str(folder)!r} can't resume: {reason(error)}; choose another "
                 "folder by --out, or remove that one"
@@ -215,7 +212,16 @@ class ResponseFile:
         settings_path, path = folder / "settings.json", folder / "responses.jsonl"
         if settings_path.exists():
             saved = json.loads(settings_path.read_text())
-            check_same_evaluation(folder, settings, saved)
+            changed = [
+                f"{name}: {settings.get(name)!r}, but it was begun with {saved.get(name)!r}"
+                for name in sorted(settings | saved)
+                if settings.get(name) != saved.get(name)
+            ]
+            if changed:
+                raise ConfigError(
+                    f"the evaluation in {str(folder)!r} can't resume with other settings; choose "
+                    "another folder by --out:\n  " + "\n  ".join(changed)
+                )
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_text(settings_path, json.dumps(settings, indent=2))
@@ -248,20 +254,6 @@ class ResponseFile:
         if (path := self.path) is not None:
             responses = self.responses.values()
             self._storage.attempt(path.name, lambda: write_responses(path, responses, self._stamp))
-
-
-def check_same_evaluation(folder: Folder, settings: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise `ConfigError` that names every setting that differs from those in `folder`."""
-    changed = [
-        f"{name}: {settings.get(name)!r}, but it was begun with {saved.get(name)!r}"
-        for name in sorted(settings | saved)
-        if settings.get(name) != saved.get(name)
-    ]
-    if changed:
-        raise ConfigError(
-            f"the evaluation in {str(folder)!r} can't resume with other settings; choose another "
-            "folder by --out:\n  " + "\n  ".join(changed)
-        )
 
 
 # Settings that determine responses and verdicts, in addition to policy and problems.

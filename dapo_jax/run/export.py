@@ -8,14 +8,13 @@ import pathlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from filelock import FileLock
 
 from dapo_jax.config.experiment import ExportConfig, Lora
 from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
+from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.reporting import model_card
@@ -53,13 +52,6 @@ def check(config: ExportConfig) -> None:
     check_names(config)
 
 
-def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
-    """Return the decoder of a model folder, with the parameters that the run trained marked."""
-    decoder = load_huggingface.read_config(folder, field="model")
-    lora = {field.name: settings[f"lora.{field.name}"] for field in dataclasses.fields(Lora)}
-    return choose_trained(decoder, settings["model.freeze_layers"], Lora(**lora))
-
-
 def check_same_shapes(
     trained: dict[str, tuple[int, ...]], decoder: DecoderConfig, folder: str
 ) -> None:
@@ -76,13 +68,6 @@ def check_same_shapes(
         raise ConfigError(f"config.model = {folder!r}: is not the model of the run:\n  {listed}")
 
 
-def _merged(
-    adapters: Adapters, kernel: Layers, down: Layers, up: Layers, number: int
-) -> np.ndarray:
-    """Return one layer of a matrix, or of one of its experts, with the adapter merged."""
-    return merge(kernel(number), down(number), up(number), adapters)
-
-
 def policy_layers(
     trained: Collection[str], read: Callable[[str], Any], decoder: DecoderConfig, source: str
 ) -> Iterator[tuple[str, Layers]]:
@@ -93,7 +78,7 @@ def policy_layers(
         adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
         if decoder.adapters and path.endswith("kernel") and adapter[0] in trained:
             down, up = (save_huggingface.layers_of(name, read(name)) for name in adapter)
-            layer = functools.partial(_merged, decoder.adapters, layer, down, up)
+            layer = functools.partial(merge, decoder.adapters, layer, down, up)
         yield path, layer
     if not decoder.adapters:
         for path in trained:
@@ -146,7 +131,9 @@ def export(config: ExportConfig) -> pathlib.Path:
     policy = SavedPolicy(config.run, config.step)
     settings = policy.settings()
     source = config.model or settings["model.folder"]
-    decoder = read_decoder(settings, source)
+    decoder = load_huggingface.read_config(source, field="model")
+    lora = {field.name: settings[f"lora.{field.name}"] for field in dataclasses.fields(Lora)}
+    decoder = choose_trained(decoder, settings["model.freeze_layers"], Lora(**lora))
     check_same_shapes(policy.shapes(), decoder, source)
     check_frozen(settings, source, "model")
     merged = config.weights == "merged"

@@ -22,7 +22,7 @@ from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
-from dapo_jax.rollout.source import NoJournal, SourceState
+from dapo_jax.rollout.source import Journal, SourceState
 from dapo_jax.run import evaluation
 from dapo_jax.run.callbacks import Callbacks
 from dapo_jax.run.checkpointing import same_run
@@ -55,22 +55,17 @@ class RunStore:
     checkpoints: Checkpoints
     record: Record
     storage: Storage
-    journal: RolloutJournal | NoJournal
+    journal: Journal
 
 
 @dataclasses.dataclass
 class Run:
-    """The loop of a run from its first step to its last.
-
-    Attributes:
-        state: after the newest step.
-        progress: of the run, beside the state.
-    """
+    """The loop of a run from its first step to its last."""
 
     components: Components
     trainer: Trainer
-    state: TrainerState
-    progress: RunProgress
+    state: TrainerState  # after the newest step
+    progress: RunProgress  # of the run, beside the state
     store: RunStore
     files: RunFiles
     signals: Signals
@@ -260,8 +255,8 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
     partial = ()
     if progress.carried_bytes:
         shape: Any = {"groups": np.zeros(progress.carried_bytes, np.uint8)}
-        content: Any = checkpoints.state(shape, "carried")["groups"]
-        prompts = components.prompts
+        restored: Any = checkpoints.state(shape, "carried")
+        content, prompts = np.asarray(restored["groups"]), components.prompts
         partial = unpack_partial(content, lambda index: next(seek(prompts, index)))
     source = SourceState(progress.position, progress.kept_fraction, partial, behaviour)
     return TrainerState(record.step, LearnerStates(policy, critic), source)
@@ -345,7 +340,7 @@ def open_run(
     files.sinks.append(callbacks)
     if step is None:
         files.write_settings()
-    journal: RolloutJournal | NoJournal = NoJournal()
+    journal = Journal()
     if config.checkpoint.keep_groups:
         inputs = now.inputs | {"model": fingerprint(config.model.folder)}
         identity = same_run.run_identity(now.settings, inputs)

@@ -13,15 +13,11 @@ _running: contextvars.ContextVar["Clock | None"] = contextvars.ContextVar("clock
 
 
 class Clock:
-    """A stopwatch with named parts.
-
-    Attributes:
-        seconds: measured seconds by part.
-    """
+    """A stopwatch with named parts."""
 
     def __init__(self):
         self._start = time.perf_counter()
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # by part
 
     def total(self) -> float:
         """Return the seconds since the clock was created."""

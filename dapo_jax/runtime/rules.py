@@ -17,17 +17,13 @@ class Choices(tuple[str, ...]):
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The allowed values of a number.
-
-    Attributes:
-        also: an additional value outside the range.
-    """
+    """The allowed values of a number."""
 
     above: float | None = None
     at_least: float | None = None
     below: float | None = None
     at_most: float | None = None
-    also: float | None = None
+    also: float | None = None  # an additional value outside the range
 
     def __call__(self, value: float) -> bool:
         return value == self.also or (
@@ -87,15 +83,10 @@ class When:
 class Rule:
     """The rule of a setting, or of the settings of a section.
 
-    Attributes:
-        allowed: allowed values; None: all of its type.
-        read: condition under which the setting has an effect; None: always. A setting without
-            effect has to keep its default.
-        may_change: whether, or when, a resumed run may change the value.
-        auto: the number that 'auto' means on a command line.
+    A setting without effect has to keep its default.
     """
 
-    allowed: Choices | Range | None = None
-    read: When | None = None
-    may_change: bool | When = False
-    auto: int | None = None
+    allowed: Choices | Range | None = None  # None: all values of its type
+    read: When | None = None  # condition under which the setting has an effect; None: always
+    may_change: bool | When = False  # whether, or when, a resumed run may change the value
+    auto: int | None = None  # the number that 'auto' means on a command line

@@ -105,12 +105,13 @@ class Signals:
         soon = f" within {self._leave_seconds:g} s" * is_limited
         processes.print_error(f"{self.received}: stopping at the next safe point{soon}")
         if is_limited:
-            threading.Thread(target=self._count_down, args=(number,), daemon=True).start()
+            seconds = self._leave_seconds
 
-    def _count_down(self, number: int) -> None:
-        seconds = self._leave_seconds
-        if not self._safe.wait(seconds):
-            _leave(number, f"no safe point within {seconds:g} s: exiting without saving")
+            def count_down() -> None:
+                if not self._safe.wait(seconds):
+                    _leave(number, f"no safe point within {seconds:g} s: exiting without saving")
+
+            threading.Thread(target=count_down, daemon=True).start()
 
     @property
     def exit_code(self) -> int:

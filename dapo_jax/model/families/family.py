@@ -35,23 +35,16 @@ EXPERT_TENSORS = LAYER_TENSORS | {
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Fields of config.json that describe a family's sliding windows.
+    """Fields of config.json that describe a family's sliding windows."""
 
-    Attributes:
-        default: tokens a sliding layer sees if config.json has no `sliding_window`; None: no
-            window.
-        switch: windows need `use_sliding_window`.
-        by_layer: `layer_types` selects the sliding layers; otherwise all layers slide.
-        first: default of `max_window_layers`, the number of first layers with full attention;
-            None: the field is not read.
-        period: default of `sliding_window_pattern`: every so many layers one has full attention;
-            None: the field is not read.
-    """
-
-    default: int | None = 4096
-    switch: bool = False
-    by_layer: bool = False
+    default: int | None = 4096  # tokens of a window without `sliding_window`; None: no window
+    switch: bool = False  # windows need `use_sliding_window`
+    by_layer: bool = False  # `layer_types` selects the sliding layers; otherwise all layers slide
+    # Default of `max_window_layers`, the number of first layers with full attention; None: the
+    # field is not read.
     first: int | None = None
+    # Default of `sliding_window_pattern`: every so many layers one has full attention; None: the
+    # field is not read.
     period: int | None = None
 
 
@@ -59,42 +52,28 @@ class Windows:
 class Family:
     """How `transformers` reads the config.json and the tensors of a model family.
 
-    A family has many attributes because each feature is independent of the others.
-
-    Attributes:
-        model_type: field of config.json that names the family.
-        class_name: prefix of its classes in `transformers`.
-        classifier_name: prefix of its class with a scalar head, if it differs.
-        fixed: fields of DecoderConfig that are the same for all models of the family.
-        fields: additional fields of config.json, by field of DecoderConfig.
-        aliases: names that newer folders use for fields of config.json.
-        biases: fields of config.json, from `config_json.BIASES`, that are read.
-        defaults: values of fields that config.json may leave out.
-        required: the only supported values of fields that would change the computed numbers.
-        activation_field: field of `required` that names the activation function.
-        quantisation: `quant_method` of quantised folders that can be loaded; empty: none.
-        windows: sliding windows; None: config.json has no such fields.
-        query_growth: queries grow with the logarithm of their position (Llama 4).
-        local_rope: sliding layers rotate by their own base, `rope_local_base_freq`.
-        tensors: published names of a layer's tensors. Experts with a name without {} are fused: one
-            tensor [experts, in, out] holds all of a layer, and parameters with the same name
-            alternate along its last axis.
-        adapter_tensors: names that PEFT derives the names of adapters from.
+    A family has many attributes because each feature is independent of the others. Experts with a
+    name without {} in `tensors` are fused: one tensor [experts, in, out] holds all of a layer, and
+    parameters with the same name alternate along its last axis.
     """
 
-    model_type: str
-    class_name: str
-    classifier_name: str = ""
+    model_type: str  # field of config.json that names the family
+    class_name: str  # prefix of its classes in `transformers`
+    classifier_name: str = ""  # prefix of its class with a scalar head, if it differs
+    # Fields of DecoderConfig that are the same for all models of the family.
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Additional fields of config.json, by field of DecoderConfig, and names in newer folders.
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    biases: tuple[str, ...] = ()
-    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    biases: tuple[str, ...] = ()  # fields of config.json, from `config_json.BIASES`
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # of fields left out
+    # The only supported values of fields that would change the computed numbers.
     required: dict[str, Any] = dataclasses.field(default_factory=lambda: {"hidden_act": "silu"})
-    activation_field: str = "hidden_act"
-    quantisation: str = ""
-    windows: Windows | None = None
-    query_growth: bool = False
-    local_rope: bool = False
+    activation_field: str = "hidden_act"  # field of `required` that names the activation function
+    quantisation: str = ""  # `quant_method` of quantised folders that can be loaded; empty: none
+    windows: Windows | None = None  # sliding windows; None: config.json has no such fields
+    query_growth: bool = False  # queries grow with the logarithm of their position (Llama 4)
+    local_rope: bool = False  # sliding layers rotate by their own base, `rope_local_base_freq`
+    # Published names of a layer's tensors, and those that PEFT derives names of adapters from.
     tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
     adapter_tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)

@@ -11,6 +11,7 @@ import numpy as np
 
 from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import FinishedGroups, digest_tokens
+from dapo_jax.rollout.source import Journal
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, replacing, suppress_storage_errors
@@ -19,7 +20,7 @@ from dapo_jax.structs import Group, PartialGroup, Prompt
 FOLDER = "groups"
 
 
-class RolloutJournal:
+class RolloutJournal(Journal):
     """Journal of the scored groups of a step, until a checkpoint has the step.
 
     Files are written in the background: each holds the groups that were scored while the file

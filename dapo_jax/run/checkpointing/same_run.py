@@ -22,40 +22,24 @@ from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLE
 
 @dataclasses.dataclass
 class RunProgress:
-    """State of a run beside its arrays.
+    """State of a run beside its arrays."""
 
-    Attributes:
-        heldout_before: held-out accuracy before the first step.
-        seconds: duration of the run, over all its processes.
-        unwritten: metrics of the newest step, if its evaluation has not finished.
-        skipped: steps in a row without an update, by learner (`count_skipped`).
-        position: index of the next prompt in the data.
-        kept_fraction: of groups that carried signal, by which the next step samples ahead.
-        carried_bytes: of the checkpoint's entry with the groups that the next step continues.
-    """
-
-    heldout_before: float | None = None
-    seconds: float = 0.0
-    unwritten: dict[str, float] | None = None
-    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
-    position: int = 0
-    kept_fraction: float = 1.0
-    carried_bytes: int = 0
+    heldout_before: float | None = None  # held-out accuracy before the first step
+    seconds: float = 0.0  # duration of the run, over all its processes
+    unwritten: dict[str, float] | None = None  # metrics of a step that is not evaluated yet
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
+    position: int = 0  # index of the next prompt in the data
+    kept_fraction: float = 1.0  # of groups that carried signal: the next step samples ahead by it
+    carried_bytes: int = 0  # of the entry with the groups that the next step continues
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """JSON beside the arrays of a checkpoint: the run's progress, and what decides its results.
+    """JSON beside the arrays of a checkpoint: the run's progress, and what decides its results."""
 
-    Attributes:
-        step: finished steps.
-        settings: values by dotted name.
-        inputs: digests of the files that the run reads, by kind.
-    """
-
-    step: int
-    settings: dict[str, Any]
-    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    step: int  # finished steps
+    settings: dict[str, Any]  # values by dotted name
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # digests of files, by kind
     progress: RunProgress = dataclasses.field(default_factory=RunProgress)
 
     def continues(self, saved: "Record") -> bool:

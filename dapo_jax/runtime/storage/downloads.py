@@ -51,11 +51,8 @@ def _complete(folder: epath.Path, copy: pathlib.Path, stats: Stats, field: str) 
         if processes.is_first() and total > 1e8:
             processes.print_error(f"downloading {total / 1e9:.1f} GB of {folder} to {copy}, once")
         with concurrent.futures.ThreadPoolExecutor(MAX_PARALLEL) as pool:
-            for future in [
-                pool.submit(_download, folder / name, copy / name, size)
-                for name, size in missing.items()
-            ]:
-                future.result()
+            targets = [copy / name for name in missing]
+            list(pool.map(_download, map(folder.joinpath, missing), targets, missing.values()))
 
 
 def cached_model(source: Any, name: str) -> pathlib.Path:
