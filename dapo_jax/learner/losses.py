@@ -373,17 +373,14 @@ TRAINED_RESPONSES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.n
 
 def response_weights(
     algorithm: Algorithm,
-    tokens: Int[np.ndarray, "B"],
-    groups: Int[np.ndarray, "B"],
+    tokens: Int[np.ndarray, "B"],  # number of trained tokens
+    groups: Int[np.ndarray, "B"],  # number of the prompt
     correct: Bool[np.ndarray, "B"],
-    budget: int,
+    budget: int,  # max_response_tokens
 ) -> Float[np.ndarray, "B"]:
     """Return the loss weight of the trained tokens of each response of an optimizer minibatch.
 
-    Args:
-        tokens: number of trained tokens; a response with 0 is in no sum and no count.
-        groups: number of the prompt.
-        budget: max_response_tokens.
+    A response without trained tokens is in no sum and no count.
     """
     chosen = TRAINED_RESPONSES[algorithm.trained_responses](correct, groups, tokens)
     trained = np.where(chosen, tokens, 0)

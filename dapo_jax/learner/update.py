@@ -77,10 +77,8 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int) -> float:
 class Learner:
     """Compiled score pass and update of a model (policy or critic), with their shardings.
 
-    Attributes:
-        start: jitted function from parameters to a fresh `TrainState`.
-        copy: jitted copy of the parameters, which an update donates.
-        shardings, abstract_state: shardings and shapes of a `TrainState`.
+    `start` makes a fresh `TrainState` of parameters; `copy` copies them, since an update donates
+    its state. `shardings` and `abstract_state` describe a `TrainState`.
     """
 
     def __init__(

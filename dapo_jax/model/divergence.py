@@ -22,10 +22,7 @@ class Divergence(NamedTuple):
 
     beta KL(P || M) + (1 - beta) KL(Q || M), with M = beta P + (1 - beta) Q. At the ends, which
     would be 0, it is its limit over beta and over 1 - beta: KL(P || Q) for 0, KL(Q || P) for 1.
-
-    Attributes:
-        top_k: number of the teacher's likeliest tokens that are compared one by one; all others
-            count as one. 0: all tokens are compared.
+    With `top_k`, the teacher's likeliest tokens are compared one by one, and all others as one.
     """
 
     beta: float = 0.5

@@ -35,12 +35,6 @@ class CacheLayout:
     `settings.pages` counts the pages of all replicas without their pages 0 (0: as many as full
     slots need). `settings.first_window_tokens` is the first length of slots, or of attention over
     pages if no kernel reads only the existing tokens.
-
-    Attributes:
-        attend: attention over these caches.
-        takes_many: one call may insert the responses to several prompts.
-        pages: the page table; None without pages.
-        calibrated: pages are int8 with a scale per head that must be known beforehand.
     """
 
     def __init__(
@@ -59,10 +53,12 @@ class CacheLayout:
         self._dtype = dtype
         platform = mesh.devices.flat[0].platform
         self._time_last = platform == "cpu"
+        # Pages are int8 with a scale per head that must be known beforehand.
         self.calibrated = paged and settings.cache_dtype == "int8_per_head"
-        # Without pages, a replica also gets the prompts of other replicas, and drops them.
+        # Whether a call may insert the responses to several prompts: without pages, a replica also
+        # gets the prompts of other replicas, and drops them.
         self.takes_many = paged or mesh.size == 1
-        self.pages = None
+        self.pages: PageTable | None = None
         if paged:
             self.pages = PageTable(_page_geometry(mesh, settings, cache_tokens))
             self.attend = PagedAttention(mesh, _read_by_kernel(config, mesh, settings, dtype))

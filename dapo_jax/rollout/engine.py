@@ -39,11 +39,7 @@ from dapo_jax.structs import SamplingRule
 class PolicyEngine(Engine):
     """Decodes `settings.slots` responses in parallel, `settings.burst_tokens` tokens per call.
 
-    Attributes:
-        shape: constants of the compiled programs.
-        layout: of the caches on devices.
-        replicas: number of parts of the slots; prefilling this many prompts costs as much as one.
-        prefill_width: maximum number of prompts of one `prefill_prompts`.
+    `replicas` are parts of the slots; prefilling this many prompts costs as much as one.
     """
 
     RULE_PER_SLOT = False
@@ -75,6 +71,7 @@ class PolicyEngine(Engine):
         self._tokenizer = tokenizer
         self._arrival_keys = (sample_key(seed, SAMPLE_FOR_SERVING, 0, i) for i in itertools.count())
         self._pace = Pace(mesh)
+        # Maximum number of prompts of one `prefill_prompts`.
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
         self.layout = choose_layout(config, mesh, settings, shape.cache_tokens)
         self._page_scales = None

@@ -93,10 +93,6 @@ class EnginePrograms:
     """Programs for one policy on one mesh; each compiles at its first call.
 
     It has one attribute for each compiled program, so more than twelve.
-
-    Attributes:
-        weights: loads the parameters.
-        state_shardings, prefix_sharding: shardings of decode states and prefilled caches.
     """
 
     def __init__(

@@ -31,15 +31,15 @@ class Callbacks(Sink):
     If a callback returns True or raises, the run stops at the next safe point and saves;
     `raise_error` then raises the first exception.
 
-    Args:
-        signals: of the run; a callback stops the run through it.
-        callbacks: objects with any methods of `EVENTS`, or `close`; a `RunSink` is one.
-        on_step: function that every process calls after the callbacks.
-
     Raises `ConfigError` for an object without a method of `EVENTS`, or with an unknown one.
     """
 
-    def __init__(self, signals: Signals, callbacks: Sequence[Any] = (), on_step: Any = None):
+    def __init__(
+        self,
+        signals: Signals,  # of the run; a callback stops the run through it
+        callbacks: Sequence[Any] = (),  # objects with methods of `EVENTS`, or `close`: a `RunSink`
+        on_step: Any = None,  # function that every process calls after the callbacks
+    ):
         for i, callback in enumerate(callbacks):
             _check(f"callbacks[{i}]", callback)
         self._signals = signals

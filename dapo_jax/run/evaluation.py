@@ -174,22 +174,16 @@ def _line(response: Response, stamp: dict[str, Any]) -> bytes:
 class ResponseFile:
     """Response file of an evaluation: JSON lines, so that no response is sampled twice.
 
-    Args:
-        folder: None on all processes but the first, which keep responses in memory only.
-        settings: values, by name, that determine the responses.
-        stamp: fields of every line.
-
-    Attributes:
-        responses: old and new ones by (position in the problem file, sample).
+    `responses` are old and new ones by (position in the problem file, sample).
 
     Raises `ConfigError` that names every setting that differs from those of the folder.
     """
 
     def __init__(
         self,
-        folder: Folder | None,
-        settings: dict[str, Any],
-        stamp: dict[str, Any],
+        folder: Folder | None,  # None on all processes but the first: responses in memory only
+        settings: dict[str, Any],  # values, by name, that determine the responses
+        stamp: dict[str, Any],  # fields of every line
         storage: Storage | None = None,
     ):
         self._stamp = stamp

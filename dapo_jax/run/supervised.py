@@ -93,13 +93,9 @@ Batch = tuple[TrainBatch, int, dict[str, float]]  # a minibatch, microbatches in
 
 
 class Stopped(Exception):
-    """Raised if a signal, named by the argument, ended the command; `out` is not written.
+    """Raised if a signal, named by the argument, ended the command; `out` is not written."""
 
-    Attributes:
-        step: the newest one on disk; 0: none.
-    """
-
-    step = 0
+    step = 0  # the newest one on disk; 0: none
 
 
 class Start(NamedTuple):
@@ -295,14 +291,7 @@ class SupervisedRun:
     `OUT.halfway` holds them until OUT is complete. A command that was stopped resumes from them;
     one with other settings, data or models starts from scratch. The metrics of a step are read
     while the next one runs, so that no step waits for the host. Every process calls every method.
-
-    Args:
-        name: of the command, for the console.
-        digests: of the files that the run reads, by name.
-
-    Attributes:
-        path: of the folder.
-        record: finished steps, settings and skipped updates.
+    `digests` are those of the files that the run reads, by name.
     """
 
     def __init__(

@@ -60,15 +60,10 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class When:
-    """A condition on other settings.
+    """A condition on other settings."""
 
-    Attributes:
-        names: dotted names of the settings, separated by spaces.
-        test: a function of their values; or, for a single setting, the values that fulfil the
-            condition, separated by spaces.
-    """
-
-    names: str
+    names: str  # dotted names of the settings, separated by spaces
+    # Function of their values; for a single setting also its allowed values, separated by spaces.
     test: str | Callable[..., Any] = bool
 
     def __call__(self, settings: Mapping[str, Any]) -> bool:

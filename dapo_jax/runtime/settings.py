@@ -57,11 +57,7 @@ def part(kind: Callable[[], T], *, read: When | None = None, may_change: bool = 
 
 
 class ConfigError(ValueError):
-    """An invalid setting or combination of settings.
-
-    Attributes:
-        field: dotted name of the setting, empty if the error is about several.
-    """
+    """An invalid setting (`field` is its dotted name) or combination of settings."""
 
     def __init__(self, message: str, field: str = ""):
         super().__init__(message)
