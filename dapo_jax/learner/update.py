@@ -135,10 +135,6 @@ class Learner:
         with sharding.activate(self.mesh):
             return self._update(state, self.frozen, batch, microbatches, learning_rate)
 
-    def gradient(self, params: Any, batch: TrainBatch, microbatches: int) -> Any:
-        """Return the gradient that `update` would use."""
-        return self.loss_and_gradient(params, batch, microbatches)[1]
-
     def loss_and_gradient(
         self, params: Any, batch: TrainBatch, microbatches: int
     ) -> tuple[Array, Any]:

@@ -121,20 +121,15 @@ def head_divergence(
 
 
 def _keep_divergence(hidden, head, teacher, teacher_head, divergence, chunk_tokens):
-    def local(shard, *arrays):
-        return _divergences(shard, divergence, chunk_tokens, *arrays)
-
     arrays = hidden, head, teacher, teacher_head
     with jax.named_scope("divergence"):
-        return sharded(local, "hwhw", "r")(*arrays), arrays
+        return sharded(_divergences, "hwhw", "r", divergence, chunk_tokens)(*arrays), arrays
 
 
 def _gradients_of_divergence(divergence, chunk_tokens, kept, upstream):
-    def local(shard, *arrays):
-        return _divergence_gradients(shard, divergence, chunk_tokens, *arrays)
-
     with jax.named_scope("divergence"):
-        return *sharded(local, "hwhwr", "hw")(*kept, upstream), None, None
+        run = sharded(_divergence_gradients, "hwhwr", "hw", divergence, chunk_tokens)
+        return *run(*kept, upstream), None, None
 
 
 head_divergence.defvjp(_keep_divergence, _gradients_of_divergence)

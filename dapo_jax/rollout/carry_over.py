@@ -8,12 +8,12 @@ import base64
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.config.experiment import Config, Rollout
+from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import Sampler
 from dapo_jax.rollout.dynamic_sampling import Collection, Judge
 from dapo_jax.structs import CollectedGroups, Completion, Group, PartialGroup, Prompt, Turn, Verdict
@@ -79,12 +79,21 @@ class CarryOverCollection(Collection):
         surplus = self._kept - {group.prompt.index for group in groups}
         started = [group.prompt.index for group in unfinished if group.tokens]
         following = max([self.start, *(i + 1 for i in (*self._scored, *started))])
-        left = [group for i, group in self._scored.items() if i in surplus]
-        partial, expired = carry(self._rollout, self._step, left, unfinished, self._first_steps)
+        carried = list(unfinished)
+        for group in (group for i, group in self._scored.items() if i in surplus):
+            scored = group if self._rollout.carry_over == "all" else None
+            first_step = self._first_steps.get(group.prompt.index, self._step)
+            carried.append(PartialGroup(group.prompt, first_step, judged=scored))
+        following_step, expired = self._step + 1, 0
+        for i, group in enumerate(carried):
+            if group.tokens and following_step - group.step > self._rollout.carry_over_max_age:
+                carried[i] = PartialGroup(group.prompt, following_step)
+                expired += 1
+        carried.sort(key=lambda group: group.prompt.index)
         estimate = self._estimate(self._scored_now())
         return dataclasses.replace(
             self._collected(groups, surplus, following, estimate),
-            carried=tuple(group for group in partial if group.prompt.index < following),
+            carried=tuple(group for group in carried if group.prompt.index < following),
             expired=expired,
             reused=self._reused,
         )
@@ -97,27 +106,6 @@ def open_collection(
     if config.rollout.carry_over == "none":
         return Collection(config, kept_fraction, position)
     return CarryOverCollection(config, kept_fraction, step, partial, position)
-
-
-def carry(
-    rollout: Rollout,
-    step: int,
-    surplus: Sequence[Group],
-    unfinished: Sequence[PartialGroup],
-    first_steps: Mapping[int, int],
-) -> tuple[list[PartialGroup], int]:
-    """Return the partial groups for step + 1 in data order, and how many were too old."""
-    carried = list(unfinished)
-    for group in surplus:
-        scored = group if rollout.carry_over == "all" else None
-        first_step = first_steps.get(group.prompt.index, step)
-        carried.append(PartialGroup(group.prompt, first_step, judged=scored))
-    expired = 0
-    for i, group in enumerate(carried):
-        if group.tokens and step + 1 - group.step > rollout.carry_over_max_age:
-            carried[i] = PartialGroup(group.prompt, step + 1)
-            expired += 1
-    return sorted(carried, key=lambda group: group.prompt.index), expired
 
 
 # --- format of checkpoints and journals: JSON without prompts, arrays in base64 -------------------

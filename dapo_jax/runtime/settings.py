@@ -314,14 +314,13 @@ def read_file(path: pathlib.Path, field: str = "") -> str:
 def read_json(path: pathlib.Path, field: str) -> dict[str, Any]:
     """Read the object in a JSON file; raises `ConfigError` with `field`, the path's setting."""
     named = f"config.{field}: {path}" if field else str(path)
+    text = read_file(path, field)
     try:
-        content = json.loads(read_file(path, field))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        nested = isinstance(error, RecursionError)
-        text = "it is nested too deeply" if nested else str(error)
-        raise ConfigError(f"{named} can't be read: {text}", field) from None
+        content = json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{named} can't be read: it is nested too deeply", field) from None
+    except ValueError as error:
+        raise ConfigError(f"{named} can't be read: {error}", field) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{named}: must hold an object", field)
     return content
