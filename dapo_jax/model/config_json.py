@@ -252,19 +252,13 @@ def _read_fields(values: dict[str, Any], family: Family) -> dict[str, Any]:
     return read
 
 
-def _read_window(values: dict[str, Any], windows: Windows | None) -> int | None:
-    """Return the number of tokens that a sliding layer sees; None without sliding windows."""
-    if windows is None or windows.switch and not read_switch(values, "use_sliding_window"):
-        return None
-    if values.get("sliding_window", windows.default) is None:
-        return None
-    return read_number(values, "sliding_window", windows.default)
-
-
 def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
     """Return the window and the layers that slide. Raises ValueError for wrong `layer_types`."""
-    windows = family.windows or Windows()
-    window = _read_window(values, family.windows)
+    windows = family.windows or Windows(default=None)
+    is_on = not windows.switch or read_switch(values, "use_sliding_window")
+    window = None  # without sliding windows
+    if family.windows and is_on and values.get("sliding_window", windows.default) is not None:
+        window = read_number(values, "sliding_window", windows.default)
     first, period = 0, layers + 1
     if windows.first is not None:
         first = read_number(values, "max_window_layers", windows.first)
