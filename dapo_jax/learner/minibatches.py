@@ -66,10 +66,8 @@ def make_minibatches(
 ) -> Minibatches:
     """Split groups, in order, into minibatches of equally many prompts, and pack them.
 
-    The last minibatch is smaller if the step was starved.
-
-    Raises:
-        ConfigError: the user's `token_weights` returned no valid weights.
+    The last minibatch is smaller if the step was starved. Raises `ConfigError` if the user's
+    `token_weights` returned no valid weights.
     """
     segments = split_groups(config, groups, token_weights)
     packing = choose_packing(config, decoder, shards(mesh, "batch"), segments)

@@ -135,8 +135,7 @@ def pack(
 ) -> tuple[PackedRows, int]:
     """Pack a minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
 
-    Raises:
-        ValueError: a segment is longer than a row, or there are too many rows.
+    Raises ValueError if a segment is longer than a row, or there are too many rows.
     """
     longest = max((segment.length for segment in segments), default=0)
     if longest > row_tokens:

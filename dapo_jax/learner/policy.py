@@ -85,8 +85,7 @@ def policy_objective(
     """
     scored = batch.scored
     weights = batch.loss_weights
-    rollouts = scored.rollouts
-    segments = rollouts.segment_ids
+    segments = scored.rollouts.segment_ids
     trained = weights > 0
     counted = trained.astype(jnp.float32)
     old = own = jax.lax.stop_gradient(logprobs)  # the ratio is 1 if none were scored
@@ -97,7 +96,7 @@ def policy_objective(
     # Mask before exp: 0 * inf is NaN.
     logprobs = jnp.where(trained, logprobs, 0.0)
     old = jnp.where(trained, old, 0.0)
-    sampler = jnp.where(trained, rollouts.sampler_logprobs, 0.0)
+    sampler = jnp.where(trained, scored.rollouts.sampler_logprobs, 0.0)
     if algorithm.importance_cap:
         importance = importance_weights(algorithm, old, sampler, segments, trained)
         losses = importance * losses

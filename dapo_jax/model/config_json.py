@@ -143,10 +143,7 @@ def _attention_factor(rope: dict[str, Any], factor: float) -> float:
 def _read_table(
     values: dict[str, Any], rope: dict[str, Any], grows: bool = False
 ) -> dict[str, Any]:
-    """Return base and scaling of rotations as fields of a decoder.
-
-    Raises KeyError for a missing field, ValueError for a wrong one.
-    """
+    """Return base and scaling of rotations as fields of a decoder."""
     rotated = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if rotated is not None and rotated != 1:
         raise ValueError(f"partial_rotary_factor {reprlib.repr(rotated)}: must be 1.0")
@@ -186,7 +183,6 @@ def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) 
     """Return the rotations of a family with a separate base for sliding layers.
 
     Newer folders have a table for each kind of layer, older ones a scaling of full layers only.
-    Raises as `_read_table`.
     """
     tables = read_table(values, "rope_parameters")
     table = read_table(tables, FULL) | read_table(values, "rope_scaling")
@@ -222,10 +218,7 @@ def _check_supported(values: dict[str, Any], family: Family) -> None:
 
 
 def _read_fields(values: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return sizes and switches of the decoder.
-
-    Raises KeyError for a missing field, ValueError for a wrong one.
-    """
+    """Return sizes and switches of the decoder."""
     read: dict[str, Any] = {}
     for ours, name in (COMMON_FIELDS | family.fields).items():
         if ours in DERIVED:
@@ -285,8 +278,7 @@ def decoder_from_json(
 ) -> DecoderConfig:
     """Return the decoder that a config.json describes; `numerics` are all other fields.
 
-    Raises:
-        ConfigError: a field is missing, wrong or not supported; names the setting `field` too.
+    Raises `ConfigError` that names the setting `field` and the wrong field.
     """
     try:
         kind = values.get("model_type")

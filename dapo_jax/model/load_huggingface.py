@@ -66,11 +66,7 @@ def dequantise(
 
 
 def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
-    """Return the *.safetensors files of a folder, sorted by name.
-
-    Raises:
-        ConfigError: the folder has none, lacks one of the index, or one is no regular file.
-    """
+    """Return the *.safetensors files of a folder, sorted by name. Raises `ConfigError`."""
     paths = sorted(folder.glob("*.safetensors"))
     named = f"config.{field} = {str(folder)!r}"
     if not paths:
@@ -180,8 +176,7 @@ def read_config(
 ) -> DecoderConfig:
     """Return the decoder that config.json describes; `numerics` are all other fields.
 
-    Raises:
-        ConfigError: config.json is missing or wrong; names the setting `field` and the folder.
+    Raises `ConfigError` that names the setting `field` and the folder.
     """
     path = model_path(folder, field) / "config.json"
     if not path.exists():
@@ -337,8 +332,7 @@ def load_params(
 ) -> Any:
     """Return the parameters of a model folder, each shard read directly onto its device.
 
-    Raises:
-        ConfigError: tensors are missing, unknown, wrongly shaped or not finite.
+    Raises `ConfigError` if tensors are missing, unknown, wrongly shaped or not finite.
     """
     tensors = Tensors(folder, field)
     boxed, shapes = abstract_params(config), param_paths.param_shapes(config)

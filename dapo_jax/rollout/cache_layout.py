@@ -287,8 +287,7 @@ def choose_layout(
 ) -> CacheLayout:
     """Return the layout for `sampler.cache`; 'auto' is pages if a kernel reads them, else slots.
 
-    Raises:
-        ConfigError: cache, its dtype and the platform don't fit together.
+    Raises `ConfigError` if cache, its dtype and the platform don't fit together.
     """
     dtype = config.dtype if settings.cache_dtype == "auto" else jnp.int8
     kind, platform = settings.cache, mesh.devices.flat[0].platform

@@ -18,7 +18,7 @@ from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.cache_layout import choose_layout, with_scales
-from dapo_jax.rollout.engine_programs import EngineShape, Programs, Starts, engine_programs
+from dapo_jax.rollout.engine_programs import EnginePrograms, EngineShape, Starts, engine_programs
 from dapo_jax.rollout.jetstream_api import (
     NO_TOKEN,
     Engine,
@@ -78,7 +78,7 @@ class PolicyEngine(Engine):
         seed: int = 0,  # part of the random key of prompts that come without a key
         frozen: Any = None,  # parameters that never change; one copy of them is made for decoding
         trained_on: jax.sharding.Mesh | None = None,
-        programs: Callable[..., Programs] = engine_programs,
+        programs: Callable[..., Any] = engine_programs,
     ):
         int8_products = settings.weights_dtype == "int8_products"
         config = dataclasses.replace(config, int8_products=int8_products)
@@ -106,7 +106,7 @@ class PolicyEngine(Engine):
         self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
         self.max_insert_width = self._insert_widths[-1]  # slots that one `insert` can fill
         trainer = TrainerWeights(trained_on or mesh, frozen or {})
-        self.programs = programs(shape, mesh, self.layout, trainer)
+        self.programs: EnginePrograms = programs(shape, mesh, self.layout, trainer)
 
     # --- JetStream's interface ------------------------------------------------------------------
 

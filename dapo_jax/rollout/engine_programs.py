@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,42 +57,11 @@ class Starts(NamedTuple):
     fills: Fills | None  # cache pages to write; None if the cache has no pages
 
 
-class Programs(Protocol):
-    """Functions that compute for an engine: compiled ones, or those of a simulation."""
-
-    def resident(self) -> Any: ...
-
-    def load(self, params: Any) -> Any: ...
-
-    def calibrate(self, params: Any) -> Any: ...
-
-    def split(self, array: np.ndarray) -> Any: ...
-
-    def empty(self, *, window: int) -> DecodeState: ...
-
-    def grow(self, state: DecodeState, *, window: int) -> DecodeState: ...
-
-    def prefill(self, params: Any, tokens: Any, lengths: Any, keys: Any, sampled: Any, /) -> Prefix:
-        """Compute keys and values of prompts; the last `sampled` tokens are a response's."""
-        ...
-
-    def insert(self, prefix: Prefix, state: DecodeState, starts: Starts, /) -> DecodeState: ...
-
-    def feed(self, state: DecodeState, slots: Any, tokens: Any, known: Any, /) -> DecodeState: ...
-
-    def stop(self, state: DecodeState, slots: Any, /) -> DecodeState: ...
-
-    def generate(
-        self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: int | None
-    ) -> tuple[DecodeState, Any]: ...
-
-    def rows(self, array: Any, slots: Any, /) -> Any: ...
-
-
 class EnginePrograms:
     """Programs for one policy on one mesh; each compiles at its first call.
 
-    It has one attribute for each compiled program, so more than twelve.
+    It has one attribute for each compiled program, so more than twelve. A simulation has the same
+    public members, without `weights` and the shardings.
     """
 
     def __init__(

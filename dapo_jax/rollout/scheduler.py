@@ -22,7 +22,7 @@ from dapo_jax.rollout.requests import (
     pad_prompt,
 )
 from dapo_jax.rollout.sampling import sample_keys
-from dapo_jax.rollout.trajectories import EnvironmentPool, HeldSlot, Trajectories
+from dapo_jax.rollout.trajectories import HeldSlot, Trajectories
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import (
     Completion,
@@ -85,7 +85,7 @@ class Scheduler:
         engine: PolicyEngine,
         tokenizer: Decodes,
         seed: int,
-        environments: EnvironmentPool | None = None,
+        environments: Any = None,  # such as `environments.sessions.Environments`
     ):
         self.environments = environments
         self.counts = SamplerCounts()

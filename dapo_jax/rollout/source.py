@@ -97,8 +97,7 @@ class RolloutSource:
     def collect(self, state: SourceState, params: Any, step: int) -> tuple[SourceState, Rollout]:
         """Return the rollouts of `step`, and the state after them.
 
-        Raises:
-            Starved, Interrupted: as `dynamic_sampling.collect`; `state` repeats the step.
+        It raises as `dynamic_sampling.collect` does; `state` repeats the step.
         """
         rollout = state.ahead
         if rollout is None and state.behaviour is None:

@@ -8,25 +8,13 @@ import collections
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo_jax.config.experiment import Environment
+from dapo_jax.environments.sessions import Environments
 from dapo_jax.rollout.requests import PendingGroup, PendingResponses
-from dapo_jax.structs import Completion, Prompt, Turn, TurnCounts
-
-
-class EnvironmentPool(Protocol):
-    """Environments that run beside decoding, such as `environments.sessions.Environments`."""
-
-    settings: Environment
-
-    def submit(
-        self, prompt: Prompt, seed: int, texts: Sequence[str], failures: Sequence[str], /
-    ) -> Any: ...
-
-    def steps(self, requests: Sequence[Any], /) -> list[Any]: ...
+from dapo_jax.structs import Completion, Turn, TurnCounts
 
 
 @dataclasses.dataclass
@@ -51,9 +39,7 @@ class Trajectory(NamedTuple):
 class Trajectories:
     """Trajectories that wait for their environments, ordered by the end of their turns."""
 
-    def __init__(
-        self, environments: EnvironmentPool | None, max_tokens: int, key: Sequence[int] = ()
-    ):
+    def __init__(self, environments: Environments | None, max_tokens: int, key: Sequence[int] = ()):
         self.counts = TurnCounts()
         self._environments = environments
         self._max_tokens = max_tokens

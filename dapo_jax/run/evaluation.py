@@ -386,11 +386,8 @@ def evaluate(
     """Evaluate the latest checkpoint in run_dir, or the model folder or run if `from_folder`.
 
     Prints the report and writes it beside the responses. Returns its main scores, or None if a
-    signal stopped the evaluation; the same call then resumes it.
-
-    Raises:
-        ConfigError: run_dir has no checkpoint, or settings, model folder and earlier responses
-            don't fit together.
+    signal stopped the evaluation; the same call then resumes it. Raises `ConfigError` if run_dir
+    has no checkpoint, or settings, model folder and earlier responses don't fit together.
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))

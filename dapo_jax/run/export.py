@@ -122,10 +122,7 @@ def _replace_by_gguf(folder: pathlib.Path, config: ExportConfig) -> None:
 def export(config: ExportConfig) -> pathlib.Path:
     """Write the model folder with its card, upload it if asked to, and return its path.
 
-    The host holds only one stacked parameter and the tensors of one file.
-
-    Raises:
-        ConfigError: wrong settings, no such checkpoint, or a model of other shapes.
+    The host holds only one stacked parameter and the tensors of one file. Raises `ConfigError`.
     """
     check(config)
     policy = SavedPolicy(config.run, config.step)
@@ -175,10 +172,8 @@ def export(config: ExportConfig) -> pathlib.Path:
 def newest_export(folder: str, field: str) -> str:
     """Return the model folder of a run's newest checkpoint; other folders as they are.
 
-    The export is made once, in run_dir/exported. Every process calls it.
-
-    Raises:
-        ConfigError: there is no valid checkpoint, or it can't be exported; says what to run.
+    The export is made once, in run_dir/exported. Every process calls it. Raises `ConfigError` that
+    says what to run.
     """
     settings = pathlib.Path(folder, "config.json")
     if not (settings.is_file() and load_huggingface.is_settings(read_json(settings, field))):

@@ -204,17 +204,14 @@ class Run:
         config = self.components.config
         first = rows[0] if rows and rows[0].get("step") == 0 else {}
         last = rows[-1] if rows else {}
-        scores = {
-            "heldout_accuracy_before": progress.heldout_before,
-            "heldout_accuracy_after": last.get("heldout_accuracy"),
-        }
-        rewards = {
-            "heldout_reward_before": first.get("heldout_reward"),
-            "heldout_reward_after": last.get("heldout_reward"),
-        }
+        before = {"accuracy": progress.heldout_before, "reward": first.get("heldout_reward")}
+        scores = {}
+        for name in ("reward", "accuracy") if console.reward_leads else ("accuracy", "reward"):
+            scores[f"heldout_{name}_before"] = before[name]
+            scores[f"heldout_{name}_after"] = last.get(f"heldout_{name}")
         summary = {
             "steps": self.state.step,
-            **(rewards | scores if console.reward_leads else scores | rewards),
+            **scores,
             "seconds": round(progress.seconds, 1),
             "seed": config.seed,
             "megabytes_per_device": resident_megabytes(self.components, self.state),

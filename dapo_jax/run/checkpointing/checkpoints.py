@@ -261,9 +261,8 @@ class Checkpoints:
     def save(self, record: Record, states: Mapping[str, Any]) -> None:
         """Start writing in the background; a step that is already saved is left alone.
 
-        Raises:
-            NotSaved: it could not be started; later `wait` raises it.
-            NotFinite: such a state would one day be the only one that is kept.
+        Raises `NotSaved` if it could not be started (later `wait` raises it), and `NotFinite`: such
+        a state would one day be the only one that is kept.
         """
         check_state(states, f"step {record.step} is not saved")
         with contextlib.suppress(NotSaved):  # an earlier save failed; it was reported then
