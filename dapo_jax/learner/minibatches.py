@@ -97,32 +97,27 @@ def _compute_token_weights(
     """Return token weights by group and response; each group is computed on one host."""
     if token_weights is None:
         return [[None] * len(group.completions) for group in groups]
+
+    def compute(group: Group, sample: int) -> list[float]:
+        tokens = len(group.completions[sample])
+        try:
+            weights = np.asarray(token_weights(group, sample), np.float64)
+            if weights.shape != (tokens,) or not np.isfinite(weights).all() or (weights < 0).any():
+                raise ValueError(f"got shape {weights.shape}")
+        except Exception as error:  # a user function may raise anything
+            raise ConfigError(
+                f"config.algorithm.token_weights = {config.algorithm.token_weights!r}: must "
+                f"return {tokens} finite numbers, none below 0, for response {sample} to prompt "
+                f"{group.prompt.id}; {describe_error(error)}"
+            ) from error
+        return weights.tolist()
+
     weights = processes.map_over_hosts(
         [group.prompt.index for group in groups],
-        lambda i: [
-            _check_token_weights(config, token_weights, groups[i], j).tolist()
-            for j in range(len(groups[i].completions))
-        ],
+        lambda i: [compute(groups[i], j) for j in range(len(groups[i].completions))],
         "token weights",
     )
     return [[np.asarray(response, np.float64) for response in group] for group in weights]
-
-
-def _check_token_weights(
-    config: Config, token_weights: TokenWeights, group: Group, sample: int
-) -> Float[np.ndarray, "n"]:
-    tokens = len(group.completions[sample])
-    try:
-        weights = np.asarray(token_weights(group, sample), np.float64)
-        if weights.shape != (tokens,) or not np.isfinite(weights).all() or (weights < 0).any():
-            raise ValueError(f"got shape {weights.shape}")
-    except Exception as error:  # a user function may raise anything
-        raise ConfigError(
-            f"config.algorithm.token_weights = {config.algorithm.token_weights!r}: must "
-            f"return {tokens} finite numbers, none below 0, for response {sample} to prompt "
-            f"{group.prompt.id}; {describe_error(error)}"
-        ) from error
-    return weights
 
 
 def choose_packing(

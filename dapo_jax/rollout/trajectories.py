@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo_jax.environments.sessions import Environments
 from dapo_jax.rollout.requests import PendingGroup, PendingResponses
 from dapo_jax.structs import Completion, Turn, TurnCounts
 
@@ -39,7 +38,7 @@ class Trajectory(NamedTuple):
 class Trajectories:
     """Trajectories that wait for their environments, ordered by the end of their turns."""
 
-    def __init__(self, environments: Environments | None, max_tokens: int, key: Sequence[int] = ()):
+    def __init__(self, environments: Any, max_tokens: int, key: Sequence[int] = ()):
         self.counts = TurnCounts()
         self._environments = environments
         self._max_tokens = max_tokens
