@@ -15,14 +15,15 @@ from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.requests import (
     RESUMED_BUCKET_FACTOR,
+    HeldSlot,
     PendingGroup,
     PendingResponses,
+    Trajectories,
     carry_groups,
     make_completion,
     pad_prompt,
 )
 from dapo_jax.rollout.sampling import sample_keys
-from dapo_jax.rollout.trajectories import HeldSlot, Trajectories
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import (
     Completion,
