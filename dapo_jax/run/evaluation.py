@@ -50,11 +50,6 @@ FIELDS = {field.name: field.default for field in dataclasses.fields(Response)}
 REQUIRED_FIELDS = {name for name, default in FIELDS.items() if default is dataclasses.MISSING}
 
 
-def evaluation_rule(config: Config) -> SamplingRule:
-    """Return the sampling rule of held-out responses."""
-    return SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
-
-
 def _split_scored(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
     """Return the groups with complete verdicts, and the others; every host agrees."""
     owners = [group.prompt.index for group in pending]
@@ -362,10 +357,11 @@ def sample_missing(
 
     Only the first process returns responses of an earlier start. Raises `Interrupted`.
     """
-    progress, rule = components.progress, evaluation_rule(components.config)
+    progress, settings = components.progress, components.config.evaluation
+    rule = SamplingRule(settings.temperature, settings.top_p)
     saved = processes.broadcast_from_host0(lambda: list(file.responses), "saved responses")
     known = {tuple(key) for key in saved}
-    numbers = range(components.config.evaluation.samples_per_problem)
+    numbers = range(settings.samples_per_problem)
     keys = [(prompt.index, j) for prompt in prompts for j in numbers]
     missing = [(p, [j for j in numbers if (p.index, j) not in known]) for p in prompts]
     wanted = [(prompt, samples) for prompt, samples in missing if samples]

@@ -24,14 +24,13 @@ from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.source import Journal, SourceState
 from dapo_jax.run import evaluation
-from dapo_jax.run.callbacks import Callbacks
 from dapo_jax.run.checkpointing import same_run
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.memory import checkpoint_bytes, megabytes_per_device
-from dapo_jax.run.run_files import SUMMARY, RunFiles
+from dapo_jax.run.run_files import SUMMARY, Callbacks, RunFiles
 from dapo_jax.run.step_record import measure, trace
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
@@ -96,7 +95,8 @@ class Run:
             return {}, []
         clock, config = Clock(), self.components.config
         samples = range(config.evaluation.samples_per_problem)
-        rule, show = evaluation.evaluation_rule(config), self.components.progress.working
+        rule = SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
+        show = self.components.progress.working
         with show(f"evaluating {len(self._heldout)} held-out problems"):
             responses = self._sample(self._heldout, samples, rule)
         self.files.write_evaluation(self.state.step, responses)
@@ -134,7 +134,7 @@ class Run:
         self.progress.unwritten = values
         self.progress.skipped = count_skipped(self.progress.skipped, values)
         step, batch = self.state.step, record.rollouts.batch
-        self.files.write_rollouts(step, dataclasses.replace(batch, traces=traces))
+        self.files.send("on_rollouts", step, dataclasses.replace(batch, traces=traces))
         for group in batch.broken[:SHOWN_BROKEN_GROUPS]:
             console.warn(f"step {step}: a group was dropped: {escape(str(group.broken))}")
         if due(step - 1, config.log.show_group_every_steps) and batch.groups:
