@@ -128,7 +128,6 @@ class EnginePrograms:
         return jax.make_array_from_callback(array.shape, place, lambda at: array[at])
 
     def _empty(self, *, window: int) -> DecodeState:
-        """Return a decode state with every slot free."""
         config, settings = self._shape.config, self._shape.settings
         slots = settings.slots
         pages = self._layout.pages

@@ -251,7 +251,6 @@ def _learn(
     state: TrainState,
     signals: Signals,
 ) -> TrainState:
-    """Return the state after all steps."""
     task = run.task
     first_step = run.record.step
     heldout: dict[str, float] = {}
@@ -512,7 +511,6 @@ def imitation_batch(segments: Sequence[Segment], packing: Packing) -> tuple[Trai
 
 
 def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
-    """Return the task of SFT: generated examples, or examples of files."""
     config: SftConfig = start.config
     labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
     packing = config.packing
@@ -590,7 +588,6 @@ def _preferences(
 
 
 def _open_dpo(start: Start, learner: Learner, signals: Signals) -> Task:
-    """Return the task of DPO on the pairs of files."""
     config: DpoConfig = start.config
     size, packing, algorithm = config.pairs_per_step, config.packing, algorithm_of(config)
     if config.reference:

@@ -132,13 +132,6 @@ def _query_scalar(config: dict[str, Any]) -> int:
     return largest if config["num_hidden_layers"] == 62 else config["head_dim"]
 
 
-def _read_field(name: str, value: Any, field: str) -> int | float:
-    """Return the value of a key as the number that config.json holds. Raises ValueError."""
-    if not isinstance(value, int | float) or value <= 0:
-        raise ValueError(f"{name} = {str(value)[:40]}: must be a positive number")
-    return float(f"{value:.7g}") if field in FLOAT_FIELDS else value
-
-
 def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json."""
     name = metadata["general.architecture"]
@@ -153,7 +146,10 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
     for suffix, field in FIELDS.items():
         key = f"{name}.{suffix}"
         if suffix in REQUIRED_FIELDS or metadata.get(key):
-            value = _read_field(key, metadata[key], field)
+            value = metadata[key]
+            if not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"{key} = {str(value)[:40]}: must be a positive number")
+            value = float(f"{value:.7g}") if field in FLOAT_FIELDS else value
             if config.setdefault(field, value) != value:
                 raise ValueError(f"{key} = {value}: must be {config[field]}, the {field}")
     _add_defaults(config)

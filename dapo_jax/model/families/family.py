@@ -3,26 +3,23 @@
 import dataclasses
 from typing import Any
 
+_PROJECTIONS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 # Names of published tensors below `model.layers.N`, by path below a stack of layers.
 LAYER_TENSORS = {
     "attention_norm/scale": "input_layernorm.weight",
-    "query/kernel": "self_attn.q_proj.weight",
-    "query/bias": "self_attn.q_proj.bias",
     "query_norm/scale": "self_attn.q_norm.weight",
-    "key/kernel": "self_attn.k_proj.weight",
-    "key/bias": "self_attn.k_proj.bias",
     "key_norm/scale": "self_attn.k_norm.weight",
-    "value/kernel": "self_attn.v_proj.weight",
-    "value/bias": "self_attn.v_proj.bias",
-    "out/kernel": "self_attn.o_proj.weight",
-    "out/bias": "self_attn.o_proj.bias",
     "mlp_norm/scale": "post_attention_layernorm.weight",
-    "gate/kernel": "mlp.gate_proj.weight",
-    "gate/bias": "mlp.gate_proj.bias",
-    "up/kernel": "mlp.up_proj.weight",
-    "up/bias": "mlp.up_proj.bias",
-    "down/kernel": "mlp.down_proj.weight",
-    "down/bias": "mlp.down_proj.bias",
+    **{f"{ours}/kernel": f"{name}.weight" for ours, name in _PROJECTIONS.items()},
+    **{f"{ours}/bias": f"{name}.bias" for ours, name in _PROJECTIONS.items()},
 }
 # Tensors of experts; {} is the expert's number. PEFT names adapters of experts like this.
 EXPERT_TENSORS = LAYER_TENSORS | {
