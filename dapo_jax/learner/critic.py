@@ -51,11 +51,6 @@ def critic_learner(
     return Learner(score, loss, abstract_params(config), settings, mesh)
 
 
-def as_value_metrics(means: dict[str, Mean]) -> dict[str, Mean]:
-    """Rename metrics of the critic's update as in metrics.jsonl."""
-    return {f"value_{name.removeprefix('value_')}": mean for name, mean in means.items()}
-
-
 def scalar_config(config: DecoderConfig) -> DecoderConfig:
     """Return the decoder config with a scalar head and all layers trained."""
     return dataclasses.replace(

@@ -160,8 +160,6 @@ def k3_with_gradient_of_k2(logprobs: Array, reference_logprobs: Array) -> Array:
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_with_gradient_of_k2}
 
-# --- policy loss ----------------------------------------------------------------------------
-
 
 def policy_loss(
     algorithm: Algorithm,
@@ -272,9 +270,6 @@ def rejections(
         below = any_in_response(below, segment_ids, trained)
         above = any_in_response(above, segment_ids, trained)
     return below & rejectable, above & rejectable & ~below
-
-
-# --- value loss -------------------------------------------------------------------------------
 
 
 def value_loss(

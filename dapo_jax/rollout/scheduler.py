@@ -198,8 +198,7 @@ class Scheduler:
 
     def release(self) -> None:
         self.abandon()
-        self._decoding.params = None
-        self._decoding.state = None
+        self._decoding = Decoding()
 
     def _clear(self) -> None:
         for slot in self._occupied():

@@ -8,7 +8,6 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import Mean
-from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.learners import learning_rates
 from dapo_jax.learner.packing import fill
 from dapo_jax.learner.ratios import quantiles, trace_ratios, trace_responses
@@ -24,7 +23,11 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
     host_values = _host_metrics(config, record)  # overlaps device compute
     means = jax.device_get([(update.learner, update.means) for update in record.updates])
     policy = [values for learner, values in means if learner == "policy"]
-    critic = [as_value_metrics(values) for learner, values in means if learner == "critic"]
+    critic = [
+        {f"value_{name.removeprefix('value_')}": mean for name, mean in values.items()}
+        for learner, values in means
+        if learner == "critic"
+    ]
     seconds = {f"seconds_{part}": spent for part, spent in clock.seconds.items()}
     seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
     seconds["seconds_rollout"] = rollouts.seconds  # also of rollouts made ahead
