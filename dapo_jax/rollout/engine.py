@@ -65,6 +65,9 @@ class PolicyEngine(Engine):
     RULE_PER_SLOT = False
     samples_per_slot: Any = 1
     colocated_cpus: Any = None
+    max_concurrent_decodes: Any = 0
+    max_prefill_length: Any = 0
+    mesh: Any = None
 
     def __init__(
         self,
@@ -92,7 +95,9 @@ class PolicyEngine(Engine):
         self.config = config
         self.cache_tokens = shape.cache_tokens
         self.max_response_tokens = settings.max_response_tokens
-        self._mesh = mesh
+        self.max_concurrent_decodes = settings.slots
+        self.max_prefill_length = max_prompt_tokens
+        self.mesh = mesh
         self._tokenizer = tokenizer
         self._arrival_keys = (sample_key(seed, SAMPLE_FOR_SERVING, 0, i) for i in itertools.count())
         self._pace = Pace(mesh)
@@ -220,18 +225,6 @@ class PolicyEngine(Engine):
     def build_tokenizer(self, metadata: TokenizerParameters) -> JetStreamTokenizer:
         assert isinstance(self._tokenizer, Tokenizer)  # a served policy has text
         return JetStreamTokenizer(self._tokenizer)
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        return self.shape.settings.slots
-
-    @property
-    def max_prefill_length(self) -> int:
-        return self.shape.max_prompt_tokens
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh:
-        return self._mesh
 
     # --- interface of the scheduler -------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -171,19 +172,6 @@ class Callbacks(Sink):
             self._send("on_step", step, values)
             self._call("on_step", self._on_step, step, values)
 
-    def on_rollouts(self, step: int, collected: Any) -> None:
-        self._send("on_rollouts", step, collected)
-
-    def on_evaluation(self, step: int, responses: Sequence[Any]) -> None:
-        self._send("on_evaluation", step, responses)
-
-    def on_checkpoint(self, step: int, folder: str) -> None:
-        """Receive the folder of a checkpoint that is complete."""
-        self._send("on_checkpoint", step, folder)
-
-    def on_summary(self, summary: dict[str, Any]) -> None:
-        self._send("on_summary", summary)
-
     def close(self, failed: bool) -> None:
         with contextlib.ExitStack() as stack:
             for callback in self._callbacks:
@@ -194,6 +182,11 @@ class Callbacks(Sink):
     def _send(self, event: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             self._call(event, getattr(callback, event, None), *arguments)
+
+    on_rollouts: Any = functools.partialmethod(_send, "on_rollouts")
+    on_evaluation: Any = functools.partialmethod(_send, "on_evaluation")
+    on_checkpoint: Any = functools.partialmethod(_send, "on_checkpoint")  # once it is complete
+    on_summary: Any = functools.partialmethod(_send, "on_summary")
 
     def _call(self, event: str, function: Any, *arguments: Any) -> None:
         if function is None:
