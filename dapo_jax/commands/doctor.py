@@ -49,7 +49,7 @@ from dapo_jax.commands.plan.simulate import (
     Simulation,
     Text,
 )
-from dapo_jax.commands.plan.workload import Workload
+from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config import experiment
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.decoder import init_params
@@ -149,10 +149,17 @@ def train_random_policy(layout: Layout, steps: int) -> Figures:
     }
 
 
-def workload(config: experiment.Config) -> Workload:
-    """Return a workload of responses that reach the limit."""
-    tokens = float(config.sampler.max_response_tokens)
-    return PlanSettings(median_tokens=tokens, spread=1e-6).make_workload(config)
+def workload(config: experiment.Config) -> AssumedWorkload:
+    """Return a workload of prompts and responses that are as long as they may be."""
+    prompt, response = config.data.max_prompt_tokens, config.sampler.max_response_tokens
+    return AssumedWorkload(
+        median_tokens=response,
+        spread=1e-6,
+        max_response_tokens=response,
+        prompt_median_tokens=prompt,
+        prompt_spread=1e-6,
+        max_prompt_tokens=prompt,
+    )
 
 
 def update_figures(layout: Layout, seconds: float) -> Figures:
