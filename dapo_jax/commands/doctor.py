@@ -54,16 +54,14 @@ from dapo_jax.config import experiment
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
-from dapo_jax.rollout.source import RolloutSource, SourceState
+from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run import memory
 from dapo_jax.run.compute import numerics, open_sampler
-from dapo_jax.run.step_record import measure
+from dapo_jax.run.step_record import take_steps
 from dapo_jax.runtime import processes, sharding
-from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
 from dapo_jax.structs import present
-from dapo_jax.train import Trainer, TrainerState, train_step
 
 FILE = "doctor.json"
 MODEL = "Qwen2.5-0.5B"
@@ -125,23 +123,17 @@ def train_random_policy(layout: Layout, steps: int) -> Figures:
     judge: Any = SimulatedJudge(config, RolloutRecord(workload(config), Meter(Costs())))
     sampler = open_sampler(layout.engine, Text(), config.seed)
     source = RolloutSource(config, prompts, sampler, judge)
-    trainer = Trainer(config, source, layout.learners, decoder)
-    state = TrainerState(0, LearnerStates(learner.start(params)), SourceState())
-    step_seconds = []
-    for _ in range(steps):
-        clock = Clock()
-        with clock.running():
-            state, record = train_step(trainer, state)
-        values = measure(config, record, clock)
-        if values["skipped_updates"]:
-            raise ArithmeticError("the update was skipped: numbers are not finite")
-        step_seconds.append(values["seconds_step"])
+    states = LearnerStates(learner.start(params))
+    taken = list(take_steps(source, layout.learners, decoder, states, steps))
+    record, values = taken[-1]
+    if values["skipped_updates"]:
+        raise ArithmeticError("the update was skipped: numbers are not finite")
     rows, (update,) = present(record.minibatches, "minibatches").rollouts, record.updates
     sampled = np.asarray(rows.response_index[0]) >= 0
     scored = np.asarray(update.token_logprobs)[sampled]
     return {
-        "first_step_seconds": step_seconds[0],
-        "step_seconds": step_seconds[-1],
+        "first_step_seconds": taken[0][1]["seconds_step"],
+        "step_seconds": values["seconds_step"],
         "decoded_tokens_per_second": values["sampled_tokens_per_second"],
         "difference": float(np.abs(rows.sampler_logprobs[0][sampled] - scored).max()),
         "tokens": len(scored),
