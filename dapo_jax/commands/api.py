@@ -202,8 +202,8 @@ def train(
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()
-    from dapo_jax.run.callbacks import Callbacks
     from dapo_jax.run.run import train as run
+    from dapo_jax.run.run_files import Callbacks
     from dapo_jax.runtime.signals import Signals
 
     signals = Signals(config.checkpoint.leave_seconds)

@@ -35,25 +35,33 @@ import numpy as np
 
 from dapo_jax.commands.checks import guarded
 from dapo_jax.commands.command_line import FlagParser, check_flag
-from dapo_jax.commands.plan.chips import CHIPS, Chip, Topology
+from dapo_jax.commands.plan.chips import CHIPS, GIB, Chip, Topology
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.programs import Compiler, Layout, lay_out, programs
 from dapo_jax.commands.plan.published_shapes import config_values
-from dapo_jax.commands.plan.roofline import Lengths, measure_lengths, step_costs, useful_flops
-from dapo_jax.commands.plan.workload import Drawn
+from dapo_jax.commands.plan.roofline import measure_lengths, step_costs, useful_flops
+from dapo_jax.commands.plan.simulate import (
+    Costs,
+    Meter,
+    RolloutRecord,
+    SimulatedJudge,
+    SimulatedPrompts,
+    Simulation,
+    Text,
+)
+from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config import experiment
-from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
-from dapo_jax.learner.batches import ScoredBatch, TrainState
-from dapo_jax.learner.minibatches import make_batch
-from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
+from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run import memory
-from dapo_jax.run.compute import numerics
+from dapo_jax.run.compute import numerics, open_sampler
+from dapo_jax.run.step_record import take_steps
 from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
-from dapo_jax.structs import Completion, Prompt
+from dapo_jax.structs import present
 
 FILE = "doctor.json"
 MODEL = "Qwen2.5-0.5B"
@@ -99,165 +107,80 @@ def seconds_of(function: Callable, *arguments: Any) -> float:
     return min(timeit.repeat(call, number=1, repeat=3))
 
 
-def run_attention(
-    name: str, mesh: jax.sharding.Mesh, dtype: Any, shape: tuple[int, int], window: Window | None
-) -> tuple[Any, float]:
-    """Return gradients and output of attention over random rows, and the seconds of a call.
+def train_random_policy(layout: Layout, steps: int) -> Figures:
+    """Train random weights and return the figures of the last step; an earlier one compiles.
 
-    `shape` is the number of tokens of a row and the width of a head.
+    Log-probs of the sampler are compared with those of the update's forward pass.
     """
-    tokens, width = shape
-    rng = np.random.default_rng(0)
-    queries, keys, values, weights = (
-        jnp.asarray(rng.normal(size=(2, tokens, heads, width)), dtype) for heads in (8, 2, 2, 8)
+    config, decoder, learner = layout.config, layout.decoder, layout.learners.policy
+
+    def init(key: jax.Array) -> Any:
+        params = sharding.unbox(init_params(decoder, key))
+        return params | {"embedding": SHARPNESS * params["embedding"]}
+
+    params = jax.jit(init, out_shardings=learner.shardings.params)(jax.random.key(0))
+    prompts: Any = SimulatedPrompts(workload(config))
+    judge: Any = SimulatedJudge(config, RolloutRecord(workload(config), Meter(Costs())))
+    sampler = open_sampler(layout.engine, Text(), config.seed)
+    source = RolloutSource(config, prompts, sampler, judge)
+    states = LearnerStates(learner.start(params))
+    taken = list(take_steps(source, layout.learners, decoder, states, steps))
+    record, values = taken[-1]
+    if values["skipped_updates"]:
+        raise ArithmeticError("the update was skipped: numbers are not finite")
+    rows, (update,) = present(record.minibatches, "minibatches").rollouts, record.updates
+    sampled = np.asarray(rows.response_index[0]) >= 0
+    scored = np.asarray(update.token_logprobs)[sampled]
+    return {
+        "first_step_seconds": taken[0][1]["seconds_step"],
+        "step_seconds": values["seconds_step"],
+        "decoded_tokens_per_second": values["sampled_tokens_per_second"],
+        "difference": float(np.abs(rows.sampler_logprobs[0][sampled] - scored).max()),
+        "tokens": len(scored),
+        **update_figures(layout, values["seconds_update"]),
+    }
+
+
+def workload(config: experiment.Config) -> AssumedWorkload:
+    """Return a workload of prompts and responses that are as long as they may be."""
+    prompt, response = config.data.max_prompt_tokens, config.sampler.max_response_tokens
+    return AssumedWorkload(
+        median_tokens=response,
+        spread=1e-6,
+        max_response_tokens=response,
+        prompt_median_tokens=prompt,
+        prompt_spread=1e-6,
+        max_prompt_tokens=prompt,
     )
-    place, used = np.arange(tokens), tokens * 3 // 4
-    row = np.where(place < used, 1 + place * SEGMENTS // used, 0)
-    ids = jnp.asarray(np.stack([row, row]), jnp.int32)
-    context, options = Context(jnp.zeros_like(ids), ids), AttentionOptions(window)
-
-    def loss(queries, keys, values):
-        mixed, _ = TRAINING_ATTENTION[name](queries, keys, values, context, None, options)
-        mixed = jnp.where(ids[..., None, None] > 0, mixed, 0).astype(jnp.float32)
-        return jnp.sum(jnp.sin(mixed) * weights), mixed
-
-    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
-    with sharding.activate(mesh):
-        return step(queries, keys, values), seconds_of(step, queries, keys, values)
 
 
-class FullRows:
-    """Workload of prompts and responses of equal length, for the plan."""
-
-    def __init__(self, tokens: int):
-        self._tokens = tokens
-
-    def prompt_tokens(self, index: int) -> int:
-        return self._tokens
-
-    def draw(self, step: int, index: int, samples: int) -> Drawn:
-        tokens = np.full(samples, self._tokens)
-        return Drawn(tokens, np.zeros(samples, bool), np.ones(samples, bool))
+def update_figures(layout: Layout, seconds: float) -> Figures:
+    """Return the figures of an update that takes `seconds`."""
+    lengths = measure_lengths(layout.config, layout.decoder, workload(layout.config))
+    tokens, pairs = lengths.responses * lengths.tokens, lengths.responses * lengths.pairs
+    possible = layout.topology.chip.flops_per_second * layout.mesh.size
+    return {
+        "update_seconds": seconds,
+        "update_tokens_per_second": tokens / seconds,
+        "update_mfu": useful_flops(layout.decoder, tokens, pairs) / (seconds * possible),
+    }
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomPolicy:
-    """Policy with random weights: the programs of its run, and the sizes of its step."""
-
-    layout: Layout
-    tokens: int  # of a prompt, and of a response
-
-    def start(self) -> TrainState:
-        learner = self.layout.learners.policy
-
-        def init(key: jax.Array) -> Any:
-            params = sharding.unbox(init_params(self.layout.decoder, key))
-            return params | {"embedding": SHARPNESS * params["embedding"]}
-
-        make = jax.jit(init, out_shardings=learner.shardings.params)
-        return learner.start(make(jax.random.key(0)))
-
-    def sample(self, params: Any, step: int) -> tuple[list[Segment], float]:
-        """Return sampled responses to two random prompts, and the seconds of decoding them."""
-        config, engine = self.layout.config, self.layout.engine
-        group, rng = config.rollout.samples_per_prompt, np.random.default_rng(step)
-        weights, state = engine.load_params(params), engine.init_decode_state()
-        prompts = []
-        for i in range(config.rollout.prompts_per_step):
-            tokens = rng.integers(1, self.layout.decoder.vocab, self.tokens - i).astype(np.int32)
-            prompts.append(Prompt(i, str(i), "", tokens, "", ""))
-            prefix = engine.prefill(
-                params=weights,
-                padded_tokens=np.pad(tokens, (0, i)),
-                true_length=len(tokens),
-                key=jax.random.key(step),
-            )
-            samples = np.arange(group)
-            state = engine.insert(prefix, state, samples + i * group, sample_index=samples)
-        jax.block_until_ready(state)
-        started = time.perf_counter()
-        for _ in range(self.tokens // config.sampler.burst_tokens):
-            state, _ = engine.generate(weights, state)
-        outputs = engine.fetch_responses(state, range(config.sampler.slots))
-        seconds = time.perf_counter() - started
-        counts = np.asarray(state.generated)
-        segments = []
-        for slot, (output, count) in enumerate(zip(outputs, counts, strict=True)):
-            tokens, logprobs = output.tokens[:count], output.logprobs[:count]
-            response = Completion(tokens, logprobs, False, 0, "", slot % group)
-            segments.append(Segment(prompts[slot // group], response, slot))
-        return segments, seconds
-
-    def check_logprobs(self) -> Figures:
-        """Compare the log-probs of sampled tokens with those of a forward pass."""
-        state, packing = self.start(), self.layout.config.packing
-        segments, _ = self.sample(state.params, 0)
-        rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
-        values = self.layout.learners.policy.score(state.params, rollouts, used).values
-        trained = rollouts.response_index >= 0
-        sampled, scored = rollouts.sampler_logprobs[trained], np.asarray(values)[trained]
-        limit = LOGPROB_LIMITS[self.layout.config.compute.dtype]
-        difference = float(np.abs(sampled - scored).max())
-        return {"difference": difference, "limit": limit, "tokens": len(scored)}
-
-    def train(self, state: TrainState, step: int) -> tuple[TrainState, Figures]:
-        """Sample and update; return the new state and the measured figures."""
-        started, config = time.perf_counter(), self.layout.config
-        segments, decode_seconds = self.sample(state.params, step)
-        packing = config.packing
-        rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
-        signs = np.resize([1.0, -1.0], len(segments))
-        estimates = Estimates(broadcast_to_tokens(signs, np.asarray(rollouts.response_index)))
-        scored, budget = ScoredBatch(rollouts, None), config.drawn_budget()
-        batch = make_batch(scored, segments, estimates, config.algorithm, budget)
-        before_update = time.perf_counter()
-        state, outputs = self.layout.learners.policy.update(state, batch, used, 1e-6)
-        if outputs.means["skipped_updates"].value():
-            raise ArithmeticError("the update was skipped: numbers are not finite")
-        ended = time.perf_counter()
-        return state, {
-            "step_seconds": ended - started,
-            "decoded_tokens_per_second": sum(len(s.completion) for s in segments) / decode_seconds,
-            **self.update_figures(ended - before_update),
-        }
-
-    @functools.cached_property
-    def lengths(self) -> Lengths:
-        return measure_lengths(self.layout.config, self.layout.decoder, FullRows(self.tokens))
-
-    def update_figures(self, seconds: float) -> Figures:
-        """Return the figures of an update that takes `seconds`."""
-        tokens = self.lengths.responses * self.lengths.tokens
-        pairs = self.lengths.responses * self.lengths.pairs
-        possible = self.layout.topology.chip.flops_per_second * self.layout.mesh.size
-        return {
-            "update_seconds": seconds,
-            "update_tokens_per_second": tokens / seconds,
-            "update_mfu": useful_flops(self.layout.decoder, tokens, pairs) / (seconds * possible),
-        }
-
-    def check_steps(self) -> Figures:
-        """Take two training steps; the first compiles."""
-        state, first = self.train(self.start(), 0)
-        _, second = self.train(state, 1)
-        return {"first_step_seconds": first["step_seconds"], **second}
-
-    def plan(self) -> Figures:
-        """Return the plan's estimates of the figures of `check_steps`."""
-        layout, sampler = self.layout, self.layout.config.sampler
-        compiler = Compiler(layout, None)
-        wanted = {program.name: program for program in programs(layout, self.lengths.microbatches)}
-        measured = {name: compiler.measure(wanted[name]) for name in ("decode", "update")}
-        reached = PlanSettings().reached(layout.topology.chip)
-        costs = step_costs(layout, measured, reached, self.lengths)
-        cached = sampler.slots / layout.engine.replicas * 1.5 * self.tokens  # mean over a response
-        decode = costs.decode_step + costs.decode_products + costs.decode_exchange
-        decode += costs.decode_draw + costs.read_token * cached
-        packing = layout.config.packing
-        places = self.lengths.microbatches * packing.rows_per_microbatch * packing.row_tokens
-        figures = self.update_figures(costs.update + costs.update_token * places)
-        figures["update_gib"] = measured["update"].together / 2**30
-        return {"decoded_tokens_per_second": sampler.slots / decode} | figures
+def plan_step(layout: Layout) -> Figures:
+    """Return the plan's estimates of the figures of a step."""
+    config, decoder = layout.config, layout.decoder
+    lengths = measure_lengths(config, decoder, workload(config))
+    compiler = Compiler(layout, None)
+    wanted = {program.name: program for program in programs(layout, lengths.microbatches)}
+    measured = {name: compiler.measure(wanted[name]) for name in ("decode", "update")}
+    chip = PlanSettings().reached(layout.topology.chip)
+    costs = step_costs(layout, measured, chip, lengths)
+    step = Simulation(config, decoder, layout.sampling_mesh, workload(config), costs).step()
+    return {
+        "decoded_tokens_per_second": step.drawn_tokens / step.rollout_seconds,
+        **update_figures(layout, step.update_seconds),
+        "update_gib": measured["update"].together / GIB,
+    }
 
 
 def check_speed(folder: str, size: int) -> Figures:
@@ -273,13 +196,12 @@ def check_speed(folder: str, size: int) -> Figures:
                 if hasattr(os, "posix_fadvise"):  # else the read is from memory, not the disk
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         written = time.perf_counter()
-        same = path.read_bytes() == content
+        if path.read_bytes() != content:
+            raise OSError("the content read differs from the content written")
         read = time.perf_counter()
     finally:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-    if not same:
-        raise OSError("the content read differs from the content written")
     speeds = {"write": written - started, "read": read - written}
     return {f"{name}_mb_per_second": size / s / 1e6 for name, s in speeds.items()}
 
@@ -335,10 +257,31 @@ class Machine:
 
     def check_attention(self, name: str, width: int, window: Window | None) -> Figures:
         """Compare a kernel with plain attention in float32: output and gradients."""
-        shape = (self.sizes.row_tokens, width)
-        actual, seconds = run_attention(name, self.mesh, self.dtype, shape, window)
+        tokens = self.sizes.row_tokens
+        rng = np.random.default_rng(0)
+        arrays = [rng.normal(size=(2, tokens, heads, width)) for heads in (8, 2, 2, 8)]
+        place, used = np.arange(tokens), tokens * 3 // 4
+        row = np.where(place < used, 1 + place * SEGMENTS // used, 0)
+        ids = jnp.asarray(np.stack([row, row]), jnp.int32)
+        context, options = Context(jnp.zeros_like(ids), ids), AttentionOptions(window)
+
+        def loss(inputs, weights, attention):
+            attend: Callable = TRAINING_ATTENTION[attention]
+            mixed, _ = attend(*inputs, context, None, options)
+            mixed = jnp.where(ids[..., None, None] > 0, mixed, 0).astype(jnp.float32)
+            return jnp.sum(jnp.sin(mixed) * weights), mixed
+
+        step = jax.jit(jax.grad(loss, has_aux=True), static_argnames="attention")
+
+        def run(attention: str, dtype: Any) -> tuple[Any, float]:
+            *inputs, weights = (jnp.asarray(array, dtype) for array in arrays)
+            call = functools.partial(step, attention=attention)
+            with sharding.activate(self.mesh):
+                return call(inputs, weights), seconds_of(call, inputs, weights)
+
+        actual, seconds = run(name, self.dtype)
         with jax.default_matmul_precision("highest"):
-            exact, _ = run_attention("plain", self.mesh, jnp.float32, shape, window)
+            exact, _ = run("plain", jnp.float32)
         largest = 0.0
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
             a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -346,8 +289,8 @@ class Machine:
         limit = ATTENTION_LIMITS[self.dtype]
         return {"difference": float(largest), "limit": limit, "call_seconds": seconds}
 
-    def policy(self, tiny: bool, cache: Any = "auto") -> RandomPolicy:
-        """Return a random policy of the tiny or the full shape."""
+    def lay_out(self, tiny: bool, cache: Any = "auto") -> Layout:
+        """Return a run of the tiny or the full shape."""
         name, chip = self.chip
         tokens = SHORT.turn_tokens if tiny else self.sizes.turn_tokens
         count, on_cpu = len(self.devices), self.platform == "cpu"
@@ -358,15 +301,23 @@ class Machine:
             pathlib.Path(folder, "config.json").write_text(json.dumps(values))
             config = experiment.Config(
                 model=experiment.Model(folder=folder),
+                algorithm=experiment.Algorithm(dynamic_sampling=False),
                 compute=experiment.Compute(self.dtype, remat="none" if on_cpu else "full"),
                 data=experiment.Data(max_prompt_tokens=tokens),
                 rollout=experiment.Rollout(2, rows // 2, updates_per_rollout=1),
                 sampler=experiment.Sampler(cache=cache, **sampler),
                 packing=experiment.Packing(2 * tokens, rows),
+                optimizer=experiment.Optimizer(learning_rate=1e-6),
+                log=experiment.Log(token_ratios=True),
             )
             layout = lay_out(config, Topology(f"{name}:{count}", chip, (count,)), self.devices)
         memory.check_run_fits(config, layout.decoder, layout.mesh, layout.sampling_mesh, True)
-        return RandomPolicy(layout, tokens)
+        return layout
+
+    def check_decoding(self, cache: str) -> Figures:
+        """Compare the log-probs of sampled tokens with those of a forward pass."""
+        figures = train_random_policy(self.lay_out(True, cache), steps=1)
+        return {**figures, "limit": LOGPROB_LIMITS[self.dtype]}
 
     def attention_checks(self) -> Iterator[tuple[str, Callable[[], Figures]]]:
         """Yield the checks of each kernel that this device can use."""
@@ -389,12 +340,12 @@ class Machine:
         yield "matrix product and copy", lambda: self.rates
         yield from self.attention_checks()
         for cache in ("slots", "paged"):
-            check = functools.partial(self.policy, True, cache)
-            yield f"decoding, {cache}, against forward", lambda c=check: c().check_logprobs()
+            check = functools.partial(self.check_decoding, cache)
+            yield f"decoding, {cache}, against forward", check
         tiny = bool(self.sizes.model)
         model = "a small model" if tiny else MODEL
-        yield f"plan: step of {model}", lambda: self.policy(tiny).plan()
-        yield f"measured: step of {model}", lambda: self.policy(tiny).check_steps()
+        yield f"plan: step of {model}", lambda: plan_step(self.lay_out(tiny))
+        yield f"measured: step of {model}", lambda: train_random_policy(self.lay_out(tiny), 2)
 
 
 class Report:

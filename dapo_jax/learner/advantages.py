@@ -358,9 +358,6 @@ def length_adaptive_gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     return generalised_advantages(algorithm, feedback, broadcast_to_tokens(lambdas, index))
 
 
-# --- preference ----------------------------------------------------------------
-
-
 def pair_up(correct: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Pair the i-th correct with the i-th incorrect response of each group: [pairs, 2] indices.
 

@@ -23,8 +23,6 @@ from dapo_jax.model.logprobs import scalars_after, token_values
 from dapo_jax.runtime import sharding
 from dapo_jax.structs import Completion, Prompt, present
 
-NO_TOKENS = np.zeros(0, np.int32)
-
 
 def critic_objective(
     algorithm: Algorithm, batch: TrainBatch, values: Float[Array, "R T"]
@@ -51,11 +49,6 @@ def critic_learner(
         return total, UpdateOutputs(means)
 
     return Learner(score, loss, abstract_params(config), settings, mesh)
-
-
-def as_value_metrics(means: dict[str, Mean]) -> dict[str, Mean]:
-    """Rename metrics of the critic's update as in metrics.jsonl."""
-    return {f"value_{name.removeprefix('value_')}": mean for name, mean in means.items()}
 
 
 def scalar_config(config: DecoderConfig) -> DecoderConfig:
@@ -87,7 +80,7 @@ class RewardModel:
         Groups share batches but no rows, so scores do not depend on the other groups.
         """
         row_tokens, rows = self._shape
-        no_prompt = Prompt(0, "", "", NO_TOKENS, "", "")
+        no_prompt = Prompt(0, "", "", np.zeros(0, np.int32), "", "")
         parts = []
         ends = np.cumsum([len(completions) for _, completions in groups])
         for (prompt, completions), end in zip(groups, ends.tolist(), strict=True):
@@ -105,15 +98,11 @@ class RewardModel:
             batch = tree_index(stacked, (slice(i, i + rows), 0))
             pad = rows - len(batch.tokens)  # padding repeats rows, which rewrites equal scores
             batch = jax.tree.map(lambda x, pad=pad: np.pad(x, ((0, pad), (0, 0)), "edge"), batch)
-            self._read_last_tokens(batch, scores)
+            index = batch.response_index
+            following = np.pad(index[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+            last = (index >= 0) & (following != index)
+            with sharding.activate(self._mesh):
+                rows_on_mesh = sharding.put(self._mesh, batch, "batch", "sequence")
+                values = self._read_rows(self._params, rows_on_mesh)
+            scores[index[last]] = sharding.to_host(values)[last]
         return np.split(scores, ends[:-1])
-
-    def _read_last_tokens(self, rollouts: PackedRows, scores: np.ndarray) -> None:
-        index = rollouts.response_index
-        following = np.pad(index[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-        last = (index >= 0) & (following != index)
-        with sharding.activate(self._mesh):
-            values = self._read_rows(
-                self._params, sharding.put(self._mesh, rollouts, "batch", "sequence")
-            )
-        scores[index[last]] = sharding.to_host(values)[last]

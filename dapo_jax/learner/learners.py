@@ -1,7 +1,7 @@
 """Policy and critic together: compiled programs, states, and an update of both."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -14,17 +14,13 @@ from dapo_jax.learner.update import Learner, UpdateOutputs, learning_rate
 
 @dataclasses.dataclass(frozen=True)
 class LearnerPrograms:
-    """Compiled programs of policy, critic and teacher, and the parameters of frozen models.
-
-    Attributes:
-        teacher_params: with algorithm.distillation = 'jsd' the policy's update reads them too.
-    """
+    """Compiled programs of policy, critic and teacher, and the parameters of frozen models."""
 
     policy: Learner
     critic: Learner | None = None
     reference: Any = None  # parameters of the reference, None without one
     teacher: Learner | None = None
-    teacher_params: Any = None
+    teacher_params: Any = None  # for 'jsd', the policy's update reads them too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,46 +33,33 @@ class LearnerStates:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRecord:
-    """The batch and metrics of an optimizer update; arrays may still be computed on devices.
-
-    Attributes:
-        means: metrics by name; empty if the learning rate is 0 and nothing was updated.
-        token_logprobs: [M, R, T] of the differentiated policy, with `log.token_ratios`.
-        importance_square: mean squared importance weight, for the effective sample size.
-    """
+    """The batch and metrics of an optimizer update; arrays may still be computed on devices."""
 
     learner: str  # "policy" or "critic"
     minibatch: int  # its index in the step
     batch: TrainBatch
     microbatches: int  # number of microbatches that are not empty
     learning_rate: float
-    means: dict[str, Mean]
-    token_logprobs: jax.Array | None = None
+    means: dict[str, Mean]  # by name; empty if the learning rate is 0 and nothing was updated
+    token_logprobs: jax.Array | None = None  # [M, R, T] of the policy, with `log.token_ratios`
     ratio_histogram: Mean | None = None  # counts of the policy's ratios, for their quantiles
-    importance_square: Mean | None = None
+    importance_square: Mean | None = None  # of weights, for the effective sample size
 
 
-class LearningRates(NamedTuple):
-    """Learning rates of a rollout step; the policy's is 0 while only the critic is trained."""
-
-    policy: float
-    critic: float
-
-
-def learning_rates(config: Config, step: int) -> LearningRates:
-    """Return the learning rates of rollout step `step`."""
+def learning_rates(config: Config, step: int) -> tuple[float, float]:
+    """Return the rates of policy and critic; the policy's is 0 while only the critic is trained."""
     pretrain_steps = config.critic_pretrain_steps()
     policy = 0.0
     if step >= pretrain_steps:
         remaining = config.total_steps - pretrain_steps
         policy = learning_rate(config.optimizer, step - pretrain_steps, remaining)
-    return LearningRates(policy, learning_rate(config.critic.optimizer, step, config.total_steps))
+    return policy, learning_rate(config.critic.optimizer, step, config.total_steps)
 
 
 def update(
     programs: LearnerPrograms,
     states: LearnerStates,
-    rates: LearningRates,
+    rates: tuple[float, float],  # of policy and critic
     minibatch: int,
     batch: TrainBatch,
     microbatches: int,
@@ -99,10 +82,11 @@ def update(
     policy = states.policy
     critic = states.critic
     outputs = UpdateOutputs({})
-    if rates.policy:
-        policy, outputs = programs.policy.update(policy, batch, microbatches, rates.policy)
-    records = [record("policy", rates.policy, outputs)]
+    rate, critic_rate = rates
+    if rate:
+        policy, outputs = programs.policy.update(policy, batch, microbatches, rate)
+    records = [record("policy", rate, outputs)]
     if programs.critic and critic:
-        critic, outputs = programs.critic.update(critic, batch, microbatches, rates.critic)
-        records.append(record("critic", rates.critic, outputs))
+        critic, outputs = programs.critic.update(critic, batch, microbatches, critic_rate)
+        records.append(record("critic", critic_rate, outputs))
     return LearnerStates(policy, critic), records

@@ -160,8 +160,6 @@ def k3_with_gradient_of_k2(logprobs: Array, reference_logprobs: Array) -> Array:
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_with_gradient_of_k2}
 
-# --- policy loss ----------------------------------------------------------------------------
-
 
 def policy_loss(
     algorithm: Algorithm,
@@ -274,9 +272,6 @@ def rejections(
     return below & rejectable, above & rejectable & ~below
 
 
-# --- value loss -------------------------------------------------------------------------------
-
-
 def value_loss(
     values: Float[Array, "R T"],
     old_values: Float[Array, "R T"],
@@ -373,17 +368,14 @@ TRAINED_RESPONSES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.n
 
 def response_weights(
     algorithm: Algorithm,
-    tokens: Int[np.ndarray, "B"],
-    groups: Int[np.ndarray, "B"],
+    tokens: Int[np.ndarray, "B"],  # number of trained tokens
+    groups: Int[np.ndarray, "B"],  # number of the prompt
     correct: Bool[np.ndarray, "B"],
-    budget: int,
+    budget: int,  # max_response_tokens
 ) -> Float[np.ndarray, "B"]:
     """Return the loss weight of the trained tokens of each response of an optimizer minibatch.
 
-    Args:
-        tokens: number of trained tokens; a response with 0 is in no sum and no count.
-        groups: number of the prompt.
-        budget: max_response_tokens.
+    A response without trained tokens is in no sum and no count.
     """
     chosen = TRAINED_RESPONSES[algorithm.trained_responses](correct, groups, tokens)
     trained = np.where(chosen, tokens, 0)

@@ -66,10 +66,8 @@ def make_minibatches(
 ) -> Minibatches:
     """Split groups, in order, into minibatches of equally many prompts, and pack them.
 
-    The last minibatch is smaller if the step was starved.
-
-    Raises:
-        ConfigError: the user's `token_weights` returned no valid weights.
+    The last minibatch is smaller if the step was starved. Raises `ConfigError` if the user's
+    `token_weights` returned no valid weights.
     """
     segments = split_groups(config, groups, token_weights)
     packing = choose_packing(config, decoder, shards(mesh, "batch"), segments)
@@ -99,32 +97,27 @@ def _compute_token_weights(
     """Return token weights by group and response; each group is computed on one host."""
     if token_weights is None:
         return [[None] * len(group.completions) for group in groups]
+
+    def compute(group: Group, sample: int) -> list[float]:
+        tokens = len(group.completions[sample])
+        try:
+            weights = np.asarray(token_weights(group, sample), np.float64)
+            if weights.shape != (tokens,) or not np.isfinite(weights).all() or (weights < 0).any():
+                raise ValueError(f"got shape {weights.shape}")
+        except Exception as error:  # a user function may raise anything
+            raise ConfigError(
+                f"config.algorithm.token_weights = {config.algorithm.token_weights!r}: must "
+                f"return {tokens} finite numbers, none below 0, for response {sample} to prompt "
+                f"{group.prompt.id}; {describe_error(error)}"
+            ) from error
+        return weights.tolist()
+
     weights = processes.map_over_hosts(
         [group.prompt.index for group in groups],
-        lambda i: [
-            _check_token_weights(config, token_weights, groups[i], j).tolist()
-            for j in range(len(groups[i].completions))
-        ],
+        lambda i: [compute(groups[i], j) for j in range(len(groups[i].completions))],
         "token weights",
     )
     return [[np.asarray(response, np.float64) for response in group] for group in weights]
-
-
-def _check_token_weights(
-    config: Config, token_weights: TokenWeights, group: Group, sample: int
-) -> Float[np.ndarray, "n"]:
-    tokens = len(group.completions[sample])
-    try:
-        weights = np.asarray(token_weights(group, sample), np.float64)
-        if weights.shape != (tokens,) or not np.isfinite(weights).all() or (weights < 0).any():
-            raise ValueError(f"got shape {weights.shape}")
-    except Exception as error:  # a user function may raise anything
-        raise ConfigError(
-            f"config.algorithm.token_weights = {config.algorithm.token_weights!r}: must "
-            f"return {tokens} finite numbers, none below 0, for response {sample} to prompt "
-            f"{group.prompt.id}; {describe_error(error)}"
-        ) from error
-    return weights
 
 
 def choose_packing(
@@ -151,15 +144,14 @@ def trained_tokens(
     segments: Sequence[Segment], algorithm: Algorithm
 ) -> list[Bool[np.ndarray, "n"]]:
     """Return for each response a mask of the tokens that can have a loss."""
-
-    def of_response(segment: Segment) -> np.ndarray:
-        if segment.completion.truncated and algorithm.overlong_filtering:
-            return np.zeros(len(segment.completion), bool)
-        if segment.token_weights is None:
-            return np.ones(len(segment.completion), bool)
-        return np.asarray(segment.token_weights) > 0
-
-    return [of_response(segment) for segment in segments]
+    masks = []
+    for segment in segments:
+        filtered = segment.completion.truncated and algorithm.overlong_filtering
+        mask = np.full(len(segment.completion), not filtered)
+        if segment.token_weights is not None:
+            mask &= np.asarray(segment.token_weights) > 0
+        masks.append(mask)
+    return masks
 
 
 def make_batch(

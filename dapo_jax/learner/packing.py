@@ -135,8 +135,7 @@ def pack(
 ) -> tuple[PackedRows, int]:
     """Pack a minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
 
-    Raises:
-        ValueError: a segment is longer than a row, or there are too many rows.
+    Raises ValueError if a segment is longer than a row, or there are too many rows.
     """
     longest = max((segment.length for segment in segments), default=0)
     if longest > row_tokens:
@@ -147,20 +146,7 @@ def pack(
         microbatches = padded_microbatches([len(rows)], rows_per_microbatch)
     if used > microbatches:
         raise ValueError(f"{len(rows)} rows exceed {microbatches} x {rows_per_microbatch}")
-    arrays = _empty_rows(segments, (microbatches * rows_per_microbatch, row_tokens), share_prompts)
-    for row, groups in enumerate(rows):
-        _pack_row({name: array[row] for name, array in arrays.items()}, segments, groups)
-    split = (microbatches, rows_per_microbatch)
-    fields: dict[str, Any] = {
-        name: array.reshape(*split, *array.shape[1:]) for name, array in arrays.items()
-    }
-    return PackedRows(**fields), used
-
-
-def _empty_rows(
-    segments: Sequence[Segment], shape: tuple[int, int], share_prompts: bool
-) -> dict[str, np.ndarray]:
-    """Return the fields of `PackedRows` for rows of padding, with routes if any were recorded."""
+    shape = (microbatches * rows_per_microbatch, row_tokens)
     names = ["tokens", "segment_ids", "positions", *["prompt_ids"] * share_prompts]
     arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
     arrays["response_index"] = np.full(shape, -1, np.int32)
@@ -168,7 +154,13 @@ def _empty_rows(
     recorded = [s.completion.routes for s in segments if s.completion.routes is not None]
     if recorded:
         arrays["routes"] = np.full((*shape, *recorded[0].shape[1:]), -1, recorded[0].dtype)
-    return arrays
+    for row, groups in enumerate(rows):
+        _pack_row({name: array[row] for name, array in arrays.items()}, segments, groups)
+    split = (microbatches, rows_per_microbatch)
+    fields: dict[str, Any] = {
+        name: array.reshape(*split, *array.shape[1:]) for name, array in arrays.items()
+    }
+    return PackedRows(**fields), used
 
 
 def _pack_row(

@@ -14,7 +14,6 @@ from dapo_jax.learner.batches import (
     NOT_SCORED,
     Mean,
     PackedRows,
-    ScoredBatch,
     TokenScores,
     TrainBatch,
 )
@@ -72,13 +71,6 @@ def token_metrics(
     return means
 
 
-def old_policy(scored: ScoredBatch, logprobs: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Return the old log-probs, or the policy's own as constants if none were scored."""
-    own = jax.lax.stop_gradient(logprobs)
-    old = scored.old_logprobs
-    return own if old is None else jnp.where(old == NOT_SCORED, own, old)
-
-
 def policy_objective(
     algorithm: Algorithm,
     batch: TrainBatch,
@@ -93,17 +85,18 @@ def policy_objective(
     """
     scored = batch.scored
     weights = batch.loss_weights
-    rollouts = scored.rollouts
-    segments = rollouts.segment_ids
+    segments = scored.rollouts.segment_ids
     trained = weights > 0
     counted = trained.astype(jnp.float32)
-    old = old_policy(scored, logprobs)
+    old = own = jax.lax.stop_gradient(logprobs)  # the ratio is 1 if none were scored
+    if scored.old_logprobs is not None:
+        old = jnp.where(scored.old_logprobs == NOT_SCORED, own, scored.old_logprobs)
     losses, info = policy_loss(algorithm, logprobs, old, batch.advantages, weights, segments)
     metrics = token_metrics(batch, algorithm, logprobs, old, entropy, info)
     # Mask before exp: 0 * inf is NaN.
     logprobs = jnp.where(trained, logprobs, 0.0)
     old = jnp.where(trained, old, 0.0)
-    sampler = jnp.where(trained, rollouts.sampler_logprobs, 0.0)
+    sampler = jnp.where(trained, scored.rollouts.sampler_logprobs, 0.0)
     if algorithm.importance_cap:
         importance = importance_weights(algorithm, old, sampler, segments, trained)
         losses = importance * losses
@@ -140,13 +133,6 @@ def policy_objective(
     return loss, metrics
 
 
-def router_records(algorithm: Algorithm, config: DecoderConfig) -> list[str]:
-    """Return the names of the `experts.RECORDS` that an update reads."""
-    if not config.experts:
-        return []
-    return [BALANCE] if algorithm.router_replay == "none" else [BALANCE, REPLACED]
-
-
 def router_terms(batch: TrainBatch, records: RouterRecords) -> tuple[Array, dict[str, Mean]]:
     """Return the load-balance loss of a microbatch and the means of its router records.
 
@@ -166,18 +152,13 @@ def router_terms(batch: TrainBatch, records: RouterRecords) -> tuple[Array, dict
 
 @dataclasses.dataclass(frozen=True)
 class PolicySettings:
-    """Settings of the policy's score and loss.
-
-    Attributes:
-        teacher: decoder of the teacher that the loss diverges from; its parameters are
-            `frozen[TEACHER]`.
-    """
+    """Settings of the policy's score and loss."""
 
     algorithm: Algorithm
     compute: Compute
     temperature: float = 1.0  # that of the sampler, so that log-probs are of the same distribution
     keep_logprobs: bool = False  # whether updates return the log-probs that they differentiate
-    teacher: DecoderConfig | None = None
+    teacher: DecoderConfig | None = None  # the loss diverges from; parameters: `frozen[TEACHER]`
 
 
 def policy_learner(
@@ -190,7 +171,14 @@ def policy_learner(
     """Return the learner of the policy; it scores tokens with their log-probs."""
     algorithm = settings.algorithm
     chunk_tokens = settings.compute.logprob_chunk_tokens
-    recorded = router_records(algorithm, config)
+    kind = Divergence(
+        algorithm.distillation_beta,
+        algorithm.distillation_top_k,
+        algorithm.distillation_temperature,
+    )
+    recorded: list[str] = []  # names of the `experts.RECORDS` that an update reads
+    if config.experts:
+        recorded = [BALANCE] if algorithm.router_replay == "none" else [BALANCE, REPLACED]
 
     def run(params, rows: PackedRows, record: Sequence[str] = ()):
         routed = rows.inputs._replace(routes=rows.routes)
@@ -206,23 +194,14 @@ def policy_learner(
         _, logprobs, _, records = run(params, rows, record=[ROUTES])
         return TokenScores(logprobs, records.routes)
 
-    def divergence_from(teacher: DecoderConfig, params, hidden, rows: PackedRows):
-        divergence = Divergence(
-            algorithm.distillation_beta,
-            algorithm.distillation_top_k,
-            algorithm.distillation_temperature,
-        )
-        teacher_hidden, _ = hidden_states(params[TEACHER], teacher, rows.inputs)
-        return divergences_of(
-            params, hidden, params[TEACHER], teacher_hidden, divergence, chunk_tokens
-        )
-
     def loss(params, batch: TrainBatch) -> tuple[Array, UpdateOutputs]:
         rows = batch.scored.rollouts
         hidden, logprobs, entropy, records = run(params, rows, recorded)
         divergence = None
         if settings.teacher:
-            divergence = divergence_from(settings.teacher, params, hidden, rows)
+            teacher = params[TEACHER]
+            teacher_hidden, _ = hidden_states(teacher, settings.teacher, rows.inputs)
+            divergence = divergences_of(params, hidden, teacher, teacher_hidden, kind, chunk_tokens)
         value, metrics = policy_objective(algorithm, batch, logprobs, entropy, divergence)
         if recorded:
             balance, router_means = router_terms(batch, records)

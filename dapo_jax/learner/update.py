@@ -4,6 +4,7 @@ Step and score pass loop over microbatches in one compiled call. The number of i
 and the array shapes are static, so a batch that packs into fewer rows does not recompile.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,24 +37,20 @@ def weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean:
     return Mean(jnp.sum(jnp.where(weights > 0, values, 0.0) * weights), jnp.sum(weights))
 
 
-def _is_matrix(params: Any) -> Any:
-    """Return a mask of the matrices: norms and biases are not decayed."""
-
-    def is_matrix(path: tuple, _: Any) -> bool:
-        return any(getattr(part, "key", None) in MATRICES for part in path)
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
-
-
 def make_optimizer(settings: Optimizer) -> optax.GradientTransformation:
     """Return AdamW without the learning rate: clipping by global norm, Adam, weight decay.
 
     The caller multiplies by -lr, because the schedule counts rollout steps, not optimizer steps.
     """
+
+    def is_matrix(path: tuple, _: Any) -> bool:  # norms and biases are not decayed
+        return any(getattr(part, "key", None) in MATRICES for part in path)
+
+    matrices = functools.partial(jax.tree_util.tree_map_with_path, is_matrix)
     return optax.chain(
         optax.clip_by_global_norm(settings.max_grad_norm),
         optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps),
-        optax.add_decayed_weights(settings.weight_decay, mask=_is_matrix),
+        optax.add_decayed_weights(settings.weight_decay, mask=matrices),
     )
 
 
@@ -80,10 +77,8 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int) -> float:
 class Learner:
     """Compiled score pass and update of a model (policy or critic), with their shardings.
 
-    Attributes:
-        start: jitted function from parameters to a fresh `TrainState`.
-        copy: jitted copy of the parameters, which an update donates.
-        shardings, abstract_state: shardings and shapes of a `TrainState`.
+    `start` makes a fresh `TrainState` of parameters; `copy` copies them, since an update donates
+    its state. `shardings` and `abstract_state` describe a `TrainState`.
     """
 
     def __init__(
@@ -125,7 +120,7 @@ class Learner:
     def score(self, params: Any, rollouts: PackedRows, microbatches: int) -> TokenScores:
         """Return log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows."""
         rollouts = sharding.put(self.mesh, rollouts, *ROWS)
-        with self._rules():
+        with sharding.activate(self.mesh):
             return self._score(join(self.frozen, params), rollouts, microbatches)
 
     def update(
@@ -137,19 +132,15 @@ class Learner:
         not change and the metric `skipped_updates` is 1.
         """
         batch = sharding.put(self.mesh, batch, *ROWS)
-        with self._rules():
+        with sharding.activate(self.mesh):
             return self._update(state, self.frozen, batch, microbatches, learning_rate)
-
-    def gradient(self, params: Any, batch: TrainBatch, microbatches: int) -> Any:
-        """Return the gradient that `update` would use."""
-        return self.loss_and_gradient(params, batch, microbatches)[1]
 
     def loss_and_gradient(
         self, params: Any, batch: TrainBatch, microbatches: int
     ) -> tuple[Array, Any]:
         """Return the loss and gradient that `update` would use."""
         batch = sharding.put(self.mesh, batch, *ROWS)
-        with self._rules():
+        with sharding.activate(self.mesh):
             gradient, outputs = self._gradient(params, self.frozen, batch, microbatches)
         return outputs.means["loss"].total, gradient
 
@@ -165,14 +156,11 @@ class Learner:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), batch
         )
         state = self.abstract_state
-        with self._rules():
+        with sharding.activate(self.mesh):
             if program == "score":
                 params = state.params if params is None else params
                 return self._score.lower(join(self.frozen, params), batch, 1)
             return self._update.lower(state, self.frozen, batch, 1, 0.0)
-
-    def _rules(self):
-        return sharding.activate(self.mesh)
 
     def _fresh_state(self, params: Any) -> TrainState:
         return TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32))
@@ -182,9 +170,7 @@ class Learner:
             return self._score_rows(params, _microbatch(rollouts, i))
 
         def body(i, scores):
-            def place(all_rows, rows):
-                return jax.lax.dynamic_update_index_in_dim(all_rows, rows, i, 0)
-
+            place = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
             return jax.tree.map(place, scores, score_microbatch(i))
 
         count = len(rollouts.tokens)

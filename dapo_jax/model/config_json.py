@@ -140,22 +140,10 @@ def _attention_factor(rope: dict[str, Any], factor: float) -> float:
     return growth(1.0)
 
 
-def _original_tokens(values: dict[str, Any], rope: dict[str, Any]) -> int:
-    """Return the context length of pretraining: of config.json, of `rope`, or else the model's."""
-    (name,) = _ORIGINAL
-    for table in (values, rope):
-        if table.get(name) is not None:
-            return read_number(table, name)
-    return read_number(values, "max_position_embeddings")
-
-
 def _read_table(
     values: dict[str, Any], rope: dict[str, Any], grows: bool = False
 ) -> dict[str, Any]:
-    """Return base and scaling of rotations as fields of a decoder.
-
-    Raises KeyError for a missing field, ValueError for a wrong one.
-    """
+    """Return base and scaling of rotations as fields of a decoder."""
     rotated = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if rotated is not None and rotated != 1:
         raise ValueError(f"partial_rotary_factor {reprlib.repr(rotated)}: must be 1.0")
@@ -171,8 +159,9 @@ def _read_table(
     for name, ours in fields.items():
         if name == "attention_factor":
             read[ours] = _attention_factor(rope, read["factor"])
-        elif name in _ORIGINAL:
-            read[ours] = _original_tokens(values, rope)
+        elif name in _ORIGINAL:  # the context length of pretraining
+            table = next((t for t in (values, rope) if t.get(name) is not None), None)
+            read[ours] = read_number(table or values, name if table else "max_position_embeddings")
         elif name == "truncate":
             read[ours] = rope.get(name) is None or read_switch(rope, name)
         else:
@@ -194,7 +183,6 @@ def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) 
     """Return the rotations of a family with a separate base for sliding layers.
 
     Newer folders have a table for each kind of layer, older ones a scaling of full layers only.
-    Raises as `_read_table`.
     """
     tables = read_table(values, "rope_parameters")
     table = read_table(tables, FULL) | read_table(values, "rope_scaling")
@@ -206,13 +194,6 @@ def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) 
     if all_slide:
         return sliding
     return full | ({"sliding_rope_theta": sliding["rope_theta"]} if some_slide else {})
-
-
-def _scaling_json(scaling: RopeScaling, grows: bool) -> dict[str, Any]:
-    """Return the table `rope_scaling` of a config.json."""
-    fields = _FIELDS[scaling.kind] | (_QUERY_GROWTH if grows else {})
-    table = {name: getattr(scaling, ours) for name, ours in fields.items()}
-    return {"rope_type": scaling.kind, **table}
 
 
 # --- decoders -------------------------------------------------------------------------------
@@ -237,10 +218,7 @@ def _check_supported(values: dict[str, Any], family: Family) -> None:
 
 
 def _read_fields(values: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return sizes and switches of the decoder.
-
-    Raises KeyError for a missing field, ValueError for a wrong one.
-    """
+    """Return sizes and switches of the decoder."""
     read: dict[str, Any] = {}
     for ours, name in (COMMON_FIELDS | family.fields).items():
         if ours in DERIVED:
@@ -267,19 +245,13 @@ def _read_fields(values: dict[str, Any], family: Family) -> dict[str, Any]:
     return read
 
 
-def _read_window(values: dict[str, Any], windows: Windows | None) -> int | None:
-    """Return the number of tokens that a sliding layer sees; None without sliding windows."""
-    if windows is None or windows.switch and not read_switch(values, "use_sliding_window"):
-        return None
-    if values.get("sliding_window", windows.default) is None:
-        return None
-    return read_number(values, "sliding_window", windows.default)
-
-
 def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
     """Return the window and the layers that slide. Raises ValueError for wrong `layer_types`."""
-    windows = family.windows or Windows()
-    window = _read_window(values, family.windows)
+    windows = family.windows or Windows(default=None)
+    is_on = not windows.switch or read_switch(values, "use_sliding_window")
+    window = None  # without sliding windows
+    if family.windows and is_on and values.get("sliding_window", windows.default) is not None:
+        window = read_number(values, "sliding_window", windows.default)
     first, period = 0, layers + 1
     if windows.first is not None:
         first = read_number(values, "max_window_layers", windows.first)
@@ -306,8 +278,7 @@ def decoder_from_json(
 ) -> DecoderConfig:
     """Return the decoder that a config.json describes; `numerics` are all other fields.
 
-    Raises:
-        ConfigError: a field is missing, wrong or not supported; names the setting `field` too.
+    Raises `ConfigError` that names the setting `field` and the wrong field.
     """
     try:
         kind = values.get("model_type")
@@ -350,7 +321,9 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
     values["max_position_embeddings"] = MAX_POSITION_EMBEDDINGS
     values |= {name: getattr(config, BIASES[name][0]) for name in family.biases}
     if scaling is not None:
-        values["rope_scaling"] = _scaling_json(scaling, family.query_growth)
+        names = _FIELDS[scaling.kind] | (_QUERY_GROWTH if family.query_growth else {})
+        table = {name: getattr(scaling, ours) for name, ours in names.items()}
+        values["rope_scaling"] = {"rope_type": scaling.kind, **table}
         if scaling.kind == "dynamic":
             values["max_position_embeddings"] = scaling.original_tokens
     elif "rope_scaling" in family.defaults:

@@ -162,12 +162,9 @@ class Block(nn.Module):
         features, axes = (count, self.config.head_dim), ("embed", axis, "head_dim")
         return self._linear(name, features, axes, use_bias=self.config.qkv_bias)
 
-    def _norm(self, name: str):
-        return rms_norm(self.config, name=name)
-
     def _whole(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return the normed input of projections, no longer sharded by length over tensor."""
-        return constrain(self._norm(name)(x), "batch", "sequence", None)
+        return constrain(rms_norm(self.config, name)(x), "batch", "sequence", None)
 
     def _add(self, x: Float[Array, "B T D"], more: Float[Array, "B T D"]):
         """Return the residual stream after an addition, sharded by length again.
@@ -212,7 +209,7 @@ class Block(nn.Module):
         keys = self._heads("key", c.kv_heads, "kv_heads")(h)
         values = self._heads("value", c.kv_heads, "kv_heads")(h)
         if c.qk_norm:
-            queries, keys = self._norm("query_norm")(queries), self._norm("key_norm")(keys)
+            queries, keys = rms_norm(c, "query_norm")(queries), rms_norm(c, "key_norm")(keys)
         queries, keys = self._rotated(queries, keys, context.positions, slides)
         window = None if c.window is None else Window(c.window, slides)
         sinks = None
@@ -224,10 +221,10 @@ class Block(nn.Module):
         mixed = constrain(mixed, "batch", "sequence", "heads", None)
         axes = ("heads", "head_dim", "embed")
         out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
-        x = self._add(x, self._norm("attention_out_norm")(out) if c.out_norms else out)
+        x = self._add(x, rms_norm(c, "attention_out_norm")(out) if c.out_norms else out)
         h = self._whole("mlp_norm", x)
         down = Experts(c, name="moe")(h, context, routes) if c.experts else self._mlp(h)
-        return self._add(x, self._norm("mlp_out_norm")(down) if c.out_norms else down), cache
+        return self._add(x, rms_norm(c, "mlp_out_norm")(down) if c.out_norms else down), cache
 
 
 def layer_stacks(config: DecoderConfig) -> dict[str, int]:

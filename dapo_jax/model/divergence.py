@@ -22,10 +22,7 @@ class Divergence(NamedTuple):
 
     beta KL(P || M) + (1 - beta) KL(Q || M), with M = beta P + (1 - beta) Q. At the ends, which
     would be 0, it is its limit over beta and over 1 - beta: KL(P || Q) for 0, KL(Q || P) for 1.
-
-    Attributes:
-        top_k: number of the teacher's likeliest tokens that are compared one by one; all others
-            count as one. 0: all tokens are compared.
+    With `top_k`, the teacher's likeliest tokens are compared one by one, and all others as one.
     """
 
     beta: float = 0.5
@@ -124,20 +121,15 @@ def head_divergence(
 
 
 def _keep_divergence(hidden, head, teacher, teacher_head, divergence, chunk_tokens):
-    def local(shard, *arrays):
-        return _divergences(shard, divergence, chunk_tokens, *arrays)
-
     arrays = hidden, head, teacher, teacher_head
     with jax.named_scope("divergence"):
-        return sharded(local, "hwhw", "r")(*arrays), arrays
+        return sharded(_divergences, "hwhw", "r", divergence, chunk_tokens)(*arrays), arrays
 
 
 def _gradients_of_divergence(divergence, chunk_tokens, kept, upstream):
-    def local(shard, *arrays):
-        return _divergence_gradients(shard, divergence, chunk_tokens, *arrays)
-
     with jax.named_scope("divergence"):
-        return *sharded(local, "hwhwr", "hw")(*kept, upstream), None, None
+        run = sharded(_divergence_gradients, "hwhwr", "hw", divergence, chunk_tokens)
+        return *run(*kept, upstream), None, None
 
 
 head_divergence.defvjp(_keep_divergence, _gradients_of_divergence)

@@ -59,12 +59,6 @@ def route(
     return weights, chosen, likeliest
 
 
-def _replaced(chosen: Int[Array, "B T k"], likeliest: Int[Array, "B T k"]) -> Float[Array, "B T"]:
-    """Return the fraction of a token's experts that are not among its likeliest."""
-    same = (chosen[..., :, None] == likeliest[..., None, :]).any(axis=-1)
-    return 1.0 - same.mean(axis=-1)
-
-
 def _balance(
     logits: Float[Array, "B T X"], chosen: Int[Array, "B T k"], copies: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
@@ -194,7 +188,8 @@ class Experts(nn.Module):
             logits, c.experts_per_token, c.normalise_experts, replayed
         )
         self._record(ROUTES, lambda: chosen.astype(route_dtype(c.experts)))
-        self._record(REPLACED, lambda: _replaced(chosen, likeliest))
+        same = chosen[..., :, None] == likeliest[..., None, :]
+        self._record(REPLACED, lambda: 1.0 - same.any(axis=-1).mean(axis=-1))
         self._record(BALANCE, lambda: _balance(logits, chosen, context.copies()))
         inward = ("experts", "expert_embed", "mlp")
         outward = ("experts", "mlp", "expert_embed")

@@ -162,13 +162,13 @@ def add_up(shard: HeadShard, slope_of_chunk: Callable, hidden, head, whole, chun
     return uncut(back, *hidden.shape[:2]), shard.reduced(gradient).astype(head.dtype)
 
 
-def sharded(function: Callable, takes: str, gives: str):
-    """Return `function(shard, *arrays)` mapped over devices.
+def sharded(function: Callable, takes: str, gives: str, *options: Any):
+    """Return `function(shard, *options, *arrays)` mapped over devices.
 
     `takes` and `gives` have a letter per array: h(idden states), w(eights of a head), r(ows).
     """
     mesh = sharding.active_mesh()
-    local = functools.partial(function, HeadShard(mesh))
+    local = functools.partial(function, HeadShard(mesh), *options)
     if mesh is None:
         return local
     rows, weights = sharding.active_spec(*ROWS), sharding.active_spec(*WEIGHTS)
@@ -195,22 +195,18 @@ def head_logprobs(
 
 
 def _keep(hidden, head, targets, temperature, chunk_tokens):
-    def local(shard, *arrays):
-        return _forward(shard, temperature, chunk_tokens, *arrays)
-
     with jax.named_scope("head"):
-        softmax = sharded(local, "hwr", "r")(hidden, head, targets)
+        run = sharded(_forward, "hwr", "r", temperature, chunk_tokens)
+        softmax = run(hidden, head, targets)
     return (softmax.logprobs, softmax.entropy), (hidden, head, targets, softmax)
 
 
 def _gradients(temperature, chunk_tokens, kept, upstream):
-    def local(shard, *arrays):
-        return _backward(shard, temperature, chunk_tokens, *arrays)
-
     hidden, head, targets, softmax = kept
     rows = (*softmax, *upstream)
     with jax.named_scope("head"):
-        run = sharded(local, "hwr" + "r" * len(rows), "hw")
+        takes = "hwr" + "r" * len(rows)
+        run = sharded(_backward, takes, "hw", temperature, chunk_tokens)
         back, gradient = run(hidden, head, targets, *rows)
     return back, gradient, None
 

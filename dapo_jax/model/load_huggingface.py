@@ -54,14 +54,6 @@ _BOTH = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=-1)  # b
 _POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
-def plain_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the shape [X, I, O] of matrices in blocks [X, O, G, 16]; None if scales don't fit."""
-    if len(blocks) != 4 or blocks[3] != PAIRS or scales != blocks[:3]:
-        return None
-    experts, columns, groups, _ = blocks
-    return experts, 2 * PAIRS * groups, columns
-
-
 def dequantise(
     blocks: UInt8[np.ndarray, "X O G 16"], scales: UInt8[np.ndarray, "X O G"]
 ) -> Float[np.ndarray, "X I O"]:
@@ -74,11 +66,7 @@ def dequantise(
 
 
 def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
-    """Return the *.safetensors files of a folder, sorted by name.
-
-    Raises:
-        ConfigError: the folder has none, lacks one of the index, or one is no regular file.
-    """
+    """Return the *.safetensors files of a folder, sorted by name. Raises `ConfigError`."""
     paths = sorted(folder.glob("*.safetensors"))
     named = f"config.{field} = {str(folder)!r}"
     if not paths:
@@ -114,8 +102,7 @@ class Tensors:
         self._files: dict[str, pathlib.Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        paths = weight_files(self.folder, field)
-        for path in paths:
+        for path in weight_files(self.folder, field):
             self._open(path)
         self._packed: set[str] = set()
         for name in [name for name in self.shapes if name.endswith(BLOCKS)]:
@@ -137,8 +124,9 @@ class Tensors:
     def _join(self, name: str) -> None:
         """Replace blocks and scales of a tensor in MXFP4 by the tensor, if they fit."""
         blocks, scales = name + BLOCKS, name + SCALES
-        shape = plain_shape(self.shapes[blocks], self.shapes.get(scales, ()))
-        if shape is None or self.dtypes[blocks] != "U8" or self.dtypes[scales] != "U8":
+        shape, dtypes = self.shapes[blocks], {self.dtypes.get(part) for part in (blocks, scales)}
+        fits = len(shape) == 4 and shape[3] == PAIRS and self.shapes.get(scales) == shape[:3]
+        if not fits or dtypes != {"U8"}:
             self.problems.append(f"{blocks}: must be U8 [X, O, G, 16], with scales [X, O, G]")
             return
         for part in (blocks, scales):
@@ -146,7 +134,8 @@ class Tensors:
         if name in self.shapes:
             self.problems.append(f"{name}: plain and in MXFP4")
         self._packed.add(name)
-        self.shapes[name], self.dtypes[name] = shape, HOLDS
+        experts, columns, groups, _ = shape
+        self.shapes[name], self.dtypes[name] = (experts, 2 * PAIRS * groups, columns), HOLDS
 
     def read(self, name: str, *index: slice) -> np.ndarray:
         """Return a part of a tensor in the file's dtype; all of it without an index."""
@@ -187,8 +176,7 @@ def read_config(
 ) -> DecoderConfig:
     """Return the decoder that config.json describes; `numerics` are all other fields.
 
-    Raises:
-        ConfigError: config.json is missing or wrong; names the setting `field` and the folder.
+    Raises `ConfigError` that names the setting `field` and the folder.
     """
     path = model_path(folder, field) / "config.json"
     if not path.exists():
@@ -344,8 +332,7 @@ def load_params(
 ) -> Any:
     """Return the parameters of a model folder, each shard read directly onto its device.
 
-    Raises:
-        ConfigError: tensors are missing, unknown, wrongly shaped or not finite.
+    Raises `ConfigError` if tensors are missing, unknown, wrongly shaped or not finite.
     """
     tensors = Tensors(folder, field)
     boxed, shapes = abstract_params(config), param_paths.param_shapes(config)

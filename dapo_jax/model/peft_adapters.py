@@ -145,9 +145,8 @@ def _targets(tensors: Collection[str], config: DecoderConfig) -> tuple[list[str]
 def read_adapters(folder: str, config: DecoderConfig) -> dict[str, np.ndarray]:
     """Return the adapters of a folder by path, in our layout; float32.
 
-    Raises:
-        ConfigError: the folder can't be read, has options that change the numbers, adapts another
-            model, or was made with other settings than `config.adapters`.
+    Raises `ConfigError` if the folder has options that change the numbers, adapts another model, or
+    was made with other settings than `config.adapters`.
     """
     path = pathlib.Path(folder)
     values = read_json(path / CONFIG, FIELD)

@@ -91,10 +91,7 @@ def save_weights(
 ) -> None:
     """Write safetensors files and, if there are several, their index.
 
-    The host holds one file's tensors at a time.
-
-    Raises:
-        NotFinite: a tensor holds numbers that are not finite in `dtype`.
+    The host holds one file's tensors at a time. Raises `NotFinite` if numbers overflow in `dtype`.
     """
     tensors = published_tensors(leaves, config, dtype)
     if folder is None:

@@ -6,7 +6,8 @@ keeps one copy of them.
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,18 +55,8 @@ def frozen_layers(fraction: float, layers: int) -> int:
     return frozen
 
 
-class AdapterSettings(Protocol):
-    """Settings of adapters, as `config.lora` has them: `targets` are comma-separated."""
-
-    rank: int
-    alpha: float
-    targets: str
-
-
-def choose_trained(
-    config: DecoderConfig, freeze_layers: float, lora: AdapterSettings
-) -> DecoderConfig:
-    """Return the decoder with frozen layers and adapters of the settings. Raises `ConfigError`."""
+def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Any) -> DecoderConfig:
+    """Return the decoder with frozen layers and adapters (`config.lora`). Raises `ConfigError`."""
     config = dataclasses.replace(config, frozen_layers=frozen_layers(freeze_layers, config.layers))
     targets = tuple(name.strip() for name in lora.targets.split(","))
     allowed = f"some of {','.join(MATRICES)}, comma-separated, each once"
@@ -97,6 +88,9 @@ def fresh_adapters(config: DecoderConfig, mesh: jax.sharding.Mesh, seed: int) ->
     return jax.jit(make, out_shardings=shardings)()
 
 
-def merge(kernel: np.ndarray, down: np.ndarray, up: np.ndarray, adapters: Adapters) -> np.ndarray:
+def merge(
+    adapters: Adapters, kernel: Callable, down: Callable, up: Callable, number: int
+) -> np.ndarray:
     """Return the merged matrix W + scale A B of a layer or an expert, for export."""
-    return kernel + np.float32(adapters.scale) * np.tensordot(down, up, 1)
+    change = np.tensordot(down(number), up(number), 1)
+    return kernel(number) + np.float32(adapters.scale) * change

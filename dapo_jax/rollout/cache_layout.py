@@ -35,12 +35,6 @@ class CacheLayout:
     `settings.pages` counts the pages of all replicas without their pages 0 (0: as many as full
     slots need). `settings.first_window_tokens` is the first length of slots, or of attention over
     pages if no kernel reads only the existing tokens.
-
-    Attributes:
-        attend: attention over these caches.
-        takes_many: one call may insert the responses to several prompts.
-        pages: the page table; None without pages.
-        calibrated: pages are int8 with a scale per head that must be known beforehand.
     """
 
     def __init__(
@@ -59,12 +53,23 @@ class CacheLayout:
         self._dtype = dtype
         platform = mesh.devices.flat[0].platform
         self._time_last = platform == "cpu"
+        # Pages are int8 with a scale per head that must be known beforehand.
         self.calibrated = paged and settings.cache_dtype == "int8_per_head"
-        # Without pages, a replica also gets the prompts of other replicas, and drops them.
+        # Whether a call may insert the responses to several prompts: without pages, a replica also
+        # gets the prompts of other replicas, and drops them.
         self.takes_many = paged or mesh.size == 1
-        self.pages = None
+        self.pages: PageTable | None = None
         if paged:
-            self.pages = PageTable(_page_geometry(mesh, settings, cache_tokens))
+            replicas = sharding.shards(mesh, "batch", sharding.DECODING)
+            full = -(-cache_tokens // settings.page_tokens)  # pages of a longest response
+            pages = settings.pages or settings.slots * full
+            allowed = f"0, or a multiple of data x fsdp = {replicas} with at least {full} pages, "
+            allowed += "enough for the longest response, per replica"
+            fits = pages % replicas == 0 and pages // replicas >= full
+            require(fits, "sampler.pages", pages, allowed)
+            page_tokens, slots = settings.page_tokens, settings.slots
+            each = pages // replicas + 1
+            self.pages = PageTable(PageGeometry(replicas, each, page_tokens, slots, cache_tokens))
             self.attend = PagedAttention(mesh, _read_by_kernel(config, mesh, settings, dtype))
         else:
             kernel = has_kernels(platform, config.head_dim, dtype) and not config.sinks
@@ -113,7 +118,12 @@ class CacheLayout:
         """Return zeroed caches of every layer with space for `window` tokens per slot."""
         lengths = self._lengths(self.window(window))
         kinds = {length: self._empty_slots(length) for length in lengths}
-        pages = None if self.pages is None else self._empty_pages(self.pages.geometry)
+        pages = None
+        if self.pages is not None:
+            c, geometry = self._config, self.pages.geometry
+            count = geometry.replicas * geometry.pages
+            shape = (count, geometry.page_tokens, 2 * c.kv_heads, c.head_dim)
+            pages = PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
         return self._by_layer(pages, [kinds[length] for length in lengths])
 
     def _empty_slots(self, length: int) -> KVCache:
@@ -125,11 +135,6 @@ class CacheLayout:
         if self._dtype == jnp.int8:
             scales = (jnp.zeros((slots, c.kv_heads, length)),) * 2
         return KVCache(keys, values, *scales, time_last=self._time_last)
-
-    def _empty_pages(self, geometry: PageGeometry) -> PageCache:
-        c, count = self._config, geometry.replicas * geometry.pages
-        shape = (count, geometry.page_tokens, 2 * c.kv_heads, c.head_dim)
-        return PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
 
     def _scales(self, shape: tuple[int, ...]) -> jax.Array | None:
         """Return initial scales of pages of that shape, [N, P, K2]."""
@@ -230,27 +235,6 @@ def _fill_replica(cache: PageCache, new: PromptCache, fills: Fills) -> PageCache
     return jax.tree.map(lambda old, new: old.at[fills.page[0]].set(new, mode="drop"), cache, filled)
 
 
-def _page_geometry(mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int) -> PageGeometry:
-    """Return the sizes of the pages. Raise `ConfigError` if a longest response does not fit."""
-    replicas = sharding.shards(mesh, "batch", sharding.DECODING)
-    full = -(-cache_tokens // settings.page_tokens)
-    pages = settings.pages or settings.slots * full
-    require(
-        pages % replicas == 0 and pages // replicas >= full,
-        "sampler.pages",
-        pages,
-        f"0, or a multiple of data x fsdp = {replicas} with at least {full} pages, enough for the "
-        "longest response, per replica",
-    )
-    return PageGeometry(
-        replicas=replicas,
-        pages=pages // replicas + 1,
-        page_tokens=settings.page_tokens,
-        slots=settings.slots,
-        slot_tokens=cache_tokens,
-    )
-
-
 def _fill_in_turn(pages: jax.Array, blocks: jax.Array, places: jax.Array) -> jax.Array:
     """Write a block to each place; an index past the last page goes to the unused page 0.
 
@@ -291,8 +275,7 @@ def choose_layout(
 ) -> CacheLayout:
     """Return the layout for `sampler.cache`; 'auto' is pages if a kernel reads them, else slots.
 
-    Raises:
-        ConfigError: cache, its dtype and the platform don't fit together.
+    Raises `ConfigError` if cache, its dtype and the platform don't fit together.
     """
     dtype = config.dtype if settings.cache_dtype == "auto" else jnp.int8
     kind, platform = settings.cache, mesh.devices.flat[0].platform

@@ -4,21 +4,22 @@ With `rollout.carry_over` the batch is full as soon as any groups qualify, in wh
 groups continue in the next step, and a step waits for groups that are `carry_over_max_age` old.
 """
 
+import base64
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import json
+import zlib
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.config.experiment import Config, Rollout
+from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import Sampler
-from dapo_jax.rollout.dynamic_sampling import Collection, Judge, Pending
+from dapo_jax.rollout.dynamic_sampling import Collection, Judge
 from dapo_jax.structs import CollectedGroups, Completion, Group, PartialGroup, Prompt, Turn, Verdict
 
 
-class CarryOverCollection(Collection[Pending]):
+class CarryOverCollection(Collection):
     """Collection that starts with partial groups and leaves some to the next step."""
 
     def __init__(
@@ -70,7 +71,7 @@ class CarryOverCollection(Collection[Pending]):
         )
         return super().full() and not late
 
-    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> CollectedGroups:
+    def end(self, sampler: Sampler, judge: Judge, position: int) -> CollectedGroups:
         """Return the collected groups, and the groups for the next step."""
         self.read_verdicts(judge)
         unfinished = sampler.suspend()
@@ -78,12 +79,21 @@ class CarryOverCollection(Collection[Pending]):
         surplus = self._kept - {group.prompt.index for group in groups}
         started = [group.prompt.index for group in unfinished if group.tokens]
         following = max([self.start, *(i + 1 for i in (*self._scored, *started))])
-        left = [group for i, group in self._scored.items() if i in surplus]
-        partial, expired = carry(self._rollout, self._step, left, unfinished, self._first_steps)
+        carried = list(unfinished)
+        for group in (group for i, group in self._scored.items() if i in surplus):
+            scored = group if self._rollout.carry_over == "all" else None
+            first_step = self._first_steps.get(group.prompt.index, self._step)
+            carried.append(PartialGroup(group.prompt, first_step, judged=scored))
+        following_step, expired = self._step + 1, 0
+        for i, group in enumerate(carried):
+            if group.tokens and following_step - group.step > self._rollout.carry_over_max_age:
+                carried[i] = PartialGroup(group.prompt, following_step)
+                expired += 1
+        carried.sort(key=lambda group: group.prompt.index)
         estimate = self._estimate(self._scored_now())
         return dataclasses.replace(
             self._collected(groups, surplus, following, estimate),
-            carried=tuple(group for group in partial if group.prompt.index < following),
+            carried=tuple(group for group in carried if group.prompt.index < following),
             expired=expired,
             reused=self._reused,
         )
@@ -98,141 +108,59 @@ def open_collection(
     return CarryOverCollection(config, kept_fraction, step, partial, position)
 
 
-def carry(
-    rollout: Rollout,
-    step: int,
-    surplus: Sequence[Group],
-    unfinished: Sequence[PartialGroup],
-    first_steps: Mapping[int, int],
-) -> tuple[list[PartialGroup], int]:
-    """Return the partial groups for step + 1 in data order, and how many were too old."""
-    carried = list(unfinished)
-    for group in surplus:
-        scored = group if rollout.carry_over == "all" else None
-        first_step = first_steps.get(group.prompt.index, step)
-        carried.append(PartialGroup(group.prompt, first_step, judged=scored))
-    expired = 0
-    for i, group in enumerate(carried):
-        if group.tokens and step + 1 - group.step > rollout.carry_over_max_age:
-            carried[i] = PartialGroup(group.prompt, step + 1)
-            expired += 1
-    return sorted(carried, key=lambda group: group.prompt.index), expired
+# --- format of checkpoints and journals: JSON without prompts, arrays in base64 -------------------
 
 
-# --- checkpoint format: tokens and log-probs as arrays, the rest as JSON --------------------------
-
-IN_ARRAYS = {"tokens": np.int32, "sampler_logprobs": np.float32}
-GROUP_ARRAYS = {"rewards": np.float64, "raw_rewards": np.float64, "correct": bool}
-ROUTES = "routes"  # of all responses that have routes, flat
-NOT_IN_RECORD = (*IN_ARRAYS, ROUTES, "text")  # the text is decoded from the tokens
+def _encode(array: np.ndarray) -> dict[str, Any]:
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"dtype": array.dtype.name, "shape": array.shape, "data": data}
 
 
-def _responses(group: PartialGroup) -> tuple[Completion, ...]:
-    return group.judged.completions if group.judged else (*group.finished, *group.begun)
+def _decode(fields: dict[str, Any]) -> Any:
+    if fields.keys() != {"dtype", "shape", "data"}:
+        return fields
+    data = bytearray(base64.b64decode(fields["data"]))
+    return np.frombuffer(data, fields["dtype"]).reshape(fields["shape"])
 
 
-def pack_partial(
-    groups: Sequence[PartialGroup],
-) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """Return arrays of all tokens and log-probs, concatenated, and a record of everything else.
+def pack_partial(groups: Sequence[PartialGroup]) -> np.ndarray:
+    """Return groups as [n] uint8; instead of a prompt, only its position in the data."""
 
-    Without any token there are no arrays.
-    """
-    responses = [response for group in groups for response in _responses(group)]
-    arrays = {}
-    if any(map(len, responses)):
-        arrays = {name: np.concatenate([getattr(r, name) for r in responses]) for name in IN_ARRAYS}
-    routes = [response.routes.ravel() for response in responses if response.routes is not None]
-    if routes:
-        arrays[ROUTES] = np.concatenate(routes)
-    return arrays, [_record(group) for group in groups]
+    def fields_of(group: PartialGroup | Group) -> dict[str, Any]:
+        return {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
 
+    records = []
+    for group in groups:
+        record = fields_of(group) | {"prompt": group.prompt.index}
+        if group.judged:
+            record["judged"] = fields_of(group.judged) | {"prompt": None}
+        records.append(record)
 
-def _record(partial: PartialGroup) -> dict[str, Any]:
-    return {
-        "index": partial.prompt.index,
-        "step": partial.step,
-        "finished": len(partial.finished),
-        "responses": [_response_record(response) for response in _responses(partial)],
-        "judged": _scored_record(partial.judged) if partial.judged else None,
-    }
+    def encode(value: Any) -> Any:
+        return _encode(value) if isinstance(value, np.ndarray) else fields_of(value)
 
-
-def _scored_record(group: Group) -> dict[str, Any]:
-    return {
-        "verdicts": [dataclasses.asdict(verdict) for verdict in group.verdicts],
-        "reward_parts": {name: part.tolist() for name, part in group.reward_parts.items()},
-    } | {name: getattr(group, name).tolist() for name in GROUP_ARRAYS}
-
-
-def _response_record(response: Completion) -> dict[str, Any]:
-    names = [
-        field.name for field in dataclasses.fields(Completion) if field.name not in NOT_IN_RECORD
-    ]
-    record = {name: getattr(response, name) for name in names} | {"length": len(response.tokens)}
-    if (routes := response.routes) is not None:
-        record[ROUTES] = [routes.dtype.name, *routes.shape]
-    return record
-
-
-def empty_arrays(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Return zeros with the shapes of the arrays that belong to a record."""
-    responses = [response for group in records for response in group["responses"]]
-    tokens = sum(response["length"] for response in responses)
-    arrays = {name: np.zeros(tokens, dtype) for name, dtype in IN_ARRAYS.items()}
-    routes = [response[ROUTES] for response in responses if ROUTES in response]
-    if routes:
-        size = sum(math.prod(shape) for _, *shape in routes)
-        arrays[ROUTES] = np.zeros(size, routes[0][0])
-    return arrays
+    return np.frombuffer(zlib.compress(json.dumps(records, default=encode).encode()), np.uint8)
 
 
 def unpack_partial(
-    arrays: dict[str, np.ndarray],
-    records: list[dict[str, Any]],
-    read_prompt: Callable[[int], Prompt],  # returns the prompt at a position in the data
-    decode: Callable[[list[int]], str],  # returns the text of a response's tokens
+    content: np.ndarray, read_prompt: Callable[[int], Prompt]
 ) -> tuple[PartialGroup, ...]:
-    """Return partial groups from their arrays and record: the inverse of `pack_partial`."""
-    saved = [response for group in records for response in group["responses"]]
-    responses = _unpack_responses(arrays, saved, decode)
+    """Invert `pack_partial`; `read_prompt` returns the prompt at a position in the data."""
     groups = []
-    for record in records:
-        prompt, step, ended = read_prompt(record["index"]), record["step"], record["finished"]
-        own = tuple(itertools.islice(responses, len(record["responses"])))
-        if record["judged"]:
-            group = _scored_group(prompt, own, record["judged"])
-            groups.append(PartialGroup(prompt, step, judged=group))
-        else:
-            groups.append(PartialGroup(prompt, step, own[:ended], own[ended:]))
+    for fields in json.loads(zlib.decompress(content.tobytes()), object_hook=_decode):
+        prompt, judged = read_prompt(fields["prompt"]), fields["judged"]
+        if judged:
+            judged["completions"] = tuple(map(_completion, judged["completions"]))
+            judged["verdicts"] = tuple(Verdict(**verdict) for verdict in judged["verdicts"])
+            judged = Group(**judged | {"prompt": prompt})
+        finished, begun = (tuple(map(_completion, fields[n])) for n in ("finished", "begun"))
+        groups.append(PartialGroup(prompt, fields["step"], finished, begun, judged))
     return tuple(groups)
 
 
-def _unpack_responses(
-    arrays: dict[str, np.ndarray], records: list[dict[str, Any]], decode: Callable[[list[int]], str]
-) -> Iterator[Completion]:
-    start = first_route = 0
-    for record in records:
-        fields = dict(record)
-        end = start + fields.pop("length")
-        fields["earlier"] = tuple(map(tuple, fields["earlier"]))
-        fields["turns"] = tuple(Turn(*turn) for turn in fields["turns"])
-        fields |= {name: tuple(fields[name]) for name in ("rewards", "failures")}
-        fields |= {name: arrays[name][start:end] for name in IN_ARRAYS}
-        if ROUTES in fields:
-            shape = fields[ROUTES][1:]
-            last_route = first_route + math.prod(shape)
-            fields[ROUTES] = arrays[ROUTES][first_route:last_route].reshape(shape)
-            first_route = last_route
-        response = Completion(**fields, text="")
-        yield dataclasses.replace(response, text=decode(response.last_turn.tolist()))
-        start = end
-
-
-def _scored_group(
-    prompt: Prompt, completions: tuple[Completion, ...], record: dict[str, Any]
-) -> Group:
-    verdicts = tuple(Verdict(**fields) for fields in record["verdicts"])
-    parts = {name: np.array(part, np.float64) for name, part in record["reward_parts"].items()}
-    arrays = {name: np.array(record[name], dtype) for name, dtype in GROUP_ARRAYS.items()}
-    return Group(prompt, completions, verdicts, parts, **arrays)
+def _completion(fields: dict[str, Any]) -> Completion:
+    fields["earlier"] = tuple(map(tuple, fields["earlier"]))
+    fields["turns"] = tuple(Turn(*turn) for turn in fields["turns"])
+    fields["rewards"] = tuple(fields["rewards"])
+    fields["failures"] = tuple(fields["failures"])
+    return Completion(**fields)

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.contracts import FinishedResponses, Sampler
 from dapo_jax.structs import CollectedGroups, Completion, Group, Interrupted, Prompt
 
-Pending = TypeVar("Pending")  # a judge's handle of a group that is being scored
 INITIAL_KEPT_FRACTION = 0.5  # estimate before any group is scored
 MIN_KEPT_FRACTION = 1 / 16  # bounds how many prompts a pessimistic estimate requests
 
@@ -84,29 +83,24 @@ def seek(prompts: AnyPrompts, position: int) -> AnyPrompts:
     return prompts
 
 
-class Judge(Protocol[Pending]):
-    """Scorer of groups, such as `rewards.judge.Judge`."""
+class Judge(Protocol):
+    """Scorer of groups, such as `rewards.judge.Judge`; it has a handle of each pending group."""
 
-    def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending: ...
+    def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Any: ...
 
-    def groups(self, pending: list[Pending]) -> list[Group]: ...
+    def groups(self, pending: list[Any]) -> list[Group]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectionHooks:
-    """Callbacks of `collect`.
+    """Callbacks of `collect`."""
 
-    Attributes:
-        on_scored: receives groups when their rewards are final, to write them down.
-        interrupted: called between two bursts; True ends the collection.
-    """
-
-    on_scored: Callable[[list[Group]], None] = lambda _: None
+    on_scored: Callable[[list[Group]], None] = lambda _: None  # receives groups with final rewards
     on_burst: Callable[[Any], None] = lambda _: None  # receives the collection after every burst
-    interrupted: Callable[[], bool] = lambda: False
+    interrupted: Callable[[], bool] = lambda: False  # between bursts; True ends the collection
 
 
-class Collection(Generic[Pending]):
+class Collection:
     """Prompts of one step in the order of their requests, with their scored groups."""
 
     def __init__(self, config: Config, kept_fraction: float, position: int):
@@ -122,7 +116,7 @@ class Collection(Generic[Pending]):
         self._scored: dict[int, Group] = {}
         self._kept: set[int] = set()
         self._uniform: collections.Counter[bool] = collections.Counter()  # by correctness
-        self._unread: list[Pending] = []
+        self._unread: list[Any] = []
         self._unwritten: list[Group] = []
 
     def resume(self, sampler: Sampler) -> None:
@@ -157,12 +151,12 @@ class Collection(Generic[Pending]):
             self._add(group)
         return group is None
 
-    def submit(self, judge: Judge[Pending], ended: list[FinishedResponses]) -> None:
+    def submit(self, judge: Judge, ended: list[FinishedResponses]) -> None:
         """Submit finished groups to the judge, and empty the list."""
         self._unread += [judge.submit(*group) for group in ended]
         ended.clear()
 
-    def read_verdicts(self, judge: Judge[Pending]) -> None:
+    def read_verdicts(self, judge: Judge) -> None:
         """Wait for the rewards of all submitted groups."""
         for group in judge.groups(self._unread):
             self._add(group)
@@ -219,7 +213,7 @@ class Collection(Generic[Pending]):
         """Return True if every prompt that a step may request is scored."""
         return len(self._scored) == len(self._requested) >= self._limit
 
-    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> CollectedGroups:
+    def end(self, sampler: Sampler, judge: Judge, position: int) -> CollectedGroups:
         """Return the collected groups; nothing is sampled or scored any more.
 
         Surplus groups are not trained on: the next step requests their prompts from its policy.
@@ -273,10 +267,10 @@ def _check_starved(config: Config, batch: CollectedGroups) -> None:
 
 
 def collect(
-    collection: Collection[Pending],
+    collection: Collection,
     prompts: Prompts,
     sampler: Sampler,
-    judge: Judge[Pending],
+    judge: Judge,
     hooks: CollectionHooks = CollectionHooks(),  # noqa: B008
     finished: FinishedGroups = NO_GROUPS,
 ) -> CollectedGroups:

@@ -18,7 +18,7 @@ from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.cache_layout import choose_layout, with_scales
-from dapo_jax.rollout.engine_programs import EngineShape, Programs, Starts, engine_programs
+from dapo_jax.rollout.engine_programs import EnginePrograms, EngineShape, Starts, engine_programs
 from dapo_jax.rollout.jetstream_api import (
     NO_TOKEN,
     Engine,
@@ -26,27 +26,48 @@ from dapo_jax.rollout.jetstream_api import (
     ResultTokens,
     TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
 )
-from dapo_jax.rollout.page_table import PageTable
 from dapo_jax.rollout.requests import SlotOutput
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.rollout.weight_transfer import TrainerWeights
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.pace import Pace
 from dapo_jax.runtime.settings import require
 from dapo_jax.structs import SamplingRule
+
+
+class Pace:
+    """Waits for a result after every few calls, on meshes of several CPU devices.
+
+    XLA's CPU client queues 32 programs per device. One more blocks a thread of a pool with one
+    thread per core; with a device per core the queued programs then get no thread, and the process
+    aborts after a minute (jaxlib 0.10.2).
+    """
+
+    MAX_CALLS = 4  # each queues several programs
+
+    def __init__(self, mesh: jax.sharding.Mesh):
+        self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._calls = itertools.count(1)
+
+    def __call__(self, result: Any) -> Any:
+        """Return the result of a call, sometimes after waiting for it."""
+        if self._waits and next(self._calls) % self.MAX_CALLS == 0:
+            jax.block_until_ready(result)
+        return result
 
 
 class PolicyEngine(Engine):
     """Decodes `settings.slots` responses in parallel, `settings.burst_tokens` tokens per call.
 
-    Attributes:
-        shape: constants of the compiled programs.
-        layout: of the caches on devices.
-        replicas: number of parts of the slots; prefilling this many prompts costs as much as one.
-        prefill_width: maximum number of prompts of one `prefill_prompts`.
+    `replicas` are parts of the slots; prefilling this many prompts costs as much as one. It has
+    more than twelve attributes, since JetStream's interface names many of them.
     """
 
     RULE_PER_SLOT = False
+    samples_per_slot: Any = 1
+    colocated_cpus: Any = None
+    max_concurrent_decodes: Any = 0
+    max_prefill_length: Any = 0
+    mesh: Any = None
 
     def __init__(
         self,
@@ -60,7 +81,7 @@ class PolicyEngine(Engine):
         seed: int = 0,  # part of the random key of prompts that come without a key
         frozen: Any = None,  # parameters that never change; one copy of them is made for decoding
         trained_on: jax.sharding.Mesh | None = None,
-        programs: Callable[..., Programs] = engine_programs,
+        programs: Callable[..., Any] = engine_programs,
     ):
         int8_products = settings.weights_dtype == "int8_products"
         config = dataclasses.replace(config, int8_products=int8_products)
@@ -71,18 +92,26 @@ class PolicyEngine(Engine):
         self.shape = shape = EngineShape(
             config, settings, max_prompt_tokens, tokenizer.end_ids, self.RULE_PER_SLOT
         )
-        self._mesh = mesh
+        self.config = config
+        self.cache_tokens = shape.cache_tokens
+        self.max_response_tokens = settings.max_response_tokens
+        self.max_concurrent_decodes = settings.slots
+        self.max_prefill_length = max_prompt_tokens
+        self.mesh = mesh
         self._tokenizer = tokenizer
         self._arrival_keys = (sample_key(seed, SAMPLE_FOR_SERVING, 0, i) for i in itertools.count())
         self._pace = Pace(mesh)
+        # Maximum number of prompts of one `prefill_prompts`.
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
         self.layout = choose_layout(config, mesh, settings, shape.cache_tokens)
+        self.pages = self.layout.pages
         self._page_scales = None
         insert_width = min(slots, insert_width)
         prompts = self.prefill_width if self.layout.takes_many else 1
         self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
+        self.max_insert_width = self._insert_widths[-1]  # slots that one `insert` can fill
         trainer = TrainerWeights(trained_on or mesh, frozen or {})
-        self.programs = programs(shape, mesh, self.layout, trainer)
+        self.programs: EnginePrograms = programs(shape, mesh, self.layout, trainer)
 
     # --- JetStream's interface ------------------------------------------------------------------
 
@@ -197,48 +226,7 @@ class PolicyEngine(Engine):
         assert isinstance(self._tokenizer, Tokenizer)  # a served policy has text
         return JetStreamTokenizer(self._tokenizer)
 
-    @property
-    def max_concurrent_decodes(self) -> int:
-        return self.shape.settings.slots
-
-    @property
-    def samples_per_slot(self) -> int:
-        return 1
-
-    @property
-    def max_prefill_length(self) -> int:
-        return self.shape.max_prompt_tokens
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh:
-        return self._mesh
-
-    @property
-    def colocated_cpus(self) -> None:
-        return None
-
     # --- interface of the scheduler -------------------------------------------------------------
-
-    @property
-    def config(self) -> DecoderConfig:
-        return self.shape.config
-
-    @property
-    def pages(self) -> PageTable | None:
-        return self.layout.pages
-
-    @property
-    def cache_tokens(self) -> int:
-        return self.shape.cache_tokens
-
-    @property
-    def max_response_tokens(self) -> int:
-        return self.shape.settings.max_response_tokens
-
-    @property
-    def max_insert_width(self) -> int:
-        """Maximum number of slots that one `insert` can fill."""
-        return self._insert_widths[-1]
 
     def claim(self, free: Sequence[int], tokens: int, prompt: Hashable) -> int | None:
         """Reserve cache space for a prompt in the first free slot that has it; None if none has."""

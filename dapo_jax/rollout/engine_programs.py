@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,46 +57,11 @@ class Starts(NamedTuple):
     fills: Fills | None  # cache pages to write; None if the cache has no pages
 
 
-class Programs(Protocol):
-    """Functions that compute for an engine: compiled ones, or those of a simulation."""
-
-    def resident(self) -> Any: ...
-
-    def load(self, params: Any) -> Any: ...
-
-    def calibrate(self, params: Any) -> Any: ...
-
-    def split(self, array: np.ndarray) -> Any: ...
-
-    def empty(self, *, window: int) -> DecodeState: ...
-
-    def grow(self, state: DecodeState, *, window: int) -> DecodeState: ...
-
-    def prefill(self, params: Any, tokens: Any, lengths: Any, keys: Any, sampled: Any, /) -> Prefix:
-        """Compute keys and values of prompts; the last `sampled` tokens are a response's."""
-        ...
-
-    def insert(self, prefix: Prefix, state: DecodeState, starts: Starts, /) -> DecodeState: ...
-
-    def feed(self, state: DecodeState, slots: Any, tokens: Any, known: Any, /) -> DecodeState: ...
-
-    def stop(self, state: DecodeState, slots: Any, /) -> DecodeState: ...
-
-    def generate(
-        self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: int | None
-    ) -> tuple[DecodeState, Any]: ...
-
-    def rows(self, array: Any, slots: Any, /) -> Any: ...
-
-
 class EnginePrograms:
     """Programs for one policy on one mesh; each compiles at its first call.
 
-    It has one attribute for each compiled program, so more than twelve.
-
-    Attributes:
-        weights: loads the parameters.
-        state_shardings, prefix_sharding: shardings of decode states and prefilled caches.
+    It has one attribute for each compiled program, so more than twelve. A simulation has the same
+    public members, without `weights` and the shardings.
     """
 
     def __init__(
@@ -128,7 +93,13 @@ class EnginePrograms:
             in_turn=mesh.devices.flat[0].platform == "tpu",
         )
         self.insert = jax.jit(start, donate_argnums=1, out_shardings=state)
-        self.stop = jax.jit(_stop_responses, donate_argnums=0, out_shardings=state)
+        self.stop = jax.jit(
+            lambda state, slots: state.replace(
+                active=state.active.at[slots].set(False, mode="drop")
+            ),
+            donate_argnums=0,
+            out_shardings=state,
+        )
         self.generate = jax.jit(
             self._generate,
             static_argnames=("rule", "columns"),
@@ -136,7 +107,11 @@ class EnginePrograms:
             out_shardings=(state, replicated),
         )
         self.feed = jax.jit(_feed_responses, donate_argnums=0, out_shardings=state)
-        self.grow = jax.jit(self._grow, static_argnames="window", out_shardings=state)
+        self.grow = jax.jit(
+            lambda state, window: state.replace(caches=self._layout.grow(state.caches, window)),
+            static_argnames="window",
+            out_shardings=state,
+        )
         self.calibrate = jax.jit(self._calibrate, out_shardings=place("kv_heads"))
         self.empty = jax.jit(self._empty, static_argnames="window", out_shardings=state)
         self.rows = jax.jit(lambda array, slots: array[slots], out_shardings=replicated)
@@ -153,7 +128,6 @@ class EnginePrograms:
         return jax.make_array_from_callback(array.shape, place, lambda at: array[at])
 
     def _empty(self, *, window: int) -> DecodeState:
-        """Return a decode state with every slot free."""
         config, settings = self._shape.config, self._shape.settings
         slots = settings.slots
         pages = self._layout.pages
@@ -195,9 +169,6 @@ class EnginePrograms:
             return CALIBRATION_MARGIN * to_int8(pairs, (0, 1, 3))[1]
 
         return tuple(map(scale, caches))
-
-    def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
-        return state.replace(caches=self._layout.grow(state.caches, window))
 
     def _mesh_context(self) -> contextlib.AbstractContextManager:
         """Return a context for traced code that has expert-parallel or sharded int8 products."""
@@ -328,11 +299,6 @@ def _feed_responses(
         known=present(state.known, "known").at[slots].set(known, mode="drop"),
         active=state.active.at[slots].set(True, mode="drop"),
     )
-
-
-def _stop_responses(state: DecodeState, slots: Int[Array, "n"]) -> DecodeState:
-    """Deactivate slots."""
-    return state.replace(active=state.active.at[slots].set(False, mode="drop"))
 
 
 def engine_programs(

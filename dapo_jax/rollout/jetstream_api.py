@@ -46,8 +46,17 @@ NO_TOKEN = -1
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
     """Tokenizer of a model folder behind JetStream's interface."""
 
+    stop_tokens: Any = None
+    pad_id: Any = None
+    eos_id: Any = None
+    # Marker that JetStream puts before ids and `prefill` removes; policies have none.
+    bos_id: Any = NO_TOKEN
+
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
+        self.stop_tokens = set(tokenizer.end_ids)
+        self.pad_id = tokenizer.pad_id
+        self.eos_id = tokenizer.end_ids[0]
 
     def encode(self, s: str, **options: Any) -> tuple[Array | np.ndarray, int]:
         """Return the ids of a prompt, padded on the right, and their number."""
@@ -57,23 +66,6 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
         return self._tokenizer.decode(token_ids)
-
-    @property
-    def stop_tokens(self) -> set[int]:
-        return set(self._tokenizer.end_ids)
-
-    @property
-    def pad_id(self) -> int:
-        return self._tokenizer.pad_id
-
-    @property
-    def eos_id(self) -> int:
-        return self._tokenizer.end_ids[0]
-
-    @property
-    def bos_id(self) -> int:
-        """Marker that JetStream puts before ids and `prefill` removes; policies have none."""
-        return NO_TOKEN
 
 
 def result_tokens(

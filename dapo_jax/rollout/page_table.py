@@ -40,15 +40,12 @@ class PageGeometry:
 
 
 class PageTable:
-    """Page allocator: the pages of every slot, and the number of slots that hold each page.
-
-    Attributes:
-        tables: [slots, maximum pages of a slot] int32, a slot's pages in order, then zeros.
-    """
+    """Page allocator: the pages of every slot, and the number of slots that hold each page."""
 
     def __init__(self, geometry: PageGeometry):
         self.geometry = geometry
         columns = -(-geometry.slot_tokens // geometry.page_tokens)
+        # [slots, maximum pages of a slot]: a slot's pages in order, then zeros.
         self.tables = np.zeros((geometry.slots, columns), np.int32)
         self.reset()
 

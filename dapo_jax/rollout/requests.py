@@ -1,19 +1,24 @@
-"""Requests of the scheduler: groups in progress, and responses that resume from known tokens.
+"""Requests of the scheduler: groups in progress, responses that resume, trajectories.
 
 A response that an earlier step started is pending on its own. Its prompt is the problem's prompt
 followed by the known tokens, and its key is the key of the step that started it, so that sampling
 continues with the same random numbers.
+
+The reply to a trajectory is requested when a turn ends and placed a fixed number of bursts later;
+decoding waits for a reply that takes longer. So every decision depends on burst counts, never on
+the clock.
 """
 
 import collections
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dapo_jax.model.caches import Prefix
-from dapo_jax.structs import Completion, PartialGroup, Prompt, Turn
+from dapo_jax.structs import Completion, PartialGroup, Prompt, Turn, TurnCounts
 
 MIN_BUCKET_TOKENS = 16
 RESUMED_BUCKET_FACTOR = 4  # resumed responses have many lengths: use fewer, larger buckets
@@ -119,6 +124,11 @@ def make_completion(
     known = len(before.tokens)
     if length <= known:
         return before
+    turns = before.turns
+    if turns and turns[-1].drawn:
+        turns = (*turns[:-1], Turn(True, turns[-1].tokens + length - known, ""))
+    elif turns:  # the first turn after an observation
+        turns = (*turns, Turn(True, length - known, ""))
     same_policy = before.policy_step == fields["policy_step"]
     return Completion(
         np.concatenate([before.tokens, tokens[known:]]),
@@ -126,18 +136,9 @@ def make_completion(
         earlier=before.earlier if same_policy else before.drawn_by,
         rewards=before.rewards,
         failures=before.failures,
-        turns=_extend_turns(before.turns, length - known),
+        turns=turns,
         **fields,
     )
-
-
-def _extend_turns(turns: tuple[Turn, ...], new_tokens: int) -> tuple[Turn, ...]:
-    """Add newly sampled tokens to the last turn, or as a turn after an observation."""
-    if not turns:
-        return ()
-    if turns[-1].drawn:
-        return (*turns[:-1], Turn(True, turns[-1].tokens + new_tokens, ""))
-    return (*turns, Turn(True, new_tokens, ""))
 
 
 def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[PartialGroup]:
@@ -155,3 +156,132 @@ def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> lis
         for group, responses in partial.items()
     ]
     return sorted(carried, key=lambda group: group.prompt.index)
+
+
+@dataclasses.dataclass
+class HeldSlot:
+    """Slot that a trajectory keeps between turns; None after its cache pages were taken."""
+
+    pending: PendingResponses
+    slot: int | None
+
+
+class Trajectory(NamedTuple):
+    """Trajectory that waits for the reply of its environment, or that has received it."""
+
+    burst: int  # its turn ended after this burst
+    group: PendingGroup
+    completion: Completion
+    request: Any
+    held: HeldSlot | None  # None: its slot was released
+    continues: bool = False  # whether another turn follows the reply
+
+
+class Trajectories:
+    """Trajectories that wait for their environments, ordered by the end of their turns."""
+
+    def __init__(self, environments: Any, max_tokens: int, key: Sequence[int] = ()):
+        self.counts = TurnCounts()
+        self._environments = environments
+        self._max_tokens = max_tokens
+        self._key = key
+        self._awaiting: collections.deque[Trajectory] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._awaiting)
+
+    @property
+    def sampled_limit(self) -> int:
+        """Maximum number of tokens that a trajectory samples."""
+        limit = self._environments.settings.max_drawn_tokens if self._environments else 0
+        return min(limit or self._max_tokens, self._max_tokens)
+
+    @property
+    def held_slots(self) -> list[int]:
+        """Slots that trajectories keep, the oldest first."""
+        held = [waiting.held for waiting in self._awaiting if waiting.held]
+        return [kept.slot for kept in held if kept.slot is not None]
+
+    def evict(self, slots: Sequence[int]) -> None:
+        """Take slots away; their trajectories will be prefilled and fed again."""
+        for waiting in self._awaiting:
+            if waiting.held and waiting.held.slot in slots:
+                waiting.held.slot = None
+
+    def unfinished(self) -> list[tuple[PendingGroup, Completion]]:
+        """Return all trajectories as far as they were sampled."""
+        return [(waiting.group, waiting.completion) for waiting in self._awaiting]
+
+    def clear(self) -> None:
+        self._awaiting.clear()
+
+    def request(
+        self, group: PendingGroup, completion: Completion, burst: int, held: HeldSlot | None = None
+    ) -> bool:
+        """Request the reply to a turn; return False if the response ends here."""
+        if self._environments is None or completion.truncated:
+            return False
+        prompt = group.prompt
+        key = [*self._key, group.step, prompt.index, completion.sample]
+        seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+        texts = [turn.text for turn in completion.turns if turn.drawn] or [completion.text]
+        request = self._environments.submit(prompt, seed, texts, completion.failures)
+        self.counts.turns += 1
+        self._awaiting.append(Trajectory(burst, group, completion, request, held))
+        return True
+
+    def due(self, burst: int, idle: bool) -> list[Trajectory]:
+        """Return the trajectories to place after a burst, with their replies.
+
+        If nothing else can be decoded (`idle`), wait for the next replies now.
+        """
+        if self._environments is None or not self._awaiting:
+            return []
+        last = burst - self._environments.settings.wait_bursts
+        if idle:
+            last = max(last, self._awaiting[0].burst)
+        due = []
+        while self._awaiting and self._awaiting[0].burst <= last:
+            due.append(self._awaiting.popleft())
+        start = time.perf_counter()
+        replies = self._environments.steps([waiting.request for waiting in due]) if due else []
+        self.counts.wait_seconds += time.perf_counter() - start
+        max_turns = self._environments.settings.max_turns
+        return [
+            self._next_turn(waiting, reply, max_turns)
+            for waiting, reply in zip(due, replies, strict=True)
+        ]
+
+    def _next_turn(self, waiting: Trajectory, reply: Any, max_turns: int) -> Trajectory:
+        """Append the reply, such as `environments.sessions.Step`, unless the trajectory ends."""
+        counts = self.counts
+        counts.failed_steps += bool(reply.failure)
+        counts.late_steps += reply.late
+        counts.cut_observations += reply.cut
+        completion = dataclasses.replace(
+            waiting.completion,
+            rewards=(*waiting.completion.rewards, reply.reward),
+            failures=(*waiting.completion.failures, reply.failure),
+        )
+        turns = completion.turns or (Turn(True, len(completion.tokens), completion.text),)
+        if not reply.tokens:
+            counts.ended_by_tokens += reply.cut
+            ended = dataclasses.replace(completion, truncated=reply.cut)
+            return waiting._replace(completion=ended)
+        by_turns = sum(turn.drawn for turn in turns) >= max_turns
+        remaining = self._max_tokens - len(completion.tokens) - len(reply.tokens)
+        by_tokens = remaining <= 0 or len(completion) >= self.sampled_limit
+        if by_turns or by_tokens:
+            counts.ended_by_turns += by_turns
+            counts.ended_by_tokens += not by_turns
+            ended = dataclasses.replace(completion, truncated=True)
+            return waiting._replace(completion=ended)
+        counts.observation_tokens += len(reply.tokens)
+        logprobs = completion.sampler_logprobs
+        completion = dataclasses.replace(
+            completion,
+            tokens=np.append(completion.tokens, np.asarray(reply.tokens, np.int32)),
+            sampler_logprobs=np.append(logprobs, np.zeros(len(reply.tokens), logprobs.dtype)),
+            turns=(*turns, Turn(False, len(reply.tokens), reply.text)),
+        )
+        return waiting._replace(completion=completion, continues=True)

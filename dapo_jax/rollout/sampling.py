@@ -132,10 +132,10 @@ def sample_tokens_by_slot(
 
 def sample_key(seed: int, purpose: int, step: int | np.uint32, index: int) -> jax.Array:
     """Return the key of a prompt's responses; `index` is its position in the data order."""
-    return _fold(_first_key(seed), np.array([purpose, step, index], np.uint32))
+    return sample_keys(seed, purpose, [step], [index])[0]
 
 
-def sample_keys(seed: int, purpose: int, steps: Sequence[int], indices: Sequence[int]) -> jax.Array:
+def sample_keys(seed: int, purpose: int, steps: Sequence, indices: Sequence[int]) -> jax.Array:
     """Return the keys [n] of several prompts, each equal to `sample_key`, in one call.
 
     One call per prompt costs the host more than the prefill of a small policy.
@@ -149,11 +149,9 @@ def _first_key(seed: int) -> jax.Array:
     return jax.random.key(seed)
 
 
-def _fold_in_order(key: jax.Array, parts: Any) -> jax.Array:
+@jax.jit
+@functools.partial(jax.vmap, in_axes=(None, 0))
+def _fold_each(key: jax.Array, parts: Any) -> jax.Array:
     for i in range(3):
         key = jax.random.fold_in(key, parts[i])
     return key
-
-
-_fold = jax.jit(_fold_in_order)
-_fold_each = jax.jit(jax.vmap(_fold_in_order, (None, 0)))

@@ -15,14 +15,15 @@ from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.requests import (
     RESUMED_BUCKET_FACTOR,
+    HeldSlot,
     PendingGroup,
     PendingResponses,
+    Trajectories,
     carry_groups,
     make_completion,
     pad_prompt,
 )
 from dapo_jax.rollout.sampling import sample_keys
-from dapo_jax.rollout.trajectories import EnvironmentPool, HeldSlot, Trajectories
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import (
     Completion,
@@ -37,11 +38,7 @@ from dapo_jax.structs import (
 
 @dataclasses.dataclass
 class Decoding:
-    """Policy, decode state and key of a rollout; `release` frees the arrays.
-
-    Attributes:
-        slot_steps: busy and total slot steps that the decode state had counted before.
-    """
+    """Policy, decode state and key of a rollout; `release` frees the arrays."""
 
     params: Any = None
     state: Any = None
@@ -49,23 +46,17 @@ class Decoding:
     purpose: int = 0
     step: int = 0
     policy_step: int = 0
-    slot_steps: tuple[int, int] = (0, 0)
+    slot_steps: tuple[int, int] = (0, 0)  # busy and total, that the state had counted before
 
 
 class Slots:
-    """Decode slots: the response in each, and per-slot counters.
-
-    Attributes:
-        responses: pending responses and sample number by occupied slot, the oldest first.
-        generated: response tokens so far, per slot.
-        limit: maximum response tokens, per slot.
-        prompt_tokens: tokens of the prompt, per slot.
-    """
+    """Decode slots: the response in each, and per-slot counters of tokens."""
 
     def __init__(self, count: int):
+        # Pending responses and sample number by occupied slot, the oldest first.
         self.responses: dict[int, tuple[PendingResponses, int]] = {}
         self.generated = np.zeros(count, np.int64)
-        self.limit = np.zeros(count, np.int64)
+        self.limit = np.zeros(count, np.int64)  # of generated tokens
         self.prompt_tokens = np.zeros(count, np.int64)
 
     def occupy(self, slot: int, pending: PendingResponses, sampled_limit: int) -> int:
@@ -95,7 +86,7 @@ class Scheduler:
         engine: PolicyEngine,
         tokenizer: Decodes,
         seed: int,
-        environments: EnvironmentPool | None = None,
+        environments: Any = None,  # such as `environments.sessions.Environments`
     ):
         self.environments = environments
         self.counts = SamplerCounts()
@@ -207,8 +198,7 @@ class Scheduler:
 
     def release(self) -> None:
         self.abandon()
-        self._decoding.params = None
-        self._decoding.state = None
+        self._decoding = Decoding()
 
     def _clear(self) -> None:
         for slot in self._occupied():

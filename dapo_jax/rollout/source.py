@@ -7,8 +7,8 @@ step and position in the data, so the same state gives the same rollouts.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import Sampler
@@ -53,35 +53,17 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class SourceState:
-    """Everything that decides the next rollouts, besides the policy.
-
-    Attributes:
-        kept_fraction: running estimate of the fraction of groups that carry signal.
-        partial: groups that earlier steps sampled and did not train on (`rollout.carry_over`).
-        behaviour: parameters that sample the next rollouts (`rollout.lag`): the policy before its
-            update.
-        ahead: rollouts of the next step (`rollout.lag`); a resumed run samples them again.
-    """
+    """Everything that decides the next rollouts, besides the policy."""
 
     position: int = 0  # position in the endless data order
-    kept_fraction: float = INITIAL_KEPT_FRACTION
-    partial: tuple[PartialGroup, ...] = ()
-    behaviour: Any = None
-    ahead: Rollout | None = None
+    kept_fraction: float = INITIAL_KEPT_FRACTION  # running estimate of groups that carry signal
+    partial: tuple[PartialGroup, ...] = ()  # groups of earlier steps (`rollout.carry_over`)
+    behaviour: Any = None  # parameters before the update, which sample next (`rollout.lag`)
+    ahead: Rollout | None = None  # of the next step (`rollout.lag`); a resumed run samples it again
 
 
-class Journal(Protocol):
-    """Storage of the scored groups of an unfinished step, so that a kill loses none of them."""
-
-    def begin(self, step: int) -> FinishedGroups: ...
-
-    def add(self, groups: Sequence[Group]) -> None: ...
-
-    def forget(self, step: int) -> None: ...
-
-
-class NoJournal:
-    """Journal that stores nothing."""
+class Journal:
+    """Storage of the scored groups of an unfinished step; this one stores nothing."""
 
     def begin(self, step: int) -> FinishedGroups:
         return NO_GROUPS
@@ -91,37 +73,31 @@ class NoJournal:
     def forget(self, step: int) -> None: ...
 
 
-@contextlib.contextmanager
-def _show_nothing(step: int, counts: SamplerCounts) -> Iterator[OnBurst]:
-    yield lambda collection: None
+def _show_nothing(step: int, counts: SamplerCounts) -> contextlib.nullcontext[OnBurst]:
+    return contextlib.nullcontext(lambda collection: None)
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSource:
-    """Source of the rollouts of each step.
-
-    Attributes:
-        copy_behaviour: copies the parameters that sample the next step while the policy is updated
-            (`rollout.lag`), since an update consumes them; None: the current policy samples.
-        interrupted: called between two bursts; True ends a step without a batch.
-        show: context of a step's collection (from 1) that yields a callback for every burst.
-    """
+    """Source of the rollouts of each step."""
 
     config: Config
     prompts: PromptStream
     sampler: Sampler
     judge: Judge
+    # Copies the parameters that sample the next step while the policy is updated (`rollout.lag`),
+    # since an update consumes them; None: the current policy samples.
     copy_behaviour: Callable[[Any], Any] | None = None
-    journal: Journal = NoJournal()  # stores the groups of a step in progress
-    interrupted: Callable[[], bool] = lambda: False
+    journal: Journal = Journal()  # stores the groups of a step in progress
+    interrupted: Callable[[], bool] = lambda: False  # between bursts; True ends a step
+    # Context of a step's collection (from 1) that yields a callback for every burst.
     show: Callable[[int, SamplerCounts], contextlib.AbstractContextManager[OnBurst]] = _show_nothing
 
     @timed("rollout")
     def collect(self, state: SourceState, params: Any, step: int) -> tuple[SourceState, Rollout]:
         """Return the rollouts of `step`, and the state after them.
 
-        Raises:
-            Starved, Interrupted: as `dynamic_sampling.collect`; `state` repeats the step.
+        It raises as `dynamic_sampling.collect` does; `state` repeats the step.
         """
         rollout = state.ahead
         if rollout is None and state.behaviour is None:

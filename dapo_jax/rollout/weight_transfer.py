@@ -198,11 +198,7 @@ class TrainerWeights:
 
 
 class DecodingWeights:
-    """Decoding copies of the trainer's parameters; the frozen ones are copied once.
-
-    Attributes:
-        load_frozen, load_trained: loaders of the two kinds of parameters.
-    """
+    """Decoding copies of the trainer's parameters; the frozen ones are copied once."""
 
     def __init__(
         self, config: decoder.DecoderConfig, mesh: Mesh, trainer: TrainerWeights, settings: Sampler

@@ -22,7 +22,7 @@ from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.gpu_attention import PLATFORMS, ROW_MULTIPLE
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.engine_programs import Programs, engine_programs
+from dapo_jax.rollout.engine_programs import engine_programs
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.sampler_devices import open_sampling_mesh, split_devices
@@ -149,7 +149,7 @@ def open_engine(
     sampling_mesh: jax.sharding.Mesh,
     tokenizer: Ends,
     frozen: Any = None,
-    programs: Callable[..., Programs] = engine_programs,
+    programs: Callable[..., Any] = engine_programs,
 ) -> PolicyEngine:
     """Return the sampling engine of training and evaluation.
 

@@ -21,7 +21,7 @@ from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.model.trainable import join
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
-from dapo_jax.reporting.scores import REFLECTION, Estimate, Report, Response, make_report
+from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rewards.judge import Pending
@@ -48,11 +48,6 @@ MEANS = (
 MAX_WAIT_SECONDS = 2.0  # for open verdicts when an evaluation is stopped
 FIELDS = {field.name: field.default for field in dataclasses.fields(Response)}
 REQUIRED_FIELDS = {name for name, default in FIELDS.items() if default is dataclasses.MISSING}
-
-
-def evaluation_rule(config: Config) -> SamplingRule:
-    """Return the sampling rule of held-out responses."""
-    return SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
 
 
 def _split_scored(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
@@ -105,20 +100,17 @@ def report_on(responses: Sequence[Response], config: Config) -> Report:
 
 def heldout_metrics(report: Report) -> dict[str, float]:
     """Return the metrics of a report, without missing values."""
+    reward = report.reward
+    ends = {"": reward.value, "_low": reward.low, "_high": reward.high} if reward else {}
     values = {
         "heldout_accuracy": report.accuracy.value,
         "heldout_accuracy_low": report.accuracy.low,
         "heldout_accuracy_high": report.accuracy.high,
-        **_reward_metrics(report.reward),
+        **{f"heldout_reward{end}": value for end, value in ends.items()},
         "heldout_pass_at_k": report.pass_at_k[max(report.pass_at_k)].value,
         "heldout_majority": report.majority.value,
     } | {f"heldout_{name}": getattr(report, name) for name in MEANS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _reward_metrics(reward: Estimate | None) -> dict[str, float | None]:
-    ends = {"": reward.value, "_low": reward.low, "_high": reward.high} if reward else {}
-    return {f"heldout_reward{end}": value for end, value in ends.items()}
 
 
 def stamp(config: Config, policy: str) -> dict[str, Any]:
@@ -177,22 +169,16 @@ def _line(response: Response, stamp: dict[str, Any]) -> bytes:
 class ResponseFile:
     """Response file of an evaluation: JSON lines, so that no response is sampled twice.
 
-    Args:
-        folder: None on all processes but the first, which keep responses in memory only.
-        settings: values, by name, that determine the responses.
-        stamp: fields of every line.
-
-    Attributes:
-        responses: old and new ones by (position in the problem file, sample).
+    `responses` are old and new ones by (position in the problem file, sample).
 
     Raises `ConfigError` that names every setting that differs from those of the folder.
     """
 
     def __init__(
         self,
-        folder: Folder | None,
-        settings: dict[str, Any],
-        stamp: dict[str, Any],
+        folder: Folder | None,  # None on all processes but the first: responses in memory only
+        settings: dict[str, Any],  # values, by name, that determine the responses
+        stamp: dict[str, Any],  # fields of every line
         storage: Storage | None = None,
     ):
         self._stamp = stamp
@@ -203,9 +189,9 @@ class ResponseFile:
             return
         try:
             self._open(folder, settings)
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(
                 f"the evaluation in {str(folder)!r} can't resume: {reason(error)}; choose another "
                 "folder by --out, or remove that one"
@@ -215,7 +201,16 @@ class ResponseFile:
         settings_path, path = folder / "settings.json", folder / "responses.jsonl"
         if settings_path.exists():
             saved = json.loads(settings_path.read_text())
-            check_same_evaluation(folder, settings, saved)
+            changed = [
+                f"{name}: {settings.get(name)!r}, but it was begun with {saved.get(name)!r}"
+                for name in sorted(settings | saved)
+                if settings.get(name) != saved.get(name)
+            ]
+            if changed:
+                raise ConfigError(
+                    f"the evaluation in {str(folder)!r} can't resume with other settings; choose "
+                    "another folder by --out:\n  " + "\n  ".join(changed)
+                )
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_text(settings_path, json.dumps(settings, indent=2))
@@ -248,20 +243,6 @@ class ResponseFile:
         if (path := self.path) is not None:
             responses = self.responses.values()
             self._storage.attempt(path.name, lambda: write_responses(path, responses, self._stamp))
-
-
-def check_same_evaluation(folder: Folder, settings: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise `ConfigError` that names every setting that differs from those in `folder`."""
-    changed = [
-        f"{name}: {settings.get(name)!r}, but it was begun with {saved.get(name)!r}"
-        for name in sorted(settings | saved)
-        if settings.get(name) != saved.get(name)
-    ]
-    if changed:
-        raise ConfigError(
-            f"the evaluation in {str(folder)!r} can't resume with other settings; choose another "
-            "folder by --out:\n  " + "\n  ".join(changed)
-        )
 
 
 # Settings that determine responses and verdicts, in addition to policy and problems.
@@ -376,10 +357,11 @@ def sample_missing(
 
     Only the first process returns responses of an earlier start. Raises `Interrupted`.
     """
-    progress, rule = components.progress, evaluation_rule(components.config)
+    progress, settings = components.progress, components.config.evaluation
+    rule = SamplingRule(settings.temperature, settings.top_p)
     saved = processes.broadcast_from_host0(lambda: list(file.responses), "saved responses")
     known = {tuple(key) for key in saved}
-    numbers = range(components.config.evaluation.samples_per_problem)
+    numbers = range(settings.samples_per_problem)
     keys = [(prompt.index, j) for prompt in prompts for j in numbers]
     missing = [(p, [j for j in numbers if (p.index, j) not in known]) for p in prompts]
     wanted = [(prompt, samples) for prompt, samples in missing if samples]
@@ -400,11 +382,8 @@ def evaluate(
     """Evaluate the latest checkpoint in run_dir, or the model folder or run if `from_folder`.
 
     Prints the report and writes it beside the responses. Returns its main scores, or None if a
-    signal stopped the evaluation; the same call then resumes it.
-
-    Raises:
-        ConfigError: run_dir has no checkpoint, or settings, model folder and earlier responses
-            don't fit together.
+    signal stopped the evaluation; the same call then resumes it. Raises `ConfigError` if run_dir
+    has no checkpoint, or settings, model folder and earlier responses don't fit together.
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))

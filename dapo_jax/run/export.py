@@ -8,14 +8,13 @@ import pathlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from filelock import FileLock
 
 from dapo_jax.config.experiment import ExportConfig, Lora
-from dapo_jax.data.policies import gguf_files, model_path
+from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
+from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.reporting import model_card
@@ -53,13 +52,6 @@ def check(config: ExportConfig) -> None:
     check_names(config)
 
 
-def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
-    """Return the decoder of a model folder, with the parameters that the run trained marked."""
-    decoder = load_huggingface.read_config(folder, field="model")
-    lora = {field.name: settings[f"lora.{field.name}"] for field in dataclasses.fields(Lora)}
-    return choose_trained(decoder, settings["model.freeze_layers"], Lora(**lora))
-
-
 def check_same_shapes(
     trained: dict[str, tuple[int, ...]], decoder: DecoderConfig, folder: str
 ) -> None:
@@ -76,13 +68,6 @@ def check_same_shapes(
         raise ConfigError(f"config.model = {folder!r}: is not the model of the run:\n  {listed}")
 
 
-def _merged(
-    adapters: Adapters, kernel: Layers, down: Layers, up: Layers, number: int
-) -> np.ndarray:
-    """Return one layer of a matrix, or of one of its experts, with the adapter merged."""
-    return merge(kernel(number), down(number), up(number), adapters)
-
-
 def policy_layers(
     trained: Collection[str], read: Callable[[str], Any], decoder: DecoderConfig, source: str
 ) -> Iterator[tuple[str, Layers]]:
@@ -93,7 +78,7 @@ def policy_layers(
         adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
         if decoder.adapters and path.endswith("kernel") and adapter[0] in trained:
             down, up = (save_huggingface.layers_of(name, read(name)) for name in adapter)
-            layer = functools.partial(_merged, decoder.adapters, layer, down, up)
+            layer = functools.partial(merge, decoder.adapters, layer, down, up)
         yield path, layer
     if not decoder.adapters:
         for path in trained:
@@ -122,6 +107,8 @@ def _replace_by_gguf(folder: pathlib.Path, config: ExportConfig) -> None:
     dtype = "f16" if config.dtype == "auto" else config.dtype
     name = pathlib.Path(config.out).absolute().name
     try:
+        from dapo_jax.data.policies import gguf_files
+
         gguf_files.write(folder, folder / f"{name}.{dtype}.gguf", dtype)
     except ImportError:
         raise ConfigError("config.format = 'gguf': pip install 'dapo_jax[gguf]'") from None
@@ -135,16 +122,15 @@ def _replace_by_gguf(folder: pathlib.Path, config: ExportConfig) -> None:
 def export(config: ExportConfig) -> pathlib.Path:
     """Write the model folder with its card, upload it if asked to, and return its path.
 
-    The host holds only one stacked parameter and the tensors of one file.
-
-    Raises:
-        ConfigError: wrong settings, no such checkpoint, or a model of other shapes.
+    The host holds only one stacked parameter and the tensors of one file. Raises `ConfigError`.
     """
     check(config)
     policy = SavedPolicy(config.run, config.step)
     settings = policy.settings()
     source = config.model or settings["model.folder"]
-    decoder = read_decoder(settings, source)
+    decoder = load_huggingface.read_config(source, field="model")
+    lora = {field.name: settings[f"lora.{field.name}"] for field in dataclasses.fields(Lora)}
+    decoder = choose_trained(decoder, settings["model.freeze_layers"], Lora(**lora))
     check_same_shapes(policy.shapes(), decoder, source)
     check_frozen(settings, source, "model")
     merged = config.weights == "merged"
@@ -186,10 +172,8 @@ def export(config: ExportConfig) -> pathlib.Path:
 def newest_export(folder: str, field: str) -> str:
     """Return the model folder of a run's newest checkpoint; other folders as they are.
 
-    The export is made once, in run_dir/exported. Every process calls it.
-
-    Raises:
-        ConfigError: there is no valid checkpoint, or it can't be exported; says what to run.
+    The export is made once, in run_dir/exported. Every process calls it. Raises `ConfigError` that
+    says what to run.
     """
     settings = pathlib.Path(folder, "config.json")
     if not (settings.is_file() and load_huggingface.is_settings(read_json(settings, field))):

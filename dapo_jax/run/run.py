@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
@@ -19,18 +20,17 @@ from dapo_jax.reporting.console import Progress, fit
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.scores import Response
-from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
+from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
-from dapo_jax.rollout.source import NoJournal, SourceState
+from dapo_jax.rollout.source import Journal, SourceState
 from dapo_jax.run import evaluation
-from dapo_jax.run.callbacks import Callbacks
 from dapo_jax.run.checkpointing import same_run
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.memory import checkpoint_bytes, megabytes_per_device
-from dapo_jax.run.run_files import SUMMARY, RunFiles
+from dapo_jax.run.run_files import SUMMARY, Callbacks, RunFiles
 from dapo_jax.run.step_record import measure, trace
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
@@ -40,7 +40,7 @@ from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import RUN, claim
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
-from dapo_jax.structs import Interrupted, PartialGroup, SamplingRule
+from dapo_jax.structs import Interrupted, SamplingRule
 from dapo_jax.train import Trainer, TrainerState, train_step
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems
@@ -54,22 +54,17 @@ class RunStore:
     checkpoints: Checkpoints
     record: Record
     storage: Storage
-    journal: RolloutJournal | NoJournal
+    journal: Journal
 
 
 @dataclasses.dataclass
 class Run:
-    """The loop of a run from its first step to its last.
-
-    Attributes:
-        state: after the newest step.
-        progress: of the run, beside the state.
-    """
+    """The loop of a run from its first step to its last."""
 
     components: Components
     trainer: Trainer
-    state: TrainerState
-    progress: RunProgress
+    state: TrainerState  # after the newest step
+    progress: RunProgress  # of the run, beside the state
     store: RunStore
     files: RunFiles
     signals: Signals
@@ -100,7 +95,8 @@ class Run:
             return {}, []
         clock, config = Clock(), self.components.config
         samples = range(config.evaluation.samples_per_problem)
-        rule, show = evaluation.evaluation_rule(config), self.components.progress.working
+        rule = SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
+        show = self.components.progress.working
         with show(f"evaluating {len(self._heldout)} held-out problems"):
             responses = self._sample(self._heldout, samples, rule)
         self.files.write_evaluation(self.state.step, responses)
@@ -138,7 +134,7 @@ class Run:
         self.progress.unwritten = values
         self.progress.skipped = count_skipped(self.progress.skipped, values)
         step, batch = self.state.step, record.rollouts.batch
-        self.files.write_rollouts(step, dataclasses.replace(batch, traces=traces))
+        self.files.send("on_rollouts", step, dataclasses.replace(batch, traces=traces))
         for group in batch.broken[:SHOWN_BROKEN_GROUPS]:
             console.warn(f"step {step}: a group was dropped: {escape(str(group.broken))}")
         if due(step - 1, config.log.show_group_every_steps) and batch.groups:
@@ -178,16 +174,16 @@ class Run:
         self.progress.seconds = time.perf_counter() - self._started
         self.store.storage.drain()  # the files of a step come before its checkpoint
         source, learners = self.state.source, self.state.learners
-        arrays, carried = pack_partial(source.partial)
+        carried = {"groups": pack_partial(source.partial)} if source.partial else {}
         progress = dataclasses.replace(
             self.progress,
             position=source.position,
             kept_fraction=source.kept_fraction,
-            carried=carried,
+            carried_bytes=sum(map(len, carried.values())),
         )
         record = dataclasses.replace(self.store.record, step=self.state.step, progress=progress)
         states = {"state": learners.policy, "critic": learners.critic}
-        states |= {"behaviour": source.behaviour, "carried": arrays}
+        states |= {"behaviour": source.behaviour, "carried": carried}
         self.store.checkpoints.save(record, states)
 
     def keep(self) -> None:
@@ -208,17 +204,14 @@ class Run:
         config = self.components.config
         first = rows[0] if rows and rows[0].get("step") == 0 else {}
         last = rows[-1] if rows else {}
-        scores = {
-            "heldout_accuracy_before": progress.heldout_before,
-            "heldout_accuracy_after": last.get("heldout_accuracy"),
-        }
-        rewards = {
-            "heldout_reward_before": first.get("heldout_reward"),
-            "heldout_reward_after": last.get("heldout_reward"),
-        }
+        before = {"accuracy": progress.heldout_before, "reward": first.get("heldout_reward")}
+        scores = {}
+        for name in ("reward", "accuracy") if console.reward_leads else ("accuracy", "reward"):
+            scores[f"heldout_{name}_before"] = before[name]
+            scores[f"heldout_{name}_after"] = last.get(f"heldout_{name}")
         summary = {
             "steps": self.state.step,
-            **(rewards | scores if console.reward_leads else scores | rewards),
+            **scores,
             "seconds": round(progress.seconds, 1),
             "seed": config.seed,
             "megabytes_per_device": resident_megabytes(self.components, self.state),
@@ -256,19 +249,14 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
     if components.config.rollout.lag and record.step:
         behaviour = checkpoints.state(learners.policy.abstract_state.params, "behaviour")
     progress = record.progress
-    partial = _restore_partial(components, checkpoints, progress.carried)
+    partial = ()
+    if progress.carried_bytes:
+        shape: Any = {"groups": np.zeros(progress.carried_bytes, np.uint8)}
+        restored: Any = checkpoints.state(shape, "carried")
+        content, prompts = np.asarray(restored["groups"]), components.prompts
+        partial = unpack_partial(content, lambda index: next(seek(prompts, index)))
     source = SourceState(progress.position, progress.kept_fraction, partial, behaviour)
     return TrainerState(record.step, LearnerStates(policy, critic), source)
-
-
-def _restore_partial(
-    components: Components, checkpoints: Checkpoints, records: list[dict[str, Any]]
-) -> tuple[PartialGroup, ...]:
-    arrays: Any = empty_arrays(records)
-    if arrays["tokens"].size:  # these only say what to read
-        arrays = checkpoints.state(arrays, "carried")
-    decode, prompts = components.tokenizer.decode, components.prompts
-    return unpack_partial(arrays, records, lambda index: next(seek(prompts, index)), decode)
 
 
 def announce_policy(components: Components, state: TrainerState) -> None:
@@ -349,11 +337,11 @@ def open_run(
     files.sinks.append(callbacks)
     if step is None:
         files.write_settings()
-    journal: RolloutJournal | NoJournal = NoJournal()
+    journal = Journal()
     if config.checkpoint.keep_groups:
         inputs = now.inputs | {"model": fingerprint(config.model.folder)}
         identity = same_run.run_identity(now.settings, inputs)
-        journal = RolloutJournal(folder, identity, storage, components.tokenizer.decode)
+        journal = RolloutJournal(folder, identity, storage)
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
     store = RunStore(checkpoints, now, storage, journal)
     return Run(components, trainer, state, progress, store, files, signals)

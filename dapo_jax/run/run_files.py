@@ -1,10 +1,13 @@
-"""Files and sinks of a run: settings, metrics, rollouts, evaluations, skipped batches, summary."""
+"""Files, sinks and callbacks of a run: settings, metrics, rollouts, skipped batches, summary."""
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import RunSink
@@ -21,15 +24,18 @@ from dapo_jax.reporting.sinks import (
     StepLines,
     TensorBoardEvents,
 )
-from dapo_jax.reporting.trackers import open_trackers
+from dapo_jax.reporting.trackers import Sink, open_trackers
 from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError, nearest, require
+from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
-from dapo_jax.structs import CollectedGroups, Group
+from dapo_jax.structs import Group
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
+EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_row", "on_rollouts", "on_summary")
 
 
 class RunFiles:
@@ -90,20 +96,18 @@ class RunFiles:
             text = json.dumps(content, indent=2)
             self._storage.attempt(name, lambda: write_text(self.folder / name, text))
 
+    def send(self, event: str, *arguments: Any) -> None:
+        """Call a method of `RunSink` of all sinks."""
+        for sink in self.sinks:
+            getattr(sink, event)(*arguments)
+
     def write_row(self, step: int, values: dict[str, float]) -> None:
         """Send the metrics of a step to all sinks."""
-        for sink in self.sinks:
-            sink.on_row(step, values)
-
-    def write_rollouts(self, step: int, collected: CollectedGroups) -> None:
-        """Send the groups of a step to all sinks."""
-        for sink in self.sinks:
-            sink.on_rollouts(step, collected)
+        self.send("on_row", step, values)
 
     def write_evaluation(self, step: int, responses: Sequence[Any]) -> None:
         """Write evaluations/step_N.jsonl, and send the responses to all sinks."""
-        for sink in self.sinks:
-            sink.on_evaluation(step, responses)
+        self.send("on_evaluation", step, responses)
         if processes.is_first() and self._config.log.rollouts:
             path = self.folder / "evaluations" / f"step_{step:06d}.jsonl"
             lines = stamp(self._config, f"step {step}")
@@ -126,5 +130,76 @@ class RunFiles:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, and send the summary to all sinks."""
         self._write_json(SUMMARY, summary)
-        for sink in self.sinks:
-            sink.on_summary(summary)
+        self.send("on_summary", summary)
+
+
+def _check_callback(field: str, callback: Any) -> None:
+    names = [name for name in dir(callback) if name.startswith("on_")]
+    is_object = bool(names) and not isinstance(callback, type)
+    allowed = f"an object with one or more of the methods {', '.join(EVENTS)}"
+    require(is_object, field, callback, allowed)
+    for name in names:
+        hint = nearest(name, EVENTS) or f"; the events are {', '.join(EVENTS)}"
+        if name not in EVENTS:
+            raise ConfigError(f"{field}.{name}: there is no such event{hint}", field)
+
+
+class Callbacks(Sink):
+    """The sink that calls a user's callbacks, on the first process only.
+
+    If a callback returns True or raises, the run stops at the next safe point and saves;
+    `raise_error` then raises the first exception.
+
+    Raises `ConfigError` for an object without a method of `EVENTS`, or with an unknown one.
+    """
+
+    def __init__(
+        self,
+        signals: Signals,  # of the run; a callback stops the run through it
+        callbacks: Sequence[Any] = (),  # objects with methods of `EVENTS`, or `close`: a `RunSink`
+        on_step: Any = None,  # function that every process calls after the callbacks
+    ):
+        for i, callback in enumerate(callbacks):
+            _check_callback(f"callbacks[{i}]", callback)
+        self._signals = signals
+        self._callbacks = list(callbacks) if processes.is_first() else []
+        self._on_step = on_step
+        self._error: Exception | None = None
+
+    def on_row(self, step: int, values: dict[str, float]) -> None:
+        self._send("on_row", step, values)
+        if step > 0:
+            self._send("on_step", step, values)
+            self._call("on_step", self._on_step, step, values)
+
+    def close(self, failed: bool) -> None:
+        with contextlib.ExitStack() as stack:
+            for callback in self._callbacks:
+                if hasattr(callback, "close"):
+                    stack.callback(callback.close, failed)
+        self._callbacks = []
+
+    def _send(self, event: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            self._call(event, getattr(callback, event, None), *arguments)
+
+    on_rollouts: Any = functools.partialmethod(_send, "on_rollouts")
+    on_evaluation: Any = functools.partialmethod(_send, "on_evaluation")
+    on_checkpoint: Any = functools.partialmethod(_send, "on_checkpoint")  # once it is complete
+    on_summary: Any = functools.partialmethod(_send, "on_summary")
+
+    def _call(self, event: str, function: Any, *arguments: Any) -> None:
+        if function is None:
+            return
+        try:
+            stops = function(*arguments)
+        except Exception as error:  # of the user: raised again after the save
+            self._error = self._error or error
+            stops = True
+        if isinstance(stops, bool | np.bool_) and stops:
+            self._signals.received = self._signals.received or event
+
+    def raise_error(self) -> None:
+        """Raise the first exception of a callback, if there was one."""
+        if self._error is not None:
+            raise self._error

@@ -2,20 +2,39 @@
 
 import functools
 import operator
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import Mean
-from dapo_jax.learner.critic import as_value_metrics
-from dapo_jax.learner.learners import learning_rates
+from dapo_jax.learner.learners import LearnerPrograms, LearnerStates, learning_rates
 from dapo_jax.learner.packing import fill
 from dapo_jax.learner.ratios import quantiles, trace_ratios, trace_responses
+from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics, speed_metrics
+from dapo_jax.rollout.source import RolloutSource, SourceState
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.structs import Trace
-from dapo_jax.train import StepRecord
+from dapo_jax.train import StepRecord, Trainer, TrainerState, train_step
+
+
+def take_steps(
+    source: RolloutSource,
+    programs: LearnerPrograms,
+    decoder: DecoderConfig,
+    learners: LearnerStates,
+    steps: int,
+) -> Iterator[tuple[StepRecord, dict[str, float]]]:
+    """Yield record and metrics of the first steps of a training without a run's folder."""
+    trainer = Trainer(source.config, source, programs, decoder)
+    state = TrainerState(0, learners, SourceState())
+    for _ in range(steps):
+        clock = Clock()
+        with clock.running():
+            state, record = train_step(trainer, state)
+        yield record, measure(source.config, record, clock)
 
 
 def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float]:
@@ -24,7 +43,11 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
     host_values = _host_metrics(config, record)  # overlaps device compute
     means = jax.device_get([(update.learner, update.means) for update in record.updates])
     policy = [values for learner, values in means if learner == "policy"]
-    critic = [as_value_metrics(values) for learner, values in means if learner == "critic"]
+    critic = [
+        {f"value_{name.removeprefix('value_')}": mean for name, mean in values.items()}
+        for learner, values in means
+        if learner == "critic"
+    ]
     seconds = {f"seconds_{part}": spent for part, spent in clock.seconds.items()}
     seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
     seconds["seconds_rollout"] = rollouts.seconds  # also of rollouts made ahead

@@ -6,6 +6,7 @@ frees it: memory holds one policy.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -33,7 +34,7 @@ from dapo_jax.data.supervised import (
     endless_order,
     read_examples,
 )
-from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
+from dapo_jax.learner.advantages import Estimates, Feedback, estimate, gather_feedback
 from dapo_jax.learner.batches import Mean, PackedRows, ScoredBatch, TrainBatch, TrainState
 from dapo_jax.learner.minibatches import make_batch
 from dapo_jax.learner.packing import Segment, pack, place_tokens, take_tokens
@@ -92,52 +93,33 @@ Batch = tuple[TrainBatch, int, dict[str, float]]  # a minibatch, microbatches in
 
 
 class Stopped(Exception):
-    """Raised if a signal, named by the argument, ended the command; `out` is not written.
+    """Raised if a signal, named by the argument, ended the command; `out` is not written."""
 
-    Attributes:
-        step: the newest one on disk; 0: none.
-    """
-
-    step = 0
+    step = 0  # the newest one on disk; 0: none
 
 
 class Start(NamedTuple):
-    """Policy to train: settings, shape, tokenizer, mesh, and initial parameters.
-
-    Attributes:
-        load: loads or makes the parameters to train.
-        frozen: parameters under adapters, which are never trained; empty without adapters.
-    """
+    """Policy to train: settings, shape, tokenizer, mesh, and initial parameters."""
 
     config: Any
     decoder: DecoderConfig
     tokenizer: Tokenizer
     mesh: jax.sharding.Mesh
-    load: Callable[[], Any]
-    frozen: Any
+    load: Callable[[], Any]  # loads or makes the parameters to train
+    frozen: Any  # parameters under adapters, which are never trained; empty without adapters
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Examples of a supervised run, and measurements of a policy on them.
-
-    Attributes:
-        steps: of the run.
-        first_params: makes or loads the parameters to train.
-        batch: from step and parameters to a minibatch.
-        labels: words of the console line, by metric.
-        digests: of the files that are read, by name.
-        measure_heldout: on held-out examples, now and then; empty without any.
-        measure_training: on training examples, before and after the run.
-    """
+    """Examples of a supervised run, and measurements of a policy on them."""
 
     steps: int
-    first_params: Callable[[], Any]
-    batch: Callable[[int, Any], Batch]
-    labels: Mapping[str, str]
-    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    measure_heldout: Measure = lambda params: {}
-    measure_training: Measure = lambda params: {}
+    first_params: Callable[[], Any]  # makes or loads the parameters to train
+    batch: Callable[[int, Any], Batch]  # from step and parameters to a minibatch
+    labels: Mapping[str, str]  # words of the console line, by metric
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of files, by name
+    measure_heldout: Measure = lambda params: {}  # now and then; empty without held-out examples
+    measure_training: Measure = lambda params: {}  # before and after the run
 
 
 OpenTask = Callable[[Start, Learner, Signals], Task]
@@ -269,7 +251,6 @@ def _learn(
     state: TrainState,
     signals: Signals,
 ) -> TrainState:
-    """Return the state after all steps."""
     task = run.task
     first_step = run.record.step
     heldout: dict[str, float] = {}
@@ -309,14 +290,7 @@ class SupervisedRun:
     `OUT.halfway` holds them until OUT is complete. A command that was stopped resumes from them;
     one with other settings, data or models starts from scratch. The metrics of a step are read
     while the next one runs, so that no step waits for the host. Every process calls every method.
-
-    Args:
-        name: of the command, for the console.
-        digests: of the files that the run reads, by name.
-
-    Attributes:
-        path: of the folder.
-        record: finished steps, settings and skipped updates.
+    `digests` are those of the files that the run reads, by name.
     """
 
     def __init__(
@@ -521,43 +495,36 @@ def make_base(config: SftConfig) -> pathlib.Path:
 
 
 def supervised_batch(
-    algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, feedback: Feedback
+    algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, estimates: Estimates
 ) -> TrainBatch:
     """Return a minibatch of the algorithm's loss on packed responses."""
     scored, budget = ScoredBatch(rollouts, None), rollouts.tokens.shape[-1]
-    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget)
+    return make_batch(scored, segments, estimates, algorithm, budget)
 
 
 def imitation_batch(segments: Sequence[Segment], packing: Packing) -> tuple[TrainBatch, int]:
     """Return a minibatch of the mean cross-entropy over trained tokens, and its microbatches."""
     rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
-    count = len(segments)
-    feedback = gather_feedback(
-        np.asarray(rollouts.response_index),
-        np.ones(count),
-        groups=np.arange(count),
-        correct=np.ones(count, bool),
-    )
-    return supervised_batch(algorithms.sft(), segments, rollouts, feedback), used
+    on_response = np.asarray(rollouts.response_index) >= 0
+    estimates = Estimates(on_response.astype(np.float32))
+    return supervised_batch(algorithms.sft(), segments, rollouts, estimates), used
 
 
 def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
-    """Return the task of SFT: generated examples, or examples of files."""
     config: SftConfig = start.config
     labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
     packing = config.packing
+
+    def make_task(steps: int, segments: Callable[[int], list[Segment]], **fields: Any) -> Task:
+        def batch(step: int, _: Any) -> Batch:
+            return *imitation_batch(segments(step), packing), {}
+
+        return Task(steps, start.load, batch, labels, **fields)
+
     if config.data.source in GENERATED:
-
-        def generated_batch(step: int, _: Any) -> Batch:
-            segments = example_segments(config, start.tokenizer, step)
-            return *imitation_batch(segments, packing), {}
-
-        return Task(config.total_steps, start.load, generated_batch, labels)
+        generate = functools.partial(example_segments, config, start.tokenizer)
+        return make_task(config.total_steps, generate)
     examples, steps, numbers = open_examples(config, start.tokenizer, EXAMPLES, "examples_per_step")
-
-    def batch(step: int, _: Any) -> Batch:
-        segments = own_segments([examples.training[i] for i in numbers(step)])
-        return *imitation_batch(segments, packing), {}
 
     def heldout_nll(params: Any) -> dict[str, float]:
         total = tokens = 0.0
@@ -569,7 +536,12 @@ def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
             tokens += weights.sum()
         return {"heldout_nll": -float(total / tokens)} if tokens else {}
 
-    return Task(steps, start.load, batch, labels, {"data": examples.digest()}, heldout_nll)
+    return make_task(
+        steps,
+        lambda step: own_segments([examples.training[i] for i in numbers(step)]),
+        digests={"data": examples.digest()},
+        measure_heldout=heldout_nll,
+    )
 
 
 def algorithm_of(config: DpoConfig) -> Algorithm:
@@ -616,7 +588,6 @@ def _preferences(
 
 
 def _open_dpo(start: Start, learner: Learner, signals: Signals) -> Task:
-    """Return the task of DPO on the pairs of files."""
     config: DpoConfig = start.config
     size, packing, algorithm = config.pairs_per_step, config.packing, algorithm_of(config)
     if config.reference:
@@ -646,9 +617,9 @@ def _open_dpo(start: Start, learner: Learner, signals: Signals) -> Task:
         policy = to_host(learner.score(params, rollouts, used).values)
         before = [logprobs for i in numbers(step) for logprobs in training[2 * i : 2 * i + 2]]
         feedback = pair_feedback(rollouts, policy, before)
-        batch = supervised_batch(algorithm, segments, rollouts, feedback)
-        advantages = np.asarray(batch.advantages)
-        return batch, used, feedback_metrics(algorithm, feedback, advantages, None)
+        estimates = estimate(algorithm, feedback)
+        batch = supervised_batch(algorithm, segments, rollouts, estimates)
+        return batch, used, feedback_metrics(algorithm, feedback, estimates.advantages, None)
 
     def measure_heldout(params: Any) -> dict[str, float]:
         now = logprobs(params, pairs.heldout)

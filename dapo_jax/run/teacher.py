@@ -120,16 +120,16 @@ def open_programs(
     teacher: Teacher | None,
 ) -> LearnerPrograms:
     """Return the programs of policy and critic, and of the teacher if there is one."""
-    if teacher is None:
-        return LearnerPrograms(*open_learners(config, decoder, mesh, frozen))
-    if config.algorithm.distillation == "jsd":
-        frozen = {**(frozen or {}), TEACHER: teacher.params}
-        programs = open_learners(config, decoder, mesh, frozen, teacher.decoder)
-        return LearnerPrograms(*programs, teacher_params=teacher.params)
-    settings = PolicySettings(config.algorithm, config.compute, config.sampler.temperature)
-    scorer = keep(policy_learner, settings, config.optimizer, teacher.decoder, mesh)
-    programs = open_learners(config, decoder, mesh, frozen)
-    return LearnerPrograms(*programs, teacher=scorer, teacher_params=teacher.params)
+    scorer = shape = None
+    if teacher and config.algorithm.distillation == "jsd":
+        frozen, shape = {**(frozen or {}), TEACHER: teacher.params}, teacher.decoder
+    elif teacher:
+        settings = PolicySettings(config.algorithm, config.compute, config.sampler.temperature)
+        scorer = keep(policy_learner, settings, config.optimizer, teacher.decoder, mesh)
+    programs = open_learners(config, decoder, mesh, frozen, shape)
+    return LearnerPrograms(
+        *programs, teacher=scorer, teacher_params=teacher.params if teacher else None
+    )
 
 
 def _convert(path: str, leaf: jax.Array, targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:

@@ -237,10 +237,13 @@ def all_gather_json(value: Any, name: str) -> list[Any]:
 def _gather(message: bytes) -> list[bytes]:
     """Return the messages of all processes, ordered by index; lengths may differ."""
     framed = len(message).to_bytes(LENGTH_BYTES, "little") + message
+    mesh = Mesh(np.reshape(_devices or jax.devices(), (count(), -1)), ("process", "device"))
+    by_process = NamedSharding(mesh, PartitionSpec("process"))
     size = FIRST_BYTES
     while True:
         row = np.frombuffer(framed[:size].ljust(size, b"\0"), np.uint8)
-        rows = [bytes(row) for row in _gather_rows(row)]
+        sent = jax.make_array_from_process_local_data(by_process, row[None], (count(), size))
+        rows = [bytes(row) for row in np.asarray(_replicated(mesh)(sent))]
         ends = [LENGTH_BYTES + int.from_bytes(row[:LENGTH_BYTES], "little") for row in rows]
         if max(ends) <= size:
             return [row[LENGTH_BYTES:end] for row, end in zip(rows, ends, strict=True)]
@@ -255,14 +258,6 @@ def exchange_on(devices: Iterable[Any]) -> None:
     """
     global _devices
     _devices = tuple(sorted(devices, key=lambda device: (device.process_index, device.id)))
-
-
-def _gather_rows(row: np.ndarray) -> np.ndarray:
-    """All-gather rows of bytes: [process, byte]."""
-    mesh = Mesh(np.reshape(_devices or jax.devices(), (count(), -1)), ("process", "device"))
-    by_process = NamedSharding(mesh, PartitionSpec("process"))
-    rows = jax.make_array_from_process_local_data(by_process, row[None], (count(), len(row)))
-    return np.asarray(_replicated(mesh)(rows))
 
 
 @functools.cache

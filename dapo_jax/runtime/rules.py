@@ -17,17 +17,13 @@ class Choices(tuple[str, ...]):
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The allowed values of a number.
-
-    Attributes:
-        also: an additional value outside the range.
-    """
+    """The allowed values of a number."""
 
     above: float | None = None
     at_least: float | None = None
     below: float | None = None
     at_most: float | None = None
-    also: float | None = None
+    also: float | None = None  # an additional value outside the range
 
     def __call__(self, value: float) -> bool:
         return value == self.also or (
@@ -64,15 +60,10 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class When:
-    """A condition on other settings.
+    """A condition on other settings."""
 
-    Attributes:
-        names: dotted names of the settings, separated by spaces.
-        test: a function of their values; or, for a single setting, the values that fulfil the
-            condition, separated by spaces.
-    """
-
-    names: str
+    names: str  # dotted names of the settings, separated by spaces
+    # Function of their values; for a single setting also its allowed values, separated by spaces.
     test: str | Callable[..., Any] = bool
 
     def __call__(self, settings: Mapping[str, Any]) -> bool:
@@ -87,15 +78,10 @@ class When:
 class Rule:
     """The rule of a setting, or of the settings of a section.
 
-    Attributes:
-        allowed: allowed values; None: all of its type.
-        read: condition under which the setting has an effect; None: always. A setting without
-            effect has to keep its default.
-        may_change: whether, or when, a resumed run may change the value.
-        auto: the number that 'auto' means on a command line.
+    A setting without effect has to keep its default.
     """
 
-    allowed: Choices | Range | None = None
-    read: When | None = None
-    may_change: bool | When = False
-    auto: int | None = None
+    allowed: Choices | Range | None = None  # None: all values of its type
+    read: When | None = None  # condition under which the setting has an effect; None: always
+    may_change: bool | When = False  # whether, or when, a resumed run may change the value
+    auto: int | None = None  # the number that 'auto' means on a command line

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import inspect
 import json
 import math
 import os
@@ -58,11 +57,7 @@ def part(kind: Callable[[], T], *, read: When | None = None, may_change: bool = 
 
 
 class ConfigError(ValueError):
-    """An invalid setting or combination of settings.
-
-    Attributes:
-        field: dotted name of the setting, empty if the error is about several.
-    """
+    """An invalid setting (`field` is its dotted name) or combination of settings."""
 
     def __init__(self, message: str, field: str = ""):
         super().__init__(message)
@@ -122,17 +117,20 @@ def check_name(kind: type, name: str, section: str = "") -> None:
         raise ConfigError(f"{owner}.{name}: there is no such setting{hint}")
 
 
-def _read_type(field: dataclasses.Field) -> None:
-    """Move the allowed values from the annotation of a field into its rule."""
-    origin, values = typing.get_origin(field.type), typing.get_args(field.type)
-    if origin is Annotated:
-        field.type, allowed = values
-    elif origin is Literal:
-        field.type, allowed = str, Choices(values)
-    else:
-        return
-    rule = dataclasses.replace(field.metadata["rule"], allowed=allowed)
-    field.metadata = types.MappingProxyType({**field.metadata, "rule": rule})
+def _read_types(kind: type) -> None:
+    """Move the allowed values from the annotations of a section into the rules of its fields."""
+    for name, annotation in list(vars(kind).get("__annotations__", {}).items()):
+        origin, values = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin is Annotated:
+            plain, allowed = values
+        elif origin is Literal:
+            plain, allowed = str, Choices(values)
+        else:
+            continue
+        kind.__annotations__[name] = plain
+        field = vars(kind)[name]
+        rule = dataclasses.replace(field.metadata["rule"], allowed=allowed)
+        field.metadata = types.MappingProxyType({**field.metadata, "rule": rule})
 
 
 def explain(field: dataclasses.Field) -> str:
@@ -168,16 +166,6 @@ class _SectionDoc:
         return "\n".join(lines)
 
 
-def _signature(kind: type, initialise: Callable[..., None]) -> inspect.Signature:
-    """Return the signature of a section's constructor with plain types."""
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
-    original = inspect.signature(initialise)
-    plain = [
-        p.replace(annotation=types.get(p.name, p.annotation)) for p in original.parameters.values()
-    ]
-    return original.replace(parameters=plain)
-
-
 @functools.cache
 def _defaults(kind: type) -> Any:
     return kind()
@@ -204,9 +192,8 @@ def section(kind: type[T]) -> type[T]:
 
     Otherwise assigning to a mistyped name would silently keep a default.
     """
+    _read_types(kind)
     made: Any = dataclasses.dataclass(repr=False)(kind)
-    for field in dataclasses.fields(made):
-        _read_type(field)
     initialise = made.__init__
 
     @functools.wraps(initialise)
@@ -219,9 +206,7 @@ def section(kind: type[T]) -> type[T]:
         check_name(type(self), name)
         object.__setattr__(self, name, value)
 
-    constructor: Any = __init__
-    constructor.__signature__ = _signature(made, initialise)
-    made.__init__, made.__setattr__, made.__repr__ = constructor, __setattr__, _represent
+    made.__init__, made.__setattr__, made.__repr__ = __init__, __setattr__, _represent
     made.__doc__ = _SectionDoc(made.__doc__)
     return made
 
@@ -329,14 +314,13 @@ def read_file(path: pathlib.Path, field: str = "") -> str:
 def read_json(path: pathlib.Path, field: str) -> dict[str, Any]:
     """Read the object in a JSON file; raises `ConfigError` with `field`, the path's setting."""
     named = f"config.{field}: {path}" if field else str(path)
+    text = read_file(path, field)
     try:
-        content = json.loads(read_file(path, field))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        nested = isinstance(error, RecursionError)
-        text = "it is nested too deeply" if nested else str(error)
-        raise ConfigError(f"{named} can't be read: {text}", field) from None
+        content = json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{named} can't be read: it is nested too deeply", field) from None
+    except ValueError as error:
+        raise ConfigError(f"{named} can't be read: {error}", field) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{named}: must hold an object", field)
     return content

@@ -26,16 +26,12 @@ class Signals:
     is a KeyboardInterrupt after the save. A second signal is raised immediately, and exits the
     process if Python does not handle it within `SAME_SECONDS`, except in interactive sessions.
 
-    Args:
-        leave_seconds: time after which a command exits without saving unless `at_safe_place` was
-            called; 0: never.
-
-    Attributes:
-        received: name of the signal, empty before there is one.
+    A command exits without saving after `leave_seconds` (0: never) unless `at_safe_place` was
+    called.
     """
 
     def __init__(self, leave_seconds: float = 0.0):
-        self.received = ""
+        self.received = ""  # name of the signal
         self._again = False
         self._leave_seconds = leave_seconds
         self._previous: dict[int, Any] = {}  # handlers by signal
@@ -105,12 +101,13 @@ class Signals:
         soon = f" within {self._leave_seconds:g} s" * is_limited
         processes.print_error(f"{self.received}: stopping at the next safe point{soon}")
         if is_limited:
-            threading.Thread(target=self._count_down, args=(number,), daemon=True).start()
+            seconds = self._leave_seconds
 
-    def _count_down(self, number: int) -> None:
-        seconds = self._leave_seconds
-        if not self._safe.wait(seconds):
-            _leave(number, f"no safe point within {seconds:g} s: exiting without saving")
+            def count_down() -> None:
+                if not self._safe.wait(seconds):
+                    _leave(number, f"no safe point within {seconds:g} s: exiting without saving")
+
+            threading.Thread(target=count_down, daemon=True).start()
 
     @property
     def exit_code(self) -> int:

@@ -12,8 +12,7 @@ READER_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a closed pipe, a terminal
 class BrokenPipeSafeStream:
     """A standard stream that discards output once its reader is gone, so that a run continues.
 
-    Args:
-        name: 'stdout' or 'stderr'; the current stream of `sys` is looked up at each write.
+    The current stream of `sys`, 'stdout' or 'stderr', is looked up at each write.
     """
 
     def __init__(self, name: str):

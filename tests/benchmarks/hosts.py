@@ -199,7 +199,7 @@ def step(
     verdicts = replace_network(watch, options.processes)
     folder, storage = epath.Path(config.run_dir), Storage()
     storage.attempt = behind.wrap("journal", storage.attempt)
-    journal = RolloutJournal(folder, "benchmark", storage, tokenizer.decode)
+    journal = RolloutJournal(folder, "benchmark", storage)
     batch = watch.wrap("scheduling", collect)(
         open_collection(config, 0.5, 0, (), 0),
         simulate.SimulatedPrompts(workload),
@@ -229,7 +229,7 @@ def step(
     write = behind.wrap("rollouts JSON", write_rollouts)
     write(folder, 1, batch, log.token_groups, tokenizer)
     tokens = sum(len(response) for group in batch.groups for response in group.completions)
-    files = len(list(folder.glob("groups/*/*.npz")))
+    files = len(list(folder.glob("groups/*/*.groups")))
     return {"tokens": tokens, "bursts": sampler.counts.bursts, "files": files}
 
 

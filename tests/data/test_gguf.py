@@ -12,12 +12,13 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from dapo_jax.data import policies
-from dapo_jax.data.policies import gguf_files, model_path
+from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import Tokenizer as ModelTokenizer
 from dapo_jax.model import load_huggingface
 from dapo_jax.runtime.settings import ConfigError
 
 gguf = pytest.importorskip("gguf")
+gguf_files = pytest.importorskip("dapo_jax.data.policies.gguf_files")
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/models"
 FAMILIES = (
     "gemma3 llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 "

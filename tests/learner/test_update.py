@@ -80,7 +80,7 @@ def test_packed_gradient_equals_the_papers_loop(changes, tiny_params, one_device
     algorithm = dataclasses.replace(algorithms.dapo(), **changes)
     learner = make_learner(one_device, algorithm)
     batch, used = make_batch(algorithm)
-    actual = learner.gradient(place(tiny_params, learner), batch, used)
+    actual = learner.loss_and_gradient(place(tiny_params, learner), batch, used)[1]
     expected = jax.jit(jax.grad(functools.partial(loop_loss, algorithm=algorithm)))(tiny_params)
     assert_close(actual, expected, 1e-5)
 
@@ -92,7 +92,7 @@ def two_updates(params, mesh):
     batch, used = make_batch(rows=8, microbatches=2)
     for _ in range(2):
         state, (metrics, _) = learner.update(state, batch, used, 1e-3)
-    gradient = learner.gradient(place(params, learner), batch, used)
+    gradient = learner.loss_and_gradient(place(params, learner), batch, used)[1]
     return jax.device_get((state.params, gradient, metrics))
 
 
@@ -171,7 +171,11 @@ def test_rows_beyond_the_used_microbatches_are_never_read(tiny_params, one_devic
         return array
 
     poisoned = jax.tree.map(poison, batch)
-    assert_close(learner.gradient(params, poisoned, used), learner.gradient(params, batch, used), 0)
+    assert_close(
+        learner.loss_and_gradient(params, poisoned, used)[1],
+        learner.loss_and_gradient(params, batch, used)[1],
+        0,
+    )
 
 
 def test_only_matrices_decay(tiny_params, one_device):

@@ -81,8 +81,9 @@ def test_the_published_product_equals_the_merged_change(folder):
     for target in ("key", "out", "down"):
         path = f"layers/{target}/kernel"
         for layer, name in enumerate(param_paths.published_names(path, TINY)):
-            pair = (adapters[f"layers/{target}/{part}"][layer] for part in ("lora_a", "lora_b"))
-            ours = merge(np.zeros(shapes[path][1:]), *pair, DECODER.adapters)
+            pair = (adapters[f"layers/{target}/{part}"] for part in ("lora_a", "lora_b"))
+            parts = (array.__getitem__ for array in (np.zeros(shapes[path]), *pair))
+            ours = merge(DECODER.adapters, *parts, layer)
             name = f"base_model.model.{name.removesuffix('.weight')}"
             theirs = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"] * 7.5 / 3
             np.testing.assert_allclose(param_paths.to_published(path, ours), theirs, atol=1e-6)

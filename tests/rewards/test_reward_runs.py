@@ -122,7 +122,7 @@ def test_rewards_of_groups_and_tokens_train_and_resume_with_the_same_bits(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(dynamic_sampling.Collection, "read_verdicts", stop_or_read)
         train(make("run"))
-    assert list((tmp_path / "run" / FOLDER).rglob("*.npz"))
+    assert list((tmp_path / "run" / FOLDER).rglob("*.groups"))
     train(make("run"))
     assert differing(tmp_path / "run", tmp_path / "whole") == []
     files = [read_rollouts(tmp_path / name) for name in ("run", "whole")]

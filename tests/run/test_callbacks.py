@@ -8,8 +8,8 @@ from small_runs import make_quick_config, read_rows
 import dapo_jax
 from dapo_jax.config.experiment import Checkpoint, Data, Evaluation
 from dapo_jax.reporting.trackers import Sink
-from dapo_jax.run.callbacks import Callbacks
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
+from dapo_jax.run.run_files import Callbacks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.signals import Signals

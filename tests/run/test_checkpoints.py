@@ -137,6 +137,14 @@ def test_a_checkpoint_of_an_older_version_is_rejected_in_one_line():
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_groups_that_an_older_version_carried_are_named_and_none_resume():
+    content = {"step": 3, "settings": {}, "inputs": {}, "progress": {"position": 8, "carried": []}}
+    assert Record.read(content, epath.Path("checkpoints/3")).progress.position == 8
+    content["progress"]["carried"] = [{"index": 1}]
+    with pytest.raises(ConfigError, match="checkpoints/3 was saved by an older version"):
+        Record.read(content, epath.Path("checkpoints/3"))
+
+
 # --- storage that fails ------------------------------------------------------------------------
 
 

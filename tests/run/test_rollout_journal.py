@@ -35,10 +35,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def opened(folder, identity="of this run", storage=None) -> RolloutJournal:
-    def decode(ids):
-        return " ".join(map(str, ids))
-
-    return RolloutJournal(folder, identity, storage or Storage(), decode)
+    return RolloutJournal(folder, identity, storage or Storage())
 
 
 def write(folder, *batches) -> None:
@@ -76,7 +73,7 @@ def test_what_was_kept_is_read_back_whole(groups, tmp_path):
 def test_a_damaged_file_another_run_and_another_prompt_are_left_alone(groups, tmp_path):
     write(tmp_path, groups[:1], groups[1:])
     assert not opened(tmp_path, "of another run").begin(0)
-    first, second = sorted((tmp_path / FOLDER).rglob("*.npz"))
+    first, second = sorted((tmp_path / FOLDER).rglob("*.groups"))
     content = bytearray(first.read_bytes())
     for place in range(40, len(content), len(content) // 25):
         changed = bytearray(content)
@@ -84,7 +81,7 @@ def test_a_damaged_file_another_run_and_another_prompt_are_left_alone(groups, tm
         first.write_bytes(changed)
         known = opened(tmp_path).begin(0)
         found = known.get(groups[0].prompt.index)
-        # A flipped bit in a name or a date of the archive changes nothing that is read.
+        # A flipped bit in the header changes nothing that is read.
         assert found is None or found[1].verdicts == groups[0].verdicts
         assert len(known) >= len(groups) - 1
     first.write_bytes(b"")
@@ -109,7 +106,7 @@ def test_groups_go_when_a_checkpoint_has_their_step(groups, tmp_path):
 
 
 def files_of(folder) -> list[str]:
-    return sorted(path.name for path in (folder / FOLDER).rglob("*.npz"))
+    return sorted(path.name for path in (folder / FOLDER).rglob("*.groups"))
 
 
 def without_costs(run_dir):
@@ -191,7 +188,7 @@ def test_forty_kills_over_settings_change_no_bit(
     assert start(tmp_path / "whole").wait() == 0
     rng = random.Random(setting)
     run_dir = tmp_path / "run"
-    written = f"{run_dir}/{FOLDER}/*/*.npz"
+    written = f"{run_dir}/{FOLDER}/*/*.groups"
     kills = 0
     while kills < 5:
         child = start(run_dir)

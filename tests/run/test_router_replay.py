@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import MOE, TINY
 from learners import make_batch
-from samplers import PROMPTS, TOKENIZER, make_sampler, sample
+from samplers import PROMPTS, make_sampler, sample
 from small_runs import equal, make_quick_config
 
 from dapo_jax import algorithms
@@ -18,12 +18,12 @@ from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
 from dapo_jax.model.logprobs import Rows, hidden_states
-from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
+from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
-from dapo_jax.structs import PartialGroup, SamplingRule
+from dapo_jax.structs import SamplingRule
 
 
 @pytest.fixture(scope="module")
@@ -196,13 +196,8 @@ def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups,
         sampler.submit(prompt, 3)
     sampler.decode_burst()
     partial = sampler.suspend()
-    arrays, records = pack_partial(partial)
-    shapes = empty_arrays(records)
-    assert {k: (v.shape, v.dtype) for k, v in shapes.items()} == {
-        k: (v.shape, v.dtype) for k, v in arrays.items()
-    }
     places = {prompt.index: prompt for prompt in SOME}
-    partial = unpack_partial(arrays, records, places.__getitem__, TOKENIZER.decode)
+    partial = unpack_partial(pack_partial(partial), places.__getitem__)
     other = jax.tree.map(lambda x: x + 0.3 * jnp.sign(x), params)
     sampler.begin(other, purpose=0, step=3, rule=rule)
     for group in partial:
@@ -226,5 +221,3 @@ def test_no_routes_are_recorded_by_default(params, one_device):
     assert done.routes is None
     rows, _ = pack([Segment(SOME[0], done, 0)], 64, 4)
     assert rows.routes is None
-    arrays, _ = pack_partial([PartialGroup(SOME[0], 0, (done,))])
-    assert "routes" not in arrays

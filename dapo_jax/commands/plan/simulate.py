@@ -186,7 +186,7 @@ class Text:
 
 
 class SimulatedPrograms:
-    """`rollout.engine_programs.Programs` that only count, with host arrays and shapes of caches.
+    """`rollout.engine_programs.EnginePrograms` that only count; caches are shapes.
 
     A simulated prompt's tokens are its position in the data. In a decode step, attention reads all
     positions of all slots (`reads` = 'window'), only stored tokens ('existing'), or what the layout

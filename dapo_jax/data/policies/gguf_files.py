@@ -1,27 +1,21 @@
 """Models in GGUF files (llama.cpp): conversion from and to folders in the Hugging Face layout.
 
-A file is converted once, into the cache of this machine; after that it is a model folder like any
-other. Weights are dequantised to float32 by the package `gguf`.
+Weights are dequantised to float32 by the package `gguf`, an extra: import this module if needed.
 """
 
-import hashlib
 import itertools
 import json
-import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import gguf  # pyright: ignore[reportMissingImports]: an extra
 import numpy as np
-from filelock import FileLock
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers import processors as post_processors
 
-from dapo_jax.runtime.settings import ConfigError
-
-CONVERSION = 2  # increased if a file would be converted into another folder
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # that can be dequantised
 
 
@@ -94,8 +88,6 @@ class _Metadata(dict):
 
 def _open(path: pathlib.Path) -> tuple[_Metadata, dict[str, Any]]:
     """Return metadata and tensors of a file. Raises ValueError."""
-    import gguf  # pyright: ignore[reportMissingImports]: an extra
-
     try:
         reader = gguf.GGUFReader(str(path))
         metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -112,8 +104,6 @@ def _open(path: pathlib.Path) -> tuple[_Metadata, dict[str, Any]]:
 
 
 def _dequantise(tensor: Any) -> np.ndarray:
-    import gguf  # pyright: ignore[reportMissingImports]: an extra
-
     array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     return np.ascontiguousarray(array, np.float32).reshape(tensor.shape[::-1])
 
@@ -142,13 +132,6 @@ def _query_scalar(config: dict[str, Any]) -> int:
     return largest if config["num_hidden_layers"] == 62 else config["head_dim"]
 
 
-def _read_field(name: str, value: Any, field: str) -> int | float:
-    """Return the value of a key as the number that config.json holds. Raises ValueError."""
-    if not isinstance(value, int | float) or value <= 0:
-        raise ValueError(f"{name} = {str(value)[:40]}: must be a positive number")
-    return float(f"{value:.7g}") if field in FLOAT_FIELDS else value
-
-
 def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json."""
     name = metadata["general.architecture"]
@@ -163,7 +146,10 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
     for suffix, field in FIELDS.items():
         key = f"{name}.{suffix}"
         if suffix in REQUIRED_FIELDS or metadata.get(key):
-            value = _read_field(key, metadata[key], field)
+            value = metadata[key]
+            if not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"{key} = {str(value)[:40]}: must be a positive number")
+            value = float(f"{value:.7g}") if field in FLOAT_FIELDS else value
             if config.setdefault(field, value) != value:
                 raise ValueError(f"{key} = {value}: must be {config[field]}, the {field}")
     _add_defaults(config)
@@ -263,8 +249,6 @@ def _write_config(writer: Any, config: dict[str, Any]) -> None:
 
 def _modules(config: dict[str, Any]) -> dict[str, str]:
     """Return the modules of a Hugging Face folder by their names in a file."""
-    import gguf  # pyright: ignore[reportMissingImports]: an extra
-
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     layers = config["num_hidden_layers"]
     table = gguf.get_tensor_name_map(kinds[ARCHITECTURES[config["model_type"]]], layers)
@@ -317,8 +301,6 @@ def _file_tensors(
     config: dict[str, Any], folder: pathlib.Path, dtype: str
 ) -> Iterator[tuple[str, np.ndarray, Any]]:
     """Yield name, numbers or bytes, and type of every tensor of a file."""
-    import gguf  # pyright: ignore[reportMissingImports]: an extra
-
     matrix_type, vector_type = (gguf.GGMLQuantizationType[d] for d in (dtype.upper(), "F32"))
     if config["rope_scaling"].get("rope_type") == "llama3":
         yield ROPE_FACTORS, _rope_factors(config), vector_type
@@ -438,9 +420,10 @@ def _write_tokenizer(writer: Any, folder: pathlib.Path, config: dict[str, Any]) 
     padded = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(config["vocab_size"])]
     tokens = [token for token, _ in padded]
     types = [kind for _, kind in padded]
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    if model.get("byte_fallback"):
+    is_sentence_piece = bool(model.get("byte_fallback"))
+    if is_sentence_piece:
         # A token's score is the rank of its first merge.
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
         ranks = {m.replace(" ", "", 1): rank for rank, m in reversed([*enumerate(merges)])}
         is_byte = [len(token) == 6 and token.startswith("<0x") for token in tokens]
         types = [BYTE if byte else kind for byte, kind in zip(is_byte, types, strict=True)]
@@ -450,34 +433,19 @@ def _write_tokenizer(writer: Any, folder: pathlib.Path, config: dict[str, Any]) 
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_split_name(tokenizer))
-        writer.add_token_merges(merges)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_add_bos_token('"TemplateProcessing"' in json.dumps(tokenizer.get("post_processor")))
-    settings = dict(config)
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        values = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-        settings |= {field: value for field, value in values.items() if value is not None}
-    _write_special_tokens(writer, settings, tokens)
-    jinja = folder / "chat_template.jinja"
-    template = jinja.read_text() if jinja.exists() else settings.get("chat_template")
-    if isinstance(template, str):
-        writer.add_chat_template(template)
-
-
-def _write_special_tokens(writer: Any, settings: dict[str, Any], tokens: list[str]) -> None:
+    special = gguf.SpecialVocab(folder, not is_sentence_piece, ("bos", "eos", "pad"))
+    special.add_special_token.setdefault("bos", False)
+    path = folder / "generation_config.json"
+    settings = config | (json.loads(path.read_text()) if path.exists() else {})
     ends = settings.get("eos_token_id") or []
     ends = ends if isinstance(ends, list) else [ends]
     ids = {"pad": settings.get("pad_token_id"), "eos": ends[0] if ends else None}
-    for name in ("bos", "eos"):
-        token = settings.get(f"{name}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if text in tokens:
-            ids[name] = tokens.index(text)
+    ids |= special.special_token_ids
     ids["eot"] = next((end for end in ends if end != ids["eos"]), None)
-    for name, key in SPECIAL_TOKENS.items():
-        if ids.get(name) is not None:
-            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", ids[name])
+    special.special_token_ids = {name: token for name, token in ids.items() if token is not None}
+    special.add_to_gguf(writer, quiet=True)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -499,8 +467,6 @@ def write(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
     Args:
         dtype: of matrices, 'f16' or 'q8_0'; vectors are float32.
     """
-    import gguf  # pyright: ignore[reportMissingImports]: an extra
-
     config = _load_config(folder)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
     writer.add_name(path.stem)
@@ -514,29 +480,3 @@ def write(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
     for _, array, _ in _file_tensors(config, folder, dtype):  # again, to hold only one of them
         writer.write_tensor_data(array)
     writer.close()
-
-
-def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
-    """Return the folder in the cache that a GGUF file was converted into; convert it if needed.
-
-    Raises:
-        ConfigError: the file is damaged, or holds something that is not supported.
-    """
-    status = path.stat()
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    source = repr((CONVERSION, str(path.resolve()), status.st_size, status.st_mtime_ns))
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    folder = pathlib.Path(cache, "dapo_jax_models", digest, path.stem)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / "lock"):
-        if not (folder / "config.json").exists():
-            try:
-                convert(path, folder)
-            except ImportError:
-                problem = "needs the package gguf: pip install 'dapo_jax[gguf]'"
-                raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
-            except Exception as error:  # damage can break the package anywhere
-                text = " ".join(str(error).split())[:300]
-                problem = f"can't be read as a GGUF file: {text or type(error).__name__}"
-                raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
-    return folder

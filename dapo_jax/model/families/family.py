@@ -3,26 +3,23 @@
 import dataclasses
 from typing import Any
 
+_PROJECTIONS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 # Names of published tensors below `model.layers.N`, by path below a stack of layers.
 LAYER_TENSORS = {
     "attention_norm/scale": "input_layernorm.weight",
-    "query/kernel": "self_attn.q_proj.weight",
-    "query/bias": "self_attn.q_proj.bias",
     "query_norm/scale": "self_attn.q_norm.weight",
-    "key/kernel": "self_attn.k_proj.weight",
-    "key/bias": "self_attn.k_proj.bias",
     "key_norm/scale": "self_attn.k_norm.weight",
-    "value/kernel": "self_attn.v_proj.weight",
-    "value/bias": "self_attn.v_proj.bias",
-    "out/kernel": "self_attn.o_proj.weight",
-    "out/bias": "self_attn.o_proj.bias",
     "mlp_norm/scale": "post_attention_layernorm.weight",
-    "gate/kernel": "mlp.gate_proj.weight",
-    "gate/bias": "mlp.gate_proj.bias",
-    "up/kernel": "mlp.up_proj.weight",
-    "up/bias": "mlp.up_proj.bias",
-    "down/kernel": "mlp.down_proj.weight",
-    "down/bias": "mlp.down_proj.bias",
+    **{f"{ours}/kernel": f"{name}.weight" for ours, name in _PROJECTIONS.items()},
+    **{f"{ours}/bias": f"{name}.bias" for ours, name in _PROJECTIONS.items()},
 }
 # Tensors of experts; {} is the expert's number. PEFT names adapters of experts like this.
 EXPERT_TENSORS = LAYER_TENSORS | {
@@ -35,23 +32,16 @@ EXPERT_TENSORS = LAYER_TENSORS | {
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Fields of config.json that describe a family's sliding windows.
+    """Fields of config.json that describe a family's sliding windows."""
 
-    Attributes:
-        default: tokens a sliding layer sees if config.json has no `sliding_window`; None: no
-            window.
-        switch: windows need `use_sliding_window`.
-        by_layer: `layer_types` selects the sliding layers; otherwise all layers slide.
-        first: default of `max_window_layers`, the number of first layers with full attention;
-            None: the field is not read.
-        period: default of `sliding_window_pattern`: every so many layers one has full attention;
-            None: the field is not read.
-    """
-
-    default: int | None = 4096
-    switch: bool = False
-    by_layer: bool = False
+    default: int | None = 4096  # tokens of a window without `sliding_window`; None: no window
+    switch: bool = False  # windows need `use_sliding_window`
+    by_layer: bool = False  # `layer_types` selects the sliding layers; otherwise all layers slide
+    # Default of `max_window_layers`, the number of first layers with full attention; None: the
+    # field is not read.
     first: int | None = None
+    # Default of `sliding_window_pattern`: every so many layers one has full attention; None: the
+    # field is not read.
     period: int | None = None
 
 
@@ -59,42 +49,28 @@ class Windows:
 class Family:
     """How `transformers` reads the config.json and the tensors of a model family.
 
-    A family has many attributes because each feature is independent of the others.
-
-    Attributes:
-        model_type: field of config.json that names the family.
-        class_name: prefix of its classes in `transformers`.
-        classifier_name: prefix of its class with a scalar head, if it differs.
-        fixed: fields of DecoderConfig that are the same for all models of the family.
-        fields: additional fields of config.json, by field of DecoderConfig.
-        aliases: names that newer folders use for fields of config.json.
-        biases: fields of config.json, from `config_json.BIASES`, that are read.
-        defaults: values of fields that config.json may leave out.
-        required: the only supported values of fields that would change the computed numbers.
-        activation_field: field of `required` that names the activation function.
-        quantisation: `quant_method` of quantised folders that can be loaded; empty: none.
-        windows: sliding windows; None: config.json has no such fields.
-        query_growth: queries grow with the logarithm of their position (Llama 4).
-        local_rope: sliding layers rotate by their own base, `rope_local_base_freq`.
-        tensors: published names of a layer's tensors. Experts with a name without {} are fused: one
-            tensor [experts, in, out] holds all of a layer, and parameters with the same name
-            alternate along its last axis.
-        adapter_tensors: names that PEFT derives the names of adapters from.
+    A family has many attributes because each feature is independent of the others. Experts with a
+    name without {} in `tensors` are fused: one tensor [experts, in, out] holds all of a layer, and
+    parameters with the same name alternate along its last axis.
     """
 
-    model_type: str
-    class_name: str
-    classifier_name: str = ""
+    model_type: str  # field of config.json that names the family
+    class_name: str  # prefix of its classes in `transformers`
+    classifier_name: str = ""  # prefix of its class with a scalar head, if it differs
+    # Fields of DecoderConfig that are the same for all models of the family.
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Additional fields of config.json, by field of DecoderConfig, and names in newer folders.
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    biases: tuple[str, ...] = ()
-    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    biases: tuple[str, ...] = ()  # fields of config.json, from `config_json.BIASES`
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # of fields left out
+    # The only supported values of fields that would change the computed numbers.
     required: dict[str, Any] = dataclasses.field(default_factory=lambda: {"hidden_act": "silu"})
-    activation_field: str = "hidden_act"
-    quantisation: str = ""
-    windows: Windows | None = None
-    query_growth: bool = False
-    local_rope: bool = False
+    activation_field: str = "hidden_act"  # field of `required` that names the activation function
+    quantisation: str = ""  # `quant_method` of quantised folders that can be loaded; empty: none
+    windows: Windows | None = None  # sliding windows; None: config.json has no such fields
+    query_growth: bool = False  # queries grow with the logarithm of their position (Llama 4)
+    local_rope: bool = False  # sliding layers rotate by their own base, `rope_local_base_freq`
+    # Published names of a layer's tensors, and those that PEFT derives names of adapters from.
     tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
     adapter_tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)

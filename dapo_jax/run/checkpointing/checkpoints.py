@@ -177,22 +177,16 @@ class Checkpoints:
     """Checkpoint store of a run, on any number of processes; a context manager.
 
     The newest valid checkpoint is restored. A store that saves moves damaged newer ones to
-    `damaged_checkpoints`, and keeps the newest `settings.keep`.
-
-    Args:
-        settings: of the run that saves; None: checkpoints are only read.
-        storage: warns of damaged checkpoints and failed saves.
-        on_saved: receives step and folder of each new checkpoint once it is complete.
-
-    Raises:
-        ConfigError: there are checkpoints, and none is valid.
+    `damaged_checkpoints`, and keeps the newest `settings.keep`. Raises `ConfigError` if there are
+    checkpoints, and none is valid.
     """
 
     def __init__(
         self,
         run_dir: str | os.PathLike,
-        settings: Checkpoint | None = None,
-        storage: Storage | None = None,
+        settings: Checkpoint | None = None,  # of the run that saves; None: only read
+        storage: Storage | None = None,  # warns of damaged checkpoints and failed saves
+        # Receives step and folder of each new checkpoint once it is complete.
         on_saved: Callable[[int, str], None] = lambda step, folder: None,
     ):
         self._on_saved = on_saved
@@ -267,9 +261,8 @@ class Checkpoints:
     def save(self, record: Record, states: Mapping[str, Any]) -> None:
         """Start writing in the background; a step that is already saved is left alone.
 
-        Raises:
-            NotSaved: it could not be started; later `wait` raises it.
-            NotFinite: such a state would one day be the only one that is kept.
+        Raises `NotSaved` if it could not be started (later `wait` raises it), and `NotFinite`: such
+        a state would one day be the only one that is kept.
         """
         check_state(states, f"step {record.step} is not saved")
         with contextlib.suppress(NotSaved):  # an earlier save failed; it was reported then
@@ -398,14 +391,9 @@ class Checkpoints:
 
 
 class SavedPolicy:
-    """Policy of one checkpoint, read parameter by parameter while the run may continue.
+    """Policy of one checkpoint (0: the newest), read parameter by parameter while the run goes on.
 
-    Args:
-        step: 0: the newest.
-        entry: of the checkpoint; a critic is read as a policy is.
-
-    Raises:
-        ConfigError: `run_dir` (the setting `run`) has no such checkpoint.
+    A critic is another `entry`. Raises `ConfigError` if `run_dir` has no such checkpoint.
     """
 
     def __init__(self, run_dir: str | os.PathLike, step: int = 0, entry: str = "state"):

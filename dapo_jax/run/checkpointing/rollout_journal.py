@@ -5,24 +5,22 @@ back make the same step as groups that are sampled again. Costs count from where
 """
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import FinishedGroups, digest_tokens
+from dapo_jax.rollout.source import Journal
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, replacing, suppress_storage_errors
 from dapo_jax.structs import Group, PartialGroup, Prompt
 
 FOLDER = "groups"
-Decode = Callable[[list[int]], str]
-RECORD = "record"
 
 
-class RolloutJournal:
+class RolloutJournal(Journal):
     """Journal of the scored groups of a step, until a checkpoint has the step.
 
     Files are written in the background: each holds the groups that were scored while the file
@@ -30,11 +28,10 @@ class RolloutJournal:
     ignored. Every process calls `begin`.
     """
 
-    def __init__(self, folder: Folder, identity: str, storage: Storage, decode: Decode):
+    def __init__(self, folder: Folder, identity: str, storage: Storage):
         self._folder = folder / FOLDER
         self._identity = identity
         self._storage = storage
-        self._decode = decode
         self._step = 0
         # Two threads use these; each use is one operation of Python, which is atomic.
         self._unwritten: list[Group] = []
@@ -49,7 +46,7 @@ class RolloutJournal:
 
         def list_files() -> list[str]:
             with suppress_storage_errors():
-                return sorted(path.name for path in folder.glob("*.npz"))
+                return sorted(path.name for path in folder.glob("*.groups"))
             return []
 
         groups: dict[int, tuple[str, Group]] = {}
@@ -90,34 +87,29 @@ class RolloutJournal:
         groups = self._unwritten[:]
         if not groups:
             return
-        path = self._folder / _name(self._step) / f"{groups[0].prompt.index:012d}.npz"
-        carried = [PartialGroup(group.prompt, self._step, judged=group) for group in groups]
-        arrays, record = pack_partial(carried)
+        path = self._folder / _name(self._step) / f"{groups[0].prompt.index:012d}.groups"
         prompts = [digest_tokens(group.prompt.tokens) for group in groups]
-        content = {"identity": self._identity, "prompts": prompts, "groups": record}
-        members: dict[str, Any] = arrays | {
-            RECORD: np.frombuffer(json.dumps(content).encode(), "u1")
-        }
+        header = {"identity": self._identity, "prompts": prompts}
+        carried = [PartialGroup(group.prompt, self._step, judged=group) for group in groups]
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            np.savez_compressed(file, **members)
+            file.write(json.dumps(header).encode() + b"\n" + pack_partial(carried).tobytes())
         del self._unwritten[: len(groups)]
 
     def _read(self, path: Folder) -> dict[int, tuple[str, Group]]:
         try:
-            with path.open("rb") as file, np.load(file) as saved:
-                arrays = {name: saved[name] for name in saved.files}
-            content: dict[str, Any] = json.loads(arrays.pop(RECORD).tobytes())
-            if content["identity"] != self._identity:
+            header, _, content = path.read_bytes().partition(b"\n")
+            fields = json.loads(header)
+            if fields["identity"] != self._identity:
                 return {}
-            groups = unpack_partial(arrays, content["groups"], _unread_prompt, self._decode)
-            pairs = zip(content["prompts"], groups, strict=True)
+            groups = unpack_partial(np.frombuffer(content, np.uint8), _unread_prompt)
+            pairs = zip(fields["prompts"], groups, strict=True)
             return {
                 partial.prompt.index: (digest, partial.judged)
                 for digest, partial in pairs
                 if partial.judged
             }
-        except Exception:  # whatever numpy and zipfile raise for a damaged archive
+        except Exception:  # whatever a damaged file raises
             return {}
 
 

@@ -22,40 +22,24 @@ from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLE
 
 @dataclasses.dataclass
 class RunProgress:
-    """State of a run beside its arrays.
+    """State of a run beside its arrays."""
 
-    Attributes:
-        heldout_before: held-out accuracy before the first step.
-        seconds: duration of the run, over all its processes.
-        unwritten: metrics of the newest step, if its evaluation has not finished.
-        skipped: steps in a row without an update, by learner (`count_skipped`).
-        position: index of the next prompt in the data.
-        kept_fraction: of groups that carried signal, by which the next step samples ahead.
-        carried: groups that the next step continues; their arrays are an entry of the checkpoint.
-    """
-
-    heldout_before: float | None = None
-    seconds: float = 0.0
-    unwritten: dict[str, float] | None = None
-    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
-    position: int = 0
-    kept_fraction: float = 1.0
-    carried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    heldout_before: float | None = None  # held-out accuracy before the first step
+    seconds: float = 0.0  # duration of the run, over all its processes
+    unwritten: dict[str, float] | None = None  # metrics of a step that is not evaluated yet
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
+    position: int = 0  # index of the next prompt in the data
+    kept_fraction: float = 1.0  # of groups that carried signal: the next step samples ahead by it
+    carried_bytes: int = 0  # of the entry with the groups that the next step continues
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """JSON beside the arrays of a checkpoint: the run's progress, and what decides its results.
+    """JSON beside the arrays of a checkpoint: the run's progress, and what decides its results."""
 
-    Attributes:
-        step: finished steps.
-        settings: values by dotted name.
-        inputs: digests of the files that the run reads, by kind.
-    """
-
-    step: int
-    settings: dict[str, Any]
-    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    step: int  # finished steps
+    settings: dict[str, Any]  # values by dotted name
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # digests of files, by kind
     progress: RunProgress = dataclasses.field(default_factory=RunProgress)
 
     def continues(self, saved: "Record") -> bool:
@@ -69,13 +53,14 @@ class Record:
 
         Raises `ConfigError` for the format of an older version.
         """
-        if "progress" not in content:
+        progress = dict(content.get("progress") or {})
+        if not progress or progress.pop("carried", ()):  # formats of older versions
             raise ConfigError(
                 f"config.run_dir: {place} was saved by an older version of dapo_jax: resume with "
                 "that version, or choose another run_dir"
             )
-        settings, progress = with_defaults(content["settings"]), RunProgress(**content["progress"])
-        return cls(content["step"], settings, content["inputs"], progress)
+        settings = with_defaults(content["settings"])
+        return cls(content["step"], settings, content["inputs"], RunProgress(**progress))
 
 
 def _rule(name: str) -> Rule:

@@ -51,11 +51,15 @@ def _complete(folder: epath.Path, copy: pathlib.Path, stats: Stats, field: str) 
         if processes.is_first() and total > 1e8:
             processes.print_error(f"downloading {total / 1e9:.1f} GB of {folder} to {copy}, once")
         with concurrent.futures.ThreadPoolExecutor(MAX_PARALLEL) as pool:
-            for future in [
-                pool.submit(_download, folder / name, copy / name, size)
-                for name, size in missing.items()
-            ]:
-                future.result()
+            targets = [copy / name for name in missing]
+            list(pool.map(_download, map(folder.joinpath, missing), targets, missing.values()))
+
+
+def cached_model(source: Any, name: str) -> pathlib.Path:
+    """Return the folder of a model in the cache; `source` decides what it holds."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    digest = hashlib.sha256(repr(source).encode()).hexdigest()[:16]
+    return pathlib.Path(cache, "dapo_jax_models", digest, name)
 
 
 @functools.cache
@@ -71,10 +75,8 @@ def _locate(name: str, field: str) -> tuple[pathlib.Path, Stats]:
         content = f"holds {', '.join(stats)}" if stats else "is not a folder, or is empty"
         text = f"config.{field} = {name!r}: must hold a config.json; it {content}"
         raise ConfigError(text, field)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    digest = hashlib.sha256(repr((name.rstrip("/"), stats)).encode()).hexdigest()[:16]
     model = pathlib.PurePosixPath(name).name  # evaluations and servers show this name
-    return pathlib.Path(cache, "dapo_jax_models", digest, model), stats
+    return cached_model((name.rstrip("/"), stats), model), stats
 
 
 def local_folder(

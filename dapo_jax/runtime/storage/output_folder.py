@@ -217,7 +217,11 @@ def replace(field: str, value: str, kind: str) -> Iterator[pathlib.Path | None]:
             (new.path / name).unlink()
         try:
             yield new.path
-            _complete(new.path, kind)
+            for name in _names(new.path):
+                with (new.path / name).open("rb") as file:
+                    os.fsync(file.fileno())
+            mark = {"kind": kind, "files": _names(new.path)}
+            write_text(new.path / MARK, json.dumps(mark, indent=2))
         except BaseException as error:
             _remove(new.path)
             if fault := storage_fault(error):
@@ -230,14 +234,6 @@ def replace(field: str, value: str, kind: str) -> Iterator[pathlib.Path | None]:
             _exchange(new.path, target.path, old.path)
         except OSError as error:
             target.reject(f"{error}{hint}")
-
-
-def _complete(folder: pathlib.Path, kind: str) -> None:
-    """Flush the files of a folder, and list them in its mark."""
-    for name in _names(folder):
-        with (folder / name).open("rb") as file:
-            os.fsync(file.fileno())
-    write_text(folder / MARK, json.dumps({"kind": kind, "files": _names(folder)}, indent=2))
 
 
 def _exchange(new: pathlib.Path, target: pathlib.Path, old: pathlib.Path) -> None:

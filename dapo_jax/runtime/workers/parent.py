@@ -111,10 +111,6 @@ class RestartingWorker:
     """Worker process that starts with the first job and is replaced after a failure.
 
     It is safe to share between threads. A forked child starts a process of its own.
-
-    Attributes:
-        kills: number of failed processes that were killed.
-        start_seconds: time spent on starting processes.
     """
 
     def __init__(self, module: str, *arguments: str, max_reply_bytes: int = MAX_REPLY_BYTES):
@@ -122,21 +118,20 @@ class RestartingWorker:
             WorkerProcess, module, *arguments, max_reply_bytes=max_reply_bytes
         )
         self._closed = False
-        self.kills = 0
-        self.start_seconds = 0.0
+        self.kills = 0  # failed processes
+        self.start_seconds = 0.0  # spent on starting processes
         self.forget()
         _workers.add(self)
 
     def ask(
-        self, job: dict, seconds: float, *, retry_late: bool = False, first: dict | None = None
+        self,
+        job: dict,
+        seconds: float,  # limit of one attempt, without the start of a process
+        *,
+        retry_late: bool = False,  # not if the job exceeded its CPU time: it would exceed it again
+        first: dict | None = None,  # job that a process runs once before others, on its own time
     ) -> dict:
         """Return the reply to a job; retry once in a new process if the process fails.
-
-        Args:
-            seconds: limit of one attempt, without the start of a process.
-            retry_late: whether to retry also if the process was late. A job that exceeded its CPU
-                time is never retried, since it would exceed it again.
-            first: job that a process runs once before others; its time does not count as theirs.
 
         Raises:
             TimeoutError: the reply is late, or the process used up its CPU time.

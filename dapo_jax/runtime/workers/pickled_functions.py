@@ -133,14 +133,10 @@ def find_registered(field: str, name: str) -> Callable | None:
 
 
 class FunctionCopies:
-    """File with copies of the pickled functions among some names, for `load_copies`.
-
-    Attributes:
-        path: empty if no name needs a copy.
-    """
+    """File with copies of the pickled functions among some names, for `load_copies`."""
 
     def __init__(self, names: Iterable[str]):
-        self.path = ""
+        self.path = ""  # if no name needs a copy
         pickled = [name for name in names if name.startswith(PICKLED_PREFIX)]
         if not pickled:
             return

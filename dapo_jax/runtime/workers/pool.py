@@ -4,20 +4,20 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.parent import RestartingWorker
 
 POLL_SECONDS = 0.2  # between two checks whether to abort
 
-Workers = TypeVar("Workers", bound=tuple[RestartingWorker, ...])
 
-
-class WorkerPool(Generic[Workers]):
+class WorkerPool:
     """Threads, each with worker processes of its own that start with their first job."""
 
-    def __init__(self, threads: int, open_workers: Callable[[], Workers], name: str):
+    def __init__(
+        self, threads: int, open_workers: Callable[[], tuple[RestartingWorker, ...]], name: str
+    ):
         self._open_workers = open_workers
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._local = threading.local()
@@ -35,7 +35,7 @@ class WorkerPool(Generic[Workers]):
         """Call `function(workers, *arguments)` on a thread, with the thread's processes."""
         return self._executor.submit(lambda: function(self._own_workers(), *arguments))
 
-    def _own_workers(self) -> Workers:
+    def _own_workers(self) -> Any:  # a tuple of `RestartingWorker`
         if not hasattr(self._local, "workers"):
             self._local.workers = self._open_workers()
             with self._lock:
