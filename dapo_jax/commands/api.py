@@ -339,7 +339,7 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
 
     Args:
         config: an experiment, or a file that holds one.
-        topology: such as v5p:4x4x4, v5e:2x4, v6e:16x16 or h100:8; cpu:8 is this machine.
+        topology: such as v5p:4x4x4, v5e:2x4 or v6e:16x16; cpu:8 is this machine.
         flags: others of `dapo-jax plan --help`, such as `model` (a folder, or a published name),
             `price`, `accuracy`, `kept`.
 

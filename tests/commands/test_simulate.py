@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from simulate import calibrate, replay
+from simulate import RecordedWorkload, calibrate, replay
 from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
@@ -16,7 +16,6 @@ from dapo_jax.commands.plan.simulate import BACKGROUND, HOSTS, Costs, Simulation
 from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     Drawn,
-    RecordedWorkload,
     beta_from_kept,
     kept_fraction,
 )

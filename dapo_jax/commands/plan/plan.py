@@ -53,10 +53,6 @@ TRAINING_ADVICE = (
     "choose a stronger config.compute.remat, lower config.packing.rows_per_microbatch, or raise "
     "config.mesh.tensor"
 )
-WEAKER = (
-    "A GPU's compiler enforces no memory limit and no kernel was timed: a weaker proof than for a "
-    "TPU."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +229,7 @@ def _headline(plan: Plan) -> str:
     model = plan.layout.config.model.folder
     line = f"{model} on {topology}, {topology.chips} chips: {sizes or 'one device'}"
     compiler = f"compiled by {versions()} in {plan.seconds:.0f} s; nothing ran on a device"
-    return "\n".join([line, compiler, *[WEAKER] * (topology.chip.platform != "tpu")])
+    return f"{line}\n{compiler}"
 
 
 def _memory_table(figures: dict[str, Any]) -> str:

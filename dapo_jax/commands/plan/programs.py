@@ -48,7 +48,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Messages of a TPU's compiler about all memory needed, or about temporaries only.
 _ALL = re.compile(r"Used ([\d.]+)([KMGT]?) of")
 _TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds")
-COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
+COMPILERS = ("jax", "jaxlib", "libtpu")
 SAMPLING = ("load", "prefill", "insert", "decode")
 
 
@@ -268,10 +268,7 @@ class Compiler:
         self._layout, self._folder, self._inspect = layout, folder, inspect
         topology = layout.topology
         self._key = f"{topology} {versions()} {hlo_text.VERSION}"
-        self._options: dict[str, Any] | None = compiler_options(topology)
-        if self._options is not None and topology.chip.platform == "cuda":
-            # Higher levels time kernels, which needs a device.
-            self._options["xla_gpu_autotune_level"] = 0
+        self._options = compiler_options(topology)
 
     def measure(self, program: Program) -> CompiledProgram:
         """Compile a program, or read its cached result."""
