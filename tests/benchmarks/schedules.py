@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 import bench
 import jax.numpy as jnp
 import numpy as np
+from named_meshes import named_mesh
 
 from dapo_jax import algorithms
-from dapo_jax.commands.plan.simulate import Costs, Simulation, named_mesh
+from dapo_jax.commands.plan.simulate import Costs, Simulation, Step
 from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config, Data, Mesh, Packing, Rollout, Sampler
 from dapo_jax.learner.packing import Segment, choose_rows, fill, pack_updates, row_shapes
@@ -89,10 +90,16 @@ def serve(args: argparse.Namespace, slots: int, pages: int, reads: str) -> dict[
         "decode_steps": int(step.counts["decode_step"]),
         "redrawn_share": round(step.sampled.put_back_tokens / step.sampled.tokens, 4),
         "seconds": round(step.rollout_seconds),
-        "tail_seconds": round(step.tail_seconds),
+        "tail_seconds": round(tail_seconds(step)),
         "utilisation": round(step.utilisation, 3),
         "mean_tokens": round(step.sampled.tokens / step.sampled.responses),
     }
+
+
+def tail_seconds(step: Step) -> float:
+    """Seconds of bursts with fewer than half of the slots busy, on average."""
+    half = step.slots / 2
+    return sum(b.seconds for b in step.bursts if b.busy_slot_steps < half * b.steps)
 
 
 def show_pages() -> None:

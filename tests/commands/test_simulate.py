@@ -7,12 +7,13 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from named_meshes import named_mesh
 from simulate import RecordedWorkload, calibrate, replay
 from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
 from dapo_jax.commands.plan import simulate
-from dapo_jax.commands.plan.simulate import BACKGROUND, HOSTS, Costs, Simulation, named_mesh
+from dapo_jax.commands.plan.simulate import BACKGROUND, HOSTS, Costs, Simulation
 from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     Drawn,
@@ -75,7 +76,7 @@ def test_responses_of_one_length_take_the_steps_counted_by_hand():
     """64 responses of 20 tokens in 16 slots: 4 waves, each of bursts of 8, 8 and (it stops) 4."""
     step = make_simulation(Constant(20), filtered=False).step()
     assert step.counts["decode_step"] == 4 * 20 and step.counts["burst"] == 4 * 3
-    assert step.utilisation == 1 and step.tail_seconds == 0 and step.kept == step.asked == 16
+    assert step.utilisation == 1 and step.kept == step.asked == 16
     # The first token of a response finds its 4 kept prompt tokens and itself, and so on.
     assert step.counts["read_token"] == 64 * sum(range(5, 25))
     expected = 12 * 1e-3 + 80 * 2e-3 + step.counts["read_token"] * 1e-6 + 64 * 1e-3

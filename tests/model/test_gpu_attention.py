@@ -11,9 +11,9 @@ import pytest
 from conftest import TINY
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from named_meshes import named_mesh
 from test_attention import assert_equal, ragged_ids, results
 
-from dapo_jax.commands.plan.simulate import named_mesh
 from dapo_jax.config.experiment import Mesh as MeshSettings
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decode_attention, gpu_attention, training_attention

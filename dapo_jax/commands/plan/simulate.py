@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dapo_jax.commands.plan.workload import Drawn, Workload
-from dapo_jax.config.experiment import Config, Mesh, Reward
+from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.learner.minibatches import choose_packing, split_groups
 from dapo_jax.learner.packing import assign_rows, prompt_groups
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
@@ -31,7 +31,7 @@ from dapo_jax.rollout.dynamic_sampling import (
 )
 from dapo_jax.rollout.engine_programs import EngineShape, Starts
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.run.compute import mesh_sizes, open_engine, open_sampler
+from dapo_jax.run.compute import open_engine, open_sampler
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.storage.paths import is_remote
 from dapo_jax.structs import Completion, Group, Prompt, SamplerCounts, SamplingRule, Verdict
@@ -157,23 +157,6 @@ class RolloutRecord:
     def draw(self, index: int, samples: int) -> Drawn:
         """Return the group of a prompt."""
         return self.workload.draw(self.first_steps.get(index, self.step), index, samples)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chip:
-    """Device that need not be there."""
-
-    id: int
-    platform: str
-    process_index: int = 0
-
-
-def named_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
-    """Return a mesh of devices that only have names. Raises `ConfigError` for a wrong product."""
-    shape = sharding.mesh_shape(**mesh_sizes(settings), devices=chips)
-    devices = np.empty(chips, object)
-    devices[:] = [_Chip(i, platform) for i in range(chips)]
-    return jax.sharding.Mesh(devices.reshape(shape), sharding.AXES)
 
 
 class Text:
@@ -378,19 +361,13 @@ class Step:
         return sum(burst.busy_slot_steps for burst in self.bursts) / steps if steps else 0.0
 
     @property
-    def tail_seconds(self) -> float:
-        """Seconds of bursts with fewer than half of the slots busy, on average."""
-        half = self.slots / 2
-        return sum(b.seconds for b in self.bursts if b.busy_slot_steps < half * b.steps)
-
-    @property
     def drawn_tokens(self) -> int:
         """Tokens of all responses, including those stopped or sampled again."""
         return self.sampled.drawn_tokens
 
 
 class Simulation:
-    """A run of simulated steps, on a mesh that may be `named_mesh`."""
+    """A run of simulated steps, on a mesh whose devices need only a name."""
 
     def __init__(
         self,
