@@ -24,8 +24,6 @@ from dapo_jax.commands.plan.targets import compiler_options
 from dapo_jax.config.experiment import Config
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.model.logprobs import Rows, token_logprobs
-from dapo_jax.reporting.notices import describe_saving
-from dapo_jax.run.memory import checkpoint_bytes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
 
@@ -249,17 +247,6 @@ def test_the_command_prints_json_and_exits_with_1_if_a_program_does_not_fit(
     assert code == 1, error
     record = json.loads(output)
     assert not record["fits"] and "config.sampler.slots" in " ".join(record["changes"])
-
-
-def test_the_time_to_save_is_compared_with_a_spot_machines_notice():
-    config = load(Config, f"--config={ROOT}/configs/dapo_qwen2p5_32b.py")
-    size = checkpoint_bytes(config, read_shape(config.model.folder))
-    assert size == pytest.approx(12 * PARAMETERS["Qwen2.5-32B"] * 1e9, rel=0.005)
-    hosts = chips.parse("v5p:4x4x4").hosts
-    text = describe_saving(size, hosts, config.checkpoint.every_steps, 1_770.0)
-    assert "393.2 GB, which 16 hosts write in about 49.1 s" in text and "more than the 30 s" in text
-    assert text.endswith("may be 5 steps old, 148 minutes")
-    assert "one host writes" in describe_saving(1e9, chips.parse("v5e:2x4").hosts, 0)
 
 
 @pytest.mark.slow

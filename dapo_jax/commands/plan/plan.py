@@ -31,8 +31,6 @@ from dapo_jax.commands.plan.roofline import (
 from dapo_jax.commands.plan.simulate import HOSTS, Costs, Simulation, Step
 from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.notices import describe_saving
-from dapo_jax.run.memory import checkpoint_bytes
 
 PHASES = {  # the simulator's costs in each phase of a step
     "load the decoding weights": ("load",),
@@ -265,8 +263,7 @@ def _roofline_table(figures: dict[str, Any]) -> str:
 def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str:
     rows = [[name, f"{value:,.1f}"] for name, value in step["phases"].items()]
     rows.append(["a step", f"{step['seconds_step']:,.1f}"])
-    config, hosts = plan.layout.config, plan.layout.topology.hosts
-    size = checkpoint_bytes(config, plan.layout.decoder)
+    config = plan.layout.config
     price = ""
     if settings.price:
         price = f"; at {settings.price:g} dollars a chip-hour {step['dollars_step']:,.2f} a step "
@@ -280,7 +277,6 @@ def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str
         f"each that is trained on",
         f"{step['chip_hours_step']:,.2f} chip-hours a step, {step['chip_hours']:,.0f} for "
         f"{config.total_steps:,} steps ({step['hours']:,.1f} hours){price}",
-        describe_saving(size, hosts, config.checkpoint.every_steps, step["seconds_step"]),
         f"assumed: {settings.flops:.0%} of a chip's peak FLOP/s, {settings.hbm:.0%} of its memory's"
         f" and {settings.ici:.0%} of its links' rate; responses of {plan.lengths.response:,.0f} "
         f"tokens on average; measured seconds of hosts; verdicts and checkpoints cost nothing",
