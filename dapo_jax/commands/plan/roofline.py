@@ -14,7 +14,7 @@ import numpy as np
 
 from dapo_jax.commands.plan.chips import Chip
 from dapo_jax.commands.plan.programs import SAMPLING, CompiledProgram, Layout
-from dapo_jax.commands.plan.simulate import Costs, host_costs
+from dapo_jax.commands.plan.simulate import HOST_COSTS, Costs
 from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import Member, PromptGroup, assign_rows
@@ -308,7 +308,7 @@ def step_costs(
         score_token=bound("score") / places,
         update=bound("update", "once"),
         update_token=bound("update") / places,
-        **host_costs(config, layout.topology.hosts),
+        **HOST_COSTS,
     )
 
 

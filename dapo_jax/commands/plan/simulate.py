@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -25,7 +25,6 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout.carry_over import open_collection
 from dapo_jax.rollout.dynamic_sampling import (
     INITIAL_KEPT_FRACTION,
-    CollectionHooks,
     collect,
     seek,
 )
@@ -33,7 +32,6 @@ from dapo_jax.rollout.engine_programs import EngineShape, Starts
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.compute import open_engine, open_sampler
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.storage.paths import is_remote
 from dapo_jax.structs import Completion, Group, Prompt, SamplerCounts, SamplingRule, Verdict
 
 Counts = dict[str, float]  # amount used of each field of `Costs`
@@ -63,38 +61,20 @@ class Costs:
     host_packed: float = 0.0  # per token of a trained response
     host_weighed: float = 0.0  # the same, beside the score pass
     host_measured: float = 0.0  # the same, beside the updates
-    host_judged: float = 0.0  # in the background: per token of a saved group
-    host_write: float = 0.0  # in the background: per file of saved groups
-    host_listed: float = 0.0  # in the background: per token of a response in rollouts/
 
 
 LEARNING = "score_token update update_token host_packed host_weighed host_measured".split()
-BACKGROUND = "host_background"  # seconds of waiting for background work
-HOSTS = ("host_slot", "host_packed", "host_weighed", "host_measured", BACKGROUND)
+HOSTS = ("host_slot", "host_packed", "host_weighed", "host_measured")
 
-
-WRITE_SECONDS = 0.125  # per file of finished groups in a bucket (assumed)
-
-
-def host_costs(config: Config, hosts: int) -> Counts:
-    """Return the costs of host work, by field of `Costs`.
-
-    They were fitted to `python tests/benchmarks/hosts.py`, a step of 8,192 responses of 4k tokens
-    on an AMD EPYC (docs/performance.md). Decoding texts overlaps the next burst and costs nothing.
-    """
-    costs = {
-        "host_slot": 9.2e-7,  # scheduling, refilling, filter
-        "host_packed": 1.22e-7,  # packing into rows
-        "host_weighed": 1.9e-7,  # rewards to loss weights
-        "host_measured": 2.2e-7,  # metrics and traces
-    }
-    if config.checkpoint.keep_groups:
-        # Several hosts write to a bucket, even if the config names a local folder now.
-        remote = hosts > 1 or is_remote(config.run_dir)
-        costs |= {"host_judged": 4.3e-7, "host_write": WRITE_SECONDS * remote}
-    if config.log.rollouts:
-        costs["host_listed"] = 2.0e-8
-    return costs
+# Seconds of host work, fitted to `python tests/benchmarks/hosts.py`, a step of 8,192 responses of
+# 4k tokens on an AMD EPYC (docs/performance.md). Decoding texts overlaps the next burst, and files
+# are written in a thread: both cost nothing.
+HOST_COSTS = {
+    "host_slot": 9.2e-7,  # scheduling, refilling, filter
+    "host_packed": 1.22e-7,  # packing into rows
+    "host_weighed": 1.9e-7,  # rewards to loss weights
+    "host_measured": 2.2e-7,  # metrics and traces
+}
 
 
 class Meter:
@@ -104,8 +84,6 @@ class Meter:
         self.costs = costs
         self.counts: Counts = collections.defaultdict(float)
         self.seconds: Counts = collections.defaultdict(float)  # of the counts, and of waiting
-        self.background_free = 0.0  # time at which the background work is done
-        self._file_begins = 0.0
 
     @property
     def now(self) -> float:
@@ -115,20 +93,6 @@ class Meter:
         for name, amount in amounts.items():
             self.counts[name] += amount
             self.seconds[name] += amount * getattr(self.costs, name)
-
-    def add_behind(self, **amounts: float) -> None:
-        """Add background work, which starts once earlier background work is done."""
-        for name, amount in amounts.items():
-            self.counts[name] += amount
-            begins = max(self.now, self.background_free)
-            self.background_free = begins + amount * getattr(self.costs, name)
-
-    def save_groups(self, tokens: int) -> None:
-        """Save judged groups in the file that is not being written yet, or start another."""
-        if tokens and self.now >= self._file_begins:
-            self._file_begins = max(self.now, self.background_free)
-            self.add_behind(host_write=1)
-        self.add_behind(host_judged=tokens)
 
     def wait(self, name: str, until: float) -> None:
         """Wait until a time of the clock, under a separate name."""
@@ -410,20 +374,17 @@ class Simulation:
         judge = SimulatedJudge(self._config, record)
         before = self._kept_fraction, record.step, self._carried, self.position
         collection = open_collection(self._config, *before)
-        hooks = CollectionHooks(on_scored=lambda groups: meter.save_groups(_tokens(groups)))
-        collected = collect(collection, self._prompts, self.sampler, judge, hooks)
-        meter.add_behind(host_listed=_tokens([*collected.judged, *collected.surplus]))
+        collected = collect(collection, self._prompts, self.sampler, judge)
         seek(self._prompts, collected.next_position)
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
         rows, fill = learn(self._config, self._decoder, collected.groups, meter)
-        meter.wait(BACKGROUND, meter.background_free)
         return dataclasses.replace(
             self._sampled(record),
             asked=collected.asked_prompts,
             judged=len(collected.judged),
             kept=len(collected.groups),
             surplus=len(collected.surplus),
-            kept_tokens=_tokens(collected.groups),
+            kept_tokens=sum(len(c) for group in collected.groups for c in group.completions),
             rows=rows,
             fill=fill,
         )
@@ -445,10 +406,6 @@ class Simulation:
             slots=self._config.sampler.slots,
             bursts=record.bursts,
         )
-
-
-def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(response) for group in groups for response in group.completions)
 
 
 def learn(
