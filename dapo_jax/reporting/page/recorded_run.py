@@ -18,7 +18,7 @@ from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.paths import Folder, folder_at
 
 SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}  # of its config.json
-MAX_FILES = 24  # rollouts files of a run
+MAX_FILES = 24  # rollouts files of all runs
 MAX_BYTES = 32_000_000  # of each file
 GROUPS_PER_STEP = 4
 SHOWN_CHARACTERS = 6000  # the middle of a longer text is cut
@@ -138,9 +138,9 @@ def _groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def sample_groups(run: RecordedRun) -> list[list[dict[str, Any]]]:
-    """Return a few groups of each of at most `MAX_FILES` evenly spaced steps."""
+def sample_groups(run: RecordedRun, most: int = MAX_FILES) -> list[list[dict[str, Any]]]:
+    """Return a few groups of each of at most `most` evenly spaced steps."""
     numbers = {path: path.stem[5:] for path in (run.folder / "rollouts").glob("step_*.jsonl")}
     files = {int(number): path for path, number in numbers.items() if number.isdigit()}
     steps = sorted(files)
-    return [_groups_of(files[steps[i]], steps[i]) for i in spread_out(len(steps), MAX_FILES)]
+    return [_groups_of(files[steps[i]], steps[i]) for i in spread_out(len(steps), most)]
