@@ -25,7 +25,6 @@ from dapo_jax.reporting.page.comparison import (
     from_preset,
     headlines,
     mean_interval,
-    spent,
     welch_interval,
 )
 from dapo_jax.reporting.page.curves import asset
@@ -196,15 +195,6 @@ def test_the_mean_of_nothing_is_a_gap(write_run):
     assert lines["clip_fraction_high"]["mean"] == [0.01, 0.1, 0, 0.1]
     assert lines["reward"]["mean"][3] is None
     assert lines["heldout_accuracy"]["mean"] == [0.4, None, None, None]
-
-
-def test_tokens_add_up_to_all_that_was_drawn(write_run):
-    run = read_run(write_run("a", steps=4))
-    (one,) = experiments([run])
-    tokens = spent(one)["tokens"]
-    # Of 5 rows, each 1,000 finished and 100 stopped tokens, 2.2 for every one that was trained.
-    assert list(tokens.values()) == [2500, 2500, 500]
-    assert sum(spent(one)["seconds"].values()) == pytest.approx(5 * 1.75, abs=0.1)
 
 
 def test_the_preset_is_the_nearest_or_the_one_that_was_named(write_run):

@@ -27,7 +27,6 @@ from dapo_jax.reporting.page.comparison import (
     from_defaults,
     from_preset,
     headlines,
-    spent,
 )
 from dapo_jax.reporting.page.curves import asset, read_curves, value_at
 from dapo_jax.reporting.page.recorded_run import (
@@ -175,7 +174,6 @@ def _describe(experiment: Experiment, first: Experiment, preset: str) -> dict[st
         "runs": [run.name for run in experiment.runs],
         "headlines": headlines(experiment),
         "differences": differences(experiment, first) if experiment is not first else {},
-        "spent": spent(experiment),
         "preset": nearest,
         "from_preset": changed,
         "from_defaults": from_defaults(experiment.settings),
@@ -246,7 +244,7 @@ def page(runs: Sequence[RecordedRun], settings: ReportConfig) -> str:
     groups, sample = _sample(shown)
     data = {
         "experiments": [
-            {name: experiment[name] for name in ("name", "runs", "spent", "curves")}
+            {name: experiment[name] for name in ("name", "runs", "curves")}
             for experiment in described
         ],
         "curves": [curve._asdict() for curve in read_curves()],
