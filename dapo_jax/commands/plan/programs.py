@@ -22,6 +22,7 @@ from dapo_jax.commands.plan import hlo_text
 from dapo_jax.commands.plan.chips import GIB, Topology
 from dapo_jax.commands.plan.hlo_text import Times, Traffic
 from dapo_jax.commands.plan.published_shapes import read_shape
+from dapo_jax.commands.plan.simulate import Text
 from dapo_jax.commands.plan.targets import compiler_options, target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
@@ -58,12 +59,6 @@ class Program(NamedTuple):
     name: str
     lower: Callable[[], jax.stages.Lowered]
     alive: dict[str, Any]
-
-
-class _Ends:
-    """Tokenizer of an engine that decodes nothing."""
-
-    end_ids, pad_id = (0,), 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +106,7 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     if config.algorithm.reference:
         reference = join(frozen, _abstract(decoder, mesh, lambda path: is_trained(path, decoder)))
     learners = open_programs(config, decoder, mesh, frozen, teacher)
-    engine = open_engine(config, decoder, mesh, sampling_mesh, _Ends(), frozen)
+    engine = open_engine(config, decoder, mesh, sampling_mesh, Text(), frozen)
     return Layout(
         config, topology, decoder, mesh, sampling_mesh, learners, engine, frozen, reference
     )

@@ -201,12 +201,6 @@ def _moved(measured: CompiledProgram, part: str) -> Work:
     return Work(0.0, 2 * getattr(traffic.written, part), sent, crossed)  # each byte is read once
 
 
-def token_bytes(layout: Layout) -> float:
-    """Return the bytes of a token's keys and values on one chip, all layers."""
-    pieces = layout.sampling_mesh.size // layout.engine.replicas
-    return memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
-
-
 def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
     """Estimate a decode step of all slots, busy or not, with all phases in sequence.
 
@@ -244,7 +238,8 @@ def _read(layout: Layout, tokens: float) -> Work:
     """Return the work of attention over a number of cached tokens of a replica, all layers."""
     pieces = layout.sampling_mesh.size / layout.engine.replicas
     flops = attention_flops(layout.decoder, tokens) / pieces
-    return Work(flops, token_bytes(layout) * tokens)
+    size = memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
+    return Work(flops, size * tokens)
 
 
 def _split_experts(layout: Layout, products: Work, slots: float, pieces: float) -> dict[str, Work]:
