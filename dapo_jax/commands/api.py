@@ -144,11 +144,6 @@ def _source_name(data: Any, name: str) -> str:
     return register_rows(name, data)
 
 
-def _with_source(config: Config, data: Any) -> Config:
-    source = _source_name(data, "data")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
-
-
 def train(
     config: Config | File,
     *,
@@ -198,7 +193,9 @@ def train(
         Exception, KeyboardInterrupt: of a callback, or Ctrl-C, after the save.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
-    config = config if data is None else _with_source(config, data)
+    if data is not None:
+        named = dataclasses.replace(config.data, source=_source_name(data, "data"))
+        config = dataclasses.replace(config, data=named)
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()

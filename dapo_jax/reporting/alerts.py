@@ -64,13 +64,6 @@ def _has_graded_groups(settings: Settings) -> bool:
     return settings["rollout.samples_per_prompt"] > 1 and uses_correctness(settings)
 
 
-def _clips(settings: Settings) -> bool:
-    # The first update after scoring has ratios of 1, which are never clipped.
-    is_old = settings["algorithm.old_logprobs"] == "sampler"
-    is_clipped = settings["rollout.updates_per_rollout"] > 1 or is_old
-    return settings["algorithm.region"] != "none" and is_clipped
-
-
 def _is_on_policy(settings: Settings) -> bool:
     return settings["rollout.lag"] == 0 and settings["rollout.carry_over"] == "none"
 

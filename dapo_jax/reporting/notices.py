@@ -28,10 +28,6 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
     return f"{limit}{f' with packing.row_tokens of at least {row}' * needs_rows}"
 
 
-def _has_answers(source: Source) -> bool:
-    return any(problem.answer for problem in source.sample(MAX_LOOKED_AT))
-
-
 def rate_warnings(rate: float) -> Iterator[str]:
     """Yield a warning about a learning rate with which training diverges."""
     if rate > MAX_USUAL_RATE:
@@ -46,7 +42,8 @@ def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]
     yield from rate_warnings(config.optimizer.learning_rate)
     files = [source for source in sources if not source.generated]
     functions = [name for name in config.reward.weights() if ":" in name]
-    if files and functions and not any(map(_has_answers, files)):
+    problems = [problem for source in files for problem in source.sample(MAX_LOOKED_AT)]
+    if files and functions and not any(problem.answer for problem in problems):
         yield (
             f"no problem of {', '.join(source.name for source in files)} has an answer: "
             f"{', '.join(functions)} receives answer = '' (config.data.fields names the field)"

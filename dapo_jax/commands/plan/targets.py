@@ -66,13 +66,6 @@ def _tpus(topology: Topology) -> list[Any]:
     ).devices
 
 
-def _environment_script() -> pathlib.Path:
-    """Return the path of `launch/env.sh` in the installed package or the checkout."""
-    package = pathlib.Path(__file__).parents[2]
-    installed = package / "launch" / "env.sh"
-    return installed if installed.exists() else package.parent / "launch" / "env.sh"
-
-
 def compiler_options(topology: Topology) -> dict[str, Any] | None:
     """Return the options of `lowered.compile` that equal a run's flags on that topology.
 
@@ -80,9 +73,12 @@ def compiler_options(topology: Topology) -> dict[str, Any] | None:
     """
     if topology.chip.platform != "tpu":
         return None
+    package = pathlib.Path(__file__).parents[2]
+    installed = package / "launch" / "env.sh"
+    flags = installed if installed.exists() else package.parent / "launch" / "env.sh"
     script = 'source "$0" "$1" && printf %s "$LIBTPU_INIT_ARGS"'
     printed = subprocess.run(
-        ["bash", "-c", script, _environment_script(), f"tpu-{topology.kind}"],
+        ["bash", "-c", script, flags, f"tpu-{topology.kind}"],
         env={name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ},
         capture_output=True,
         text=True,

@@ -194,7 +194,12 @@ def open_template(setting: str) -> Template:
     first = min(unfilled, default="")
     allowed = f"jinja, {{{{ {first} }}}}, in place of {{{first}}}"
     require(not unfilled, "data.template", shown, allowed)
-    reads = _names_in_jinja(text, shown) if is_jinja else re.findall(r"{(problem)}", text)
+    reads = set(re.findall(r"{(problem)}", text))
+    if is_jinja:
+        reads = sandbox.read_names(f"config.data.template = {shown!r}: the jinja", text)
+        unknown = ", ".join(sorted(reads - READABLE))
+        allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
+        require(not unknown, "data.template", shown, allowed)
     allowed = "a text with {problem}, or jinja with {{ problem }}, in place of the problem"
     require(not {"problem", "messages"}.isdisjoint(reads), "data.template", shown, allowed)
     write = _jinja(text, shown) if is_jinja else _wording(text)
@@ -214,14 +219,6 @@ def _read(setting: str) -> str:
     names = ", ".join(TEMPLATES)
     allowed = f"{names}, or a text with {{problem}} in it, or a file of it (there is no such file)"
     raise ConfigError(f"config.data.template = {setting!r}: must be {allowed}")
-
-
-def _names_in_jinja(text: str, shown: str) -> set[str]:
-    reads = sandbox.read_names(f"config.data.template = {shown!r}: the jinja", text)
-    unknown = ", ".join(sorted(reads - READABLE))
-    allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
-    require(not unknown, "data.template", shown, allowed)
-    return reads
 
 
 def _jinja(text: str, shown: str) -> Write:
