@@ -14,16 +14,7 @@ import numpy as np
 
 from dapo_jax.commands import checks
 from dapo_jax.config import experiment
-from dapo_jax.config.experiment import (
-    Config,
-    Data,
-    Log,
-    Model,
-    Packing,
-    Rollout,
-    Sampler,
-    ServeConfig,
-)
+from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import check_types, check_values, require
@@ -168,7 +159,7 @@ class Policy:
         from dapo_jax.structs import with_texts
 
         require(type(samples) is int and samples > 0, "samples", samples, "a whole number above 0")
-        sampling = ServeConfig(temperature=temperature, top_p=top_p, top_k=top_k)
+        sampling = experiment.ServeConfig(temperature=temperature, top_p=top_p, top_k=top_k)
         check_types(sampling)
         check_values(sampling)
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
