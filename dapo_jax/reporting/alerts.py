@@ -64,10 +64,6 @@ def _has_graded_groups(settings: Settings) -> bool:
     return settings["rollout.samples_per_prompt"] > 1 and uses_correctness(settings)
 
 
-def _is_on_policy(settings: Settings) -> bool:
-    return settings["rollout.lag"] == 0 and settings["rollout.carry_over"] == "none"
-
-
 def _has_token_ratio(settings: Settings) -> bool:
     return settings["algorithm.ratio"] == "token"
 
@@ -122,7 +118,8 @@ ALERTS = (
     Alert("end", "all_right_fraction", 0.8, "most groups are all right: little is left to learn",
           applies=_has_graded_groups),
     # With lag or carry-over the two policies differ by intention.
-    Alert("end", "kl_sampler_trainer", 0.05, "sampler and trainer disagree", applies=_is_on_policy),
+    Alert("end", "kl_sampler_trainer", 0.05, "sampler and trainer disagree",
+          applies=lambda s: s["rollout.lag"] == 0 and s["rollout.carry_over"] == "none"),
     # The ratio of a whole response is clipped for all its tokens.
     Alert("end", "clip_fraction_high", 0.1, "the upper clip cuts many tokens",
           applies=_has_token_ratio),

@@ -38,11 +38,7 @@ _NOT_FINITE = re.compile(
 
 
 def is_finite(answer: str, gold: str | None) -> bool:
-    """Return False for NaN or infinity as the answer to a task that asks for numbers.
-
-    Args:
-        gold: the item's answer; None for a task that accepts many.
-    """
+    """Return False for NaN or infinity if the item's answer, `gold`, is a number."""
     if gold is None or answer.strip() == gold.strip():
         return True
     is_numeric = not _OTHER_LETTER.search(_COMMAND.sub("", gold))

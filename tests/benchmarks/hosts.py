@@ -189,7 +189,7 @@ def step(
         object.__setattr__(workload, name, watch.wrap("(engine)", getattr(workload, name)))
     mesh = named_mesh(config.mesh, "tpu", CHIPS)
     decoder = read_shape(config.model.folder)
-    made = {"record": record, "reads": "auto", "drawn": drawn}
+    made = {"record": record, "drawn": drawn}
     programs = functools.partial(Programs, samples=config.rollout.samples_per_prompt, **made)
     engine = open_engine(config, decoder, mesh, mesh, tokenizer, programs=programs)
     for name in ("prefill", "insert", "generate", "rows"):

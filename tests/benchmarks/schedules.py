@@ -57,7 +57,7 @@ SET = Packing(row_tokens=LIMIT + PROMPT_TOKENS, rows_per_microbatch=16, share_pr
 ATTENTION_TOKENS = 7_000.0  # row length at which attention takes half of the time: Qwen2.5-0.5B
 
 
-def serve(args: argparse.Namespace, slots: int, pages: int, reads: str) -> dict[str, Any]:
+def serve(args: argparse.Namespace, slots: int, pages: int, platform: str) -> dict[str, Any]:
     """Sample all responses with a cache of `slots` and `pages` per replica; no pages: slots.
 
     Only memory's speed counts: a decode step reads the weights (2 bytes each) and then the cache.
@@ -81,8 +81,8 @@ def serve(args: argparse.Namespace, slots: int, pages: int, reads: str) -> dict[
     load, read = 2 * PARAMETERS / bandwidth, TOKEN_BYTES / bandwidth
     costs = Costs(load=load, decode_step=OVERHEAD_SECONDS + load, read_token=read)
     chips = args.replicas * args.tensor
-    mesh = named_mesh(Mesh(fsdp=args.replicas, tensor=args.tensor), "tpu", chips)
-    simulation = Simulation(config, SHAPE, mesh, law, costs, reads=reads)
+    mesh = named_mesh(Mesh(fsdp=args.replicas, tensor=args.tensor), platform, chips)
+    simulation = Simulation(config, SHAPE, mesh, law, costs)
     step = simulation.sample(args.responses // GROUP)
     return {
         "side_by_side_mean": round(step.sampled.occupancy * slots, 1),
@@ -117,11 +117,11 @@ def show_pages() -> None:
     )
     tokens = int(args.gib * GIB * args.tensor // TOKEN_BYTES)
     whole = tokens // (args.max_prompt + args.max_response)
-    caches = [("slots", whole, 0, "window"), ("ragged", whole, 0, "existing")]
-    caches += [("paged", slots, tokens // PAGE_TOKENS, "auto") for slots in args.slots]
-    for name, slots, pages, reads in caches:
+    caches = [("slots", whole, 0, "tpu"), ("ragged", whole, 0, "cuda")]  # a GPU has a kernel for it
+    caches += [("paged", slots, tokens // PAGE_TOKENS, "tpu") for slots in args.slots]
+    for name, slots, pages, platform in caches:
         line = {"cache": name, "slots": slots, "pages": pages}
-        print(json.dumps(line | serve(args, slots, pages, reads)), flush=True)
+        print(json.dumps(line | serve(args, slots, pages, platform)), flush=True)
 
 
 def fixed_rounds(law: AssumedWorkload, args: argparse.Namespace) -> tuple[float, float]:

@@ -135,9 +135,8 @@ class Text:
 class SimulatedPrograms:
     """`rollout.engine_programs.Programs` that only count, with host arrays and shapes of caches.
 
-    A simulated prompt's tokens are its position in the data. In a decode step, attention reads all
-    positions of all slots (`reads` = 'window'), only stored tokens ('existing'), or what the layout
-    does ('auto').
+    A simulated prompt's tokens are its position in the data. In a decode step, attention reads what
+    the layout reads: all positions of all slots, or with a kernel for it only stored tokens.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class SimulatedPrograms:
         *,
         record: RolloutRecord,
         samples: int,
-        reads: str,
     ):
         self.record = record
         self._config, self._settings, self._layout = shape.config, shape.settings, layout
@@ -157,9 +155,7 @@ class SimulatedPrograms:
         self._replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         self._lengths = np.zeros(self._slots, np.int64)
         self._ends = np.zeros(self._slots, bool)
-        kernel = getattr(layout.attend, "kernel", False)
-        self._reads_window = reads == "window" or (reads == "auto" and not kernel)
-        self._reads_existing = reads == "existing"  # rings of sliding layers too
+        self._reads_window = not layout.attend.kernel
 
     def resident(self) -> None: ...
 
@@ -242,7 +238,7 @@ class SimulatedPrograms:
 
         def read_of(cache: Any, reach: int | None) -> int:
             paged = isinstance(cache, PageCache)
-            if not self._reads_window and (paged or reach is None or self._reads_existing):
+            if not self._reads_window and (paged or reach is None):
                 return existing
             window = columns * self._settings.page_tokens if paged else cache.values.shape[2]
             return steps * each * window
@@ -339,13 +335,11 @@ class Simulation:
         mesh: jax.sharding.Mesh,
         workload: Workload,
         costs: Costs,
-        *,
-        reads: str = "auto",
     ):
         self._config, self._workload, self._costs = config, workload, costs
         self._decoder = decoder
         record, samples = RolloutRecord(workload, Meter(costs)), config.rollout.samples_per_prompt
-        programs = functools.partial(SimulatedPrograms, record=record, samples=samples, reads=reads)
+        programs = functools.partial(SimulatedPrograms, record=record, samples=samples)
         engine = open_engine(config, decoder, mesh, mesh, Text(), programs=programs)
         self._programs = cast(SimulatedPrograms, engine.programs)
         self.sampler = open_sampler(engine, Text(), config.seed)

@@ -29,7 +29,11 @@ def target_devices(topology: Topology) -> list[Any]:
     Raises `ConfigError` if the compiler is not installed or does not know the topology.
     """
     if topology.chip.platform == "cpu":
-        return _cpus(topology)
+        devices = jax.devices("cpu")
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.chips}"
+        allowed = f"at most cpu:{len(devices)} here; {flag} makes more"
+        check_flag(topology.chips <= len(devices), "topology", topology.name, allowed)
+        return devices[: topology.chips]
     try:
         return _tpus(topology)
     except RuntimeError as error:
@@ -38,14 +42,6 @@ def target_devices(topology: Topology) -> list[Any]:
         if isinstance(error, jax.errors.JaxRuntimeError):  # else JAX finds no plugin
             reason = f"the compiler does not describe it: {first}"
         raise ConfigError(f"--topology = {topology.name!r}: {reason}") from None
-
-
-def _cpus(topology: Topology) -> list[Any]:
-    devices = jax.devices("cpu")
-    flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.chips}"
-    allowed = f"at most cpu:{len(devices)} here; {flag} makes more"
-    check_flag(topology.chips <= len(devices), "topology", topology.name, allowed)
-    return devices[: topology.chips]
 
 
 def _tpus(topology: Topology) -> list[Any]:
