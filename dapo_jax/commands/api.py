@@ -144,6 +144,11 @@ def _source_name(data: Any, name: str) -> str:
     return register_rows(name, data)
 
 
+def _with_source(config: Config, data: Any) -> Config:
+    source = _source_name(data, "data")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
+
+
 def train(
     config: Config | File,
     *,
@@ -193,9 +198,7 @@ def train(
         Exception, KeyboardInterrupt: of a callback, or Ctrl-C, after the save.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
-    if data is not None:
-        named = dataclasses.replace(config.data, source=_source_name(data, "data"))
-        config = dataclasses.replace(config, data=named)
+    config = config if data is None else _with_source(config, data)
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()

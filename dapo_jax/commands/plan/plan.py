@@ -75,12 +75,11 @@ def print_progress(text: str) -> None:
 
 def make_compiler(layout: Layout, settings: PlanSettings) -> Compiler:
     """Return a compiler with the cache folder that the settings name."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    automatic = pathlib.Path(base) / "dapo_jax" / "plan"
+    folder = automatic if settings.cache == "auto" else pathlib.Path(settings.cache)
     if settings.cache == "none":
         return Compiler(layout, None)
-    folder = pathlib.Path(settings.cache)
-    if settings.cache == "auto":
-        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        folder = pathlib.Path(base) / "dapo_jax" / "plan"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,8 +12,6 @@ from dapo_jax.commands.command_line import check_flag
 from dapo_jax.commands.plan.chips import Topology
 from dapo_jax.runtime.settings import ConfigError
 
-# Only these variables are passed to `launch/env.sh`.
-_PASSED_VARIABLES = ("PATH", "LIBTPU_INIT_ARGS")
 _TPU_VARIABLES = {  # without a TPU nothing answers libtpu's queries
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -75,7 +73,7 @@ def compiler_options(topology: Topology) -> dict[str, Any] | None:
     script = 'source "$0" "$1" && printf %s "$LIBTPU_INIT_ARGS"'
     printed = subprocess.run(
         ["bash", "-c", script, flags, f"tpu-{topology.kind}"],
-        env={name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ},
+        env={k: v for k, v in os.environ.items() if k in ("PATH", "LIBTPU_INIT_ARGS")},
         capture_output=True,
         text=True,
         check=True,
