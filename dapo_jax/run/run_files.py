@@ -11,9 +11,11 @@ from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.learner.skipped_batches import first_skipped, write_skipped
+from dapo_jax.reporting.alerts import reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.records import describe_gaps, is_damaged, read_rows
 from dapo_jax.reporting.sinks import (
+    CurvesPicture,
     MetricRows,
     RolloutFiles,
     StepLines,
@@ -57,7 +59,8 @@ class RunFiles:
         sent = max((row.get("step", -1) for row in read_rows(folder / "metrics.jsonl")), default=-1)
         self.sinks += open_trackers(folder, config, sent)
         self._rows = MetricRows(folder, last_row, storage)
-        self.sinks.append(self._rows)
+        picture = CurvesPicture(folder, self._rows, storage, reward_leads(settings_of(config)))
+        self.sinks += [self._rows, picture]
         self.sinks += [TensorBoardEvents(folder, last_row, storage)] if log.tensorboard else []
         self.sinks += [RolloutFiles(folder, log, tokenizer, storage)] if log.rollouts else []
         self.sinks.append(StepLines(console, config.total_steps))

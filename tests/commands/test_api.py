@@ -51,7 +51,7 @@ def test_import_loads_no_heavy_module():
     code = (
         "import sys, dapo_jax; dir(dapo_jax); dapo_jax.Config; dapo_jax.train; dapo_jax.sample\n"
         "assert dapo_jax.is_equivalent(r'\\boxed{0.5}', '1/2')\n"
-        "heavy = {'tensorflow', 'jetstream', 'orbax'} & set(sys.modules)\n"
+        "heavy = {'tensorflow', 'jetstream', 'orbax', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "import dapo_jax.train\n"
         "assert callable(dapo_jax.train) and callable(dapo_jax.evaluate)\n"
