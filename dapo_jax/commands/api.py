@@ -359,7 +359,8 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
     checks.check(config)
     check_types(settings)
     settings.check()
-    require(not settings.json, "(flags)", flags, "without json, which prints")
+    prints = settings.search or settings.json
+    require(not prints, "(flags)", flags, "without search and json: those print")
     from dapo_jax.commands.plan.plan import make, record
 
     return record(make(config, settings), settings)

@@ -28,7 +28,8 @@ from dapo_jax.commands.plan.roofline import (
     step_costs,
     training_mfu,
 )
-from dapo_jax.commands.plan.simulate import HOSTS, Simulation, Step
+from dapo_jax.commands.plan.simulate import HOSTS, Costs, Simulation, Step
+from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 
 PHASES = {  # the simulator's costs in each phase of a step
@@ -87,6 +88,14 @@ def make_compiler(layout: Layout, settings: PlanSettings) -> Compiler:
     return Compiler(layout, folder)
 
 
+def simulate_step(layout: Layout, workload: Workload, costs: Costs) -> Step:
+    """Simulate the second step of a run; the first lacks an estimate of the kept groups."""
+    print_progress("simulating a step")
+    simulation = Simulation(layout.config, layout.decoder, layout.sampling_mesh, workload, costs)
+    simulation.step()
+    return simulation.step()
+
+
 def make(config: Config, settings: PlanSettings) -> Plan:
     """Make the plan of a config."""
     started, topology = time.perf_counter(), parse(settings.topology, settings.slices)
@@ -101,11 +110,8 @@ def make(config: Config, settings: PlanSettings) -> Plan:
     plan = Plan(layout, lengths, measured, limit(layout))
     if plan.fits:
         costs = step_costs(layout, measured, settings.reached(topology.chip), lengths)
-        print_progress("simulating a step")
-        simulation = Simulation(config, layout.decoder, layout.sampling_mesh, workload, costs)
-        simulation.step()  # the first step of a run lacks an estimate of the kept groups
-        mfu = training_mfu(layout, lengths, costs)
-        plan = dataclasses.replace(plan, step=simulation.step(), mfu=mfu)
+        step = simulate_step(layout, workload, costs)
+        plan = dataclasses.replace(plan, step=step, mfu=training_mfu(layout, lengths, costs))
     return dataclasses.replace(plan, seconds=time.perf_counter() - started)
 
 

@@ -298,6 +298,7 @@ class Step:
     slots: int  # of all replicas
     bursts: list[Burst]
     asked: int = 0
+    judged: int = 0
     kept: int = 0
     surplus: int = 0  # groups judged beyond the last used one
     kept_tokens: int = 0
@@ -374,6 +375,7 @@ class Simulation:
         return dataclasses.replace(
             self._sampled(record),
             asked=collected.asked_prompts,
+            judged=len(collected.judged),
             kept=len(collected.groups),
             surplus=len(collected.surplus),
             kept_tokens=sum(len(c) for group in collected.groups for c in group.completions),
