@@ -4,7 +4,7 @@ dapo-jax train qwen2p5_1p5b_gsm8k:v5e_8
 
 Hardware: 8 chips of v5e (the default) or v6e, 4 or 16 of them, or one GPU of 80 GB (gpu_80gb), or 4
 or 8: a name of VARIANTS behind the colon. docs/pods.md has the plan's estimate of a step for the
-default; for one H100 it is 25 s, by --topology=h100:1.
+default.
 
 Expected: not yet run, and we know of no published number of this recipe at this size.
 

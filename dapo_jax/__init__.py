@@ -9,8 +9,8 @@
     dapo_jax.evaluate(config)                # avg@k, pass@k, maj@k on held-out problems
     dapo_jax.export("runs/mine", "exported") # a folder that transformers and servers load
 
-Names are imported at first use, so importing this package is cheap. `help(dapo_jax.Sampler)` and
-`dapo-jax train --help-all` explain the settings.
+Names are imported at first use, so importing this package is cheap. `dapo-jax train --help-all`
+explains the settings.
 """
 
 # ruff: noqa: F401 (imports for editors and type checkers)

@@ -256,7 +256,7 @@ run() {
     lock "tpu-$name"
     check_key
     trap interrupted INT TERM
-    [ -z "$spot" ] || say "spot: the notice may be 30 s. What is lost then is said by the run's first lines, or now by dapo-jax plan"
+    [ -z "$spot" ] || say "spot: the notice may be 30 s. A checkpoint that takes longer to write is lost"
     local try code
     for ((try = 1; ; try++)); do
         why="" final=""

@@ -10,12 +10,47 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from configs.two_strategies import CLAIMS, RUNGS, SWITCHES
-from dapo_jax.reporting.scores import Estimate, estimate_over_seeds
+from dapo_jax.reporting.scores import PERCENTILES, RESAMPLES, Estimate, wilson
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "measurements"
 KNOBS = ("clip_higher", "dynamic_sampling", "token_level", "overlong_punishment")
 PAPER = (30, 36, 38, 41, 42, 50)  # AIME 2024 avg@32 of the same rungs (2503.14476, table 1)
 SMOOTHED = 3  # steps
+
+
+def _without_spread(value: float, units: float, lowest: float) -> Estimate:
+    """Return the estimate of units with equal values, between `lowest` and 1."""
+    ends = (lowest + (1 - lowest) * end for end in wilson((value - lowest) / (1 - lowest), units))
+    return Estimate(value, *ends)
+
+
+def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float = 0.0) -> Estimate:
+    """Return the mean over runs and problems; the interval resamples both.
+
+    Equal values have Wilson's interval of as many units as a run has problems.
+
+    Args:
+        shares: values of each run's problems, [P] each, at most 1.
+        seed: of the resampling.
+        lowest: smallest possible value.
+    """
+    mean = float(np.mean([values.mean() for values in shares]))
+    if len(shares) < 2:
+        return Estimate(mean, None, None)
+    if np.ptp(np.concatenate(shares)) == 0:
+        return _without_spread(float(shares[0][0]), min(map(len, shares)), lowest)
+    rng = np.random.default_rng(seed)
+    draws = (RESAMPLES, len(shares))
+    chosen = rng.integers(len(shares), size=draws)
+    resampled = np.zeros(draws)
+    for number, values in enumerate(shares):
+        mask = chosen == number
+        # Faster by distinct value: a run has hundreds of problems and few distinct shares.
+        distinct, sizes = np.unique(values, return_counts=True)
+        counts = rng.multinomial(len(values), sizes / len(values), mask.sum())
+        resampled[mask] = counts @ distinct / len(values)
+    low, high = np.percentile(resampled.mean(axis=1), PERCENTILES)
+    return Estimate(mean, float(low), float(high))
 
 
 def combined(switches: Sequence[str]) -> str:

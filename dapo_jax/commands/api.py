@@ -339,7 +339,7 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
 
     Args:
         config: an experiment, or a file that holds one.
-        topology: such as v5p:4x4x4, v5e:2x4, v6e:16x16 or h100:8; cpu:8 is this machine.
+        topology: such as v5p:4x4x4, v5e:2x4 or v6e:16x16; cpu:8 is this machine.
         flags: others of `dapo-jax plan --help`, such as `model` (a folder, or a published name),
             `price`, `accuracy`, `kept`.
 
@@ -372,7 +372,7 @@ def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.P
     Args:
         runs: run_dirs, or globs of several.
         out: the page to write; an earlier report is replaced.
-        settings: `preset`, `max_mb`, `self_contained` of `dapo_jax.ReportConfig`.
+        settings: `preset`, `self_contained` of `dapo_jax.ReportConfig`.
 
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """

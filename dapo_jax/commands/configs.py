@@ -16,15 +16,6 @@ from dapo_jax.runtime.settings import nearest
 COMMANDS = {"train": Config, "sft": SftConfig}
 
 
-def list_configs() -> str:
-    """Return a line per packaged config: its command, its name, and what it is."""
-    lines = []
-    for command, kind in COMMANDS.items():
-        for name, path in shipped_configs(kind).items():
-            lines.append(f"dapo-jax {command:<6}{name:<21}{summary(path)}")
-    return "\n".join(lines)
-
-
 def main() -> int:
     """Run the command. Exit code 0: done; 2: wrong arguments."""
     arguments = sys.argv[1:]
@@ -32,7 +23,9 @@ def main() -> int:
     if {"-h", "--help"} & set(arguments):
         print((__doc__ or "").strip())
     elif not arguments:
-        print(list_configs())
+        for command, kind in COMMANDS.items():
+            for name, path in shipped_configs(kind).items():
+                print(f"dapo-jax {command:<6}{name:<21}{summary(path)}")
     elif arguments[0] != "show" or len(arguments) != 2:
         given = " ".join(arguments)
         exit_with_error(f"configs {given}: must be dapo-jax configs, or dapo-jax configs show NAME")

@@ -17,7 +17,7 @@ from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import require
+from dapo_jax.runtime.settings import check_types, check_values, require
 from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
@@ -41,20 +41,6 @@ def environment_settings(environment: Environment | None, tools: Tools) -> dict[
         require(callable(tool), "environment.tools", tool, "functions")
         tool_names.append(register_function(tool, False, tool_names, "environment.tools"))
     return {"name": name, "tools": ",".join(tool_names)}
-
-
-def _check_sampling(samples: int, temperature: float, top_p: float, top_k: int) -> None:
-    """Raise `ConfigError` for a value out of range."""
-
-    def check(name: str, value: Any, kinds: tuple[type, ...], fits: Callable, allowed: str) -> None:
-        require(type(value) in kinds and fits(value), name, value, allowed)
-
-    numbers = (int, float)
-    check("samples", samples, (int,), lambda n: n > 0, "a whole number above 0")
-    check("top_k", top_k, (int,), lambda n: n >= 0, "a whole number, at least 0")
-    allowed = "0, or from 0.001 to 100"
-    check("temperature", temperature, numbers, lambda t: t == 0 or 0.001 <= t <= 100, allowed)
-    check("top_p", top_p, numbers, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
 
 
 class Policy:
@@ -172,7 +158,10 @@ class Policy:
         from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule
         from dapo_jax.structs import with_texts
 
-        _check_sampling(samples, temperature, top_p, top_k)
+        require(type(samples) is int and samples > 0, "samples", samples, "a whole number above 0")
+        sampling = experiment.ServeConfig(temperature=temperature, top_p=top_p, top_k=top_k)
+        check_types(sampling)
+        check_values(sampling)
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
         prompts = list(prompts)  # a column of a table, or an iterator
         for i, prompt in enumerate(prompts):

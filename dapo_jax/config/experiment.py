@@ -476,7 +476,6 @@ CONSTANT_RATES = When(
     lambda policy, has_critic, critic: policy == "constant" == (critic if has_critic else policy),
 )
 IF_MERGED = When("weights", "merged")
-MIN_PAGE_MB = 0.5
 GENERATES = When("data.source", " ".join(GENERATED))
 READS_FILES = When("data.source", lambda source: source not in GENERATED)
 
@@ -607,9 +606,6 @@ class ReportConfig:
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
     preset: str = setting("", "Preset to compare the algorithm with; empty: the nearest one.")
-    max_mb: Annotated[float, Range(at_least=MIN_PAGE_MB)] = setting(
-        20.0, "Largest page, in 10^6 bytes; curves and rollouts are sampled to fit."
-    )
     self_contained: bool = setting(
         False, "Put the plotting library (4.8 MB) into the page instead of into a file beside it."
     )

@@ -1,7 +1,7 @@
-"""Alerts: one table of metrics and limits, with advice.
+"""Alerts: one table of metrics and limits.
 
 `Alerts` checks every step against the limits of `config.watch`; `check_run` checks the recorded
-rows of a whole run for its report. Alerts and advice that cannot apply to a run are left out.
+rows of a whole run for its report. Alerts that cannot apply to a run are left out.
 """
 
 import collections
@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dapo_jax.config.algorithm import REWARD_FREE_ESTIMATORS
 from dapo_jax.config.experiment import OF_THE_ANSWER, Config
 from dapo_jax.runtime.nonfinite import PREFIXES, reasons
 from dapo_jax.runtime.settings import leaves
@@ -22,13 +21,11 @@ COLLAPSED = 0.1  # fraction of the initial entropy
 SHOWN_STEPS = 8
 
 Rows = Sequence[Mapping[str, Any]]
-
-
-Settings = Mapping[str, Any]  # by dotted name, possibly with the metrics of a step
+Settings = Mapping[str, Any]  # by dotted name
 Condition = Callable[[Settings], Any]
 
 
-# --- settings for which alerts and advice are meaningful ------------------------------------
+# --- settings for which alerts are meaningful -----------------------------------------------
 
 
 def _parts(settings: Settings) -> set[str]:
@@ -67,38 +64,11 @@ def _has_graded_groups(settings: Settings) -> bool:
     return settings["rollout.samples_per_prompt"] > 1 and uses_correctness(settings)
 
 
-def _clips(settings: Settings) -> bool:
-    # The first update after scoring has ratios of 1, which are never clipped.
-    is_old = settings["algorithm.old_logprobs"] == "sampler"
-    is_clipped = settings["rollout.updates_per_rollout"] > 1 or is_old
-    return settings["algorithm.region"] != "none" and is_clipped
-
-
-def _is_on_policy(settings: Settings) -> bool:
-    return settings["rollout.lag"] == 0 and settings["rollout.carry_over"] == "none"
-
-
 def _has_token_ratio(settings: Settings) -> bool:
     return settings["algorithm.ratio"] == "token"
 
 
-def _can_punish_length(settings: Settings) -> bool:
-    has_reward = settings["algorithm.advantage"] not in REWARD_FREE_ESTIMATORS
-    return has_reward and not settings["algorithm.overlong_punishment"]
-
-
-def _can_stop(settings: Settings) -> bool:
-    return settings["algorithm.dynamic_sampling"] and settings["rollout.when_starved"] == "partial"
-
-
 # --- the table ------------------------------------------------------------------------------
-
-
-class Hint(NamedTuple):
-    """A piece of advice; `applies` tests the settings and the metrics of the step."""
-
-    text: str
-    applies: Condition | None = None
 
 
 class Alert(NamedTuple):
@@ -111,7 +81,6 @@ class Alert(NamedTuple):
         metric: its name, or the sum of two as "a + b".
         limit: name of a setting (0 disables the alert) or a number.
         text: the message; metrics can be named in that of an event.
-        advice: alternatives to try, or likely causes of an event.
         below: True if values below the limit raise the alert, else those at or above it.
     """
 
@@ -119,80 +88,45 @@ class Alert(NamedTuple):
     metric: str
     limit: str | float = 0.0
     text: str = ""
-    advice: tuple[Hint, ...] = ()
-    see: Hint | None = None
     applies: Condition | None = None
     below: bool = False
 
 
-SLOWER = Hint("a smaller optimizer.learning_rate")
-FRESHER = Hint("rollout.lag=0 and rollout.carry_over=none", lambda s: not _is_on_policy(s))
-EXPLORE = (
-    Hint("a larger algorithm.clip_high", _clips),
-    SLOWER,
-    Hint("algorithm.entropy_coefficient=0.001", lambda s: not s["algorithm.entropy_coefficient"]),
-)
-SHORTEN = (SLOWER, Hint("algorithm.overlong_punishment=true", _can_punish_length))
-FIND_ANSWERS = (
-    Hint("the pair of data.template and reward.verifier that belongs together"),
-    Hint("a larger sampler.max_response_tokens", lambda s: s["truncated_fraction"]),
-)
-EASIER = (Hint("easier problems"), Hint("a larger rollout.samples_per_prompt"))
-HARDER = (Hint("harder problems"), Hint("rollout.when_starved=stop", _can_stop))
-VERIFY = (Hint("a larger reward.timeout_seconds"), Hint("more reward.workers"))
-REJECT_LESS = (FRESHER, Hint("wider bounds of algorithm.rejection"))
-SMALLER_WEIGHTS = (FRESHER, Hint("a smaller algorithm.importance_cap"))
-MOVE_LESS = (
-    Hint("a smaller rollout.updates_per_rollout", lambda s: s["rollout.updates_per_rollout"] > 1),
-    SLOWER,
-)
-EMPTY_CAUSES = (
-    Hint("every response filtered", lambda s: s["algorithm.overlong_filtering"]),
-    Hint("token weights of 0", lambda s: s["algorithm.token_weights"]),
-    Hint("none correct", lambda s: s["algorithm.trained_responses"] in ("correct", "pairs")),
-    Hint("none incorrect", lambda s: s["algorithm.trained_responses"] == "pairs"),
-)
-SEE_VERDICTS = Hint("see in rollouts/ whether the verdicts are right", lambda s: s["log.rollouts"])
-SEE_FAILURES = Hint("rollouts/ says what failed", lambda s: s["log.rollouts"])
 GROWTH = "growth of response_tokens_mean"
 FAILURE_RATE = "verifier_failures per verdict"
 REJECTED = "rejected_fraction_low + rejected_fraction_high"
 
 # fmt: off
 ALERTS = (
-    Alert("step", "entropy", "watch.min_entropy", advice=EXPLORE, below=True),
-    Alert("step", GROWTH, "watch.max_length_growth", advice=SHORTEN, see=Hint("see repetition")),
-    Alert("step", "answer_not_found_rate", "watch.max_answer_not_found", advice=FIND_ANSWERS,
-          applies=reads_answers),
-    Alert("step", "all_wrong_fraction", "watch.max_all_wrong", advice=EASIER, see=SEE_VERDICTS,
-          applies=_has_graded_groups),
-    Alert("step", "all_right_fraction", "watch.max_all_right", advice=HARDER,
-          see=Hint("little is left to learn"), applies=_has_graded_groups),
-    Alert("step", FAILURE_RATE, "watch.max_verifier_failures", advice=VERIFY, see=SEE_FAILURES,
-          applies=reads_answers),
+    Alert("step", "entropy", "watch.min_entropy", below=True),
+    Alert("step", GROWTH, "watch.max_length_growth"),
+    Alert("step", "answer_not_found_rate", "watch.max_answer_not_found", applies=reads_answers),
+    Alert("step", "all_wrong_fraction", "watch.max_all_wrong", applies=_has_graded_groups),
+    Alert("step", "all_right_fraction", "watch.max_all_right", applies=_has_graded_groups),
+    Alert("step", FAILURE_RATE, "watch.max_verifier_failures", applies=reads_answers),
     Alert("event", "starved", text="only {trained_groups:.0f} {groups} carried signal{broken}"),
-    Alert("event", "empty_updates", advice=EMPTY_CAUSES,
-          text="{empty_updates:.0f} updates had no trained token and were not taken{causes}"),
+    Alert("event", "empty_updates",
+          text="{empty_updates:.0f} updates had no trained token and were not taken"),
     Alert("event", "skipped_updates", text="an update was skipped: {reasons} was not finite"),
     Alert("event", "value_skipped_updates",
           text="an update of the critic was skipped: {value_reasons} was not finite"),
     Alert("end", "truncated_fraction", 0.3, "many responses are cut off by the budget"),
-    Alert("end", "answer_not_found_rate", 0.3, advice=FIND_ANSWERS, applies=reads_answers,
+    Alert("end", "answer_not_found_rate", 0.3, applies=reads_answers,
           text="many responses have no answer that the verifier can find"),
-    Alert("end", "all_wrong_fraction", 0.8, "most groups are all wrong", EASIER,
+    Alert("end", "all_wrong_fraction", 0.8, "most groups are all wrong",
           applies=_has_graded_groups),
-    Alert("end", "all_right_fraction", 0.8, advice=HARDER, applies=_has_graded_groups,
-          text="most groups are all right: little is left to learn"),
+    Alert("end", "all_right_fraction", 0.8, "most groups are all right: little is left to learn",
+          applies=_has_graded_groups),
     # With lag or carry-over the two policies differ by intention.
-    Alert("end", "kl_sampler_trainer", 0.05, "sampler and trainer disagree", applies=_is_on_policy),
+    Alert("end", "kl_sampler_trainer", 0.05, "sampler and trainer disagree",
+          applies=lambda s: s["rollout.lag"] == 0 and s["rollout.carry_over"] == "none"),
     # The ratio of a whole response is clipped for all its tokens.
     Alert("end", "clip_fraction_high", 0.1, "the upper clip cuts many tokens",
           applies=_has_token_ratio),
-    Alert("end", REJECTED, 0.1, "many tokens are rejected", REJECT_LESS),
-    Alert("end", "effective_sample_fraction", 0.5, below=True, advice=SMALLER_WEIGHTS,
+    Alert("end", REJECTED, 0.1, "many tokens are rejected"),
+    Alert("end", "effective_sample_fraction", 0.5, below=True,
           text="a few tokens have most of the importance weight"),
-    Alert("end", "ratio_p99", 2.0, "the policy moves far within a step", MOVE_LESS,
-          applies=_has_token_ratio),
+    Alert("end", "ratio_p99", 2.0, "the policy moves far within a step", applies=_has_token_ratio),
     Alert("rows", "starved", text="too few groups carried signal"),
     Alert("rows", "empty_updates", text="updates had no trained token"),
     Alert("rows", "skipped_updates", text="updates were skipped, their gradient was not finite,"),
@@ -214,13 +148,6 @@ def does_apply(condition: Condition | None, settings: Settings) -> bool:
         return condition is None or bool(condition(settings))
     except KeyError:
         return True
-
-
-def _join_hints(hints: Sequence[Hint], values: Mapping[str, Any]) -> str:
-    """Join the hints that apply as `a`, `a or b`, `a, b, or c`."""
-    *others, last = [hint.text for hint in hints if does_apply(hint.applies, values)] or [""]
-    comma = "," * (len(others) > 1)
-    return f"{', '.join(others)}{comma} or {last}" if others else last
 
 
 def finite_values(rows: Rows, name: str) -> np.ndarray:
@@ -249,8 +176,7 @@ class Alerts:
         tokens = values["response_tokens_mean"]
         growth = tokens / (np.mean(self._lengths) or np.inf) if self._lengths else 0.0
         self._lengths.append(tokens)
-        measured = self._settings | dict(values)
-        measured[GROWTH] = float(growth)
+        measured = {**values, GROWTH: float(growth)}
         measured[FAILURE_RATE] = values["verifier_failures"] / max(1.0, verdicts)
         texts = []
         for alert in self._alerts:
@@ -270,20 +196,14 @@ class Alerts:
         if (self._persisted[alert] - 1) % REPEATED_STEPS:
             return ""
         side = "below" if alert.below else "at least"
-        advice = _join_hints(alert.advice, measured)
-        if alert.see and does_apply(alert.see.applies, measured):
-            advice += f"; {alert.see.text}"
-        text = f"{alert.metric} is {value:.3g}, {side} config.{alert.limit} = {limit:g}"
-        return f"{text}: try {advice}"
+        return f"{alert.metric} is {value:.3g}, {side} config.{alert.limit} = {limit:g}"
 
 
 def _event(alert: Alert, values: Mapping[str, Any]) -> str:
     broken = values.get("broken_groups", 0.0)
-    causes = _join_hints(alert.advice, values)
     words = {f"{prefix}reasons": reasons(dict(values), prefix) for prefix in PREFIXES}
     words["groups"] = "group" if values.get("trained_groups") == 1 else "groups"
     words["broken"] = f", {broken:.0f} were broken" if broken else ""
-    words["causes"] = f" ({causes}?)" if causes else ""
     return alert.text.format_map({**values, **words})
 
 
@@ -311,23 +231,21 @@ def check_run(rows: Rows, total_steps: int, settings: Mapping[str, Any]) -> list
     checks = {"end": _check_end, "rows": _check_rows}
     for alert in ALERTS:
         if alert.scope in checks and does_apply(alert.applies, settings):
-            texts.append(checks[alert.scope](alert, rows, settings))
+            texts.append(checks[alert.scope](alert, rows))
     return [text for text in texts if text]
 
 
-def _check_end(alert: Alert, rows: Rows, settings: Mapping[str, Any]) -> str:
+def _check_end(alert: Alert, rows: Rows) -> str:
     ends = [finite_values(rows, name)[-LAST:] for name in alert.metric.split(" + ")]
     means = [end.mean() for end in ends if end.size]
     size = abs(sum(means))
     limit = float(alert.limit)
     if not means or (size >= limit if alert.below else size <= limit):
         return ""
-    advice = _join_hints(alert.advice, settings)
-    advice = f": try {advice}" if advice else ""
-    return f"{alert.text}: {alert.metric} is {sum(means):.3g} at the end{advice}"
+    return f"{alert.text}: {alert.metric} is {sum(means):.3g} at the end"
 
 
-def _check_rows(alert: Alert, rows: Rows, _: Mapping[str, Any]) -> str:
+def _check_rows(alert: Alert, rows: Rows) -> str:
     steps = [row["step"] for row in rows if finite_values([row], alert.metric).sum() > 0]
     if not steps:
         return ""

@@ -20,7 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.reporting.scores import Estimate, Report, Response, Row
+from dapo_jax.reporting.scores import Estimate, Report, Response
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
@@ -185,13 +185,6 @@ def _interval(estimate: Estimate) -> str:
     return "" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
 
 
-def _score_table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="right" if 0 < place < len(columns) - 1 else "left")
-    return table
-
-
 def _score_cells(estimate: Estimate) -> tuple[str, str, str]:
     whole, eighths = divmod(round(estimate.value * BAR * 8), 8)
     bar = "█" * whole + EIGHTHS[eighths].strip()
@@ -207,16 +200,11 @@ def _headline(report: Report, reward_leads: bool) -> Table:
     if report.reward is not None:  # without a bar, since rewards have no common scale
         line = ("reward", f"{report.reward.value:.3f}", _interval(report.reward), "")
         lines.insert(0 if reward_leads else len(lines), line)
-    table = _score_table("", "score", "95 % interval", "")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "score", "95 % interval", ""):
+        table.add_column(name, justify="right" if name else "left")
     for place, line in enumerate(lines):
         table.add_row(*line, style="" if place else "bold")
-    return table
-
-
-def _breakdown(title: str, rows: list[Row], k: int) -> Table:
-    table = _score_table(title, "problems", f"avg@{k}", "95 % interval", "")
-    for row in rows:
-        table.add_row(escape(printable(row.name)), str(row.problems), *_score_cells(row.accuracy))
     return table
 
 
@@ -236,27 +224,15 @@ def _statistics(report: Report) -> Iterator[tuple[str, str]]:
     if report.entropy is not None:
         yield "-log p", f"{report.entropy:.3f} nats per token, before top_p"
     yield "reflection", f"{report.reflection_fraction:.1%} have a reflection word"
-    if report.reflection is not None:
-        reflection = report.reflection
-        bounds = _interval(reflection.difference)
-        yield (
-            "",
-            f"accuracy {reflection.with_word.value:.3f} with, {reflection.without.value:.3f} "
-            f"without, inside the {reflection.questions} questions\nthat have both; difference "
-            f"{reflection.difference.value:+.3f}" + (f" ({bounds})" if bounds else ""),
-        )
 
 
 def report_tables(report: Report, reward_leads: bool = False) -> Iterator[Table]:
-    """Yield tables of an evaluation: scores, response statistics, subjects and levels."""
+    """Yield tables of an evaluation: scores and response statistics."""
     yield _headline(report, reward_leads)
     grid = Table.grid(padding=(0, 2))
     for name, text in _statistics(report):
         grid.add_row(name, text)
     yield grid
-    for title, rows in ("subject", report.subjects), ("level", report.levels):
-        if rows:
-            yield _breakdown(title, rows, report.samples_per_problem)
 
 
 def describe_problems(report: Report) -> str:

@@ -14,8 +14,6 @@ from dapo_jax.reporting.scores import REFLECTION
 from dapo_jax.runtime.nonfinite import is_reason
 from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, present, repetition
 
-# Prefixes of metrics that differ between two runs of the same settings.
-CLOCKED = ("time", "seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")
 MIN_VARIANCE = 1e-12
 
 

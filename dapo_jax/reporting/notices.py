@@ -16,10 +16,8 @@ MANY_WITHOUT_ANSWER = 0.5
 MAX_CUT = 0.5  # fraction of prompts that may be truncated; beyond it a run learns little
 LIMIT_MULTIPLE = 64  # advised limits are multiples of this many tokens
 SHOWN_CHARACTERS = 200
-SPOT_SECONDS = 30.0  # longest notice before a spot machine is stopped
 MAX_LOOKED_AT = 1000  # problems of a source
 MAX_USUAL_RATE = 0.01
-WRITE_RATE = 0.5e9  # bytes per second from a host to a bucket; assumed, not measured
 
 
 def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
@@ -28,10 +26,6 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
     row = limit + config.sampler.max_response_tokens
     needs_rows = config.rows().row_tokens < row
     return f"{limit}{f' with packing.row_tokens of at least {row}' * needs_rows}"
-
-
-def _has_answers(source: Source) -> bool:
-    return any(problem.answer for problem in source.sample(MAX_LOOKED_AT))
 
 
 def rate_warnings(rate: float) -> Iterator[str]:
@@ -48,7 +42,8 @@ def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]
     yield from rate_warnings(config.optimizer.learning_rate)
     files = [source for source in sources if not source.generated]
     functions = [name for name in config.reward.weights() if ":" in name]
-    if files and functions and not any(map(_has_answers, files)):
+    problems = [problem for source in files for problem in source.sample(MAX_LOOKED_AT)]
+    if files and functions and not any(problem.answer for problem in problems):
         yield (
             f"no problem of {', '.join(source.name for source in files)} has an answer: "
             f"{', '.join(functions)} receives answer = '' (config.data.fields names the field)"
@@ -78,33 +73,6 @@ def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> 
             + f". config.data.max_prompt_tokens = {limit} is the limit; all prompts that were "
             f"checked fit under {fitting(config, lengths)}.",
         )
-
-
-def saving_seconds(size: float, hosts: int) -> float:
-    """Return the assumed seconds that all hosts take to write `size` bytes to a bucket."""
-    return size / hosts / WRITE_RATE
-
-
-def describe_saving(size: float, hosts: int, every_steps: int, step_seconds: float = 0.0) -> str:
-    """Compare the time to save with the notice of a spot machine; tell the work at risk.
-
-    Args:
-        size: bytes of a checkpoint.
-        every_steps: steps between two checkpoints; 0: one at the end.
-        step_seconds: duration of a step, 0 if unknown.
-    """
-    seconds = saving_seconds(size, hosts)
-    comparison = "more" if seconds > SPOT_SECONDS else "less"
-    writers = f"{hosts} hosts write" if hosts > 1 else "one host writes"
-    text = (
-        f"a checkpoint is {size / 1e9:,.1f} GB, which {writers} in "
-        f"about {seconds:,.1f} s (assumed: {WRITE_RATE / 1e9:g} GB/s each): {comparison} than the "
-        f"{SPOT_SECONDS:g} s that a spot machine may have left. "
-    )
-    if not every_steps:
-        return text + "Without checkpoint.every_steps such an end may cost the whole run"
-    age = f", {every_steps * step_seconds / 60:,.0f} minutes" if step_seconds else ""
-    return text + f"Its newest checkpoint may be {every_steps} steps old{age}"
 
 
 def warn_about_rounding(config: Config, progress: Progress) -> None:

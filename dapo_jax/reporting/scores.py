@@ -67,29 +67,6 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reflection:
-    """Accuracy with and without a reflection word, within questions that have both kinds.
-
-    Hard questions have more reflection and fewer correct answers, so pooled responses would show
-    difficulty, not the effect of reflection.
-    """
-
-    questions: int  # number with both kinds
-    with_word: Estimate
-    without: Estimate
-    difference: Estimate
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Accuracy of a subject or level."""
-
-    name: str
-    problems: int
-    accuracy: Estimate
-
-
-@dataclasses.dataclass(frozen=True)
 class Report:
     """Scores and response statistics of an evaluation. Means over nothing are None."""
 
@@ -112,9 +89,6 @@ class Report:
     repetition: float
     entropy: float | None  # minus the mean log-prob of a sampled token, in nats
     reflection_fraction: float
-    reflection: Reflection | None
-    subjects: list[Row]
-    levels: list[Row]
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -177,15 +151,7 @@ def wilson(share: float, units: float) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _without_spread(value: float, units: float, lowest: float) -> Estimate:
-    """Return the estimate of units with equal values, between `lowest` and 1."""
-    ends = (lowest + (1 - lowest) * end for end in wilson((value - lowest) / (1 - lowest), units))
-    return Estimate(value, *ends)
-
-
-def estimates(
-    values: np.ndarray, weights: np.ndarray, seed: int, lowest: Sequence[float] = ()
-) -> list[Estimate]:
+def estimates(values: np.ndarray, weights: np.ndarray, seed: int) -> list[Estimate]:
     """Return the weighted mean of each column with its interval over resampled problems.
 
     A column of equal values has Wilson's interval of the effective number of problems.
@@ -194,7 +160,6 @@ def estimates(
         values: a row per problem, [P, M], at most 1.
         weights: of the problems, [P], above 0.
         seed: of the resampling; all columns see the same resamples.
-        lowest: smallest possible values of the columns, [M]; empty: all 0.
     """
     problems = len(values)
     means = weights @ values / weights.sum()
@@ -208,8 +173,8 @@ def estimates(
     results = [Estimate(float(mean), float(low), float(high)) for mean, low, high in columns]
     units = float(weights.sum() ** 2 / (weights**2).sum())
     for place in map(int, np.flatnonzero(np.ptp(values, axis=0) == 0)):
-        least = lowest[place] if lowest else 0.0
-        results[place] = _without_spread(float(values[0, place]), units, least)
+        value = float(values[0, place])
+        results[place] = Estimate(value, *wilson(value, units))
     return results
 
 
@@ -227,56 +192,11 @@ def rate(hits: np.ndarray, sizes: np.ndarray) -> Estimate | None:
         return Estimate(value, None, None)
     pairs, counts = np.unique(rows, axis=0, return_counts=True)
     if np.ptp(pairs[:, 0] / pairs[:, 1]) == 0:
-        return _without_spread(value, float(total**2 / (rows[:, 1] ** 2).sum()), 0.0)
+        return Estimate(value, *wilson(value, float(total**2 / (rows[:, 1] ** 2).sum())))
     draws = np.random.default_rng(0).multinomial(len(rows), counts / len(rows), size=RESAMPLES)
     resampled = draws @ pairs
     low, high = np.percentile(resampled[:, 0] / resampled[:, 1], PERCENTILES)
     return Estimate(value, float(low), float(high))
-
-
-def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float = 0.0) -> Estimate:
-    """Return the mean over runs and problems; the interval resamples both.
-
-    Equal values have Wilson's interval of as many units as a run has problems.
-
-    Args:
-        shares: values of each run's problems, [P] each, at most 1.
-        seed: of the resampling.
-        lowest: smallest possible value.
-    """
-    mean = float(np.mean([values.mean() for values in shares]))
-    if len(shares) < 2:
-        return Estimate(mean, None, None)
-    if np.ptp(np.concatenate(shares)) == 0:
-        return _without_spread(float(shares[0][0]), min(map(len, shares)), lowest)
-    rng = np.random.default_rng(seed)
-    draws = (RESAMPLES, len(shares))
-    chosen = rng.integers(len(shares), size=draws)
-    resampled = np.zeros(draws)
-    for number, values in enumerate(shares):
-        mask = chosen == number
-        # Faster by distinct value: a run has hundreds of problems and few distinct shares.
-        distinct, sizes = np.unique(values, return_counts=True)
-        counts = rng.multinomial(len(values), sizes / len(values), mask.sum())
-        resampled[mask] = counts @ distinct / len(values)
-    low, high = np.percentile(resampled.mean(axis=1), PERCENTILES)
-    return Estimate(mean, float(low), float(high))
-
-
-def _reflection(problems: list[list[Response]], seed: int) -> Reflection | None:
-    rows = []
-    weights = []
-    for samples in problems:
-        with_word = [sample.correct for sample in samples if sample.reflection]
-        without = [sample.correct for sample in samples if not sample.reflection]
-        if with_word and without:
-            accuracies = np.mean(with_word), np.mean(without)
-            rows.append([*accuracies, accuracies[0] - accuracies[1]])
-            weights.append(len(samples))
-    if not rows:
-        return None
-    results = estimates(np.array(rows), np.array(weights), seed, lowest=(0, 0, -1))
-    return Reflection(len(rows), *results)
 
 
 def _reward(problems: list[list[Response]], seed: int) -> Estimate | None:
@@ -291,19 +211,6 @@ def _reward(problems: list[list[Response]], seed: int) -> Estimate | None:
         return Estimate(float(means[0, 0]), None, None)
     (estimate,) = estimates(means, np.array([len(values) for values in rewards]), seed)
     return estimate
-
-
-def _rows(problems: list[list[Response]], field: str, seed: int) -> list[Row]:
-    """Return the accuracy by value of a field; empty if the data lacks the field."""
-    members: dict[str, list[list[Response]]] = {}
-    for samples in problems:
-        members.setdefault(getattr(samples[0], field), []).append(samples)
-    rows = []
-    for name, own in sorted(members.items()) if set(members) != {""} else ():
-        means = np.array([[_mean(sample.correct for sample in samples)] for samples in own])
-        (accuracy,) = estimates(means, np.array([len(samples) for samples in own]), seed)
-        rows.append(Row(name or "(none)", len(own), accuracy))
-    return rows
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -360,7 +267,4 @@ def make_report(
         repetition=_mean(response.repetition for response in responses),
         entropy=-sum(response.logprob for response in responses) / tokens if tokens else None,
         reflection_fraction=_mean(response.reflection for response in responses),
-        reflection=_reflection(problems, seed),
-        subjects=_rows(problems, "subject", seed),
-        levels=_rows(problems, "level", seed),
     )

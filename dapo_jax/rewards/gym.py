@@ -2,7 +2,7 @@
 
 Answers are untrusted text. Scorers of nine tasks evaluate the answer, and two tasks are won by a
 constant answer: both lists were made by reading and probing the release `RELEASE`, so no other
-release is accepted. Other scorers get only answers of bounded size and finite numbers.
+release is accepted. Other scorers get only finite numbers, in a process with limits.
 
 A few tasks (isomorphic_strings, ransom_note, word_ladder, knight_swap) follow the order of Python
 sets, so their items differ between processes. Items are sent to workers whole.
@@ -30,55 +30,19 @@ _TUPLE = "__tuple__"
 
 # --- answers that reach a scorer ------------------------------------------------------------
 
-MAX_NESTING = 20  # brackets within brackets; the package's own answers nest 3 deep
-MAX_CALLS = 20  # names before a bracket, as in exp(
-MAX_PIECES = 300  # pieces between blanks, commas and line ends: numbers, words, moves
-MAX_MOVES = 1000  # sum of all numbers if the task has no answer: they count moves
-GOLD_FACTOR = 4  # an answer may have this many times the calls and pieces of the gold answer
-
-_OPENING = "([{"
-_CLOSING = ")]}"
-_CALL = re.compile(r"[^\W\d_][(\[{]")
-_PIECE = re.compile(r"[^\s,;]+")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _OTHER_LETTER = re.compile(r"[^\W\d_eij]", re.IGNORECASE)  # than those in 1e5 and 2 + 3i
 _NOT_FINITE = re.compile(
     r"(?<![^\W\d_])s?(?:nan|inf(?:inity)?)\d*[ij]?(?![^\W_])|∞|\\infty|\de[+-]?\d{3}", re.IGNORECASE
 )
-_DIGITS = re.compile(r"\d+")
 
 
-def _nesting(text: str) -> int:
-    """Return the depth of the deepest bracket, closed or not."""
-    depth = deepest = 0
-    for character in text:
-        depth += (character in _OPENING) - (character in _CLOSING)
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def answer_error(answer: str, gold: str | None) -> str | None:
-    """Return why an answer gets no score, since no correct answer looks like it; None if it may.
-
-    Args:
-        gold: the item's answer; None for a task that accepts many.
-    """
-    if gold is not None and answer.strip() == gold.strip():
-        return None
-    known = gold or ""
-    is_numeric = gold is not None and not _OTHER_LETTER.search(_COMMAND.sub("", gold))
-    if is_numeric and _NOT_FINITE.search(answer):
-        return "it is not a finite number"
-    if _nesting(answer) > max(MAX_NESTING, _nesting(known)):
-        return f"its brackets nest deeper than {MAX_NESTING}"
-    if len(_CALL.findall(answer)) > max(MAX_CALLS, GOLD_FACTOR * len(_CALL.findall(known))):
-        return f"it calls more than {MAX_CALLS} functions"
-    if len(_PIECE.findall(answer)) > max(MAX_PIECES, GOLD_FACTOR * len(_PIECE.findall(known))):
-        return f"it has more than {MAX_PIECES} pieces"
-    # The first digits of a long number suffice.
-    if gold is None and sum(int(digits[:9]) for digits in _DIGITS.findall(answer)) > MAX_MOVES:
-        return f"its numbers add up to more than {MAX_MOVES}"
-    return None
+def is_finite(answer: str, gold: str | None) -> bool:
+    """Return False for NaN or infinity if the item's answer, `gold`, is a number."""
+    if gold is None or answer.strip() == gold.strip():
+        return True
+    is_numeric = not _OTHER_LETTER.search(_COMMAND.sub("", gold))
+    return not (is_numeric and _NOT_FINITE.search(answer))
 
 
 # --- tasks ----------------------------------------------------------------------------------
@@ -202,7 +166,7 @@ def gym_score(task: str, metadata: str, answer: str | None) -> float:
         return 0.0
     scorer = _scorer(task)
     item = json.loads(metadata, object_hook=_unmark_tuples)
-    if answer_error(answer, item.get("answer")) is not None:
+    if not is_finite(answer, item.get("answer")):
         return 0.0
     score = float(scorer.score_answer(answer, item))
     return score if math.isfinite(score) else 0.0

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.param_paths import forward_dtype, param_shapes
+from dapo_jax.model.param_paths import forward_dtype
 from dapo_jax.model.trainable import is_trained
 from dapo_jax.run.teacher import has_teacher, teacher_bytes
 from dapo_jax.runtime import sharding
@@ -89,15 +89,6 @@ def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.
         return 1 if int8 else jnp.dtype(forward_dtype(path, decoder)).itemsize
 
     return params_bytes(decoder, mesh, itemsize, sharding.DECODING)
-
-
-def checkpoint_bytes(config: Config, decoder: DecoderConfig) -> float:
-    """Return the bytes of a checkpoint: trained parameters and moments of policy and critic."""
-    sizes = {path: math.prod(shape) for path, shape in param_shapes(decoder).items()}
-    count = sum(size for path, size in sizes.items() if is_trained(path, decoder))
-    if config.algorithm.critic:
-        count += sum(map(math.prod, param_shapes(scalar_config(decoder)).values()))
-    return 3 * FLOAT_BYTES * count
 
 
 def resident_bytes(

@@ -29,7 +29,7 @@ from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, save
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import Components, build, check_data, check_processes
-from dapo_jax.run.memory import checkpoint_bytes, megabytes_per_device
+from dapo_jax.run.memory import megabytes_per_device
 from dapo_jax.run.run_files import SUMMARY, Callbacks, RunFiles
 from dapo_jax.run.step_record import measure, trace
 from dapo_jax.runtime import processes
@@ -266,10 +266,6 @@ def announce_policy(components: Components, state: TrainerState) -> None:
     sizes = [f"{name} {size:g}" for name, size in resident_megabytes(components, state).items()]
     components.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
     components.progress.say(fit(["MB per device:", *sizes]))
-    size, hosts = checkpoint_bytes(components.config, components.decoder), processes.count()
-    if notices.saving_seconds(size, hosts) > notices.SPOT_SECONDS / 2:
-        every = components.config.checkpoint.every_steps
-        components.progress.say(notices.describe_saving(size, hosts, every))
 
 
 def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:

@@ -13,7 +13,6 @@ import math
 import os
 import pathlib
 import stat
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +28,6 @@ MIN_MAGNITUDE = 1e-30
 MAX_MAGNITUDE = 1e30
 MAX_TEXT_BYTES = 64 << 20  # of a file that is read as a whole
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # start of a pointer file
-COLUMNS = 88
-INDENT = " " * 4
-FILLED = textwrap.TextWrapper(COLUMNS - 2 * len(INDENT), break_on_hyphens=False)
 
 
 def setting(
@@ -145,46 +141,6 @@ def explain(field: dataclasses.Field) -> str:
     return text
 
 
-class _SectionDoc:
-    """A descriptor for the docstring of a section, with all settings; computed on access."""
-
-    def __init__(self, text: str):
-        self._text = text
-
-    def __get__(self, instance: Any, owner: type) -> str:
-        lines = [self._text, "", "Settings:"]
-        defaults = _defaults(owner)
-        for field in dataclasses.fields(owner):
-            assert isinstance(field.type, type), field.name
-            if dataclasses.is_dataclass(field.type):
-                text = (field.type.__doc__ or "").split("\n\n")[0]
-            else:
-                text = explain(field)
-            default = getattr(defaults, field.name)
-            lines.append(f"{INDENT}{field.name}: {field.type.__name__} = {default!r}")
-            lines += [f"{2 * INDENT}{line}" for line in FILLED.wrap(text)]
-        return "\n".join(lines)
-
-
-@functools.cache
-def _defaults(kind: type) -> Any:
-    return kind()
-
-
-def _represent(section: Any) -> str:
-    """Return code that creates an equal section: the settings that differ from the defaults."""
-    kind = type(section)
-    defaults = _defaults(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
-    changed = [n for n in names if getattr(section, n) != getattr(defaults, n)]
-    texts = [f"{name}={getattr(section, name)!r}" for name in changed]
-    line = f"{kind.__name__}({', '.join(texts)})"
-    if len(line) <= COLUMNS and "\n" not in line:
-        return line
-    lines = "".join(textwrap.indent(f"{text},\n", INDENT) for text in texts)
-    return f"{kind.__name__}(\n{lines})"
-
-
 # Type checkers treat the positional argument of `setting` as the default.
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def section(kind: type[T]) -> type[T]:
@@ -193,7 +149,7 @@ def section(kind: type[T]) -> type[T]:
     Otherwise assigning to a mistyped name would silently keep a default.
     """
     _read_types(kind)
-    made: Any = dataclasses.dataclass(repr=False)(kind)
+    made: Any = dataclasses.dataclass(kind)
     initialise = made.__init__
 
     @functools.wraps(initialise)
@@ -206,8 +162,8 @@ def section(kind: type[T]) -> type[T]:
         check_name(type(self), name)
         object.__setattr__(self, name, value)
 
-    made.__init__, made.__setattr__, made.__repr__ = __init__, __setattr__, _represent
-    made.__doc__ = _SectionDoc(made.__doc__)
+    made.__init__ = __init__
+    made.__setattr__ = __setattr__
     return made
 
 

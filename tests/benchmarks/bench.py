@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))  # of the tests
 BASE, SFT, RL = (f"configs/arithmetic{name}.py" for name in ("_base", "_sft", ""))
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import bench
 import numpy as np
 from etils import epath
+from named_meshes import named_mesh
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -186,9 +187,9 @@ def step(
     record = simulate.RolloutRecord(workload, Meter(Costs()))
     for name in ("draw", "prompt_tokens"):
         object.__setattr__(workload, name, watch.wrap("(engine)", getattr(workload, name)))
-    mesh = simulate.named_mesh(config.mesh, "tpu", CHIPS)
+    mesh = named_mesh(config.mesh, "tpu", CHIPS)
     decoder = read_shape(config.model.folder)
-    made = {"record": record, "reads": "auto", "drawn": drawn}
+    made = {"record": record, "drawn": drawn}
     programs = functools.partial(Programs, samples=config.rollout.samples_per_prompt, **made)
     engine = open_engine(config, decoder, mesh, mesh, tokenizer, programs=programs)
     for name in ("prefill", "insert", "generate", "rows"):

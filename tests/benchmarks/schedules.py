@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 import bench
 import jax.numpy as jnp
 import numpy as np
+from named_meshes import named_mesh
 
 from dapo_jax import algorithms
-from dapo_jax.commands.plan.simulate import Costs, Simulation, named_mesh
+from dapo_jax.commands.plan.simulate import Costs, Simulation, Step
 from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config, Data, Mesh, Packing, Rollout, Sampler
 from dapo_jax.learner.packing import Segment, choose_rows, fill, pack_updates, row_shapes
@@ -56,7 +57,7 @@ SET = Packing(row_tokens=LIMIT + PROMPT_TOKENS, rows_per_microbatch=16, share_pr
 ATTENTION_TOKENS = 7_000.0  # row length at which attention takes half of the time: Qwen2.5-0.5B
 
 
-def serve(args: argparse.Namespace, slots: int, pages: int, reads: str) -> dict[str, Any]:
+def serve(args: argparse.Namespace, slots: int, pages: int, platform: str) -> dict[str, Any]:
     """Sample all responses with a cache of `slots` and `pages` per replica; no pages: slots.
 
     Only memory's speed counts: a decode step reads the weights (2 bytes each) and then the cache.
@@ -80,8 +81,8 @@ def serve(args: argparse.Namespace, slots: int, pages: int, reads: str) -> dict[
     load, read = 2 * PARAMETERS / bandwidth, TOKEN_BYTES / bandwidth
     costs = Costs(load=load, decode_step=OVERHEAD_SECONDS + load, read_token=read)
     chips = args.replicas * args.tensor
-    mesh = named_mesh(Mesh(fsdp=args.replicas, tensor=args.tensor), "tpu", chips)
-    simulation = Simulation(config, SHAPE, mesh, law, costs, reads=reads)
+    mesh = named_mesh(Mesh(fsdp=args.replicas, tensor=args.tensor), platform, chips)
+    simulation = Simulation(config, SHAPE, mesh, law, costs)
     step = simulation.sample(args.responses // GROUP)
     return {
         "side_by_side_mean": round(step.sampled.occupancy * slots, 1),
@@ -89,10 +90,16 @@ def serve(args: argparse.Namespace, slots: int, pages: int, reads: str) -> dict[
         "decode_steps": int(step.counts["decode_step"]),
         "redrawn_share": round(step.sampled.put_back_tokens / step.sampled.tokens, 4),
         "seconds": round(step.rollout_seconds),
-        "tail_seconds": round(step.tail_seconds),
+        "tail_seconds": round(tail_seconds(step)),
         "utilisation": round(step.utilisation, 3),
         "mean_tokens": round(step.sampled.tokens / step.sampled.responses),
     }
+
+
+def tail_seconds(step: Step) -> float:
+    """Seconds of bursts with fewer than half of the slots busy, on average."""
+    half = step.slots / 2
+    return sum(b.seconds for b in step.bursts if b.busy_slot_steps < half * b.steps)
 
 
 def show_pages() -> None:
@@ -110,11 +117,11 @@ def show_pages() -> None:
     )
     tokens = int(args.gib * GIB * args.tensor // TOKEN_BYTES)
     whole = tokens // (args.max_prompt + args.max_response)
-    caches = [("slots", whole, 0, "window"), ("ragged", whole, 0, "existing")]
-    caches += [("paged", slots, tokens // PAGE_TOKENS, "auto") for slots in args.slots]
-    for name, slots, pages, reads in caches:
+    caches = [("slots", whole, 0, "tpu"), ("ragged", whole, 0, "cuda")]  # a GPU has a kernel for it
+    caches += [("paged", slots, tokens // PAGE_TOKENS, "tpu") for slots in args.slots]
+    for name, slots, pages, platform in caches:
         line = {"cache": name, "slots": slots, "pages": pages}
-        print(json.dumps(line | serve(args, slots, pages, reads)), flush=True)
+        print(json.dumps(line | serve(args, slots, pages, platform)), flush=True)
 
 
 def fixed_rounds(law: AssumedWorkload, args: argparse.Namespace) -> tuple[float, float]:

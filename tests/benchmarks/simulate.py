@@ -15,6 +15,7 @@ import pathlib
 import runpy
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import bench
 import jax
@@ -22,7 +23,7 @@ import numpy as np
 import scipy.optimize  # comes with jax
 
 from dapo_jax.commands.plan.simulate import Costs, Counts, Simulation, Step
-from dapo_jax.commands.plan.workload import RecordedWorkload
+from dapo_jax.commands.plan.workload import PROMPT, Drawn
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Model
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig
@@ -33,6 +34,69 @@ from dapo_jax.runtime.signals import Signals
 
 FIRST_STEPS = 2  # compile
 SEEDS = 3  # of the law; the prediction is a median over them too
+
+
+class _Recorded(NamedTuple):
+    drawn: Drawn
+    surplus: bool  # surplus groups finish faster than others
+
+
+def _read_step(path: pathlib.Path, prompts: dict[int, int]) -> dict[int, _Recorded]:
+    """Read the groups of a rollouts file, and lengths of prompts, by their index in the data."""
+    lines: dict[int, list[dict]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        lines.setdefault(line["index"], []).append(line)
+        prompts[line["index"]] = line["prompt_tokens"]
+    groups = {}
+    for index, group in lines.items():
+        group.sort(key=lambda line: line["sample"])
+        columns = (np.array([line[name] for line in group]) for name in Drawn._fields)
+        groups[index] = _Recorded(Drawn(*columns), group[0]["surplus"])
+    return groups
+
+
+class RecordedWorkload:
+    """Workload of the groups that a run recorded (`rollouts/`), resampled by step.
+
+    Steps after the last recorded one resample the last, steps before the first the first. With
+    `replay`, a prompt that the step recorded has the recorded group itself. Raises `ConfigError` if
+    the run's folder holds no rollouts.
+    """
+
+    def __init__(self, folder: pathlib.Path | str, *, replay: bool = False, seed: int = 0):
+        self._replay, self._seed = replay, seed
+        self._steps: dict[int, dict[int, _Recorded]] = {}
+        self._prompts: dict[int, int] = {}
+        try:
+            for path in sorted(pathlib.Path(folder).glob("rollouts/step_*.jsonl")):
+                if groups := _read_step(path, self._prompts):
+                    self._steps[int(path.stem.removeprefix("step_"))] = groups
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{folder}: its rollouts can't be read: {error!r}") from None
+        if not self._steps:
+            raise ConfigError(f"{folder}: holds no rollouts; run it with config.log.rollouts=true")
+        self._seen = sorted(self._prompts.values())
+
+    def prompt_tokens(self, index: int) -> int:
+        """Return the recorded length, or a random recorded one for other prompts."""
+        if index in self._prompts:
+            return self._prompts[index]
+        return int(np.random.default_rng([self._seed, PROMPT, index]).choice(self._seen))
+
+    def draw(self, step: int, index: int, samples: int) -> Drawn:
+        """Return a recorded group in random order; more samples than recorded repeat some."""
+        earlier = (number for number in self._steps if number <= step + 1)
+        recorded = self._steps[max(earlier, default=min(self._steps))]
+        group = recorded.get(index)
+        if self._replay and group is not None and len(group.drawn.tokens) == samples:
+            return group.drawn
+        rng = np.random.default_rng([self._seed, step, index])
+        groups = [group for group in recorded.values() if not group.surplus]
+        groups = groups or list(recorded.values())
+        drawn = groups[rng.integers(len(groups))].drawn
+        size = len(drawn.tokens)
+        order = rng.permutation(size) if samples <= size else rng.integers(size, size=samples)
+        return Drawn(*(column[order[:samples]] for column in drawn))
 
 
 def step_figures(step: Step) -> dict[str, float]:

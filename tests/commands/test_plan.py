@@ -24,8 +24,6 @@ from dapo_jax.commands.plan.targets import compiler_options
 from dapo_jax.config.experiment import Config
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.model.logprobs import Rows, token_logprobs
-from dapo_jax.reporting.notices import describe_saving
-from dapo_jax.run.memory import checkpoint_bytes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
 
@@ -136,7 +134,7 @@ def test_memory_is_read_from_a_compilers_error(message, needs, known):
 def test_the_report_has_all_tables_and_its_record_adds_up(made, settings):
     record = json.loads(json.dumps(plan.record(made, settings)))
     text = "\n\n".join(plan.tables(made, settings, record))
-    parts = "critic update|decoding weights|together|ICI s|MFU|dollars|s that a spot"
+    parts = "critic update|decoding weights|together|ICI s|MFU|dollars"
     assert [part for part in parts.split("|") if part not in text] == []
     step = record["step"]
     assert record["fits"] and step["kept_groups"] == 8
@@ -251,17 +249,6 @@ def test_the_command_prints_json_and_exits_with_1_if_a_program_does_not_fit(
     assert not record["fits"] and "config.sampler.slots" in " ".join(record["changes"])
 
 
-def test_the_time_to_save_is_compared_with_a_spot_machines_notice():
-    config = load(Config, f"--config={ROOT}/configs/dapo_qwen2p5_32b.py")
-    size = checkpoint_bytes(config, read_shape(config.model.folder))
-    assert size == pytest.approx(12 * PARAMETERS["Qwen2.5-32B"] * 1e9, rel=0.005)
-    hosts = chips.parse("v5p:4x4x4").hosts
-    text = describe_saving(size, hosts, config.checkpoint.every_steps, 1_770.0)
-    assert "393.2 GB, which 16 hosts write in about 49.1 s" in text and "more than the 30 s" in text
-    assert text.endswith("may be 5 steps old, 148 minutes")
-    assert "one host writes" in describe_saving(1e9, chips.parse("v5e:2x4").hosts, 0)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_a_plan_for_a_tpu_has_parts_that_add_up_to_the_compilers_figure(tmp_path):
@@ -365,25 +352,22 @@ ENVIRONMENT = (ROOT / "launch/env.sh").read_text()
 
 
 def test_hosts_and_chips_are_counted():
-    counts = {"v5e:1x1": 1, "v6e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x2": 2, "h100:8": 1, "h100:16": 2}
+    counts = {"v5e:1x1": 1, "v6e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x2": 2, "cpu:16": 2}
     assert {name: chips.parse(name).hosts for name in counts} == counts
     assert chips.parse("v6e:2x4", 2).hosts == 2 and chips.parse("v5p:4x4x4", 3).chips == 192
 
 
-@pytest.mark.parametrize("kind", ["v6e:4x4", "v5p:2x2x1", "h100:8"])
+@pytest.mark.parametrize("kind", ["v6e:4x4", "v5p:2x2x1"])
 def test_a_plan_compiles_with_the_flags_of_a_run(kind, monkeypatch):
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     options = compiler_options(chips.parse(kind)) or {}
-    words = {True: "true", False: "false"}  # XLA:GPU accepts only booleans
-    flags = {f"--{name}={words.get(value, value)}" for name, value in options.items()}
+    flags = {f"--{name}={value}" for name, value in options.items()}
     assert flags and all(flag in ENVIRONMENT for flag in flags)
-    assert ("true" in options.values()) == (not kind.startswith("h100"))
     assert ("xla_tpu_scoped_vmem_limit_kib" in options) == kind.startswith("v6e")
     fusion = "xla_tpu_enable_async_collective_fusion"
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{fusion}=false")
-    if not kind.startswith("h100"):
-        changed = compiler_options(chips.parse(kind)) or {}
-        assert options[fusion] == "true" and changed[fusion] == "false"
+    changed = compiler_options(chips.parse(kind)) or {}
+    assert options[fusion] == "true" and changed[fusion] == "false"
     assert compiler_options(chips.parse("cpu:1")) is None
 
 

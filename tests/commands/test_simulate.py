@@ -7,16 +7,16 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from simulate import calibrate, replay
+from named_meshes import named_mesh
+from simulate import RecordedWorkload, calibrate, replay
 from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
 from dapo_jax.commands.plan import simulate
-from dapo_jax.commands.plan.simulate import BACKGROUND, HOSTS, Costs, Simulation, named_mesh
+from dapo_jax.commands.plan.simulate import HOSTS, Costs, Simulation
 from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     Drawn,
-    RecordedWorkload,
     beta_from_kept,
     kept_fraction,
 )
@@ -76,7 +76,7 @@ def test_responses_of_one_length_take_the_steps_counted_by_hand():
     """64 responses of 20 tokens in 16 slots: 4 waves, each of bursts of 8, 8 and (it stops) 4."""
     step = make_simulation(Constant(20), filtered=False).step()
     assert step.counts["decode_step"] == 4 * 20 and step.counts["burst"] == 4 * 3
-    assert step.utilisation == 1 and step.tail_seconds == 0 and step.kept == step.asked == 16
+    assert step.utilisation == 1 and step.kept == step.asked == 16
     # The first token of a response finds its 4 kept prompt tokens and itself, and so on.
     assert step.counts["read_token"] == 64 * sum(range(5, 25))
     expected = 12 * 1e-3 + 80 * 2e-3 + step.counts["read_token"] * 1e-6 + 64 * 1e-3
@@ -96,30 +96,16 @@ def test_gpus_read_slots_as_far_as_they_are_filled():
     assert by_gpu.counts["read_token"] == 64 * sum(range(5, 25)) < by_tpu.counts["read_token"]
 
 
-def test_host_work_costs_time_unless_devices_or_the_background_hide_it():
+def test_host_work_costs_time_unless_devices_hide_it():
     """16 groups of 4 responses of 20 tokens, with 5 of a prompt: 12 bursts of 16 slots."""
-    background = "host_judged", "host_write", "host_listed"
-    names = "host_slot", "host_packed", "host_weighed", "host_measured", *background
-    costs = dict.fromkeys(names, 1.0) | {"host_listed": 5.0}
-    costs = Costs(**costs, update_token=1e-2, score_token=2e-1)
+    costs = Costs(**dict.fromkeys(HOSTS, 1.0), update_token=1e-2, score_token=2e-1)
     step = make_simulation(Constant(20), costs, filtered=False).step()
-    drawn, trained, updates = 64 * 20, 64 * 25, 4 * 16 * 256 * 1e-2
-    files = 2  # the second for all groups judged while the first is written
-    assert [step.counts[name] for name in background] == [drawn, files, drawn]
+    trained, updates = 64 * 25, 4 * 16 * 256 * 1e-2
     # The score pass hides the weights, and updates hide some of the metrics.
     seconds, scores = [step.seconds[name] for name in HOSTS], 15 * updates  # of 3 in 4 minibatches
     assert seconds[:3] == [12 * 16, trained, 0] and scores > trained
     assert math.isclose(seconds[3], trained - updates)
     assert math.isclose(step.update_seconds, 2 * trained + scores)
-    # The first file begins once the first groups are judged, after 4 bursts; rollouts/ is the last.
-    ends, learned = 4 * 16 + files + drawn + 5 * drawn, 12 * 16 + 2 * trained + scores
-    assert math.isclose(seconds[4], ends - learned)
-
-
-def test_groups_judged_while_a_file_is_written_share_the_next_file():
-    slow = Costs(burst=1.0, host_write=1e4)
-    step = make_simulation(Constant(20), slow, filtered=False).step()
-    assert step.counts["host_write"] == 2 and step.seconds[BACKGROUND] == 4 + 2e4 - 12
 
 
 def test_several_replicas_do_not_stop_a_burst_early():

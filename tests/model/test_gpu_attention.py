@@ -1,4 +1,4 @@
-"""The GPU's kernels compute plain attention, here by Pallas' interpreter; plans compile them."""
+"""The GPU's kernels compute plain attention, in Pallas' interpreter; a compiler accepts them."""
 
 import dataclasses
 import functools
@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
+from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from named_meshes import named_mesh
 from test_attention import assert_equal, ragged_ids, results
 
-from dapo_jax.commands.plan import chips
-from dapo_jax.commands.plan.simulate import named_mesh
-from dapo_jax.commands.plan.targets import compiler_options, target_devices
 from dapo_jax.config.experiment import Mesh as MeshSettings
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decode_attention, gpu_attention, training_attention
@@ -25,6 +24,42 @@ from dapo_jax.model.gpu_attention import rows_attention, slots_attention
 from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.runtime.sharding import make_mesh
 
+# NVIDIA's data sheet; CUDA programming guide, compute capability 9.0.
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  core_count: 132
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_address_bits: 64
+  memory_bandwidth: 3350000000000
+  device_memory_size: 84942979072
+  device_vendor: "NVIDIA Corporation"
+  name: "H100"
+  runtime_version: "12.8.0"
+  driver_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "H100"
+"""
 RNG = np.random.default_rng(5)
 
 
@@ -119,9 +154,11 @@ def test_only_gpu_engines_use_the_kernel(one_device):
 @pytest.mark.slow  # needs the cuda extra, no GPU
 def test_both_kernels_compile_for_an_h100():
     pytest.importorskip("jax_cuda12_plugin")
-    topology = chips.parse("h100:1")
-    mesh = Mesh(np.array(target_devices(topology)), ("data",))
-    options = {"xla_gpu_autotune_level": 0} | (compiler_options(topology) or {})
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=H100
+    )
+    mesh = Mesh(np.array(topology.devices), ("data",))
+    options = {"xla_gpu_autotune_level": 0}  # higher levels time kernels, which needs a device
 
     def text(function, *shapes):
         place = NamedSharding(mesh, PartitionSpec())

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
+from named_meshes import named_mesh
 from test_attention import GEMMA, MIXED, assert_equal, inputs, ragged_ids, results
 
-from dapo_jax.commands.plan.simulate import named_mesh
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model import blockwise_attention, inference
 from dapo_jax.model.caches import KVCache, PageCache

@@ -137,3 +137,22 @@ def test_effects_and_interactions_are_those_that_the_values_were_made_of(monkeyp
         assert contrast.low <= value + 1e-12
     pairs = [made("none"), made("clip_higher")]
     assert measured.difference(pairs[1], pairs[0]).value == pytest.approx(0.1)
+
+
+def test_the_interval_over_seeds_covers_what_other_seeds_and_problems_would_give():
+    """Ten runs whose accuracies spread around 0.5, each on problems of its own: nearly 95 %."""
+    rng = np.random.default_rng(2)
+    covered, widths = 0, []
+    for trial in range(200):
+        reached = 0.5 + 0.1 * rng.standard_normal(10)
+        shares = [rng.binomial(4, np.clip(mean, 0, 1), 50) / 4 for mean in reached]
+        result = measured.estimate_over_seeds(shares, seed=trial)
+        assert result.value == pytest.approx(np.mean(shares))
+        covered += result.low <= 0.5 <= result.high
+        widths.append(result.high - result.low)
+    assert 0.85 < covered / 200 < 0.99
+    alike = measured.estimate_over_seeds(
+        [np.repeat([0.0, 1.0], 25)] * 10, seed=0
+    )  # only problems spread
+    assert 0.02 < alike.high - alike.low < np.mean(widths)
+    assert measured.estimate_over_seeds([np.ones(3)], seed=0).low is None

@@ -1,4 +1,4 @@
-"""Alerts at a step and in the report: the metric, its value, and what to try."""
+"""Alerts at a step and in the report: the metric and its value."""
 
 import re
 
@@ -10,7 +10,7 @@ from row_files import read_table
 from small_runs import make_quick_config, open_run
 
 from dapo_jax.algorithms import PRESETS
-from dapo_jax.config.experiment import Config, Log, Reward, Rollout, Watch
+from dapo_jax.config.experiment import Config, Reward, Rollout, Watch
 from dapo_jax.reporting.alerts import ALERTS, Alerts, check_run, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import response_metrics, verdict_counts
@@ -63,19 +63,14 @@ INJECTED = {
 }
 
 
-# With the default settings, DAPO's, which punish long responses already.
-ADVICE = dict(read_table(__file__, "advice"))
-
-
 @pytest.mark.parametrize("alert", [a for a in ALERTS if a.scope == "step"], ids=lambda a: a.limit)
-def test_an_alert_names_the_metric_its_value_and_what_to_try(alert):
+def test_an_alert_names_the_metric_and_its_value(alert):
     name = alert.limit.removeprefix("watch.")
     values, text = INJECTED[name]
     alerts = Alerts(Config())
     assert alerts.check_step(HEALTHY) == []
     (output,) = alerts.check_step(values)
     assert text in output and f"config.watch.{name} = " in output
-    assert " try " in output and output.endswith(ADVICE[name])
     assert Alerts(Config(watch=Watch(**{name: 0.0})), [HEALTHY]).check_step(values) == []
 
 
@@ -108,8 +103,8 @@ def run_of(preset: str = "dapo", parts: str = "rule=1", correct: str = "verifier
     return Config(algorithm=algorithm, reward=Reward(parts=parts, correct=correct))
 
 
-def alerts_about(config: Config, name: str, **more: float) -> str:
-    return " ".join(Alerts(config, [HEALTHY]).check_step(INJECTED[name][0] | more))
+def alerts_about(config: Config, name: str) -> str:
+    return " ".join(Alerts(config, [HEALTHY]).check_step(INJECTED[name][0]))
 
 
 @pytest.mark.parametrize(
@@ -136,39 +131,10 @@ def test_a_line_about_answers_is_said_where_something_reads_them(config, output)
     assert names == output.split()
 
 
-@pytest.mark.parametrize(
-    ("config", "name", "more", "words", "is_said"),
-    [
-        (run_of("reinforce"), "min_entropy", {}, "clip_high", False),
-        (Config(rollout=Rollout(updates_per_rollout=1)), "min_entropy", {}, "clip_high", False),
-        (run_of(entropy_coefficient=0.01), "min_entropy", {}, "entropy_coefficient", False),
-        (run_of("grpo"), "max_length_growth", {}, "overlong_punishment=true", True),
-        (run_of(), "max_length_growth", {}, "overlong_punishment=true", False),
-        (run_of("rft"), "max_length_growth", {}, "overlong_punishment=true", False),
-        (run_of(), "max_answer_not_found", {"truncated_fraction": 0.2}, "max_response", True),
-        (run_of(), "max_answer_not_found", {"truncated_fraction": 0.0}, "max_response", False),
-        (Config(log=Log(rollouts=False)), "max_all_wrong", {}, "rollouts/", False),
-        (Config(log=Log(rollouts=False)), "max_verifier_failures", {}, "rollouts/", False),
-        (Config(rollout=Rollout(when_starved="stop")), "max_all_right", {}, "starved", False),
-        (run_of("grpo"), "max_all_right", {}, "when_starved", False),
-    ],
-)
-def test_advice_that_can_not_apply_is_not_given(config, name, more, words, is_said):
-    output = alerts_about(config, name, **more)
-    assert f"config.watch.{name} = " in output and (words in output) == is_said
-    assert not re.search(r"try ;|try $|or ;|, or$|  ", output)
-
-
 def test_groups_of_one_are_not_all_wrong():
     config = run_of("reinforce")
     config.rollout.samples_per_prompt = 1
     assert not alerts_about(config, "max_all_wrong") and not alerts_about(config, "max_all_right")
-
-
-@pytest.mark.parametrize(("changes", "causes"), read_table(__file__, "causes"))
-def test_an_update_without_tokens_names_causes_that_can_be(changes, causes):
-    (output,) = Alerts(run_of(**changes)).check_step(HEALTHY | {"empty_updates": 2.0})
-    assert output.endswith(causes) and output.startswith("2 updates had no trained token")
 
 
 @pytest.mark.parametrize(
@@ -243,22 +209,20 @@ def test_the_report_names_what_is_wrong_with_a_run(rows, output):
             {"rejected_fraction_low": 0.06, "rejected_fraction_high": 0.05},
             run_of("sequence_mis"),
             "many tokens are rejected: rejected_fraction_low + rejected_fraction_high is 0.11 at "
-            "the end: try wider bounds of algorithm.rejection",
+            "the end",
         ),
         ({"rejected_fraction_low": 0.06, "rejected_fraction_high": 0.03}, run_of("icepop"), ""),
         (
             {"effective_sample_fraction": 0.4},
             Config(algorithm=PRESETS["tis"](), rollout=Rollout(lag=1)),
             "a few tokens have most of the importance weight: effective_sample_fraction is 0.4 at "
-            "the end: try rollout.lag=0 and rollout.carry_over=none or a smaller "
-            "algorithm.importance_cap",
+            "the end",
         ),
         ({"effective_sample_fraction": 0.6}, run_of("tis"), ""),
         (
             {"ratio_p99": 2.5},
             run_of(),
-            "the policy moves far within a step: ratio_p99 is 2.5 at the end: try a smaller "
-            "rollout.updates_per_rollout or a smaller optimizer.learning_rate",
+            "the policy moves far within a step: ratio_p99 is 2.5 at the end",
         ),
         ({"ratio_p99": 1.3}, run_of(), ""),
         ({"ratio_p99": 2.5}, run_of("vespo"), ""),
@@ -274,4 +238,4 @@ def test_a_run_says_it_on_the_console(base, alone, tmp_path, capsys):
     with open_run(config) as run:
         run.step()
     output = capsys.readouterr().out.replace("\n", " ")
-    assert "warning: step 1: entropy is" in output and "a smaller optimizer.learning_rate" in output
+    assert "warning: step 1: entropy is" in output

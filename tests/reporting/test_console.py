@@ -14,7 +14,7 @@ import pytest
 from conftest import make_completion, make_prompt
 from rich.console import Console
 from row_files import read_table
-from small_runs import ROOT, make_short_config, read_rows
+from small_runs import CLOCKED, ROOT, make_short_config, read_rows
 
 from dapo_jax.reporting import console as progress
 from dapo_jax.reporting.console import (
@@ -26,7 +26,6 @@ from dapo_jax.reporting.console import (
     remaining,
     step_lines,
 )
-from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.reporting.notices import describe_scores
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import print_error, printable

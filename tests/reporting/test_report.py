@@ -25,7 +25,6 @@ from dapo_jax.reporting.page.comparison import (
     from_preset,
     headlines,
     mean_interval,
-    spent,
     welch_interval,
 )
 from dapo_jax.reporting.page.curves import asset
@@ -113,26 +112,27 @@ def test_the_reward_leads_if_no_response_counts_as_correct(write_run):
     assert not any(data_of(text)["reward_leads"] for text in (graded, make(own, other)))
 
 
-def test_held_out_reward_is_compared_by_problem(write_run):
-    folders = [spread_run(write_run, f"a{i}", rows=[row(0), row(5)], seed=i) for i in range(2)]
-    folders += [write_run("b", rows=[row(0), row(5)])]
-    for folder, gain in zip(folders, (0.0, 0.0, 3.0), strict=True):
-        lines = [response(i, 0, correct=False, reward=i + gain * (i % 2)) for i in range(40)]
-        (path := pathlib.Path(folder, "evaluations")).mkdir()
-        (path / "step_000005.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    seeds = experiments([read_run(folder) for folder in folders[:2]])[0]
+def write_evaluation(folder: str, lines: list[dict]) -> None:
+    path = pathlib.Path(folder, "evaluations")
+    path.mkdir()
+    (path / "step_000005.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_the_held_out_reward_of_seeds_has_an_interval_over_the_seeds(write_run):
+    rewards = ((0, 1.0), (1, 2.0), (2, 3.0))
+    folders = [
+        spread_run(
+            write_run,
+            f"a{seed}",
+            rows=[row(0), row(5, heldout_reward=mean, heldout_accuracy=0.4)],
+            seed=seed,
+        )
+        for seed, mean in rewards
+    ]
+    (seeds,) = experiments([read_run(folder) for folder in folders])
     (after,) = [one for one in headlines(seeds) if one["name"] == "Held-out reward after"]
-    value, low, high = after["value"]
-    assert after["over"] == "over 2 seeds and their problems"
-    assert value == pytest.approx(19.5) and 14 < low < 18 and 21 < high < 25  # above 1: no share
-    a, b = (experiments([read_run(folder)])[0] for folder in (folders[0], folders[2]))
-    result = differences(b, a)["Held-out reward after"]
-    assert result["over"] == "by problem" and result["value"][0] == pytest.approx(1.5)
-    for folder in folders[:2]:  # equal rewards have no known bounds
-        lines = [json.dumps(response(i, 0, reward=7.0)) for i in range(3)]
-        (pathlib.Path(folder) / "evaluations/step_000005.jsonl").write_text("\n".join(lines))
-    (after,) = [one for one in headlines(seeds) if one["name"] == "Held-out reward after"]
-    assert after["over"] == "over 2 seeds"
+    np.testing.assert_allclose(after["value"], [2, -0.484, 4.484], atol=1e-3)  # above 1: no share
+    assert after["over"] == "over 3 seeds"
 
 
 def test_headlines_have_the_intervals_of_the_run_or_over_its_seeds(write_run):
@@ -147,25 +147,7 @@ def test_headlines_have_the_intervals_of_the_run_or_over_its_seeds(write_run):
     np.testing.assert_allclose(mean_interval(np.ones(10), True), [1, 0.722, 1], atol=1e-3)
 
 
-def test_held_out_accuracy_of_seeds_varies_with_their_problems_too(write_run):
-    folders = [write_run(f"a{seed}", seed=seed, rows=[row(0), row(5)]) for seed in range(2)]
-
-    def after(*names: str) -> dict:
-        (result,) = experiments([read_run(name) for name in names])
-        return {one["name"]: one for one in headlines(result)}["Held-out accuracy after"]
-
-    assert after(*folders)["over"] == "over 2 seeds"
-    for folder in folders:
-        lines = [json.dumps(response(index, 0, correct=index < 4)) for index in range(10)]
-        (path := pathlib.Path(folder, "evaluations")).mkdir()
-        (path / "step_000005.jsonl").write_text("\n".join(lines))
-    result = after(*folders)  # the seeds agree, their problems don't
-    value, low, high = result["value"]
-    assert result["over"] == "over 2 seeds and their problems"
-    assert value == pytest.approx(0.4) and low < 0.35 and high > 0.45
-
-
-def test_runs_of_the_same_problems_are_compared_by_problem(write_run):
+def test_single_runs_are_compared_over_their_problems(write_run):
     grpo = Optimizer(learning_rate=0.5)
     folders = [
         write_run(name, rows=[row(0), row(5)], **changes)
@@ -176,23 +158,15 @@ def test_runs_of_the_same_problems_are_compared_by_problem(write_run):
         )
     ]
     for folder, right in zip(folders, (4, 6, 6), strict=True):
-        lines = [json.dumps(response(index, 0, correct=index < right)) for index in range(40)]
-        (path := pathlib.Path(folder, "evaluations")).mkdir()
-        (path / "step_000005.jsonl").write_text("\n".join(lines))
-    a, b, c = (experiments([read_run(folder)])[0] for folder in folders)
-    result = differences(b, a)["Held-out accuracy after"]
-    value, low, high = result["value"]
-    assert result["over"] == "by problem"
-    # 2 of 40 problems differ: the difference has a standard error of 0.034, each run's of 0.05.
-    assert value == pytest.approx(0.05) and -0.01 < low <= 0.025 and 0.08 < high < 0.15
-    assert differences(b, b)["Held-out accuracy after"]["value"] == [0, None, None]
-    unpaired = differences(c, a)["Held-out accuracy after"]  # another seed asks other problems
-    value, low, high = unpaired["value"]
-    assert value == pytest.approx(0.05) and low < -0.05 and high > 0.15
-    assert unpaired["over"] == "of different problems (Welch)"
+        lines = [response(index, 0, correct=index < right) for index in range(40)]
+        write_evaluation(folder, lines)
+    a, b = (experiments([read_run(folder)])[0] for folder in folders[:2])
+    value, low, high = differences(b, a)["Held-out accuracy after"]
+    # Standard errors of 0.048 and 0.057, so 0.075 of the difference.
+    assert value == pytest.approx(0.05) and -0.11 < low < -0.09 and 0.19 < high < 0.21
     (several,) = experiments([read_run(folder) for folder in folders[1:]])
-    for one_to_two in differences(several, a).values():  # one run has no spread of its seeds
-        assert one_to_two["value"] == [0, None, None]
+    for _, low, high in differences(several, a).values():  # one run has no spread of its seeds
+        assert low is high is None
     assert "+5.0 points" in make(*folders[:2])
 
 
@@ -223,15 +197,6 @@ def test_the_mean_of_nothing_is_a_gap(write_run):
     assert lines["heldout_accuracy"]["mean"] == [0.4, None, None, None]
 
 
-def test_tokens_add_up_to_all_that_was_drawn(write_run):
-    run = read_run(write_run("a", steps=4))
-    (one,) = experiments([run])
-    tokens = spent(one)["tokens"]
-    # Of 5 rows, each 1,000 finished and 100 stopped tokens, 2.2 for every one that was trained.
-    assert list(tokens.values()) == [2500, 2500, 500]
-    assert sum(spent(one)["seconds"].values()) == pytest.approx(5 * 1.75, abs=0.1)
-
-
 def test_the_preset_is_the_nearest_or_the_one_that_was_named(write_run):
     settings = read_run(write_run("a")).settings
     assert from_preset(settings) == ("dapo", [])
@@ -241,22 +206,21 @@ def test_the_preset_is_the_nearest_or_the_one_that_was_named(write_run):
         from_preset(settings, "gpro")
 
 
-def test_a_thousand_steps_and_long_responses_stay_under_the_cap(write_run):
+def test_thousands_of_steps_and_long_responses_are_sampled(write_run):
     files = [
         (step, [response(g, i, response="x" * 9000) for g in range(6) for i in range(4)])
         for step in range(1, 61)
     ]
     folder = write_run("long", rollouts=files, rows=[row(s) for s in range(5001)])
-    text = make(folder, max_mb=1.5)
+    text = make(folder)
     data = data_of(text)
-    assert 1.2e6 < len(text.encode()) <= 1.5e6
-    assert f"{len(data['rollouts'])} groups from at most" in text
+    assert f"{len(data['rollouts'])} groups from at most {recorded_run.MAX_FILES}" in text
     (one,) = data["experiments"]
     assert one["curves"]["steps"] == 5001 and one["curves"]["points"] <= page.MAX_POINTS
     assert {group["step"] for group in data["rollouts"]} >= {1, 60}
     assert all(len(r["response"]) < 7000 for g in data["rollouts"] for r in g["responses"])
-    with pytest.raises(ConfigError, match=r"max_mb = 4.8: must be at least (4\.9|5\.0)"):
-        make(folder, max_mb=4.8, self_contained=True)
+    twice = data_of(make(folder, write_run("other", seed=1, rollouts=files)))["rollouts"]
+    assert {group["run"] for group in twice} == {0, 1} and len(twice) == len(data["rollouts"])
 
 
 def test_groups_of_each_outcome_are_shown_and_those_with_tokens_first(write_run, monkeypatch):

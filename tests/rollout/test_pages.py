@@ -11,10 +11,10 @@ import samplers
 from conftest import TINY, make_prompt
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+from named_meshes import named_mesh
 from paged_slots import SIZE, WIDTH, decode, make_slots
 from samplers import GREEDY, TOKENIZER, make_engine, place, sample, tokens_of
 
-from dapo_jax.commands.plan.simulate import named_mesh
 from dapo_jax.config.experiment import Config, Mesh, Sampler
 from dapo_jax.model.caches import PageCache
 from dapo_jax.model.decode_attention import (

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY, make_prompt
+from named_meshes import named_mesh
 from samplers import END, TOKENIZER, make_engine
 from small_runs import equal, make_quick_config
 from toy_sampler import ScriptedSampler, ToySampler
 
-from dapo_jax.commands.plan.simulate import Costs, Simulation, named_mesh
+from dapo_jax.commands.plan.simulate import Costs, Simulation
 from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 from dapo_jax.rollout.scheduler import Scheduler

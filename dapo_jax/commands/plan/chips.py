@@ -26,7 +26,8 @@ class Chip:
 
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; resources.nvidia.com, data sheets of H100 SXM and
 # H200 SXM (dense; NVLink one way); dcn: jax-ml.github.io/scaling-book, its table of TPUs.
-# cpu stands for the devices of this machine, to try a plan out; its figures are made up.
+# cpu stands for the devices of this machine, to try a plan out; its figures are made up. A plan
+# compiles for these and TPUs; the doctor compares GPUs with their peak.
 CHIPS = {
     "v4": Chip(275e12, 31.25, 1228e9, 300e9, 4, 3, "megacore", dcn_bytes_per_second=3.125e9),
     "v5e": Chip(197e12, 15.75, 819e9, 200e9, 16, 2, dcn_bytes_per_second=3.125e9),
@@ -60,17 +61,18 @@ class Topology:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts: 8 chips each for GPUs and a single host of v5e or v6e, else 4."""
+        """Number of hosts: 8 chips for a single host of v5e or v6e and other devices, else 4."""
         each = math.prod(self.shape)
         eight = self.chip.platform != "tpu" or (each == 8 and self.chip.dimensions == 2)
         return self.slices * math.ceil(each / (8 if eight else 4))
 
 
 def parse(name: str, slices: int = 1) -> Topology:
-    """Parse a topology such as `v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`."""
+    """Parse a topology such as `v5p:4x4x4`, `v6e:16x16`, `cpu:8`. Raises `ConfigError`."""
     kind, _, text = name.partition(":")
-    allowed = f"KIND:SHAPE with a KIND of {', '.join(CHIPS)}, as in v5p:4x4x4"
-    check_flag(kind in CHIPS, "topology", name, allowed)
+    kinds = [kind for kind, chip in CHIPS.items() if chip.platform != "cuda"]
+    allowed = f"KIND:SHAPE with a KIND of {', '.join(kinds)}, as in v5p:4x4x4"
+    check_flag(kind in kinds, "topology", name, allowed)
     chip = CHIPS[kind]
     example = {1: "8", 2: "4x4", 3: "4x4x4"}[chip.dimensions]
     numbers = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text)

@@ -4,12 +4,7 @@ import dataclasses
 
 from dapo_jax.commands.command_line import check_flag
 from dapo_jax.commands.plan.chips import Chip
-from dapo_jax.commands.plan.workload import (
-    AssumedWorkload,
-    RecordedWorkload,
-    Workload,
-    beta_from_kept,
-)
+from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import section, setting
 
@@ -20,7 +15,7 @@ MEDIAN_FRACTION = 0.145  # of the limit: with a spread of 0.9, 1.6 % of response
 class PlanSettings:
     """Flags of `dapo-jax plan`."""
 
-    topology: str = setting("", "KIND:SHAPE, as in v5p:4x4x4, v5e:2x4, v6e:16x16 or h100:8.")
+    topology: str = setting("", "KIND:SHAPE, as in v5p:4x4x4, v5e:2x4 or v6e:16x16.")
     slices: int = setting(1, "Number of slices of that topology; mesh.data is a multiple of it.")
     model: str = setting("", "Folder with a config.json or a published name; empty: the config's.")
     search: bool = setting(False, "Find mesh, rows and slots that fit, the cheapest first.")
@@ -30,7 +25,6 @@ class PlanSettings:
     flops: float = setting(0.75, "Assumed fraction of peak FLOP/s; MFU is it x useful / executed.")
     hbm: float = setting(0.8, "Assumed fraction of peak memory bandwidth.")
     ici: float = setting(0.7, "Assumed fraction of peak bandwidth between chips and slices.")
-    law: str = setting("", "Folder of a run to take lengths and verdicts from; empty: assumed.")
     median_tokens: float = setting(
         0.0, f"Assumed median length of a response; 0: {MEDIAN_FRACTION} of the limit."
     )
@@ -55,10 +49,8 @@ class PlanSettings:
             dcn_bytes_per_second=chip.dcn_bytes_per_second * self.ici,
         )
 
-    def make_workload(self, config: Config) -> Workload:
-        """Return the workload that the flags name. Raises `ConfigError`."""
-        if self.law:
-            return RecordedWorkload(self.law)
+    def make_workload(self, config: Config) -> AssumedWorkload:
+        """Return the workload that the flags describe. Raises `ConfigError`."""
         limit = config.sampler.max_response_tokens
         return AssumedWorkload(
             median_tokens=self.median_tokens or MEDIAN_FRACTION * limit,

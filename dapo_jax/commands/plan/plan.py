@@ -31,8 +31,6 @@ from dapo_jax.commands.plan.roofline import (
 from dapo_jax.commands.plan.simulate import HOSTS, Costs, Simulation, Step
 from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.notices import describe_saving
-from dapo_jax.run.memory import checkpoint_bytes
 
 PHASES = {  # the simulator's costs in each phase of a step
     "load the decoding weights": ("load",),
@@ -52,10 +50,6 @@ SAMPLING_ADVICE = (
 TRAINING_ADVICE = (
     "choose a stronger config.compute.remat, lower config.packing.rows_per_microbatch, or raise "
     "config.mesh.tensor"
-)
-WEAKER = (
-    "A GPU's compiler enforces no memory limit and no kernel was timed: a weaker proof than for a "
-    "TPU."
 )
 
 
@@ -82,12 +76,11 @@ def print_progress(text: str) -> None:
 
 def make_compiler(layout: Layout, settings: PlanSettings) -> Compiler:
     """Return a compiler with the cache folder that the settings name."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    automatic = pathlib.Path(base) / "dapo_jax" / "plan"
+    folder = automatic if settings.cache == "auto" else pathlib.Path(settings.cache)
     if settings.cache == "none":
         return Compiler(layout, None)
-    folder = pathlib.Path(settings.cache)
-    if settings.cache == "auto":
-        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        folder = pathlib.Path(base) / "dapo_jax" / "plan"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -233,7 +226,7 @@ def _headline(plan: Plan) -> str:
     model = plan.layout.config.model.folder
     line = f"{model} on {topology}, {topology.chips} chips: {sizes or 'one device'}"
     compiler = f"compiled by {versions()} in {plan.seconds:.0f} s; nothing ran on a device"
-    return "\n".join([line, compiler, *[WEAKER] * (topology.chip.platform != "tpu")])
+    return f"{line}\n{compiler}"
 
 
 def _memory_table(figures: dict[str, Any]) -> str:
@@ -269,8 +262,7 @@ def _roofline_table(figures: dict[str, Any]) -> str:
 def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str:
     rows = [[name, f"{value:,.1f}"] for name, value in step["phases"].items()]
     rows.append(["a step", f"{step['seconds_step']:,.1f}"])
-    config, hosts = plan.layout.config, plan.layout.topology.hosts
-    size = checkpoint_bytes(config, plan.layout.decoder)
+    config = plan.layout.config
     price = ""
     if settings.price:
         price = f"; at {settings.price:g} dollars a chip-hour {step['dollars_step']:,.2f} a step "
@@ -284,7 +276,6 @@ def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str
         f"each that is trained on",
         f"{step['chip_hours_step']:,.2f} chip-hours a step, {step['chip_hours']:,.0f} for "
         f"{config.total_steps:,} steps ({step['hours']:,.1f} hours){price}",
-        describe_saving(size, hosts, config.checkpoint.every_steps, step["seconds_step"]),
         f"assumed: {settings.flops:.0%} of a chip's peak FLOP/s, {settings.hbm:.0%} of its memory's"
         f" and {settings.ici:.0%} of its links' rate; responses of {plan.lengths.response:,.0f} "
         f"tokens on average; measured seconds of hosts; verdicts and checkpoints cost nothing",

@@ -22,6 +22,7 @@ from dapo_jax.commands.plan import hlo_text
 from dapo_jax.commands.plan.chips import GIB, Topology
 from dapo_jax.commands.plan.hlo_text import Times, Traffic
 from dapo_jax.commands.plan.published_shapes import read_shape
+from dapo_jax.commands.plan.simulate import Text
 from dapo_jax.commands.plan.targets import compiler_options, target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
@@ -48,7 +49,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Messages of a TPU's compiler about all memory needed, or about temporaries only.
 _ALL = re.compile(r"Used ([\d.]+)([KMGT]?) of")
 _TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds")
-COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
+COMPILERS = ("jax", "jaxlib", "libtpu")
 SAMPLING = ("load", "prefill", "insert", "decode")
 
 
@@ -58,12 +59,6 @@ class Program(NamedTuple):
     name: str
     lower: Callable[[], jax.stages.Lowered]
     alive: dict[str, Any]
-
-
-class _Ends:
-    """Tokenizer of an engine that decodes nothing."""
-
-    end_ids, pad_id = (0,), 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +106,7 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     if config.algorithm.reference:
         reference = join(frozen, _abstract(decoder, mesh, lambda path: is_trained(path, decoder)))
     learners = open_programs(config, decoder, mesh, frozen, teacher)
-    engine = open_engine(config, decoder, mesh, sampling_mesh, _Ends(), frozen)
+    engine = open_engine(config, decoder, mesh, sampling_mesh, Text(), frozen)
     return Layout(
         config, topology, decoder, mesh, sampling_mesh, learners, engine, frozen, reference
     )
@@ -268,10 +263,7 @@ class Compiler:
         self._layout, self._folder, self._inspect = layout, folder, inspect
         topology = layout.topology
         self._key = f"{topology} {versions()} {hlo_text.VERSION}"
-        self._options: dict[str, Any] | None = compiler_options(topology)
-        if self._options is not None and topology.chip.platform == "cuda":
-            # Higher levels time kernels, which needs a device.
-            self._options["xla_gpu_autotune_level"] = 0
+        self._options = compiler_options(topology)
 
     def measure(self, program: Program) -> CompiledProgram:
         """Compile a program, or read its cached result."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from dapo_jax.commands.plan.chips import Chip
 from dapo_jax.commands.plan.programs import SAMPLING, CompiledProgram, Layout
-from dapo_jax.commands.plan.simulate import Costs, host_costs
+from dapo_jax.commands.plan.simulate import HOST_COSTS, Costs
 from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import Member, PromptGroup, assign_rows
@@ -201,12 +201,6 @@ def _moved(measured: CompiledProgram, part: str) -> Work:
     return Work(0.0, 2 * getattr(traffic.written, part), sent, crossed)  # each byte is read once
 
 
-def token_bytes(layout: Layout) -> float:
-    """Return the bytes of a token's keys and values on one chip, all layers."""
-    pieces = layout.sampling_mesh.size // layout.engine.replicas
-    return memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
-
-
 def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
     """Estimate a decode step of all slots, busy or not, with all phases in sequence.
 
@@ -244,7 +238,8 @@ def _read(layout: Layout, tokens: float) -> Work:
     """Return the work of attention over a number of cached tokens of a replica, all layers."""
     pieces = layout.sampling_mesh.size / layout.engine.replicas
     flops = attention_flops(layout.decoder, tokens) / pieces
-    return Work(flops, token_bytes(layout) * tokens)
+    size = memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
+    return Work(flops, size * tokens)
 
 
 def _split_experts(layout: Layout, products: Work, slots: float, pieces: float) -> dict[str, Work]:
@@ -308,7 +303,7 @@ def step_costs(
         score_token=bound("score") / places,
         update=bound("update", "once"),
         update_token=bound("update") / places,
-        **host_costs(config, layout.topology.hosts),
+        **HOST_COSTS,
     )
 
 

@@ -17,9 +17,10 @@ from dapo_jax.commands.plan.programs import (
     training_programs,
 )
 from dapo_jax.commands.plan.published_shapes import read_shape
-from dapo_jax.commands.plan.roofline import measure_lengths, step_costs, token_bytes
+from dapo_jax.commands.plan.roofline import measure_lengths, step_costs
 from dapo_jax.commands.plan.targets import target_devices
 from dapo_jax.config.experiment import Config
+from dapo_jax.run import memory
 from dapo_jax.runtime.settings import ConfigError
 
 REMATS = ("none", "dots", "attention", "full", "offload")  # from the fastest to the smallest
@@ -122,7 +123,9 @@ class Search:
             return None
         rollout = config.rollout  # slots beyond the responses of a batch would be idle
         batch = rollout.prompts_per_step * rollout.samples_per_prompt
-        more = int(free / (token_bytes(layout) * layout.engine.cache_tokens))
+        pieces = layout.sampling_mesh.size // layout.engine.replicas
+        token_bytes = memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
+        more = int(free / (token_bytes * layout.engine.cache_tokens))
         more = min(more, -(-batch // replicas) - 1)
         while True:
             tried, layout, decode = measured(1 + more)

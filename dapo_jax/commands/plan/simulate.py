@@ -9,14 +9,14 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
 from dapo_jax.commands.plan.workload import Drawn, Workload
-from dapo_jax.config.experiment import Config, Mesh, Reward
+from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.learner.minibatches import choose_packing, split_groups
 from dapo_jax.learner.packing import assign_rows, prompt_groups
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
@@ -25,15 +25,13 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout.carry_over import open_collection
 from dapo_jax.rollout.dynamic_sampling import (
     INITIAL_KEPT_FRACTION,
-    CollectionHooks,
     collect,
     seek,
 )
 from dapo_jax.rollout.engine_programs import EngineShape, Starts
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.run.compute import mesh_sizes, open_engine, open_sampler
+from dapo_jax.run.compute import open_engine, open_sampler
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.storage.paths import is_remote
 from dapo_jax.structs import Completion, Group, Prompt, SamplerCounts, SamplingRule, Verdict
 
 Counts = dict[str, float]  # amount used of each field of `Costs`
@@ -63,38 +61,20 @@ class Costs:
     host_packed: float = 0.0  # per token of a trained response
     host_weighed: float = 0.0  # the same, beside the score pass
     host_measured: float = 0.0  # the same, beside the updates
-    host_judged: float = 0.0  # in the background: per token of a saved group
-    host_write: float = 0.0  # in the background: per file of saved groups
-    host_listed: float = 0.0  # in the background: per token of a response in rollouts/
 
 
 LEARNING = "score_token update update_token host_packed host_weighed host_measured".split()
-BACKGROUND = "host_background"  # seconds of waiting for background work
-HOSTS = ("host_slot", "host_packed", "host_weighed", "host_measured", BACKGROUND)
+HOSTS = ("host_slot", "host_packed", "host_weighed", "host_measured")
 
-
-WRITE_SECONDS = 0.125  # per file of finished groups in a bucket (assumed)
-
-
-def host_costs(config: Config, hosts: int) -> Counts:
-    """Return the costs of host work, by field of `Costs`.
-
-    They were fitted to `python tests/benchmarks/hosts.py`, a step of 8,192 responses of 4k tokens
-    on an AMD EPYC (docs/performance.md). Decoding texts overlaps the next burst and costs nothing.
-    """
-    costs = {
-        "host_slot": 9.2e-7,  # scheduling, refilling, filter
-        "host_packed": 1.22e-7,  # packing into rows
-        "host_weighed": 1.9e-7,  # rewards to loss weights
-        "host_measured": 2.2e-7,  # metrics and traces
-    }
-    if config.checkpoint.keep_groups:
-        # Several hosts write to a bucket, even if the config names a local folder now.
-        remote = hosts > 1 or is_remote(config.run_dir)
-        costs |= {"host_judged": 4.3e-7, "host_write": WRITE_SECONDS * remote}
-    if config.log.rollouts:
-        costs["host_listed"] = 2.0e-8
-    return costs
+# Seconds of host work, fitted to `python tests/benchmarks/hosts.py`, a step of 8,192 responses of
+# 4k tokens on an AMD EPYC (docs/performance.md). Decoding texts overlaps the next burst, and files
+# are written in a thread: both cost nothing.
+HOST_COSTS = {
+    "host_slot": 9.2e-7,  # scheduling, refilling, filter
+    "host_packed": 1.22e-7,  # packing into rows
+    "host_weighed": 1.9e-7,  # rewards to loss weights
+    "host_measured": 2.2e-7,  # metrics and traces
+}
 
 
 class Meter:
@@ -104,8 +84,6 @@ class Meter:
         self.costs = costs
         self.counts: Counts = collections.defaultdict(float)
         self.seconds: Counts = collections.defaultdict(float)  # of the counts, and of waiting
-        self.background_free = 0.0  # time at which the background work is done
-        self._file_begins = 0.0
 
     @property
     def now(self) -> float:
@@ -115,20 +93,6 @@ class Meter:
         for name, amount in amounts.items():
             self.counts[name] += amount
             self.seconds[name] += amount * getattr(self.costs, name)
-
-    def add_behind(self, **amounts: float) -> None:
-        """Add background work, which starts once earlier background work is done."""
-        for name, amount in amounts.items():
-            self.counts[name] += amount
-            begins = max(self.now, self.background_free)
-            self.background_free = begins + amount * getattr(self.costs, name)
-
-    def save_groups(self, tokens: int) -> None:
-        """Save judged groups in the file that is not being written yet, or start another."""
-        if tokens and self.now >= self._file_begins:
-            self._file_begins = max(self.now, self.background_free)
-            self.add_behind(host_write=1)
-        self.add_behind(host_judged=tokens)
 
     def wait(self, name: str, until: float) -> None:
         """Wait until a time of the clock, under a separate name."""
@@ -159,23 +123,6 @@ class RolloutRecord:
         return self.workload.draw(self.first_steps.get(index, self.step), index, samples)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chip:
-    """Device that need not be there."""
-
-    id: int
-    platform: str
-    process_index: int = 0
-
-
-def named_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
-    """Return a mesh of devices that only have names. Raises `ConfigError` for a wrong product."""
-    shape = sharding.mesh_shape(**mesh_sizes(settings), devices=chips)
-    devices = np.empty(chips, object)
-    devices[:] = [_Chip(i, platform) for i in range(chips)]
-    return jax.sharding.Mesh(devices.reshape(shape), sharding.AXES)
-
-
 class Text:
     """Tokenizer of responses that have a length and an end, and no text."""
 
@@ -188,9 +135,8 @@ class Text:
 class SimulatedPrograms:
     """`rollout.engine_programs.EnginePrograms` that only count; caches are shapes.
 
-    A simulated prompt's tokens are its position in the data. In a decode step, attention reads all
-    positions of all slots (`reads` = 'window'), only stored tokens ('existing'), or what the layout
-    does ('auto').
+    A simulated prompt's tokens are its position in the data. In a decode step, attention reads what
+    the layout reads: all positions of all slots, or with a kernel for it only stored tokens.
     """
 
     def __init__(
@@ -202,7 +148,6 @@ class SimulatedPrograms:
         *,
         record: RolloutRecord,
         samples: int,
-        reads: str,
     ):
         self.record = record
         self._config, self._settings, self._layout = shape.config, shape.settings, layout
@@ -210,9 +155,7 @@ class SimulatedPrograms:
         self._replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         self._lengths = np.zeros(self._slots, np.int64)
         self._ends = np.zeros(self._slots, bool)
-        kernel = getattr(layout.attend, "kernel", False)
-        self._reads_window = reads == "window" or (reads == "auto" and not kernel)
-        self._reads_existing = reads == "existing"  # rings of sliding layers too
+        self._reads_window = not layout.attend.kernel
 
     def resident(self) -> None: ...
 
@@ -295,7 +238,7 @@ class SimulatedPrograms:
 
         def read_of(cache: Any, reach: int | None) -> int:
             paged = isinstance(cache, PageCache)
-            if not self._reads_window and (paged or reach is None or self._reads_existing):
+            if not self._reads_window and (paged or reach is None):
                 return existing
             window = columns * self._settings.page_tokens if paged else cache.values.shape[2]
             return steps * each * window
@@ -378,19 +321,13 @@ class Step:
         return sum(burst.busy_slot_steps for burst in self.bursts) / steps if steps else 0.0
 
     @property
-    def tail_seconds(self) -> float:
-        """Seconds of bursts with fewer than half of the slots busy, on average."""
-        half = self.slots / 2
-        return sum(b.seconds for b in self.bursts if b.busy_slot_steps < half * b.steps)
-
-    @property
     def drawn_tokens(self) -> int:
         """Tokens of all responses, including those stopped or sampled again."""
         return self.sampled.drawn_tokens
 
 
 class Simulation:
-    """A run of simulated steps, on a mesh that may be `named_mesh`."""
+    """A run of simulated steps, on a mesh whose devices need only a name."""
 
     def __init__(
         self,
@@ -399,13 +336,11 @@ class Simulation:
         mesh: jax.sharding.Mesh,
         workload: Workload,
         costs: Costs,
-        *,
-        reads: str = "auto",
     ):
         self._config, self._workload, self._costs = config, workload, costs
         self._decoder = decoder
         record, samples = RolloutRecord(workload, Meter(costs)), config.rollout.samples_per_prompt
-        programs = functools.partial(SimulatedPrograms, record=record, samples=samples, reads=reads)
+        programs = functools.partial(SimulatedPrograms, record=record, samples=samples)
         engine = open_engine(config, decoder, mesh, mesh, Text(), programs=programs)
         self._programs = cast(SimulatedPrograms, engine.programs)
         self.sampler = open_sampler(engine, Text(), config.seed)
@@ -433,20 +368,17 @@ class Simulation:
         judge = SimulatedJudge(self._config, record)
         before = self._kept_fraction, record.step, self._carried, self.position
         collection = open_collection(self._config, *before)
-        hooks = CollectionHooks(on_scored=lambda groups: meter.save_groups(_tokens(groups)))
-        collected = collect(collection, self._prompts, self.sampler, judge, hooks)
-        meter.add_behind(host_listed=_tokens([*collected.judged, *collected.surplus]))
+        collected = collect(collection, self._prompts, self.sampler, judge)
         seek(self._prompts, collected.next_position)
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
         rows, fill = learn(self._config, self._decoder, collected.groups, meter)
-        meter.wait(BACKGROUND, meter.background_free)
         return dataclasses.replace(
             self._sampled(record),
             asked=collected.asked_prompts,
             judged=len(collected.judged),
             kept=len(collected.groups),
             surplus=len(collected.surplus),
-            kept_tokens=_tokens(collected.groups),
+            kept_tokens=sum(len(c) for group in collected.groups for c in group.completions),
             rows=rows,
             fill=fill,
         )
@@ -468,10 +400,6 @@ class Simulation:
             slots=self._config.sampler.slots,
             bursts=record.bursts,
         )
-
-
-def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(response) for group in groups for response in group.completions)
 
 
 def learn(

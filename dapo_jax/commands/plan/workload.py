@@ -1,14 +1,12 @@
-"""Workloads: lengths and verdicts of responses, assumed by a law or recorded by a run."""
+"""Workloads: assumed lengths and verdicts of responses."""
 
 import dataclasses
-import json
 import math
-import pathlib
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.settings import require
 
 MAX_CONCENTRATION = 1e6  # of a Beta: all problems are equally hard
 PROMPT = 2**32  # in place of a step in the key of a prompt's length
@@ -106,66 +104,3 @@ def beta_from_kept(accuracy: float, kept: float, samples: int) -> tuple[float, f
         else:
             high = middle
     return beta_of(high)
-
-
-class _Recorded(NamedTuple):
-    drawn: Drawn
-    surplus: bool  # surplus groups finish faster than others
-
-
-def _read_step(path: pathlib.Path, prompts: dict[int, int]) -> dict[int, _Recorded]:
-    """Read the groups of a rollouts file, and lengths of prompts, by their index in the data."""
-    lines: dict[int, list[dict]] = {}
-    for line in map(json.loads, path.read_text().splitlines()):
-        lines.setdefault(line["index"], []).append(line)
-        prompts[line["index"]] = line["prompt_tokens"]
-    groups = {}
-    for index, group in lines.items():
-        group.sort(key=lambda line: line["sample"])
-        columns = (np.array([line[name] for line in group]) for name in Drawn._fields)
-        groups[index] = _Recorded(Drawn(*columns), group[0]["surplus"])
-    return groups
-
-
-class RecordedWorkload:
-    """Workload of the groups that a run recorded (`rollouts/`), resampled by step.
-
-    Steps after the last recorded one resample the last, steps before the first the first. With
-    `replay`, a prompt that the step recorded has the recorded group itself. Raises `ConfigError` if
-    the run's folder holds no rollouts.
-    """
-
-    def __init__(self, folder: pathlib.Path | str, *, replay: bool = False, seed: int = 0):
-        self._replay, self._seed = replay, seed
-        self._steps: dict[int, dict[int, _Recorded]] = {}
-        self._prompts: dict[int, int] = {}
-        try:
-            for path in sorted(pathlib.Path(folder).glob("rollouts/step_*.jsonl")):
-                if groups := _read_step(path, self._prompts):
-                    self._steps[int(path.stem.removeprefix("step_"))] = groups
-        except (ValueError, KeyError) as error:
-            raise ConfigError(f"{folder}: its rollouts can't be read: {error!r}") from None
-        if not self._steps:
-            raise ConfigError(f"{folder}: holds no rollouts; run it with config.log.rollouts=true")
-        self._seen = sorted(self._prompts.values())
-
-    def prompt_tokens(self, index: int) -> int:
-        """Return the recorded length, or a random recorded one for other prompts."""
-        if index in self._prompts:
-            return self._prompts[index]
-        return int(np.random.default_rng([self._seed, PROMPT, index]).choice(self._seen))
-
-    def draw(self, step: int, index: int, samples: int) -> Drawn:
-        """Return a recorded group in random order; more samples than recorded repeat some."""
-        earlier = (number for number in self._steps if number <= step + 1)
-        recorded = self._steps[max(earlier, default=min(self._steps))]
-        group = recorded.get(index)
-        if self._replay and group is not None and len(group.drawn.tokens) == samples:
-            return group.drawn
-        rng = np.random.default_rng([self._seed, step, index])
-        groups = [group for group in recorded.values() if not group.surplus]
-        groups = groups or list(recorded.values())
-        drawn = groups[rng.integers(len(groups))].drawn
-        size = len(drawn.tokens)
-        order = rng.permutation(size) if samples <= size else rng.integers(size, size=samples)
-        return Drawn(*(column[order[:samples]] for column in drawn))

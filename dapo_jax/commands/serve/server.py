@@ -60,8 +60,6 @@ def load_served(config: ServeConfig) -> ServedPolicy:
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model, "model")
     tokenizer.check_fits(decoder.vocab, "model", config.model)
-    if tokenizer.chat is not None:
-        tokenizer.chat.check(f"config.model = {config.model!r}")
     config, context = budgets.resolve(config, decoder, mesh)
     longest = config.max_prompt_tokens + config.max_response_tokens
     check_rotations(decoder, longest, "model", config.model)

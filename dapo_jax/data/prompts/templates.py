@@ -1,4 +1,4 @@
-"""Prompt templates, by name or the user's, rendered in a process that is killed after a time."""
+"""Prompt templates, by name or the user's."""
 
 import dataclasses
 import hashlib
@@ -10,15 +10,11 @@ from typing import Any
 
 from etils import epath
 
+from dapo_jax.data.prompts import sandbox
 from dapo_jax.runtime.settings import ConfigError, check_utf8, read_file, read_json, require
-from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.structs import Problem, present
 
-REPLY_SECONDS = 60.0  # for a reply on a very busy machine
-MAX_REPLY_BYTES = 8 << 20  # more than the longest text, with each character escaped
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
-
-_worker = RestartingWorker("dapo_jax.data.prompts.template_worker", max_reply_bytes=MAX_REPLY_BYTES)
 
 # The wording of DAPO's released data (arXiv 2503.14476).
 DAPO = (
@@ -39,26 +35,6 @@ QWEN_MATH = (
     "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}."
     "<|im_end|>\n<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
 )
-
-
-class TemplateTimeout(ConfigError):
-    """A template takes too long, or too much memory."""
-
-
-def _ask_worker(subject: str, template: str, strict: bool, **job: Any) -> dict:
-    """Return the worker's reply; raise `ConfigError` about `subject` if the template fails.
-
-    A name without a value is an error if `strict`, else it writes nothing.
-    """
-    try:
-        reply = _worker.ask({"template": template, "strict": strict} | job, REPLY_SECONDS)
-    except (OSError, ValueError):
-        problem = "it computes for over 2 s, or needs too much memory"
-        raise TemplateTimeout(f"{subject} fails: {problem}") from None
-    if "error" in reply:
-        line = "" if reply["line"] is None else f", line {reply['line']}"
-        raise ConfigError(f"{subject} fails{line}: {' '.join(reply['error'].split())}")
-    return reply
 
 
 class ChatTemplate:
@@ -85,21 +61,12 @@ class ChatTemplate:
         values = {"messages": messages, "tools": tools or None, "documents": None}
         values |= {"add_generation_prompt": open_answer, **self._special_tokens}
         subject = f"{field}: the model's chat template"
-        return _ask_worker(subject, self._text, False, values=values)["text"]
+        return sandbox.render(subject, self._text, False, values)
 
     @property
     def writes_tools(self) -> bool:
         """True if the template writes the tools that a model may call."""
         return "tools" in self._text
-
-    def check(self, field: str) -> None:
-        """Raise `ConfigError` if the shortest conversation takes too long."""
-        try:
-            self.render([{"role": "user", "content": "1+1"}], field)
-        except TemplateTimeout:
-            raise
-        except ConfigError:
-            pass  # some templates need more than a single message
 
 
 def read_chat_template(folder: pathlib.Path, field: str = "model.folder") -> ChatTemplate | None:
@@ -227,7 +194,12 @@ def open_template(setting: str) -> Template:
     first = min(unfilled, default="")
     allowed = f"jinja, {{{{ {first} }}}}, in place of {{{first}}}"
     require(not unfilled, "data.template", shown, allowed)
-    reads = _names_in_jinja(text, shown) if is_jinja else re.findall(r"{(problem)}", text)
+    reads = set(re.findall(r"{(problem)}", text))
+    if is_jinja:
+        reads = sandbox.read_names(f"config.data.template = {shown!r}: the jinja", text)
+        unknown = ", ".join(sorted(reads - READABLE))
+        allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
+        require(not unknown, "data.template", shown, allowed)
     allowed = "a text with {problem}, or jinja with {{ problem }}, in place of the problem"
     require(not {"problem", "messages"}.isdisjoint(reads), "data.template", shown, allowed)
     write = _jinja(text, shown) if is_jinja else _wording(text)
@@ -249,14 +221,6 @@ def _read(setting: str) -> str:
     raise ConfigError(f"config.data.template = {setting!r}: must be {allowed}")
 
 
-def _names_in_jinja(text: str, shown: str) -> list[str]:
-    reads = _ask_worker(f"config.data.template = {shown!r}: the jinja", text, True)["reads"]
-    unknown = ", ".join(sorted(set(reads) - READABLE))
-    allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
-    require(not unknown, "data.template", shown, allowed)
-    return reads
-
-
 def _jinja(text: str, shown: str) -> Write:
     """Return the writer of a jinja text, after a trial."""
 
@@ -269,7 +233,7 @@ def _jinja(text: str, shown: str) -> Write:
             "messages": _messages(problem, beside),
         }
         subject = f"config.data.template = {shown!r}: the jinja"
-        return _ask_worker(subject, text, True, values=values)["text"]
+        return sandbox.render(subject, text, True, values)
 
     write(Problem("", "1+1", "", ""), Beside())
     return write

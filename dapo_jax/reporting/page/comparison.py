@@ -12,7 +12,7 @@ from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
 from dapo_jax.reporting.alerts import LAST, finite_values, reward_leads
 from dapo_jax.reporting.page.recorded_run import RecordedRun, heldout_means
-from dapo_jax.reporting.scores import estimate_over_seeds, estimates, wilson
+from dapo_jax.reporting.scores import wilson
 from dapo_jax.runtime.settings import leaves, require
 
 # Prefixes of settings that may differ between two seeds of an experiment.
@@ -123,12 +123,16 @@ FIELDS = {"heldout_accuracy": "correct", "heldout_reward": "reward"}  # of respo
 
 
 def _samples(experiment: Experiment, headline: Headline) -> np.ndarray:
-    """Return independent values: means of the seeds, or the steps of the only run."""
+    """Return independent values: means of the seeds, or the problems or steps of the only run."""
     rows = ROWS[headline.rows]
     values = [finite_values(run.rows, headline.metric)[rows] for run in experiment.runs]
-    if len(values) == 1:
-        return values[0]
-    return np.array([numbers.mean() for numbers in values if numbers.size])
+    if len(values) > 1:
+        return np.array([numbers.mean() for numbers in values if numbers.size])
+    if headline.metric in FIELDS:
+        which = EVALUATION[headline.rows]
+        means = heldout_means(experiment.runs[0], FIELDS[headline.metric], which)
+        return values[0] if means is None else means
+    return values[0]
 
 
 def _headline_interval(experiment: Experiment, headline: Headline) -> tuple[Interval, str]:
@@ -141,14 +145,6 @@ def _headline_interval(experiment: Experiment, headline: Headline) -> tuple[Inte
         return [
             row.get(name) for name in (metric, f"{metric}_low", f"{metric}_high")
         ], "over problems"
-    if metric in FIELDS:
-        recorded = [heldout_means(run, FIELDS[metric], EVALUATION[headline.rows]) for run in runs]
-        means = [values for values in recorded if values is not None]
-        # Equal accuracies have Wilson's interval; equal rewards have no known bounds.
-        has_interval = metric == "heldout_accuracy" or means and np.ptp(np.concatenate(means)) > 0
-        if len(means) == len(runs) and has_interval:
-            estimate = estimate_over_seeds(means, 0)
-            return [*dataclasses.astuple(estimate)], f"over {len(runs)} seeds and their problems"
     samples = _samples(experiment, headline)
     over = f"over {samples.size} seeds" if len(runs) > 1 else "over these steps"
     return mean_interval(samples, "accuracy" in metric), over
@@ -170,61 +166,17 @@ def headlines(experiment: Experiment) -> list[dict[str, Any]]:
     return lines
 
 
-def _paired_means(left: Experiment, right: Experiment, field: str, which: int) -> list[np.ndarray]:
-    """Return differences of held-out means by seed and problem; none if these differ."""
-
-    def means(experiment: Experiment) -> dict[Any, np.ndarray | None]:
-        runs = experiment.runs
-        return {run.settings.get("seed"): heldout_means(run, field, which) for run in runs}
-
-    def problems(experiment: Experiment) -> dict[str, Any]:
-        return {name: v for name, v in experiment.settings.items() if name.startswith("data.")}
-
-    ones = means(left)
-    others = means(right)
-    is_paired = ones.keys() == others.keys() and problems(left) == problems(right)
-    if not is_paired or not len(ones) == len(left.runs) == len(right.runs):
-        return []
-    pairs = [(ones[seed], others[seed]) for seed in ones]
-    known = [(a, b) for a, b in pairs if a is not None and b is not None and len(a) == len(b)]
-    return [a - b for a, b in known] if len(known) == len(pairs) else []
-
-
-def _heldout_difference(
-    left: Experiment, right: Experiment, headline: Headline
-) -> tuple[Interval, str] | None:
-    """Return the difference of a held-out score by problem; None if there are no such records."""
-    field, which = FIELDS[headline.metric], EVALUATION[headline.rows]
-    pairs = _paired_means(left, right, field, which)
-    if pairs and not np.ptp(np.concatenate(pairs)):  # such as one initial policy
-        return [float(pairs[0][0]), None, None], "by problem"
-    if len(pairs) > 1:
-        return [*dataclasses.astuple(estimate_over_seeds(pairs, 0))], "by seed and problem"
-    if pairs:
-        (estimate,) = estimates(pairs[0][:, None], np.ones(len(pairs[0])), 0)
-        return [*dataclasses.astuple(estimate)], "by problem"
-    if len(left.runs) == len(right.runs) == 1:
-        means = [heldout_means(side.runs[0], field, which) for side in (left, right)]
-        if means[0] is not None and means[1] is not None:
-            return welch_interval(means[0], means[1]), "of different problems (Welch)"
-    return None
-
-
-def differences(experiment: Experiment, first: Experiment) -> dict[str, dict[str, Any]]:
+def differences(experiment: Experiment, first: Experiment) -> dict[str, Interval]:
     """Return differences to another experiment's headline numbers with 95 % intervals, by name."""
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, Interval] = {}
     has_lone_run = (len(experiment.runs) > 1) != (len(first.runs) > 1)
     for headline in OF_CORRECTNESS + OF_REWARD + OTHERS:
-        heldout = None
-        if headline.metric in FIELDS:
-            heldout = _heldout_difference(experiment, first, headline)
-        sides = [_samples(side, headline) for side in (experiment, first)]
-        if has_lone_run:  # the steps of a run do not show the spread of its seeds
-            sides = [side.mean(keepdims=True) if side.size else side for side in sides]
-        independent = welch_interval(sides[0], sides[1]), "of independent samples (Welch)"
-        numbers, over = heldout or independent
+        left, right = (_samples(side, headline) for side in (experiment, first))
+        numbers = welch_interval(left, right)
+        if has_lone_run:  # the problems and steps of a run do not show the spread of its seeds
+            numbers = [numbers[0], None, None]
         if numbers[0] is not None:
-            by_name[headline.name] = {"value": numbers, "over": over}
+            by_name[headline.name] = numbers
     return by_name
 
 
@@ -260,44 +212,3 @@ def differing_settings(shown: Sequence[Experiment]) -> list[list[Any]]:
     names = dict.fromkeys(name for table in tables for name in table)
     lines = [[name, *(table.get(name) for table in tables)] for name in names]
     return [line for line in lines if any(value != line[1] for value in line[2:])]
-
-
-SUMMED = (
-    "seconds_rollout seconds_decode seconds_score seconds_update seconds_evaluation "
-    "abandoned_tokens put_back_tokens"
-).split()
-RATES = ("sampled_tokens_per_second", "sampled_to_kept_tokens")
-
-
-def spent(experiment: Experiment) -> dict[str, dict[str, float]]:
-    """Return the seconds and tokens of all runs by their use."""
-    rows = [row for run in experiment.runs for row in run.rows]
-    total = {name: 0.0 for name in SUMMED}
-    sampled = trained = 0.0
-    for row in rows:
-        values = {name: row.get(name) or 0.0 for name in (*SUMMED, *RATES)}  # null: not finite
-        for name in SUMMED:
-            total[name] += values[name]
-        tokens = values["sampled_tokens_per_second"] * values["seconds_rollout"]
-        sampled += tokens
-        if values["sampled_to_kept_tokens"] and row.get("trained_groups"):
-            lost = values["abandoned_tokens"] + values["put_back_tokens"]
-            trained += min(tokens, (tokens + lost) / values["sampled_to_kept_tokens"])
-    decode = min(total["seconds_decode"], total["seconds_rollout"])
-    seconds = {
-        "decoding": decode,
-        "rest of the rollout (prefill, scoring)": total["seconds_rollout"] - decode,
-        "score pass": total["seconds_score"],
-        "update": total["seconds_update"],
-        "evaluation": total["seconds_evaluation"],
-    }
-    tokens = {
-        "kept: trained on": trained,
-        "dropped: no signal, or surplus": sampled - trained,
-        "abandoned: stopped when the batch was full": total["abandoned_tokens"],
-        "put back: sampled again, pages had run out": total["put_back_tokens"],
-    }
-    return {
-        part: {name: round(x, 1) for name, x in table.items() if x > 0}
-        for part, table in (("seconds", seconds), ("tokens", tokens))
-    }

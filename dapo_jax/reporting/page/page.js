@@ -137,24 +137,6 @@ function drawCurves() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 }
 
-function drawSpent() {
-  for (const plot of document.querySelectorAll("#spent .plot")) {
-    const spent = data.experiments.map((experiment) => experiment.spent[plot.dataset.part]);
-    const kinds = [...new Set(spent.flatMap(Object.keys))];
-    const places = spent.map((_, i) => i);
-    plot.setAttribute("aria-label", data.experiments.map(({ name }, i) => `${plot.dataset.part} of ${name}: ${Object.entries(spent[i]).join("; ")}`).join("; "));
-    const bars = kinds.map((kind, i) => ({ type: "bar", orientation: "h", name: kind, marker: { color: colourOf(i) }, y: places,
-      x: spent.map((table) => table[kind] ?? 0), hovertemplate: `%{x:,.0f} ${plot.dataset.part}` }));
-    const look = { ...layout(""), barmode: "stack", hovermode: "closest", dragmode: false };
-    const most = window.innerWidth < 700 ? 14 : 28;
-    look.xaxis.title = { text: plot.dataset.part };
-    look.yaxis = { ...look.yaxis, autorange: "reversed", showticklabels: several, showgrid: false, zeroline: false,
-      tickvals: places, ticktext: data.experiments.map(({ name }) => plain(shorten(name, most))) };
-    plot.style.height = `${220 + 28 * places.length}px`;
-    Plotly.newPlot(plot, bars, look, OPTIONS);
-  }
-}
-
 function colourOfToken(by, value) {
   if (value === null || value === undefined) return "";
   if (by === "token_logprobs") return `rgba(var(--heat), ${Math.min(0.75, -value / 6)})`;
@@ -250,6 +232,5 @@ if (canDraw) drawCurves();
 else byId("bands").textContent = `The charts need the file ${data.library} beside this page.`;
 setTimeout(() => {
   drawRollouts();
-  if (canDraw) drawSpent();
   byId("js-plotly-tester")?.setAttribute("aria-hidden", "true"); // plotly measures texts in it
 });

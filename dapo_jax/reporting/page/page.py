@@ -27,7 +27,6 @@ from dapo_jax.reporting.page.comparison import (
     from_defaults,
     from_preset,
     headlines,
-    spent,
 )
 from dapo_jax.reporting.page.curves import asset, read_curves, value_at
 from dapo_jax.reporting.page.recorded_run import (
@@ -38,18 +37,14 @@ from dapo_jax.reporting.page.recorded_run import (
     sample_groups,
     spread_out,
 )
-from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import write_text
 
 PAGE = "report.html"
 MARK = '<meta name="generator" content="dapo-jax report">'
 MAX_POINTS = 1024  # of a curve
-MIN_POINTS = 16
-POINT_BYTES = 9  # of a number of a curve, with its comma
 DIGITS = 5  # significant digits of a point
 NAMED = 3  # experiments in the heading
-RESERVED_BYTES = 30_000  # for the cards of the charts
 
 
 def as_json(value: Any) -> str:
@@ -82,16 +77,15 @@ def _mean(table: np.ndarray) -> np.ndarray:
     return np.where(counts, np.nansum(table, 0) / np.maximum(counts, 1), np.nan)
 
 
-def _curves_of(experiment: Experiment, points: int) -> dict[str, Any]:
+def _curves_of(experiment: Experiment) -> dict[str, Any]:
     """Return the charted metrics over steps, minutes and tokens: mean, and range over seeds.
 
-    Args:
-        points: maximum number of points of a curve; at most a quarter are those of evaluations.
+    At most a quarter of the points are those of evaluations.
     """
     steps = sorted({row["step"] for run in experiment.runs for row in run.rows})
     evaluated = np.flatnonzero(np.isfinite(_mean(_table(experiment, "heldout_accuracy", steps))))
-    rare = evaluated[spread_out(len(evaluated), points // 4)]
-    places = np.union1d(spread_out(len(steps), points - len(rare)), rare).astype(int)
+    rare = evaluated[spread_out(len(evaluated), MAX_POINTS // 4)]
+    places = np.union1d(spread_out(len(steps), MAX_POINTS - len(rare)), rare).astype(int)
     lines: dict[str, Any] = {}
     for name in (metric for curve in read_curves() for metric in curve.metrics):
         table = _table(experiment, name, steps)[:, places]
@@ -153,24 +147,23 @@ def _show_interval(interval: Sequence[float | None], form: str = "number") -> st
 # --- the page -------------------------------------------------------------------------------
 
 
-def _sample(shown: list[Experiment], capacity: int) -> tuple[str, str]:
-    """Return the JSON of as many groups as fit into `capacity` bytes, and a text about them."""
-    samples = [sample_groups(run) for experiment in shown for run in experiment.runs]
-    for files in (MAX_FILES, 12, 6, 3, 1):
-        groups = [
-            group | {"run": number}
-            for number, steps in enumerate(samples)
-            for place in spread_out(len(steps), files)
-            for group in steps[place]
-        ]
-        text = as_json(groups)
-        if groups and len(text) <= capacity:
-            return text, (
-                f"{len(groups)} groups from at most {files} evenly spaced steps of each run. Texts "
-                f"above {SHOWN_CHARACTERS:,} characters are cut in the middle. All groups are in "
-                "rollouts/ of the run's folder."
-            )
-    return "[]", "No rollouts are stored (config.log.rollouts), or none fit (--max_mb)."
+def _sample(shown: list[Experiment]) -> tuple[list[dict[str, Any]], str]:
+    """Return groups of the rollouts, fewer of each run if there are several, and a text on them."""
+    runs = [run for experiment in shown for run in experiment.runs]
+    files = max(1, MAX_FILES // len(runs))
+    groups = [
+        group | {"run": number}
+        for number, run in enumerate(runs)
+        for step in sample_groups(run, files)
+        for group in step
+    ]
+    if not groups:
+        return [], "No rollouts are stored (config.log.rollouts)."
+    return groups, (
+        f"{len(groups)} groups from at most {files} evenly spaced steps of each run. Texts above "
+        f"{SHOWN_CHARACTERS:,} characters are cut in the middle. All groups are in rollouts/ of "
+        "the run's folder."
+    )
 
 
 def _describe(experiment: Experiment, first: Experiment, preset: str) -> dict[str, Any]:
@@ -181,11 +174,11 @@ def _describe(experiment: Experiment, first: Experiment, preset: str) -> dict[st
         "runs": [run.name for run in experiment.runs],
         "headlines": headlines(experiment),
         "differences": differences(experiment, first) if experiment is not first else {},
-        "spent": spent(experiment),
         "preset": nearest,
         "from_preset": changed,
         "from_defaults": from_defaults(experiment.settings),
         "settings": sorted(experiment.settings.items()),
+        "curves": _curves_of(experiment),
     }
 
 
@@ -201,10 +194,10 @@ def _plotly() -> tuple[str, str]:
     return f"plotly-{get_plotlyjs_version()}.min.js", get_plotlyjs().replace("\r\n", "\n")
 
 
-def _static_values(
+def _values(
     shown: list[Experiment], described: list[dict[str, Any]], self_contained: bool
 ) -> dict[str, Any]:
-    """Return the values of the template that do not depend on the detail of the curves."""
+    """Return the values of the template except the data."""
     names = ", ".join(experiment.name for experiment in shown[:NAMED])
     names += f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
     library, plotly = _plotly()
@@ -243,38 +236,23 @@ def _render(values: dict[str, Any]) -> str:
 
 
 def page(runs: Sequence[RecordedRun], settings: ReportConfig) -> str:
-    """Return the HTML of the report, as detailed as `max_mb` of the settings allows.
-
-    Raises:
-        ConfigError: there is no such preset, or the fewest points exceed `max_mb`.
-    """
+    """Return the HTML of the report. Raises `ConfigError` if there is no such preset."""
     shown = experiments(runs)
     described = [_describe(experiment, shown[0], settings.preset) for experiment in shown]
-    values = _static_values(shown, described, settings.self_contained)
     leads = all(reward_leads(experiment.settings) for experiment in shown)
-    capacity = int(settings.max_mb * 1e6) - len(_render(values).encode()) - RESERVED_BYTES
-    # A curve of several seeds has three lines, and each chart a few metrics.
-    lines = sum(3 if len(experiment.runs) > 1 else 1 for experiment in shown)
-    lines *= sum(len(curve.metrics) for curve in read_curves())
-    points = int(np.clip(capacity / 2 / POINT_BYTES / lines, MIN_POINTS, MAX_POINTS))
-    for experiment, description in zip(shown, described, strict=True):
-        description["curves"] = _curves_of(experiment, points)
-    data = as_json(
-        {
-            "experiments": [
-                {name: experiment[name] for name in ("name", "runs", "spent", "curves")}
-                for experiment in described
-            ],
-            "curves": [curve._asdict() for curve in read_curves()],
-            "reward_leads": leads,
-            "library": values["library"],
-        }
-    )
-    needed = f"at least {settings.max_mb + (len(data) - capacity) / 1e6:.1f}"
-    require(len(data) <= capacity, "max_mb", settings.max_mb, needed)
-    rollouts, sample = _sample(shown, capacity - len(data))
-    values |= {"cards": list(_cards(described, leads)), "data": data}
-    return _render(values | {"rollouts": rollouts, "sample": sample})
+    values = _values(shown, described, settings.self_contained)
+    groups, sample = _sample(shown)
+    data = {
+        "experiments": [
+            {name: experiment[name] for name in ("name", "runs", "curves")}
+            for experiment in described
+        ],
+        "curves": [curve._asdict() for curve in read_curves()],
+        "reward_leads": leads,
+        "library": values["library"],
+    }
+    values |= {"cards": list(_cards(described, leads)), "data": as_json(data)}
+    return _render(values | {"rollouts": as_json(groups), "sample": sample})
 
 
 def write_page(path: Folder, text: str, self_contained: bool) -> None:

@@ -18,7 +18,7 @@ from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.paths import Folder, folder_at
 
 SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}  # of its config.json
-MAX_FILES = 24  # rollouts files of a run
+MAX_FILES = 24  # rollouts files of all runs
 MAX_BYTES = 32_000_000  # of each file
 GROUPS_PER_STEP = 4
 SHOWN_CHARACTERS = 6000  # the middle of a longer text is cut
@@ -146,6 +146,6 @@ def rollouts_files(run: RecordedRun, most: int = 0) -> dict[int, Folder]:
     return {steps[i]: files[steps[i]] for i in spread_out(len(steps), most or len(steps))}
 
 
-def sample_groups(run: RecordedRun) -> list[list[dict[str, Any]]]:
-    """Return a few groups of each of at most `MAX_FILES` evenly spaced steps."""
-    return [_groups_of(path, step) for step, path in rollouts_files(run, MAX_FILES).items()]
+def sample_groups(run: RecordedRun, most: int = MAX_FILES) -> list[list[dict[str, Any]]]:
+    """Return a few groups of each of at most `most` evenly spaced steps."""
+    return [_groups_of(path, step) for step, path in rollouts_files(run, most).items()]
