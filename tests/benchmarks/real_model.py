@@ -404,7 +404,7 @@ def read_arguments() -> Any:
         group=8,
         updates=2,
         new_tokens=40,
-        learning_rate=5e-6,
+        learning_rate=1e-5,
     )
 
 
