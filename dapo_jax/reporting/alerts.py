@@ -14,6 +14,7 @@ from dapo_jax.config.algorithm import REWARD_FREE_ESTIMATORS
 from dapo_jax.config.experiment import OF_THE_ANSWER, Config
 from dapo_jax.runtime.nonfinite import PREFIXES, reasons
 from dapo_jax.runtime.settings import leaves
+from dapo_jax.structs import FAILURES
 
 BASELINE_STEPS = 10  # previous steps that a response length is compared with
 REPEATED_STEPS = 10  # an alert that persists is repeated after this many steps
@@ -139,7 +140,6 @@ FIND_ANSWERS = (
 )
 EASIER = (Hint("easier problems"), Hint("a larger rollout.samples_per_prompt"))
 HARDER = (Hint("harder problems"), Hint("rollout.when_starved=stop", _can_stop))
-VERIFY = (Hint("a larger reward.timeout_seconds"), Hint("more reward.workers"))
 REJECT_LESS = (FRESHER, Hint("wider bounds of algorithm.rejection"))
 SMALLER_WEIGHTS = (FRESHER, Hint("a smaller algorithm.importance_cap"))
 MOVE_LESS = (
@@ -153,9 +153,7 @@ EMPTY_CAUSES = (
     Hint("none incorrect", lambda s: s["algorithm.trained_responses"] == "pairs"),
 )
 SEE_VERDICTS = Hint("see in rollouts/ whether the verdicts are right", lambda s: s["log.rollouts"])
-SEE_FAILURES = Hint("rollouts/ says what failed", lambda s: s["log.rollouts"])
 GROWTH = "growth of response_tokens_mean"
-FAILURE_RATE = "verifier_failures per verdict"
 REJECTED = "rejected_fraction_low + rejected_fraction_high"
 
 # fmt: off
@@ -168,8 +166,8 @@ ALERTS = (
           applies=_has_graded_groups),
     Alert("step", "all_right_fraction", "watch.max_all_right", advice=HARDER,
           see=Hint("little is left to learn"), applies=_has_graded_groups),
-    Alert("step", FAILURE_RATE, "watch.max_verifier_failures", advice=VERIFY, see=SEE_FAILURES,
-          applies=reads_answers),
+    Alert("event", "failed_rewards",
+          text="{failures} have no reward and are in no mean and no loss{dropped}"),
     Alert("event", "starved", text="only {trained_groups:.0f} {groups} carried signal{broken}"),
     Alert("event", "empty_updates", advice=EMPTY_CAUSES,
           text="{empty_updates:.0f} updates had no trained token and were not taken{causes}"),
@@ -196,9 +194,8 @@ ALERTS = (
     Alert("rows", "starved", text="too few groups carried signal"),
     Alert("rows", "empty_updates", text="updates had no trained token"),
     Alert("rows", "skipped_updates", text="updates were skipped, their gradient was not finite,"),
-    Alert("rows", "broken_groups", text="groups were dropped because their reward failed"),
-    Alert("rows", "verifier_failures", text="the verifier failed on responses",
-          applies=reads_answers),
+    Alert("rows", "broken_groups", text="groups were dropped because their rewards failed"),
+    Alert("rows", "failed_rewards", text="responses had no reward"),
 )
 # fmt: on
 
@@ -245,13 +242,11 @@ class Alerts:
 
     def check_step(self, values: Mapping[str, float]) -> list[str]:
         """Return messages about metrics beyond their limits and about events of the step."""
-        verdicts = sum(count for name, count in values.items() if name.startswith("verdicts/"))
         tokens = values["response_tokens_mean"]
         growth = tokens / (np.mean(self._lengths) or np.inf) if self._lengths else 0.0
         self._lengths.append(tokens)
         measured = self._settings | dict(values)
         measured[GROWTH] = float(growth)
-        measured[FAILURE_RATE] = values["verifier_failures"] / max(1.0, verdicts)
         texts = []
         for alert in self._alerts:
             if alert.scope == "step":
@@ -283,6 +278,13 @@ def _event(alert: Alert, values: Mapping[str, Any]) -> str:
     words = {f"{prefix}reasons": reasons(dict(values), prefix) for prefix in PREFIXES}
     words["groups"] = "group" if values.get("trained_groups") == 1 else "groups"
     words["broken"] = f", {broken:.0f} were broken" if broken else ""
+    outcomes = {n.removeprefix("outcomes/"): values[n] for n in values if n.startswith("outcomes/")}
+    failed = {name: count for name, count in outcomes.items() if name in FAILURES and count}
+    kinds = ", ".join(f"{count:.0f} {name}" for name, count in failed.items())
+    total = f"{sum(failed.values()):.0f} of {sum(outcomes.values()):.0f}"
+    words["failures"] = f"{total} responses ({kinds})"
+    numbers = {"dropped": broken, "sampled again": values.get("resampled_groups", 0.0)}
+    words["dropped"] = "".join(f"; groups {verb}: {n:.0f}" for verb, n in numbers.items() if n)
     words["causes"] = f" ({causes}?)" if causes else ""
     return alert.text.format_map({**values, **words})
 

@@ -108,7 +108,8 @@ def carry(
     """Return the partial groups for step + 1 in data order, and how many were too old."""
     carried = list(unfinished)
     for group in surplus:
-        scored = group if rollout.carry_over == "all" else None
+        # A checkpoint holds no failed responses, so the next step must not see them either.
+        scored = dataclasses.replace(group, failed=()) if rollout.carry_over == "all" else None
         first_step = first_steps.get(group.prompt.index, step)
         carried.append(PartialGroup(group.prompt, first_step, judged=scored))
     expired = 0
@@ -232,7 +233,9 @@ def _unpack_responses(
 def _scored_group(
     prompt: Prompt, completions: tuple[Completion, ...], record: dict[str, Any]
 ) -> Group:
-    verdicts = tuple(Verdict(**fields) for fields in record["verdicts"])
+    verdicts = tuple(map(Verdict.from_json, record["verdicts"]))
     parts = {name: np.array(part, np.float64) for name, part in record["reward_parts"].items()}
-    arrays = {name: np.array(record[name], dtype) for name, dtype in GROUP_ARRAYS.items()}
+    arrays: dict[str, Any] = {
+        name: np.array(record[name], dtype) for name, dtype in GROUP_ARRAYS.items()
+    }
     return Group(prompt, completions, verdicts, parts, **arrays)

@@ -136,7 +136,7 @@ class Trajectories:
         ]
 
     def _next_turn(self, waiting: AwaitingReply, reply: Any, max_turns: int) -> NextTurn:
-        """Append the reply, such as `environments.sessions.Step`, unless the trajectory ends."""
+        """Append the reply, such as a `sessions.TokenizedReply`, unless the trajectory ends."""
         counts = self.counts
         next_turn = functools.partial(NextTurn, waiting.group, waiting.held)
         counts.failed_steps += bool(reply.failure)
@@ -146,6 +146,7 @@ class Trajectories:
             waiting.completion,
             rewards=(*waiting.completion.rewards, reply.reward),
             failures=(*waiting.completion.failures, reply.failure),
+            lost_environment=reply.lost,
         )
         turns = completion.turns or (Turn(True, len(completion.tokens), completion.text),)
         if not reply.tokens:

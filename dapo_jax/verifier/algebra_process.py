@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dapo_jax.runtime.workers.parent import RestartingWorker
+from dapo_jax.runtime.workers.parent import LATE_FACTOR, Limits, RestartingWorker
 from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Ruling
 
 WORKER = "dapo_jax.verifier.algebra_worker"
@@ -16,17 +16,22 @@ def ask(
     """Return the verdicts of a worker, or why there is none; `how` says how it was decided.
 
     A late worker is killed, and each question is asked again alone; a worker that died is replaced.
+    A question that is late alone is asked once more, with a longer limit. `ComputedTooLong` says
+    that its text is the cause, since it used up the time limit as CPU time.
 
     Args:
         worker: a process of `algebra_worker`.
         seconds: limit of one verdict, without a worker's start.
     """
+    # On an idle core the limit of CPU time comes first, and says that the text is the cause.
+    first = Limits(seconds + BATCH_SECONDS, computing=seconds)
+    limits = first._replace(late_seconds=LATE_FACTOR * seconds)
     results: list[Ruling | Exception] = []
     while len(results) < len(questions):
         left = questions[len(results) :]
         job = {"questions": [question._asdict() for question in left]}
         try:
-            replies = worker.ask(job, seconds + BATCH_SECONDS * (len(left) > 1))["replies"]
+            replies = worker.ask(job, limits if len(left) == 1 else first)["replies"]
         except Exception as error:
             if len(questions) == 1:
                 return [error]
@@ -36,7 +41,10 @@ def ask(
 
 
 def _read_reply(reply: dict) -> Ruling | Exception:
-    return RuntimeError(reply["failure"]) if "failure" in reply else Ruling(**reply)
+    if "failure" not in reply:
+        return Ruling(**reply)
+    error = reply["failure"]
+    return MemoryError(error) if error.startswith("MemoryError") else RuntimeError(error)
 
 
 _worker = RestartingWorker(WORKER)

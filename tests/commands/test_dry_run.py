@@ -121,7 +121,7 @@ def test_failing_reward_function_is_named(dry_run):
     )  # it does not wait for a hanging function at every prompt
     assert error.startswith("error: config.reward.parts") and len(error.splitlines()) == 1
     code, output, _ = dry_run(ROWS, "--config.reward.parts=rule=1,dry_rewards:fails_on_nothing=1")
-    assert code == 0 and "warning: reward functions fail on 3 of these" in output
+    assert code == 0 and "warning: rewards fail on 3 of these" in output
 
 
 def test_an_environment_is_played_for_a_turn(dry_run):

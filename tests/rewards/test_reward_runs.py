@@ -1,6 +1,8 @@
 """Whole runs on rewards of several parts: a failing function costs groups, not the run."""
 
+import collections
 import json
+import re
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ def digits(prompt, response, answer):
 """
 
 
-def test_a_run_goes_on_without_the_groups_whose_reward_failed(
+def test_a_run_goes_on_without_the_responses_whose_reward_failed(
     base, score_folder, write_module, alone, tmp_path, capsys
 ):
     write_module("own", OWN)
@@ -50,27 +52,37 @@ def test_a_run_goes_on_without_the_groups_whose_reward_failed(
     with open_run(config) as run:
         run.step()
     row = read_rows(tmp_path)[-1]
-    assert row["broken_groups"] > 0 and row["trained_groups"] == 4 and not row["starved"]
+    assert row["outcomes/user_error"] > 0 and row["trained_groups"] == 4 and not row["starved"]
     assert None not in row.values()
     lines = [json.loads(line) for line in read_rollouts(tmp_path)["step_000001.jsonl"].splitlines()]
-    failed = {line["index"] for line in lines if line["failure"]}
-    assert len(failed) == row["broken_groups"] and len(lines) > 4 * len(failed)
+    failed = [line for line in lines if line["failure"]]
+    assert len(failed) == row["outcomes/user_error"] == row["failed_rewards"] * len(lines)
     names = ["rule", "own:picky", "model", "repetition", "overlong"]
     for line in lines:
-        assert list(line["reward_parts"]) == names
         sevens = line["response"].endswith("7")
         assert (line["reward"] is None) == sevens == (line["failure"] is not None)
+        assert sevens == (line["outcome"] == "user_error") == (line["correct"] is None)
         if not sevens:
+            assert list(line["reward_parts"]) == names
             np.testing.assert_allclose(
                 line["reward_parts"]["own:picky"], len(line["response"]) / 10
             )
             np.testing.assert_allclose(line["reward"], sum(line["reward_parts"].values()))
-    judged = [line for line in lines if line["index"] not in failed and not line["surplus"]]
+    sizes = collections.Counter(line["index"] for line in lines if not line["failure"])
+    broken = {line["index"] for line in lines if sizes[line["index"]] < 2}
+    assert len(broken) == row["broken_groups"]
+    judged = [
+        line
+        for line in lines
+        if not (line["index"] in broken or line["surplus"] or line["failure"])
+    ]
     for name in names:
         mean = np.mean([line["reward_parts"][name] for line in judged])
         np.testing.assert_allclose(row[f"reward_parts/{name}"], mean)
     shown = capsys.readouterr().out
-    assert "step 1: a group was dropped: own:picky: " in shown
+    assert re.search(r"step 1: a (reward failed|group was dropped): user_error: own:picky: ", shown)
+    words = f"step 1: {len(failed)} of {len(lines)} responses ({len(failed)} user_error) have no"
+    assert words in shown
     assert 'raise RuntimeError("seven is not for me"): RuntimeError: seven is not for me' in shown
     assert f"prompt {next(line['prompt_id'] for line in lines if line['failure'])}" in shown
 
@@ -87,7 +99,7 @@ def test_a_run_in_which_every_group_fails_is_saved_and_stops_with_the_cause(
         rollout=Rollout(4, 4, updates_per_rollout=1, max_sample_rounds=2),
     )
     with pytest.raises(
-        Starved, match="failed in every group, first: own:broken: .*KeyError.*prompt"
+        Starved, match="failed in every group, first: user_error: own:broken: .*KeyError.*prompt"
     ):
         train(config)
     checkpoints = Checkpoints(tmp_path, Checkpoint())

@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.runtime.settings import ConfigError, check_utf8, read_file, read_json, require
-from dapo_jax.runtime.workers.parent import RestartingWorker
+from dapo_jax.runtime.workers.parent import Limits, RestartingWorker
 from dapo_jax.structs import Problem, present
 
 REPLY_SECONDS = 60.0  # for a reply on a very busy machine
@@ -51,7 +51,7 @@ def _ask_worker(subject: str, template: str, strict: bool, **job: Any) -> dict:
     A name without a value is an error if `strict`, else it writes nothing.
     """
     try:
-        reply = _worker.ask({"template": template, "strict": strict} | job, REPLY_SECONDS)
+        reply = _worker.ask({"template": template, "strict": strict} | job, Limits(REPLY_SECONDS))
     except (OSError, ValueError):
         problem = "it computes for over 2 s, or needs too much memory"
         raise TemplateTimeout(f"{subject} fails: {problem}") from None
