@@ -28,7 +28,8 @@ frame = sys._getframe()
 while frame:
     shown.append(repr(frame.f_locals))
     frame = frame.f_back
-result = sum(("gold-" + "7f3a") in text for text in shown)
+wanted = "".join(PARTS)  # not in the code itself, whose constants are objects too
+result = sum(wanted in text for text in shown)
 """
 FORGED = {"prompt": None, "cut": False, "failure": "", "shown": ""}
 FORGED["observation"] = {"text": "forged", "messages": [], "reward": 9.0, "done": True}
@@ -89,8 +90,8 @@ def call(environments, code, index=0):
 
 
 def test_no_object_of_the_tools_process_holds_the_answer(environments):
-    assert call(environments, SEARCH.replace('"gold-" + "7f3a"', '"1+" + "1="')).text != "0"
-    assert call(environments, SEARCH).text == "0"
+    assert call(environments, SEARCH.replace("PARTS", "['1+', '1=']")).text != "0"
+    assert call(environments, SEARCH.replace("PARTS", "['gold', '-7f3a']")).text == "0"
 
 
 def test_forged_replies_fail_and_later_trajectories_get_their_own(environments):
