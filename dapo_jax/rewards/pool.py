@@ -397,7 +397,7 @@ class RewardPool:
         job = ScoreRequest(source, metadata, verdict.extracted)._asdict()
         first = ScoreRequest(source)._asdict()
         seconds = self._reward.timeout_seconds
-        limits = Limits(seconds, LATE_FACTOR * seconds, SCORE_SECONDS)
+        limits = Limits(seconds, LATE_FACTOR * seconds, min(seconds, SCORE_SECONDS))
         try:
             reply = ScoreReply.from_json(worker.ask(job, limits, first))
         except ComputedTooLong:  # the answer's own fault

@@ -233,7 +233,9 @@ def _unpack_responses(
 def _scored_group(
     prompt: Prompt, completions: tuple[Completion, ...], record: dict[str, Any]
 ) -> Group:
-    verdicts = tuple(map(Verdict.from_json, record["verdicts"]))
+    dropped = {"failure", "broken"}  # no failure is stored; older versions had the second field
+    fields = [{k: v for k, v in own.items() if k not in dropped} for own in record["verdicts"]]
+    verdicts = tuple(Verdict(**own) for own in fields)
     parts = {name: np.array(part, np.float64) for name, part in record["reward_parts"].items()}
     arrays: dict[str, Any] = {
         name: np.array(record[name], dtype) for name, dtype in GROUP_ARRAYS.items()
