@@ -30,7 +30,13 @@ from dapo_jax.rewards.functions import (
 )
 from dapo_jax.rewards.group_rewards import GYM
 from dapo_jax.rewards.gym import ScoreReply, ScoreRequest
-from dapo_jax.runtime.workers.parent import LATE_FACTOR, ComputedTooLong, Limits, RestartingWorker
+from dapo_jax.runtime.workers.parent import (
+    BUSY_FACTOR,
+    LATE_FACTOR,
+    ComputedTooLong,
+    Limits,
+    RestartingWorker,
+)
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool
 from dapo_jax.structs import SLOW, Completion, Failure, Outcome, Prompt, Verdict, present
@@ -397,7 +403,7 @@ class RewardPool:
         job = ScoreRequest(source, metadata, verdict.extracted)._asdict()
         first = ScoreRequest(source)._asdict()
         seconds = self._reward.timeout_seconds
-        limits = Limits(seconds, LATE_FACTOR * seconds, min(seconds, SCORE_SECONDS))
+        limits = Limits(seconds, BUSY_FACTOR * seconds, min(seconds, SCORE_SECONDS))
         try:
             reply = ScoreReply.from_json(worker.ask(job, limits, first))
         except ComputedTooLong:  # the answer's own fault

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dapo_jax.runtime.workers.parent import LATE_FACTOR, Limits, RestartingWorker
+from dapo_jax.runtime.workers.parent import BUSY_FACTOR, Limits, RestartingWorker
 from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Ruling
 
 WORKER = "dapo_jax.verifier.algebra_worker"
@@ -25,7 +25,7 @@ def ask(
     """
     # On an idle core the limit of CPU time comes first, and says that the text is the cause.
     first = Limits(seconds + BATCH_SECONDS, computing=seconds)
-    limits = first._replace(late_seconds=LATE_FACTOR * seconds)
+    limits = first._replace(late_seconds=BUSY_FACTOR * seconds)
     results: list[Ruling | Exception] = []
     while len(results) < len(questions):
         left = questions[len(results) :]

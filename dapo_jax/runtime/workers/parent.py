@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 START_SECONDS = 60.0  # for an interpreter to start on a busy machine
 MAX_REPLY_BYTES = 1 << 20  # a worker that writes more is broken
-LATE_FACTOR = 4  # the longer limit of a second attempt, relative to the first
+# Longer limits of a second attempt, relative to the first.
+LATE_FACTOR = 4
+BUSY_FACTOR = 12  # with a limit of CPU time, which ends a job that computes, also on a busy machine
 
 
 class Limits(NamedTuple):
