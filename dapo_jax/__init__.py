@@ -34,6 +34,7 @@ _DEFINED_IN = {
     "Algorithm": "algorithms",
     "preset": "algorithms",
     "presets": "algorithms:PRESETS",
+    "JudgeUnavailable": "structs",
     "Observation": "structs",
     "is_equivalent": "verifier.algebra_process",
     "overlong_punishment": "rewards.group_rewards",
@@ -98,7 +99,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dapo_jax.learner import advantages, losses
     from dapo_jax.rewards.group_rewards import overlong_punishment
     from dapo_jax.runtime.settings import ConfigError
-    from dapo_jax.structs import Observation
+    from dapo_jax.structs import JudgeUnavailable, Observation
     from dapo_jax.verifier.algebra_process import is_equivalent
 
 

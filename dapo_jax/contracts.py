@@ -158,7 +158,10 @@ class Environment(Protocol):
         ...
 
     def step(self, text: str) -> Observation | None:
-        """Reply to a turn of the policy; None ends the trajectory."""
+        """Reply to a turn of the policy; None ends the trajectory.
+
+        An exception means that the environment is broken: the trajectory ends without a reward.
+        """
         ...
 
 

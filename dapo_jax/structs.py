@@ -9,7 +9,9 @@ Alignment: entry t of a per-token array belongs to `tokens[..., t]`, and
 `logprobs[..., t] = log p(tokens[t] | tokens[<t])`.
 """
 
+import collections
 import dataclasses
+import enum
 import functools
 import math
 import re
@@ -48,6 +50,42 @@ def repetition(tokens: np.ndarray) -> float:
         numbers = numbers.astype(np.uint64)
         half *= 2
     return 1.0 - len(distinct) / len(numbers)
+
+
+# --- outcomes -------------------------------------------------------------------------------
+
+
+class Outcome(enum.StrEnum):
+    """Outcome of a reward. The failures give no reward, not even 0."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    NO_ANSWER = "no_answer"
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+    MEMORY = "memory"
+    USER_ERROR = "user_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    JUDGE_UNAVAILABLE = "judge_unavailable"
+
+
+FAILURES = tuple(Outcome)[3:]
+SLOW = "slow"  # `Verdict.decided` of a text that took the verifier too long: it is wrong
+
+
+class JudgeUnavailable(ConnectionError):
+    """Error to raise in a reward function if a service that it needs does not answer."""
+
+
+class Failure(NamedTuple):
+    """Failure of a reward, with the error."""
+
+    outcome: Outcome
+    text: str
+
+    @classmethod
+    def from_json(cls, fields: Sequence[str] | None) -> "Failure | None":
+        return None if fields is None else cls(Outcome(fields[0]), fields[1])
 
 
 # --- host, ragged ---------------------------------------------------------------------------
@@ -150,6 +188,7 @@ class Completion:
     turns: tuple[Turn, ...] = ()  # empty without observations
     rewards: tuple[float, ...] = ()  # of the environment, one per step
     failures: tuple[str, ...] = ()  # of steps of the environment
+    lost_environment: bool = False  # a step failed for good: no reward
     routes: np.ndarray | None = None  # [m, L, k] experts of the first m tokens, prompt included
 
     def __len__(self) -> int:
@@ -210,16 +249,31 @@ class Verdict:
 
     correct: bool
     extracted: str | None  # answer found in the response, or None
-    failure: str | None = None  # why the worker did not finish
+    failure: Failure | None = None  # why there is no reward
     parts: dict[str, float] = dataclasses.field(default_factory=dict)  # unweighted, by name
     token_rewards: list[float] | None = None  # [n], weighted sum of per-token parts
-    broken: str | None = None  # reward part that failed, with the error
     decided: str = ""  # direct, algebra, remembered; or why there is no answer
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Verdict":
+        known: dict[str, Any] = fields | {"failure": Failure.from_json(fields["failure"])}
+        return cls(**known)
+
+
+class FailedResponse(NamedTuple):
+    """Response without a reward, with its verdict's failure."""
+
+    completion: Completion
+    failure: Failure
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The G responses to a prompt with verdicts and rewards; kept or dropped as a whole."""
+    """Responses to a prompt with verdicts and rewards; kept or dropped as a whole.
+
+    Responses whose reward failed are in `failed` only, so that they are in no statistics and in no
+    loss. Without failures there are G responses.
+    """
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -228,6 +282,7 @@ class Group:
     rewards: np.ndarray  # [G] float64, their sum
     raw_rewards: np.ndarray  # [G] float64, without shaping parts
     correct: np.ndarray  # [G] bool, by the verifier or the raw reward
+    failed: tuple[FailedResponse, ...] = ()
 
     @functools.cached_property
     def token_rewards(self) -> tuple[np.ndarray, ...] | None:
@@ -240,15 +295,34 @@ class Group:
             for values, completion in zip(rewards, self.completions, strict=True)
         )
 
-    @functools.cached_property  # read after every burst
-    def broken(self) -> str | None:
-        """Description of the first failed reward; None if every reward is a finite number."""
-        for i, verdict in enumerate(self.verdicts):
-            if not math.isfinite(self.rewards[i]):
-                cause = verdict.broken or verdict.failure or "the reward is not a finite number"
-                tail = self.completions[i].text[-MAX_SHOWN_CHARACTERS:]
-                return f"{cause}; prompt {self.prompt.id}, response {i}, which ends in {tail!r}"
-        return None
+    @functools.cached_property
+    def outcomes(self) -> list[Outcome]:
+        """Outcomes of the responses, and then of the failed ones."""
+
+        def of_scored(verdict: Verdict, correct: bool) -> Outcome:
+            if correct:
+                return Outcome.RIGHT
+            is_missing = verdict.extracted is None and verdict.decided != SLOW
+            return Outcome.NO_ANSWER if is_missing else Outcome.WRONG
+
+        scored = map(of_scored, self.verdicts, self.correct)
+        return [*scored, *(response.failure.outcome for response in self.failed)]
+
+    @property
+    def is_broken(self) -> bool:
+        """True if fewer than half of the responses, or only one, have a reward."""
+        size = len(self.completions) + len(self.failed)
+        return len(self.completions) < max(math.ceil(size / 2), min(2, size))
+
+    @property
+    def first_failure(self) -> str:
+        """Description of the first failed reward; empty if there is none."""
+        if not self.failed:
+            return ""
+        (completion, failure), *_ = self.failed
+        tail = completion.text[-MAX_SHOWN_CHARACTERS:]
+        place = f"prompt {self.prompt.id}, response {completion.sample}"
+        return f"{failure.outcome}: {failure.text}; {place}, which ends in {tail!r}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +359,7 @@ class CollectedGroups:
     judged: list[Group]  # all before next_position; with carry-over all but surplus
     surplus: list[Group]  # scored but not used; biased to short responses
     with_signal: int  # number of `judged` groups with a learning signal
-    broken: list[Group]  # groups with a failed reward; in no other list
+    broken: list[Group]  # dropped: too few responses have a reward; in no other list
     asked_prompts: int
     kept_fraction: float  # estimate for the next step
     next_position: int  # of the data; surplus prompts are requested again
@@ -297,6 +371,24 @@ class CollectedGroups:
     reused: frozenset[int] = frozenset()  # positions of groups that an earlier step scored
     # Traces of the responses of trained groups, by position of the group in the data.
     traces: dict[int, list[Trace]] = dataclasses.field(default_factory=dict)
+    resampled: tuple[Group, ...] = ()  # broken at first, sampled again
+
+    @property
+    def scored(self) -> list[Group]:
+        """All groups that this step scored."""
+        groups = [*self.judged, *self.surplus, *self.broken, *self.resampled]
+        return [group for group in groups if group.prompt.index not in self.reused]
+
+    @functools.cached_property
+    def outcomes(self) -> collections.Counter[Outcome]:
+        """Number of responses by outcome in the groups that this step scored."""
+        return collections.Counter(outcome for group in self.scored for outcome in group.outcomes)
+
+    @property
+    def failures(self) -> collections.Counter[Outcome]:
+        """Number of failed rewards by outcome."""
+        counts = {name: self.outcomes[name] for name in FAILURES if self.outcomes[name]}
+        return collections.Counter(counts)
 
     @property
     def all_right(self) -> int:

@@ -179,6 +179,8 @@ def describe_replies(trial: Trial) -> Iterator[str]:
     yield "\nreplies of the environment to these as first turns, to the first prompt:"
     for (name, text), step in zip(trial.answers.items(), trial.replies, strict=True):
         reply = f"{len(step.tokens)} tokens: {_short(step.text, 200)}" if step.tokens else "the end"
+        if step.lost:
+            reply = f"failed, so there is no reward: {step.failure}"
         yield f"  {name:<22}{_short(text, 20):<22}{step.reward:>+7.2f}  {reply}"
 
 
@@ -192,13 +194,14 @@ def score(config: Config, tokenizer: Tokenizer, trials: Sequence[Trial]) -> list
                 ids = np.asarray(tokenizer.encode(text), np.int32)
                 rewards = (trial.replies[i].reward,) if trial.replies else ()
                 logprobs = np.zeros(len(ids), np.float32)
-                completions.append(Completion(ids, logprobs, False, 0, text, rewards=rewards))
+                done = Completion(ids, logprobs, False, 0, text, sample=i, rewards=rewards)
+                completions.append(done)
             futures = pool.submit_group(trial.prompt, tuple(completions))
             verdicts = tuple(future.result() for future in futures)
             scores = np.zeros(len(completions)) if config.reward.model_folder else None
             group = reward_group(config, trial.prompt, tuple(completions), verdicts, scores)
             groups.append(group)
-            if all(verdict.broken for verdict in verdicts):  # do not wait for each timeout
+            if all(verdict.failure for verdict in verdicts):  # do not wait for each timeout
                 break
     return groups
 
@@ -207,31 +210,36 @@ def describe_rewards(
     config: Config, trials: Sequence[Trial], groups: Sequence[Group]
 ) -> Iterator[str]:
     """Yield a table: rewards of the answers to every prompt, and reward parts for the first."""
+    # Groups end at a broken one.
     rewards = [
-        dict(zip(trial.answers, group.rewards, strict=True))
-        for trial, group in zip(trials, groups, strict=False)  # groups end at a broken one
+        {done.sample: reward for done, reward in zip(group.completions, group.rewards, strict=True)}
+        for group in groups
     ]
     yield "\nrewards of answers that no model wrote, to these prompts; parts of the first:"
     first = groups[0]
-    for i, (name, text) in enumerate(trials[0].answers.items()):
-        parts = ", ".join(f"{part} {v[i] + 0.0:+.2f}" for part, v in first.reward_parts.items())
-        verdict = "right" if first.correct[i] else f"wrong ({first.verdicts[i].decided})"
-        columns = "".join(f"{row[name]:>+7.2f}" if name in row else " " * 7 for row in rewards)
-        yield f"  {name:<22}{_short(text, 20):<22}{columns}  {verdict}: {parts}"
-    broken = [verdict.broken for group in groups for verdict in group.verdicts if verdict.broken]
-    if broken:
-        yield f"warning: reward functions fail on {len(broken)} of these: {broken[0]}"
+    places = {done.sample: place for place, done in enumerate(first.completions)}
+    for sample, (name, text) in enumerate(trials[0].answers.items()):
+        result = "no reward"
+        if (i := places.get(sample)) is not None:
+            parts = ", ".join(f"{part} {v[i] + 0.0:+.2f}" for part, v in first.reward_parts.items())
+            verdict = "right" if first.correct[i] else f"wrong ({first.verdicts[i].decided})"
+            result = f"{verdict}: {parts}"
+        columns = "".join(f"{row[sample]:>+7.2f}" if sample in row else " " * 7 for row in rewards)
+        yield f"  {name:<22}{_short(text, 20):<22}{columns}  {result}"
+    failed = [response.failure for group in groups for response in group.failed]
+    if failed:
+        yield f"warning: rewards fail on {len(failed)} of these: {failed[0].text}"
     if config.reward.model_folder:
         yield "the part model is 0 here: its weights are not loaded"
 
 
 def check_rewards(config: Config, groups: Sequence[Group]) -> None:
     """Raise `ConfigError` if a reward function fails on every answer."""
-    verdicts = [verdict for group in groups for verdict in group.verdicts]
-    if all(verdict.broken for verdict in verdicts):
+    failed = [response.failure for group in groups for response in group.failed]
+    if failed and not any(group.completions for group in groups):
         raise ConfigError(
-            f"config.reward.parts = {config.reward.parts!r}: fails on all of {len(verdicts)} "
-            f"answers: {verdicts[0].broken}",
+            f"config.reward.parts = {config.reward.parts!r}: fails on all of {len(failed)} "
+            f"answers: {failed[0].text}",
             "reward.parts",
         )
 

@@ -39,7 +39,10 @@ def check_folder(config: Config) -> None:
 
 
 def main() -> int:
-    """Run the command. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
+    """Run the command.
+
+    Exit code 0: done; 2: wrong settings; 3: every reward failed; 128 + n: stopped by signal n.
+    """
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
 
     def work(config: Config) -> int:
@@ -47,10 +50,15 @@ def main() -> int:
         from dapo_jax.runtime import processes
 
         with Progress(config.log.console).working("loading the libraries"):
+            from dapo_jax.rollout.dynamic_sampling import Starved
             from dapo_jax.run.evaluation import evaluate
             from dapo_jax.runtime.signals import Signals
         signals = Signals(config.checkpoint.leave_seconds)
-        scores = evaluate(config, from_folder=from_folder, signals=signals)
+        try:
+            scores = evaluate(config, from_folder=from_folder, signals=signals)
+        except Starved as error:
+            processes.print_error(f"stopped: {error}")
+            return 3
         if scores is None:
             return signals.exit_code
         if processes.is_first():

@@ -20,6 +20,7 @@ from dapo_jax.runtime.rules import (
     Seed,
     Share,
     Temperature,
+    Unit,
     When,
 )
 from dapo_jax.runtime.settings import part, require, section, setting
@@ -269,6 +270,11 @@ class Rollout:
         "partial",
         "If there are too few groups after the last round: 'partial' trains on them, 'stop' ends.",
     )
+    when_broken: Literal["drop", "resample"] = setting(
+        "drop",
+        "If the rewards of over half of a group, or of all but one response, failed: 'drop' it, or "
+        "'resample' it once.",
+    )
 
 
 @section
@@ -365,12 +371,19 @@ class Reward:
     )
     workers: Count = setting(1, "Threads that compute rewards, with processes.", may_change=True)
     timeout_seconds: Positive = setting(
-        5.0, "A worker that needs longer for one response or group is killed.", may_change=True
+        5.0,
+        "A worker that needs longer for a response or group is killed, and asked again once for 4 "
+        "times as long.",
+        may_change=True,
     )
 
     def needs_answer(self) -> bool:
         """Return True if responses are compared with the gold answer."""
         return self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
+
+    def reads_verdicts(self) -> bool:
+        """Return True if a reward or the choice of groups depends on the verifier."""
+        return self.needs_answer() or "format" in self.weights()
 
     def weights(self) -> dict[str, float]:
         """Return the weight of each part by name; raise `ConfigError` for another format."""
@@ -458,7 +471,7 @@ class Log:
 
 @section
 class Watch:
-    """Limits of metrics: beyond them a step prints a warning. 0: not watched."""
+    """Limits of metrics: beyond them a step prints a warning, or the run stops. 0: not watched."""
 
     min_entropy: PositiveOr0 = setting(0.005, "Lower limit of `entropy`, in nats.")
     max_length_growth: PositiveOr0 = setting(
@@ -467,7 +480,9 @@ class Watch:
     max_all_right: PositiveOr0 = setting(0.9, "Limit of `all_right_fraction`.")
     max_all_wrong: PositiveOr0 = setting(0.9, "Limit of `all_wrong_fraction`.")
     max_answer_not_found: PositiveOr0 = setting(0.5, "Limit of `answer_not_found_rate`.")
-    max_verifier_failures: PositiveOr0 = setting(0.05, "Limit of `verifier_failures` per verdict.")
+    max_failed_rewards: Unit = setting(
+        0.5, "Limit of `failed_rewards`: beyond it the run saves and stops with exit code 3."
+    )
 
 
 # With other schedules, the rate of every step depends on total_steps.

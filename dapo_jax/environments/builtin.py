@@ -110,4 +110,7 @@ class SecondTry:
         verdict = self._pool.submit(
             problem.text, text, problem.answer, problem.source, problem.metadata
         )
-        return verdict.result().correct
+        result = verdict.result()
+        if result.failure:
+            raise RuntimeError(result.failure.text)
+        return result.correct

@@ -13,7 +13,7 @@ from dapo_jax.environments.transcript import Transcript
 from dapo_jax.environments.worker import Reply, Request
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.workers.parent import RestartingWorker
+from dapo_jax.runtime.workers.parent import LATE_FACTOR, Limits, RestartingWorker
 from dapo_jax.runtime.workers.pickled_functions import FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool, gather_results
 from dapo_jax.structs import Interrupted, Observation, Problem, Prompt
@@ -31,6 +31,7 @@ class TokenizedReply(NamedTuple):
     failure: str = ""
     cut: bool = False
     late: bool = False
+    lost: bool = False  # the environment failed: there is no reward
 
 
 class PendingReply(NamedTuple):
@@ -100,6 +101,8 @@ class Environments:
         problem = Problem(
             prompt.id, prompt.problem, prompt.answer, prompt.source, metadata=prompt.metadata
         )
+        if self.settings.tools:  # they may run code of the policy: only what the policy sees
+            problem = Problem("", prompt.problem, "", "")
         request = Request(problem, f"{prompt.index} {seed}", seed, [*passed, last])
         pool = self._pools[zlib.crc32(request.session.encode()) % len(self._pools)]
         return PendingReply(prompt.index, [pool.submit(self._step, request)])
@@ -116,6 +119,8 @@ class Environments:
             reply = Reply(failure=f"{type(error).__name__}: {error}")
         observation = reply.observation or Observation(role=self._role)
         failure = (reply.failure or observation.failure)[:MAX_ERROR_CHARACTERS]
+        if reply.failure and not self.settings.tools:
+            return TokenizedReply([], "", failure=failure, late=late, lost=True)
         messages = observation.messages
         text = observation.text
         if failure and not messages:
@@ -130,13 +135,19 @@ class Environments:
         return TokenizedReply(tokens, shown, observation.reward, failure, cut, late)
 
     def _ask(self, workers: _Workers, request: Request, seconds: float) -> Reply:
-        """Return a worker's reply; a first reset may load data, so its time does not count."""
+        """Return a worker's reply; a first reset may load data, so its time does not count.
+
+        A call of a tool that is late is not repeated: its arguments may be the cause.
+        """
         source = request.problem.source
         first = None
+        late_seconds = 0.0
         if not self.settings.tools:
+            late_seconds = LATE_FACTOR * seconds
             first = self._first.setdefault(source, Request(request.problem).to_json())
         try:
-            return Reply.from_json(workers.steps.ask(request.to_json(), seconds, first=first))
+            limits = Limits(seconds, late_seconds)
+            return Reply.from_json(workers.steps.ask(request.to_json(), limits, first))
         except TimeoutError:
             self._first.pop(source, None)  # the reset of another problem may end in time
             raise
@@ -158,7 +169,7 @@ class Environments:
         """Return a problem with the prompt of its environment.
 
         If `reset` fails after an earlier one succeeded, the problem keeps its own prompt, and its
-        steps report the failure.
+        trajectories get no reward.
 
         Raises:
             ConfigError: the first `reset` failed.

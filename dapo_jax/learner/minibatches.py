@@ -1,6 +1,7 @@
 """Optimizer minibatches of a rollout batch: splitting, packing and loss weights."""
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -78,12 +79,12 @@ def split_groups(
     config: Config, groups: Sequence[Group], token_weights: TokenWeights | None = None
 ) -> list[list[Segment]]:
     """Split groups, in order, into the segments of each minibatch."""
-    size = config.rollout.samples_per_prompt
     share = prompts_per_update(config)
     weights = _compute_token_weights(config, groups, token_weights)
+    index = itertools.count()  # groups differ in size if rewards failed
     segments = [
         [
-            Segment(g.prompt, response, i * size + j, bool(g.correct[j]), weights[i][j])
+            Segment(g.prompt, response, next(index), bool(g.correct[j]), weights[i][j])
             for j, response in enumerate(g.completions)
         ]
         for i, g in enumerate(groups)

@@ -109,7 +109,7 @@ def make_feedback(
         log_ratios=log_ratios,
         reward_parts=np.array([np.concatenate(part) for part in parts]),
         part_weights=np.array([weights.get(name, 1.0) for name in groups[0].reward_parts]),
-        groups=np.arange(len(rewards)) // config.rollout.samples_per_prompt,
+        groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
         correct=np.concatenate([group.correct for group in groups]),
         trained=place_tokens(trained, index) > 0,
         teacher_log_ratios=teacher,

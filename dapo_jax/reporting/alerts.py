@@ -13,6 +13,7 @@ import numpy as np
 from dapo_jax.config.experiment import OF_THE_ANSWER, Config
 from dapo_jax.runtime.nonfinite import PREFIXES, reasons
 from dapo_jax.runtime.settings import leaves
+from dapo_jax.structs import FAILURES
 
 BASELINE_STEPS = 10  # previous steps that a response length is compared with
 REPEATED_STEPS = 10  # an alert that persists is repeated after this many steps
@@ -93,7 +94,6 @@ class Alert(NamedTuple):
 
 
 GROWTH = "growth of response_tokens_mean"
-FAILURE_RATE = "verifier_failures per verdict"
 REJECTED = "rejected_fraction_low + rejected_fraction_high"
 
 # fmt: off
@@ -103,7 +103,8 @@ ALERTS = (
     Alert("step", "answer_not_found_rate", "watch.max_answer_not_found", applies=reads_answers),
     Alert("step", "all_wrong_fraction", "watch.max_all_wrong", applies=_has_graded_groups),
     Alert("step", "all_right_fraction", "watch.max_all_right", applies=_has_graded_groups),
-    Alert("step", FAILURE_RATE, "watch.max_verifier_failures", applies=reads_answers),
+    Alert("event", "failed_rewards",
+          text="{failures} have no reward and are in no mean and no loss{dropped}"),
     Alert("event", "starved", text="only {trained_groups:.0f} {groups} carried signal{broken}"),
     Alert("event", "empty_updates",
           text="{empty_updates:.0f} updates had no trained token and were not taken"),
@@ -130,9 +131,8 @@ ALERTS = (
     Alert("rows", "starved", text="too few groups carried signal"),
     Alert("rows", "empty_updates", text="updates had no trained token"),
     Alert("rows", "skipped_updates", text="updates were skipped, their gradient was not finite,"),
-    Alert("rows", "broken_groups", text="groups were dropped because their reward failed"),
-    Alert("rows", "verifier_failures", text="the verifier failed on responses",
-          applies=reads_answers),
+    Alert("rows", "broken_groups", text="groups were dropped because their rewards failed"),
+    Alert("rows", "failed_rewards", text="responses had no reward"),
 )
 # fmt: on
 
@@ -172,12 +172,10 @@ class Alerts:
 
     def check_step(self, values: Mapping[str, float]) -> list[str]:
         """Return messages about metrics beyond their limits and about events of the step."""
-        verdicts = sum(count for name, count in values.items() if name.startswith("verdicts/"))
         tokens = values["response_tokens_mean"]
         growth = tokens / (np.mean(self._lengths) or np.inf) if self._lengths else 0.0
         self._lengths.append(tokens)
         measured = {**values, GROWTH: float(growth)}
-        measured[FAILURE_RATE] = values["verifier_failures"] / max(1.0, verdicts)
         texts = []
         for alert in self._alerts:
             if alert.scope == "step":
@@ -204,6 +202,13 @@ def _event(alert: Alert, values: Mapping[str, Any]) -> str:
     words = {f"{prefix}reasons": reasons(dict(values), prefix) for prefix in PREFIXES}
     words["groups"] = "group" if values.get("trained_groups") == 1 else "groups"
     words["broken"] = f", {broken:.0f} were broken" if broken else ""
+    outcomes = {n.removeprefix("outcomes/"): values[n] for n in values if n.startswith("outcomes/")}
+    failed = {name: count for name, count in outcomes.items() if name in FAILURES and count}
+    kinds = ", ".join(f"{count:.0f} {name}" for name, count in failed.items())
+    total = f"{sum(failed.values()):.0f} of {sum(outcomes.values()):.0f}"
+    words["failures"] = f"{total} responses ({kinds})"
+    numbers = {"dropped": broken, "sampled again": values.get("resampled_groups", 0.0)}
+    words["dropped"] = "".join(f"; groups {verb}: {n:.0f}" for verb, n in numbers.items() if n)
     return alert.text.format_map({**values, **words})
 
 

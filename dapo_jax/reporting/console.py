@@ -218,8 +218,9 @@ def _statistics(report: Report) -> Iterator[tuple[str, str]]:
         yield "turns", f"{report.turns:.2f} of the policy on average"
     yield "cut off", f"{report.truncated_fraction:.1%} by the budget"
     yield "no answer", f"{report.answer_not_found_rate:.1%}"
-    if report.verifier_failures:
-        yield "verifier failed", f"on {report.verifier_failures}, counted as wrong"
+    if report.failed_rewards:
+        counts = ", ".join(f"{n} {outcome}" for outcome, n in report.failed_rewards.items())
+        yield "no reward", f"{counts}, in no score"
     yield "repetition", f"{report.repetition:.1%} of 8-token windows"
     if report.entropy is not None:
         yield "-log p", f"{report.entropy:.3f} nats per token, before top_p"

@@ -12,7 +12,15 @@ from dapo_jax.learner.advantages import Feedback, preference_margins
 from dapo_jax.learner.batches import Mean
 from dapo_jax.reporting.scores import REFLECTION
 from dapo_jax.runtime.nonfinite import is_reason
-from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, present, repetition
+from dapo_jax.structs import (
+    FAILURES,
+    CollectedGroups,
+    Group,
+    Outcome,
+    SamplerCounts,
+    present,
+    repetition,
+)
 
 MIN_VARIANCE = 1e-12
 
@@ -47,12 +55,18 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def verdict_counts(groups: list[Group]) -> dict[str, float]:
-    """Return the numbers of verdicts by how they were decided, and of failed ones."""
+    """Return the numbers of verdicts by how they were decided."""
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     decided = collections.Counter(verdict.decided for verdict in verdicts)
+    return {f"verdicts/{how}": float(n) for how, n in decided.items() if how}
+
+
+def outcome_metrics(outcomes: collections.Counter[Outcome]) -> dict[str, float]:
+    """Return the number of rewards by outcome, and the fraction that failed."""
+    failed = sum(outcomes[outcome] for outcome in FAILURES)
     return {
-        "verifier_failures": float(sum(v.failure is not None for v in verdicts)),
-        **{f"verdicts/{how}": float(n) for how, n in decided.items() if how},
+        **{f"outcomes/{outcome}": float(outcomes[outcome]) for outcome in Outcome},
+        "failed_rewards": failed / max(1, outcomes.total()),
     }
 
 
@@ -88,14 +102,18 @@ def rollout_metrics(
     return (
         response_metrics(judged)
         | verdict_counts(scored)
+        | outcome_metrics(collected.outcomes)
         | {
-            f"reward_parts/{name}": mean_or_zero([group.reward_parts[name] for group in judged])
+            f"reward_parts/{name}": mean_or_zero(
+                np.concatenate([group.reward_parts[name] for group in judged])
+            )
             for name in (judged[0].reward_parts if judged else ())
         }
         | _age_metrics(collected.groups, step)
         | counts.metrics()
         | {
             "broken_groups": float(len(collected.broken)),
+            "resampled_groups": float(len(collected.resampled)),
             "kept_fraction": collected.with_signal / max(1, len(judged)),
             "all_right_fraction": collected.all_right / max(1, len(judged)),
             "all_wrong_fraction": collected.all_wrong / max(1, len(judged)),

@@ -138,6 +138,7 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
 
 def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:
     """Warn before training if the verifier finds no answer in most responses."""
+    responses = [response for response in responses if response.failure is None]
     without = [response for response in responses if response.extracted is None]
     if not reads_answers(settings_of(config)) or len(without) <= MANY_WITHOUT_ANSWER * len(
         responses

@@ -45,11 +45,12 @@ class Response:
     logprob: float  # sum over the tokens, in nats, before top_p
     reflection: bool  # contains a word such as wait, recheck, again
     repetition: float  # fraction of 8-token windows that occurred before
-    failure: str | None = None  # error or time-out of the verifier
+    failure: str | None = None  # why there is no reward: the response is in no score
     subject: str = ""
     level: str = ""
     turns: Sequence[Any] = ()  # of a multi-turn trajectory: [speaker, tokens, text] each
-    reward: float | None = None  # sum of the weighted parts; None: not a finite number
+    reward: float | None = None  # sum of the weighted parts; None: it failed
+    outcome: str = ""  # of the reward
 
     @property
     def policy_turns(self) -> int:
@@ -85,7 +86,7 @@ class Report:
     turns: float | None  # of the policy; None if all responses have one
     truncated_fraction: float
     answer_not_found_rate: float
-    verifier_failures: int
+    failed_rewards: dict[str, int]  # by outcome; their responses are in no other field
     repetition: float
     entropy: float | None  # minus the mean log-prob of a sampled token, in nats
     reflection_fraction: float
@@ -220,13 +221,15 @@ def _mean(values: Iterable[float]) -> float:
 def make_report(
     responses: Sequence[Response], equivalent: Equivalence = operator.eq, seed: int = 0
 ) -> Report:
-    """Return the report on at least one response.
+    """Return the report on at least one response with a reward.
 
     Args:
         equivalent: equality of incorrect answers in the majority vote.
         seed: of the bootstrap.
     """
     # Sort, so that sums do not depend on the order in which responses finished.
+    failed = collections.Counter(r.outcome for r in responses if r.failure is not None)
+    responses = [response for response in responses if response.failure is None]
     responses = sorted(responses, key=lambda response: (response.index, response.sample))
     grouped: dict[tuple[str, str], list[Response]] = {}
     for response in responses:
@@ -263,7 +266,7 @@ def make_report(
         turns=_mean(turns) if any(response.turns for response in responses) else None,
         truncated_fraction=_mean(response.truncated for response in responses),
         answer_not_found_rate=_mean(response.extracted is None for response in responses),
-        verifier_failures=sum(response.failure is not None for response in responses),
+        failed_rewards=dict(failed),
         repetition=_mean(response.repetition for response in responses),
         entropy=-sum(response.logprob for response in responses) / tokens if tokens else None,
         reflection_fraction=_mean(response.reflection for response in responses),

@@ -29,7 +29,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, rewind, spell
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
-from dapo_jax.structs import CollectedGroups, Completion, Group, Trace
+from dapo_jax.structs import CollectedGroups, Completion, Failure, Group, Trace
 
 TOKEN_DECIMALS = 3
 
@@ -179,33 +179,47 @@ def trajectory_fields(completion: Completion) -> dict[str, list]:
     return fields
 
 
-def _rollout_line(group: Group, sample: int, trace: Trace | None, surplus: bool) -> dict[str, Any]:
-    """Return the fields of a response; those of its tokens are added by `write_rollouts`."""
-    completion = group.completions[sample]
+def _scores(group: Group, sample: int, trace: Trace | None) -> dict[str, Any]:
     verdict = group.verdicts[sample]
+    scores = {
+        "extracted": verdict.extracted,
+        "correct": bool(group.correct[sample]),
+        "outcome": group.outcomes[sample],
+        "reward": _number(group.rewards[sample]),
+        "reward_parts": {k: _number(v[sample]) for k, v in group.reward_parts.items()},
+        "failure": None,
+        "advantage": trace and _number(trace.advantage),
+    }
+    if verdict.token_rewards is not None:
+        scores["token_rewards"] = verdict.token_rewards
+    return scores
+
+
+def _no_scores(failure: Failure) -> dict[str, Any]:
+    names = ("extracted", "correct", "reward", "advantage")
+    fields = {"outcome": failure.outcome, "reward_parts": {}, "failure": failure.text}
+    return dict.fromkeys(names) | fields
+
+
+def _rollout_line(
+    group: Group, completion: Completion, scores: dict[str, Any], surplus: bool
+) -> dict[str, Any]:
+    """Return the fields of a response; those of its tokens are added by `write_rollouts`."""
     line = {
         "source": group.prompt.source,
         "prompt_id": group.prompt.id,
         "index": group.prompt.index,
-        "sample": sample,
+        "sample": completion.sample,
         "surplus": surplus,
         "prompt": group.prompt.text,
         "prompt_tokens": len(group.prompt.tokens),
         "response": completion.text,
         "answer": group.prompt.answer,
-        "extracted": verdict.extracted,
-        "correct": bool(group.correct[sample]),
         "truncated": completion.truncated,
         "tokens": len(completion),
         "policy_step": completion.policy_step,
-        "reward": _number(group.rewards[sample]),
-        "reward_parts": {k: _number(v[sample]) for k, v in group.reward_parts.items()},
-        "failure": verdict.broken or verdict.failure,
-        "advantage": trace and _number(trace.advantage),
     }
-    if verdict.token_rewards is not None:
-        line["token_rewards"] = verdict.token_rewards
-    line |= trajectory_fields(completion)
+    line |= scores | trajectory_fields(completion)
     if len(completion.drawn_by) > 1:
         line["drawn_by"] = completion.drawn_by
     return line
@@ -235,7 +249,11 @@ def write_rollouts(
             is_surplus = index in surplus or index >= collected.next_position
             traces = collected.traces.get(index) or [None] * len(group.completions)
             for sample, completion in enumerate(group.completions):
-                line = _rollout_line(group, sample, traces[sample], is_surplus)
+                scores = _scores(group, sample, traces[sample])
+                line = _rollout_line(group, completion, scores, is_surplus)
                 if tokenizer and index in with_tokens:
                     line |= token_fields(completion, traces[sample], tokenizer)
+                file.write(json.dumps(line).encode() + b"\n")
+            for completion, failure in group.failed:
+                line = _rollout_line(group, completion, _no_scores(failure), is_surplus)
                 file.write(json.dumps(line).encode() + b"\n")

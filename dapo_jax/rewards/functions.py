@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import re
+import socket
 import threading
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -25,7 +26,7 @@ from dapo_jax.config.user_code import describe_error, resolve
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.workers.pickled_functions import find_registered
-from dapo_jax.structs import WantedColumns
+from dapo_jax.structs import Failure, Outcome, WantedColumns
 
 TOKENS = "tokens"  # optional argument: the text of each token of the response
 
@@ -70,7 +71,11 @@ class PartsReply(NamedTuple):
     """
 
     parts: dict[str, Any]
-    broken: str | None = None  # the first function that failed, and how
+    failure: Failure | None = None  # of the first function that failed
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "PartsReply":
+        return cls(fields["parts"], Failure.from_json(fields["failure"]))
 
 
 class RewardFunction(Protocol):
@@ -258,6 +263,32 @@ def place_rewards(
     return rewards
 
 
+# --- errors ---------------------------------------------------------------------------------
+
+_OF_ERRORS: tuple[tuple[type[BaseException] | tuple, Outcome], ...] = (
+    (TimeoutError, Outcome.TIMEOUT),
+    (MemoryError, Outcome.MEMORY),
+    ((ConnectionError, socket.gaierror), Outcome.JUDGE_UNAVAILABLE),
+)
+
+
+def make_failure(error: BaseException, other: Outcome, text: str = "") -> Failure:
+    """Return the failure that an error, or the error behind it, stands for.
+
+    Args:
+        other: outcome of all other errors.
+        text: of the failure; by default type and message of the error.
+    """
+    text = text or f"{type(error).__name__}: {error}"
+    cause: BaseException | None = error
+    while cause is not None:  # clients of services wrap the errors of sockets
+        for kind, outcome in _OF_ERRORS:
+            if isinstance(cause, kind):
+                return Failure(outcome, text)
+        cause = cause.__cause__ or cause.__context__
+    return Failure(other, text)
+
+
 # --- calls ----------------------------------------------------------------------------------
 
 _loops = threading.local()
@@ -342,6 +373,7 @@ def compute(
         try:
             replies[i].parts[name] = _check(value, calls[i])
         except (Exception, asyncio.CancelledError) as error:
-            broken = replies[i].broken or f"{name}: {describe_error(error)}"
-            replies[i] = replies[i]._replace(broken=broken)
+            text = f"{name}: {describe_error(error)}"
+            failure = replies[i].failure or make_failure(error, Outcome.USER_ERROR, text)
+            replies[i] = replies[i]._replace(failure=failure)
     return replies

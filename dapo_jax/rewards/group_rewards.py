@@ -1,12 +1,22 @@
 """Rewards of a group: built-in parts, parts of workers, and their weighted sum."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 
 from dapo_jax.config.experiment import SHAPING, Config
-from dapo_jax.structs import Completion, Group, Prompt, Verdict, repetition
+from dapo_jax.structs import (
+    Completion,
+    FailedResponse,
+    Failure,
+    Group,
+    Outcome,
+    Prompt,
+    Verdict,
+    repetition,
+)
 
 
 def overlong_punishment(
@@ -33,6 +43,7 @@ RULES: dict[str, Callable[[Config, Completion, Verdict], float]] = {
     ),
 }
 GYM = "gym"  # score of a reasoning-gym problem's own scorer; elsewhere 1 if correct, else 0
+NOT_FINITE = Failure(Outcome.USER_ERROR, "the reward is not a finite number")
 TRAINER_PARTS = ("rule", "format", "repetition", "model", "environment", GYM)
 
 
@@ -42,7 +53,7 @@ def reward_parts(
     verdicts: tuple[Verdict, ...],
     model_scores: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
-    """Return the weighted parts by name, each [G] float64; NaN if a function returned no number."""
+    """Return the weighted parts by name, each [G] float64; NaN if a function failed."""
     parts = {}
     for name, weight in config.reward.weights().items():
         if name in RULES:
@@ -83,6 +94,8 @@ def reward_group(
 ) -> Group:
     """Return a group with its rewards and correctness; an empty response is never correct.
 
+    Responses without a reward are in `Group.failed` only.
+
     Args:
         model_scores: [G] scores of the learned reward model, if the config has one.
     """
@@ -102,4 +115,15 @@ def reward_group(
         tokens = np.array([len(completion) for completion in completions])
         correct = (raw >= config.reward.threshold) & (tokens > 0)
     rewards = sum(parts.values(), zero)
-    return Group(prompt, completions, verdicts, parts, rewards, raw, correct)
+    has_reward = np.array([verdict.failure is None for verdict in verdicts]) & np.isfinite(rewards)
+    pairs = zip(completions, verdicts, has_reward, strict=True)
+    return Group(
+        prompt,
+        tuple(itertools.compress(completions, has_reward)),
+        tuple(itertools.compress(verdicts, has_reward)),
+        {name: part[has_reward] for name, part in parts.items()},
+        rewards[has_reward],
+        raw[has_reward],
+        correct[has_reward],
+        tuple(FailedResponse(c, v.failure or NOT_FINITE) for c, v, whole in pairs if not whole),
+    )

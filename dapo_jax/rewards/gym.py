@@ -18,6 +18,7 @@ import zlib
 from typing import Any, NamedTuple
 
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Failure
 
 PREFIX = "gym:"
 RELEASE = "0.1.25"
@@ -26,6 +27,7 @@ EVALUATING = frozenset(
     "simple_integration spiral_matrix string_insertion".split()
 )
 WON_BY_CONSTANTS = frozenset({"coin_flip", "game_of_life_halting"})
+SCORER_ERROR = "scorer_error"  # `ScoreReply.how` of an answer on which the scorer raised
 _TUPLE = "__tuple__"
 
 # --- answers that reach a scorer ------------------------------------------------------------
@@ -112,10 +114,16 @@ class ScoreRequest(NamedTuple):
 
 
 class ScoreReply(NamedTuple):
-    """The score of an answer, and why there is none."""
+    """The score of an answer and how it was decided, or why there is none."""
 
     score: float = 0.0
-    failure: str | None = None
+    how: str = "scorer"
+    failure: Failure | None = None
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "ScoreReply":
+        known: dict[str, Any] = fields | {"failure": Failure.from_json(fields["failure"])}
+        return cls(**known)
 
 
 def _mark_tuples(value: Any) -> Any:

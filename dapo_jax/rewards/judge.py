@@ -79,7 +79,7 @@ class Judge:
             raise Interrupted
         groups = []
         for group, fields, model_scores in zip(pending, results, scores, strict=True):
-            verdicts = tuple(Verdict(**own) for own in fields)
+            verdicts = tuple(map(Verdict.from_json, fields))
             groups.append(
                 reward_group(self._config, group.prompt, group.completions, verdicts, model_scores)
             )

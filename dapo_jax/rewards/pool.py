@@ -24,15 +24,22 @@ from dapo_jax.rewards.functions import (
     compute,
     find_functions,
     is_async,
+    make_failure,
     place_rewards,
     sees_group,
 )
 from dapo_jax.rewards.group_rewards import GYM
 from dapo_jax.rewards.gym import ScoreReply, ScoreRequest
-from dapo_jax.runtime.workers.parent import RestartingWorker
+from dapo_jax.runtime.workers.parent import (
+    BUSY_FACTOR,
+    LATE_FACTOR,
+    ComputedTooLong,
+    Limits,
+    RestartingWorker,
+)
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool
-from dapo_jax.structs import Completion, Prompt, Verdict, present
+from dapo_jax.structs import SLOW, Completion, Failure, Outcome, Prompt, Verdict, present
 from dapo_jax.verifier.algebra_process import WORKER as ALGEBRA_WORKER
 from dapo_jax.verifier.algebra_process import verify
 from dapo_jax.verifier.verifier import Question, Settings
@@ -41,6 +48,7 @@ WORKER = "dapo_jax.rewards.worker"
 MAX_REPLY_BYTES = 1 << 26  # rewards of each token of 64 responses
 MAX_CONCURRENT_CALLS = 64  # of async functions
 MAX_JUDGED_TOGETHER = 64  # responses of one exchange with the verifier's process
+SCORE_SECONDS = 2.0  # of CPU time for one score of a gym task
 GRACE_SECONDS = 2.0  # for a worker to report that calls were late
 
 Place = Callable[[list], np.ndarray]  # from a list that a function returned to rewards of tokens
@@ -54,17 +62,17 @@ def _verify(
 ) -> list[Verdict]:
     settings = Settings(reward.verifier, reward.percent, reward.unfinished)
     questions = [Question(call.response, call.answer, call.prompt) for call in calls]
-    verdicts = []
-    for result in verify(worker, settings, questions, reward.timeout_seconds):
-        failure = None
-        if isinstance(result, Exception):  # a late process or a bug costs one response only
-            failure = f"{type(result).__name__}: {result}"
-            correct, extracted, decided = False, None, "failed"
-        else:
-            correct, extracted, decided = result
-        parts = {GYM: float(correct)}
-        verdicts.append(Verdict(correct, extracted, failure, parts, decided=decided))
-    return verdicts
+    results = verify(worker, settings, questions, reward.timeout_seconds)
+    return [_read_result(result) for result in results]
+
+
+def _read_result(result: tuple | Exception) -> Verdict:
+    if isinstance(result, ComputedTooLong):  # the text's own fault
+        return Verdict(False, None, decided=SLOW)
+    if isinstance(result, Exception):
+        return Verdict(False, None, make_failure(result, Outcome.CRASH))
+    correct, extracted, decided = result
+    return Verdict(correct, extracted, None, {GYM: float(correct)}, decided=decided)
 
 
 # --- reward functions -----------------------------------------------------------------------
@@ -144,7 +152,7 @@ class _Parts:
             return own
         with self._calling(names):
             (reply,) = self._ask(worker, [call], self._seconds, f"{names[0]}: ")
-        return PartsReply(own.parts | reply.parts, own.broken or reply.broken)
+        return PartsReply(own.parts | reply.parts, own.failure or reply.failure)
 
     def submit_async(self, call: Call) -> list[Future[PartsReply]]:
         """Return the future reply of the async functions; empty if there are none for the call."""
@@ -171,13 +179,14 @@ class _Parts:
     ) -> list[PartsReply]:
         """Return the replies to calls; if the worker fails, ask again for each alone."""
         job = {"calls": [call._asdict() for call in calls]}
+        limits = Limits(seconds, LATE_FACTOR * seconds if len(calls) == 1 else 0.0)
         try:
-            replies = worker.ask(job, seconds, retry_late=len(calls) == 1)["replies"]
-            return [PartsReply(**reply) for reply in replies]
+            return list(map(PartsReply.from_json, worker.ask(job, limits)["replies"]))
         except Exception as error:
             if len(calls) > 1:
                 return [reply for call in calls for reply in self._ask(worker, [call], seconds)]
-            return [PartsReply({}, f"{name}{type(error).__name__}: {error}")]
+            text = f"{name}{type(error).__name__}: {error}"
+            return [PartsReply({}, make_failure(error, Outcome.CRASH, text))]
 
     def close(self) -> None:
         self._async_pool.close()
@@ -238,6 +247,7 @@ class RewardPool:
         self._split = split
         self._weights = reward.weights()
         self._parts = _Parts(reward)
+        self._reads_verdicts = reward.reads_verdicts() or self._parts.any_of_group
         self._queue: collections.deque[_Job] = collections.deque()
         self._scheduled = 0  # calls of `_judge_queue` that have not started
         self._lock = threading.Lock()
@@ -273,7 +283,7 @@ class RewardPool:
     ) -> Future[Verdict]:
         """Return the future verdict on one response, without functions that see the group.
 
-        It never fails: the verdict holds errors.
+        It never fails: the verdict holds the failure.
 
         Args:
             source, metadata: of a problem with a scorer of its own.
@@ -303,39 +313,38 @@ class RewardPool:
         self, prompt: Prompt, completions: Sequence[Completion]
     ) -> list[Future[Verdict]]:
         """Return future verdicts on all responses to a prompt, functions of the group included."""
-        verdicts = [
-            self.submit(
-                prompt.text,
-                completion.text,
-                prompt.answer,
-                prompt.source,
-                prompt.metadata,
-                completion.last_turn.tolist(),
-                len(completion),
-                prompt.columns,
-            )
-            for completion in completions
-        ]
+        verdicts = [self._submit_completion(prompt, completion) for completion in completions]
         if not self._parts.any_of_group:
             return verdicts
-        replies: Future[list[PartsReply]] = Future()
+        replies: Future[dict[int, list[PartsReply]]] = Future()  # by response
 
         def ask(results: list[Verdict]) -> None:
-            lengths = [len(completion) for completion in completions]
-            correct = [bool(v.correct and n) for v, n in zip(results, lengths, strict=True)]
-            texts = [completion.text for completion in completions]
+            scored = [i for i, verdict in enumerate(results) if verdict.failure is None]
+            if not scored:
+                replies.set_result({})
+                return
+            lengths = [len(completions[i]) for i in scored]
+            correct = [bool(results[i].correct and len(completions[i])) for i in scored]
+            texts = [completions[i].text for i in scored]
             own = (texts, prompt.answer, lengths, correct, prompt.columns)
             call = GroupCall(prompt.text, *own)
+
+            def share_out(group_replies: list[PartsReply]) -> None:
+                shared = {
+                    i: [
+                        PartsReply({name: own[j] for name, own in parts.items()}, failure)
+                        for parts, failure in group_replies
+                    ]
+                    for j, i in enumerate(scored)
+                }
+                replies.set_result(shared)
+
             reply = self._pool.submit(lambda workers: self._parts.compute(call, workers.parts))
-            _when_done([reply, *self._parts.submit_async(call)], replies.set_result)
+            _when_done([reply, *self._parts.submit_async(call)], share_out)
 
         def add(i: int, results: list) -> Verdict:
-            verdict, group_replies = results
-            own = [
-                PartsReply({name: rewards[i] for name, rewards in parts.items()}, broken)
-                for parts, broken in group_replies
-            ]
-            return self._add(verdict, *own)
+            verdict, shared = results
+            return self._add(verdict, *shared.get(i, ()))
 
         _when_done(verdicts, ask)
         return [
@@ -350,6 +359,23 @@ class RewardPool:
                 return
             self._scheduled += 1
         self._pool.submit(self._judge_queue)
+
+    def _submit_completion(self, prompt: Prompt, completion: Completion) -> Future[Verdict]:
+        if completion.lost_environment:
+            failure = Failure(Outcome.ENVIRONMENT_ERROR, completion.failures[-1])
+            lost: Future[Verdict] = Future()
+            lost.set_result(Verdict(False, None, failure))
+            return lost
+        return self.submit(
+            prompt.text,
+            completion.text,
+            prompt.answer,
+            prompt.source,
+            prompt.metadata,
+            completion.last_turn.tolist(),
+            len(completion),
+            prompt.columns,
+        )
 
     def _judge_queue(self, workers: _Workers) -> None:
         """Judge a fair part of the waiting responses in one exchange with a process."""
@@ -366,6 +392,8 @@ class RewardPool:
     def _judge(self, workers: _Workers, jobs: list[_Job]) -> None:
         verdicts = _verify(workers.algebra, self._reward, [job.call for job in jobs])
         for job, verdict in zip(jobs, verdicts, strict=True):
+            if not self._reads_verdicts:
+                verdict = dataclasses.replace(verdict, failure=None)
             if job.metadata or self._parts.any_of_response:  # these may be slow: one at a time
                 scored = self._pool.submit(self._score, job, verdict)
                 scored.add_done_callback(functools.partial(_cancel_with, job.verdict))
@@ -376,6 +404,13 @@ class RewardPool:
         try:
             if job.metadata:
                 verdict = self._score_with_task(workers.gym, verdict, job.source, job.metadata)
+            if not self._reads_verdicts:
+                verdict = dataclasses.replace(verdict, failure=None)
+            if verdict.failure:
+                job.verdict.set_result(verdict)
+                return
+            parts = {GYM: float(verdict.correct)} | verdict.parts
+            verdict = dataclasses.replace(verdict, parts=parts)
             reply = self._parts.compute(job.call, workers.parts)
             job.verdict.set_result(self._add(verdict, reply, place=job.place))
         except Exception as error:
@@ -385,41 +420,41 @@ class RewardPool:
         self, worker: RestartingWorker, verdict: Verdict, source: str, metadata: str
     ) -> Verdict:
         """Return the verdict of the problem's own scorer on the extracted answer."""
+        if verdict.failure:
+            return verdict
         job = ScoreRequest(source, metadata, verdict.extracted)._asdict()
         first = ScoreRequest(source)._asdict()
+        seconds = self._reward.timeout_seconds
+        limits = Limits(seconds, BUSY_FACTOR * seconds, min(seconds, SCORE_SECONDS))
         try:
-            seconds = self._reward.timeout_seconds
-            reply = ScoreReply(**worker.ask(job, seconds, retry_late=True, first=first))
+            reply = ScoreReply.from_json(worker.ask(job, limits, first))
+        except ComputedTooLong:  # the answer's own fault
+            reply = ScoreReply(how=SLOW)
         except (OSError, ValueError, TypeError) as error:
-            reply = ScoreReply(failure=f"{type(error).__name__}: {error}")
-        decided = verdict.decided if verdict.extracted is None else "scorer"
-        return Verdict(
-            reply.score >= 1,
-            verdict.extracted,
-            reply.failure,
-            parts={GYM: reply.score},
-            decided="failed" if reply.failure else decided,
-        )
+            reply = ScoreReply(failure=make_failure(error, Outcome.CRASH))
+        decided = verdict.decided if verdict.extracted is None else reply.how
+        parts = {GYM: reply.score}
+        return Verdict(reply.score >= 1, verdict.extracted, reply.failure, parts, decided=decided)
 
     def _add(self, verdict: Verdict, *replies: PartsReply, place: Place | None = None) -> Verdict:
         """Add rewards to a verdict; `place` assigns a list to the tokens of the response."""
         parts = dict(verdict.parts)
-        broken = verdict.broken
+        failure = verdict.failure
         total = verdict.token_rewards
         for reply in replies:
-            broken = broken or reply.broken
+            failure = failure or reply.failure
             for name, value in reply.parts.items():
                 if place and isinstance(value, list):
                     try:
                         own = place(value)
                     except ValueError as error:
-                        broken = broken or f"{name}: {error}"
+                        failure = failure or Failure(Outcome.USER_ERROR, f"{name}: {error}")
                         continue
                     value = float(own.sum())
                     weighted = self._weights[name] * own
                     total = (weighted if total is None else weighted + total).tolist()
                 parts[name] = value
-        return dataclasses.replace(verdict, parts=parts, broken=broken, token_rewards=total)
+        return dataclasses.replace(verdict, parts=parts, failure=failure, token_rewards=total)
 
     def close(self) -> None:
         """End the worker processes; pending verdicts are lost."""

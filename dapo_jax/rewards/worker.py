@@ -10,9 +10,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from dapo_jax.runtime.workers.child import discard_output, limit_computing, limit_process, serve
+from dapo_jax.runtime.workers.child import discard_output, limit_process, serve
 
-SCORE_SECONDS = 2  # of CPU time for one score; the kernel rounds up to whole seconds
 NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -26,6 +25,7 @@ def make_parts(file: str, seconds: float, names: list[str]) -> Callable[[dict], 
     from dapo_jax.config.user_code import describe_error
     from dapo_jax.rewards.functions import PartsReply, compute, find_functions, read_call
     from dapo_jax.runtime.workers.pickled_functions import load_copies
+    from dapo_jax.structs import Failure, Outcome
 
     functions = {}
     failure = None
@@ -33,7 +33,8 @@ def make_parts(file: str, seconds: float, names: list[str]) -> Callable[[dict], 
         load_copies(file)
         functions = find_functions(names)
     except Exception as error:  # a module that the trainer finds, and the worker does not
-        failure = PartsReply({}, f"{names[0]}: in a worker: {describe_error(error)}")
+        text = f"{names[0]}: in a worker: {describe_error(error)}"
+        failure = PartsReply({}, Failure(Outcome.USER_ERROR, text))
 
     def answer(job: dict) -> dict:
         calls = [read_call(fields) for fields in job["calls"]]
@@ -51,6 +52,8 @@ def make_gym() -> Callable[[dict], dict]:
     # Each thread of numpy's libraries would reserve a part of the address space.
     os.environ |= dict.fromkeys(NUMPY_THREADS, "1")
     from dapo_jax.rewards import gym
+    from dapo_jax.runtime.settings import ConfigError
+    from dapo_jax.structs import Failure, Outcome
 
     limit_process()
     discard_output()
@@ -63,12 +66,14 @@ def make_gym() -> Callable[[dict], dict]:
         if request.metadata is None:
             gym.prepare(task)
             return gym.ScoreReply()._asdict()
-        limit_computing(SCORE_SECONDS)
         try:
             score = gym.gym_score(task, request.metadata, request.answer)
             return gym.ScoreReply(score)._asdict()
-        except Exception as error:  # some scorers raise if an answer can't be parsed
-            return gym.ScoreReply(failure=repr(error)[:200])._asdict()
+        except (MemoryError, ConfigError) as error:
+            outcome = Outcome.MEMORY if isinstance(error, MemoryError) else Outcome.USER_ERROR
+            return gym.ScoreReply(failure=Failure(outcome, repr(error)[:200]))._asdict()
+        except Exception:  # some scorers raise if an answer can't be parsed: it is wrong
+            return gym.ScoreReply(how=gym.SCORER_ERROR)._asdict()
 
     return answer
 

@@ -81,7 +81,9 @@ class CarryOverCollection(Collection):
         following = max([self.start, *(i + 1 for i in (*self._scored, *started))])
         carried = list(unfinished)
         for group in (group for i, group in self._scored.items() if i in surplus):
-            scored = group if self._rollout.carry_over == "all" else None
+            # A checkpoint holds no failed responses, so the next step must not see them either.
+            is_kept = self._rollout.carry_over == "all"
+            scored = dataclasses.replace(group, failed=()) if is_kept else None
             first_step = self._first_steps.get(group.prompt.index, self._step)
             carried.append(PartialGroup(group.prompt, first_step, judged=scored))
         following_step, expired = self._step + 1, 0
@@ -152,7 +154,7 @@ def unpack_partial(
         if judged:
             judged["completions"] = tuple(map(_completion, judged["completions"]))
             judged["verdicts"] = tuple(Verdict(**verdict) for verdict in judged["verdicts"])
-            judged = Group(**judged | {"prompt": prompt})
+            judged = Group(**judged | {"prompt": prompt, "failed": ()})
         finished, begun = (tuple(map(_completion, fields[n])) for n in ("finished", "begun"))
         groups.append(PartialGroup(prompt, fields["step"], finished, begun, judged))
     return tuple(groups)

@@ -2,9 +2,9 @@
 
 A group with only correct or only incorrect answers has no advantage and so no gradient. `collect`
 requests prompts until enough groups are left, and keeps the first ones that qualify in DATA order:
-order of arrival would favour short responses and depend on timing. A broken group, with a reward
-that failed, is never kept. In `carry_over.py` groups continue in the next step
-(`rollout.carry_over`).
+order of arrival would favour short responses and depend on timing. A broken group, with too few
+rewards, is dropped or sampled again (`rollout.when_broken`). In `carry_over.py` groups continue in
+the next step (`rollout.carry_over`).
 """
 
 import collections
@@ -47,7 +47,7 @@ def recall(finished: FinishedGroups, prompt: Prompt) -> Group | None:
 
 
 class Starved(RuntimeError):
-    """Too few groups carried signal and the config asks to stop then."""
+    """Too few groups carried signal, and the config asks to stop; or too many rewards failed."""
 
 
 def carries_signal(group: Group, reward: Reward) -> bool:
@@ -118,6 +118,9 @@ class Collection:
         self._uniform: collections.Counter[bool] = collections.Counter()  # by correctness
         self._unread: list[Any] = []
         self._unwritten: list[Group] = []
+        self._resampled: dict[int, Group] = {}  # groups that were broken at first
+        self._again: list[Prompt] = []
+        self._outcomes: collections.Counter[bool] = collections.Counter()  # by failure
 
     def resume(self, sampler: Sampler) -> None:
         """Submit the groups that earlier steps started."""
@@ -165,13 +168,28 @@ class Collection:
 
     def _add(self, group: Group) -> None:
         index, correct = group.prompt.index, int(group.correct.sum())
+        self._outcomes[False] += len(group.completions)
+        self._outcomes[True] += len(group.failed)
+        resamples = self.config.rollout.when_broken == "resample"
+        if group.is_broken and resamples and index not in self._resampled:
+            self._resampled[index] = group
+            self._again.append(group.prompt)
+            return
         self._scored[index] = group
+        if group.is_broken:
+            return
         has_signal = carries_signal(group, self.config.reward)
         if not has_signal:
             self._uniform[correct > 0] += 1
         every = not self.config.algorithm.dynamic_sampling
-        if not group.broken and (every or has_signal):
+        if every or has_signal:
             self._kept.add(index)
+
+    def take_again(self) -> list[Prompt]:
+        """Return the prompts whose groups must be sampled again; each is returned once."""
+        prompts = self._again
+        self._again = []
+        return prompts
 
     def take_unwritten(self) -> list[Group]:
         """Return the groups that were scored since the last call."""
@@ -204,10 +222,14 @@ class Collection:
             counts = f"no spread {self._uniform.total()}"
         return f"{len(self._kept)}/{self._wanted} groups kept ({counts})"
 
-    def all_broken(self) -> bool:
-        """Return True if a whole batch is scored and every reward failed."""
+    def too_many_failed(self) -> bool:
+        """Return True if a batch is scored, and no group or too few responses have rewards."""
         scored = self._scored.values()
-        return len(scored) >= self._wanted and all(group.broken for group in scored)
+        if len(scored) >= self._wanted and all(group.is_broken for group in scored):
+            return True
+        is_batch = len(scored) + len(self._resampled) >= self._wanted
+        failed, responses = self._outcomes[True], self._outcomes.total()
+        return is_batch and exceeds_failures(self.config, failed, responses)
 
     def exhausted(self) -> bool:
         """Return True if every prompt that a step may request is scored."""
@@ -232,27 +254,42 @@ class Collection:
     ) -> CollectedGroups:
         scored = [self._scored[p.index] for p in self._requested if p.index in self._scored]
         passed = [prompt for prompt in self._requested if self.start <= prompt.index < following]
-        whole = [group for group in scored if not group.broken]
+        whole = [group for group in scored if not group.is_broken]
         used = [group for group in whole if group.prompt.index not in surplus]
         return CollectedGroups(
             groups=groups,
             judged=used,
             surplus=[group for group in whole if group.prompt.index in surplus],
             with_signal=sum(carries_signal(group, self.config.reward) for group in used),
-            broken=[group for group in scored if group.broken],
+            broken=[group for group in scored if group.is_broken],
             asked_prompts=len(self._requested),
             kept_fraction=kept_fraction,
             next_position=following,
             dropped_prompts=sum(prompt.skipped for prompt in passed),
             truncated_prompts=sum(prompt.truncated for prompt in passed),
             starved=len(groups) < self._wanted,
+            resampled=tuple(self._resampled.values()),
         )
+
+
+def exceeds_failures(config: Config, failed: int, responses: int) -> bool:
+    """Return True if the fraction of failed rewards is above `watch.max_failed_rewards`."""
+    limit = config.watch.max_failed_rewards
+    return 0 < limit * responses < failed
 
 
 def _check_starved(config: Config, batch: CollectedGroups) -> None:
     """Raise `Starved` if too few groups carry signal, or no group has a reward."""
+    first = next((group.first_failure for group in batch.scored if group.failed), "")
     if batch.broken and not batch.judged:
-        raise Starved(f"the reward failed in every group, first: {batch.broken[0].broken}")
+        raise Starved(f"the reward failed in every group, first: {first}")
+    responses = batch.outcomes.total()
+    if exceeds_failures(config, batch.failures.total(), responses):
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in batch.failures.items())
+        raise Starved(
+            f"{batch.failures.total()} of {responses} rewards failed ({counts}), more than "
+            f"config.watch.max_failed_rewards = {config.watch.max_failed_rewards:g}, first: {first}"
+        )
     if batch.starved and config.rollout.when_starved == "stop":
         counts = f"{batch.all_right} were all right and {batch.all_wrong} all wrong"
         if config.reward.correct == "spread":
@@ -276,15 +313,15 @@ def collect(
 ) -> CollectedGroups:
     """Sample, score and filter groups until `collection` is full.
 
-    It ends early if max_sample_rounds batches of prompts are scored, or if every reward of a whole
-    batch failed.
+    It ends early if max_sample_rounds batches of prompts are scored, or if too many rewards of a
+    whole batch failed.
 
     Groups that end in a burst are decoded to text and scored while the next burst runs, and their
     rewards are read after it: every decision depends on burst counts, never on the clock.
 
     Raises:
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no
-            group has a reward.
+            group has a reward, or more failed than `watch.max_failed_rewards`.
         Interrupted: `interrupted()` was True between two bursts, or the judge stopped waiting.
     """
     samples = collection.config.rollout.samples_per_prompt
@@ -296,13 +333,15 @@ def collect(
         if hooks.interrupted():
             raise Interrupted
         hooks.on_scored(collection.take_unwritten())
+        for prompt in collection.take_again():
+            sampler.submit(prompt, samples)
         while collection.wants_more(sampler):
             prompt = next(prompts)
             if collection.request(prompt, finished):
                 sampler.submit(prompt, samples)
         ended += sampler.decode_burst(submit_ended)
         collection.read_verdicts(judge)
-        if collection.all_broken():
+        if collection.too_many_failed():
             break
         if sampler.idle:
             submit_ended()

@@ -253,7 +253,7 @@ class Trajectories:
         ]
 
     def _next_turn(self, waiting: Trajectory, reply: Any, max_turns: int) -> Trajectory:
-        """Append the reply, such as `environments.sessions.Step`, unless the trajectory ends."""
+        """Append the reply, such as a `sessions.TokenizedReply`, unless the trajectory ends."""
         counts = self.counts
         counts.failed_steps += bool(reply.failure)
         counts.late_steps += reply.late
@@ -262,6 +262,7 @@ class Trajectories:
             waiting.completion,
             rewards=(*waiting.completion.rewards, reply.reward),
             failures=(*waiting.completion.failures, reply.failure),
+            lost_environment=reply.lost,
         )
         turns = completion.turns or (Turn(True, len(completion.tokens), completion.text),)
         if not reply.tokens:

@@ -147,8 +147,8 @@ def score(config: AuditConfig, run: RecordedRun) -> Iterator[tuple[dict[str, Any
         for step, path in files.items():
             for row, future in [*submit(pool, path)]:
                 verdict = future.result()
-                if failure := verdict.broken if function else verdict.failure:
-                    yield row, failure
+                if failure := verdict.failure:
+                    yield row, failure.text
                     continue
                 is_correct = verdict.correct
                 if function:

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
@@ -25,6 +24,7 @@ from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rewards.judge import Pending
+from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.same_run import check_frozen, warn_about_heldout
@@ -37,7 +37,7 @@ from dapo_jax.runtime.storage.jsonl import AppendFile, read_object, spell
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
-from dapo_jax.structs import Group, Interrupted, Prompt, SamplingRule
+from dapo_jax.structs import Completion, Group, Interrupted, Prompt, SamplingRule
 from dapo_jax.verifier.algebra_process import same_answer
 
 # Means over responses in a report.
@@ -93,6 +93,17 @@ def sample_responses(
         raise Interrupted
 
 
+def check_scored(responses: Sequence[Response]) -> None:
+    """Raise `Starved` if no response has a reward. A collective call."""
+
+    def first_failure() -> str:
+        failures = [response.failure for response in responses if response.failure is not None]
+        return failures[0] if len(failures) == len(responses) else ""
+
+    if failure := processes.broadcast_from_host0(first_failure, "failed rewards"):
+        raise Starved(f"the reward failed for every held-out response, first: {failure}")
+
+
 def report_on(responses: Sequence[Response], config: Config) -> Report:
     """Return the report on responses; the config's seed is that of the bootstrap."""
     return make_report(responses, same_answer, config.seed)
@@ -127,27 +138,38 @@ def stamp(config: Config, policy: str) -> dict[str, Any]:
 def make_responses(group: Group) -> Iterator[Response]:
     """Yield the responses of a scored group."""
     prompt = group.prompt
-    scored = zip(group.completions, group.verdicts, group.correct, group.rewards, strict=True)
-    for completion, verdict, correct, reward in scored:
-        yield Response(
+
+    def make_response(completion: Completion, **scores: Any) -> Response:
+        return Response(
             problem=prompt.id,
             index=prompt.index,
             sample=completion.sample,
             question=prompt.text,
             answer=prompt.answer,
             response=completion.text,
-            extracted=verdict.extracted,
-            correct=bool(correct),
             truncated=completion.truncated,
             tokens=len(completion),
             logprob=round(float(completion.sampler_logprobs.sum(dtype=float)), 4),
             reflection=bool(REFLECTION.search(completion.text)),
             repetition=repetition(completion.drawn_tokens),
-            failure=verdict.broken or verdict.failure,
             subject=prompt.subject,
             level=prompt.level,
             turns=trajectory_fields(completion).get("turns", ()),
-            reward=float(reward) if math.isfinite(reward) else None,
+            **scores,
+        )
+
+    for i, completion in enumerate(group.completions):
+        yield make_response(
+            completion,
+            extracted=group.verdicts[i].extracted,
+            correct=bool(group.correct[i]),
+            reward=float(group.rewards[i]),
+            outcome=group.outcomes[i],
+        )
+    for completion, failure in group.failed:
+        outcome, text = failure
+        yield make_response(
+            completion, extracted=None, correct=False, failure=text, outcome=outcome
         )
 
 
@@ -383,7 +405,8 @@ def evaluate(
 
     Prints the report and writes it beside the responses. Returns its main scores, or None if a
     signal stopped the evaluation; the same call then resumes it. Raises `ConfigError` if run_dir
-    has no checkpoint, or settings, model folder and earlier responses don't fit together.
+    has no checkpoint, or settings, model folder and earlier responses don't fit together, and
+    `Starved` if every reward failed.
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))
@@ -423,6 +446,7 @@ def evaluate(
                 f"{escape(str(folder))}. The same command resumes from there"
             )
             return None
+        check_scored(responses)
         return processes.broadcast_from_host0(
             lambda: write_report(responses, fields, folder, components, storage), "the report"
         )

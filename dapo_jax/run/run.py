@@ -44,7 +44,7 @@ from dapo_jax.structs import Interrupted, SamplingRule
 from dapo_jax.train import Trainer, TrainerState, train_step
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems
-SHOWN_BROKEN_GROUPS = 3
+SHOWN_FAILED_GROUPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Run:
         with show(f"evaluating {len(self._heldout)} held-out problems"):
             responses = self._sample(self._heldout, samples, rule)
         self.files.write_evaluation(self.state.step, responses)
+        evaluation.check_scored(responses)
         # Equality of answers runs in a worker process, so one process decides.
         values = processes.broadcast_from_host0(
             lambda: evaluation.heldout_metrics(evaluation.report_on(responses, config)),
@@ -135,8 +136,11 @@ class Run:
         self.progress.skipped = count_skipped(self.progress.skipped, values)
         step, batch = self.state.step, record.rollouts.batch
         self.files.send("on_rollouts", step, dataclasses.replace(batch, traces=traces))
-        for group in batch.broken[:SHOWN_BROKEN_GROUPS]:
-            console.warn(f"step {step}: a group was dropped: {escape(str(group.broken))}")
+        failures = [("a group was dropped", group) for group in batch.broken]
+        failures += [("a group was sampled again", group) for group in batch.resampled]
+        failures += [("a reward failed", g) for g in batch.judged + batch.surplus if g.failed]
+        for event, group in failures[:SHOWN_FAILED_GROUPS]:
+            console.warn(escape(f"step {step}: {event}: {group.first_failure}"))
         if due(step - 1, config.log.show_group_every_steps) and batch.groups:
             console.group(batch.groups[0])
         for text in self._alerts.check_step(values):

@@ -1,6 +1,7 @@
 """Metrics and traces of a step, computed from its record."""
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterator
 
@@ -103,6 +104,8 @@ def trace(config: Config, record: StepRecord) -> dict[int, list[Trace]]:
             ratios = trace_ratios(config.algorithm, update.batch, update.token_logprobs)
     index = np.asarray(record.minibatches.rollouts.response_index)
     traces = trace_responses(record.advantages, index, ratios)
-    size = config.rollout.samples_per_prompt
-    groups = enumerate(record.rollouts.groups)
-    return {group.prompt.index: traces[i * size : (i + 1) * size] for i, group in groups}
+    rest = iter(traces)
+    return {
+        group.prompt.index: list(itertools.islice(rest, len(group.completions)))
+        for group in record.rollouts.groups
+    }

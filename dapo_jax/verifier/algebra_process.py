@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dapo_jax.contracts import VerifierResult
-from dapo_jax.runtime.workers.parent import RestartingWorker
+from dapo_jax.runtime.workers.parent import BUSY_FACTOR, Limits, RestartingWorker
 from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings
 
 WORKER = "dapo_jax.verifier.algebra_worker"
@@ -17,17 +17,22 @@ def verify(
     """Return the results of a verifier in a worker process, or why there is none.
 
     A late worker is killed, and each question is asked again alone; a worker that died is replaced.
+    A question that is late alone is asked once more, with a longer limit. `ComputedTooLong` says
+    that its text is the cause, since it used up the time limit as CPU time.
 
     Args:
         worker: a process of `algebra_worker`.
         seconds: limit of one verdict, without a worker's start.
     """
+    # On an idle core the limit of CPU time comes first, and says that the text is the cause.
+    first = Limits(seconds + BATCH_SECONDS, computing=seconds)
+    limits = first._replace(late_seconds=BUSY_FACTOR * seconds)
     results: list[VerifierResult | Exception] = []
     while len(results) < len(questions):
         left = questions[len(results) :]
         job = {"settings": settings, "questions": left}
         try:
-            replies = worker.ask(job, seconds + BATCH_SECONDS * (len(left) > 1))["replies"]
+            replies = worker.ask(job, limits if len(left) == 1 else first)["replies"]
         except Exception as error:
             if len(questions) == 1:
                 return [error]
@@ -38,7 +43,9 @@ def verify(
 
 
 def _read_reply(reply: list | str) -> VerifierResult | Exception:
-    return RuntimeError(reply) if isinstance(reply, str) else VerifierResult(*reply)
+    if isinstance(reply, str):
+        return MemoryError(reply) if reply.startswith("MemoryError") else RuntimeError(reply)
+    return VerifierResult(*reply)
 
 
 _worker = RestartingWorker(WORKER)

@@ -57,6 +57,8 @@ HOSTILE = textwrap.dedent(
                 return Observation("<|end|><|pad|>1", reward=float("nan"))
             if text == "9":
                 return Observation("<|end|>1")
+            if text == "a":
+                return Observation("letters")
             return Observation(f"{self.steps}+{self.seed}", reward=self.steps)
     """
 )
@@ -88,16 +90,15 @@ def step(environments, said, seed=7, failed=None, index=0, answer=""):
 
 
 @pytest.mark.parametrize(("said", "failure"), read_table(__file__, "steps"))
-def test_a_step_that_fails_says_so_and_costs_itself_alone(opened, said, failure):
-    environments = opened()
-    assert step(environments, ["0"]).text == "1+7"
+def test_a_step_that_fails_ends_its_trajectory_alone(opened, said, failure):
+    environments = opened(step_seconds=0.5)
+    assert step(environments, ["0"]).text == step(environments, ["0"], index=1).text == "1+7"
     failed = step(environments, ["0", said])
-    # File and line are in the log alone.
-    assert failure in failed.failure and failed.text.startswith(f"error: {failure}")
+    assert failure in failed.failure and failed.lost and not failed.tokens
     assert ("hostile_module.py:" in failed.failure) == (said in "67")
-    assert failed.reward == 0 and failed.tokens and failed.late == (said == "1")
-    # The step before is repeated where its process was lost; the failed one is not.
-    again = step(environments, ["0", said, "0"], failed=["", failed.failure])
+    assert failed.reward == 0 and failed.late == (said == "1")
+    # The first step of the other trajectory is repeated if its process was lost.
+    again = step(environments, ["0", "0"], index=1)
     assert (again.text, again.reward, again.failure) == ("2+7", 2.0, "")
 
 
@@ -113,8 +114,8 @@ def test_a_reply_of_which_nothing_has_a_token_is_cut(opened):
     letters = {letter: number for number, letter in enumerate("_|0123456789+")}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))  # leaves others out
     environments = opened(Tokenizer(backend, end_ids=(1,), pad_id=0))
-    reply = step(environments, ["6"])
-    assert (reply.tokens, reply.cut) == ([], True) and "a bad turn" in reply.failure
+    reply = step(environments, ["a"])
+    assert (reply.tokens, reply.cut, reply.lost) == ([], True, False)
     assert step(environments, ["0"]).tokens == backend.encode("1+7").ids
 
 
@@ -141,7 +142,7 @@ def test_a_first_reset_that_raises_is_told_at_the_door_and_a_later_one_costs_not
     assert environments.open(Problem("p2", "1+1=", "2", "")).text == "1+1="
     assert environments.open(broken).text == "1+1="
     reply = step(environments, ["0"], answer="raise")
-    assert "RuntimeError: no such problem" in reply.failure
+    assert "RuntimeError: no such problem" in reply.failure and reply.lost
 
 
 @pytest.mark.parametrize(("name", "message"), read_table(__file__, "names"))

@@ -111,7 +111,7 @@ class Silent:
 # are thrown away, have been drawn.
 OF_THE_SCHEDULE = (
     "abandoned_tokens decode_bursts decode_steps prefills sampled_to_kept_tokens slot_occupancy "
-    "surplus_groups verdicts/"
+    "surplus_groups verdicts/ outcomes/"
 )
 
 

@@ -1,5 +1,6 @@
 """Alerts at a step and in the report: the metric and its value."""
 
+import collections
 import re
 
 import pytest
@@ -13,10 +14,10 @@ from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, Reward, Rollout, Watch
 from dapo_jax.reporting.alerts import ALERTS, Alerts, check_run, settings_of
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.metrics import response_metrics, verdict_counts
+from dapo_jax.reporting.metrics import outcome_metrics, response_metrics, verdict_counts
 from dapo_jax.reporting.notices import warn_about_answers
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.structs import Group, Verdict
+from dapo_jax.structs import Failure, Group, Outcome, Verdict
 
 
 def make_group(verdicts: list[Verdict], tokens: int = 10) -> Group:
@@ -26,7 +27,7 @@ def make_group(verdicts: list[Verdict], tokens: int = 10) -> Group:
 
 RIGHT, WRONG = Verdict(True, "1", decided="direct"), Verdict(False, "2", decided="direct")
 ABSENT = Verdict(False, None, decided="no_marker")
-LATE = Verdict(False, None, "TimeoutError: no answer in time", decided="failed")
+LATE = Verdict(False, None, Failure(Outcome.TIMEOUT, "TimeoutError: no answer in time"))
 
 
 def step_of(groups: list[Group], entropy: float = 0.3) -> dict[str, float]:
@@ -35,6 +36,7 @@ def step_of(groups: list[Group], entropy: float = 0.3) -> dict[str, float]:
     return (
         response_metrics(groups)
         | verdict_counts(groups)
+        | outcome_metrics(collections.Counter(one for group in groups for one in group.outcomes))
         | {
             "entropy": entropy,
             "all_right_fraction": share * sum(bool(g.correct.all()) for g in groups),
@@ -56,10 +58,6 @@ INJECTED = {
         step_of([make_group([RIGHT, ABSENT])]),
         "answer_not_found_rate is 0.5",
     ),
-    "max_verifier_failures": (
-        step_of([make_group([RIGHT, LATE, WRONG])]),
-        "verifier_failures per verdict is 0.333",
-    ),
 }
 
 
@@ -80,6 +78,20 @@ def test_an_event_is_told_at_each_of_its_steps(values, text):
     assert [alerts.check_step(HEALTHY | values) for _ in range(2)] == [[text], [text]]
 
 
+def test_rewards_that_failed_are_counted_by_kind_at_the_step_and_in_the_report():
+    group = make_group([RIGHT, LATE, WRONG, LATE])
+    values = step_of([group])
+    (text,) = Alerts(Config()).check_step(HEALTHY | values)
+    assert text == "2 of 4 responses (2 timeout) have no reward and are in no mean and no loss"
+    assert values["failed_rewards"] == 0.5 and values["accuracy"] == 0.5
+    dropped = values | {"broken_groups": 3.0, "resampled_groups": 1.0, "outcomes/crash": 1.0}
+    (output,) = Alerts(Config()).check_step(HEALTHY | dropped)
+    assert output.startswith("3 of 5 responses (2 timeout, 1 crash) have no reward")
+    assert output.endswith("no loss; groups dropped: 3; groups sampled again: 1")
+    rows = [row(step, failed_rewards=float(step == 7)) for step in range(21)]
+    assert check_run(rows, 20, {}) == ["responses had no reward in 1 of 21 rows (step 7)"]
+
+
 def test_what_stays_wrong_is_said_every_ten_steps_and_again_after_it_was_right():
     values, alerts = INJECTED["max_all_wrong"][0], Alerts(Config())
     assert [len(alerts.check_step(values)) for _ in range(12)] == [1, *[0] * 9, 1, 0]
@@ -92,7 +104,7 @@ def test_lengths_are_compared_with_the_steps_before_also_after_a_resume():
     assert len(Alerts(Config(), [HEALTHY] * 3).check_step(long)) == 1
 
 
-OF_ANSWERS = ("max_all_wrong", "max_all_right", "max_answer_not_found", "max_verifier_failures")
+OF_ANSWERS = ("max_all_wrong", "max_all_right", "max_answer_not_found")
 
 
 def run_of(preset: str = "dapo", parts: str = "rule=1", correct: str = "verifier", **changes):
@@ -110,20 +122,17 @@ def alerts_about(config: Config, name: str) -> str:
 @pytest.mark.parametrize(
     ("config", "output"),
     [
-        (run_of(), "wrong right found failures"),
-        (run_of("grpo"), "wrong right found failures"),
-        (run_of("grpo", "gym=1"), "wrong right found failures"),
+        (run_of(), "wrong right found"),
+        (run_of("grpo"), "wrong right found"),
+        (run_of("grpo", "gym=1"), "wrong right found"),
         (run_of("grpo", "mine:score=1"), ""),  # measured, and read by nothing
         (run_of("grpo", "mine:score=1", "spread"), ""),
         (run_of("dapo", "mine:score=1", "spread"), ""),
         (run_of("dapo", "mine:score=1", "threshold"), "wrong right"),
-        (run_of("dapo", "mine:score=1"), "wrong right found failures"),  # which groups are kept
-        (run_of("rft", "mine:score=1"), "wrong right found failures"),
-        (
-            run_of("grpo", "mine:score=1", positive_nll_coefficient=0.1),
-            "wrong right found failures",
-        ),
-        (run_of("grpo", "mine:score=1,format=0.1", "spread"), "found failures"),
+        (run_of("dapo", "mine:score=1"), "wrong right found"),  # which groups are kept
+        (run_of("rft", "mine:score=1"), "wrong right found"),
+        (run_of("grpo", "mine:score=1", positive_nll_coefficient=0.1), "wrong right found"),
+        (run_of("grpo", "mine:score=1,format=0.1", "spread"), "found"),
     ],
 )
 def test_a_line_about_answers_is_said_where_something_reads_them(config, output):
@@ -146,12 +155,11 @@ def test_groups_of_one_are_not_all_wrong():
         ("answer_not_found_rate", run_of("grpo", "mine:score=1", "spread")),
         ("all_wrong_fraction", run_of("grpo", "mine:score=1", "spread")),
         ("all_right_fraction", run_of("grpo", "mine:score=1", "spread")),
-        ("verifier_failures", run_of("grpo", "mine:score=1", "spread")),
     ],
 )
 def test_the_report_leaves_out_what_the_settings_explain(metric, config):
     rows = [row(step, **{metric: 0.95}) for step in range(21)]
-    assert any(metric in one or "verifier failed" in one for one in check_run(rows, 20, {}))
+    assert any(metric in one for one in check_run(rows, 20, {}))
     assert not check_run(rows, 20, settings_of(config))
 
 

@@ -130,13 +130,14 @@ def test_what_the_responses_look_like():
             respond(0, 0, True, tokens=10, logprob=-1.0),
             respond(0, 1, True, tokens=20, logprob=-2.0, repetition=0.5),
             respond(0, 2, False, tokens=60, logprob=-6.0, truncated=True, extracted=None),
-            respond(0, 3, False, tokens=0, logprob=0.0, failure="late", repetition=0.5),
+            respond(0, 3, False, tokens=0, logprob=0.0, repetition=0.5),
+            respond(0, 4, True, tokens=99, logprob=-9.0, failure="late", outcome="timeout"),
         ]
     )
     assert (result.response_tokens_right, result.response_tokens_wrong) == (15, 30)
     assert result.response_tokens == 22.5 and result.entropy == pytest.approx(0.1)
     assert result.truncated_fraction == result.answer_not_found_rate == 0.25
-    assert result.repetition == 0.25 and result.verifier_failures == 1
+    assert result.repetition == 0.25 and result.failed_rewards == {"timeout": 1}
     nothing_right = make_report(respond_all([[0, 0]], tokens=0, logprob=0.0))
     assert nothing_right.response_tokens_right is None and nothing_right.entropy is None
 

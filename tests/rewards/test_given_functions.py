@@ -35,7 +35,7 @@ def judge(responses: list[str], *functions, in_process=False, **reward) -> tuple
         verdicts = [future.result(timeout=100) for future in futures]
     finally:
         pool.close()
-    values = [v.broken or [v.parts[name] for name in names] for v in verdicts]
+    values = [(v.failure and v.failure.text) or [v.parts[name] for name in names] for v in verdicts]
     return [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values], pool.kills
 
 
@@ -88,7 +88,7 @@ def test_a_function_of_a_program_runs_in_a_worker_with_its_helpers(tmp_path):
         pool = RewardPool(Reward(parts=f"{name}=1"))
         verdicts = [pool.submit("", text, "7").result() for text in ("abc", "")]
         pool.close()
-        print(name, verdicts[0].parts[name], verdicts[1].broken)
+        print(name, verdicts[0].parts[name], verdicts[1].failure.text)
     """
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(program))
@@ -178,5 +178,5 @@ def test_closing_a_pool_ends_async_calls_and_deletes_the_copies(tmp_path, monkey
     future = pool.submit("", "a", "7")
     assert list(tmp_path.iterdir())
     pool.close()
-    assert future.cancelled() or future.result(timeout=10).broken
+    assert future.cancelled() or future.result(timeout=10).failure
     assert not list(tmp_path.iterdir())

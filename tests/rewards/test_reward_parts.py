@@ -18,7 +18,7 @@ from dapo_jax.rollout.dynamic_sampling import carries_signal
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.pickled_functions import register_function
-from dapo_jax.structs import Group, Verdict, repetition
+from dapo_jax.structs import Group, Outcome, Verdict, repetition
 
 OWN = """
 import os, sys, time
@@ -56,9 +56,9 @@ def make_config(parts: str, algorithm=None, **reward) -> Config:
     return Config(algorithm=algorithm, sampler=sampler, reward=Reward(parts=parts, **reward))
 
 
-def say(text: str, tokens: int | None = None):
+def say(text: str, tokens: int | None = None, sample: int = 0):
     count = len(text) if tokens is None else tokens
-    return dataclasses.replace(make_completion([5] * count), text=text)
+    return dataclasses.replace(make_completion([5] * count), text=text, sample=sample)
 
 
 def judge_groups(config: Config, *groups: list[str]) -> tuple[list[Group], int]:
@@ -67,7 +67,10 @@ def judge_groups(config: Config, *groups: list[str]) -> tuple[list[Group], int]:
     judge = Judge(config, pool)
     try:
         pending = [
-            judge.submit(make_prompt(i, [2, 3], answer="7"), tuple(map(say, texts)))
+            judge.submit(
+                make_prompt(i, [2, 3], answer="7"),
+                tuple(say(text, sample=sample) for sample, text in enumerate(texts)),
+            )
             for i, texts in enumerate(groups)
         ]
         return judge.groups(pending), pool.kills
@@ -119,26 +122,30 @@ def test_parts_are_mixed_by_their_weights_and_kept_apart(write_module):
     np.testing.assert_allclose(group.rewards, sum(group.reward_parts.values()))
     np.testing.assert_allclose(group.raw_rewards, [2, -2, -2, -2] + 0.1 * lengths)
     assert group.correct.tolist() == [True, False, False, False]
-    assert group.broken is None and kills == 0
+    assert not group.failed and kills == 0
 
 
 FAILURES = read_table(__file__, "failures")
 
 
-def test_a_failing_function_costs_its_group_and_no_other(write_module):
+def test_a_failing_function_costs_its_response_and_no_other(write_module):
     """The group says which part failed, on which response; a worker is lost only where it must."""
     write_module("own", OWN)
     config = make_config("rule=1,own:fussy=1", workers=2, timeout_seconds=1.0)
     fine = ["#### 7", "#### 8"]
     bad = [["#### 7", f"#### 7 {word}"] for word, _ in FAILURES]
     (first, *broken, last), kills = judge_groups(config, fine, *bad, fine)
-    assert first.broken is None and last.broken is None
+    assert not first.failed and not last.failed
     np.testing.assert_array_equal(first.rewards, [1 + 6, -1 + 6])
     np.testing.assert_array_equal(last.rewards, first.rewards)
     for i, (group, (word, cause)) in enumerate(zip(broken, FAILURES, strict=True), 1):
-        assert group.broken and np.isfinite(group.rewards).tolist() == [True, False]
+        assert group.is_broken and group.rewards.tolist() == [1 + 6]
+        (failed,) = group.failed
+        assert failed.completion.text == bad[i - 1][1]
+        kind = {"leave": Outcome.CRASH, "hang": Outcome.TIMEOUT}.get(word, Outcome.USER_ERROR)
+        assert group.outcomes == [Outcome.RIGHT, kind]
         where = f"{cause}.*; prompt p{i}, response 1, which ends in '#### 7 {word}'"
-        assert re.search(where, group.broken), group.broken
+        assert re.search(where, group.first_failure), group.first_failure
     assert kills == 4  # what left and what hung, each tried twice
 
 
@@ -271,7 +278,7 @@ def test_a_function_rewards_each_response_of_its_group(write_module, workers):
     np.testing.assert_array_equal(pair.reward_parts["own:shortest"], [0.5, 0])
     np.testing.assert_array_equal(pair.reward_parts["own:ranks"], [2, 0])
     np.testing.assert_array_equal(single.reward_parts["own:ranks"], [0])
-    assert kills == 0 and not any(group.broken or group.token_rewards for group in groups)
+    assert kills == 0 and not any(group.failed or group.token_rewards for group in groups)
 
 
 GROUP_FAILURES = read_table(__file__, "group_failures")
@@ -284,13 +291,11 @@ def test_a_function_that_fails_breaks_its_group_and_no_other(write_module):
     bad = [["#### 7", f"#### 8 {word}"] for word, _ in GROUP_FAILURES]
     (first, *broken, last), kills = judge_groups(config, fine, *bad, fine)
     for group in first, last:
-        assert group.broken is None
+        assert not group.failed
         np.testing.assert_array_equal(group.reward_parts["own:fussy"], [1, 2])
     for i, (group, (_, cause)) in enumerate(zip(broken, GROUP_FAILURES, strict=True), 1):
-        assert not np.isfinite(group.rewards).any()  # never 0
-        assert np.isfinite(group.reward_parts["own:alone"]).all()
-        assert re.search(f"{cause}.*; prompt p{i}", group.broken), group.broken
-        assert group.correct.tolist() == [True, False]
+        assert not group.completions and len(group.failed) == 2 and group.is_broken
+        assert re.search(f"{cause}.*; prompt p{i}", group.first_failure), group.first_failure
     assert kills == 4  # what left and what hung, each tried twice
 
 

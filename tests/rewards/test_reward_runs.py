@@ -1,18 +1,34 @@
 """Whole runs on rewards of several parts: a failing function costs groups, not the run."""
 
+import collections
+import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
 from kept_groups import differing, make_kept
-from small_runs import make_quick_config, open_run, read_rollouts, read_rows
+from small_runs import (
+    equal,
+    make_groups,
+    make_quick_config,
+    open_run,
+    read_rollouts,
+    read_rows,
+    start,
+    step_on,
+)
 
 from dapo_jax.config.experiment import Checkpoint, Log, Reward, Rollout
+from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import dynamic_sampling
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.rollout_journal import FOLDER
+from dapo_jax.run.evaluation import check_scored, make_responses, report_on
 from dapo_jax.run.run import train
+from dapo_jax.run.step_record import trace
+from dapo_jax.structs import Failure, Group, Outcome
 
 OWN = """
 def picky(prompt, response, answer):
@@ -34,7 +50,7 @@ def digits(prompt, response, answer):
 """
 
 
-def test_a_run_goes_on_without_the_groups_whose_reward_failed(
+def test_a_run_goes_on_without_the_responses_whose_reward_failed(
     base, score_folder, write_module, alone, tmp_path, capsys
 ):
     write_module("own", OWN)
@@ -50,29 +66,84 @@ def test_a_run_goes_on_without_the_groups_whose_reward_failed(
     with open_run(config) as run:
         run.step()
     row = read_rows(tmp_path)[-1]
-    assert row["broken_groups"] > 0 and row["trained_groups"] == 4 and not row["starved"]
+    assert row["outcomes/user_error"] > 0 and row["trained_groups"] == 4 and not row["starved"]
     assert None not in row.values()
     lines = [json.loads(line) for line in read_rollouts(tmp_path)["step_000001.jsonl"].splitlines()]
-    failed = {line["index"] for line in lines if line["failure"]}
-    assert len(failed) == row["broken_groups"] and len(lines) > 4 * len(failed)
+    failed = [line for line in lines if line["failure"]]
+    assert len(failed) == row["outcomes/user_error"] == row["failed_rewards"] * len(lines)
     names = ["rule", "own:picky", "model", "repetition", "overlong"]
     for line in lines:
-        assert list(line["reward_parts"]) == names
         sevens = line["response"].endswith("7")
         assert (line["reward"] is None) == sevens == (line["failure"] is not None)
+        assert sevens == (line["outcome"] == "user_error") == (line["correct"] is None)
         if not sevens:
+            assert list(line["reward_parts"]) == names
             np.testing.assert_allclose(
                 line["reward_parts"]["own:picky"], len(line["response"]) / 10
             )
             np.testing.assert_allclose(line["reward"], sum(line["reward_parts"].values()))
-    judged = [line for line in lines if line["index"] not in failed and not line["surplus"]]
+    sizes = collections.Counter(line["index"] for line in lines if not line["failure"])
+    broken = {line["index"] for line in lines if sizes[line["index"]] < 2}
+    assert len(broken) == row["broken_groups"]
+    judged = [
+        line
+        for line in lines
+        if not (line["index"] in broken or line["surplus"] or line["failure"])
+    ]
     for name in names:
         mean = np.mean([line["reward_parts"][name] for line in judged])
         np.testing.assert_allclose(row[f"reward_parts/{name}"], mean)
     shown = capsys.readouterr().out
-    assert "step 1: a group was dropped: own:picky: " in shown
+    assert re.search(r"step 1: a (reward failed|group was dropped): user_error: own:picky: ", shown)
+    words = f"step 1: {len(failed)} of {len(lines)} responses ({len(failed)} user_error) have no"
+    assert words in shown
     assert 'raise RuntimeError("seven is not for me"): RuntimeError: seven is not for me' in shown
     assert f"prompt {next(line['prompt_id'] for line in lines if line['failure'])}" in shown
+
+
+LOST = Failure(Outcome.CRASH, "the worker died")
+
+
+def without_last(config, group: Group, count: int) -> tuple[Group, Group]:
+    """The group with failed rewards of its last responses, and without these responses."""
+    verdicts = [
+        dataclasses.replace(verdict, failure=LOST if i >= count else None)
+        for i, verdict in enumerate(group.verdicts)
+    ]
+    failed = reward_group(config, group.prompt, group.completions, tuple(verdicts))
+    alone = reward_group(config, group.prompt, group.completions[:count], group.verdicts[:count])
+    return failed, alone
+
+
+def test_a_step_updates_parameters_as_without_the_failed_responses(tiny_folder, alone, tmp_path):
+    config = make_quick_config(tiny_folder, tmp_path, updates=2)
+    pairs = [without_last(config, g, 4 - i % 3) for i, g in enumerate(make_groups(config))]
+    failed, rest = zip(*pairs, strict=True)
+    assert [len(group.failed) for group in failed] == [0, 1, 2, 0]
+    with open_run(config) as run:
+        parts = run.components
+        after, record = step_on(parts, start(parts), list(failed))
+        expected, _ = step_on(parts, start(parts), list(rest))
+        whole, _ = step_on(parts, start(parts), make_groups(config))
+    policy = after.learners.policy.params
+    assert equal(policy, expected.learners.policy.params)
+    assert not equal(policy, whole.learners.policy.params)
+    traces = trace(config, record)
+    assert [len(traces[group.prompt.index]) for group in failed] == [4, 3, 2, 4]
+
+
+def test_an_evaluation_leaves_failed_rewards_out_and_stops_if_all_failed(tiny_folder, tmp_path):
+    config = make_quick_config(tiny_folder, tmp_path)
+    first, second, *_ = make_groups(config)
+    groups = without_last(config, first, 1)[0], without_last(config, second, 4)[0]
+    responses = [response for group in groups for response in make_responses(group)]
+    assert [response.outcome for response in responses[:4]] == ["right", *["crash"] * 3]
+    report = report_on(responses, config)
+    assert report.failed_rewards == {"crash": 3} and report.responses == 5
+    assert report.accuracy.value == 3 / 5
+    check_scored(responses)
+    with pytest.raises(Starved, match="every held-out response, first: the worker died"):
+        check_scored(responses[1:4])
 
 
 @pytest.mark.slow
@@ -87,7 +158,7 @@ def test_a_run_in_which_every_group_fails_is_saved_and_stops_with_the_cause(
         rollout=Rollout(4, 4, updates_per_rollout=1, max_sample_rounds=2),
     )
     with pytest.raises(
-        Starved, match="failed in every group, first: own:broken: .*KeyError.*prompt"
+        Starved, match="failed in every group, first: user_error: own:broken: .*KeyError.*prompt"
     ):
         train(config)
     checkpoints = Checkpoints(tmp_path, Checkpoint())

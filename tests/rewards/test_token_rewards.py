@@ -23,7 +23,7 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers.pickled_functions import register_function
-from dapo_jax.structs import Group, Verdict
+from dapo_jax.structs import Failure, Group, Outcome, Verdict
 
 OWN = """
 import json
@@ -87,7 +87,7 @@ def test_numbers_per_token_and_spans_are_weighed_and_summed(write_module):
     np.testing.assert_allclose(group.rewards, sum(group.reward_parts.values()))
     # n, the bytes of é, blank, 7, full stop, blank, n, o, end
     expected = [0, 0, 0, 0, 1 + 0.5, 0, 0, 0, -2, 0], [1 + 0.5, 0], [0]
-    assert group.token_rewards is not None and group.broken is None
+    assert group.token_rewards is not None and not group.failed
     for found, values in zip(group.token_rewards, expected, strict=True):
         assert found.dtype == np.float64
         np.testing.assert_allclose(found, np.array(values) - 0.1)
@@ -113,15 +113,13 @@ def test_a_span_counts_on_the_last_token_that_has_a_character_of_it():
 ODD = read_table(__file__, "odd")
 
 
-def test_what_is_no_reward_breaks_the_group_and_says_what_is_allowed(write_module):
+def test_what_is_no_reward_is_left_out_and_says_what_is_allowed(write_module):
     write_module("own", OWN)
     group = judge_group("rule=1,own:odd=1", "3", *(text for text, _ in ODD))
-    assert np.isfinite(group.rewards).tolist() == [True] + [False] * len(ODD)
-    for i, (_, words) in enumerate(ODD, 1):
-        alone = dataclasses.replace(
-            group, rewards=np.where(np.arange(len(ODD) + 1) == i, np.nan, 0.0)
-        )
-        assert re.search(f"{words}.*; prompt p0, response {i}, which", alone.broken), alone.broken
+    assert len(group.completions) == 1 and np.isfinite(group.rewards).all()
+    for (completion, failure), (text, words) in zip(group.failed, ODD, strict=True):
+        assert completion.text == text and failure.outcome == Outcome.USER_ERROR
+        assert re.search(words, failure.text), failure.text
 
 
 def test_a_group_without_rewards_of_tokens_has_none():
@@ -138,8 +136,10 @@ def test_a_function_in_this_process_may_reward_tokens():
 def test_a_verdict_goes_through_json_to_the_last_bit():
     """As the journal of kept groups and other processes get it."""
     verdict = Verdict(True, "7", parts={"own:f": 0.3}, token_rewards=[0.1, 1 / 3, -1e-300])
-    read = Verdict(**json.loads(json.dumps(dataclasses.asdict(verdict))))
-    assert read == verdict
+    for failure in None, Failure(Outcome.MEMORY, "too large"):
+        verdict = dataclasses.replace(verdict, failure=failure)
+        read = Verdict.from_json(json.loads(json.dumps(dataclasses.asdict(verdict))))
+        assert read == verdict and repr(read) == repr(verdict)
     older = dataclasses.asdict(verdict)
     del older["token_rewards"]
     assert Verdict(**older).token_rewards is None

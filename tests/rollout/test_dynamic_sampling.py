@@ -1,5 +1,6 @@
 """Dynamic sampling with scripted lengths and rewards: which groups are kept, in which order."""
 
+import collections
 from concurrent.futures import Future
 
 import pytest
@@ -7,7 +8,7 @@ from conftest import make_completion
 from toy_sampler import ScriptedSampler
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Config, Data, Reward, Rollout
+from dapo_jax.config.experiment import Config, Data, Reward, Rollout, Watch
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.metrics import rollout_metrics
@@ -21,20 +22,29 @@ from dapo_jax.rollout.dynamic_sampling import (
     collect,
     next_kept_fraction,
 )
-from dapo_jax.structs import Interrupted, Verdict
+from dapo_jax.structs import Failure, Interrupted, Outcome, Verdict
+
+LOST = Verdict(False, None, Failure(Outcome.CRASH, "the worker died"))
 
 
 class ScriptedPool:
-    """Decides that the first `right(index)` responses of each group are correct."""
+    """Decides that the first `right(index)` responses of each group are correct.
 
-    def __init__(self, right):
-        self._right = right
+    The rewards of the last `failing(index, tries)` fail; `tries` counts the groups of the prompt.
+    """
+
+    def __init__(self, right, failing=lambda index, tries: 0):
+        self._right, self._failing = right, failing
+        self._tries = collections.Counter()
 
     def submit_group(self, prompt, completions):
         futures = [Future() for _ in completions]
+        whole = len(futures) - self._failing(prompt.index, self._tries[prompt.index])
+        self._tries[prompt.index] += 1
         for i, future in enumerate(futures):
             correct = i < self._right(prompt.index)
-            future.set_result(Verdict(correct, "1", decided="direct"))
+            verdict = Verdict(correct, "1", decided="direct")
+            future.set_result(verdict if i < whole else LOST)
         return futures
 
 
@@ -47,17 +57,21 @@ def run(
     fraction=0.5,
     prompts=None,
     slots=128,
+    samples=2,
+    failing=lambda index, tries: 0,
+    limit=0.5,
     **rollout,
 ):
     config = Config(
         algorithm=algorithm or algorithms.dapo(),
         data=Data(train_problems=100),
         rollout=Rollout(
-            prompts_per_step=wanted, samples_per_prompt=2, updates_per_rollout=1, **rollout
+            prompts_per_step=wanted, samples_per_prompt=samples, updates_per_rollout=1, **rollout
         ),
+        watch=Watch(max_failed_rewards=limit),
     )
     prompts = prompts or PromptStream(config.data, 0, arithmetic_tokenizer())
-    sampler, pool = ScriptedSampler(bursts, slots), ScriptedPool(right)
+    sampler, pool = ScriptedSampler(bursts, slots), ScriptedPool(right, failing)
     collection = Collection(config, fraction, prompts.position)
     collected = collect(collection, prompts, sampler, Judge(config, pool))
     prompts.position = collected.next_position
@@ -129,6 +143,54 @@ def test_a_starved_run_stops_with_its_counts_if_configured():
         run(lambda i: 2, max_sample_rounds=2, when_starved="stop")
     own = Config(reward=Reward(parts="mine:score=1", correct="spread"))
     assert Collection(own, 0.5, 0).describe().endswith(" groups kept (no spread 0)")
+
+
+# --- failed rewards -----------------------------------------------------------------------------
+
+
+def test_a_failed_response_leaves_its_group_and_decides_nothing():
+    """Two of four are right in each group; without the last two, all of group 1 are right."""
+    failing = lambda index, tries: [0, 2, 1, 1, 0, 0, 0, 0][index % 8]  # noqa: E731
+    collected, _, _ = run(lambda i: 2, samples=4, failing=failing)
+    assert indices(collected) == [0, 2, 3, 4]
+    assert [len(group.completions) for group in collected.groups] == [4, 3, 3, 4]
+    assert collected.all_right == 1 and not collected.broken
+    failed = sum(len(group.failed) for group in collected.scored)
+    assert collected.failures == {Outcome.CRASH: failed} and failed >= 4
+    metrics = rollout_metrics(collected, ScriptedSampler(lambda i: 1).counts)
+    responses = 4 * len(collected.scored)
+    assert metrics["outcomes/crash"] == failed == metrics["failed_rewards"] * responses
+    assert metrics["accuracy"] > 0.5  # failed ones are not wrong
+
+
+@pytest.mark.parametrize("when_broken", ["drop", "resample"])
+def test_a_group_with_too_few_rewards_is_dropped_or_sampled_again_once(when_broken):
+    """Prompt 1 fails in its first try, prompt 2 always."""
+    failing = lambda index, tries: int(index == 2 or (index == 1 and tries == 0))  # noqa: E731
+    settings = {"fraction": 1.0, "bursts": lambda i: 2, "when_broken": when_broken}
+    collected, _, sampler = run(lambda i: 1, failing=failing, **settings)
+    again = when_broken == "resample"
+    assert indices(collected) == ([0, 1, 3, 4] if again else [0, 3, 4, 5])
+    assert [group.prompt.index for group in collected.broken] == ([2] if again else [1, 2])
+    assert [group.prompt.index for group in collected.resampled] == ([1, 2] if again else [])
+    counts = collections.Counter(sampler.submitted)
+    assert {i for i, count in counts.items() if count > 1} == ({1, 2} if again else set())
+    first = collected.broken[0].first_failure
+    assert first.startswith("crash: the worker died; prompt ")
+    metrics = rollout_metrics(collected, sampler.counts)
+    names = "broken_groups", "resampled_groups", "outcomes/crash"
+    assert [metrics[name] for name in names] == ([1, 2, 3] if again else [2, 0, 2])
+
+
+def test_a_step_of_which_too_many_rewards_failed_stops_the_run():
+    failing = lambda index, tries: int(index % 2)  # noqa: E731
+    with pytest.raises(Starved, match=r"\d of \d+ rewards failed \(\d crash\), more than conf"):
+        run(lambda i: 1, samples=3, failing=failing, limit=0.1)
+    collected, _, _ = run(lambda i: 1, samples=3, failing=failing, limit=0.0)
+    assert indices(collected) == [0, 1, 2, 3]
+    for limit in 0.0, 1.0:
+        with pytest.raises(Starved, match="failed in every group, first: crash: the worker died"):
+            run(lambda i: 1, failing=lambda index, tries: 2, limit=limit)
 
 
 def test_an_interruption_takes_effect_between_bursts():

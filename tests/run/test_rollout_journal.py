@@ -23,7 +23,7 @@ from dapo_jax.runtime.storage.retries import Storage
 # What a step cost is counted from where it went on.
 COSTS = (
     "decode_ prefills slot_occupancy abandoned_tokens put_back_tokens surplus_groups verdicts/ "
-    "environment_ sampled_to_kept_tokens verifier_failures"
+    "environment_ sampled_to_kept_tokens outcomes/"
 ).split()
 
 
@@ -60,7 +60,7 @@ def test_what_was_kept_is_read_back_whole(groups, tmp_path):
     for group in groups:
         found = recall(known, group.prompt)
         assert found is not None and found.prompt is group.prompt
-        assert found.verdicts == group.verdicts and not found.broken
+        assert found.verdicts == group.verdicts and not found.failed
         for name in "rewards", "raw_rewards", "correct":
             np.testing.assert_array_equal(getattr(found, name), getattr(group, name))
         for one, other in zip(found.completions, group.completions, strict=True):

@@ -27,8 +27,8 @@ ALLOWED = "the folder of a run, with config.json and metrics.jsonl"
 TEXT_FIELDS = ("response", "extracted", "failure")
 TOKEN_FIELDS = ("token_texts", "token_logprobs", "token_ratios", "token_clipped")
 OTHER_FIELDS = (
-    "correct truncated surplus tokens reward reward_parts advantage environment_rewards".split()
-)
+    "correct outcome truncated surplus tokens reward reward_parts advantage environment_rewards"
+).split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,8 @@ def heldout_means(run: RecordedRun, field: str, which: int) -> np.ndarray | None
     by_problem: dict[Any, list[float]] = {}
     if path.exists():
         for line in objects(path):
+            if line.get("failure") is not None:
+                continue
             if (value := line.get(field)) is None:
                 return None
             by_problem.setdefault(line.get("index"), []).append(float(value))
@@ -114,6 +116,9 @@ def _response(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(lines: list[dict[str, Any]]) -> str:
+    lines = [line for line in lines if line.get("failure") is None]
+    if not lines:
+        return "no reward"
     correct = sum(bool(line.get("correct")) for line in lines)
     if 0 < correct < len(lines):
         return "mixed"

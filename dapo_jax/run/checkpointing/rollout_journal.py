@@ -57,8 +57,8 @@ class RolloutJournal(Journal):
         return {index: groups[index] for index in set.intersection(*readable)}
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Queue groups that were scored; groups without a reward are left out."""
-        scored = [group for group in groups if not group.broken]
+        """Queue groups that were scored; those with a failed reward are left out."""
+        scored = [group for group in groups if not group.failed]
         if not scored or not processes.is_first():
             return
         self._unwritten.extend(scored)

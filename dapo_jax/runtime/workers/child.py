@@ -1,13 +1,13 @@
-"""Child side of a worker process: one JSON line per job, one JSON line per reply."""
+"""Child side of a worker process: one JSON line per job, one JSON line with its id per reply."""
 
 import json
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import BinaryIO
 
 READY_LINE = b'{"ready": true}\n'
 MAX_MEMORY_BYTES = 2 << 30  # address space; resident memory is far smaller
@@ -21,14 +21,12 @@ def limit_process() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def limit_computing(seconds: int) -> None:
-    """Limit further CPU time; the kernel kills the process at the next whole second.
+def limit_computing(seconds: float) -> None:
+    """Limit further CPU time, after which SIGPROF kills the process; 0: no limit.
 
     CPU time, unlike wall time, does not depend on the load of the machine.
     """
-    spent = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(spent.ru_utime + spent.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def discard_output() -> None:
@@ -50,21 +48,43 @@ def exit_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _take_channel() -> tuple[BinaryIO, BinaryIO]:
+    """Return private copies of standard input and output, and disconnect those two.
+
+    Programs that a job starts do not inherit the copies, and its forks close them.
+    """
+    channel = [os.dup(0), os.dup(1)]
+    files = os.fdopen(channel[0], "rb"), os.fdopen(channel[1], "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)  # user code may print
+
+    def close_in_fork() -> None:
+        while channel:  # empty in forks of the fork, which may use these numbers for other files
+            os.close(channel.pop())
+
+    os.register_at_fork(after_in_child=close_in_fork)
+    return files
+
+
 def serve(make_answer: Callable[[], Callable[[dict], dict]]) -> None:
-    """Answer the lines of standard input until it closes.
+    """Answer requests until their pipe closes. A reply has the id of its request.
 
     Signals to the process group are ignored: the trainer handles them, and a worker that died of
-    one would turn pending verdicts into wrong ones.
+    one would lose pending replies.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Replies use a copy of stdout: user code may print, which must not mix with them.
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    requests, output = _take_channel()
     answer = make_answer()
     exit_with_parent()
     output.write(READY_LINE)
     output.flush()
-    for line in sys.stdin.buffer:
-        output.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
+    for line in requests:
+        request = json.loads(line)
+        limit_computing(request["computing"])
+        reply = {"id": request["id"], "reply": answer(request["job"])}
+        limit_computing(0)
+        output.write(json.dumps(reply).encode() + b"\n")
         output.flush()

@@ -5,15 +5,33 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from typing import NamedTuple
 
 START_SECONDS = 60.0  # for an interpreter to start on a busy machine
 MAX_REPLY_BYTES = 1 << 20  # a worker that writes more is broken
+# Longer limits of a second attempt, relative to the first.
+LATE_FACTOR = 4
+BUSY_FACTOR = 12  # with a limit of CPU time, which ends a job that computes, also on a busy machine
+
+
+class Limits(NamedTuple):
+    """Time limits of a job, in seconds, without the start of a process.
+
+    seconds: of the first attempt.
+    late_seconds: of a second attempt, in a new process, if the first was late; 0: there is none.
+    computing: CPU time of an attempt; 0: no limit. A job that exceeded it is never repeated.
+    """
+
+    seconds: float
+    late_seconds: float = 0.0
+    computing: float = 0.0
 
 
 class WorkerProcess:
@@ -46,13 +64,22 @@ class WorkerProcess:
         """Process id."""
         return self._process.pid
 
-    def ask(self, job: dict, deadline: float) -> dict:
+    def ask(self, job: dict, deadline: float, computing: float = 0.0) -> dict:
         """Return the reply to a job, by `deadline` of time.monotonic().
+
+        Args:
+            computing: limit of CPU time in seconds; 0: none.
 
         Raises:
             TimeoutError, OSError, ValueError: the process is unusable afterwards.
         """
-        return json.loads(self._exchange(json.dumps(job).encode() + b"\n", deadline))
+        # Code that runs in the worker can write lines too, but does not know the ids.
+        identity = secrets.token_hex(8)
+        request = {"id": identity, "computing": computing, "job": job}
+        reply = json.loads(self._exchange(json.dumps(request).encode() + b"\n", deadline))
+        if not isinstance(reply, dict) or reply.get("id") != identity:
+            raise ValueError("the worker wrote a line that is no reply to the request")
+        return reply["reply"]
 
     def prepare(self, job: dict) -> None:
         """Run a job once that later jobs depend on; their time limits do not include it."""
@@ -123,15 +150,11 @@ class RestartingWorker:
         self.forget()
         _workers.add(self)
 
-    def ask(
-        self,
-        job: dict,
-        seconds: float,  # limit of one attempt, without the start of a process
-        *,
-        retry_late: bool = False,  # not if the job exceeded its CPU time: it would exceed it again
-        first: dict | None = None,  # job that a process runs once before others, on its own time
-    ) -> dict:
-        """Return the reply to a job; retry once in a new process if the process fails.
+    def ask(self, job: dict, limits: Limits, first: dict | None = None) -> dict:
+        """Return the reply to a job; repeat it once in a new process if the process fails.
+
+        Args:
+            first: job that a process runs once before others; its time does not count as theirs.
 
         Raises:
             TimeoutError: the reply is late, or the process used up its CPU time.
@@ -139,27 +162,28 @@ class RestartingWorker:
         """
         with self._lock:
             try:
-                return self._ask(job, seconds, first)
+                return self._ask(job, limits.seconds, limits.computing, first)
             except (OSError, ValueError) as error:
                 is_late = isinstance(error, TimeoutError)
-                if isinstance(error, ComputedTooLong) or is_late and not retry_late:
+                if isinstance(error, ComputedTooLong) or is_late and not limits.late_seconds:
                     raise
                 if self._closed and not is_late:
                     raise
-            return self._ask(job, seconds, first)
+            seconds = limits.late_seconds if is_late else limits.seconds
+            return self._ask(job, seconds, limits.computing, first)
 
-    def _ask(self, job: dict, seconds: float, first: dict | None) -> dict:
+    def _ask(self, job: dict, seconds: float, computing: float, first: dict | None) -> dict:
         try:
             process = self._running()
             if first is not None:
                 process.prepare(first)
-            return process.ask(job, time.monotonic() + seconds)
+            return process.ask(job, time.monotonic() + seconds, computing)
         except (OSError, ValueError):
             process = self._process
             self._process = None
             if process is not None:
                 self.kills += 1
-                if process.kill() == -signal.SIGXCPU:
+                if process.kill() == -signal.SIGPROF:
                     raise ComputedTooLong("the worker computed for too long") from None
             raise
 
