@@ -24,10 +24,8 @@ from dapo_jax.verifier.expression_tree import (
     symbols,
 )
 from dapo_jax.verifier.expressions import parse
-from dapo_jax.verifier.number_field import NumberField
+from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
 from dapo_jax.verifier.real_sets import FLIPPED, RealSets
-from dapo_jax.verifier.roots import content_of
-from dapo_jax.verifier.tree_to_element import read as read_tree
 from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, judge
 
 WORK = 400_000  # units of a verdict; a unit is about a microsecond
@@ -61,7 +59,7 @@ class ProvenAlgebra:
         mine, gold = read(prediction), read(answer)
         try:
             if len(_variables(mine) | _variables(gold)) <= 1:
-                regions = RealSets(NumberField(self._budget))
+                regions = RealSets(self._budget)
                 return regions.same(regions.read(mine), regions.read(gold))
         except Refused:
             pass  # then only a factor may differ
@@ -70,8 +68,8 @@ class ProvenAlgebra:
     def _proportional(self, mine: Node, gold: Node) -> int:
         ours, theirs = _difference(*mine.items), _difference(*gold.items)
         sign = proportional(ours, theirs, self._budget)
-        field = NumberField(self._budget)
-        return sign if sign and _domain(field, ours) == _domain(field, theirs) else 0
+        domains = [_domain(tree, self._budget) for tree in (ours, theirs) if sign]
+        return sign if sign and domains[0] == domains[1] else 0
 
     def _same_inequality(self, mine: Node, gold: Node) -> bool:
         """Test the equality, up to a factor, of two relations in several variables."""
@@ -91,16 +89,15 @@ def _difference(left: Node, right: Node) -> Tree:
     return add([parse(left.text), negate(parse(right.text))])
 
 
-def _domain(field: NumberField, tree: Tree) -> set[tuple[str, str]]:
+def _domain(tree: Tree, budget: Budget) -> set[tuple[str, str]]:
     """Return the conditions of an equation's expressions on its variables, in normal form."""
     asked = set()
     for mark, inside in conditions(tree):
-        element = read_tree(field, inside)
-        for poly in element if mark == "!=" else ():
-            field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
-            asked |= {(mark, str(factor)) for factor, _ in poly.factor()[1]}
-        if mark != "!=":
-            asked.add((mark, str(field.scale(element, 1 / content_of(element.above)))))
+        try:
+            field = RationalFunctions((tree,), budget)
+            asked |= {(mark, factor) for factor in field.factors(inside)}
+        except NotRational:
+            asked.add((mark, repr(inside)))
     return asked
 
 

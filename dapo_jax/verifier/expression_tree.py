@@ -4,7 +4,7 @@ Constructors fold rational numbers exactly and refuse what would be large; nothi
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from flint import fmpq, fmpz
@@ -17,8 +17,12 @@ class Refused(ValueError):
     """Text that is no expression, or one that is too large."""
 
 
+class NoValue(Refused):
+    """Expression that is plainly undefined, as 1/0."""
+
+
 class Undecided(ArithmeticError):
-    """Neither proven equal nor proven different within the budget."""
+    """Neither equal nor different within the budget."""
 
 
 class Budget:
@@ -121,7 +125,7 @@ def divide(above: Tree, below: Tree) -> Tree:
     _finite(above, below)
     if below.kind == "number":
         if below.rational == 0:
-            raise Refused("division by zero")
+            raise NoValue("division by zero")
         return multiply(above, number(1 / below.rational))
     return Tree("quotient", (above, below))
 
@@ -131,7 +135,7 @@ def power(base: Tree, exponent: Tree) -> Tree:
     _finite(base, exponent)
     if exponent.kind != "number":
         if base.kind == "number" and base.rational == 0:
-            raise Refused("a power of zero")
+            raise NoValue("a power of zero")
         return Tree("power", (base, exponent))
     n = exponent.rational
     if base.kind != "number":
@@ -141,7 +145,7 @@ def power(base: Tree, exponent: Tree) -> Tree:
     value = base.rational
     if value == 0:
         if n <= 0:
-            raise Refused("a power of zero")
+            raise NoValue("a power of zero")
         return base
     bits = max(value.p.bit_length(), value.q.bit_length())
     if bits > 1 and (abs(n.p) * bits > LARGEST_BITS or n.q > LARGEST_EXPONENT):
@@ -198,11 +202,56 @@ def binomial(above: Tree, below: Tree) -> Tree:
     return Tree("binomial", (above, below))
 
 
+def substitute(tree: Tree, values: Mapping[str, Tree]) -> Tree:
+    """Return the tree with values for its variables; arithmetic of numbers is done exactly.
+
+    Raises:
+        Refused: there is no value, or a large one.
+    """
+    if tree.kind == "symbol":
+        return values.get(tree.name, tree)
+    if not tree.parts:
+        return tree
+    parts = [substitute(part, values) for part in tree.parts]
+    match tree.kind:
+        case "sum":
+            return add(parts)
+        case "product":
+            return multiply(*parts)
+        case "quotient":
+            return divide(*parts)
+        case "power":
+            try:
+                return power(*parts)
+            except NoValue:
+                raise
+            except Refused:  # too large to be written out
+                return Tree("power", tuple(parts))
+        case "odd_root":
+            return odd_root(parts[0], int(parts[1].rational.p))
+        case "factorial":
+            return factorial(*parts)
+        case "binomial":
+            return binomial(*parts)
+    if parts[0].kind == "number" and tree.kind in _OF_NUMBERS:
+        return number(_OF_NUMBERS[tree.kind](parts[0].rational))
+    return tree._replace(parts=tuple(parts))
+
+
+_OF_NUMBERS: dict[str, Callable[[fmpq], fmpq | fmpz]] = {
+    "abs": abs,
+    "floor": lambda value: value.floor(),
+    "ceiling": lambda value: value.ceil(),
+}
+
+
 def nodes(tree: Tree) -> Iterator[Tree]:
     """Return the tree and all its descendants."""
-    yield tree
-    for part in tree.parts:
-        yield from nodes(part)
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(node.parts)
 
 
 def symbols(tree: Tree) -> set[str]:
