@@ -42,17 +42,17 @@ class Pair(NamedTuple):
     gold: Tree
 
 
-def _at(tree: Tree, point: Point) -> Tree | None:
+def _at(tree: Tree, point: Point, budget: Budget) -> Tree | None:
     """Return the tree at a point; None for a large value. Raises `Pole`."""
     try:
-        return substitute(tree, point)
+        return substitute(tree, point, budget)
     except NoValue as error:
         raise Pole(str(error)) from None
     except Refused:
         return None
 
 
-def _pairs(mine: Tree, gold: Tree, points: Iterable[Point]) -> Iterator[Pair]:
+def _pairs(mine: Tree, gold: Tree, points: Iterable[Point], budget: Budget) -> Iterator[Pair]:
     """Yield the expressions at the points where both have values.
 
     Raises:
@@ -62,8 +62,8 @@ def _pairs(mine: Tree, gold: Tree, points: Iterable[Point]) -> Iterator[Pair]:
     for point in points:
         own = wanted = None
         try:
-            wanted = _at(gold, point)
-            own = _at(mine, point)
+            wanted = _at(gold, point, budget)
+            own = _at(mine, point, budget)
         except Pole:
             if not is_whole:
                 raise Undecided("a pole where none is expected") from None
@@ -108,12 +108,12 @@ def same_expression(
     if mine.kind == gold.kind == "number":
         return mine.value == gold.value
     if any(node.kind == "infinity" for tree in (mine, gold) for node in nodes(tree)):
-        return False
+        raise Refused("infinity is no value")
     if points is None and (exact := same_rational(mine, gold, budget)) is not None:
         return exact
     has_names = bool(symbols(mine) | symbols(gold))
     enough = ENOUGH_POINTS if has_names and points is None else 1
-    pairs = _pairs(mine, gold, sample_points(mine, gold) if points is None else points)
+    pairs = _pairs(mine, gold, sample_points(mine, gold) if points is None else points, budget)
     for bits in PRECISIONS:
         kept, seen, equal = [], 0, 0
         with with_bits(bits):
@@ -140,7 +140,7 @@ def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
     """Return the sign of the real constant c with mine = c * gold; 0 if there is none."""
     if symbols(mine) != symbols(gold) or not symbols(mine):
         return 0
-    pairs: Iterable[Pair] = _pairs(mine, gold, sample_points(mine, gold))
+    pairs: Iterable[Pair] = _pairs(mine, gold, sample_points(mine, gold), budget)
     for bits in PRECISIONS:
         kept, ratios, longest = [], [], 0
         with with_bits(bits):

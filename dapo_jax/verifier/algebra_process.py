@@ -31,11 +31,20 @@ def ask(
             if len(questions) == 1:
                 return [error]
             return results + [result for one in left for result in ask(worker, [one], seconds)]
-        results += [_read_reply(reply) for reply in replies]
+        for question, reply in zip(left, replies, strict=False):
+            results.append(_read_reply(worker, question, reply, seconds))
     return results
 
 
-def _read_reply(reply: dict) -> Ruling | Exception:
+def _read_reply(
+    worker: RestartingWorker, question: Question, reply: dict, seconds: float
+) -> Ruling | Exception:
+    if "needs" in reply:  # a job outside the limit of time, once in a process
+        job = {"questions": [question._asdict()]}
+        try:
+            (reply,) = worker.ask(job, seconds, first=reply["needs"])["replies"]
+        except Exception as error:
+            return error
     return RuntimeError(reply["failure"]) if "failure" in reply else Ruling(**reply)
 
 

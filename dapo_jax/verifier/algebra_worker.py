@@ -1,10 +1,11 @@
-"""Worker process of the verifier: verdicts, with the `Algebra` of `equivalence.py` by proof.
+"""Worker process of the verifier: verdicts, with the `Algebra` of `equivalence.py` by trees.
 
 `python -m dapo_jax.verifier.algebra_worker` serves one JSON line per batch of `Question`s.
 """
 
 import collections
 import hashlib
+import itertools
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from dapo_jax.runtime.workers.child import limit_process, serve
 from dapo_jax.verifier.algebra import proportional, same_expression
 from dapo_jax.verifier.answer_shape import Node, read
-from dapo_jax.verifier.equivalence import compact
+from dapo_jax.verifier.equivalence import compact, is_by_cases
 from dapo_jax.verifier.expression_tree import (
     Budget,
     Refused,
@@ -25,18 +26,29 @@ from dapo_jax.verifier.expression_tree import (
 )
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
-from dapo_jax.verifier.real_sets import FLIPPED, RealSets
+from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, Pieces, RealSets
+from dapo_jax.verifier.sympy_stage import NotLoaded, closed_form, has_operators, load
 from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, judge
 
 WORK = 400_000  # units of a verdict; a unit is about a microsecond
 MAX_REMEMBERED = 100_000
+LOAD = {"load": "sympy"}  # a job
 
 
-class ProvenAlgebra:
-    """`Algebra` that parses and proves, within a budget. Raises `Undecided`."""
+class TreeAlgebra:
+    """`Algebra` that parses and compares trees, within a budget.
 
-    def __init__(self, budget: Budget):
-        self._budget = budget
+    Args:
+        closes: a prediction's sums, integrals and limits may be worked out; else only if gold has
+            some, since they are unfinished beside any other gold.
+
+    Raises:
+        Undecided: neither equal nor different.
+        NotLoaded: sympy has to be loaded first.
+    """
+
+    def __init__(self, budget: Budget, *, closes: bool = True):
+        self._budget, self._regions, self._closes = budget, RealSets(budget), closes
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
         return getattr(self, f"_same_{kind}")(prediction, answer)
@@ -44,9 +56,45 @@ class ProvenAlgebra:
     def _same_value(self, prediction: str, answer: str) -> bool:
         try:
             gold = parse(answer)
-            return same_expression(parse(prediction, symbols(gold)), gold, self._budget)
+            mine = parse(prediction, symbols(gold))
+            try:
+                return same_expression(mine, gold, self._budget)
+            except (Refused, Undecided):
+                if not has_operators(gold, *[mine] * self._closes):
+                    raise
+            mine, gold = closed_form(mine, self._budget), closed_form(gold, self._budget)
+            return same_expression(mine, gold, self._budget)
         except Refused:
             return False
+
+    def _same_cases(self, prediction: str, answer: str) -> bool:
+        ours, theirs = self._branches(read(prediction)), self._branches(read(answer))
+        names = set().union(*(symbols(value) for _, value in ours + theirs))
+        covered = [[piece for pieces, _ in side for piece in pieces] for side in (ours, theirs)]
+        regions = self._regions
+        if len(names) > 1 or not regions.same(*map(regions.union, covered)):
+            return False
+        for (pieces, mine), (others, gold) in itertools.product(ours, theirs):
+            for piece in regions.intersection(pieces, others):
+                ends = [end.value for end in piece if end.value is not None and not end.open]
+                values = regions.inside(piece, 2) + ends
+                points = [dict.fromkeys(names, value) for value in values]
+                if not same_expression(mine, gold, self._budget, points):
+                    return False
+        return True
+
+    def _branches(self, node: Node) -> list[tuple[Pieces, Tree]]:
+        """Return the regions of a function by cases, each without earlier ones, and its values."""
+        if not is_by_cases(node):
+            return [(EVERYTHING, parse(node.text))]
+        branches, left = [], EVERYTHING
+        for value, condition in (row.items for row in node.items):
+            pieces = left
+            if condition.text != "otherwise":
+                pieces = self._regions.intersection(left, self._regions.read(condition))
+            branches.append((pieces, parse(value.text)))
+            left = self._regions.intersection(left, self._regions.complement(pieces))
+        return branches
 
     def _same_equation(self, prediction: str, answer: str) -> bool:
         mine, gold = read(prediction), read(answer)
@@ -59,8 +107,7 @@ class ProvenAlgebra:
         mine, gold = read(prediction), read(answer)
         try:
             if len(_variables(mine) | _variables(gold)) <= 1:
-                regions = RealSets(self._budget)
-                return regions.same(regions.read(mine), regions.read(gold))
+                return self._regions.same(self._regions.read(mine), self._regions.read(gold))
         except Refused:
             pass  # then only a factor may differ
         return self._same_inequality(mine, gold)
@@ -109,7 +156,7 @@ def _variables(node: Node) -> set[str]:
     return set().union(*(_variables(item) for item in node.items))
 
 
-class Proof(NamedTuple):
+class Reply(NamedTuple):
     """Reply to one question of a verdict, and the units of work that it took."""
 
     same: bool
@@ -117,40 +164,52 @@ class Proof(NamedTuple):
     undecided: bool = False
 
 
-Memory = collections.OrderedDict[bytes, Proof]  # the oldest are forgotten
+Memory = collections.OrderedDict[bytes, Reply]  # the oldest are forgotten
 
 
 class RememberedAlgebra:
     """`Algebra` of one verdict, which has work to spend over all its questions.
 
-    A remembered proof costs what it cost before, so that verdicts don't depend on what was asked
+    A remembered reply costs what it cost before, so that verdicts don't depend on what was asked
     earlier.
 
     Attributes:
-        asked, remembered, undecided: counts of proofs, of questions that the memory answered, and
-            of those that were neither proven equal nor different.
+        asked, remembered, undecided: counts of comparisons, of questions that the memory answered, and
+            of those that were neither equal nor different.
     """
 
-    def __init__(self, memory: Memory):
-        self._memory, self._work = memory, WORK
+    def __init__(self, memory: Memory, *, closes: bool = True):
+        self._memory, self._work, self._closes = memory, WORK, closes
         self.asked = self.remembered = self.undecided = 0
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
-        texts = repr((kind, prediction, answer)).encode("utf-8", "backslashreplace")
+        texts = repr((kind, prediction, answer, self._closes)).encode("utf-8", "backslashreplace")
         key = hashlib.blake2b(texts, digest_size=16).digest()
-        proof = self._memory.get(key)
-        if proof is not None and proof.work <= self._work:
+        reply = self._memory.get(key)
+        if reply is not None and reply.work <= self._work:
             self.remembered += 1
         else:
-            proof = _prove(kind, prediction, answer, self._work)
+            reply = self._compare(kind, prediction, answer)
             self.asked += 1
-            if not proof.undecided or self._work == WORK:  # more work may decide it
-                self._memory[key] = proof
+            if not reply.undecided or self._work == WORK:  # more work may decide it
+                self._memory[key] = reply
                 if len(self._memory) > MAX_REMEMBERED:
                     self._memory.popitem(last=False)
-        self._work -= proof.work
-        self.undecided += proof.undecided
-        return proof.same
+        self._work -= reply.work
+        self.undecided += reply.undecided
+        return reply.same
+
+    def _compare(self, kind: str, prediction: str, answer: str) -> Reply:
+        budget, same, undecided = Budget(self._work), False, False
+        try:
+            same = TreeAlgebra(budget, closes=self._closes).same(kind, prediction, answer)
+        except Undecided:
+            undecided = True
+        except NotLoaded:
+            raise
+        except Exception:  # not understood is not equal, whatever the reason
+            same = False
+        return Reply(same, self._work - max(0, int(budget.left)), undecided)
 
     def describe(self, correct: bool) -> str:
         """Return how the verdict was decided."""
@@ -161,21 +220,12 @@ class RememberedAlgebra:
         return "remembered" if self.remembered else "direct"
 
 
-def _prove(kind: str, prediction: str, answer: str, work: int) -> Proof:
-    budget, same, undecided = Budget(work), False, False
-    try:
-        same = ProvenAlgebra(budget).same(kind, prediction, answer)
-    except Undecided:
-        undecided = True
-    except Exception:  # not understood is not equal, whatever the reason
-        same = False
-    return Proof(same, work - max(0, int(budget.left)), undecided)
-
-
 def _answer(question: Question, memory: Memory) -> dict:
-    algebra = RememberedAlgebra(memory)
+    algebra = RememberedAlgebra(memory, closes=question.unfinished != "wrong")
     try:
         ruling = judge(question, algebra)
+    except NotLoaded:
+        return {"needs": LOAD}
     except Exception as error:
         return {"failure": repr(error)[:200]}
     if ruling.extracted is not None and ruling.how != "unfinished":
@@ -186,12 +236,15 @@ def _answer(question: Question, memory: Memory) -> dict:
 def make_verifier() -> Callable[[dict], dict]:
     """Return the function that answers `{"questions"}` with `{"replies"}` to the first of them.
 
-    A reply is a `Ruling` or a `"failure"`; there is at least one.
+    A reply is a `Ruling`, a `"failure"`, or the job that it `"needs"` first; there is at least one.
     """
     limit_process()
     memory = Memory()
 
     def answer(job: dict) -> dict:
+        if job == LOAD:
+            load()
+            return {}
         until, replies = time.monotonic() + BATCH_SECONDS, []
         for fields in job["questions"]:
             replies.append(_answer(Question(**fields), memory))

@@ -5,6 +5,7 @@ Two balls that do not meet prove a difference. A difference that may be 0 and is
 so that nothing that is written out in an answer hides below it.
 """
 
+import functools
 import zlib
 from collections.abc import Callable
 
@@ -137,7 +138,7 @@ def enclose(tree: Tree, budget: Budget) -> Ball:
             return acb(arb.const_e())
         case "i":
             return acb(0, 1)
-        case "infinity" | "symbol":
+        case "infinity" | "symbol" | "bound" | "total" | "times" | "integral" | "limit":
             raise Refused("no value")
     parts = [enclose(part, budget) for part in tree.parts]
     match tree.kind:
@@ -155,6 +156,13 @@ def enclose(tree: Tree, budget: Budget) -> Ball:
                 -parts[0] if negative else parts[0], int(tree.parts[1].rational.p)
             )
             value = -value if negative else value
+        case "max" | "min":
+            if not all(part.imag.is_zero() for part in parts):
+                raise Refused("an order of numbers that are not real")
+            choose = arb.max if tree.kind == "max" else arb.min
+            value = acb(functools.reduce(choose, (part.real for part in parts)))
+        case "gcd" | "remainder":
+            raise Refused("a divisor of what is no integer")
         case "binomial":
             n, k = parts
             value = (n + 1).gamma() * (k + 1).rgamma() * (n - k + 1).rgamma()

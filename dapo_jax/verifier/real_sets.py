@@ -193,7 +193,10 @@ class RealSets:
         holds = functools.partial(self._holds, relations)
         pieces = [Piece(end, end) for end in ends if holds(end.value)]
         for low, high in itertools.pairwise([LOWEST, *ends, HIGHEST]):
-            if holds(self._between(low, high)):
+            signs = {holds(value) for value in self.inside(Piece(low, high), 1)}
+            if len(signs) > 1:
+                raise Undecided("a zero that is not known")
+            if signs == {True}:
                 pieces.append(Piece(low._replace(open=True), high._replace(open=True)))
         return self.union(pieces)
 
@@ -215,11 +218,21 @@ class RealSets:
         for mark, tree in relations:
             point = dict.fromkeys(symbols(tree), value)
             try:
-                if sign(substitute(tree, point), self.budget) not in SIGNS[mark]:
+                if sign(substitute(tree, point, self.budget), self.budget) not in SIGNS[mark]:
                     return False
             except NoValue:
                 return False
         return True
+
+    def inside(self, piece: Piece, halvings: int) -> list[Tree]:
+        """Return 2^(halvings + 1) - 1 rational numbers inside a piece; of a point, itself."""
+        if piece.low.value is not None and piece.low.value == piece.high.value:
+            return [piece.low.value]
+        middle = End(self._between(*piece), True)
+        sides = (Piece(piece.low, middle), Piece(middle, piece.high))
+        rest = [v for side in sides for v in self.inside(side, halvings - 1)] if halvings else []
+        assert middle.value is not None
+        return [middle.value, *rest]
 
     def _between(self, low: End, high: End) -> Tree:
         """Return a rational number between two ends, 0 for the whole line."""

@@ -23,7 +23,8 @@ COMPLEX = "zw"  # letters that need not be real
 _SCALES = (1, -1, 1_000, 3, fmpq(-1, 7), -30, 1_000_000)  # near and far, of either sign
 _OCTAVES = (-60, -30, -10, -4, -2, -1, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 6, 10, 20, 30, 40, 60, 100)
 _WHOLE = (2, 3, 4, 5, 6, 7, 30, 101, -3, -8)
-_STEPPED = {"floor", "ceiling", "factorial", "binomial", "sin", "cos", "tan", "e", "total"}
+_STEPPED = {"floor", "ceiling", "factorial", "binomial", "sin", "cos", "tan", "e"}
+_OF_WHOLE = {"floor", "ceiling", "total", "times", "gcd", "remainder"}
 _CORNERS = {"abs", "max", "min", "floor", "ceiling", "odd_root", "log", "asin", "acos", "atan"}
 _AT_STEPS = (6, 8, 11)  # of _WHOLE, for variables that need not be whole: at a floor's edge too
 _UNUSUAL = 256  # a constant that is larger, or smaller than its inverse, has points near it
@@ -34,7 +35,7 @@ _BELOW = 1_997  # a prime, so that no point is a zero that someone would write
 def has_integers(*trees: Tree) -> bool:
     """Test for expressions of whole numbers, between which they may differ or have no values."""
     kinds = {node.kind for tree in trees for node in nodes(tree)}
-    if kinds & {"floor", "ceiling"}:
+    if kinds & _OF_WHOLE:
         return True
     if not any(name in INTEGERS for tree in trees for name in symbols(tree)):
         return False

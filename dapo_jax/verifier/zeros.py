@@ -15,6 +15,7 @@ from dapo_jax.verifier.expression_tree import (
     negate,
     nodes,
     number,
+    odd_root,
     power,
     symbols,
 )
@@ -119,8 +120,11 @@ def _of_polynomial(coefficients: Coefficients, budget: Budget) -> Iterator[Tree]
 def _of_quadratic(coefficients: Coefficients) -> Iterator[Tree]:
     """Return the zeros of a polynomial of degree 2 at most, and that of its linear part."""
     c, b, a, *higher = [*coefficients, ZERO, ZERO][: max(3, len(coefficients))]
-    if any(term != ZERO for term in higher):
-        raise Refused("a high power")
+    if higher:
+        if any(term != ZERO for term in (b, a, *higher[:-1])):
+            raise Refused("a high power")
+        yield from _roots(divide(negate(c), higher[-1]), number(len(coefficients) - 1))
+        return
     if b != ZERO:
         yield negate(divide(c, b))
     if a == ZERO:
@@ -129,6 +133,15 @@ def _of_quadratic(coefficients: Coefficients) -> Iterator[Tree]:
     root = power(under, number(fmpq(1, 2))) if under != ZERO else ZERO
     for half in (root, negate(root)):
         yield divide(add([negate(b), half]), multiply(number(2), a))
+
+
+def _roots(value: Tree, degree: Tree) -> Iterator[Tree]:
+    """Return numbers with a power, the real ones among them."""
+    if (degree.whole or 0) % 2:
+        yield odd_root(value, degree.whole or 1)
+        return
+    root = power(value, divide(ONE, degree)) if value != ZERO else ZERO
+    yield from (root, negate(root))
 
 
 def _of_inverse(tree: Tree, value: Tree, budget: Budget) -> Iterator[Tree]:
@@ -150,8 +163,7 @@ def _of_inverse(tree: Tree, value: Tree, budget: Budget) -> Iterator[Tree]:
                 [divide(call("log", value), call("log", tree.parts[0]))] if value != ZERO else []
             )
         case "power":
-            root = power(value, divide(ONE, tree.parts[1]))
-            targets = [root, negate(root)]
+            targets = list(_roots(value, tree.parts[1]))
         case "odd_root":
             targets = [power(value, tree.parts[1])]
         case "exp":
