@@ -115,7 +115,8 @@ class TreeAlgebra:
     def _proportional(self, mine: Node, gold: Node) -> int:
         ours, theirs = _difference(*mine.items), _difference(*gold.items)
         sign = proportional(ours, theirs, self._budget)
-        domains = [_domain(tree, self._budget) for tree in (ours, theirs) if sign]
+        field = RationalFunctions(self._budget)
+        domains = [_domain(field, tree) for tree in (ours, theirs) if sign]
         return sign if sign and domains[0] == domains[1] else 0
 
     def _same_inequality(self, mine: Node, gold: Node) -> bool:
@@ -136,12 +137,11 @@ def _difference(left: Node, right: Node) -> Tree:
     return add([parse(left.text), negate(parse(right.text))])
 
 
-def _domain(tree: Tree, budget: Budget) -> set[tuple[str, str]]:
+def _domain(field: RationalFunctions, tree: Tree) -> set[tuple[str, str]]:
     """Return the conditions of an equation's expressions on its variables, in normal form."""
     asked = set()
     for mark, inside in conditions(tree):
         try:
-            field = RationalFunctions((tree,), budget)
             asked |= {(mark, factor) for factor in field.factors(inside)}
         except NotRational:
             asked.add((mark, repr(inside)))
@@ -174,8 +174,8 @@ class RememberedAlgebra:
     earlier.
 
     Attributes:
-        asked, remembered, undecided: counts of comparisons, of questions that the memory answered, and
-            of those that were neither equal nor different.
+        asked, remembered, undecided: counts of comparisons, of questions that the memory answered,
+            and of those that were neither equal nor different.
     """
 
     def __init__(self, memory: Memory, *, closes: bool = True):

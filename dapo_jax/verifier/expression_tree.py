@@ -6,7 +6,7 @@ Constructors fold rational numbers exactly and refuse what would be large; nothi
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flint import fmpq, fmpz
 
@@ -273,7 +273,7 @@ def _gcd(*values: fmpq) -> int:
     return math.gcd(*(int(value.p) for value in values))
 
 
-_OF_NUMBERS: dict[str, Callable[..., fmpq | fmpz | int]] = {
+_OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "floor": lambda value: value.floor(),
     "ceiling": lambda value: value.ceil(),

@@ -1,14 +1,27 @@
 """Exact arithmetic: fractions of polynomials over the rational numbers."""
 
+import math
 from typing import NamedTuple
 
 from flint import Ordering, fmpq, fmpq_mpoly, fmpq_mpoly_ctx
 
-from dapo_jax.verifier.expression_tree import Budget, NoValue, Tree, Undecided, symbols
+from dapo_jax.verifier.expression_tree import (
+    Budget,
+    NoValue,
+    Tree,
+    Undecided,
+    add,
+    multiply,
+    number,
+    power,
+    symbols,
+)
 
-MAX_VARIABLES = 12
+MAX_GENERATORS = 16
 SHARE = 4  # of the budget, for one exact comparison: beyond, balls at points are cheaper
 Poly = fmpq_mpoly
+_RING = fmpq_mpoly_ctx.get(("g", MAX_GENERATORS), Ordering.lex)
+_GENERATORS, _ONE = _RING.gens(), _RING.constant(fmpq(1))
 
 
 class NotRational(ValueError):
@@ -23,45 +36,30 @@ class Fraction(NamedTuple):
 
 
 class RationalFunctions:
-    """Field of the fractions of polynomials in the variables of some trees."""
+    """Field of fractions of polynomials in the variables of expressions.
 
-    def __init__(self, trees: tuple[Tree, ...], budget: Budget):
-        names = sorted(set().union(*map(symbols, trees)))
-        if len(names) > MAX_VARIABLES:
-            raise NotRational("many variables")
-        ring = fmpq_mpoly_ctx.get(("g", max(1, len(names))), Ordering.lex)
-        self._generators = dict(zip(names, ring.gens(), strict=False))
-        self._one, self._budget = ring.constant(fmpq(1)), budget
+    Args:
+        budget: work that may be spent.
+        constants: constants that are not rational are variables too.
+    """
+
+    def __init__(self, budget: Budget, *, constants: bool = False):
+        self._budget, self._constants = budget, constants
+        self._generators: dict[Tree, int] = {}
 
     def times(self, a: Poly, b: Poly) -> Poly:
         """Return the product of two polynomials."""
         self._budget.spend(_size(a) * _size(b))
         return a * b
 
-    def multiply(self, a: Fraction, b: Fraction) -> Fraction:
-        """Return the product a * b."""
-        return Fraction(self.times(a.above, b.above), self.times(a.below, b.below))
-
-    def power(self, a: Fraction, n: int) -> Fraction:
-        """Return the power a ** n; raise `NoValue` for a negative power of zero."""
-        if n < 0:
-            if not a.above:
-                raise NoValue("division by zero")
-            a, n = Fraction(a.below, a.above), -n
-        result = Fraction(self._one, self._one)
-        while n:
-            if n & 1:
-                result = self.multiply(result, a)
-            n >>= 1
-            a = self.multiply(a, a) if n else a
-        return result
-
-    def add(self, a: Fraction, b: Fraction) -> Fraction:
-        """Return the sum a + b."""
-        if a.below == b.below:
-            return Fraction(a.above + b.above, a.below)
-        above = self.times(a.above, b.below) + self.times(b.above, a.below)
-        return Fraction(above, self.times(a.below, b.below))
+    def _power(self, a: Fraction, n: int) -> Fraction:
+        if n < 0 and not a.above:
+            raise NoValue("division by zero")
+        above, below = a if n > 0 else a[::-1]
+        n = abs(n)
+        for poly in (above, below):
+            self._budget.spend(_size(poly) * n * math.comb(len(poly) + n - 1, n))
+        return Fraction(above**n, below**n)
 
     def read(self, tree: Tree) -> Fraction:
         """Return the fraction that a tree describes.
@@ -72,45 +70,68 @@ class RationalFunctions:
         """
         self._budget.spend(2)
         if tree.kind == "number":
-            return Fraction(self._one * tree.rational, self._one)
-        if tree.kind == "symbol":
-            return Fraction(self._generators[tree.name], self._one)
+            return Fraction(_ONE * tree.rational, _ONE)
+        if tree.kind == "symbol" or self._constants and not symbols(tree):
+            place = self._generators.setdefault(tree, len(self._generators))
+            if place >= MAX_GENERATORS:
+                raise NotRational("many variables")
+            return Fraction(_GENERATORS[place], _ONE)
         if tree.kind == "power" and tree.parts[1].whole is not None:
-            return self.power(self.read(tree.parts[0]), tree.parts[1].whole)
+            return self._power(self.read(tree.parts[0]), tree.parts[1].whole)
         if tree.kind not in ("sum", "product", "quotient"):
             raise NotRational(tree.kind)
         result, *others = map(self.read, tree.parts)
         for part in others:
             if tree.kind == "sum":
-                result = self.add(result, part)
+                result = self._add(result, part)
             else:
-                result = self.multiply(
-                    result, self.power(part, 1 if tree.kind == "product" else -1)
-                )
+                up, down = part if tree.kind == "product" else self._power(part, -1)
+                result = Fraction(self.times(result.above, up), self.times(result.below, down))
         return result
+
+    def _add(self, a: Fraction, b: Fraction) -> Fraction:
+        if a.below == b.below:
+            return Fraction(a.above + b.above, a.below)
+        above = self.times(a.above, b.below) + self.times(b.above, a.below)
+        return Fraction(above, self.times(a.below, b.below))
 
     def factors(self, tree: Tree) -> set[str]:
         """Return the texts of the irreducible factors of a rational function."""
-        found = set()
-        for poly in self.read(tree):
-            self._budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
-            found |= {str(factor) for factor, _ in poly.factor()[1]}
-        return found
+        return {str(factor) for poly in self.read(tree) for factor in self.split(poly)}
+
+    def split(self, poly: Poly) -> list[Poly]:
+        """Return the irreducible factors of a polynomial, each once."""
+        self._budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
+        return [factor for factor, _ in poly.factor()[1]]
+
+    def coefficients(self, poly: Poly, variable: Tree) -> list[Tree]:
+        """Return the coefficients of 1, x, x^2, ... as constants."""
+        place = self._generators.get(variable, 0)
+        constants = {i: tree for tree, i in self._generators.items() if tree != variable}
+        terms: dict[int, list[Tree]] = {0: [number(0)]}
+        for exponents, coefficient in poly.terms():
+            term = number(coefficient)
+            for i, n in enumerate(exponents):
+                if n and i != place:
+                    term = multiply(term, power(constants[i], number(int(n))))
+            terms.setdefault(int(exponents[place]), []).append(term)
+        return [add(terms.get(n, [number(0)])) for n in range(max(terms) + 1)]
 
 
-def _size(poly: Poly) -> float:
+def _size(poly: Poly) -> int:
     """Return the cost, in units of work, of an operation with each term."""
-    return 1 + sum(1 + (c.p.bit_length() + c.q.bit_length()) / 64 for c in poly.coeffs())
+    return 1 + sum(1 + (c.p.bit_length() + c.q.bit_length()) // 64 for c in poly.coeffs())
 
 
 def same_rational(mine: Tree, gold: Tree, budget: Budget) -> bool | None:
     """Test the equality of two rational functions; return None if they are none, or too large."""
     share = Budget(budget.left // SHARE)
+    given = share.left
     try:
-        field = RationalFunctions((mine, gold), share)
+        field = RationalFunctions(share)
         a, b = field.read(mine), field.read(gold)
         return field.times(a.above, b.below) == field.times(b.above, a.below)
     except (NotRational, Undecided):
         return None
     finally:
-        budget.spend(budget.left // SHARE - max(0, share.left))
+        budget.spend(given - max(0, share.left))

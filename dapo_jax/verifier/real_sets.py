@@ -191,7 +191,7 @@ class RealSets:
             raise Refused("values not everywhere")
         ends = self._in_order([z for _, tree in relations for z in zeros(tree, self.budget)])
         holds = functools.partial(self._holds, relations)
-        pieces = [Piece(end, end) for end in ends if holds(end.value)]
+        pieces = [Piece(end, end) for end in ends if end.value is not None and holds(end.value)]
         for low, high in itertools.pairwise([LOWEST, *ends, HIGHEST]):
             signs = {holds(value) for value in self.inside(Piece(low, high), 1)}
             if len(signs) > 1:

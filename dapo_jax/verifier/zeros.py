@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from flint import fmpq, fmpq_poly
+from flint import fmpq
 
 from dapo_jax.verifier.expression_tree import (
     Budget,
@@ -17,63 +17,13 @@ from dapo_jax.verifier.expression_tree import (
     number,
     odd_root,
     power,
+    symbol,
     symbols,
 )
+from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
 
-LARGEST_DEGREE, MAX_ABSOLUTES = 24, 4
-Coefficients = list[Tree]  # of 1, x, x^2, ...
+MAX_ABSOLUTES = 4
 ZERO, ONE = number(0), number(1)
-
-
-class _NoPolynomial(ValueError):
-    pass
-
-
-def _times(a: Coefficients, b: Coefficients) -> Coefficients:
-    if len(a) + len(b) > LARGEST_DEGREE + 2:
-        raise Refused("a high power")
-    result: list[list[Tree]] = [[] for _ in range(len(a) + len(b) - 1)]
-    for i, left in enumerate(a):
-        for j, right in enumerate(b):
-            result[i + j].append(multiply(left, right))
-    return [_sum(terms) for terms in result]
-
-
-def _sum(terms: list[Tree]) -> Tree:
-    return add([term for term in terms if term != ZERO] or [ZERO])
-
-
-def _plus(a: Coefficients, b: Coefficients) -> Coefficients:
-    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
-    return [_sum([term, shorter[i]]) if i < len(shorter) else term for i, term in enumerate(longer)]
-
-
-def _polynomial(tree: Tree) -> tuple[Coefficients, Coefficients]:
-    """Return an expression as a fraction of polynomials. Raises `_NoPolynomial`."""
-    if not symbols(tree):
-        return [tree], [ONE]
-    if tree.kind == "symbol":
-        return [ZERO, ONE], [ONE]
-    if tree.kind == "power" and (n := tree.parts[1].whole) is not None:
-        base = _polynomial(tree.parts[0])
-        result = [ONE], [ONE]
-        for _ in range(min(abs(n), LARGEST_DEGREE + 1)):
-            result = _times(result[0], base[0]), _times(result[1], base[1])
-        return result if n > 0 else result[::-1]
-    if tree.kind not in ("sum", "product", "quotient"):
-        raise _NoPolynomial
-    (above, below), *others = map(_polynomial, tree.parts)
-    for up, down in others:
-        if tree.kind == "sum":
-            if below == down:
-                above = _plus(above, up)
-            else:
-                above = _plus(_times(above, down), _times(up, below))
-                below = _times(below, down)
-        else:
-            up, down = (down, up) if tree.kind == "quotient" else (up, down)
-            above, below = _times(above, up), _times(below, down)
-    return above, below
 
 
 def zeros(tree: Tree, budget: Budget) -> list[Tree]:
@@ -92,11 +42,21 @@ def zeros(tree: Tree, budget: Budget) -> list[Tree]:
         inside = absolutes[0].parts[0]
         cases = [_replace(tree, absolutes[0], case) for case in (inside, negate(inside))]
         return [zero for case in cases for zero in zeros(case, budget)]
+    return list(_solutions(tree, ZERO, budget))
+
+
+def _solutions(tree: Tree, value: Tree, budget: Budget) -> Iterator[Tree]:
+    """Return the points where an expression without absolute values has a value."""
+    field = RationalFunctions(budget, constants=True)
+    variable = symbol(*symbols(tree))
     try:
-        above, below = _polynomial(tree)
-    except _NoPolynomial:
-        return list(_of_inverse(tree, ZERO, budget))
-    return [zero for side in (above, below) for zero in _of_polynomial(side, budget)]
+        fraction = field.read(add([tree, negate(value)]))
+    except NotRational:
+        yield from _of_inverse(tree, value, budget)
+        return
+    for poly in fraction:
+        for factor in field.split(poly):
+            yield from _of_polynomial(field.coefficients(factor, variable))
 
 
 def _replace(tree: Tree, old: Tree, new: Tree) -> Tree:
@@ -105,19 +65,7 @@ def _replace(tree: Tree, old: Tree, new: Tree) -> Tree:
     return tree._replace(parts=tuple(_replace(part, old, new) for part in tree.parts))
 
 
-def _of_polynomial(coefficients: Coefficients, budget: Budget) -> Iterator[Tree]:
-    if all(c.kind == "number" for c in coefficients):
-        poly = fmpq_poly([c.rational for c in coefficients])
-        budget.spend(50 * len(coefficients) ** 2)
-        if poly.degree() < 1:
-            return
-        for factor, _ in poly.factor()[1]:
-            yield from _of_quadratic([number(fmpq(c)) for c in factor.coeffs()])
-    else:
-        yield from _of_quadratic(coefficients)
-
-
-def _of_quadratic(coefficients: Coefficients) -> Iterator[Tree]:
+def _of_polynomial(coefficients: list[Tree]) -> Iterator[Tree]:
     """Return the zeros of a polynomial of degree 2 at most, and that of its linear part."""
     c, b, a, *higher = [*coefficients, ZERO, ZERO][: max(3, len(coefficients))]
     if higher:
@@ -173,11 +121,4 @@ def _of_inverse(tree: Tree, value: Tree, budget: Budget) -> Iterator[Tree]:
         case _:
             raise Refused("an equation that nothing here solves")
     for target in targets:
-        difference = add([inner, negate(target)])
-        try:
-            above, below = _polynomial(difference)
-        except _NoPolynomial:
-            yield from _of_inverse(inner, target, budget)
-        else:
-            for side in (above, below):
-                yield from _of_polynomial(side, budget)
+        yield from _solutions(inner, target, budget)
