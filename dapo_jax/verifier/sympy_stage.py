@@ -40,8 +40,12 @@ class _TooManyCalls(BaseException):
 
 
 def load() -> None:
-    """Import sympy."""
-    import sympy  # noqa: F401
+    """Import sympy, with what it imports when it first works out integrals and sums."""
+    import sympy
+
+    x = sympy.Symbol("x")
+    sympy.Integral(sympy.exp(-(x**2)), (x, -sympy.oo, sympy.oo)).doit()
+    sympy.Sum(x**-2, (x, 1, sympy.oo)).doit()
 
 
 def _sympy():
@@ -207,7 +211,8 @@ class _Check:
                 ball = enclose(tree, self._budget)
         except Undefined:
             return self._mpmath.mpf(0)
-        return self._mpmath.mpmathify(complex(ball.mid()))
+        parts = [self._mpmath.ldexp(*map(int, x.mid().man_exp())) for x in (ball.real, ball.imag)]
+        return self._mpmath.mpc(*parts) if parts[1] else parts[0]
 
     def _end(self, tree: Tree):
         if tree.kind == "infinity":
