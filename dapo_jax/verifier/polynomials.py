@@ -125,8 +125,8 @@ def _size(poly: Poly) -> int:
 
 def same_rational(mine: Tree, gold: Tree, budget: Budget) -> bool | None:
     """Test the equality of two rational functions; return None if they are none, or too large."""
-    share = Budget(budget.left // SHARE)
-    given = share.left
+    given = int(budget.left) // SHARE
+    share = Budget(given)
     try:
         field = RationalFunctions(share)
         a, b = field.read(mine), field.read(gold)
