@@ -228,7 +228,7 @@ def substitute(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree:
         Refused: there is no value, or a large one.
         Undecided: the budget ends.
     """
-    budget.spend(1)
+    budget.spend(3)
     if tree.kind in ("symbol", "bound"):
         return values.get(tree.name, tree)
     if not tree.parts:

@@ -26,6 +26,7 @@ _WHOLE = (2, 3, 4, 5, 6, 7, 30, 101, -3, -8)
 _STEPPED = {"floor", "ceiling", "factorial", "binomial", "sin", "cos", "tan", "e"}
 _OF_WHOLE = {"floor", "ceiling", "total", "times", "gcd", "remainder"}
 _CORNERS = {"abs", "max", "min", "floor", "ceiling", "odd_root", "log", "asin", "acos", "atan"}
+_ENOUGH_WHOLE = 14
 _AT_STEPS = (6, 8, 11)  # of _WHOLE, for variables that need not be whole: at a floor's edge too
 _UNUSUAL = 256  # a constant that is larger, or smaller than its inverse, has points near it
 MAX_UNUSUAL = 4
@@ -57,14 +58,13 @@ def sample_points(*trees: Tree) -> Iterator[Point]:
         return
     rng = random.Random(hashlib.blake2b(repr(trees).encode(), digest_size=8).digest())
     whole = has_integers(*trees)
-    if whole and all(name in INTEGERS for name in names):
-        magnitudes = iter([fmpq(1)] * (len(_WHOLE) + 4))
-    else:
-        magnitudes = _magnitudes(rng, trees)
-    for i, magnitude in enumerate(magnitudes):
-        integer = (
-            _WHOLE[i] if i < len(_WHOLE) else rng.choice((rng.randrange(60), rng.randrange(900)))
-        )
+    kinds = {node.kind for tree in trees for node in nodes(tree)}
+    largest = 60 if kinds & {"total", "times"} else 900  # sums are written out
+    magnitudes = (
+        [] if all(name in INTEGERS for name in names) and whole else _magnitudes(rng, trees)
+    )
+    for i, magnitude in enumerate((*magnitudes, *[fmpq(1)] * (_ENOUGH_WHOLE * whole))):
+        integer = _WHOLE[i] if i < len(_WHOLE) else rng.randrange(rng.choice((60, largest)))
         point = {}
         for name in names:
             if whole and name in INTEGERS:

@@ -29,11 +29,10 @@ def ours(response: str, gold: str) -> bool:
 
 
 def math_verify(response: str, gold: str) -> bool:
-    """Judge by math-verify, with at most a second for each of its stages."""
+    """Judge by math-verify as it comes, with 5 s for each of its stages."""
     from math_verify import parse, verify
 
-    parsed = (parse(text, parsing_timeout=1) for text in (f"${gold}$", response))
-    return verify(*parsed, timeout_seconds=1)
+    return verify(parse(f"${gold}$"), parse(response))
 
 
 def pairs_of(path: str, problems: int, different: int) -> list[Pair]:
