@@ -4,6 +4,7 @@ Rational functions are compared exactly; everything else by balls at points that
 expressions draws. Runs in a worker process.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -29,17 +30,18 @@ from dapo_jax.verifier.expression_tree import (
     symbols,
 )
 from dapo_jax.verifier.polynomials import same_rational
-from dapo_jax.verifier.sample_points import Point, has_integers, sample_points
+from dapo_jax.verifier.sample_points import Point, corners, has_integers, sample_points
 
 ENOUGH_POINTS = 3
 MAX_HOLES = 2  # points where an answer has no value though gold has one: 1/(n - 2), (-3)!
 
 
 class Pair(NamedTuple):
-    """Two expressions at one point, as constants."""
+    """Two expressions at one point, as constants; None for what is too large to write out."""
 
-    mine: Tree
-    gold: Tree
+    mine: Tree | None
+    gold: Tree | None
+    point: Point
 
 
 def _at(tree: Tree, point: Point, budget: Budget) -> Tree | None:
@@ -60,19 +62,21 @@ def _pairs(mine: Tree, gold: Tree, points: Iterable[Point], budget: Budget) -> I
     """
     holes, is_whole = 0, has_integers(mine, gold)
     for point in points:
-        own = wanted = None
         try:
             wanted = _at(gold, point, budget)
-            own = _at(mine, point, budget)
         except Pole:
-            if not is_whole:
-                raise Undecided("a pole where none is expected") from None
-        if own is not None and wanted is not None:
-            yield Pair(own, wanted)
-        elif wanted is not None:
-            holes += is_whole
-            if holes > MAX_HOLES:
-                raise Undecided("no value at whole numbers")
+            if is_whole:
+                continue
+            raise Undecided("a pole where none is expected") from None
+        own = None
+        with contextlib.suppress(Pole):
+            own = _at(mine, point, budget)
+        if own is None and wanted is not None:
+            holes += 1
+            if not is_whole or holes > MAX_HOLES:
+                raise Undecided("no value where gold has one")
+        else:
+            yield Pair(own, wanted, point)
 
 
 def _balls(pair: Pair, budget: Budget, *, constant: bool) -> tuple[Ball, Ball] | None:
@@ -81,6 +85,8 @@ def _balls(pair: Pair, budget: Budget, *, constant: bool) -> tuple[Ball, Ball] |
     Raises:
         Undecided: there is a division by what may be zero; for constants, more bits are tried.
     """
+    if pair.mine is None or pair.gold is None:
+        return None
     try:
         return enclose(pair.mine, budget), enclose(pair.gold, budget)
     except Pole:
@@ -115,25 +121,52 @@ def same_expression(
     enough = ENOUGH_POINTS if has_names and points is None else 1
     pairs = _pairs(mine, gold, sample_points(mine, gold) if points is None else points, budget)
     for bits in PRECISIONS:
-        kept, seen, equal = [], 0, 0
+        kept, seen, missed, equal = [], [], [], 0
         with with_bits(bits):
             for pair in pairs:
                 kept.append(pair)
-                if pair.mine == pair.gold:
-                    seen, equal = seen + 1, equal + 1
-                    continue
                 balls = _balls(pair, budget, constant=not has_names)
                 if balls is None:
+                    missed.append(pair.point)
                     continue
                 if is_apart(balls[0] - balls[1]):
                     return False
-                seen += 1
-                is_shown = bits > max(map(longest_number, pair))
-                equal += is_shown and is_negligible(balls[0] - balls[1])
-        if seen == equal and seen >= enough:
+                seen.append(pair.point)
+                is_same = pair.mine == pair.gold
+                is_shown = bits > _longest(pair) and is_negligible(balls[0] - balls[1])
+                equal += is_same or is_shown
+        if len(seen) == equal >= enough and _sees_all_sides((mine, gold), seen, missed, budget):
             return True
         pairs = kept
     raise Undecided("neither equal nor different")
+
+
+def _longest(pair: Pair) -> int:
+    return max(longest_number(tree) for tree in (pair.mine, pair.gold) if tree is not None)
+
+
+def _sees_all_sides(
+    trees: tuple[Tree, Tree], seen: list[Point], missed: list[Point], budget: Budget
+) -> bool:
+    """Test that no corner has a side where the expressions were too large to compare."""
+    insides = {inside for tree in trees for inside in corners(tree)} if missed else set()
+    for inside in insides:
+        sides = [{_side(inside, point, budget) for point in points} for points in (seen, missed)]
+        if sides[1] - sides[0] - {None}:
+            return False
+    return True
+
+
+def _side(inside: Tree, point: Point, budget: Budget) -> int | None:
+    """Return the sign of a corner's argument, of a floor itself; None if it is not known."""
+    try:
+        with with_bits(PRECISIONS[0]):
+            value = enclose(substitute(inside, point, budget), budget).real
+    except (Undefined, Refused):
+        return None
+    if inside.kind in ("floor", "ceiling"):
+        return int(value.mid())
+    return 1 if value > 0 else -1 if value < 0 else None
 
 
 def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
@@ -150,7 +183,7 @@ def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
                 if balls is None or not all(map(is_apart, balls)):
                     continue
                 ratios.append(balls[0] / balls[1])
-                longest = max(longest, *map(longest_number, pair))
+                longest = max(longest, _longest(pair))
                 if is_apart(ratios[-1] - ratios[0]) or is_apart(Ball(ratios[-1].imag)):
                     return 0
             if len(ratios) >= ENOUGH_POINTS and bits > longest:

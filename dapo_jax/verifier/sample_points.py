@@ -12,6 +12,7 @@ from dapo_jax.verifier.expression_tree import (
     Tree,
     add,
     multiply,
+    negate,
     nodes,
     number,
     symbols,
@@ -25,7 +26,7 @@ _OCTAVES = (-60, -30, -10, -4, -2, -1, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 6, 10, 20, 
 _WHOLE = (2, 3, 4, 5, 6, 7, 30, 101, -3, -8)
 _STEPPED = {"floor", "ceiling", "factorial", "binomial", "sin", "cos", "tan", "e"}
 _OF_WHOLE = {"floor", "ceiling", "total", "times", "gcd", "remainder"}
-_CORNERS = {"abs", "max", "min", "floor", "ceiling", "odd_root", "log", "asin", "acos", "atan"}
+_CORNERS = {"abs", "odd_root", "log", "asin", "acos", "atan"}
 _ENOUGH_WHOLE = 14
 _AT_STEPS = (6, 8, 11)  # of _WHOLE, for variables that need not be whole: at a floor's edge too
 _UNUSUAL = 256  # a constant that is larger, or smaller than its inverse, has points near it
@@ -86,22 +87,30 @@ def _value(rng: random.Random, name: str, magnitude: fmpq, trial: int) -> Tree:
     return value
 
 
+def corners(tree: Tree) -> Iterator[Tree]:
+    """Yield the arguments of functions with corners or branches, where their signs matter."""
+    for node in nodes(tree):
+        root = node.kind == "power" and node.parts[1].kind == "number"
+        if not symbols(node):
+            continue
+        if node.kind in ("floor", "ceiling"):
+            yield node
+        elif node.kind in ("max", "min"):
+            yield from (add([node.parts[0], negate(part)]) for part in node.parts[1:])
+        elif node.kind in _CORNERS or root and node.parts[1].rational.q > 1:
+            yield node.parts[0]
+
+
 def _magnitudes(rng: random.Random, trees: tuple[Tree, ...]) -> Iterator[fmpq]:
     yield from map(fmpq, _SCALES)
-    kinds, unusual = set(), set()
+    if not any(any(corners(tree)) for tree in trees):
+        return
+    unusual = set()
     for node in itertools.chain(*map(nodes, trees)):
-        kinds.add(node.kind)
         if node.kind == "number" and node.rational and node.rational.p.bit_length() < 1_000:
             size = max(abs(node.rational), 1 / abs(node.rational))
             unusual |= {size} if size > _UNUSUAL else set()
-        if node.kind == "power" and node.parts[1].kind == "number" and node.parts[1].rational.q > 1:
-            kinds.add("abs")
-    if kinds & _CORNERS:
-        near = [sign * fmpq(2) ** octave for octave in _OCTAVES for sign in (1, -1)]
-        own = [
-            sign * c
-            for size in sorted(unusual)[-MAX_UNUSUAL:]
-            for c in (size, 1 / size)
-            for sign in (1, -1)
-        ]
-        yield from near + own
+    signs = (1, -1)
+    yield from (sign * fmpq(2) ** octave for octave in _OCTAVES for sign in signs)
+    for size in sorted(unusual)[-MAX_UNUSUAL:]:
+        yield from (sign * c for c in (size, 1 / size) for sign in signs)
