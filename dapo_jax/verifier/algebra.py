@@ -165,7 +165,8 @@ def _side(inside: Tree, point: Point, budget: Budget) -> int | None:
     except (Undefined, Refused):
         return None
     if inside.kind in ("floor", "ceiling"):
-        return int(value.mid())
+        whole = value.mid().unique_fmpz()
+        return None if whole is None else int(whole)
     return 1 if value > 0 else -1 if value < 0 else None
 
 
