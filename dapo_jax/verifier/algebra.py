@@ -1,139 +1,112 @@
-"""Equality of two expressions, by proof.
+"""Equality of two expressions, and of equations up to a factor.
 
-Two balls at one point prove a difference; exact arithmetic proves equality, in every case where
-cases are needed. Anything between is `Undecided`. Runs in a worker process.
+Rational functions are compared exactly; everything else by balls at points that a hash of both
+expressions draws. Runs in a worker process.
 """
 
 import contextlib
-import itertools
-import math
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from flint import acb, arb, fmpq
+from dapo_jax.verifier.ball_arithmetic import (
+    PRECISIONS,
+    Ball,
+    Pole,
+    Undefined,
+    enclose,
+    is_apart,
+    is_negligible,
+    longest_number,
+    with_bits,
+)
+from dapo_jax.verifier.expression_tree import (
+    Budget,
+    NoValue,
+    Refused,
+    Tree,
+    Undecided,
+    nodes,
+    substitute,
+    symbols,
+)
+from dapo_jax.verifier.polynomials import same_rational
+from dapo_jax.verifier.sample_points import Point, corners, has_integers, sample_points
 
-from dapo_jax.verifier.ball_arithmetic import Ball, Pole, Undefined, enclose, is_apart, with_bits
-from dapo_jax.verifier.elementary_functions import COMPLEX, INTEGERS
-from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, nodes, symbols
-from dapo_jax.verifier.number_field import NumberField
-from dapo_jax.verifier.polynomials import Element
-from dapo_jax.verifier.roots import NeedsSign, is_real, sign
-from dapo_jax.verifier.tree_to_element import read
-
-MAX_SIGNS, MAX_REMAINDERS = 6, 36  # cases of one comparison: at most 2^6, and so many beside
-FILTER_BITS = (192, 1_024, 4_096, 16_384)  # before a proof is tried, and after one failed
-SCALES = (1, 1_000, 1, 30, 1_000_000, 1)  # of the points tried: near and far
 ENOUGH_POINTS = 3
 MAX_HOLES = 2  # points where an answer has no value though gold has one: 1/(n - 2), (-3)!
-WHOLE_POINTS = (2, 3, 4, 5, 6, 7, 30, 101, -3, -8)
-STEPPED = {"floor", "ceiling", "factorial", "binomial"}
 
 
-def _points(names: list[str]) -> Iterator[dict[str, Ball]]:
-    """Return deterministic points, near and far, of either sign; complex for complex letters."""
-    for trial, scale in enumerate(SCALES):
-        point = {}
-        for name in names:
-            draw = zlib.crc32(f"{name} {trial}".encode()) % 5_000 + 137
-            direction = -1 if trial >= 2 and draw % 2 or trial == 2 else 1
-            value = acb(arb(fmpq(direction * draw * scale, 1_997)))
-            if name[0] in COMPLEX and trial % 2:
-                value = value + acb(0, arb(fmpq(draw, 2_003)))
-            point[name] = value
-        yield point
+class Pair(NamedTuple):
+    """Two expressions at one point, as constants; None for what is too large to write out."""
+
+    mine: Tree | None
+    gold: Tree | None
+    point: Point
 
 
-def _has_steps(*trees: Tree) -> bool:
-    """Test for functions that treat integer variables alone: floors, factorials, powers of -1."""
-    for node in itertools.chain(*map(nodes, trees)):
-        if node.kind in STEPPED or node.kind in ("sin", "cos", "tan", "e"):
-            return True
-        if node.kind == "power" and node.parts[1].kind != "number":
-            return True
-    return False
+def _at(tree: Tree, point: Point, budget: Budget) -> Tree | None:
+    """Return the tree at a point; None for a large value. Raises `Pole`."""
+    try:
+        return substitute(tree, point, budget)
+    except NoValue as error:
+        raise Pole(str(error)) from None
+    except Refused:
+        return None
 
 
-def differ_at_whole_numbers(mine: Tree, gold: Tree, budget: Budget) -> bool:
-    """Prove a difference, by exact arithmetic, at one of a few whole numbers."""
-    names, seen, holes = sorted(symbols(mine) | symbols(gold)), 0, 0
-    for n in WHOLE_POINTS:
-        values = {name: fmpq(n + i) for i, name in enumerate(names)}
-        for name in names:
-            if name not in INTEGERS:  # of either sign, and between
-                values[name] = fmpq(zlib.crc32(f"{name} {n}".encode()) % 9_000 - 4_500, 997)
-        field = NumberField(budget, residues={name: (0, value) for name, value in values.items()})
-        try:
-            wanted = read(field, gold)
-            holes += 1  # until there is a value
-            difference = field.subtract(read(field, mine), wanted)
-            holes -= 1
-            if not field.vanishes(difference.above):
-                return True
-            seen += 1
-        except (Undecided, Refused):
-            continue
-    if seen < ENOUGH_POINTS or holes > MAX_HOLES:
-        raise Undecided("no value at whole numbers")
-    return False
-
-
-def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_BITS[0]) -> bool:
-    """Prove a difference, at one of a few points.
+def _pairs(mine: Tree, gold: Tree, points: Iterable[Point], budget: Budget) -> Iterator[Pair]:
+    """Yield the expressions at the points where both have values.
 
     Raises:
-        Undecided: either has no value there, which may hide a division by zero.
+        Undecided: there is a division by zero where nothing explains it.
     """
-    names, seen = sorted(symbols(mine) | symbols(gold)), 0
-    if _has_steps(mine, gold) and any(name in INTEGERS for name in names):
-        return differ_at_whole_numbers(mine, gold, budget)  # between them they may differ
-    with with_bits(bits):
-        for point in _points(names) if names else [{}]:
-            try:
-                if is_apart(enclose(mine, point, budget) - enclose(gold, point, budget)):
-                    return True
-                seen += 1
-            except Pole:
-                if names:
-                    raise Undecided("a pole where none is expected") from None
-            except Undefined:
-                continue
-    if names and seen < ENOUGH_POINTS:
-        raise Undecided("no value at too many points")
-    return False
-
-
-def in_all_cases(budget: Budget, holds: Callable[[NumberField], bool]) -> bool:
-    """Prove a statement in every case: each sign, and each remainder, that it depends on."""
-    moduli: dict[str, int] = {}
-
-    def over_signs(signs: dict[str, int], residues: dict[str, tuple[int, int]]) -> bool:
-        field = NumberField(budget, signs, residues)
+    holes, is_whole = 0, has_integers(mine, gold)
+    for point in points:
         try:
-            proven = holds(field)
-        except NeedsSign as case:
-            if len(signs) == MAX_SIGNS:
-                raise Undecided("too many cases") from None
-            return all(over_signs(signs | {case.name: way}, residues) for way in (1, -1))
-        moduli.update(field.moduli)
-        return proven
-
-    if over_signs({}, {}):
-        return True
-    if not moduli or math.prod(moduli.values()) > MAX_REMAINDERS:
-        return False
-    asked = dict(moduli)
-    remainders = itertools.product(*(range(modulus) for modulus in asked.values()))
-    return all(
-        over_signs({}, {n: (asked[n], r) for n, r in zip(asked, chosen, strict=True)})
-        for chosen in remainders
-    )
+            wanted = _at(gold, point, budget)
+        except Pole:
+            if is_whole:
+                continue
+            raise Undecided("a pole where none is expected") from None
+        own = None
+        with contextlib.suppress(Pole):
+            own = _at(mine, point, budget)
+        if own is None and wanted is not None:
+            holes += 1
+            if not is_whole or holes > MAX_HOLES:
+                raise Undecided("no value where gold has one")
+        else:
+            yield Pair(own, wanted, point)
 
 
-def same_expression(mine: Tree, gold: Tree, budget: Budget) -> bool:
+def _balls(pair: Pair, budget: Budget, *, constant: bool) -> tuple[Ball, Ball] | None:
+    """Return the values of a pair; None if they have none at these bits.
+
+    Raises:
+        Undecided: there is a division by what may be zero; for constants, more bits are tried.
+    """
+    if pair.mine is None or pair.gold is None:
+        return None
+    try:
+        return enclose(pair.mine, budget), enclose(pair.gold, budget)
+    except Pole:
+        if not constant:
+            raise Undecided("a pole where none is expected") from None
+    except Undefined:
+        pass
+    return None
+
+
+def same_expression(
+    mine: Tree, gold: Tree, budget: Budget, points: list[Point] | None = None
+) -> bool:
     """Test the equality for all values of the variables.
 
+    Args:
+        points: where the expressions are compared; by default at points for all real numbers.
+
     Raises:
-        Undecided: it is neither proven nor disproven.
+        Undecided: no ball at no precision shows it.
         Refused: an expression has no value.
     """
     if mine == gold:
@@ -141,63 +114,81 @@ def same_expression(mine: Tree, gold: Tree, budget: Budget) -> bool:
     if mine.kind == gold.kind == "number":
         return mine.value == gold.value
     if any(node.kind == "infinity" for tree in (mine, gold) for node in nodes(tree)):
-        return False
-    if differ_somewhere(mine, gold, budget):
-        return False
-
-    def equal(field: NumberField) -> bool:
-        a, b = read(field, mine), read(field, gold)
-        return field.vanishes(field.times(a.above, b.below) - field.times(b.above, a.below))
-
-    with contextlib.suppress(Undecided):
-        if in_all_cases(budget, equal):
+        raise Refused("infinity is no value")
+    if points is None and (exact := same_rational(mine, gold, budget)) is not None:
+        return exact
+    has_names = bool(symbols(mine) | symbols(gold))
+    enough = ENOUGH_POINTS if has_names and points is None else 1
+    pairs = _pairs(mine, gold, sample_points(mine, gold) if points is None else points, budget)
+    for bits in PRECISIONS:
+        kept, seen, missed, equal = [], [], [], 0
+        with with_bits(bits):
+            for pair in pairs:
+                kept.append(pair)
+                balls = _balls(pair, budget, constant=not has_names)
+                if balls is None:
+                    missed.append(pair.point)
+                    continue
+                if is_apart(balls[0] - balls[1]):
+                    return False
+                seen.append(pair.point)
+                is_same = pair.mine == pair.gold
+                is_shown = bits > _longest(pair) and is_negligible(balls[0] - balls[1])
+                equal += is_same or is_shown
+        if len(seen) == equal >= enough and _sees_all_sides((mine, gold), seen, missed, budget):
             return True
-    if any(differ_somewhere(mine, gold, budget, bits) for bits in FILTER_BITS[1:]):
-        return False
-    raise Undecided("no proof that they are equal")
+        pairs = kept
+    raise Undecided("neither equal nor different")
+
+
+def _longest(pair: Pair) -> int:
+    return max(longest_number(tree) for tree in (pair.mine, pair.gold) if tree is not None)
+
+
+def _sees_all_sides(
+    trees: tuple[Tree, Tree], seen: list[Point], missed: list[Point], budget: Budget
+) -> bool:
+    """Test that no corner has a side where the expressions were too large to compare."""
+    insides = {inside for tree in trees for inside in corners(tree)} if missed else set()
+    for inside in insides:
+        sides = [{_side(inside, point, budget) for point in points} for points in (seen, missed)]
+        if sides[1] - sides[0] - {None}:
+            return False
+    return True
+
+
+def _side(inside: Tree, point: Point, budget: Budget) -> int | None:
+    """Return the sign of a corner's argument, of a floor itself; None if it is not known."""
+    try:
+        with with_bits(PRECISIONS[0]):
+            value = enclose(substitute(inside, point, budget), budget).real
+    except (Undefined, Refused):
+        return None
+    if inside.kind in ("floor", "ceiling"):
+        whole = value.mid().unique_fmpz()
+        return None if whole is None else int(whole)
+    return 1 if value > 0 else -1 if value < 0 else None
 
 
 def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
     """Return the sign of the real constant c with mine = c * gold; 0 if there is none."""
-    if symbols(mine) != symbols(gold) or not symbols(mine) or not _ratios_agree(mine, gold, budget):
+    if symbols(mine) != symbols(gold) or not symbols(mine):
         return 0
-    signs: set[int] = set()
-    factors: set[str] = set()
-
-    def holds(field: NumberField) -> bool:
-        a, b = read(field, mine), read(field, gold)
-        above, below = field.times(a.above, b.below), field.times(b.above, a.below)
-        varying = lambda atom: not atom.constant  # noqa: E731
-        ours, theirs = field.coefficients(above, varying), field.coefficients(below, varying)
-        for key, part in theirs.items():
-            if key in ours and not field.vanishes(part) and not field.vanishes(ours[key]):
-                difference = field.times(above, part) - field.times(below, ours[key])
-                if not field.vanishes(difference):
-                    return False
-                c = field.divide(
-                    Element(ours[key], b.below * 0 + 1), Element(part, b.below * 0 + 1)
-                )
-                if not is_real(field, c):
-                    return False
-                signs.add(sign(field, c))
-                factors.add(str(c))
-                return True
-        return False
-
-    if not in_all_cases(budget, holds):
-        raise Undecided("no proof that they are proportional")
-    return signs.pop() if len(factors) == 1 else 0
-
-
-def _ratios_agree(mine: Tree, gold: Tree, budget: Budget) -> bool:
-    """Test that no two points prove different ratios."""
-    ratios = []
-    with with_bits(FILTER_BITS[0]):
-        for point in _points(sorted(symbols(gold))):
-            try:
-                above, below = enclose(mine, point, budget), enclose(gold, point, budget)
-            except Undefined:
-                raise Undecided("no value at a point") from None
-            if is_apart(above) and is_apart(below):
-                ratios.append(above / below)
-        return len(ratios) > 1 and not any(is_apart(ratio - ratios[0]) for ratio in ratios)
+    pairs: Iterable[Pair] = _pairs(mine, gold, sample_points(mine, gold), budget)
+    for bits in PRECISIONS:
+        kept, ratios, longest = [], [], 0
+        with with_bits(bits):
+            for pair in pairs:
+                kept.append(pair)
+                balls = _balls(pair, budget, constant=False)
+                if balls is None or not all(map(is_apart, balls)):
+                    continue
+                ratios.append(balls[0] / balls[1])
+                longest = max(longest, _longest(pair))
+                if is_apart(ratios[-1] - ratios[0]) or is_apart(Ball(ratios[-1].imag)):
+                    return 0
+            if len(ratios) >= ENOUGH_POINTS and bits > longest:
+                if all(is_negligible(ratio - ratios[0]) for ratio in ratios):
+                    return 1 if ratios[0].real > 0 else -1
+        pairs = kept
+    raise Undecided("no constant factor is shown")

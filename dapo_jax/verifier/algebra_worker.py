@@ -1,4 +1,4 @@
-"""Worker process of the verifier: verdicts, with the `Algebra` of `equivalence.py` by proof.
+"""Worker process of the verifier: verdicts, with the `Algebra` of `equivalence.py` by trees.
 
 `python -m dapo_jax.verifier.algebra_worker` serves one JSON line per batch of `Question`s.
 """
@@ -6,6 +6,7 @@
 import collections
 import functools
 import hashlib
+import itertools
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from dapo_jax.contracts import Verifier
 from dapo_jax.runtime.workers.child import limit_process, serve
 from dapo_jax.verifier.algebra import proportional, same_expression
 from dapo_jax.verifier.answer_shape import Node, read
-from dapo_jax.verifier.equivalence import compact
+from dapo_jax.verifier.equivalence import compact, is_by_cases
 from dapo_jax.verifier.expression_tree import (
     Budget,
     Refused,
@@ -26,22 +27,30 @@ from dapo_jax.verifier.expression_tree import (
     symbols,
 )
 from dapo_jax.verifier.expressions import parse
-from dapo_jax.verifier.number_field import NumberField
-from dapo_jax.verifier.real_sets import FLIPPED, RealSets
-from dapo_jax.verifier.roots import content_of
-from dapo_jax.verifier.tree_to_element import read as read_tree
-from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings, make_verifier
+from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
+from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, Pieces, RealSets
+from dapo_jax.verifier.sympy_stage import NotLoaded, closed_form, has_operators, load
+from dapo_jax.verifier.verifier import BATCH_SECONDS, LOAD, Question, Settings, make_verifier
 
 WORK = 400_000  # units of a verdict; a unit is about a microsecond
 MAX_REMEMBERED = 100_000
 BATCH_CHARACTERS = 50_000  # of answers; JSON takes up to 12 bytes for one, of 1 MiB for a reply
 
 
-class ProvenAlgebra:
-    """`Algebra` that parses and proves, within a budget. Raises `Undecided`."""
+class TreeAlgebra:
+    """`Algebra` that parses and compares trees, within a budget.
 
-    def __init__(self, budget: Budget):
-        self._budget = budget
+    Args:
+        closes: a prediction's sums, integrals and limits may be worked out; else only if gold has
+            some, since they are unfinished beside any other gold.
+
+    Raises:
+        Undecided: neither equal nor different.
+        NotLoaded: sympy has to be loaded first.
+    """
+
+    def __init__(self, budget: Budget, *, closes: bool = True):
+        self._budget, self._regions, self._closes = budget, RealSets(budget), closes
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
         return getattr(self, f"_same_{kind}")(prediction, answer)
@@ -49,9 +58,45 @@ class ProvenAlgebra:
     def _same_value(self, prediction: str, answer: str) -> bool:
         try:
             gold = parse(answer)
-            return same_expression(parse(prediction, symbols(gold)), gold, self._budget)
+            mine = parse(prediction, symbols(gold))
+            try:
+                return same_expression(mine, gold, self._budget)
+            except (Refused, Undecided):
+                if not has_operators(gold, *[mine] * self._closes):
+                    raise
+            mine, gold = closed_form(mine, self._budget), closed_form(gold, self._budget)
+            return same_expression(mine, gold, self._budget)
         except Refused:
             return False
+
+    def _same_cases(self, prediction: str, answer: str) -> bool:
+        ours, theirs = self._branches(read(prediction)), self._branches(read(answer))
+        names = set().union(*(symbols(value) for _, value in ours + theirs))
+        covered = [[piece for pieces, _ in side for piece in pieces] for side in (ours, theirs)]
+        regions = self._regions
+        if len(names) > 1 or not regions.same(*map(regions.union, covered)):
+            return False
+        for (pieces, mine), (others, gold) in itertools.product(ours, theirs):
+            for piece in regions.intersection(pieces, others):
+                ends = [end.value for end in piece if end.value is not None and not end.open]
+                values = regions.inside(piece, 2) + ends
+                points = [dict.fromkeys(names, value) for value in values]
+                if not same_expression(mine, gold, self._budget, points):
+                    return False
+        return True
+
+    def _branches(self, node: Node) -> list[tuple[Pieces, Tree]]:
+        """Return the regions of a function by cases, each without earlier ones, and its values."""
+        if not is_by_cases(node):
+            return [(EVERYTHING, parse(node.text))]
+        branches, left = [], EVERYTHING
+        for value, condition in (row.items for row in node.items):
+            pieces = left
+            if condition.text != "otherwise":
+                pieces = self._regions.intersection(left, self._regions.read(condition))
+            branches.append((pieces, parse(value.text)))
+            left = self._regions.intersection(left, self._regions.complement(pieces))
+        return branches
 
     def _same_equation(self, prediction: str, answer: str) -> bool:
         mine, gold = read(prediction), read(answer)
@@ -64,8 +109,7 @@ class ProvenAlgebra:
         mine, gold = read(prediction), read(answer)
         try:
             if len(_variables(mine) | _variables(gold)) <= 1:
-                regions = RealSets(NumberField(self._budget))
-                return regions.same(regions.read(mine), regions.read(gold))
+                return self._regions.same(self._regions.read(mine), self._regions.read(gold))
         except Refused:
             pass  # then only a factor may differ
         return self._same_inequality(mine, gold)
@@ -73,8 +117,9 @@ class ProvenAlgebra:
     def _proportional(self, mine: Node, gold: Node) -> int:
         ours, theirs = _difference(*mine.items), _difference(*gold.items)
         sign = proportional(ours, theirs, self._budget)
-        field = NumberField(self._budget)
-        return sign if sign and _domain(field, ours) == _domain(field, theirs) else 0
+        field = RationalFunctions(self._budget)
+        domains = [_domain(field, tree) for tree in (ours, theirs) if sign]
+        return sign if sign and domains[0] == domains[1] else 0
 
     def _same_inequality(self, mine: Node, gold: Node) -> bool:
         """Test the equality, up to a factor, of two relations in several variables."""
@@ -94,16 +139,14 @@ def _difference(left: Node, right: Node) -> Tree:
     return add([parse(left.text), negate(parse(right.text))])
 
 
-def _domain(field: NumberField, tree: Tree) -> set[tuple[str, str]]:
+def _domain(field: RationalFunctions, tree: Tree) -> set[tuple[str, str]]:
     """Return the conditions of an equation's expressions on its variables, in normal form."""
     asked = set()
     for mark, inside in conditions(tree):
-        element = read_tree(field, inside)
-        for poly in element if mark == "!=" else ():
-            field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
-            asked |= {(mark, str(factor)) for factor, _ in poly.factor()[1]}
-        if mark != "!=":
-            asked.add((mark, str(field.scale(element, 1 / content_of(element.above)))))
+        try:
+            asked |= {(mark, factor) for factor in field.factors(inside)}
+        except NotRational:
+            asked.add((mark, repr(inside)))
     return asked
 
 
@@ -115,7 +158,7 @@ def _variables(node: Node) -> set[str]:
     return set().union(*(_variables(item) for item in node.items))
 
 
-class Proof(NamedTuple):
+class Reply(NamedTuple):
     """Reply to one question of a verdict, and the units of work that it took."""
 
     same: bool
@@ -123,40 +166,52 @@ class Proof(NamedTuple):
     undecided: bool = False
 
 
-Memory = collections.OrderedDict[bytes, Proof]  # the oldest are forgotten
+Memory = collections.OrderedDict[bytes, Reply]  # the oldest are forgotten
 
 
 class RememberedAlgebra:
     """`Algebra` of one verdict, which has work to spend over all its questions.
 
-    A remembered proof costs what it cost before, so that verdicts don't depend on what was asked
+    A remembered reply costs what it cost before, so that verdicts don't depend on what was asked
     earlier.
 
     Attributes:
-        asked, remembered, undecided: counts of proofs, of questions that the memory answered, and
-            of those that were neither proven equal nor different.
+        asked, remembered, undecided: counts of comparisons, of questions that the memory answered,
+            and of those that were neither equal nor different.
     """
 
-    def __init__(self, memory: Memory):
-        self._memory, self._work = memory, WORK
+    def __init__(self, memory: Memory, *, closes: bool = True):
+        self._memory, self._work, self._closes = memory, WORK, closes
         self.asked = self.remembered = self.undecided = 0
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
-        texts = repr((kind, prediction, answer)).encode("utf-8", "backslashreplace")
+        texts = repr((kind, prediction, answer, self._closes)).encode("utf-8", "backslashreplace")
         key = hashlib.blake2b(texts, digest_size=16).digest()
-        proof = self._memory.get(key)
-        if proof is not None and proof.work <= self._work:
+        reply = self._memory.get(key)
+        if reply is not None and reply.work <= self._work:
             self.remembered += 1
         else:
-            proof = _prove(kind, prediction, answer, self._work)
+            reply = self._compare(kind, prediction, answer)
             self.asked += 1
-            if not proof.undecided or self._work == WORK:  # more work may decide it
-                self._memory[key] = proof
+            if not reply.undecided or self._work == WORK:  # more work may decide it
+                self._memory[key] = reply
                 if len(self._memory) > MAX_REMEMBERED:
                     self._memory.popitem(last=False)
-        self._work -= proof.work
-        self.undecided += proof.undecided
-        return proof.same
+        self._work -= reply.work
+        self.undecided += reply.undecided
+        return reply.same
+
+    def _compare(self, kind: str, prediction: str, answer: str) -> Reply:
+        budget, same, undecided = Budget(self._work), False, False
+        try:
+            same = TreeAlgebra(budget, closes=self._closes).same(kind, prediction, answer)
+        except Undecided:
+            undecided = True
+        except NotLoaded:
+            raise
+        except Exception:  # not understood is not equal, whatever the reason
+            same = False
+        return Reply(same, self._work - max(0, int(budget.left)), undecided)
 
     def describe(self, correct: bool) -> str:
         """Return how the verdict was decided."""
@@ -167,20 +222,11 @@ class RememberedAlgebra:
         return "remembered" if self.remembered else "direct"
 
 
-def _prove(kind: str, prediction: str, answer: str, work: int) -> Proof:
-    budget, same, undecided = Budget(work), False, False
-    try:
-        same = ProvenAlgebra(budget).same(kind, prediction, answer)
-    except Undecided:
-        undecided = True
-    except Exception:  # not understood is not equal, whatever the reason
-        same = False
-    return Proof(same, work - max(0, int(budget.left)), undecided)
-
-
-def _verify(verifier: Verifier, question: Question) -> tuple | str:
+def _verify(verifier: Verifier, question: Question) -> tuple | str | dict:
     try:
         return verifier(*question)
+    except NotLoaded:
+        return {"needs": "sympy"}
     except Exception as error:
         return repr(error)[:200]
 
@@ -189,16 +235,21 @@ def make_answer() -> Callable[[dict], dict]:
     """Return the function that answers `{"settings", "questions"}` with `{"replies"}`.
 
     The replies are to the first questions, at least to one of them. A reply has the fields of a
-    `VerifierResult`, or is the text of an error.
+    `VerifierResult`, is the text of an error, or an object: `LOAD` has to be done first.
     """
     limit_process()
     memory = Memory()
 
     @functools.cache
     def find(settings: Settings) -> Verifier:
-        return make_verifier(settings, lambda: RememberedAlgebra(memory))
+        return make_verifier(
+            settings, lambda: RememberedAlgebra(memory, closes=settings.unfinished != "wrong")
+        )
 
     def answer(job: dict) -> dict:
+        if job == LOAD:
+            load()
+            return {}
         verifier = find(Settings(*job["settings"]))
         until, replies, characters = time.monotonic() + BATCH_SECONDS, [], 0
         for fields in job["questions"]:

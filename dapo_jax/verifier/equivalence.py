@@ -55,7 +55,7 @@ class Algebra(Protocol):
     """Decisions that strings can't make, on the normalised texts of two answers."""
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
-        """Test the equality of two values, equations or regions, as `kind` says."""
+        """Test the equality as `kind` says: 'value', 'equation', 'region' or 'cases'."""
         ...
 
 
@@ -67,6 +67,9 @@ class _Comparison:
         if compact(mine.text) == compact(gold.text):
             return True
         mine, gold = _spread(_without_membership(mine)), _spread(_without_membership(gold))
+        if is_by_cases(mine) or is_by_cases(gold):
+            if self._algebra.same("cases", mine.text, gold.text):
+                return True
         if _is_region(mine) or _is_region(gold):
             return self._algebra.same("region", mine.text, gold.text)
         if "relation" in (mine.kind, gold.kind):
@@ -282,6 +285,11 @@ def _names(node: Node) -> set[str]:
     """Return the variables that the members of a list are the values of."""
     assignments = [assigned(item) for item in node.items if item.kind == "relation"]
     return {compact(assignment[0]) for assignment in assignments if assignment}
+
+
+def is_by_cases(node: Node) -> bool:
+    """Test for a function by cases: a list of values and conditions."""
+    return node.kind == "list" and {item.marks for item in node.items} == {("&", "&")}
 
 
 def _is_region(node: Node) -> bool:

@@ -3,22 +3,27 @@
 Constructors fold rational numbers exactly and refuse what would be large; nothing else is computed.
 """
 
+import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from flint import fmpq, fmpz
 
 LARGEST_BITS = 70_000  # of a numerator or denominator: some 20,000 digits
-LARGEST_EXPONENT, LARGEST_FACTORIAL = 1_000, 1_000
+LARGEST_EXPONENT, LARGEST_FACTORIAL, MAX_TERMS = 1_000, 1_000, 1_000
 
 
 class Refused(ValueError):
     """Text that is no expression, or one that is too large."""
 
 
+class NoValue(Refused):
+    """Expression that is plainly undefined, as 1/0."""
+
+
 class Undecided(ArithmeticError):
-    """Neither proven equal nor proven different within the budget."""
+    """Neither equal nor different within the budget."""
 
 
 class Budget:
@@ -39,6 +44,8 @@ class Tree(NamedTuple):
 
     kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
     'product', 'quotient', 'power', 'function' (value: its name), or the name of a known function;
+    'total', 'times', 'integral' (ends, body), 'limit' (target, body): value is the name of their
+    variable, which is of kind 'bound';
     'numeral' (value: fmpq) and 'mixed' (a numeral and a quotient) where arithmetic is as written.
     """
 
@@ -121,7 +128,7 @@ def divide(above: Tree, below: Tree) -> Tree:
     _finite(above, below)
     if below.kind == "number":
         if below.rational == 0:
-            raise Refused("division by zero")
+            raise NoValue("division by zero")
         return multiply(above, number(1 / below.rational))
     return Tree("quotient", (above, below))
 
@@ -131,7 +138,7 @@ def power(base: Tree, exponent: Tree) -> Tree:
     _finite(base, exponent)
     if exponent.kind != "number":
         if base.kind == "number" and base.rational == 0:
-            raise Refused("a power of zero")
+            raise NoValue("a power of zero")
         return Tree("power", (base, exponent))
     n = exponent.rational
     if base.kind != "number":
@@ -141,7 +148,7 @@ def power(base: Tree, exponent: Tree) -> Tree:
     value = base.rational
     if value == 0:
         if n <= 0:
-            raise Refused("a power of zero")
+            raise NoValue("a power of zero")
         return base
     bits = max(value.p.bit_length(), value.q.bit_length())
     if bits > 1 and (abs(n.p) * bits > LARGEST_BITS or n.q > LARGEST_EXPONENT):
@@ -198,11 +205,109 @@ def binomial(above: Tree, below: Tree) -> Tree:
     return Tree("binomial", (above, below))
 
 
+def bind(kind: str, letter: Tree, ends: list[Tree], body: Tree) -> Tree:
+    """Return a sum, product, integral or limit over a letter. Raises `Refused` for a number."""
+    if letter.kind not in ("symbol", "i"):
+        raise Refused("a variable that is a number")
+    variable = Tree("bound", value=f"#{letter.value or letter.kind}")
+
+    def renamed(tree: Tree) -> Tree:
+        if tree == letter:
+            return variable
+        return tree._replace(parts=tuple(map(renamed, tree.parts)))
+
+    return Tree(kind, (*ends, renamed(body)), variable.value)
+
+
+def substitute(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree:
+    """Return the tree with values for its variables; arithmetic of numbers is done exactly.
+
+    Finite sums and products are written out.
+
+    Raises:
+        Refused: there is no value, or a large one.
+        Undecided: the budget ends.
+    """
+    budget.spend(3)
+    if tree.kind in ("symbol", "bound"):
+        return values.get(tree.name, tree)
+    if not tree.parts:
+        return tree
+    if tree.kind in ("total", "times"):
+        return _written_out(tree, values, budget)
+    parts = [substitute(part, values, budget) for part in tree.parts]
+    match tree.kind:
+        case "sum":
+            return add(parts)
+        case "product":
+            return multiply(*parts)
+        case "quotient":
+            return divide(*parts)
+        case "power":
+            try:
+                return power(*parts)
+            except NoValue:
+                raise
+            except Refused:  # too large to be written out
+                return Tree("power", tuple(parts))
+        case "odd_root":
+            return odd_root(parts[0], int(parts[1].rational.p))
+        case "factorial":
+            return factorial(*parts)
+        case "binomial":
+            return binomial(*parts)
+    if tree.kind in _OF_NUMBERS and all(part.kind == "number" for part in parts):
+        return number(_OF_NUMBERS[tree.kind](*(part.rational for part in parts)))
+    return tree._replace(parts=tuple(parts))
+
+
+def _remainder(value: fmpq, below: fmpq) -> fmpq:
+    if below <= 0:
+        raise NoValue("a remainder of no positive number")
+    return value - below * (value / below).floor()
+
+
+def _gcd(*values: fmpq) -> int:
+    if any(value.q != 1 for value in values):
+        raise Refused("a divisor of what is no integer")
+    return math.gcd(*(int(value.p) for value in values))
+
+
+_OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "floor": lambda value: value.floor(),
+    "ceiling": lambda value: value.ceil(),
+    "max": max,
+    "min": min,
+    "gcd": _gcd,
+    "remainder": _remainder,
+}
+
+
+def _written_out(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree:
+    """Return a sum or product with its terms if its ends are integers, else with its ends."""
+    *ends, body = tree.parts
+    ends = [substitute(end, values, budget) for end in ends]
+    low, high = (end.whole for end in ends)
+    if low is None or high is None:
+        return tree._replace(parts=(*ends, substitute(body, values, budget)))
+    if not -1 <= high - low < MAX_TERMS:
+        raise Refused("a sum that is too long, or has its ends in the wrong order")
+    terms = (
+        substitute(body, {**values, tree.name: number(k)}, budget) for k in range(low, high + 1)
+    )
+    if tree.kind == "total":
+        return add([*terms] or [number(0)])
+    return functools.reduce(multiply, terms, number(1))
+
+
 def nodes(tree: Tree) -> Iterator[Tree]:
     """Return the tree and all its descendants."""
-    yield tree
-    for part in tree.parts:
-        yield from nodes(part)
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(node.parts)
 
 
 def symbols(tree: Tree) -> set[str]:

@@ -25,6 +25,8 @@ _CONSTANTS = {
 }
 _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TIMES = {"*", r"\times", r"\cdot"}
+_BOUND = {"sum": "total", "prod": "times", "lim": "limit", "int": "integral"}  # bind a variable
+_OF_SEVERAL = {"max", "min", "gcd"}
 _DIFFERENTIALS = {"d", r"\delta", r"\Delta"}
 _DIVIDE = {"/", r"\div"}
 
@@ -97,6 +99,8 @@ class _Parser:
             elif self._accept(*_DIVIDE):
                 self._refuse_derivative(start)
                 value = trees.divide(value, self._signed_power())
+            elif self._accept(r"\bmod"):
+                value = Tree("remainder", (value, self._power()))
             elif self._starts_factor():
                 value = trees.multiply(value, self._next_factor())
             else:
@@ -128,6 +132,7 @@ class _Parser:
             return False
         name = token[1:]
         known = name in FUNCTIONS or name in GREEK or name in _CONSTANTS
+        known = known or name in _BOUND or name in _OF_SEVERAL
         named = token[:1] == "\\" and (known or name in ("frac", "binom", "mathbf"))
         plain = token.isalnum() or token[:1] == "." and len(token) > 1 or token[:1].isdigit()
         return bool(token) and (token in "({[" or token in _BARS or named or plain)
@@ -286,7 +291,59 @@ class _Parser:
             return self._function(name)
         if name in GREEK:
             return self._letter(name)
+        if name in _OF_SEVERAL:
+            return Tree(name, tuple(self._members()))
+        if name == "int":
+            return self._integral()
+        if name in _BOUND:
+            return self._over_a_range(name)
         raise Refused(f"unknown \\{name}")
+
+    def _members(self) -> list[Tree]:
+        end = {"(": ")", r"\{": r"\}"}[self._take("(", r"\{")]
+        members = [self._sum()]
+        while self._accept(","):
+            members.append(self._sum())
+        self._take(end)
+        return members
+
+    def _over_a_range(self, name: str) -> Tree:
+        """Read a sum, a product or a limit; its body ends at the next sign."""
+        self._take("_")
+        self._take("{")
+        letter = self._variable(self._take())
+        self._take(*("=",) if name != "lim" else (r"\to", r"\rightarrow"))
+        ends = [self._sum()]
+        self._take("}")
+        if name != "lim":
+            self._take("^")
+            ends.append(self._argument())
+        return trees.bind(_BOUND[name], letter, ends, self._product())
+
+    def _integral(self) -> Tree:
+        ends = []
+        if self._accept("_"):
+            ends.append(self._exponent())
+            self._take("^")
+            ends.append(self._exponent())
+        depth, at = 0, self._at
+        while depth or self._tokens[at : at + 1] != ["d"]:
+            if at >= len(self._tokens) or depth < 0:
+                raise Refused("an integral without its variable")
+            depth += (self._tokens[at] in "({[") - (self._tokens[at] in ")}]")
+            at += 1
+        letter = self._variable("".join(self._tokens[at + 1 : at + 2]))
+        self._tokens[at : at + 2] = [r"\differential"]
+        body = self._sum()
+        self._take(r"\differential")
+        return trees.bind("integral", letter, ends, body)
+
+    def _variable(self, token: str) -> Tree:
+        """Return the variable of a sum or integral, which is a factor before a bracket."""
+        letter = self._letter(token.lstrip("\\"))
+        if self._factors is not None and letter.kind == "symbol":
+            self._factors = self._factors | {letter.name}
+        return letter
 
     def _function(self, name: str) -> Tree:
         function, exponent, base = FUNCTIONS[name], None, None

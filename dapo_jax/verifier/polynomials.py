@@ -1,110 +1,137 @@
-"""Polynomials in atoms: variables, roots, logarithms and powers of e.
+"""Exact arithmetic: fractions of polynomials over the rational numbers."""
 
-Each generator is an `Atom`; an `Element` is a fraction of two polynomials.
-"""
-
-import dataclasses
-import functools
-from collections.abc import Callable
+import math
 from typing import NamedTuple
 
-from flint import Ordering, fmpq, fmpq_mpoly, fmpq_mpoly_ctx, fmpz
+from flint import Ordering, fmpq, fmpq_mpoly, fmpq_mpoly_ctx
 
-from dapo_jax.verifier.ball_arithmetic import Ball
+from dapo_jax.verifier.expression_tree import (
+    Budget,
+    NoValue,
+    Tree,
+    Undecided,
+    add,
+    multiply,
+    number,
+    power,
+    symbols,
+)
 
-MAX_ATOMS = 32
-
-# Newer atoms stand before older ones, on which their relations are built.
-_RING = fmpq_mpoly_ctx.get(("g", MAX_ATOMS), Ordering.lex)
-GENERATORS = _RING.gens()[::-1]
+MAX_GENERATORS = 16
+SHARE = 4  # of the budget, for one exact comparison: beyond, balls at points are cheaper
 Poly = fmpq_mpoly
+_RING = fmpq_mpoly_ctx.get(("g", MAX_GENERATORS), Ordering.lex)
+_GENERATORS, _ONE = _RING.gens(), _RING.constant(fmpq(1))
 
 
-class Element(NamedTuple):
-    """Fraction above / below; below leads with 1 and has no common factor with above."""
+class NotRational(ValueError):
+    """Expression that is no fraction of polynomials, as sqrt(x)."""
+
+
+class Fraction(NamedTuple):
+    """Fraction of polynomials, not in lowest terms; `below` is not zero."""
 
     above: Poly
     below: Poly
 
-    def __str__(self) -> str:
-        return f"{self.above} / {self.below}"
 
+class RationalFunctions:
+    """Field of fractions of polynomials in the variables of expressions.
 
-@dataclasses.dataclass
-class Atom:
-    """Generator of the polynomial ring.
-
-    kind: 'symbol', 'pi', 'root', 'exp', 'log', or the function that `argument` is given to.
-    constant: no variable in it. real: for real variables. whole: the name of an integer variable.
-    value: a constant's ball, by bits.
+    Args:
+        budget: work that may be spent.
+        constants: constants that are not rational are variables too.
     """
 
-    kind: str
-    generator: Poly
-    argument: Element | None = None
-    constant: bool = True
-    whole: str | None = None
-    real: bool = True
-    inverse_is_conjugate: bool = False  # it lies on the unit circle
-    degree: int = 0  # with `radicand`: generator ** degree == radicand
-    radicand: Poly | None = None
-    odd: bool = False  # the real root of odd degree of any real number
-    value: Callable[[int], Ball] | None = None
-    log2_conjugates: float | None = None  # an algebraic integer: no conjugate is larger; else None
-    balls: dict[int, Ball] = dataclasses.field(default_factory=dict)
+    def __init__(self, budget: Budget, *, constants: bool = False):
+        self._budget, self._constants = budget, constants
+        self._generators: dict[Tree, int] = {}
 
-    @property
-    def algebraic(self) -> bool:
-        """Return True for an algebraic integer with a bound on its conjugates."""
-        return self.log2_conjugates is not None
+    def times(self, a: Poly, b: Poly) -> Poly:
+        """Return the product of two polynomials."""
+        self._budget.spend(_size(a) * _size(b))
+        return a * b
 
-    @functools.cached_property
-    def relation(self) -> Poly:
-        assert self.radicand is not None  # with a degree
-        return self.generator**self.degree - self.radicand
+    def _power(self, a: Fraction, n: int) -> Fraction:
+        if n < 0 and not a.above:
+            raise NoValue("division by zero")
+        above, below = a if n > 0 else a[::-1]
+        n = abs(n)
+        for poly in (above, below):
+            self._budget.spend(_size(poly) * n * math.comb(len(poly) + n - 1, n))
+        return Fraction(above**n, below**n)
+
+    def read(self, tree: Tree) -> Fraction:
+        """Return the fraction that a tree describes.
+
+        Raises:
+            NotRational: it is no rational function.
+            NoValue: it is divided by zero.
+        """
+        self._budget.spend(2)
+        if tree.kind == "number":
+            return Fraction(_ONE * tree.rational, _ONE)
+        if tree.kind == "symbol" or self._constants and not symbols(tree):
+            place = self._generators.setdefault(tree, len(self._generators))
+            if place >= MAX_GENERATORS:
+                raise NotRational("many variables")
+            return Fraction(_GENERATORS[place], _ONE)
+        if tree.kind == "power" and tree.parts[1].whole is not None:
+            return self._power(self.read(tree.parts[0]), tree.parts[1].whole)
+        if tree.kind not in ("sum", "product", "quotient"):
+            raise NotRational(tree.kind)
+        result, *others = map(self.read, tree.parts)
+        for part in others:
+            if tree.kind == "sum":
+                result = self._add(result, part)
+            else:
+                up, down = part if tree.kind == "product" else self._power(part, -1)
+                result = Fraction(self.times(result.above, up), self.times(result.below, down))
+        return result
+
+    def _add(self, a: Fraction, b: Fraction) -> Fraction:
+        if a.below == b.below:
+            return Fraction(a.above + b.above, a.below)
+        above = self.times(a.above, b.below) + self.times(b.above, a.below)
+        return Fraction(above, self.times(a.below, b.below))
+
+    def factors(self, tree: Tree) -> set[str]:
+        """Return the texts of the irreducible factors of a rational function."""
+        return {str(factor) for poly in self.read(tree) for factor in self.split(poly)}
+
+    def split(self, poly: Poly) -> list[Poly]:
+        """Return the irreducible factors of a polynomial, each once."""
+        self._budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
+        return [factor for factor, _ in poly.factor()[1]]
+
+    def coefficients(self, poly: Poly, variable: Tree) -> list[Tree]:
+        """Return the coefficients of 1, x, x^2, ... as constants."""
+        place = self._generators.get(variable, 0)
+        constants = {i: tree for tree, i in self._generators.items() if tree != variable}
+        terms: dict[int, list[Tree]] = {0: [number(0)]}
+        for exponents, coefficient in poly.terms():
+            term = number(coefficient)
+            for i, n in enumerate(exponents):
+                if n and i != place:
+                    term = multiply(term, power(constants[i], number(int(n))))
+            terms.setdefault(int(exponents[place]), []).append(term)
+        return [add(terms.get(n, [number(0)])) for n in range(max(terms) + 1)]
 
 
-def powers_of(exponents: tuple[int, ...]) -> dict[int, int]:
-    """Return the exponents of a term by number of atom."""
-    return {MAX_ATOMS - 1 - place: int(n) for place, n in enumerate(exponents) if n}
-
-
-def monomial(powers: dict[int, int]) -> Poly:
-    """Return the product of atoms, by number, to these powers."""
-    exponents = tuple(powers.get(MAX_ATOMS - 1 - place, 0) for place in range(MAX_ATOMS))
-    return _RING.from_dict({exponents: fmpq(1)})
-
-
-def without(poly: Poly, chosen: set[int]) -> dict[tuple[tuple[int, int], ...], Poly]:
-    """Return the coefficients of the powers of chosen atoms: {powers: coefficient}."""
-    terms: dict[tuple, dict[tuple, fmpq]] = {}
-    for exponents, coefficient in poly.terms():
-        key = tuple(item for item in powers_of(exponents).items() if item[0] in chosen)
-        rest = tuple(
-            0 if MAX_ATOMS - 1 - place in chosen else n for place, n in enumerate(exponents)
-        )
-        terms.setdefault(key, {})[rest] = coefficient
-    return {key: _RING.from_dict(inner) for key, inner in terms.items()}
-
-
-def constant(value: fmpq | fmpz | int) -> Poly:
-    """Return the constant polynomial of a rational number."""
-    return _RING.constant(fmpq(value))
-
-
-ZERO, ONE = constant(0), constant(1)
-
-
-def rational(value: fmpq | fmpz | int) -> Element:
-    """Return the element of a rational number."""
-    return Element(constant(value), ONE)
-
-
-def size(poly: Poly) -> float:
+def _size(poly: Poly) -> int:
     """Return the cost, in units of work, of an operation with each term."""
-    return 1 + sum(1 + (c.p.bit_length() + c.q.bit_length()) / 64 for c in poly.coeffs())
+    return 1 + sum(1 + (c.p.bit_length() + c.q.bit_length()) // 64 for c in poly.coeffs())
 
 
-def as_rational(poly: Poly) -> fmpq | None:
-    """Return the rational value of a polynomial; None if atoms occur."""
-    return (poly.leading_coefficient() if poly else fmpq(0)) if poly.is_constant() else None
+def same_rational(mine: Tree, gold: Tree, budget: Budget) -> bool | None:
+    """Test the equality of two rational functions; return None if they are none, or too large."""
+    given = int(budget.left) // SHARE
+    share = Budget(given)
+    try:
+        field = RationalFunctions(share)
+        a, b = field.read(mine), field.read(gold)
+        return field.times(a.above, b.below) == field.times(b.above, a.below)
+    except (NotRational, Undecided):
+        return None
+    finally:
+        budget.spend(given - max(0, share.left))

@@ -1,6 +1,6 @@
 """Sets of real numbers: intervals, unions and inequalities in one variable.
 
-A set is a sorted list of pieces that don't touch; ends are compared by proof, never by rounding.
+A set is a sorted list of pieces that don't touch; ends are compared by balls, never by rounding.
 Runs in a worker process.
 """
 
@@ -8,33 +8,36 @@ import functools
 import itertools
 from typing import NamedTuple
 
+from flint import arb, fmpq
+
 from dapo_jax.verifier.answer_shape import Node
+from dapo_jax.verifier.ball_arithmetic import PRECISIONS, Undefined, enclose, sign, with_bits
 from dapo_jax.verifier.equivalence import REALS, compact
 from dapo_jax.verifier.expression_tree import (
+    Budget,
+    NoValue,
     Refused,
     Tree,
     Undecided,
     add,
     conditions,
     negate,
+    number,
+    substitute,
     symbols,
 )
 from dapo_jax.verifier.expressions import parse
-from dapo_jax.verifier.number_field import NumberField
-from dapo_jax.verifier.polynomials import ONE, Element, Poly, rational
-from dapo_jax.verifier.roots import NeedsSign, is_real, root, sign
-from dapo_jax.verifier.tree_to_element import read
+from dapo_jax.verifier.zeros import zeros
 
 MAX_PIECES = 32  # of a union
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 SIGNS = {"=": (0,), "!=": (1, -1), ">": (1,), ">=": (1, 0), "<": (-1,), "<=": (-1, 0)}
-MAX_SIGNS = 4  # of absolute values in one relation
 
 
 class End(NamedTuple):
     """End of a piece; `infinite` is -1 or 1 if it has no value."""
 
-    value: Element | None
+    value: Tree | None
     open: bool
     infinite: int = 0
 
@@ -61,10 +64,10 @@ def _is_unbounded(left: str, mark: str, right: str) -> bool:
 
 
 class RealSets:
-    """Arithmetic of sets over one field; each comparison uses the field's budget."""
+    """Arithmetic of sets of real numbers, within a budget."""
 
-    def __init__(self, field: NumberField):
-        self.field = field
+    def __init__(self, budget: Budget):
+        self.budget = budget
 
     # --- arithmetic of sets --------------------------------------------------------------------
 
@@ -75,7 +78,7 @@ class RealSets:
         assert a.value is not None and b.value is not None  # being finite
         if a.value == b.value:
             return 0
-        return sign(self.field, self.field.subtract(a.value, b.value))
+        return sign(add([a.value, negate(b.value)]), self.budget)
 
     def intersection(self, a: Pieces, b: Pieces) -> Pieces:
         return self.complement(self.union([*self.complement(a), *self.complement(b)]))
@@ -122,10 +125,10 @@ class RealSets:
             return HIGHEST
         if tree.kind == "product" and tree.parts[1].kind == "infinity":
             return LOWEST
-        value = read(self.field, tree)
-        if symbols(tree) or not is_real(self.field, value):
-            raise Refused("an end that is no real number")
-        return End(value, is_open)
+        if symbols(tree):
+            raise Refused("an end that is no number")
+        sign(tree, self.budget)  # it is real
+        return End(tree, is_open)
 
     def _point(self, text: str) -> Piece:
         end = self._end(text, is_open=False)
@@ -177,83 +180,78 @@ class RealSets:
     # --- solving -------------------------------------------------------------------------------
 
     def solve(self, difference: Tree, mark: str) -> Pieces:
-        """Return solutions of `difference mark 0`, of degree 1 or 2 on either side of its corners.
+        """Return solutions of `difference mark 0`: its sign is looked up between its zeros.
 
         They lie where roots, logarithms and quotients have values.
         """
-        if len(symbols(difference)) != 1 or mark not in SIGNS:
+        if len(symbols(difference)) != 1:
             raise Refused("no relation in one variable")
-        domains = [self._solve(inside, kind) for kind, inside in conditions(difference)]
-        return functools.reduce(self.intersection, domains, self._solve(difference, mark))
-
-    def _solve(self, difference: Tree, mark: str) -> Pieces:
-        if mark not in SIGNS:
+        relations = [*conditions(difference), (mark, difference)]
+        if any(kind not in SIGNS for kind, _ in relations):
             raise Refused("values not everywhere")
-        try:
-            above, below = read(self.field, difference)
-        except NeedsSign as case:
-            return self._by_sign(case, lambda: self._solve(difference, mark))
-        if mark in ("=", "!="):
-            return self._solve_poly(Element(above, ONE), mark)
-        return self._solve_poly(Element(self.field.times(above, below), ONE), mark)
-
-    def _by_sign(self, case: NeedsSign, solve) -> Pieces:
-        signs = self.field.signs
-        if len(signs) == MAX_SIGNS:
-            raise Undecided("too many cases")
-        pieces = []
-        for way, mark in ((1, ">="), (-1, "<")):
-            side = self._solve_poly(Element(case.poly, ONE), mark)
-            signs[case.name] = way
-            pieces += self.intersection(side, solve())
-            del signs[case.name]
+        ends = self._in_order([z for _, tree in relations for z in zeros(tree, self.budget)])
+        holds = functools.partial(self._holds, relations)
+        pieces = [Piece(end, end) for end in ends if end.value is not None and holds(end.value)]
+        for low, high in itertools.pairwise([LOWEST, *ends, HIGHEST]):
+            signs = {holds(value) for value in self.inside(Piece(low, high), 1)}
+            if len(signs) > 1:
+                raise Undecided("a zero that is not known")
+            if signs == {True}:
+                pieces.append(Piece(low._replace(open=True), high._replace(open=True)))
         return self.union(pieces)
 
-    def _coefficients(self, difference: Element) -> list[Element]:
-        """Return the coefficients of 1, x and x^2; everything else is constant."""
-        varying = [
-            number for number, atom in self.field.atoms_in(difference.above) if not atom.constant
-        ]
-        kinds = {self.field.atoms[number].kind for number in varying}
-        if len(varying) > 1 or kinds - {"symbol"}:
-            raise Refused("no polynomial")
-        parts = self.field.coefficients(difference.above, lambda atom: not atom.constant)
-        powers: dict[int, Poly] = {
-            dict(key).get(varying[0], 0) if varying else 0: part for key, part in parts.items()
-        }
-        if max(powers, default=0) > 2:
-            raise Refused("a high power")
-        below = Element(difference.below, ONE)
-        return [
-            self.field.divide(Element(powers[n], ONE), below) if n in powers else rational(0)
-            for n in range(3)
-        ]
+    def _in_order(self, values: list[Tree]) -> list[End]:
+        """Return the real numbers among values as sorted ends, each once."""
+        ends: list[End] = []
+        for value in values:
+            try:
+                sign(value, self.budget)
+            except Refused:
+                continue
+            end = End(value, False)
+            if all(self.compare(end, other) for other in ends):
+                ends.append(end)
+        return sorted(ends, key=functools.cmp_to_key(self.compare))
 
-    def _solve_poly(self, difference: Element, mark: str) -> Pieces:
-        c, b, a = self._coefficients(difference)
-        if any(not is_real(self.field, coefficient) for coefficient in (a, b, c)):
-            raise Refused("not real")
-        leading = sign(self.field, a)
-        if leading == 0 and sign(self.field, b) == 0:  # no variable is left
-            return EVERYTHING if sign(self.field, c) in SIGNS[mark] else []
-        roots, above = self._roots(a, b, c, leading)
-        sides: dict[int, Pieces] = {0: [Piece(End(r, False), End(r, False)) for r in roots]}
-        ends = [LOWEST, *(End(r, True) for r in roots), HIGHEST]
-        for low, high in itertools.pairwise(reversed(ends)):
-            sides.setdefault(above, []).append(Piece(high, low))
-            above = -above
-        pieces = [piece for side in SIGNS[mark] for piece in sides.get(side, [])]
-        return self.union([p for p in pieces if not p.low.open or self.compare(*p) < 0])
+    def _holds(self, relations: list[tuple[str, Tree]], value: Tree) -> bool:
+        """Test all relations at a value of the variable."""
+        for mark, tree in relations:
+            point = dict.fromkeys(symbols(tree), value)
+            try:
+                if sign(substitute(tree, point, self.budget), self.budget) not in SIGNS[mark]:
+                    return False
+            except NoValue:
+                return False
+        return True
 
-    def _roots(self, a: Element, b: Element, c: Element, leading: int) -> tuple[list[Element], int]:
-        """Return real zeros in order, a double one twice, and the sign beyond the last of them."""
-        field = self.field
-        if leading == 0:
-            return [field.scale(field.divide(c, b), -1)], sign(field, b)
-        under = field.subtract(field.multiply(b, b), field.scale(field.multiply(a, c), 4))
-        kind = sign(field, under)
-        middle = field.divide(field.scale(b, -1), field.scale(a, 2))
-        if kind <= 0:
-            return [middle, middle] if kind == 0 else [], leading
-        half = field.divide(root(field, under, 2), field.scale(a, 2 * leading))
-        return [field.subtract(middle, half), field.add(middle, half)], leading
+    def inside(self, piece: Piece, halvings: int) -> list[Tree]:
+        """Return 2^(halvings + 1) - 1 rational numbers inside a piece; of a point, itself."""
+        if piece.low.value is not None and piece.low.value == piece.high.value:
+            return [piece.low.value]
+        middle = End(self._between(*piece), True)
+        sides = (Piece(piece.low, middle), Piece(middle, piece.high))
+        rest = [v for side in sides for v in self.inside(side, halvings - 1)] if halvings else []
+        assert middle.value is not None
+        return [middle.value, *rest]
+
+    def _between(self, low: End, high: End) -> Tree:
+        """Return a rational number between two ends, 0 for the whole line."""
+        for bits in PRECISIONS[:2]:
+            with with_bits(bits):
+                try:
+                    a, b = (
+                        None if end.value is None else enclose(end.value, self.budget).real
+                        for end in (low, high)
+                    )
+                except Undefined:
+                    continue
+                if a is None or b is None:
+                    middle = b - 1 if b is not None else a + 1 if a is not None else arb(0)
+                else:
+                    middle = (a + b) / 2
+                with with_bits(bits // 2):
+                    mantissa, exponent = (+middle).mid().man_exp()
+            value = number(fmpq(mantissa) * fmpq(2) ** int(exponent))
+            if self.compare(low, End(value, False)) < 0 < self.compare(high, End(value, False)):
+                return value
+        raise Undecided("two ends too near")

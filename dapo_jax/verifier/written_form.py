@@ -34,6 +34,7 @@ _STEPS = {
     }.items()
     for name in names.split()
 }
+_TO_DO = {"abs", "floor", "ceiling", "total", "times", "integral", "limit"}  # also of letters
 _POWER_TO_DO = {"product", "quotient", "power", "odd_root", "i", "abs"}  # as bases
 CONSTANTS = {"pi", "e", "i", "surd"}  # steps that are none where gold has functions of numbers
 _POINTED: dict[str, Callable[..., complex]] = {
@@ -198,7 +199,7 @@ class Form:
             self.steps.add(tree.kind)
         elif tree.parts:
             self.operations[tree.kind] += 1
-            if closed or tree.kind in ("abs", "floor", "ceiling"):
+            if closed or tree.kind in _TO_DO:
                 self.steps.add(_STEPS.get(tree.kind, tree.kind))
         return closed
 

@@ -61,6 +61,14 @@ def test_the_verifier_is_timed():
     assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
 
 
+def test_verdicts_are_compared_with_another_verifier(tmp_path):
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(f'{{"problem": "{i}?", "answer": "{i}"}}\n' for i in range(9)))
+    output = run("benchmarks/agreement.py", path, "--different", 2)
+    assert "| core | dapo_jax | 469 of 469 | 0 of 529 |" in output
+    assert "| few | dapo_jax | 9 of 9 | 0 of " in output
+
+
 def test_loading_is_measured_on_a_folder():
     folder = ROOT / "tests/fixtures/models/qwen3"
     assert json.loads(run("benchmarks/loading.py", folder, "measure"))["files"] > 0

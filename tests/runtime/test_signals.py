@@ -147,12 +147,16 @@ print("went on", flush=True)
 DEAF_PROGRAM = DEAF.replace("sys.exit(processes.run(work))", "work()")
 
 
-SLOW = pytest.mark.slow  # other signals in the same code
+MORE = pytest.mark.slow  # other signals in the same code
 
 
 @pytest.mark.parametrize(
     "name",
-    ["SIGINT", "SIGQUIT", *(pytest.param(n, marks=SLOW) for n in ("SIGTERM", "SIGHUP", "SIGUSR1"))],
+    [
+        "SIGINT",
+        "SIGQUIT",
+        *(pytest.param(n, marks=MORE) for n in ("SIGTERM", "SIGHUP", "SIGUSR1")),
+    ],
 )
 def test_a_program_saves_and_then_ends_as_the_signal_asks(name):
     child = start(PROGRAM)
@@ -205,7 +209,8 @@ def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(tmp_path
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "train --help-all", pytest.param("configs show arithmetic", marks=SLOW)]
+    "arguments",
+    ["--help", "train --help-all", pytest.param("configs show arithmetic", marks=MORE)],
 )
 def test_output_that_nobody_reads_ends_a_command_without_a_traceback(arguments):
     reader, writer = os.pipe()
