@@ -17,7 +17,7 @@ import bench
 from dapo_jax.data.sources import read_problems
 from dapo_jax.verifier import sympy_stage
 from dapo_jax.verifier.algebra_worker import Memory, RememberedAlgebra
-from dapo_jax.verifier.verifier import Question, judge
+from dapo_jax.verifier.verifier import Settings, make_verifier
 
 CASES = pathlib.Path(__file__).parents[1] / "verifier/verifier_cases.jsonl"
 Pair = tuple[str, str, bool]  # response, gold answer, whether they are equivalent
@@ -25,7 +25,8 @@ Pair = tuple[str, str, bool]  # response, gold answer, whether they are equivale
 
 def ours(response: str, gold: str) -> bool:
     """Judge in this process."""
-    return judge(Question("math", response, gold), RememberedAlgebra(Memory())).correct
+    verifier = make_verifier(Settings("math"), lambda: RememberedAlgebra(Memory()))
+    return verifier(response, gold, "").correct
 
 
 def math_verify(response: str, gold: str) -> bool:

@@ -176,14 +176,13 @@ def test_threads_ask_the_same_worker_in_turn():
     assert all(verdict.result() for verdict in verdicts)
 
 
-def test_a_late_worker_is_killed_and_the_next_verdict_is_right(monkeypatch):
+def test_a_stopped_worker_is_killed_and_its_verdict_computed_again(monkeypatch):
     assert is_equivalent(r"\sqrt{72}", r"6\sqrt{2}")
     worker = worker_of(os.getpid())
     os.kill(worker, signal.SIGSTOP)
     monkeypatch.setattr(algebra_process, "SECONDS", 0.2)
-    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}") is False
-    monkeypatch.undo()
-    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}") and worker_of(os.getpid()) != worker
+    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}")  # the machine was late, not the text
+    assert worker_of(os.getpid()) != worker
 
 
 def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp_path):

@@ -137,8 +137,11 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
     name = metadata["general.architecture"]
     _require_key("general.architecture", name, dict.fromkeys(ARCHITECTURES.values()))
     kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == name]
+    kind = kinds[-1 if metadata.get(f"{name}.attention.sliding_window") else 0]
+    class_name = "Gemma3" if kind == "gemma3_text" else kind.capitalize()
     config = {
-        "model_type": kinds[-1 if metadata.get(f"{name}.attention.sliding_window") else 0],
+        "architectures": [f"{class_name}ForCausalLM"],  # TRL and vLLM read it
+        "model_type": kind,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": "float32",
