@@ -113,7 +113,7 @@ def break_verifiers(patch) -> None:
     ask = process_module.WorkerProcess.ask
 
     def break_and_ask(self, job, deadline, computing=0.0):
-        words = {question["response"].split()[0] for question in job.get("questions", ())}
+        words = {question[0].split()[0] for question in job.get("questions", ())}
         if "verifier_kill" in words:
             os.kill(self.pid, signal.SIGKILL)
         if "verifier_stop" in words:
@@ -259,12 +259,12 @@ import time
 from dapo_jax.runtime.workers.child import serve
 
 def answer(job):
-    words = [question["response"] for question in job["questions"]]
+    words = [question[0] for question in job["questions"]]
     while "compute" in words:
         pass
     if "sleep" in words:
         time.sleep(60)
-    return {"replies": [{"correct": True, "extracted": "1", "how": "box"}] * len(words)}
+    return {"replies": [[True, "1", "box"]] * len(words)}
 
 serve(lambda: answer)
 """
