@@ -39,7 +39,7 @@ def peak_gib() -> float:
 
 
 def print_line(**values: Any) -> None:
-    print(json.dumps(values), flush=True)
+    print(json.dumps(values), file=sys.__stdout__, flush=True)
 
 
 class Ours:
@@ -416,7 +416,7 @@ def main() -> None:
     args.work = pathlib.Path(args.work)
     with contextlib.redirect_stdout(sys.stderr):  # what a library prints looks like JSON
         side = {"ours": Ours, "trl": Trl}[args.side](args)
-    side.learn() if args.learn else side.measure()
+        side.learn() if args.learn else side.measure()
 
 
 if __name__ == "__main__":
