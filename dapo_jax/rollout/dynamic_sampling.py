@@ -186,7 +186,7 @@ class Collection:
             self._kept.add(index)
 
     def take_again(self) -> list[Prompt]:
-        """Return the prompts whose groups must be sampled again; each is returned once."""
+        """Return the prompts to sample again, each once."""
         prompts = self._again
         self._again = []
         return prompts

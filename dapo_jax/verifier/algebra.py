@@ -55,7 +55,7 @@ def _at(tree: Tree, point: Point, budget: Budget) -> Tree | None:
 
 
 def _pairs(mine: Tree, gold: Tree, points: Iterable[Point], budget: Budget) -> Iterator[Pair]:
-    """Yield the expressions at the points where both have values.
+    """Yield the values of both expressions at the points at which both have one.
 
     Raises:
         Undecided: there is a division by zero where nothing explains it.

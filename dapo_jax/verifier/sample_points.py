@@ -88,7 +88,7 @@ def _value(rng: random.Random, name: str, magnitude: fmpq, trial: int) -> Tree:
 
 
 def corners(tree: Tree) -> Iterator[Tree]:
-    """Yield the arguments of functions with corners or branches, where their signs matter."""
+    """Yield the arguments of functions with corners or branches; their signs matter."""
     for node in nodes(tree):
         root = node.kind == "power" and node.parts[1].kind == "number"
         if not symbols(node):

@@ -327,7 +327,7 @@ class Step:
 
 
 class Simulation:
-    """A run of simulated steps, on a mesh whose devices need only a name."""
+    """Run of simulated steps; the devices of its mesh need only names."""
 
     def __init__(
         self,
