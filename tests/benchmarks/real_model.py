@@ -46,10 +46,6 @@ class Ours:
     """dapo_jax with the words config; writes the batch that TRL computes again."""
 
     def __init__(self, args: Any):
-        devices = (
-            1 << (os.cpu_count() or 1).bit_length() - 1
-        )  # one per core, as launch/env.sh has it
-        os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
         from dapo_jax.config.experiment import Config
         from dapo_jax.config.files import read_config
 
