@@ -69,7 +69,7 @@ def make_batches(algorithm, segments, microbatches: int = 1):
     return batches
 
 
-def assert_same(learner, params, algorithm, segments=SEGMENTS, microbatches=1, tolerance=2e-5):
+def assert_same(learner, params, algorithm, segments=SEGMENTS, microbatches=1, tolerance=1e-5):
     """Compare scores of responses, loss and gradient, with and without shared prompts."""
     params = jax.device_put(params, learner.shardings.params)
     outcomes = []
