@@ -32,6 +32,7 @@ CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "smollm2.py"
 BATCH, GRADIENT = "batch.json", "gradient"
 PARTS = ["rollout", "update", "step"]
 LEARN_PROBLEMS = 200
+WARM_UP = 2  # steps before the timed ones: dapo_jax compiles its update for two lengths of rows
 
 
 def peak_gib() -> float:
@@ -77,12 +78,12 @@ class Ours:
             self.write_rows(parts.prompts)
             policy = parts.learners.policy.start(parts.first_params())
             state = TrainerState(0, LearnerStates(policy), SourceState(kept_fraction=1.0))
-            for step in range(self.args.repeats + 1):
+            for step in range(self.args.repeats + WARM_UP):
                 state, values, record = self.step(parts, state)
-                if step:
-                    print_line(**values)
-                else:
+                if step == 0:
                     self.write_gradient(parts, record)
+                if step >= WARM_UP:
+                    print_line(**values)
         print_line(peak_gib=peak_gib())
 
     @staticmethod
@@ -107,7 +108,7 @@ class Ours:
         """Write training prompts for TRL, and the held-out problems of the config."""
         from dapo_jax.data import word_problems
 
-        steps = max(self.args.learn, self.args.repeats) + 1
+        steps = max(self.args.learn, self.args.repeats + WARM_UP)
         rows = [next(prompts) for _ in range(self.args.prompts * steps)]
         texts = [{"prompt": row.text, "answer": row.answer} for row in rows]
         (self.args.work / "rows.json").write_text(json.dumps(texts))
@@ -232,13 +233,13 @@ class Trl:
 
     def measure(self) -> None:
         """Compute the gradient of the batch of `Ours`, then time steps."""
-        trainer = self.make_trainer(self.args.repeats + 1)
+        trainer = self.make_trainer(self.args.repeats + WARM_UP)
         self.write_gradient(trainer)
         last = [time.perf_counter()]
 
         def after_step(step: int, rollout: float) -> None:
             now = time.perf_counter()
-            if step > 1:  # the first warms up
+            if step > WARM_UP:
                 whole = now - last[0]
                 print_line(rollout=rollout, update=whole - rollout, step=whole)
             last[0] = now
