@@ -175,6 +175,7 @@ class Algorithm:
     importance_cap: Annotated[float, Range(at_least=1, also=0)] = setting(
         0.0, "Weight of a token: min(p_trainer / p_sampler, cap); 0: no correction."
     )
+    importance_floor: PositiveOr0 = setting(0.0, "Lower bound of that weight.", read=IF_CAP)
     importance_ratio: Literal["token", "product", "sequence"] = setting(
         "token", "That ratio: per token, or product or geometric mean of the response.", read=IF_CAP
     )

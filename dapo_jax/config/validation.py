@@ -79,6 +79,9 @@ def _ratio(a: Algorithm, sampler: Sampler) -> Checks:
     sampler_is_old = "with algorithm.old_logprobs = 'sampler'"
     allowed = f"0 {sampler_is_old}: the ratio is already relative to the sampler"
     yield "algorithm.importance_cap", a.importance_cap == 0 or not from_sampler, allowed
+    allowed = f"below algorithm.importance_cap = {a.importance_cap}"
+    fits = a.importance_cap == 0 or a.importance_floor < a.importance_cap
+    yield "algorithm.importance_floor", fits, allowed
     allowed = f"'none' or 'sampler' {sampler_is_old}: there is no forward pass before the update"
     yield "algorithm.router_replay", a.router_replay != "old" or not from_sampler, allowed
     fits = a.rejection == "none" or not from_sampler or a.rejection_of == "new"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -28,10 +29,11 @@ def critic_objective(
     algorithm: Algorithm, batch: TrainBatch, values: Float[Array, "R T"]
 ) -> tuple[Array, dict[str, Mean]]:
     """Return the value loss of a microbatch [R, T] and its metrics."""
-    old = present(batch.scored.values, "values")
-    returns = present(batch.returns, "returns")
     weights = present(batch.value_weights, "value_weights")
-    losses, cut = value_loss(values, old, returns, algorithm.value_clip)
+    arrays = (values, present(batch.scored.values, "values"), present(batch.returns, "returns"))
+    # Padding may hold NaN, and NaN * 0 is NaN.
+    masked = [jnp.where(weights > 0, array, 0.0) for array in arrays]
+    losses, cut = value_loss(*masked, algorithm.value_clip)
     return (weights * losses).sum(), {"value_clip_fraction": weighted(cut, weights)}
 
 

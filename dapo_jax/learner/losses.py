@@ -90,7 +90,8 @@ def kl_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple
     """Bound the KL from (p_old, 1 - p_old) to (p, 1 - p): by low if p fell, else by high (DPPO)."""
     old = jnp.minimum(old, 1.0)  # rounding can exceed 1
     p = jnp.minimum(p, 1.0)
-    kl = rel_entr(old, p) + rel_entr(1 - old, 1 - p)
+    rest = jnp.maximum(1 - p, jnp.finfo(p.dtype).eps)  # a p that rounds to 1 has a finite KL
+    kl = rel_entr(old, p) + rel_entr(1 - old, rest)
     return (p < old) & (kl > algorithm.clip_low), (p > old) & (kl > algorithm.clip_high), ratio
 
 
@@ -240,14 +241,15 @@ def importance_weights(
     segment_ids: Int[Array, "R T"],
     trained: Bool[Array, "R T"],
 ) -> Float[Array, "R T"]:
-    """Return min(p_old / p_sampler, cap): truncated importance sampling (Ionides, 2008).
+    """Return p_old / p_sampler, between floor and cap (truncated, Ionides, 2008).
 
     The ratio is that of the token, or the product or geometric mean over its response. The weight
     has no gradient.
     """
     ratio = RATIOS[algorithm.importance_ratio]
     log_ratio = ratio(old_logprobs - sampler_logprobs, segment_ids, trained)
-    return jnp.minimum(jnp.exp(clamp_log(log_ratio)), algorithm.importance_cap)
+    weights = jnp.exp(clamp_log(log_ratio))
+    return jnp.clip(weights, algorithm.importance_floor, algorithm.importance_cap)
 
 
 def rejections(

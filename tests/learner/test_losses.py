@@ -240,6 +240,20 @@ def test_the_value_loss_and_its_gradient_are_ppos_loop(clip):
         np.testing.assert_allclose(gradient[0, i], slope, rtol=1e-6, atol=1e-10)
 
 
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf])
+def test_rubbish_on_padding_reaches_neither_value_loss_nor_gradient(rubbish):
+    weights = np.float32([[0.5, 0.5, 0.0, 0.0]])
+    numbers = np.float32([[0.3, -0.2, 0.0, 0.0]])
+    filled = np.where(weights > 0, numbers, np.float32(rubbish))
+
+    def run(array):
+        scored = ScoredBatch(None, None, None, array - 0.1)
+        batch = TrainBatch(scored, None, None, None, array + 1, value_weights=weights)
+        return jax.value_and_grad(lambda x: critic_objective(dapo(), batch, x)[0])(array)
+
+    assert jax.tree.map(np.array_equal, run(filled), run(numbers)) == (True, True)
+
+
 @pytest.mark.parametrize("clip", [0.2, 1e4])
 def test_a_value_within_the_clip_is_not_clipped_not_even_by_rounding(clip):
     """old + (value - old) is not the value in float32, where one of them is the larger."""
