@@ -159,7 +159,13 @@ def k3_with_gradient_of_k2(logprobs: Array, reference_logprobs: Array) -> Array:
     return gradient + jax.lax.stop_gradient(value - gradient)
 
 
-KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_with_gradient_of_k2}
+def distance(logprobs: Array, reference_logprobs: Array) -> Array:
+    """Return |log p - log ref|, whose gradient is the sign (KL-Cov, 2505.22617, listing 1)."""
+    d = logprobs - reference_logprobs
+    return d * jax.lax.stop_gradient(jnp.sign(d))  # the gradient of jnp.abs is 1 at 0
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_with_gradient_of_k2, "abs": distance}
 
 
 def policy_loss(
@@ -272,6 +278,30 @@ def rejections(
         below = any_in_response(below, segment_ids, trained)
         above = any_in_response(above, segment_ids, trained)
     return below & rejectable, above & rejectable & ~below
+
+
+def choose_by_covariance(
+    algorithm: Algorithm,
+    logprobs: Float[np.ndarray, "*M R T"],
+    advantages: Float[np.ndarray, "*M R T"],
+    places: Int[np.ndarray, "n"],  # of the minibatch's trained tokens in the flat arrays
+    random: np.random.Generator,
+) -> Bool[np.ndarray, "*M R T"]:
+    """Choose the tokens on which Clip-Cov or KL-Cov acts (2505.22617, section 4).
+
+    A token's covariance is (log p - mean) (A - mean). 'kl' chooses the largest ones, 'clip' chooses
+    at random between the bounds: the fraction of the tokens, rounded down, at least one.
+    """
+    pairs = np.stack([np.float64(array.ravel()[places]) for array in (logprobs, advantages)])
+    covariances = np.prod(pairs - pairs.mean(axis=1, keepdims=True), axis=0)
+    candidates = np.argsort(-covariances, kind="stable")
+    if algorithm.covariance == "clip":
+        low, high = algorithm.covariance_low, algorithm.covariance_high
+        candidates = random.permutation(np.flatnonzero((low < covariances) & (covariances < high)))
+    count = max(1, int(algorithm.covariance_fraction * len(places)))
+    chosen = np.zeros(advantages.size, bool)
+    chosen[places[candidates[:count]]] = True
+    return chosen.reshape(advantages.shape)
 
 
 def value_loss(
