@@ -348,7 +348,7 @@ def token_baseline(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     """
     index = feedback.response_index
     returns = take_tokens(reward_to_go(algorithm, feedback), index)
-    energies = take_tokens(np.float64(present(feedback.energies, "energies")), index)
+    energies = take_tokens(np.asarray(present(feedback.energies, "energies"), float), index)
     values = np.concatenate(returns)
     weights = np.concatenate([np.cumsum(own) for own in energies])
     column = np.concatenate([np.arange(len(own)) for own in returns])

@@ -30,10 +30,11 @@ def critic_objective(
 ) -> tuple[Array, dict[str, Mean]]:
     """Return the value loss of a microbatch [R, T] and its metrics."""
     weights = present(batch.value_weights, "value_weights")
-    arrays = (values, present(batch.scored.values, "values"), present(batch.returns, "returns"))
     # Padding may hold NaN, and NaN * 0 is NaN.
-    masked = [jnp.where(weights > 0, array, 0.0) for array in arrays]
-    losses, cut = value_loss(*masked, algorithm.value_clip)
+    values = jnp.where(weights > 0, values, 0.0)
+    old = jnp.where(weights > 0, present(batch.scored.values, "values"), 0.0)
+    returns = jnp.where(weights > 0, present(batch.returns, "returns"), 0.0)
+    losses, cut = value_loss(values, old, returns, algorithm.value_clip)
     return (weights * losses).sum(), {"value_clip_fraction": weighted(cut, weights)}
 
 
