@@ -220,7 +220,8 @@ _NAMES = (
     "reinforce ppo grpo dapo dr_grpo rloo reinforce_pp reinforce_pp_baseline gspo vapo sft "
     "rft dpo cispo dppo_tv dppo_kl prime_rl ipo sapo gmpo luspo gspo_token vespo topr dro "
     "gpg tis sequence_tis icepop sequence_mis worst_token_mis deepseek_v3p2 lite_ppo maxrl "
-    "opo gdpo pass_at_k best_minus_second remax otb clip_cov kl_cov on_policy_distillation gkd"
+    "opo gdpo pass_at_k best_minus_second remax otb clip_cov kl_cov "
+    "on_policy_distillation gkd"
 )
 PRESETS: dict[str, Callable[[], Algorithm]] = {name: globals()[name] for name in _NAMES.split()}
 
