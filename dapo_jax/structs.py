@@ -283,6 +283,7 @@ class Group:
     raw_rewards: np.ndarray  # [G] float64, without shaping parts
     correct: np.ndarray  # [G] bool, by the verifier or the raw reward
     failed: tuple[FailedResponse, ...] = ()
+    baseline: float | None = None  # reward of a greedy response, if the advantage reads it
 
     @functools.cached_property
     def token_rewards(self) -> tuple[np.ndarray, ...] | None:
@@ -467,3 +468,11 @@ class SamplerCounts:
             "slot_occupancy": self.occupancy,
             "seconds_decode": self.decode_seconds,
         } | (self.turns.metrics() if self.turns else {})
+
+
+def add_counts(left: Any, right: Any) -> Any:
+    """Return the sums of the counts of two rollouts, field by field."""
+    if not dataclasses.is_dataclass(left):
+        return None if left is None else left + right
+    names = [field.name for field in dataclasses.fields(left)]
+    return type(left)(*[add_counts(getattr(left, n), getattr(right, n)) for n in names])

@@ -22,12 +22,15 @@ from dapo_jax.runtime.rules import (
 from dapo_jax.runtime.settings import section, setting
 
 # Keys of advantages.ESTIMATORS, and what an estimator needs: the rewards of a 'group', a 'centred'
-# scale, an estimate 'per token', the critic's 'values', or 'no reward'.
+# scale, an estimate 'per token', the critic's 'values', 'energies' of tokens, the reward of a
+# 'greedy' response, or 'no reward'.
 ESTIMATOR_TRAITS = {
     "group_zscore": "group",
     "group_centre": "group centred",
     "leave_one_out": "group centred",
     "length_weighted_centre": "group centred",
+    "token_baseline": "group per_token energies",
+    "greedy_baseline": "greedy",
     "reward_parts": "group",
     "pass_at_k": "group",
     "best_minus_second": "group",
@@ -52,6 +55,8 @@ def _if_advantage(trait: str) -> When:
 
 GROUP_ESTIMATORS = _estimators("group")
 OF_VALUES = _estimators("values")
+OF_ENERGIES = _estimators("energies")
+OF_GREEDY = _estimators("greedy")
 REWARD_FREE_ESTIMATORS = _estimators("no_reward")
 AGGREGATES = Choices(  # keys of losses.LOSS_WEIGHTS
     "token_mean token_mean_per_group sequence_mean sequence_sum token_sum_over_budget "
@@ -59,8 +64,8 @@ AGGREGATES = Choices(  # keys of losses.LOSS_WEIGHTS
 )
 READS_OLD_LOGPROBS = When(
     "algorithm.ratio algorithm.kl algorithm.kl_to algorithm.kl_importance algorithm.rejection "
-    "algorithm.importance_cap algorithm.advantage algorithm.distillation",
-    lambda ratio, kl, kl_to, kl_importance, rejection, cap, advantage, distillation: (
+    "algorithm.importance_cap algorithm.advantage algorithm.distillation algorithm.covariance",
+    lambda ratio, kl, kl_to, kl_importance, rejection, cap, advantage, distillation, covariance: (
         ratio != "none"
         or kl == "reward"
         or (kl == "loss" and (kl_to == "old" or kl_importance))
@@ -68,6 +73,7 @@ READS_OLD_LOGPROBS = When(
         or cap > 0
         or advantage == "preference"
         or distillation == "reverse"
+        or covariance != "none"
     ),
 )
 CENTRED = _if_advantage("centred")
@@ -85,6 +91,8 @@ REJECTS = When("algorithm.rejection", "token product sequence worst")
 IF_BOUNDED = When(
     "algorithm.ratio algorithm.weight", lambda ratio, weight: (ratio, weight) != ("none", "ratio")
 )
+CHOOSES = When("algorithm.covariance", "clip kl")
+CLIPS_COVARIANCE = When("algorithm.covariance", "clip")
 IF_KL = When("algorithm.kl", "loss reward")
 KL_LOSS = When("algorithm.kl", "loss")
 IF_DECAY = When("algorithm.weight", "sapo gamma")
@@ -127,6 +135,12 @@ class Algorithm:
         "sign", "'sign': the end towards which the advantage pushes; 'both' ends.", read=IF_REGION
     )
     dual_clip: PositiveOr0 = setting(10.0, "Largest ratio with a gradient if A < 0; 0: any.")
+    covariance: Literal["none", "clip", "kl"] = setting(
+        "none", "Tokens chosen by the covariance of log-prob and A: no gradient, or the only KL."
+    )
+    covariance_fraction: Share = setting(2e-4, "Fraction of tokens to choose.", read=CHOOSES)
+    covariance_low: PositiveOr0 = setting(1.0, "Choose above this one.", read=CLIPS_COVARIANCE)
+    covariance_high: PositiveOr0 = setting(5.0, "Choose below this one.", read=CLIPS_COVARIANCE)
     weight: Literal["ratio", "sapo", "gamma", "topr"] = setting(
         "ratio", "How the ratio weights the gradient of log p.", read=HAS_RATIO
     )
@@ -148,7 +162,7 @@ class Algorithm:
     kl_to: Literal["reference", "old", "sampler"] = setting(
         "reference", "KL to the 'reference', the 'old' policy or the 'sampler'.", read=KL_LOSS
     )
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = setting(
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = setting(
         "k3", "Estimator of the KL.", read=IF_KL
     )
     kl_importance: bool = setting(False, "KL times the ratio, unbiased off policy.", read=KL_LOSS)
@@ -175,6 +189,7 @@ class Algorithm:
     importance_cap: Annotated[float, Range(at_least=1, also=0)] = setting(
         0.0, "Weight of a token: min(p_trainer / p_sampler, cap); 0: no correction."
     )
+    importance_floor: PositiveOr0 = setting(0.0, "Lower bound of that weight.", read=IF_CAP)
     importance_ratio: Literal["token", "product", "sequence"] = setting(
         "token", "That ratio: per token, or product or geometric mean of the response.", read=IF_CAP
     )
@@ -201,8 +216,8 @@ class Algorithm:
         """Return the minibatches that a forward pass scores with the policy before the `updates`.
 
         The first update needs no such pass, because it differentiates the old policy itself: its
-        ratio is 1. A KL penalty in the reward, pairs and reverse distillation read all log-probs
-        before the first update.
+        ratio is 1. A KL penalty in the reward, pairs, reverse distillation, covariances and
+        energies read all log-probs before the first update.
         """
         if self.old_logprobs != "recompute":
             return range(0)
@@ -210,5 +225,7 @@ class Algorithm:
             self.kl == "reward"
             or self.trained_responses == "pairs"
             or self.distillation == "reverse"
+            or self.covariance != "none"
+            or self.advantage in OF_ENERGIES
         )
         return range(0 if is_read_before else 1, updates)

@@ -7,7 +7,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from dapo_jax.config.algorithm import GROUP_ESTIMATORS, OF_VALUES, REWARD_FREE_ESTIMATORS, Algorithm
+from dapo_jax.config.algorithm import (
+    GROUP_ESTIMATORS,
+    OF_ENERGIES,
+    OF_VALUES,
+    REWARD_FREE_ESTIMATORS,
+    Algorithm,
+)
 from dapo_jax.config.experiment import (
     GENERATED,
     SHAPING,
@@ -50,6 +56,14 @@ def _advantage(a: Algorithm) -> Checks:
     yield "algorithm.whiten", not a.whiten or trained == "all", allowed
     allowed = f"false: {estimator} reads no reward"
     yield "algorithm.overlong_punishment", not a.overlong_punishment or has_reward, allowed
+    allowed = f"'none' with {estimator}, which does not vary with the reward"
+    yield "algorithm.covariance", a.covariance == "none" or has_reward, allowed
+    allowed = "'none' or 'clip' unless algorithm.kl = 'loss', whose tokens it chooses"
+    yield "algorithm.covariance", a.covariance != "kl" or a.kl == "loss", allowed
+    fits = a.covariance != "clip" or a.covariance_high > a.covariance_low
+    yield "algorithm.covariance_high", fits, f"above algorithm.covariance_low = {a.covariance_low}"
+    fits = a.advantage not in OF_ENERGIES or a.old_logprobs == "recompute"
+    yield "algorithm.old_logprobs", fits, f"'recompute' with {estimator}: only a pass has energies"
 
 
 def _ratio(a: Algorithm, sampler: Sampler) -> Checks:
@@ -79,6 +93,9 @@ def _ratio(a: Algorithm, sampler: Sampler) -> Checks:
     sampler_is_old = "with algorithm.old_logprobs = 'sampler'"
     allowed = f"0 {sampler_is_old}: the ratio is already relative to the sampler"
     yield "algorithm.importance_cap", a.importance_cap == 0 or not from_sampler, allowed
+    allowed = f"below algorithm.importance_cap = {a.importance_cap}"
+    fits = a.importance_cap == 0 or a.importance_floor < a.importance_cap
+    yield "algorithm.importance_floor", fits, allowed
     allowed = f"'none' or 'sampler' {sampler_is_old}: there is no forward pass before the update"
     yield "algorithm.router_replay", a.router_replay != "old" or not from_sampler, allowed
     fits = a.rejection == "none" or not from_sampler or a.rejection_of == "new"

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.learner.packing import place_tokens, take_tokens
 from dapo_jax.structs import present
 
 STD_EPSILON = 1e-6
@@ -168,6 +169,8 @@ class Feedback:
     part_weights: Float[np.ndarray, "K"] | None = None
     reference_log_ratios: Float[np.ndarray, "B"] | None = None  # old - reference, by response
     teacher_log_ratios: Float[np.ndarray, "*M R T"] | None = None  # teacher - old
+    baselines: Float[np.ndarray, "B"] | None = None  # reward of the group's greedy response
+    energies: Float[np.ndarray, "*M R T"] | None = None  # by `logprobs.energies_of`
 
     @property
     def on_response(self) -> Bool[np.ndarray, "*M R T"]:
@@ -335,6 +338,37 @@ def reward_to_go(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     return feedback.discounted_sums(feedback.token_rewards, algorithm.gamma)
 
 
+def token_baseline(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """Return each token's return minus its optimal token baseline (arXiv 2602.07078).
+
+    The baseline of the t-th tokens of a group is sum(G W) / sum(W) over the responses that have
+    one: G is the token's return, W the sum of the energies 1 - 2 p + sum p^2 of the response's
+    first t tokens (the formula in verl's docs/algo/otb.md). As in the authors' code there, the
+    baseline is 0 where only one response is left.
+    """
+    index = feedback.response_index
+    returns = take_tokens(reward_to_go(algorithm, feedback), index)
+    energies = take_tokens(np.asarray(present(feedback.energies, "energies"), float), index)
+    values = np.concatenate(returns)
+    weights = np.concatenate([np.cumsum(own) for own in energies])
+    column = np.concatenate([np.arange(len(own)) for own in returns])
+    _, member = np.unique(feedback.groups, return_inverse=True)
+    cell = member[np.sort(index[feedback.on_response])] * index.shape[-1] + column
+
+    def total(array: np.ndarray) -> np.ndarray:
+        return np.bincount(cell, array)[cell]
+
+    baselines = total(values * weights) / np.maximum(total(weights), STD_EPSILON)
+    several = total(np.ones(len(cell))) > 1
+    return place_tokens([values - np.where(several, baselines, 0.0)], index)
+
+
+def greedy_baseline(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """Return R minus the reward of the prompt's greedy response (ReMax, 2310.10505, eq. 6)."""
+    advantages = feedback.rewards - present(feedback.baselines, "baselines")
+    return broadcast_to_tokens(advantages, feedback.response_index)
+
+
 def generalised_advantages(
     algorithm: Algorithm, feedback: Feedback, lambdas: np.ndarray | float
 ) -> np.ndarray:
@@ -397,6 +431,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "group_centre": _per_response(centre_in_groups),
     "leave_one_out": _per_response(leave_one_out),
     "length_weighted_centre": length_weighted_centre,
+    "token_baseline": token_baseline,
+    "greedy_baseline": greedy_baseline,
     "reward_parts": reward_parts,
     "pass_at_k": pass_at_k,
     "best_minus_second": _per_response(best_minus_second),

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.logprobs import Rows
 
@@ -48,6 +48,7 @@ class ScoredBatch(struct.PyTreeNode):
     reference_logprobs: Float[Array, "*M R T"] | None = None
     values: Float[Array, "*M R T"] | None = None
     teacher_logprobs: Float[Array, "*M R T"] | None = None
+    energies: Float[Array, "*M R T"] | None = None
 
 
 class TrainBatch(struct.PyTreeNode):
@@ -62,13 +63,15 @@ class TrainBatch(struct.PyTreeNode):
     nll_weights: Float[Array, "*M R T"] | None = None
     returns: Float[Array, "*M R T"] | None = None
     value_weights: Float[Array, "*M R T"] | None = None
+    kl_tokens: Bool[Array, "*M R T"] | None = None  # None: all have the KL
 
 
 class TokenScores(struct.PyTreeNode):
-    """Output of a score pass: log-probs (values, for a critic), and the chosen experts."""
+    """Output of a score pass: log-probs or a critic's values, chosen experts, and energies."""
 
     values: Float[Array, "*M R T"]
     routes: Int[Array, "*M R T L k"] | None = None  # if the policy records them
+    energies: Float[Array, "*M R T"] | None = None  # if the advantage reads them
 
 
 class TrainState(struct.PyTreeNode):

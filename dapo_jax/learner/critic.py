@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -28,9 +29,11 @@ def critic_objective(
     algorithm: Algorithm, batch: TrainBatch, values: Float[Array, "R T"]
 ) -> tuple[Array, dict[str, Mean]]:
     """Return the value loss of a microbatch [R, T] and its metrics."""
-    old = present(batch.scored.values, "values")
-    returns = present(batch.returns, "returns")
     weights = present(batch.value_weights, "value_weights")
+    # Padding may hold NaN, and NaN * 0 is NaN.
+    values = jnp.where(weights > 0, values, 0.0)
+    old = jnp.where(weights > 0, present(batch.scored.values, "values"), 0.0)
+    returns = jnp.where(weights > 0, present(batch.returns, "returns"), 0.0)
     losses, cut = value_loss(values, old, returns, algorithm.value_clip)
     return (weights * losses).sum(), {"value_clip_fraction": weighted(cut, weights)}
 

@@ -90,7 +90,8 @@ def kl_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple
     """Bound the KL from (p_old, 1 - p_old) to (p, 1 - p): by low if p fell, else by high (DPPO)."""
     old = jnp.minimum(old, 1.0)  # rounding can exceed 1
     p = jnp.minimum(p, 1.0)
-    kl = rel_entr(old, p) + rel_entr(1 - old, 1 - p)
+    rest = jnp.maximum(1 - p, jnp.finfo(p.dtype).eps)  # a p that rounds to 1 has a finite KL
+    kl = rel_entr(old, p) + rel_entr(1 - old, rest)
     return (p < old) & (kl > algorithm.clip_low), (p > old) & (kl > algorithm.clip_high), ratio
 
 
@@ -158,7 +159,13 @@ def k3_with_gradient_of_k2(logprobs: Array, reference_logprobs: Array) -> Array:
     return gradient + jax.lax.stop_gradient(value - gradient)
 
 
-KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_with_gradient_of_k2}
+def distance(logprobs: Array, reference_logprobs: Array) -> Array:
+    """Return |log p - log ref|, whose gradient is the sign (KL-Cov, 2505.22617, listing 1)."""
+    d = logprobs - reference_logprobs
+    return d * jax.lax.stop_gradient(jnp.sign(d))  # the gradient of jnp.abs is 1 at 0
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_with_gradient_of_k2, "abs": distance}
 
 
 def policy_loss(
@@ -240,14 +247,15 @@ def importance_weights(
     segment_ids: Int[Array, "R T"],
     trained: Bool[Array, "R T"],
 ) -> Float[Array, "R T"]:
-    """Return min(p_old / p_sampler, cap): truncated importance sampling (Ionides, 2008).
+    """Return p_old / p_sampler, between floor and cap (truncated, Ionides, 2008).
 
     The ratio is that of the token, or the product or geometric mean over its response. The weight
     has no gradient.
     """
     ratio = RATIOS[algorithm.importance_ratio]
     log_ratio = ratio(old_logprobs - sampler_logprobs, segment_ids, trained)
-    return jnp.minimum(jnp.exp(clamp_log(log_ratio)), algorithm.importance_cap)
+    weights = jnp.exp(clamp_log(log_ratio))
+    return jnp.clip(weights, algorithm.importance_floor, algorithm.importance_cap)
 
 
 def rejections(
@@ -270,6 +278,30 @@ def rejections(
         below = any_in_response(below, segment_ids, trained)
         above = any_in_response(above, segment_ids, trained)
     return below & rejectable, above & rejectable & ~below
+
+
+def choose_by_covariance(
+    algorithm: Algorithm,
+    logprobs: Float[np.ndarray, "*M R T"],
+    advantages: Float[np.ndarray, "*M R T"],
+    places: Int[np.ndarray, "n"],  # of the minibatch's trained tokens in the flat arrays
+    random: np.random.Generator,
+) -> Bool[np.ndarray, "*M R T"]:
+    """Choose the tokens on which Clip-Cov or KL-Cov acts (2505.22617, section 4).
+
+    A token's covariance is (log p - mean) (A - mean). 'kl' chooses the largest ones, 'clip' chooses
+    at random between the bounds: the fraction of the tokens, rounded down, at least one.
+    """
+    pairs = np.stack([np.float64(array.ravel()[places]) for array in (logprobs, advantages)])
+    covariances = np.prod(pairs - pairs.mean(axis=1, keepdims=True), axis=0)
+    candidates = np.argsort(-covariances, kind="stable")
+    if algorithm.covariance == "clip":
+        low, high = algorithm.covariance_low, algorithm.covariance_high
+        candidates = random.permutation(np.flatnonzero((low < covariances) & (covariances < high)))
+    count = max(1, int(algorithm.covariance_fraction * len(places)))
+    chosen = np.zeros(advantages.size, bool)
+    chosen[places[candidates[:count]]] = True
+    return chosen.reshape(advantages.shape)
 
 
 def value_loss(

@@ -15,7 +15,7 @@ from dapo_jax.config.experiment import Config, Packing
 from dapo_jax.config.user_code import describe_error
 from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
-from dapo_jax.learner.losses import response_weights
+from dapo_jax.learner.losses import choose_by_covariance, response_weights
 from dapo_jax.learner.packing import (
     Segment,
     choose_rows,
@@ -30,8 +30,8 @@ from dapo_jax.model.training_attention import SHORT_ROW_TOKENS, shares_prompts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.sharding import shards
-from dapo_jax.structs import Group
+from dapo_jax.runtime.sharding import shards, to_host
+from dapo_jax.structs import Group, present
 
 TokenWeights = Callable[[Group, int], Sequence[float]]  # user function: group, sample -> [n]
 
@@ -179,8 +179,8 @@ def make_batch(
         by_index[[segment.index for segment in segments]] = values
         return broadcast_to_tokens(by_index, index)
 
-    present = len(np.unique(groups))
-    fraction = present / (planned_groups or present)
+    group_count = len(np.unique(groups))
+    fraction = group_count / (planned_groups or group_count)
     weights = fraction * to_tokens(per_response)
     token_weights = [s.token_weights for s in segments if s.token_weights is not None]
     if token_weights:  # then all responses have them
@@ -190,6 +190,16 @@ def make_batch(
         "advantages": estimates.advantages,
         "loss_weights": weights.astype(np.float32),
     }
+    if algorithm.covariance != "none" and trained.any():
+        places = np.flatnonzero(trained)  # in the order of responses, whatever the packing
+        places = places[np.argsort(index.ravel()[places], kind="stable")]
+        old = to_host(present(scored.old_logprobs, "old_logprobs"))
+        random = np.random.default_rng(groups)
+        chosen = choose_by_covariance(algorithm, old, estimates.advantages, places, random)
+        if algorithm.covariance == "kl":
+            arrays["kl_tokens"] = chosen
+        else:
+            arrays["advantages"] = np.where(chosen, np.float32(0.0), estimates.advantages)
     if algorithm.positive_nll_coefficient:
         positive = trained & (to_tokens(correct) > 0)
         coefficient = fraction * algorithm.positive_nll_coefficient

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.config.algorithm import OF_ENERGIES, Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.batches import (
     NOT_SCORED,
@@ -30,7 +30,7 @@ from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
-from dapo_jax.model.logprobs import divergences_of, hidden_states, logprobs_of
+from dapo_jax.model.logprobs import divergences_of, energies_of, hidden_states, logprobs_of
 from dapo_jax.structs import present
 
 IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size
@@ -120,6 +120,8 @@ def policy_objective(
         if algorithm.kl_importance:  # r k3 has the gradient r (log p - log ref) (2512.02556)
             ratio = jnp.exp(clamp_log(jax.lax.stop_gradient(logprobs) - old))
             kl = ratio * KL_ESTIMATORS["k3+"](logprobs, other)
+        if batch.kl_tokens is not None:
+            kl = jnp.where(batch.kl_tokens, kl, 0.0)
         losses += algorithm.kl_coefficient * kl
     if divergence is not None:
         divergence = jnp.where(trained, divergence, 0.0)
@@ -189,10 +191,13 @@ def policy_learner(
         return hidden, logprobs, entropy, records
 
     def score(params, rows: PackedRows) -> TokenScores:
-        if algorithm.router_replay != "old" or rows.routes is not None:
-            return TokenScores(run(params, rows)[1])
-        _, logprobs, _, records = run(params, rows, record=[ROUTES])
-        return TokenScores(logprobs, records.routes)
+        record = [ROUTES] if algorithm.router_replay == "old" and rows.routes is None else []
+        hidden, logprobs, _, records = run(params, rows, record)
+        energies = None
+        if algorithm.advantage in OF_ENERGIES:
+            arrays = params, hidden, rows.tokens, logprobs
+            energies = energies_of(*arrays, settings.temperature, chunk_tokens)
+        return TokenScores(logprobs, records.routes, energies)
 
     def loss(params, batch: TrainBatch) -> tuple[Array, UpdateOutputs]:
         rows = batch.scored.rollouts

@@ -50,13 +50,13 @@ def score_pass(
             scores = [nothing, *scores]
         return jax.tree.map(lambda *parts: jnp.stack(parts), *scores)
 
-    old = reference = values = teacher = None
+    old = reference = values = teacher = energies = None
     distilled = algorithm.distillation == "reverse"
     if algorithm.old_logprobs == "sampler":
         old = rollouts.sampler_logprobs
     elif scored := algorithm.scored_minibatches(len(minibatches)):
         scores = score(learners.policy, states.policy.params, rollouts, scored.start)
-        old = scores.values
+        old, energies = scores.values, scores.energies
         if scores.routes is not None:
             rollouts = rollouts.replace(routes=scores.routes)
     if algorithm.reference:
@@ -65,7 +65,7 @@ def score_pass(
         values = score(learners.critic, states.critic.params).values
     if distilled and learners.teacher:
         teacher = score(learners.teacher, learners.teacher_params).values
-    return ScoredBatch(rollouts, old, reference, values, teacher)
+    return ScoredBatch(rollouts, old, reference, values, teacher, energies)
 
 
 @timed("score")
@@ -101,6 +101,8 @@ def make_feedback(
     if scored.teacher_logprobs is not None:
         teacher = to_host(scored.teacher_logprobs - present(old, "old_logprobs"))
     trained = trained_tokens(minibatches.responses(), algorithm)
+    sizes = [len(group.rewards) for group in groups]
+    baselines = [group.baseline for group in groups if group.baseline is not None]
     return gather_feedback(
         index,
         rewards,
@@ -109,7 +111,9 @@ def make_feedback(
         log_ratios=log_ratios,
         reward_parts=np.array([np.concatenate(part) for part in parts]),
         part_weights=np.array([weights.get(name, 1.0) for name in groups[0].reward_parts]),
-        groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
+        groups=np.repeat(np.arange(len(groups)), sizes),
+        baselines=np.repeat(baselines, sizes) if baselines else None,
+        energies=None if scored.energies is None else to_host(scored.energies),
         correct=np.concatenate([group.correct for group in groups]),
         trained=place_tokens(trained, index) > 0,
         teacher_log_ratios=teacher,

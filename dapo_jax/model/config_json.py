@@ -34,7 +34,7 @@ BIASES = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
 # larger value is a mistake or an attack: a list of 10^18 layers fills the memory, and a rotation by
 # NaN trains to the end.
 _COUNTS = {  # names by the largest number
-    2**10: "num_hidden_layers sliding_window_pattern",
+    2**10: "num_hidden_layers sliding_window_pattern no_rope_layer_interval",
     2**14: "num_attention_heads num_key_value_heads num_experts num_local_experts "
     "num_experts_per_tok",
     2**20: "hidden_size query_pre_attn_scalar",
@@ -187,7 +187,8 @@ def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) 
     tables = read_table(values, "rope_parameters")
     table = read_table(tables, FULL) | read_table(values, "rope_scaling")
     full = _read_table(values | {"rope_theta": read_number(values, "rope_theta")}, table)
-    base = {"rope_theta": read_number(values, "rope_local_base_freq")}
+    theta = read_number(values, "rope_local_base_freq", values["rope_theta"])
+    base = {"rope_theta": theta}
     sliding = _read_table(values | base, read_table(tables, SLIDING))
     if "rope_scaling" in sliding:
         raise ValueError(f"rope_parameters of {SLIDING}: must be of type 'default'")
@@ -273,6 +274,22 @@ def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[s
     return {"window": window, "sliding": () if all(slides) else slides}
 
 
+def _read_rotated(values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
+    """Return which layers rotate, if not all do. Raises ValueError for wrong `no_rope_layers`."""
+    if family.rotary_interval is None:
+        return {}
+    interval = read_number(values, "no_rope_layer_interval", family.rotary_interval)
+    flags = values.get("no_rope_layers")  # despite its name, 1 is a layer that rotates
+    if flags is None:
+        flags = [int((number + 1) % interval != 0) for number in range(layers)]
+    known = isinstance(flags, list) and all(type(flag) is int and flag in (0, 1) for flag in flags)
+    if not known or len(flags) < layers:
+        expected = f"0 or 1, for each of {layers} layers"
+        raise ValueError(f"no_rope_layers {reprlib.repr(flags)}: must be {expected}")
+    rotated = tuple(flag == 1 for flag in flags[:layers])
+    return {} if all(rotated) else {"rotated": rotated}
+
+
 def decoder_from_json(
     values: dict[str, Any], folder: str, field: str, **numerics: Any
 ) -> DecoderConfig:
@@ -292,6 +309,7 @@ def decoder_from_json(
         values = values | {name: defaults[name] for name in missing}
         fields = _read_fields(values, family) | family.fixed
         windows = _read_windows(values, family, fields["layers"])
+        fields |= _read_rotated(values, family, fields["layers"])
         if family.local_rope:
             some_slide = bool(windows.get("sliding"))
             all_slide = bool(windows) and not some_slide
@@ -329,8 +347,17 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
     elif "rope_scaling" in family.defaults:
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     values |= {name: getattr(config, ours) for ours, name in family.fields.items()}
-    if family.local_rope:
-        values["rope_local_base_freq"] = config.sliding_rope_theta or config.rope_theta
+    sliding_theta = config.sliding_rope_theta or config.rope_theta
+    if family.local_rope and "rope_local_base_freq" in family.defaults:
+        values["rope_local_base_freq"] = sliding_theta
+    elif family.local_rope:
+        bases = {FULL: config.rope_theta, SLIDING: sliding_theta}
+        values["rope_parameters"] = {
+            kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()
+        }
+    if family.rotary_interval is not None:
+        rotated = config.rotated or (True,) * config.layers
+        values["no_rope_layers"] = [int(flag) for flag in rotated]
     if family.windows is not None:
         values |= _windows_json(config, family.windows)
     return values

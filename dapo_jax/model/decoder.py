@@ -62,6 +62,7 @@ class DecoderConfig:
     window: int | None = None  # tokens that a token of a sliding layer sees, itself included
     sliding: tuple[bool, ...] = ()  # for each layer; empty: all slide if there is a window
     sliding_rope_theta: float | None = None  # separate base of sliding layers
+    rotated: tuple[bool, ...] = ()  # for each layer, whether it rotates; empty: all do
     # Norms, embeddings, projections and attention
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
@@ -70,6 +71,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     sinks: bool = False  # each head adds a learned logit to its softmax's sum
     qk_norm: bool = False  # an RMS norm of each head's query and key before rotation
+    whole_qk_norm: bool = False  # that norm is over all heads together
+    in_norms: bool = True  # norms of the inputs of attention and MLP
     out_norms: bool = False  # norms of the outputs of attention and MLP too
     norm_offset: bool = False  # norms multiply by 1 + scale
     query_scalar: int | None = None  # scores are divided by its root; None: head_dim
@@ -98,7 +101,10 @@ class DecoderConfig:
 
     def of_layer(self, number: int) -> "DecoderConfig":
         """Return the config of a decoder with all layers like this one."""
-        return self.all_sliding(self.sliding[number]) if self.sliding else self
+        layer = self.all_sliding(self.sliding[number]) if self.sliding else self
+        if not self.rotated:
+            return layer
+        return dataclasses.replace(layer, rotated=(self.rotated[number],))
 
     @property
     def reaches(self) -> list[int | None]:
@@ -123,7 +129,7 @@ def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm | Off
     return nn.RMSNorm(config.norm_eps, dtype=config.dtype, scale_init=scale, name=name)
 
 
-def _rotation(config: DecoderConfig, slides: Bool[Array, ""] | None) -> tuple[Any, Any]:
+def _kind_rotation(config: DecoderConfig, slides: Bool[Array, ""] | None) -> tuple[Any, Any]:
     """Return frequencies and the factor of rotated vectors; `slides` is set if layers differ."""
     kinds = [config]
     if slides is not None:
@@ -142,10 +148,20 @@ def _rotation(config: DecoderConfig, slides: Bool[Array, ""] | None) -> tuple[An
     return jnp.where(slides, sliding, full), factor
 
 
-class Block(nn.Module):
-    """Transformer layer: attention and gated MLP, each with an RMS norm before it.
+def _rotation(config: DecoderConfig, slides: Any, rotates: Any) -> tuple[Any, Any]:
+    """Return `_kind_rotation`, or for a layer without rotations frequencies of 0 and factor 1."""
+    frequencies, factor = _kind_rotation(config, slides)
+    if config.rotated:
+        rotates = config.rotated[0] if rotates is None else rotates
+        frequencies = jnp.where(rotates, frequencies, 0.0)
+        factor = jnp.where(rotates, factor, 1.0)
+    return frequencies, factor
 
-    With `out_norms`, each has a norm after it as well.
+
+class Block(nn.Module):
+    """Transformer layer: attention and gated MLP with RMS norms around them.
+
+    With `in_norms` each has a norm before it, with `out_norms` one after it.
     """
 
     config: DecoderConfig
@@ -163,8 +179,13 @@ class Block(nn.Module):
         return self._linear(name, features, axes, use_bias=self.config.qkv_bias)
 
     def _whole(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return the normed input of projections, no longer sharded by length over tensor."""
-        return constrain(rms_norm(self.config, name)(x), "batch", "sequence", None)
+        """Return the input of projections, normed and no longer sharded by length over tensor."""
+        normed = rms_norm(self.config, name)(x) if self.config.in_norms else x
+        return constrain(normed, "batch", "sequence", None)
+
+    def _head_norm(self, name: str, x: Float[Array, "B T H E"]) -> Float[Array, "B T H E"]:
+        together = x.reshape(*x.shape[:2], -1) if self.config.whole_qk_norm else x
+        return rms_norm(self.config, name)(together).reshape(x.shape)
 
     def _add(self, x: Float[Array, "B T D"], more: Float[Array, "B T D"]):
         """Return the residual stream after an addition, sharded by length again.
@@ -174,9 +195,9 @@ class Block(nn.Module):
         """
         return constrain(x + constrain(more, "batch", "sequence", None), "batch", "length", None)
 
-    def _rotated(self, queries: Array, keys: Array, positions: Int[Array, "B T"], slides: Any):
+    def _rotated(self, queries: Array, keys: Array, positions: Int[Array, "B T"], kind: tuple):
         c = self.config
-        frequencies, factor = _rotation(c, slides)
+        frequencies, factor = _rotation(c, *kind)
         query_factor = factor
         if c.query_scalar is not None:  # attention divides by the root of head_dim
             query_factor *= (c.head_dim / c.query_scalar) ** 0.5
@@ -200,6 +221,7 @@ class Block(nn.Module):
         cache: Any,
         slides: Bool[Array, ""] | None = None,  # whether this layer slides, if layers differ
         routes: Int[Array, "B T k"] | None = None,  # experts to take; None: the likeliest
+        rotates: Bool[Array, ""] | None = None,  # whether this layer rotates, if layers differ
     ):
         """Return output and cache of the layer."""
         c = self.config
@@ -209,8 +231,9 @@ class Block(nn.Module):
         keys = self._heads("key", c.kv_heads, "kv_heads")(h)
         values = self._heads("value", c.kv_heads, "kv_heads")(h)
         if c.qk_norm:
-            queries, keys = rms_norm(c, "query_norm")(queries), rms_norm(c, "key_norm")(keys)
-        queries, keys = self._rotated(queries, keys, context.positions, slides)
+            queries = self._head_norm("query_norm", queries)
+            keys = self._head_norm("key_norm", keys)
+        queries, keys = self._rotated(queries, keys, context.positions, (slides, rotates))
         window = None if c.window is None else Window(c.window, slides)
         sinks = None
         if c.sinks:
@@ -272,13 +295,15 @@ class Decoder(nn.Module):
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
         context = Context(positions, segment_ids, prompt_ids)
         first = 0
-        axes = (nn.broadcast, nn.broadcast, 0, 0)  # of context, cache, slides, routes
+        # Axes of context, cache, slides, routes and rotates.
+        axes = (nn.broadcast, nn.broadcast, 0, 0, 0)
         by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
         stacked = dict.fromkeys(("params", *RECORDS), 0)
         for name, length in layer_stacks(c).items():
             part = slice(first, first + length)
             slides = jnp.asarray(c.sliding[part]) if c.sliding else None
             taken = None if by_layer is None else by_layer[part]
+            rotates = jnp.asarray(c.rotated[part]) if c.rotated else None
             first += length
             layers = nn.scan(
                 block,
@@ -289,7 +314,7 @@ class Decoder(nn.Module):
                 unroll=min(c.scan_unroll, length),
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )(c, TRAINING_ATTENTION[c.attention], name=name)
-            x, _ = layers(x, context, None, slides, taken)
+            x, _ = layers(x, context, None, slides, taken, rotates)
         return rms_norm(c, name="final_norm")(x)
 
 

@@ -68,6 +68,21 @@ def logprobs_of(
     return jnp.roll(logprobs, 1, axis=1), jnp.roll(entropy, 1, axis=1)
 
 
+def energies_of(
+    params: Any,
+    hidden: Float[Array, "R T D"],
+    tokens: Int[Array, "R T"],
+    logprobs: Float[Array, "R T"],  # of the tokens
+    temperature: float,
+    chunk_tokens: int,
+) -> Float[Array, "R T"]:
+    """Return 1 - 2 p(tokens[t]) + sum p^2: the squared gradient of log p by the logits."""
+    # The log of sum p^2 is 2 log p - log p at half the temperature, for any token.
+    sharper, _ = logprobs_of(params, hidden, tokens, temperature / 2, chunk_tokens)
+    squares = jnp.exp(2 * logprobs - sharper)
+    return jnp.maximum(1 - 2 * jnp.exp(logprobs) + squares, 0.0)
+
+
 def divergences_of(
     params: Any,
     hidden: Float[Array, "R T D"],

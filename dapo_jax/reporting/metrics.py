@@ -47,7 +47,7 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
         "response_tokens_right": mean_or_zero(lengths[correct]),
         "response_tokens_wrong": mean_or_zero(lengths[~correct]),
         "answer_not_found_rate": mean_or_zero([v.extracted is None for v in verdicts]),
-        "repetition": mean_or_zero([repetition(c.tokens) for c in completions]),
+        "repetition": mean_or_zero([repetition(c.drawn_tokens) for c in completions]),
         "reflection_fraction": mean_or_zero(reflects),
         "accuracy_with_reflection": mean_or_zero(correct[reflects]),
         "accuracy_without_reflection": mean_or_zero(correct[~reflects]),

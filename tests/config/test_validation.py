@@ -96,9 +96,9 @@ READ_WHEN = {name: rule.read for name, rule in rules(Config).items() if rule.rea
 
 # Read whatever the algorithm, or refused by a check of its own where it makes no sense.
 ALWAYS_READ = set(
-    "advantage whiten critic ratio region dual_clip aggregate trained_responses token_weights "
-    "reference kl kl_coefficient entropy_coefficient positive_nll_coefficient importance_cap "
-    "router_replay router_balance_coefficient "
+    "advantage whiten critic ratio region covariance dual_clip aggregate trained_responses "
+    "token_weights reference kl kl_coefficient entropy_coefficient positive_nll_coefficient "
+    "importance_cap router_replay router_balance_coefficient "
     "distillation rejection dynamic_sampling reward_correct reward_wrong overlong_punishment "
     "overlong_filtering".split()
 )

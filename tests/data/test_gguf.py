@@ -22,7 +22,7 @@ gguf_files = pytest.importorskip("dapo_jax.data.policies.gguf_files")
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/models"
 FAMILIES = (
     "gemma3 llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 "
-    "qwen2_bfloat16_sharded"
+    "qwen2_bfloat16_sharded smollm3"
 ).split()
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
 CHANGED = {  # changes of the fixture llama3
@@ -30,6 +30,7 @@ CHANGED = {  # changes of the fixture llama3
     "llama3_linear": {"rope_parameters": LINEAR},
 }
 FAMILIES += CHANGED
+CHANGED["smollm3_other_layers"] = {"model_type": "smollm3", "no_rope_layers": [0, 1]}
 TEXTS = [
     "Tom's 12 apples + 345 more.",
     " naïve 你好\n\n ok",
@@ -363,6 +364,8 @@ def test_a_window_that_llama_cpp_ignores_is_rejected(tmp_path):
     [
         ("qwen3_moe", "model_type = 'qwen3_moe': must be one of"),
         ("qwen3_tied_bias", "no biases in qwen3"),
+        ("olmo3", "model_type = 'olmo3': must be one of"),
+        ("smollm3_other_layers", "all but every fourth layer of smollm3"),
     ],
 )
 def test_what_gguf_cannot_hold_is_rejected(family, text, tmp_path):

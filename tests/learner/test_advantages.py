@@ -38,8 +38,10 @@ def draws(scale=1.0):
     return [[float(x) for x in RNG.normal(0, scale, n)] for n in LENGTHS]
 
 
+BASELINES = np.array([0.5, -1.0, 0.25])[np.unique(GROUPS, return_inverse=True)[1]]
 INDEX = placed([[i] * n for i, n in enumerate(LENGTHS)], -1)
 PENALTIES, VALUES, LOG_RATIOS = draws(0.3), draws(), draws(3.0)
+ENERGIES = [[abs(x) for x in own] for own in draws()]
 
 
 def feedback(penalties=None, values=None, rubbish=np.nan, **changes):
@@ -106,6 +108,36 @@ def test_a_response_has_the_papers_advantage_on_all_its_tokens(name, penalties):
     rewards = loop_returns(penalties)
     expected = [[loop_response_advantage(name, rewards, i)] * LENGTHS[i] for i in ALL]
     actual = estimated(name, feedback(penalties))
+    np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
+
+
+@pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["bare", "with KL in the reward"])
+def test_remax_subtracts_the_reward_of_the_greedy_response(penalties):
+    """2310.10505, equation 6: r(x, y) - r(x, greedy)."""
+    rewards = loop_returns(penalties)
+    expected = [[rewards[i] - BASELINES[i]] * LENGTHS[i] for i in ALL]
+    actual = estimated("greedy_baseline", feedback(penalties, baselines=BASELINES))
+    np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
+
+
+def loop_token_baseline(returns, i, t):
+    """2602.07078: sum(G W) / sum(W) over the responses of the group that reach the token."""
+    group = [j for j in ALL if GROUPS[j] == GROUPS[i] and LENGTHS[j] > t]
+    if len(group) == 1:
+        return 0.0
+    weights = [math.fsum(ENERGIES[j][: t + 1]) for j in group]
+    products = [w * returns[j][t] for w, j in zip(weights, group, strict=True)]
+    return math.fsum(products) / math.fsum(weights)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_the_token_baseline_weighs_returns_by_their_energies(gamma):
+    returns = [loop_discounted(own, gamma) for own in loop_token_rewards(PENALTIES)]
+    expected = [
+        [returns[i][t] - loop_token_baseline(returns, i, t) for t in range(LENGTHS[i])] for i in ALL
+    ]
+    known = feedback(PENALTIES, energies=placed(ENERGIES, np.nan))
+    actual = estimated("token_baseline", known, gamma=gamma)
     np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
 
 
@@ -271,7 +303,8 @@ def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
 
     def known(fill):
         log_ratios = placed(LOG_RATIOS, fill)
-        return feedback(PENALTIES, VALUES, rubbish=fill, log_ratios=log_ratios)
+        known = {"baselines": BASELINES, "energies": placed(ENERGIES, fill)}
+        return feedback(PENALTIES, VALUES, rubbish=fill, log_ratios=log_ratios, **known)
 
     np.testing.assert_array_equal(known(rubbish).rewards, known(0.0).rewards)
     for name in ESTIMATORS:

@@ -14,6 +14,7 @@ from policy_loops import (
     LOOPS,
     OF_SAMPLER,
     assert_gradient_is_the_loop,
+    binary_kl,
     case,
     changed,
     drifts_of,
@@ -27,7 +28,7 @@ from policy_loops import (
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import PRESETS
-from dapo_jax.learner.losses import rejections
+from dapo_jax.learner.losses import policy_loss, rejections
 from dapo_jax.learner.policy import policy_objective
 
 
@@ -51,6 +52,16 @@ def test_a_probability_of_one_has_a_divergence(name):
     """The other probability is 1 too, a little less, or next to nothing."""
     CASES["certain"] = (of_responses([0.0, -0.01, 0.01, -0.3, 0.3, -2.0, 2.0, 40.0, -40.0]),) * 2
     assert assert_gradient_is_the_loop(name, "certain", certain=True) > COUNT / 4
+
+
+def test_a_probability_that_rounds_to_one_has_the_kl_of_its_neighbours():
+    """In float32 1 - p is 0 there, and the KL of any older probability would be infinite."""
+    old = np.log(np.float32([0.9999, 0.999, 0.99, 0.98, 0.9]))
+    new = np.float32([-1e-9] * len(old))
+    outside = [binary_kl(*np.exp(np.float64(pair))) > 0.05 for pair in zip(new, old, strict=True)]
+    ones = np.ones((1, len(old)), np.float32)
+    _, info = policy_loss(PRESETS["dppo_kl"](), new[None], old[None], ones, ones, ones.astype(int))
+    assert info["clipped_high"][0].tolist() == outside == [False, False, True, True, True]
 
 
 def test_unbiased_kl_pulls_towards_a_distant_reference():
@@ -133,7 +144,8 @@ def loop_corrected(algorithm, response):
     coefficients = loop_ppo(response)
     if algorithm.importance_cap:
         weights = pool_ratios(algorithm.importance_ratio, drifts_of(response))
-        capped = [min(weight, algorithm.importance_cap) for weight in weights]
+        floor = algorithm.importance_floor
+        capped = [max(min(weight, algorithm.importance_cap), floor) for weight in weights]
         coefficients = [c * w for c, w in zip(coefficients, capped, strict=True)]
     if algorithm.rejection != "none":
         rejected = loop_rejected(algorithm, response)
@@ -154,6 +166,8 @@ def assert_corrected(algorithm, kinds=KINDS):
 def test_importance_weights_are_capped_ratios_of_tokens_or_responses(pool):
     for cap, kinds in ((2.0, KINDS), (1.0, ("apart",)), (20.0, ("far",))):
         assert_corrected(changed("tis", importance_ratio=pool, importance_cap=cap), kinds)
+    bounds = {"importance_floor": 0.5, "importance_cap": 2.0}
+    assert_corrected(changed("tis", importance_ratio=pool, **bounds), KINDS)
 
 
 REJECTIONS = [

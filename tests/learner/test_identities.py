@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from learners import BUDGET, LENGTHS, assert_close, make_learner, place
+from policy_loops import mean
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import PRESETS, dapo
@@ -20,6 +21,7 @@ from dapo_jax.learner.losses import policy_loss
 from dapo_jax.learner.minibatches import make_batch, trained_tokens
 from dapo_jax.learner.packing import pack, place_tokens
 from dapo_jax.learner.policy import policy_objective
+from dapo_jax.model.decoder import Decoder, head_kernel
 
 # Groups of two; response 3 is truncated.
 CORRECT = [True, False, False, True, True, False, False, True, True, False]
@@ -66,6 +68,8 @@ def make_update(algorithm, shape=(1, 16, 20), near=None, spread_of_old=0.3):
         part_weights=np.array([1.0, -0.5]),
         trained=place_tokens(trained_tokens(SEGMENTS, algorithm), index) > 0,
         values=values,
+        baselines=np.repeat(np.arange(len(SEGMENTS) / 2), 2) - 2,
+        energies=place_tokens([np.abs(own) for own in noise(7, 1.0)], index),
     )
     estimates = estimate(algorithm, feedback)
     reference = np.float32(references) if algorithm.reference else None
@@ -213,3 +217,92 @@ def test_no_split_packing_or_device_count_changes_the_critics_gradient(
         return critic_learner(algorithm, Optimizer(learning_rate=1e-3), scalar_config(TINY), mesh)
 
     assert_gradients_are_close(make, score_params, algorithms.ppo(), (one_device, eight_devices))
+
+
+# --- tokens of high covariance (2505.22617), and energies ----------------------------------------
+
+
+def make_pair(algorithm, shape=(1, 16, 20)):
+    """A minibatch in one microbatch, without and with the choice, and current log-probs."""
+    plain = dataclasses.replace(algorithm, covariance="none")
+    pair = [first_rows(make_update(each, shape)[0]) for each in (plain, algorithm)]
+    old = np.float64(pair[0].scored.old_logprobs)
+    return *pair, old + np.random.default_rng(0).normal(0, 0.3, old.shape)
+
+
+def loop_covariances(batch):
+    """(log p - mean) (A - mean) of every trained token, with means over all of them."""
+    places = list(zip(*np.nonzero(batch.loss_weights > 0), strict=True))
+    logprobs = {place: float(batch.scored.old_logprobs[place]) for place in places}
+    advantages = {place: float(batch.advantages[place]) for place in places}
+    centres = mean(list(logprobs.values())), mean(list(advantages.values()))
+    return {p: (logprobs[p] - centres[0]) * (advantages[p] - centres[1]) for p in places}
+
+
+@pytest.mark.parametrize("fraction", [2e-4, 0.1, 0.5])
+def test_kl_cov_pulls_back_the_tokens_of_largest_covariance(fraction):
+    algorithm = dataclasses.replace(algorithms.kl_cov(), covariance_fraction=fraction)
+    plain, batch, logprobs = make_pair(algorithm)
+    covariances = loop_covariances(plain)
+    count = max(1, int(fraction * len(covariances)))
+    largest = sorted(covariances, key=lambda place: -covariances[place])[:count]
+    expected = np.zeros(logprobs.shape)
+    for p in covariances:
+        ratio = np.exp(logprobs[p] - np.float64(batch.scored.old_logprobs[p]))
+        pull = np.sign(logprobs[p] - np.float64(batch.scored.old_logprobs[p]))
+        gain = ratio * np.float64(plain.advantages[p]) - (pull if p in largest else 0.0)
+        expected[p] = -np.float64(batch.loss_weights[p]) * gain
+    actual = objective_gradient(algorithm, batch, logprobs)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("fraction", [2e-4, 0.1, 1.0])
+def test_clip_cov_removes_random_tokens_between_its_bounds(fraction):
+    bounds = {"covariance_low": 0.1, "covariance_high": 0.6}
+    algorithm = dataclasses.replace(algorithms.clip_cov(), covariance_fraction=fraction, **bounds)
+    plain, batch, logprobs = make_pair(algorithm)
+    covariances = loop_covariances(plain)
+    between = {p for p, value in covariances.items() if 0.1 < value < 0.6}
+    count = min(max(1, int(fraction * len(covariances))), len(between))
+    before = objective_gradient(algorithm, plain, logprobs)
+    after = objective_gradient(algorithm, batch, logprobs)
+    chosen = {p for p in covariances if plain.advantages[p] != batch.advantages[p]}
+    assert chosen <= between and len(chosen) == count < len(covariances)
+    for p in covariances:
+        assert after[p] == (0.0 if p in chosen else before[p])
+
+
+def test_the_random_tokens_differ_between_minibatches_and_not_with_their_packing():
+    algorithm = dataclasses.replace(
+        algorithms.clip_cov(), covariance_fraction=0.1, covariance_low=0.0, covariance_high=9.0
+    )
+
+    def chosen(shape):
+        batch, _ = make_update(algorithm, shape)
+        index = batch.scored.rollouts.response_index
+        return [batch.advantages[index == i].tolist() for i in range(len(LENGTHS))]
+
+    assert chosen((1, 16, 20)) == chosen((4, 4, 20)) == chosen((12, 1, 40))
+
+
+def test_without_a_token_between_the_bounds_nothing_changes():
+    algorithm = dataclasses.replace(algorithms.clip_cov(), covariance_low=1e3, covariance_high=1e4)
+    plain, batch, _ = make_pair(algorithm)
+    np.testing.assert_array_equal(plain.advantages, batch.advantages)
+
+
+def test_an_energy_is_the_squared_gradient_of_the_logprob_by_the_logits(tiny_params, one_device):
+    algorithm = algorithms.otb()
+    learner = make_learner(one_device, algorithm)
+    rollouts, used = pack(SEGMENTS, 20, 16, 1)
+    scores = learner.score(place(tiny_params, learner), rollouts, used)
+    rows = jax.tree.map(lambda array: array[0], rollouts)
+    hidden = Decoder(TINY).apply({"params": tiny_params}, *rows.inputs)
+    logits = np.float64(hidden @ head_kernel(tiny_params))
+    for row, column in zip(*np.nonzero(rows.response_index >= 0), strict=True):
+        token = int(rows.tokens[row, column])
+        slope = jax.grad(lambda x, token=token: jax.nn.log_softmax(x)[token])(
+            jnp.asarray(logits[row, column - 1])
+        )
+        expected = float(jnp.sum(slope**2))
+        np.testing.assert_allclose(scores.energies[0, row, column], expected, rtol=1e-4, atol=1e-6)

@@ -93,7 +93,8 @@ def loop_kl(name, logprob, reference):
     if name in ("k3", "k3+"):
         d = cut(reference - logprob, -20, 20)
         return cut(math.exp(d) - d - 1, -10, 10)
-    return logprob - reference if name == "k1" else (logprob - reference) ** 2 / 2
+    difference = logprob - reference
+    return {"k1": difference, "k2": difference**2 / 2, "abs": abs(difference)}[name]
 
 
 def loop_terms(algorithm, batch, logprobs, entropy, start):
@@ -200,6 +201,7 @@ def test_kl_estimates_and_their_gradients_are_the_formulas(name):
         inside = math.exp(min(distance, 700.0)) - distance - 1 < 10
         slopes = {"k1": 1.0, "k2": -distance, "k3": -math.expm1(distance) if inside else 0.0}
         slopes["k3+"] = slopes["k2"]
+        slopes["abs"] = -np.sign(distance)
         np.testing.assert_allclose(slope, slopes[name], **EXACT)
 
 
@@ -238,6 +240,20 @@ def test_the_value_loss_and_its_gradient_are_ppos_loop(clip):
         ends = [loop_loss(i, values[0, i] + sign * STEP) for sign in (1, -1)]
         slope = (ends[0] - ends[1]) / (2 * STEP)
         np.testing.assert_allclose(gradient[0, i], slope, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf])
+def test_rubbish_on_padding_reaches_neither_value_loss_nor_gradient(rubbish):
+    weights = np.float32([[0.5, 0.5, 0.0, 0.0]])
+    numbers = np.float32([[0.3, -0.2, 0.0, 0.0]])
+    filled = np.where(weights > 0, numbers, np.float32(rubbish))
+
+    def run(array):
+        scored = ScoredBatch(None, None, None, array - 0.1)
+        batch = TrainBatch(scored, None, None, None, array + 1, value_weights=weights)
+        return jax.value_and_grad(lambda x: critic_objective(dapo(), batch, x)[0])(array)
+
+    assert jax.tree.map(np.array_equal, run(filled), run(numbers)) == (True, True)
 
 
 @pytest.mark.parametrize("clip", [0.2, 1e4])

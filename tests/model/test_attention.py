@@ -266,6 +266,9 @@ def train(config, mesh):
 WINDOWS = dataclasses.replace(GEMMA, attention="blocked", remat="attention")
 BLOCKED = dataclasses.replace(TINY, attention="blocked", remat="full")
 EXPERTS = dataclasses.replace(MOE, attention="blocked")
+OLMO = dataclasses.replace(  # with the layers of SmolLM3 that do not rotate
+    MIXED, qk_norm=True, whole_qk_norm=True, in_norms=False, out_norms=True, rotated=(True, False)
+)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +277,7 @@ EXPERTS = dataclasses.replace(MOE, attention="blocked")
         pytest.param(TINY, {"context": 4}, id="plain", marks=slow),
         pytest.param(BLOCKED, {"tensor": 2, "context": 2}, id="blocked, tensor", marks=slow),
         pytest.param(WINDOWS, {"context": 4}, id="windows"),
+        pytest.param(OLMO, {"tensor": 2, "context": 2}, id="norms of heads, no rotations"),
         pytest.param(EXPERTS, {"context": 2, "expert": 2}, id="experts", marks=slow),
     ],
 )

@@ -60,6 +60,38 @@ def test_older_and_newer_folders_of_gemma_give_the_same_decoder():
     assert (sliding.rope_theta, sliding.rope_scaling) == (1e4, None)
 
 
+def test_only_full_layers_of_olmo_scale_their_rotations():
+    """The published folders' older fields, and the tables of newer ones."""
+    old = {"model_type": "olmo3", "num_hidden_layers": 4, "rope_theta": 5e5, "rope_scaling": QWEN}
+    full = QWEN | {"rope_theta": 5e5}
+    new = {"model_type": "olmo3", "num_hidden_layers": 4}
+    new["rope_parameters"] = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": 5e5}}
+    config = parse(old)
+    assert parse(new) == config == parse(decoder_to_json(config))
+    assert config.sliding == (True, True, True, False) and config.window == 4096
+    assert [config.of_layer(i).rope_scaling is None for i in range(4)] == [True, True, True, False]
+    assert {config.of_layer(i).rope_theta for i in range(4)} == {5e5}
+    assert config.norm_eps == 1e-5
+
+
+ROTATED = [
+    ({}, (True, True, True, False)),
+    ({"no_rope_layer_interval": 2}, (True, False, True, False)),
+    ({"no_rope_layers": [0, 1, 1, 0, 1]}, (False, True, True, False)),
+    ({"no_rope_layers": [1, 1, 1, 1]}, ()),
+]
+
+
+@pytest.mark.parametrize(("values", "rotated"), ROTATED)
+def test_layers_without_rotations_are_those_of_transformers(values, rotated):
+    config = parse({"model_type": "smollm3", "num_hidden_layers": 4} | values)
+    assert config.rotated == rotated and config.rope_theta == 2e6 and config.tie_embeddings
+    assert [config.of_layer(i).rotated for i in range(4)] == [
+        (flag,) if rotated else () for flag in rotated or (True,) * 4
+    ]
+    assert parse(json.loads(json.dumps(decoder_to_json(config)))) == config
+
+
 def test_older_names_of_settings_give_the_same_decoder():
     """Llama 3.1's own config.json, and that of Qwen3 without the width of a head."""
     shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -58,6 +58,10 @@ def required_texts(algorithm: Algorithm) -> list[str]:
         high = f"{algorithm.rejection_high:g}]" if algorithm.rejection_high else "∞)"
         texts.append(f"unless {ratio} in [{algorithm.rejection_low:g}, {high}")
         texts += ["where A < 0"] * (algorithm.rejection_sign == "negative")
+    if algorithm.covariance != "none":
+        texts.append(f"{100 * algorithm.covariance_fraction:g} %")
+        low, high = algorithm.covariance_low, algorithm.covariance_high
+        texts += [f"covariance in ({low:g}, {high:g})"] * (algorithm.covariance == "clip")
     if algorithm.kl != "none":
         texts.append(f"β {algorithm.kl_coefficient:g}")
     if algorithm.advantage_scale != "none":
@@ -82,6 +86,7 @@ def test_a_row_is_the_preset(row):
         "dual clip": not algorithm.dual_clip,
         "β": algorithm.kl == "none" and algorithm.advantage != "preference",
         "unless": algorithm.rejection == "none",
+        "covariance": algorithm.covariance == "none",
         "whitened": not algorithm.whiten,
         "ρ": not algorithm.importance_cap and algorithm.rejection == "none",
     }

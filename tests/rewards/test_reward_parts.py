@@ -10,6 +10,7 @@ from row_files import read_table
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Reward, Sampler
+from dapo_jax.reporting.metrics import response_metrics
 from dapo_jax.rewards.functions import BUILTIN_FUNCTIONS, think_format
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS, reward_group
 from dapo_jax.rewards.judge import Judge
@@ -18,7 +19,7 @@ from dapo_jax.rollout.dynamic_sampling import carries_signal
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.pickled_functions import register_function
-from dapo_jax.structs import Group, Outcome, Verdict, repetition
+from dapo_jax.structs import Group, Outcome, Turn, Verdict, repetition
 
 OWN = """
 import os, sys, time
@@ -171,6 +172,17 @@ def test_format_is_an_answer_found_and_repetition_counts_windows_of_tokens():
     np.testing.assert_allclose(group.reward_parts["format"], [2, 0])
     np.testing.assert_allclose(group.reward_parts["repetition"], [0, -0.5 * (1 - 1 / 13)])
     np.testing.assert_array_equal(group.raw_rewards, [0, 0])
+
+
+def test_repetition_as_a_metric_and_as_a_reward_counts_sampled_tokens_only():
+    """An environment that repeats a text is no repetition of the policy."""
+    turns = (Turn(True, 10, ""), Turn(False, 20, ""), Turn(True, 10, ""))
+    tokens = [*range(10), *[5] * 20, *range(10, 20)]
+    completion = dataclasses.replace(make_completion(tokens), turns=turns)
+    config = make_config("rule=1,repetition=1")
+    group = reward_group(config, make_prompt(0, [2]), (completion,), (Verdict(False, "8"),))
+    assert response_metrics([group])["repetition"] == -group.reward_parts["repetition"][0] == 0
+    assert repetition(completion.tokens) > 0
 
 
 @pytest.mark.parametrize("ids", [3, 150_000])

@@ -1,7 +1,8 @@
-"""Published shapes of Qwen2.5, Qwen3, Llama 3.x, Gemma 3 and gpt-oss, for plans without weights.
+"""Published shapes of models of all families but Mistral's, for plans without weights.
 
 The values are those of each model's config.json (huggingface.co/Qwen, huggingface.co/meta-llama,
-huggingface.co/google, huggingface.co/openai); for multimodal Gemma, those of its text part.
+huggingface.co/google, huggingface.co/openai, huggingface.co/allenai,
+huggingface.co/HuggingFaceTB); for multimodal Gemma, those of its text part.
 """
 
 import difflib
@@ -34,6 +35,9 @@ _GEMMA = _GEMMA_1B | {
 }
 _GPT_OSS_20B = {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4}
 _GPT_OSS_120B = _GPT_OSS_20B | {"num_local_experts": 128}
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+_OLMO3 = {"model_type": "olmo3", "rope_theta": 5e5, "rope_scaling": _YARN}
+_SMOLLM3 = {"model_type": "smollm3", "rope_theta": 5e6}
 _GEMMA_27B = _GEMMA | {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 
@@ -72,10 +76,13 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "gemma-3-27b": (_GEMMA_27B, (5_376, 62, 32, 16, 21_504, 262_208, True)),
     "gpt-oss-20b": (_GPT_OSS_20B, (2_880, 24, 64, 8, 2_880, 201_088, False)),
     "gpt-oss-120b": (_GPT_OSS_120B, (2_880, 36, 64, 8, 2_880, 201_088, False)),
+    "Olmo-3-7B": (_OLMO3, (4_096, 32, 32, 32, 11_008, 100_278, False)),
+    "Olmo-3-32B": (_OLMO3, (5_120, 64, 40, 8, 27_648, 100_278, False)),
+    "SmolLM3-3B": (_SMOLLM3, (2_048, 36, 16, 4, 11_008, 128_256, True)),
 }
 NAMES = tuple(_SHAPES)
 # Parts of a name that do not change the shape: Qwen2.5-Math-7B, Meta-Llama-3.1-8B-Instruct.
-_VERSIONS = re.compile(r"^meta-|-(math|coder|instruct|base|it)(?=-|$)", re.IGNORECASE)
+_VERSIONS = re.compile(r"^meta-|-(math|coder|instruct|base|think|it)(?=-|$)", re.IGNORECASE)
 
 
 def config_values(model: str) -> dict[str, Any] | None:

@@ -26,8 +26,11 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
+    "smollm3": "smollm3",
 }
-INTERLEAVED = ("llama", "mistral")  # rows of queries and keys alternate between rotary halves
+CLASS_NAMES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # if not the capitalised type
+# Rows of queries and keys alternate between rotary halves.
+INTERLEAVED = ("llama", "mistral", "smollm3")
 NORM_OFFSETS = {"gemma3_text": 1.0}  # that a file adds to the scales of norms
 # Modules of a Hugging Face folder; the package `gguf` knows their names in a file.
 TOP_MODULES = ["model.embed_tokens", "model.norm", "lm_head"]
@@ -138,7 +141,7 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
     _require_key("general.architecture", name, dict.fromkeys(ARCHITECTURES.values()))
     kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == name]
     kind = kinds[-1 if metadata.get(f"{name}.attention.sliding_window") else 0]
-    class_name = "Gemma3" if kind == "gemma3_text" else kind.capitalize()
+    class_name = CLASS_NAMES.get(kind, kind.capitalize())
     config = {
         "architectures": [f"{class_name}ForCausalLM"],  # TRL and vLLM read it
         "model_type": kind,
@@ -159,7 +162,7 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
     if name == "gemma3":
         config["query_pre_attn_scalar"] = _query_scalar(config)
     else:
-        config["attention_bias"] = name == "llama" and "blk.0.attn_q.bias" in tensors
+        config["attention_bias"] = name in INTERLEAVED and "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if ROPE_FACTORS in tensors:
         config["rope_scaling"] = _read_scaling(_dequantise(tensors[ROPE_FACTORS]), config)
@@ -218,6 +221,9 @@ def _load_config(folder: pathlib.Path) -> dict[str, Any]:
         config["sliding_window"] = None
     if model_type == "qwen3" and config.get("attention_bias"):
         raise ValueError("llama.cpp has no biases in qwen3")
+    fourth = [int(number % 4 != 0) for number in range(1, config["num_hidden_layers"] + 1)]
+    if config.get("no_rope_layers", fourth) != fourth:
+        raise ValueError("llama.cpp rotates in all but every fourth layer of smollm3")
     window, context = config.get("sliding_window"), config["max_position_embeddings"]
     if model_type != "gemma3_text":
         if window and window < context:

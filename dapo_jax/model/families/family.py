@@ -70,7 +70,10 @@ class Family:
     quantisation: str = ""  # `quant_method` of quantised folders that can be loaded; empty: none
     windows: Windows | None = None  # sliding windows; None: config.json has no such fields
     query_growth: bool = False  # queries grow with the logarithm of their position (Llama 4)
-    local_rope: bool = False  # sliding layers rotate by their own base, `rope_local_base_freq`
+    # Sliding layers rotate without scaling, by `rope_local_base_freq` or else the common base.
+    local_rope: bool = False
+    # Default of `no_rope_layer_interval`: every so many layers one does not rotate; None: all do.
+    rotary_interval: int | None = None
     # Published names of a layer's tensors, and those that PEFT derives names of adapters from.
     tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
     adapter_tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
