@@ -172,32 +172,33 @@ def load(
     usage: str | None,
     short_names: Mapping[str, str] | None = None,
     *,
-    needs_file: bool = True,
     several: Collection[str] = (),
     check_output: Callable[[Any], None] = lambda config: None,
 ) -> Any:
     """Return the checked config of the command line: `NAME[:PRESET]` or a file, `--config.x=y`.
 
-    Without config files, a positional argument is the value of the first setting.
+    A `Config` needs a file; for other kinds, overrides of the defaults are enough. For a kind that
+    no config file makes, settings outside sections are short flags, and a positional argument is
+    the value of the first setting.
 
     Prints the help (which begins with `usage`) or a one-line error and exits if there is none.
 
     Args:
-        short_names: settings by their short flag.
-        needs_file: if False, overrides of the defaults are enough.
+        short_names: more settings by their short flag.
         several: flags that may be repeated.
         check_output: raises `ConfigError` if the command must not write; called last.
     """
     usage, short_names = usage or "", short_names or {}
     arguments = sys.argv[1:]
     if kind not in WITH_FILES:
-        first = next(leaves(kind()))[0]
+        short_names = {name: name for name, _, _ in leaves(kind()) if "." not in name}
+        first = next(iter(short_names))
         arguments = name_positional(arguments, first, repeated=first in several)
     help_topic, arguments = take_help(spell_out(join_repeated(arguments, several), short_names))
     file, arguments = take_file(arguments, kind)
     config: Any = None
     try:
-        if file or help_topic or not needs_file:
+        if file or help_topic or kind is not Config:
             config = override(read_config(kind, file, find_preset) if file else kind(), arguments)
         if help_topic:
             print(help_text(config, usage, help_topic, short_names))
