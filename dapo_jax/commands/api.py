@@ -20,7 +20,14 @@ from dapo_jax.commands.policy import Environment, File, Policy, Tools, environme
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, check_types, check_values, nearest, require
+from dapo_jax.runtime.settings import (
+    ConfigError,
+    check_types,
+    check_values,
+    nearest,
+    require,
+    with_values,
+)
 from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
@@ -127,11 +134,9 @@ def _with_functions(
                 part = register_function(part, in_process, taken=names)
             names[part] = float(weight)
         parts = ",".join(f"{name}={weight!r}" for name, weight in names.items())
-        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=parts))
+        config = with_values(config, "reward", parts=parts)
     if environment is not None or tools:
-        settings = environment_settings(environment, tools)
-        changed = dataclasses.replace(config.environment, **settings)
-        config = dataclasses.replace(config, environment=changed)
+        config = with_values(config, "environment", **environment_settings(environment, tools))
     return config
 
 
@@ -142,11 +147,6 @@ def _source_name(data: Any, name: str) -> str:
     from dapo_jax.data.files import register_rows
 
     return register_rows(name, data)
-
-
-def _with_source(config: Config, data: Any) -> Config:
-    source = _source_name(data, "data")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
 
 
 def train(
@@ -198,7 +198,8 @@ def train(
         Exception, KeyboardInterrupt: of a callback, or Ctrl-C, after the save.
     """
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
-    config = config if data is None else _with_source(config, data)
+    if data is not None:
+        config = with_values(config, "data", source=_source_name(data, "data"))
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()
@@ -259,8 +260,7 @@ def evaluate(
         if flag not in SHORT_NAMES:
             raise ConfigError(f"evaluate has no argument {flag!r}{nearest(flag, SHORT_NAMES)}")
         section, _, name = SHORT_NAMES[flag].partition(".")
-        changed = dataclasses.replace(getattr(config, section), **{name: value})
-        config = dataclasses.replace(config, **{section: changed})
+        config = with_values(config, section, **{name: value})
     checks.check(config)
     processes.set_compilation_cache()
     from dapo_jax.run.evaluation import evaluate as run
@@ -354,8 +354,7 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
     config = load(config, Config)
     settings = PlanSettings(topology=topology, **flags)
     if settings.model:
-        model = dataclasses.replace(config.model, folder=settings.model)
-        config = dataclasses.replace(config, model=model)
+        config = with_values(config, "model", folder=settings.model)
     checks.check(config)
     check_types(settings)
     settings.check()
