@@ -116,14 +116,17 @@ class ModelFolder:
         return Policy(self.path)
 
 
-def _with_functions(
+def _with_objects(
     config: Config,
+    data: Any,
     reward: Rewards | None,
     in_process: bool,
     environment: Environment | None,
     tools: Tools,
 ) -> Config:
-    """Return the config with Python objects in place of its rewards, environment and tools."""
+    """Return the config with Python objects in place of its source, rewards and environment."""
+    if data is not None:
+        config = with_values(config, "data", source=_source_name(data, "data"))
     if reward is not None:
         allowed = "a function, or weights by function: reward={f: 1.0, g: 0.5}"
         require(not isinstance(reward, list | tuple), "reward.parts", reward, allowed)
@@ -197,9 +200,7 @@ def train(
         Starved, NotSaved, NotFinite: no signal is left, the end is not saved, NaN or infinity.
         Exception, KeyboardInterrupt: of a callback, or Ctrl-C, after the save.
     """
-    config = _with_functions(load(config, Config), reward, in_process, environment, tools)
-    if data is not None:
-        config = with_values(config, "data", source=_source_name(data, "data"))
+    config = _with_objects(load(config, Config), data, reward, in_process, environment, tools)
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()
@@ -251,7 +252,7 @@ def evaluate(
 
     Raises `ConfigError` if there is no such checkpoint, or settings and folders don't fit together.
     """
-    config = _with_functions(load(config, Config), reward, in_process, environment, tools)
+    config = _with_objects(load(config, Config), None, reward, in_process, environment, tools)
     if model:
         flags["model"] = model
     if "data" in flags:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-from dapo_jax.config.experiment import Config, DpoConfig, SftConfig
+from dapo_jax.config.experiment import Config, DoctorConfig, DpoConfig, SftConfig
 from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.help import help_text, take_help
@@ -209,7 +209,7 @@ def load(
                 f"a config is required: a file of yours, or one of {names}, "
                 f"as in{example(usage)} (--help-all explains every setting)"
             )
-        if not file and not arguments:
+        if not file and not arguments and kind is not DoctorConfig:
             raise ConfigError(f"arguments are missing, as in{example(usage)} (--help)")
         from dapo_jax.commands import checks
 

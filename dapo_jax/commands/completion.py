@@ -13,8 +13,11 @@ from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.config.experiment import (
     AuditConfig,
     Config,
+    DoctorConfig,
     DpoConfig,
     ExportConfig,
+    InitConfig,
+    ReplayConfig,
     ReportConfig,
     ServeConfig,
     SftConfig,
@@ -30,10 +33,9 @@ KINDS = {
     "sft": (SftConfig, []),
     "dpo": (DpoConfig, []),
 }
-FLAGS_ONLY = {"export": ExportConfig, "serve": ServeConfig, "report": ReportConfig}
-FLAGS_ONLY |= {"audit": AuditConfig}
-DOCTOR_FLAGS = ["--short", "--out=", "--bucket="]
-INIT_FLAGS = "data out question answer model lora".split()
+FLAGS_ONLY = {"init": InitConfig, "export": ExportConfig, "serve": ServeConfig}
+FLAGS_ONLY |= {"report": ReportConfig, "audit": AuditConfig, "replay": ReplayConfig}
+FLAGS_ONLY |= {"doctor": DoctorConfig}
 SCRIPT = """\
 _dapo_jax() {{
     local rest="${{COMP_LINE#* }}" choices=
@@ -57,15 +59,14 @@ def _flags(names: Iterable[str], prefix: str = "") -> list[str]:
 
 def script(shell: str) -> str:
     """Return the completion script for a shell."""
-    words = {"init": _flags(INIT_FLAGS), "configs": ["show", *shipped_configs()]}
-    words["doctor"] = DOCTOR_FLAGS
+    words = {"configs": ["show", *shipped_configs()]}
     for command, (kind, flags) in KINDS.items():
         settings = _flags([name for name, _, _ in leaves(kind())], "config.")
         words[command] = [*shipped_configs(kind), *_flags(flags), *settings]
     for command, kind in FLAGS_ONLY.items():
         words[command] = _flags([name for name, _, _ in leaves(kind())])
     cases = [f'        {name}" "*) choices="{" ".join(w)}" ;;' for name, w in words.items()]
-    values = {"cases": "\n".join(cases), "commands": " ".join([*words, "replay", "completion"])}
+    values = {"cases": "\n".join(cases), "commands": " ".join([*words, "completion"])}
     return FIRST_LINES[shell] + SCRIPT.format(**values)
 
 

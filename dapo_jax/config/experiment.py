@@ -636,6 +636,36 @@ class AuditConfig:
 
 
 @section
+class InitConfig:
+    """A config for a file of problems (`dapo-jax init`)."""
+
+    data: str = setting("", "File of problems, with or without answers.")
+    out: str = setting("", "Output folder; empty: a new folder named after the file.")
+    question: str = setting("", "Field of the problem: a text or messages; a.b is a nested field.")
+    answer: str = setting("", "Field of the answer, or of a worked solution that ends with it.")
+    model: str = setting("models/Qwen2.5-0.5B-Instruct", "Model folder of the policy.")
+    lora: CountOr0 = setting(0, "Rank of the adapters to train; 0: train all parameters.")
+
+
+@section
+class DoctorConfig:
+    """Checks of this machine (`dapo-jax doctor`)."""
+
+    out: str = setting(".", "Folder of doctor.json, also timed.")
+    bucket: str = setting("", "Bucket or other folder to time; empty: none.")
+    short: bool = setting(False, "Check small sizes, in seconds.")
+
+
+@section
+class ReplayConfig:
+    """A skipped update to compute again (`dapo-jax replay`)."""
+
+    folder: str = setting("", "Folder of the skipped update.")
+    step: CountOr0 = setting(0, "Checkpoint with the parameters; 0: the latest before the update.")
+    model: str = setting("", "Model folder with the parameters; empty: a checkpoint's.")
+
+
+@section
 class ServeConfig:
     """A served policy (`dapo-jax serve`)."""
 
