@@ -280,13 +280,13 @@ class StartModel:
     def learning_rate(self, rank: int) -> tuple[str, str]:
         """Return a peak learning rate and the reason for it."""
         full = next(rate for size, rate in LEARNING_RATES.items() if self.parameters <= size)
-        rates = {0: full, rank or ADVISED_RANK: min(full * ADAPTER_RATE, MAX_RATE)}
-        shown = {rank: f"{rate:.0e}".replace("e-0", "e-") for rank, rate in rates.items()}
-        (_, whole), (other, adapters) = shown.items()
-        reason = f"all {self.parameters:,} parameters; for adapters, Lora(rank={other}): {adapters}"
+        rates = (full, min(full * ADAPTER_RATE, MAX_RATE))
+        whole, adapters = (f"{rate:.0e}".replace("e-0", "e-") for rate in rates)
+        size = f"{self.parameters:,} parameters"
         if rank:
-            reason = f"adapters of {self.parameters:,} parameters; without adapters: {whole}"
-        return shown[rank], f"The rate for {reason}"
+            return adapters, f"The rate for adapters of {size}; without adapters: {whole}"
+        other = f"for adapters, Lora(rank={ADVISED_RANK}): {adapters}"
+        return whole, f"The rate for all {size}; {other}"
 
 
 def _quote(text: str) -> str:
