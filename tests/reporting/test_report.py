@@ -281,13 +281,11 @@ def test_wrong_input_is_one_line(arguments, output, write_run, tmp_path, monkeyp
 
 
 def test_flags_that_are_given_again_are_joined():
-    words = ["--run=a", "--out=x", "-run=b=c", "--run", "f", "--runs=d", "run=e"]
-    assert command_line.join_repeated(words, ["run"]) == [
-        "--run=a\nb=c\nf",
-        "--out=x",
-        "--runs=d",
-        "run=e",
-    ]
+    words = ["--run=a", "--out=x.html", "-run=b=c", "--run", "f"]
+    config = command_line.override(ReportConfig(), words, {"run": "run", "out": "out"}, ["run"])
+    assert (config.run, config.out) == ("a\nb=c\nf", "x.html")
+    with pytest.raises(ConfigError, match="--runs: there is no such flag"):
+        command_line.override(ReportConfig(), ["--runs=d"], {"run": "run"}, ["run"])
 
 
 def test_positional_arguments_get_the_name_of_a_flag():
