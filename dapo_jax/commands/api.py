@@ -357,7 +357,6 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
     if settings.model:
         config = with_values(config, "model", folder=settings.model)
     checks.check(config)
-    check_types(settings)
     settings.check()
     prints = settings.search or settings.json
     require(not prints, "(flags)", flags, "without search and json: those print")
