@@ -20,7 +20,14 @@ from dapo_jax.commands.policy import Environment, File, Policy, Tools, environme
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, check_types, check_values, nearest, require
+from dapo_jax.runtime.settings import (
+    ConfigError,
+    check_types,
+    check_values,
+    nearest,
+    require,
+    with_values,
+)
 from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
@@ -109,14 +116,17 @@ class ModelFolder:
         return Policy(self.path)
 
 
-def _with_functions(
+def _with_objects(
     config: Config,
+    data: Any,
     reward: Rewards | None,
     in_process: bool,
     environment: Environment | None,
     tools: Tools,
 ) -> Config:
-    """Return the config with Python objects in place of its rewards, environment and tools."""
+    """Return the config with Python objects in place of its source, rewards and environment."""
+    if data is not None:
+        config = with_values(config, "data", source=_source_name(data, "data"))
     if reward is not None:
         allowed = "a function, or weights by function: reward={f: 1.0, g: 0.5}"
         require(not isinstance(reward, list | tuple), "reward.parts", reward, allowed)
@@ -127,11 +137,9 @@ def _with_functions(
                 part = register_function(part, in_process, taken=names)
             names[part] = float(weight)
         parts = ",".join(f"{name}={weight!r}" for name, weight in names.items())
-        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=parts))
+        config = with_values(config, "reward", parts=parts)
     if environment is not None or tools:
-        settings = environment_settings(environment, tools)
-        changed = dataclasses.replace(config.environment, **settings)
-        config = dataclasses.replace(config, environment=changed)
+        config = with_values(config, "environment", **environment_settings(environment, tools))
     return config
 
 
@@ -142,11 +150,6 @@ def _source_name(data: Any, name: str) -> str:
     from dapo_jax.data.files import register_rows
 
     return register_rows(name, data)
-
-
-def _with_source(config: Config, data: Any) -> Config:
-    source = _source_name(data, "data")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
 
 
 def train(
@@ -197,8 +200,7 @@ def train(
         Starved, NotSaved, NotFinite: no signal is left, the end is not saved, NaN or infinity.
         Exception, KeyboardInterrupt: of a callback, or Ctrl-C, after the save.
     """
-    config = _with_functions(load(config, Config), reward, in_process, environment, tools)
-    config = config if data is None else _with_source(config, data)
+    config = _with_objects(load(config, Config), data, reward, in_process, environment, tools)
     checks.check(config)
     checks.check_run(config)
     processes.set_compilation_cache()
@@ -250,7 +252,7 @@ def evaluate(
 
     Raises `ConfigError` if there is no such checkpoint, or settings and folders don't fit together.
     """
-    config = _with_functions(load(config, Config), reward, in_process, environment, tools)
+    config = _with_objects(load(config, Config), None, reward, in_process, environment, tools)
     if model:
         flags["model"] = model
     if "data" in flags:
@@ -259,8 +261,7 @@ def evaluate(
         if flag not in SHORT_NAMES:
             raise ConfigError(f"evaluate has no argument {flag!r}{nearest(flag, SHORT_NAMES)}")
         section, _, name = SHORT_NAMES[flag].partition(".")
-        changed = dataclasses.replace(getattr(config, section), **{name: value})
-        config = dataclasses.replace(config, **{section: changed})
+        config = with_values(config, section, **{name: value})
     checks.check(config)
     processes.set_compilation_cache()
     from dapo_jax.run.evaluation import evaluate as run
@@ -354,10 +355,8 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
     config = load(config, Config)
     settings = PlanSettings(topology=topology, **flags)
     if settings.model:
-        model = dataclasses.replace(config.model, folder=settings.model)
-        config = dataclasses.replace(config, model=model)
+        config = with_values(config, "model", folder=settings.model)
     checks.check(config)
-    check_types(settings)
     settings.check()
     prints = settings.search or settings.json
     require(not prints, "(flags)", flags, "without search and json: those print")
@@ -372,7 +371,7 @@ def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.P
     Args:
         runs: run_dirs, or globs of several.
         out: the page to write; an earlier report is replaced.
-        settings: `preset`, `self_contained` of `dapo_jax.ReportConfig`.
+        settings: `preset` of `dapo_jax.ReportConfig`.
 
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """

@@ -11,9 +11,6 @@ yours is called as a reward function; from the run's reward.threshold on, a resp
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import AuditConfig
-from dapo_jax.runtime.settings import leaves
-
-SHORT_NAMES = {name: name for name, _, _ in leaves(AuditConfig())}
 
 
 def work(config: AuditConfig) -> int:
@@ -25,6 +22,4 @@ def work(config: AuditConfig) -> int:
 
 def main() -> int:
     """Run the command. Exit code 0: within the limit; 1: above it; 2: wrong settings."""
-    return command_line.run(
-        AuditConfig, __doc__, work, SHORT_NAMES, needs_file=False, single_process="dapo-jax audit"
-    )
+    return command_line.run(AuditConfig, __doc__, work, single_process="dapo-jax audit")

@@ -10,7 +10,7 @@ from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
 from dapo_jax.config.files import config_for_folder
 from dapo_jax.config.user_code import resolve
 from dapo_jax.config.validation import check_warmup, validate
-from dapo_jax.data.prompts.templates import VERIFIERS_OF, open_template
+from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.data.supervised import EXAMPLES, PAIRS, read_fields
@@ -80,11 +80,7 @@ def _check_data(data: Data) -> None:
     allowed = "empty if all problems are generated: nothing reads it"
     is_read = not fields or not all(map(is_generated, names))
     require(is_read, "data.fields", data.fields, allowed)
-    shows_system = open_template(data.template).shows_system
-    system_field = data.fields if "system" in fields else ""
-    for field, value in ("data.system_prompt", data.system_prompt), ("data.fields", system_field):
-        allowed = f"without a system message with data.template = {data.template!r}: it shows none"
-        require(not value or shows_system, field, value, allowed)
+    check_system(data.template, data.system_prompt, data.fields if "system" in fields else "")
 
 
 def check_run(config: Config, make_base: Callable[[Config], None] = lambda config: None) -> None:

@@ -5,9 +5,10 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
-from dapo_jax.config.experiment import Config, DpoConfig, SftConfig
+from dapo_jax.config.experiment import Config, DoctorConfig, DpoConfig, SftConfig
 from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.help import help_text, take_help
@@ -23,30 +24,6 @@ def find_preset(name: str) -> Any:
     from dapo_jax.algorithms import preset
 
     return preset(name)
-
-
-def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
-    """Return the command line with short flags such as `--k=32` replaced by their settings."""
-    full = []
-    for argument in arguments:
-        name, separator, value = argument.partition("=")
-        setting = short_names.get(name.lstrip("-")) if name.startswith("-") else None
-        full.append(f"--config.{setting}{separator}{value}" if setting else argument)
-    return full
-
-
-def join_repeated(arguments: list[str], names: Collection[str]) -> list[str]:
-    """Return the command line with repeated flags joined into one, a line per value."""
-    values: dict[str, list[str]] = {name: [] for name in names}
-    others, rest = [], iter(arguments)
-    for argument in rest:
-        name, separator, value = argument.partition("=")
-        flag = name.lstrip("-")
-        if name.startswith("-") and flag in values:
-            values[flag].append(value if separator else next(rest, ""))
-        else:
-            others.append(argument)
-    return [f"--{name}=" + "\n".join(texts) for name, texts in values.items() if texts] + others
 
 
 def name_positional(arguments: list[str], name: str, *, repeated: bool) -> list[str]:
@@ -112,8 +89,18 @@ def _unknown(flag: str, known: Collection[str], sections: Collection[str]) -> st
     return f"{problem}{hint} (--help-all lists all)"
 
 
-def override(config: Any, arguments: list[str]) -> Any:
-    """Change `config` by the overrides `--config.name=value`. Raises `ConfigError`."""
+def override(
+    config: Any,
+    arguments: list[str],
+    short_names: Mapping[str, str] = MappingProxyType({}),
+    several: Collection[str] = (),
+) -> Any:
+    """Change `config` by the overrides `--config.name=value`. Raises `ConfigError`.
+
+    Args:
+        short_names: settings by their short flag, as `--k` of `--k=32`.
+        several: settings that may be repeated: a line per value.
+    """
     types: dict[str, Any] = {name: field.type for name, field, _ in leaves(config)}
     sections = {name.rpartition(".")[0] for name in types} - {""}
     extra, rest = [], [*arguments]
@@ -121,16 +108,18 @@ def override(config: Any, arguments: list[str]) -> Any:
         argument = rest.pop(0)
         flag, separator, text = argument.partition("=")
         flag = flag.lstrip("-")
-        setting = flag.removeprefix("config.")
+        setting = short_names.get(flag, flag.removeprefix("config."))
         if not argument.startswith("-") or flag[:1].isdigit():
             extra.append(argument)
-        elif flag.startswith("config.") and setting in types:
+        elif setting in types and (flag in short_names or flag.startswith("config.")):
             if not separator:
                 is_flag = types[setting] is bool or not rest or rest[0].startswith("--")
                 text = ("true" if types[setting] is bool else "") if is_flag else rest.pop(0)
             owner, _, name = setting.rpartition(".")
             section = operator.attrgetter(owner)(config) if owner else config
             auto = rules(type(config))[setting].auto
+            if setting in several:
+                text = f"{getattr(section, name)}\n{text}".removeprefix("\n")
             setattr(section, name, _convert(setting, text, types[setting], auto))
         elif setting in sections:
             hint = advice(setting)
@@ -172,33 +161,35 @@ def load(
     usage: str | None,
     short_names: Mapping[str, str] | None = None,
     *,
-    needs_file: bool = True,
     several: Collection[str] = (),
     check_output: Callable[[Any], None] = lambda config: None,
 ) -> Any:
     """Return the checked config of the command line: `NAME[:PRESET]` or a file, `--config.x=y`.
 
-    Without config files, a positional argument is the value of the first setting.
+    A `Config` needs a file; for other kinds, overrides of the defaults are enough. For a kind that
+    no config file makes, settings outside sections are short flags, and a positional argument is
+    the value of the first setting.
 
     Prints the help (which begins with `usage`) or a one-line error and exits if there is none.
 
     Args:
-        short_names: settings by their short flag.
-        needs_file: if False, overrides of the defaults are enough.
+        short_names: more settings by their short flag.
         several: flags that may be repeated.
         check_output: raises `ConfigError` if the command must not write; called last.
     """
     usage, short_names = usage or "", short_names or {}
     arguments = sys.argv[1:]
     if kind not in WITH_FILES:
-        first = next(leaves(kind()))[0]
+        short_names = {name: name for name, _, _ in leaves(kind()) if "." not in name}
+        first = next(iter(short_names))
         arguments = name_positional(arguments, first, repeated=first in several)
-    help_topic, arguments = take_help(spell_out(join_repeated(arguments, several), short_names))
+    help_topic, arguments = take_help(arguments)
     file, arguments = take_file(arguments, kind)
     config: Any = None
     try:
-        if file or help_topic or not needs_file:
-            config = override(read_config(kind, file, find_preset) if file else kind(), arguments)
+        if file or help_topic or kind is not Config:
+            config = read_config(kind, file, find_preset) if file else kind()
+            override(config, arguments, short_names, several)
         if help_topic:
             print(help_text(config, usage, help_topic, short_names))
             raise SystemExit(0)
@@ -208,14 +199,16 @@ def load(
                 f"a config is required: a file of yours, or one of {names}, "
                 f"as in{example(usage)} (--help-all explains every setting)"
             )
-        if not file and not arguments:
+        if not file and not arguments and kind is not DoctorConfig:
             raise ConfigError(f"arguments are missing, as in{example(usage)} (--help)")
         from dapo_jax.commands import checks
 
         checks.check(config)
         check_output(config)
     except ConfigError as error:
-        overridden = any(text.startswith(f"--config.{error.field}=") for text in arguments)
+        flags = {name for name, setting in short_names.items() if setting == error.field}
+        flags.add(f"config.{error.field}")
+        overridden = any(text.lstrip("-").partition("=")[0] in flags for text in arguments)
         exit_with_error(str(error) if overridden else locate(error, file))
     return config
 

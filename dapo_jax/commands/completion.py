@@ -7,14 +7,17 @@ eval "$(dapo-jax completion zsh)"       in ~/.zshrc, after compinit
 import sys
 from collections.abc import Iterable
 
-from dapo_jax.commands.command_line import exit_with_error
+from dapo_jax.commands.command_line import WITH_FILES, exit_with_error
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.config.experiment import (
     AuditConfig,
     Config,
+    DoctorConfig,
     DpoConfig,
     ExportConfig,
+    InitConfig,
+    ReplayConfig,
     ReportConfig,
     ServeConfig,
     SftConfig,
@@ -22,18 +25,12 @@ from dapo_jax.config.experiment import (
 from dapo_jax.config.files import shipped_configs
 from dapo_jax.runtime.settings import leaves
 
-# Flags of each command besides those of its settings.
-KINDS = {
-    "train": (Config, ["dry-run"]),
-    "evaluate": (Config, SHORT_NAMES),
-    "plan": (Config, [name for name, _, _ in leaves(PlanSettings())]),
-    "sft": (SftConfig, []),
-    "dpo": (DpoConfig, []),
-}
-FLAGS_ONLY = {"export": ExportConfig, "serve": ServeConfig, "report": ReportConfig}
-FLAGS_ONLY |= {"audit": AuditConfig}
-DOCTOR_FLAGS = ["--short", "--out=", "--bucket="]
-INIT_FLAGS = "data out question answer model lora".split()
+KINDS = {"train": Config, "evaluate": Config, "plan": Config, "sft": SftConfig, "dpo": DpoConfig}
+KINDS |= {"init": InitConfig, "export": ExportConfig, "serve": ServeConfig, "report": ReportConfig}
+KINDS |= {"audit": AuditConfig, "replay": ReplayConfig, "doctor": DoctorConfig}
+# Flags of a command besides those of its settings.
+OTHER_FLAGS = {"train": ["dry-run"], "evaluate": [*SHORT_NAMES]}
+OTHER_FLAGS["plan"] = [name for name, _, _ in leaves(PlanSettings())]
 SCRIPT = """\
 _dapo_jax() {{
     local rest="${{COMP_LINE#* }}" choices=
@@ -57,15 +54,13 @@ def _flags(names: Iterable[str], prefix: str = "") -> list[str]:
 
 def script(shell: str) -> str:
     """Return the completion script for a shell."""
-    words = {"init": _flags(INIT_FLAGS), "configs": ["show", *shipped_configs()]}
-    words["doctor"] = DOCTOR_FLAGS
-    for command, (kind, flags) in KINDS.items():
-        settings = _flags([name for name, _, _ in leaves(kind())], "config.")
-        words[command] = [*shipped_configs(kind), *_flags(flags), *settings]
-    for command, kind in FLAGS_ONLY.items():
-        words[command] = _flags([name for name, _, _ in leaves(kind())])
+    words = {"configs": ["show", *shipped_configs()]}
+    for command, kind in KINDS.items():
+        settings = _flags([n for n, _, _ in leaves(kind())], "config." * (kind in WITH_FILES))
+        flags = _flags(OTHER_FLAGS.get(command, ()))
+        words[command] = [*shipped_configs(kind), *flags, *settings]
     cases = [f'        {name}" "*) choices="{" ".join(w)}" ;;' for name, w in words.items()]
-    values = {"cases": "\n".join(cases), "commands": " ".join([*words, "replay", "completion"])}
+    values = {"cases": "\n".join(cases), "commands": " ".join([*words, "completion"])}
     return FIRST_LINES[shell] + SCRIPT.format(**values)
 
 

@@ -9,7 +9,6 @@ user name and paths. It takes at most ten minutes; --short uses a small model an
 Exit code 0: every check passed; 1: a check failed; 2: wrong arguments.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -33,8 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.commands.checks import guarded
-from dapo_jax.commands.command_line import FlagParser, check_flag
+from dapo_jax.commands import command_line
 from dapo_jax.commands.plan.chips import CHIPS, GIB, Chip, Topology
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.programs import Compiler, Layout, lay_out, programs
@@ -59,7 +57,7 @@ from dapo_jax.run import memory
 from dapo_jax.run.compute import numerics, open_sampler
 from dapo_jax.run.step_record import take_steps
 from dapo_jax.runtime import processes, sharding
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
 from dapo_jax.structs import present
 
@@ -387,18 +385,18 @@ class Report:
             self._path.write_text(json.dumps(self.rows, indent=1) + "\n")
         except OSError as error:
             allowed = f"a folder that can be written ({error.strerror})"
-            check_flag(False, "out", str(self._path.parent), allowed)
+            require(False, "out", str(self._path.parent), allowed)
 
 
 def _text(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) and value < 1000 else f"{value}"
 
 
-def examine(flags: argparse.Namespace) -> int:
+def examine(flags: experiment.DoctorConfig) -> int:
     """Run all checks; return the exit code."""
-    check_flag(pathlib.Path(flags.out).is_dir(), "out", flags.out, "a local folder that exists")
+    require(pathlib.Path(flags.out).is_dir(), "out", flags.out, "a local folder that exists")
     exists = not flags.bucket or is_remote(flags.bucket) or pathlib.Path(flags.bucket).is_dir()
-    check_flag(exists, "bucket", flags.bucket, "gs://NAME/FOLDER, or a folder that exists")
+    require(exists, "bucket", flags.bucket, "gs://NAME/FOLDER, or a folder that exists")
     private = [flags.out, flags.bucket, socket.gethostname()]
     with contextlib.suppress(KeyError, OSError):  # a user without a name
         private.append(getpass.getuser())
@@ -416,14 +414,5 @@ def examine(flags: argparse.Namespace) -> int:
 
 def main() -> int:
     """Run the command."""
-    parser = FlagParser(
-        prog="dapo-jax doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--short", action="store_true", help="check small sizes, in seconds")
-    parser.add_argument("--out", default=".", help="folder of doctor.json, also timed")
-    parser.add_argument("--bucket", default="", help="bucket or other folder to time")
-    flags = parser.parse_args()
-    return processes.run(lambda: guarded(lambda: examine(flags)), alone="dapo-jax doctor")
+    name = "dapo-jax doctor"
+    return command_line.run(experiment.DoctorConfig, __doc__, examine, single_process=name)

@@ -5,14 +5,6 @@
 
 reads a jsonl, json, csv, parquet or arrow file, chooses the fields of the problem and its answer,
 measures their lengths, and chooses a learning rate for the size of the model. It replaces no file.
-Flags:
-
-    --data=FILE        problems, with or without answers
-    --out=FOLDER       output folder; default: a new folder named after the file
-    --question=FIELD   field of the problem: a text or a list of messages; a.b is a nested field
-    --answer=FIELD     field of the answer, or of a worked solution that ends with it
-    --model=FOLDER     model folder of the policy
-    --lora=RANK        train adapters of this rank instead of all parameters
 """
 
 import collections
@@ -23,15 +15,15 @@ import os
 import pathlib
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dapo_jax.commands.command_line import FlagParser, check_flag
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import InitConfig
+from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.structs import Problem
 
-MODEL = "models/Qwen2.5-0.5B-Instruct"
+MODEL = InitConfig().model
 MODEL_PARAMETERS = 494_032_768
 MAX_ROWS = 10_000
 MAX_SHOWN_CHARACTERS = 60
@@ -133,23 +125,18 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     from dapo_jax.config.experiment import Data
     from dapo_jax.data.files import find_files, read_rows
 
-    check_flag(bool(name), "data", name, "a file: dapo-jax init FILE")
-    check_flag(not set(name) & set(",="), "data", name, "a name without , and =")
-    try:
-        files = find_files("data", name, Data().folder, "train")
-    except ConfigError as error:
-        raise ConfigError(f"--{str(error).removeprefix('config.')}") from None
+    require(bool(name), "data", name, "a file: dapo-jax init FILE")
+    require(not set(name) & set(",="), "data", name, "a name without , and =")
+    files = find_files("data", name, Data().folder, "train")
     every_row = itertools.chain.from_iterable(read_rows(epath.Path(file)) for file in files)
-    try:
+    with naming("data", name):
         rows = [row for _, row in itertools.islice(every_row, MAX_ROWS)]
-    except ConfigError as error:
-        raise ConfigError(f"--data = {name!r}: {error}") from None
     objects = [row for row in rows if isinstance(row, dict)]
     reason = "it has no rows"
     if rows:
         wrong = rows[0] if isinstance(rows[0], Exception) else f"is {type(rows[0]).__name__}"
         reason = f"its first row {wrong}"
-    check_flag(bool(objects), "data", name, f"rows with named fields: {reason}")
+    require(bool(objects), "data", name, f"rows with named fields: {reason}")
     return objects
 
 
@@ -192,18 +179,17 @@ def choose_field(rows: list[dict[str, Any]], names: Sequence[str], taken: str = 
     from dapo_jax.data.row_formats import MISSING, look_up
 
     paths = dict.fromkeys(path for row in rows for path in list_fields(row) if path != taken)
-    for depth in range(MAX_DEPTH):
-        for name in names:
-            for path in paths:
-                is_name = path.lower().rpartition(".")[2] == name and path.count(".") == depth
-                values = [look_up(row, path) for row in rows] if is_name else []
-                filled = sum(value not in (MISSING, None, "", [], {}) for value in values)
-                if is_name and filled >= MIN_FRACTION * len(rows):
-                    return path
+    last = {path: path.lower().rpartition(".")[2] for path in paths}
+    likely = [path for path in paths if last[path] in names]
+    for path in sorted(likely, key=lambda path: (path.count("."), names.index(last[path]))):
+        values = [look_up(row, path) for row in rows]
+        filled = sum(value not in (MISSING, None, "", [], {}) for value in values)
+        if filled >= MIN_FRACTION * len(rows):
+            return path
     return ""
 
 
-def choose(rows: list[dict[str, Any]], flags: Any) -> Selection:
+def choose(rows: list[dict[str, Any]], flags: InitConfig) -> Selection:
     """Select problems by the named fields, else by the usual names, else by likely names.
 
     Raises:
@@ -216,9 +202,8 @@ def choose(rows: list[dict[str, Any]], flags: Any) -> Selection:
     described = ", ".join(f"{name} ({_short(str(value))})" for name, value in fields.items())
     for flag, field in (("question", question), ("answer", answer)):
         known = not field or any(look_up(row, field) is not MISSING for row in rows)
-        check_flag(known, flag, field, f"a field of {flags.data}: {described}")
-        plain = not set(field) & set(",=")
-        check_flag(plain, flag, field, "a field without , and =")
+        require(known, flag, field, f"a field of {flags.data}: {described}")
+        require(not set(field) & set(",="), flag, field, "a field without , and =")
     if not (question or answer):
         problems, _ = read_problems(rows, {})
         enough = len(problems) >= MIN_FRACTION * len(rows)
@@ -235,7 +220,7 @@ def choose(rows: list[dict[str, Any]], flags: Any) -> Selection:
     if not problems:
         reason = f" ({error})" * bool(error)
         raise ConfigError(
-            f"--data = {flags.data!r}: none of its fields is known as a problem{reason}: "
+            f"config.data = {flags.data!r}: none of its fields is known as a problem{reason}: "
             f"{described}; name two: --question=FIELD --answer=FIELD, each a text, a number or a "
             "list of messages with role and content"
         )
@@ -247,18 +232,14 @@ def _short(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
-def choose_folder(flags: Any, verifiable: bool) -> pathlib.Path:
+def choose_folder(flags: InitConfig, verifiable: bool) -> pathlib.Path:
     """Return the output folder. Raises `ConfigError` if it is unsuitable."""
     name = pathlib.PurePath(flags.data).name.partition(".")[0]
     folder = pathlib.Path(flags.out or re.sub(r"\W", "_", name))
-    check_flag(not flags.out.startswith("~"), "out", flags.out, "a path; shells leave ~ there")
+    require(not flags.out.startswith("~"), "out", flags.out, "a path; shells leave ~ there")
     importable = not folder.is_absolute() and all(part.isidentifier() for part in folder.parts)
-    check_flag(
-        verifiable or importable and bool(folder.parts),
-        "out",
-        str(folder),
-        "a folder below this one, of letters, digits and _: Python imports its reward.py",
-    )
+    allowed = "a folder below this one, of letters, digits and _: Python imports its reward.py"
+    require(verifiable or importable and bool(folder.parts), "out", str(folder), allowed)
     return folder
 
 
@@ -281,7 +262,7 @@ class StartModel:
         if folder == MODEL and not pathlib.Path(MODEL).exists():
             return
         allowed = f"a model folder: hf download OWNER/NAME --local-dir {folder}"
-        check_flag(model_path(folder, "model").exists(), "model", folder, allowed)
+        require(model_path(folder, "model").exists(), "model", folder, allowed)
         self.tokenizer = Tokenizer.from_folder(folder, "model")
         check_weights(folder, "model")
         self.parameters = sum(map(math.prod, Tensors(folder, "model").shapes.values()))
@@ -299,30 +280,30 @@ class StartModel:
     def learning_rate(self, rank: int) -> tuple[str, str]:
         """Return a peak learning rate and the reason for it."""
         full = next(rate for size, rate in LEARNING_RATES.items() if self.parameters <= size)
-        rates = {0: full, rank or ADVISED_RANK: min(full * ADAPTER_RATE, MAX_RATE)}
-        shown = {rank: f"{rate:.0e}".replace("e-0", "e-") for rank, rate in rates.items()}
-        (_, whole), (other, adapters) = shown.items()
-        reason = f"all {self.parameters:,} parameters; for adapters, Lora(rank={other}): {adapters}"
+        rates = (full, min(full * ADAPTER_RATE, MAX_RATE))
+        whole, adapters = (f"{rate:.0e}".replace("e-0", "e-") for rate in rates)
+        size = f"{self.parameters:,} parameters"
         if rank:
-            reason = f"adapters of {self.parameters:,} parameters; without adapters: {whole}"
-        return shown[rank], f"The rate for {reason}"
+            return adapters, f"The rate for adapters of {size}; without adapters: {whole}"
+        other = f"for adapters, Lora(rank={ADVISED_RANK}): {adapters}"
+        return whole, f"The rate for all {size}; {other}"
 
 
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def check_spelling(flags: Any, model: StartModel, problems: list[Problem]) -> None:
+def check_spelling(flags: InitConfig, model: StartModel, problems: list[Problem]) -> None:
     """Raise `ConfigError` if the model's vocabulary can't spell most of the problems."""
     missing = [model.unspelled(problem.text) for problem in problems[:SPELLED_PROBLEMS]]
     wrong = sum(map(bool, missing))
     lacks = "".join(sorted({*"".join(missing)}))
     allowed = f"a model that can write the problems: its vocabulary lacks {lacks!r}"
-    check_flag(wrong <= MAX_UNSPELLED * len(missing), "model", flags.model, allowed)
+    require(wrong <= MAX_UNSPELLED * len(missing), "model", flags.model, allowed)
 
 
 def make_files(
-    flags: Any, selection: Selection, folder: pathlib.Path, verifiable: bool
+    flags: InitConfig, selection: Selection, folder: pathlib.Path, verifiable: bool
 ) -> dict[str, str]:
     """Return the contents of the files by name."""
     problems, model = selection.problems, StartModel(flags.model)
@@ -366,18 +347,17 @@ def write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
     """Write new files. Raises `ConfigError` if one exists already."""
     existing = [str(folder / name) for name in files if os.path.lexists(folder / name)]
     allowed = f"a folder without {' and '.join(existing)}, which would be lost"
-    check_flag(not existing, "out", str(folder), allowed)
+    require(not existing, "out", str(folder), allowed)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--out = {str(folder)!r}: can't be written: {error}") from None
+        raise ConfigError(f"config.out = {str(folder)!r}: can't be written: {error}") from None
 
 
-def init(flags: Any) -> int:
-    """Write the files, print a summary, and return 0. Raises `ConfigError`."""
-    check_flag(flags.lora >= 0, "lora", flags.lora, "at least 0")
+def init(flags: InitConfig) -> None:
+    """Write the files, and print a summary. Raises `ConfigError`."""
     selection = choose(read_first_rows(flags.data), flags)
     problems, kinds = selection.problems, selection.kinds()
     verifiable = sum(kinds[kind] for kind in VERIFIABLE) >= MIN_FRACTION * len(problems)
@@ -402,22 +382,8 @@ def init(flags: Any) -> int:
     print(f"wrote {', '.join(str(folder / name) for name in files)}. Next:")
     command = f"dapo-jax train {shlex.quote(str(folder / 'config.py'))}"
     print(f"  {command} --dry-run\n  {command}")
-    return 0
 
 
 def main() -> int:
     """Run the command. Exit code 0: the files are written; 2: wrong arguments."""
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print((__doc__ or "").strip())
-        return 0
-    from dapo_jax.commands.checks import guarded
-
-    parser = FlagParser(prog="dapo-jax init", add_help=False, allow_abbrev=False)
-    for name in ("data", "out", "question", "answer"):
-        parser.add_argument(f"--{name}", default="")
-    parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--lora", default=0, type=int)
-    parser.add_argument("file", nargs="?", default="")
-    flags = parser.parse_args()
-    flags.data = flags.data or flags.file
-    return guarded(lambda: init(flags))
+    return command_line.run(InitConfig, __doc__, init, single_process="dapo-jax init")

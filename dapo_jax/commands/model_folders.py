@@ -12,7 +12,6 @@ from dapo_jax.config.experiment import (
     SftConfig,
 )
 from dapo_jax.config.validation import check_warmup
-from dapo_jax.runtime.settings import leaves
 
 if TYPE_CHECKING:
     from dapo_jax.run.supervised import Stopped
@@ -98,24 +97,20 @@ def exit_code(config: SftConfig | DpoConfig) -> int:
 
 def sft() -> int:
     """Run `dapo-jax sft`. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
-    options = {"needs_file": False, "check_output": check_folder}
-    return command_line.run(SftConfig, SFT_USAGE, exit_code, **options)
+    return command_line.run(SftConfig, SFT_USAGE, exit_code, check_output=check_folder)
 
 
 def dpo() -> int:
     """Run `dapo-jax dpo`, with the exit codes of `sft`."""
-    options = {"needs_file": False, "check_output": check_folder}
-    return command_line.run(DpoConfig, DPO_USAGE, exit_code, **options)
+    return command_line.run(DpoConfig, DPO_USAGE, exit_code, check_output=check_folder)
 
 
 def export() -> int:
     """Run `dapo-jax export`. Exit code 0: done; 2: wrong settings."""
-    names = {name: name for name, _, _ in leaves(ExportConfig())}
 
     def work(config: ExportConfig) -> None:
         from dapo_jax.run.export import export
 
         export(config)
 
-    options = {"needs_file": False, "single_process": "dapo-jax export"}
-    return command_line.run(ExportConfig, EXPORT_USAGE, work, names, **options)
+    return command_line.run(ExportConfig, EXPORT_USAGE, work, single_process="dapo-jax export")

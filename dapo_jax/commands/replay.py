@@ -8,14 +8,13 @@ A run writes such a folder when it skips an update. The default is the latest ch
 update, or the initial model folder if there is none.
 """
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dapo_jax.commands.command_line import FlagParser
-from dapo_jax.config.experiment import Config
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import Config, ReplayConfig
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import present
@@ -143,20 +142,11 @@ def replay(folder: "Folder", step: int = 0, model: str = "") -> bool:
 
 def main() -> int:
     """Run the command. Exit code 0: all is finite; 2: wrong arguments; 4: not finite."""
-    parser = FlagParser(
-        prog="dapo-jax replay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", metavar="DIR")
-    parser.add_argument("--step", type=int, default=0)
-    parser.add_argument("--model", default="")
-    flags = parser.parse_args()
-    from dapo_jax.commands.checks import guarded
-    from dapo_jax.runtime import processes
-    from dapo_jax.runtime.storage.paths import folder_at
 
-    def work() -> int:
+    def work(flags: ReplayConfig) -> int:
+        from dapo_jax.runtime.storage.paths import folder_at
+
         return 0 if replay(folder_at(flags.folder), flags.step, flags.model) else 4
 
-    return processes.run(lambda: guarded(work), alone="dapo-jax replay")
+    name = "dapo-jax replay"
+    return command_line.run(ReplayConfig, __doc__, work, single_process=name)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import ReportConfig
-from dapo_jax.runtime.settings import leaves, require
+from dapo_jax.runtime.settings import require
 
 if TYPE_CHECKING:
     from dapo_jax.reporting.page.recorded_run import RecordedRun
 
-SHORT_NAMES = {name: name for name, _, _ in leaves(ReportConfig())}
 MARK_CHARACTERS = 1000  # a page has its mark in its first characters
 
 
@@ -58,13 +57,14 @@ def check_out(out: str) -> pathlib.Path:
 
 def report(config: ReportConfig) -> None:
     """Write the page. Raises `ConfigError` if a run can't be read or the page can't be written."""
-    from dapo_jax.reporting.page.page import page, write_page
+    from dapo_jax.reporting.page.page import page
+    from dapo_jax.runtime.storage.retries import write_text
 
     path = check_out(config.out)
     runs = read_runs(config)
     text = page(runs, config)
     try:
-        write_page(path, text, config.self_contained)
+        write_text(path, text)
     except OSError as error:
         require(False, "out", config.out, f"a file that can be written; {error}")
     print(f"{len(runs)} run{'s' * (len(runs) > 1)}, {len(text) / 1e6:.1f} MB written to {path}")
@@ -72,12 +72,5 @@ def report(config: ReportConfig) -> None:
 
 def main() -> int:
     """Run the command. Exit code 0: done; 2: wrong settings."""
-    return command_line.run(
-        ReportConfig,
-        __doc__,
-        report,
-        SHORT_NAMES,
-        needs_file=False,
-        several=("run",),
-        single_process="dapo-jax report",
-    )
+    name = "dapo-jax report"
+    return command_line.run(ReportConfig, __doc__, report, several=["run"], single_process=name)

@@ -117,9 +117,7 @@ class Algorithm:
     gamma: Share = setting(1.0, "Discount per token.", read=PER_TOKEN)
     lambda_policy: Unit = setting(1.0, "GAE's lambda of the advantages.", read=IF_GAE)
     lambda_value: Unit = setting(1.0, "GAE's lambda of the critic's returns.", read=HAS_VALUES)
-    lambda_alpha: Positive = setting(
-        0.05, "Lambda of a response of n tokens is 1 - 1 / (alpha * n).", read=IF_ADAPTIVE
-    )
+    lambda_alpha: Positive = setting(0.05, "Lambda is 1 - 1 / (alpha * tokens).", read=IF_ADAPTIVE)
     critic: bool = setting(False, "Train a value model too; the gae estimators need it.")
     critic_pretrain_steps: CountOr0 = setting(0, "First steps of the critic alone.", read=IF_CRITIC)
     value_clip: PositiveOr0 = setting(0.2, "Largest change of a value; 0: any.", read=IF_CRITIC)
@@ -151,9 +149,7 @@ class Algorithm:
     power_positive: PositiveOr0 = setting(1.0, "Power of the ratio if A > 0.", read=IF_GAMMA)
     power_negative: PositiveOr0 = setting(1.0, "Power of the ratio if A < 0.", read=IF_GAMMA)
     aggregate: Annotated[str, AGGREGATES] = setting("token_mean", "How tokens are averaged.")
-    trained_responses: Literal["all", "correct", "pairs"] = setting(
-        "all", "Responses that are trained on."
-    )
+    trained_responses: Literal["all", "correct", "pairs"] = setting("all", "Which are trained on.")
     token_weights: str = setting("", "module:function(group, sample) -> token weights; empty: 1.")
     reference: bool = setting(False, "Hold a frozen reference policy (model.reference_folder).")
     kl: Literal["none", "loss", "reward"] = setting(
@@ -163,7 +159,7 @@ class Algorithm:
         "reference", "KL to the 'reference', the 'old' policy or the 'sampler'.", read=KL_LOSS
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = setting(
-        "k3", "Estimator of the KL.", read=IF_KL
+        "k3", "KL estimator.", read=IF_KL
     )
     kl_importance: bool = setting(False, "KL times the ratio, unbiased off policy.", read=KL_LOSS)
     kl_coefficient: PositiveOr0 = setting(0.0, "Weight of the KL.")
@@ -194,8 +190,7 @@ class Algorithm:
         "token", "That ratio: per token, or product or geometric mean of the response.", read=IF_CAP
     )
     rejection: Literal["none", "token", "product", "sequence", "worst"] = setting(
-        "none",
-        "Drop tokens, or responses, by their ratio to the sampler; 'worst': by any token of it.",
+        "none", "Drop tokens or responses by their ratio to the sampler; 'worst': by any token."
     )
     rejection_low: PositiveOr0 = setting(0.5, "Lower bound of that ratio.", read=REJECTS)
     rejection_high: PositiveOr0 = setting(5.0, "Its upper bound; 0: none.", read=REJECTS)

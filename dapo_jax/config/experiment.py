@@ -109,15 +109,11 @@ class Compute:
 
     dtype: Dtype = setting("float32", "Type of computation, 'float32' or 'bfloat16'.")
     remat: Literal["none", "full", "dots", "attention", "offload"] = setting(
-        "none",
-        "Layer values that the backward pass recomputes; 'offload' moves inputs to the host.",
-        may_change=True,
+        "none", "Recomputed by the backward pass; 'offload': inputs on the host.", may_change=True
     )
     scan_unroll: Count = setting(1, "Layers per iteration of the training scan.", may_change=True)
     attention: Literal["auto", "plain", "blocked", "splash", "triton"] = setting(
-        "auto",
-        "Attention kernel in training; 'splash' is for TPU, 'triton' for GPU.",
-        may_change=True,
+        "auto", "Attention kernel in training; 'splash': TPU, 'triton': GPU.", may_change=True
     )
     logprob_chunk_tokens: Count = setting(2048, "Tokens with logits at a time.", may_change=True)
 
@@ -158,9 +154,7 @@ class Mesh(OneMesh):
     """Device mesh, or one to learn and one to sample. Batch is split over data x fsdp, weights over
     fsdp x tensor."""
 
-    sampler_share: Below1 = setting(
-        0.0, "Fraction of a process's devices that only sample; 0: none."
-    )
+    sampler_share: Below1 = setting(0.0, "Share of a process's devices that only sample; 0: none.")
 
 
 @section
@@ -168,13 +162,9 @@ class Examples:
     """Worked examples of the embedded tasks."""
 
     errors: bool = setting(
-        True,
-        "Include examples with errors.",
-        read=When("examples.direct_share", lambda share: share == 0),
+        True, "Make some errors.", read=When("examples.direct_share", lambda share: share == 0)
     )
-    direct_share: Below1 = setting(
-        0.0, "Fraction of examples that answer at once; others ramble or use a tool."
-    )
+    direct_share: Below1 = setting(0.0, "Fraction answering at once; others ramble or use tools.")
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
 
@@ -194,8 +184,7 @@ class Data:
     folder: str = setting("data", "Folder in which bare names are looked up.")
     bad_rows_limit: CountOr0 = setting(10, "Malformed rows of a source that are skipped.")
     template: str = setting(
-        "none",
-        "none, dapo, r1, qwen_math, few_shot, chat, or a text or file with {problem} or jinja.",
+        "none", "none, dapo, r1, qwen_math, few_shot, chat; a text or file with {problem} or jinja."
     )
     few_shot: Count = setting(4, "Worked examples before the problem.", read=FEW_SHOT)
     system_prompt: str = setting("", SYSTEM_PROMPT, read=SHOWS_SYSTEM)
@@ -252,9 +241,7 @@ class Rollout:
     prompts_per_step: Count = setting(32, "Prompts of a step, each with a group of responses.")
     samples_per_prompt: Count = setting(16, "Responses per prompt: the size of a group (G).")
     updates_per_rollout: Count = setting(4, "Optimizer steps per rollout batch (U), in data order.")
-    max_sample_rounds: Count = setting(
-        10, "Dynamic sampling asks for at most this many times prompts_per_step prompts."
-    )
+    max_sample_rounds: Count = setting(10, "Limit of asked prompts, in units of prompts_per_step.")
     lag: Annotated[int, Range(at_least=0, at_most=1)] = setting(
         0, "1: sample while learning, with the previous policy; needs algorithm.importance_cap."
     )
@@ -262,13 +249,10 @@ class Rollout:
         "none", "Surplus responses that the next step resumes; needs algorithm.importance_cap."
     )
     carry_over_max_age: Count = setting(
-        2,
-        "Steps for which a group is carried over at most.",
-        read=When("rollout.carry_over", "unfinished all"),
+        2, "Most steps that a group is carried.", read=When("rollout.carry_over", "unfinished all")
     )
     when_starved: Literal["partial", "stop"] = setting(
-        "partial",
-        "If there are too few groups after the last round: 'partial' trains on them, 'stop' ends.",
+        "partial", "If the last round leaves too few groups: 'partial' trains on them, 'stop' ends."
     )
     when_broken: Literal["drop", "resample"] = setting(
         "drop",
@@ -318,9 +302,7 @@ class Sampler:
     )
     top_p: Share = setting(1.0, "Nucleus sampling; below 1 the importance ratio is biased.")
     top_k: CountOr0 = setting(0, "Keep the k likeliest tokens; 0 keeps all; biases the ratio too.")
-    cache: Cache = setting(
-        "auto", "Layout of keys and values; 'auto': paged on TPU, else slots.", may_change=ON_POLICY
-    )
+    cache: Cache = setting("auto", "Cache layout; 'auto': paged on TPU.", may_change=ON_POLICY)
     page_tokens: Count = setting(
         128, "Tokens per cache page; a multiple of 8 on TPU.", read=PAGED, may_change=ON_POLICY
     )
@@ -332,8 +314,7 @@ class Sampler:
         2048, "Longer prompts are prefilled in chunks of this length; 0: never.", may_change=True
     )
     cache_dtype: Literal["auto", "int8", "int8_per_head"] = setting(
-        "auto",
-        "Type of keys and values; int8 has a scale per token and head; 'auto': compute.dtype.",
+        "auto", "Type of keys and values; int8: a scale per token and head; 'auto': compute.dtype."
     )
     weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
         "auto", "Type of matrices in decoding; int8 has a scale per channel; 'auto': compute.dtype."
@@ -360,8 +341,7 @@ class Reward:
     )
     model_folder: str = setting("", "Reward model (one label) of the part 'model'.")
     correct: Literal["verifier", "threshold", "spread"] = setting(
-        "verifier",
-        "Verdict for dynamic sampling: verifier, reward >= threshold, or spread in a group.",
+        "verifier", "Verdict of dynamic sampling: verifier, reward >= threshold, spread in a group."
     )
     threshold: float = setting(
         0.5, "Smallest raw reward of a correct response.", read=When("reward.correct", "threshold")
@@ -436,9 +416,7 @@ class Checkpoint:
     every_steps: CountOr0 = setting(10, "Rollout steps between saves; 0 saves only at the end.")
     keep: Count = setting(2, "Number of newest checkpoints to keep.")
     keep_groups: bool = setting(False, "Save scored groups at once: a kill loses no response.")
-    leave_seconds: PositiveOr0 = setting(
-        30.0, "Longest wait of SIGTERM and Ctrl-C for a point to save at; 0: no limit."
-    )
+    leave_seconds: PositiveOr0 = setting(30.0, "Longest wait of a signal for a save; 0: no limit.")
 
 
 @section
@@ -595,16 +573,13 @@ class ExportConfig:
     step: CountOr0 = setting(0, "Step of the checkpoint; 0: the newest.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
     weights: Literal["merged", "adapter"] = setting(
-        "merged",
-        "For a run with adapters: 'merged' weights and OUT.adapter, or only the 'adapter'.",
+        "merged", "For runs with adapters: 'merged' weights and OUT.adapter, or only the 'adapter'."
     )
     format: Literal["huggingface", "gguf"] = setting(
         "huggingface", "'gguf': a single file for llama.cpp.", read=IF_MERGED
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "f16", "q8_0"] = setting(
-        "auto",
-        "Type of the weights; 'auto': that of the model folder; GGUF: f16, q8_0.",
-        read=IF_MERGED,
+        "auto", "Type of weights; 'auto': the model folder's; GGUF: f16, q8_0.", read=IF_MERGED
     )
     max_shard_gb: Positive = setting(5.0, "Largest weight file, in 10^9 bytes.", read=IF_MERGED)
     base_model: str = setting("", "OWNER/NAME of the start model on the hub, for the model card.")
@@ -621,9 +596,6 @@ class ReportConfig:
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
     preset: str = setting("", "Preset to compare the algorithm with; empty: the nearest one.")
-    self_contained: bool = setting(
-        False, "Put the plotting library (4.8 MB) into the page instead of into a file beside it."
-    )
 
 
 @section
@@ -639,12 +611,40 @@ class AuditConfig:
 
 
 @section
+class InitConfig:
+    """A config for a file of problems (`dapo-jax init`)."""
+
+    data: str = setting("", "File of problems, with or without answers.")
+    out: str = setting("", "Output folder; empty: a new folder named after the file.")
+    question: str = setting("", "Field of the problem: a text or messages; a.b is a nested field.")
+    answer: str = setting("", "Field of the answer, or of a worked solution that ends with it.")
+    model: str = setting("models/Qwen2.5-0.5B-Instruct", "Model folder of the policy.")
+    lora: CountOr0 = setting(0, "Rank of the adapters to train; 0: train all parameters.")
+
+
+@section
+class DoctorConfig:
+    """Checks of this machine (`dapo-jax doctor`)."""
+
+    out: str = setting(".", "Folder of doctor.json, also timed.")
+    bucket: str = setting("", "Bucket or other folder to time; empty: none.")
+    short: bool = setting(False, "Check small sizes, in seconds.")
+
+
+@section
+class ReplayConfig:
+    """A skipped update to compute again (`dapo-jax replay`)."""
+
+    folder: str = setting("", "Folder of the skipped update.")
+    step: CountOr0 = setting(0, "Checkpoint with the parameters; 0: the latest before the update.")
+    model: str = setting("", "Model folder with the parameters; empty: a checkpoint's.")
+
+
+@section
 class ServeConfig:
     """A served policy (`dapo-jax serve`)."""
 
-    model: str = setting(
-        "", "Model folder in Hugging Face layout, or a run: its newest checkpoint."
-    )
+    model: str = setting("", "Folder in Hugging Face layout, or a run: its newest checkpoint.")
     served_name: str = setting("", "Model name for HTTP clients; empty: the folder's name.")
     host: str = setting("127.0.0.1", "Address to listen on; the default is this machine only.")
     http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")

@@ -205,19 +205,6 @@ def _gym_problems(field: str, name: str, data: Data, heldout: bool, seed: int) -
     return Generated(data.heldout_count() if heldout else data.train_problems, make)
 
 
-def _generate(field: str, name: str, data: Data, split: str, seed: int) -> Generated:
-    heldout = split == "heldout"
-    if name.startswith(gym.PREFIX):
-        return _gym_problems(field, name, data, heldout, seed)
-    make = functools.partial(arithmetic.make_sum, split, seed)
-    if name in WORD_PROBLEMS:
-        make = functools.partial(word_problems.make_problem, name, split, seed)
-    if name == "arithmetic":
-        terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
-        make = functools.partial(arithmetic.make_problem, split, seed, **terms)
-    return Generated(data.heldout_count() if heldout else data.train_problems, make)
-
-
 def is_generated(name: str) -> bool:
     """Return True for the name of a generated source."""
     return name.startswith(gym.PREFIX) or name in (*GENERATED, *WORD_PROBLEMS)
@@ -305,7 +292,16 @@ class Sources:
         taken = ", ".join(sorted(self._columns.required))
         allowed = f"rows with the columns that reward.parts takes ({taken}); it generates problems"
         require(not taken, field, name, allowed)
-        return _generate(field, name, data, split, self._seed)
+        heldout, seed = split == "heldout", self._seed
+        if name.startswith(gym.PREFIX):
+            return _gym_problems(field, name, data, heldout, seed)
+        make = functools.partial(arithmetic.make_sum, split, seed)
+        if name in WORD_PROBLEMS:
+            make = functools.partial(word_problems.make_problem, name, split, seed)
+        if name == "arithmetic":
+            terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
+            make = functools.partial(arithmetic.make_problem, split, seed, **terms)
+        return Generated(data.heldout_count() if heldout else data.train_problems, make)
 
     def heldout(self) -> list[Source]:
         """Return the sources that are evaluated and never trained on.

@@ -16,7 +16,7 @@ from etils import epath
 from dapo_jax.config.experiment import WORD_PROBLEMS, OwnData
 from dapo_jax.data import word_problems
 from dapo_jax.data.files import MAX_MESSAGES, MalformedRow, RowLog, find_files, read_rows
-from dapo_jax.data.prompts.templates import Beside, check_chat, open_template
+from dapo_jax.data.prompts.templates import Beside, check_chat, check_system, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.row_formats import Row, check_text, parse_fields, take_fields
 from dapo_jax.runtime.limits import memory_error_as_config_error
@@ -71,11 +71,7 @@ def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
     is_complete = any(fields.keys() - {SYSTEM} == set(form) for form in forms)
     allowed = f"one of these forms: {_list_forms(forms)}"
     require(not fields or is_complete, "data.fields", data.fields, allowed)
-    shows_system = open_template(data.template).shows_system
-    system_fields = data.fields if SYSTEM in fields else ""
-    for field, value in ("data.system_prompt", data.system_prompt), ("data.fields", system_fields):
-        allowed = f"without a system message with data.template = {data.template!r}: it shows none"
-        require(shows_system or not value, field, value, allowed)
+    check_system(data.template, data.system_prompt, data.fields if SYSTEM in fields else "")
     return fields
 
 

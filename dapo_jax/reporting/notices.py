@@ -40,6 +40,20 @@ def rate_warnings(rate: float) -> Iterator[str]:
 def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]:
     """Yield warnings about settings that are allowed but probably mistakes."""
     yield from rate_warnings(config.optimizer.learning_rate)
+    warmup, steps = config.optimizer.warmup_steps, config.total_steps
+    if warmup > steps:
+        yield (
+            f"optimizer.warmup_steps = {warmup} is longer than the run: the learning rate reaches "
+            f"only {steps / warmup:.0%} of its peak (total_steps = {steps})"
+        )
+    is_corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs == "sampler"
+    for field in () if is_corrected else ("cache_dtype", "weights_dtype"):
+        if (dtype := getattr(config.sampler, field)) != "auto":
+            yield (
+                f"sampler.{field} = {dtype!r} samples from a slightly different policy than the "
+                "trained one, and algorithm.importance_cap = 0 does not correct for it; see "
+                "kl_sampler_trainer"
+            )
     files = [source for source in sources if not source.generated]
     functions = [name for name in config.reward.weights() if ":" in name]
     problems = [problem for source in files for problem in source.sample(MAX_LOOKED_AT)]
@@ -72,30 +86,6 @@ def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> 
             "; ".join(length.describe() for length in lengths)
             + f". config.data.max_prompt_tokens = {limit} is the limit; all prompts that were "
             f"checked fit under {fitting(config, lengths)}.",
-        )
-
-
-def warn_about_rounding(config: Config, progress: Progress) -> None:
-    """Warn if an int8 sampler differs from the trained policy and nothing corrects for it."""
-    is_corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs == "sampler"
-    for field in ("cache_dtype", "weights_dtype"):
-        dtype = getattr(config.sampler, field)
-        if dtype != "auto" and not is_corrected:
-            progress.warn(
-                f"sampler.{field} = {dtype!r} samples from a slightly different policy than the "
-                "trained one, and algorithm.importance_cap = 0 does not correct for it; see "
-                "kl_sampler_trainer"
-            )
-
-
-def warn_about_warmup(config: Config, progress: Progress) -> None:
-    """Warn if a run ends before its learning rate reaches the peak."""
-    warmup = config.optimizer.warmup_steps
-    if warmup > config.total_steps:
-        progress.warn(
-            f"optimizer.warmup_steps = {warmup} is longer than the run: the learning rate reaches "
-            f"only {config.total_steps / warmup:.0%} of its peak "
-            f"(total_steps = {config.total_steps})"
         )
 
 

@@ -31,7 +31,7 @@ from dapo_jax.run.checkpointing.same_run import check_frozen, warn_about_heldout
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.export import newest_export
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.settings import ConfigError, leaves, require, with_values
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object, spell
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
@@ -413,8 +413,7 @@ def evaluate(
         check_processes(config)
         if from_folder:
             folder = newest_export(config.model.folder, "model.folder")
-            model = dataclasses.replace(config.model, folder=folder)
-            config = dataclasses.replace(config, model=model)
+            config = with_values(config, "model", folder=folder)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)
         components = build(config, training=False, should_abort=signals.received_locally)

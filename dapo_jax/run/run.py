@@ -312,8 +312,6 @@ def open_run(
     notices.announce_data(config, components.prompts, console)
     for text in notices.setting_warnings(config, components.prompts.sources):
         console.warn(escape(text))
-    notices.warn_about_rounding(config, console)
-    notices.warn_about_warmup(config, console)
     now = describe_run(components)
     step = checkpoints.latest_step()
     if step is None:

@@ -177,6 +177,12 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
             yield f"{prefix}{field.name}", field, value
 
 
+def with_values(config: T, section: str, **values: Any) -> T:
+    """Return a copy of a config with other values in one of its sections."""
+    part = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **{section: part})  # type: ignore[type-var]
+
+
 @functools.cache
 def rules(kind: type) -> dict[str, Rule]:
     """Return the rule of every setting of a config by dotted name."""

@@ -60,9 +60,9 @@ def test_failures_are_reported_and_do_not_hide_other_checks(doctor, tmp_path, mo
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--out=missing", "--out = 'missing': must be a local folder that exists"),
-        ("--bucket=missing", "--bucket = 'missing': must be gs://NAME/FOLDER, or a folder"),
-        ("--shrt", "unrecognized arguments: --shrt"),
+        ("--out=missing", "config.out = 'missing': must be a local folder that exists"),
+        ("--bucket=missing", "config.bucket = 'missing': must be gs://NAME/FOLDER, or a folder"),
+        ("--shrt", "--shrt: there is no such flag; did you mean short?"),
     ],
 )
 def test_wrong_arguments_give_a_line(flag, message, tmp_path, alone, monkeypatch, capsys):

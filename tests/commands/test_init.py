@@ -115,7 +115,7 @@ def test_special_characters_are_quoted_in_the_config(here, monkeypatch, capsys):
 def test_field_with_a_separator_is_rejected(here, monkeypatch, capsys):
     write(here / "a.jsonl", [{"a,b": "1+1=?", "gold": "2"}])
     code, output = run("init", ["--data=a.jsonl", "--question=a,b"], monkeypatch, capsys)
-    assert code == 2 and "--question = 'a,b': must be a field without , and =" in output
+    assert code == 2 and "config.question = 'a,b': must be a field without , and =" in output
     assert not (here / "a").exists()
 
 

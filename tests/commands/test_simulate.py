@@ -13,6 +13,7 @@ from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
 from dapo_jax.commands.plan import simulate
+from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.simulate import HOSTS, Costs, Simulation
 from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
@@ -261,10 +262,8 @@ def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_pat
 def test_invalid_laws_and_meshes_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="holds no rollouts"):
         RecordedWorkload(tmp_path)
-    with pytest.raises(ConfigError, match="law.spread = 0"):
-        AssumedWorkload(10, 0, 100)
-    with pytest.raises(ConfigError, match="law.beta"):
-        AssumedWorkload(10, 1, 100, beta=(0.0, 1.0))
+    with pytest.raises(ConfigError, match="^--spread = 0.0: must be above 0"):
+        PlanSettings(spread=0.0).check()
     with pytest.raises(ConfigError, match="factorisation of the 6 devices"):
         named_mesh(Mesh(tensor=4), "tpu", 6)
 

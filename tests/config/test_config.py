@@ -138,7 +138,7 @@ def test_help_of_serve_is_in_order_of_importance(capsys):
         load(ServeConfig, "--help-all")
     shown = capsys.readouterr().out
     names = "model http_port max_response_tokens default_max_tokens slots temperature seed dtype"
-    places = [shown.index(f"config.{name}=") for name in f"{names} shutdown_seconds".split()]
+    places = [shown.index(f"  --{name}=") for name in f"{names} shutdown_seconds".split()]
     assert places == sorted(places)
 
 

@@ -75,7 +75,7 @@ def test_missing_base_names_the_command_that_makes_it():
     ("dapo-jax sft two", {"two_strategies_base"}),
     ("dapo-jax export --ru", {"--run="}),
     ("dapo-jax configs show gue", {"guessing"}),
-    ("dapo-jax replay --", set()),
+    ("dapo-jax replay --", {"--folder=", "--step=", "--model="}),
 ])  # fmt: skip
 def test_bash_completes_commands_configs_and_settings(line, expected, monkeypatch, capsys):
     code, script, _ = run_shown("completion", ["bash"], monkeypatch, capsys)

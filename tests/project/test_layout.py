@@ -36,6 +36,9 @@ def tree_of(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+KINDS = ["", "Sft", "Dpo", "Export", "Init", "Doctor", "Replay", "Serve", "Report", "Audit"]
+
+
 def package_of(path: pathlib.Path) -> str:
     return path.relative_to(LIBRARY).parts[0].removesuffix(".py")
 
@@ -107,7 +110,7 @@ def test_a_training_step_stays_readable():
     assert step.end_lineno - step.lineno + 1 <= 25
 
 
-@pytest.mark.parametrize("kind", ["", "Sft", "Dpo", "Export", "Serve", "Report", "Audit"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_setting_has_a_reader_and_an_explanation(kind):
     # Not in modules that only declare, preset or check settings.
     passive = {*LIBRARY.glob("config/*.py"), LIBRARY / "algorithms.py"}

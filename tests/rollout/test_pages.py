@@ -1,7 +1,6 @@
 """Pages and slots give the same tokens, and no page is lost."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from dapo_jax.model.decode_attention import (
 )
 from dapo_jax.model.inference import prefill
 from dapo_jax.model.training_attention import AttentionOptions, Window
-from dapo_jax.reporting.notices import warn_about_rounding
+from dapo_jax.reporting.notices import setting_warnings
 from dapo_jax.rollout.cache_layout import choose_layout
 from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageGeometry, PageTable
 from dapo_jax.rollout.scheduler import Scheduler
@@ -213,15 +212,11 @@ def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8, one_devi
 
 @pytest.mark.parametrize("field", ["cache_dtype", "weights_dtype"])
 def test_uncorrected_rounding_gives_a_warning(field):
-    warnings = []
-    progress = types.SimpleNamespace(warn=warnings.append)
     config = Config(sampler=Sampler(**{field: "int8"}))
-    warn_about_rounding(config, progress)
-    assert len(warnings) == 1 and field in warnings[0] and "importance_cap = 0" in warnings[0]
+    (warning,) = setting_warnings(config, [])
+    assert field in warning and "importance_cap = 0" in warning
     config.algorithm.importance_cap = 2.0
-    warn_about_rounding(config, progress)
-    warn_about_rounding(Config(), progress)
-    assert len(warnings) == 1
+    assert not [*setting_warnings(config, []), *setting_warnings(Config(), [])]
 
 
 # --- the page table alone -----------------------------------------------------------------------

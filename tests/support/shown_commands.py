@@ -135,8 +135,6 @@ def check_command(words: list[str]) -> str:
                 raise Accepted
 
         return refusal(arguments, command_line, "", prints)
-    if name in ("replay", "init"):
-        return refusal(arguments, argparse.ArgumentParser, "parse_args", entry(name))
     return refusal(arguments, command_line, "load", entry(name))
 
 

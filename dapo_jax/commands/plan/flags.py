@@ -1,12 +1,13 @@
 """Flags of a plan, in addition to the config that it plans."""
 
 import dataclasses
+from typing import Annotated
 
-from dapo_jax.commands.command_line import check_flag
 from dapo_jax.commands.plan.chips import Chip
 from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config
-from dapo_jax.runtime.settings import section, setting
+from dapo_jax.runtime.rules import Count, Positive, PositiveOr0, Range, Share
+from dapo_jax.runtime.settings import ConfigError, check_types, check_values, section, setting
 
 MEDIAN_FRACTION = 0.145  # of the limit: with a spread of 0.9, 1.6 % of responses reach it
 
@@ -16,28 +17,31 @@ class PlanSettings:
     """Flags of `dapo-jax plan`."""
 
     topology: str = setting("", "KIND:SHAPE, as in v5p:4x4x4, v5e:2x4 or v6e:16x16.")
-    slices: int = setting(1, "Number of slices of that topology; mesh.data is a multiple of it.")
+    slices: Count = setting(1, "Number of slices of that topology; mesh.data is a multiple of it.")
     model: str = setting("", "Folder with a config.json or a published name; empty: the config's.")
     search: bool = setting(False, "Find mesh, rows and slots that fit, the cheapest first.")
     json: bool = setting(False, "Print one JSON object instead of tables.")
     cache: str = setting("auto", "Folder of earlier results; 'none': compile everything again.")
-    price: float = setting(0.0, "Dollars per chip-hour; 0: show no dollars.")
-    flops: float = setting(0.75, "Assumed fraction of peak FLOP/s; MFU is it x useful / executed.")
-    hbm: float = setting(0.8, "Assumed fraction of peak memory bandwidth.")
-    ici: float = setting(0.7, "Assumed fraction of peak bandwidth between chips and slices.")
-    median_tokens: float = setting(
+    price: PositiveOr0 = setting(0.0, "Dollars per chip-hour; 0: show no dollars.")
+    flops: Share = setting(0.75, "Assumed fraction of peak FLOP/s; MFU is it x useful / executed.")
+    hbm: Share = setting(0.8, "Assumed fraction of peak memory bandwidth.")
+    ici: Share = setting(0.7, "Assumed fraction of peak bandwidth between chips and slices.")
+    median_tokens: PositiveOr0 = setting(
         0.0, f"Assumed median length of a response; 0: {MEDIAN_FRACTION} of the limit."
     )
-    spread: float = setting(0.9, "Assumed standard deviation of the logarithm of the length.")
-    accuracy: float = setting(0.4, "Assumed fraction of correct responses.")
-    kept: float = setting(0.5, "Assumed fraction of groups neither all correct nor all wrong.")
+    spread: Positive = setting(0.9, "Assumed standard deviation of the logarithm of the length.")
+    accuracy: Annotated[float, Range(above=0, below=1)] = setting(
+        0.4, "Assumed fraction of correct responses."
+    )
+    kept: Positive = setting(0.5, "Assumed fraction of groups neither all correct nor all wrong.")
 
     def check(self) -> None:
-        """Raise `ConfigError` for flags that are out of range."""
-        check_flag(self.price >= 0, "price", self.price, "at least 0")
-        for name in ("flops", "hbm", "ici"):
-            value = getattr(self, name)
-            check_flag(0 < value <= 1, name, value, "above 0, at most 1")
+        """Raise `ConfigError` that names a flag of a wrong type or out of range."""
+        try:
+            check_types(self)
+            check_values(self)
+        except ConfigError as error:
+            raise ConfigError(f"--{str(error).removeprefix('config.')}") from None
 
     def reached(self, chip: Chip) -> Chip:
         """Return the chip at the speed that programs are assumed to reach."""

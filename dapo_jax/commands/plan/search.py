@@ -1,6 +1,5 @@
 """Search for the meshes, rows and slots that fit a topology, the cheapest first."""
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,18 +20,12 @@ from dapo_jax.commands.plan.roofline import measure_lengths, step_costs
 from dapo_jax.commands.plan.targets import target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.run import memory
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.settings import ConfigError, with_values
 
 REMATS = ("none", "dots", "attention", "full", "offload")  # from the fastest to the smallest
 MORE_ROWS = (2, 4)  # per shard in a microbatch
 SIZES = (1, 2, 4, 8, 16)
 HEADER = ["mesh", "remat", "rows a microbatch", "slots", "update GiB", "decode GiB", "step s"]
-
-
-def changed(config: Config, section: str, **values: Any) -> Config:
-    """Return a copy of a config with other values in one section."""
-    part = dataclasses.replace(getattr(config, section), **values)
-    return dataclasses.replace(config, **{section: part})
 
 
 class Candidate(NamedTuple):
@@ -64,7 +57,7 @@ def meshes(config: Config, topology: Topology, kv_heads: int) -> Iterator[Config
             if not (decoding % training or chips % decoding or kv_heads % decoding):
                 sizes = {"tensor": training, "decode_tensor": decoding // training}
                 fsdp = chips // decoding
-                yield changed(config, "mesh", data=topology.slices, fsdp=fsdp, **sizes)
+                yield with_values(config, "mesh", data=topology.slices, fsdp=fsdp, **sizes)
 
 
 class Search:
@@ -94,13 +87,13 @@ class Search:
     def train(self, config: Config) -> tuple[Config, CompiledProgram] | None:
         """Find the least recomputation, and then the most rows, that fit; None if nothing does."""
         shards = config.mesh.fsdp * config.mesh.decode_tensor
-        config = changed(config, "packing", rows_per_microbatch=shards)
-        tried = (changed(config, "compute", remat=remat) for remat in REMATS)
+        config = with_values(config, "packing", rows_per_microbatch=shards)
+        tried = (with_values(config, "compute", remat=remat) for remat in REMATS)
         best = next(((c, update) for c in tried if (update := self._update(c))), None)
         for rows in MORE_ROWS:
             if best is None:
                 return None
-            config = changed(best[0], "packing", rows_per_microbatch=rows * shards)
+            config = with_values(best[0], "packing", rows_per_microbatch=rows * shards)
             if not (update := self._update(config)):
                 break
             best = config, update
@@ -111,7 +104,7 @@ class Search:
         replicas = config.mesh.fsdp * config.mesh.context
 
         def measured(slots: int) -> tuple[Config, Layout, CompiledProgram]:
-            tried = changed(config, "sampler", slots=slots * replicas, pages=0)
+            tried = with_values(config, "sampler", slots=slots * replicas, pages=0)
             layout = lay_out(tried, self._topology, self._devices)
             decode = self._measure(layout, sampling_programs(layout), "decode")
             plan.print_progress(f"{slots * replicas} slots: {decode.together / GIB:.1f} GiB")

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from dapo_jax.runtime.settings import require
+from dapo_jax.commands.command_line import check_flag
 
 MAX_CONCENTRATION = 1e6  # of a Beta: all problems are equally hard
 PROMPT = 2**32  # in place of a step in the key of a prompt's length
@@ -32,7 +32,7 @@ class Workload(Protocol):
 class AssumedWorkload:
     """Workload with log-normal lengths, cut off at the limit, and Beta-distributed accuracy.
 
-    Responses that are cut off are wrong. Raises `ConfigError` for a number out of range.
+    Responses that are cut off are wrong.
 
     Attributes:
         median_tokens: of responses before the cut.
@@ -48,12 +48,6 @@ class AssumedWorkload:
     max_prompt_tokens: int = 2048
     beta: tuple[float, float] = (1.0, 1.0)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[:-2]:
-            value = getattr(self, field.name)
-            require(value > 0, f"law.{field.name}", value, "above 0")
-        require(min(self.beta) > 0, "law.beta", self.beta, "two numbers above 0")
 
     def prompt_tokens(self, index: int) -> int:
         rng = np.random.default_rng([self.seed, PROMPT, index])
@@ -85,7 +79,6 @@ def beta_from_kept(accuracy: float, kept: float, samples: int) -> tuple[float, f
 
     Raises `ConfigError` if there is none.
     """
-    require(0 < accuracy < 1, "law.accuracy", accuracy, "between 0 and 1")
 
     def beta_of(concentration: float) -> tuple[float, float]:
         return accuracy * concentration, (1 - accuracy) * concentration
@@ -96,7 +89,7 @@ def beta_from_kept(accuracy: float, kept: float, samples: int) -> tuple[float, f
         f"above 0 and at most {most:.3g}: that of {samples} samples of accuracy {accuracy} "
         "if all problems are equally hard"
     )
-    require(0 < kept <= most, "law.kept", kept, allowed)
+    check_flag(0 < kept <= most, "kept", kept, allowed)
     for _ in range(100):
         middle = math.sqrt(low * high)
         if kept_fraction(beta_of(middle), samples) < kept:

@@ -23,10 +23,9 @@ from dapo_jax.commands.serve.access import Access, exposure_warning, read_key
 from dapo_jax.config.experiment import Compute, ServeConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.signals import Signals
 
-SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
 POLL_SECONDS = 0.1
 RESERVED_FILES = 128  # open files other than connections
 BACKLOG = 2048
@@ -188,7 +187,7 @@ def serve(
 
 def main() -> int:
     """Run the command; exit code 0: stopped by a signal, 1: it failed, 2: wrong settings."""
-    config = command_line.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False)
+    config = command_line.load(ServeConfig, __doc__)
     started = time.time()
 
     def ready(port: int, http_port: int) -> None:

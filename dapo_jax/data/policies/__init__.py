@@ -45,10 +45,9 @@ def model_path(
     paths = {f"{SHIPPED}{path.parent.name}": path.parent for path in home.glob("*/config.json")}
     if name not in paths:
         # All names share a prefix, so only close matches are suggested.
-        names = [*paths, *PACKAGED]
-        hint = (
-            nearest(name, names, cutoff=0.7) if name != SHIPPED else ""
-        ) or f"; there is {' and '.join(sorted(names))}"
+        names = sorted([*paths, *PACKAGED])
+        hint = nearest(name, names, cutoff=0.7) * (name != SHIPPED)
+        hint = hint or f"; there is {' and '.join(names)}"
         raise ConfigError(f"config.{field} = {name!r}: no such policy ships with dapo_jax{hint}")
     return paths[name]
 

@@ -206,6 +206,17 @@ def open_template(setting: str) -> Template:
     return Template(write, frozenset(reads), hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
+def check_system(template: str, system_prompt: str, fields: str) -> None:
+    """Raise `ConfigError` for a system message that the template does not show.
+
+    `fields` is `data.fields` if it names a system field, else empty.
+    """
+    shows_system = open_template(template).shows_system
+    allowed = f"without a system message with data.template = {template!r}: it shows none"
+    for field, value in {"data.system_prompt": system_prompt, "data.fields": fields}.items():
+        require(shows_system or not value, field, value, allowed)
+
+
 def _read(setting: str) -> str:
     """Read a file without the newline that editors add at its end."""
     path = epath.Path(setting)
