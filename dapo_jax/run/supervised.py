@@ -57,7 +57,7 @@ from dapo_jax.run.components import (
     load_trained,
     load_whole,
 )
-from dapo_jax.run.compute import check_divisible, check_rotations, numerics, open_mesh
+from dapo_jax.run.compute import check_divisible, numerics, open_mesh
 from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.kept_programs import keep
@@ -152,7 +152,6 @@ def open_start(config: SftConfig | DpoConfig) -> Start:
     decoder = load_huggingface.read_config(folder, field="start", **numbers)
     decoder = choose_trained(decoder, 0.0, config.lora)
     check_divisible(decoder, mesh)
-    check_rotations(decoder, config.packing.row_tokens, "start", folder)
     tokenizer = Tokenizer.from_folder(folder, "start")
     tokenizer.check_fits(decoder.vocab, "start", folder)
 
