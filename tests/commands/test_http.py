@@ -307,5 +307,4 @@ def test_metrics_are_prometheus(client, port):
     assert grown["dapo_http_answers_total['/v1/completions', '404']"] == 1
     assert grown["dapo_http_answers_total['404', 'other']"] == 1
     assert grown["dapo_http_seconds_count['/v1/completions']"] == 2
-    assert 0 <= after["dapo_tokens_per_second[]"] < 1e6
     assert after["dapo_waiting_responses[]"] == 0 and after["dapo_busy_slots[]"] <= 4
