@@ -45,7 +45,6 @@ from dapo_jax.verifier.algebra_process import verify
 from dapo_jax.verifier.verifier import Question, Settings
 
 WORKER = "dapo_jax.rewards.worker"
-MAX_REPLY_BYTES = 1 << 26  # rewards of each token of 64 responses
 MAX_CONCURRENT_CALLS = 64  # of async functions
 MAX_JUDGED_TOGETHER = 64  # responses of one exchange with the verifier's process
 SCORE_SECONDS = 2.0  # of CPU time for one score of a gym task
@@ -117,8 +116,7 @@ class _Parts:
         return self._open(self._names)
 
     def _open(self, names: list[str]) -> RestartingWorker:
-        words = ("parts", self._copies.path, str(self._seconds), *names)
-        return RestartingWorker(WORKER, *words, max_reply_bytes=MAX_REPLY_BYTES)
+        return RestartingWorker(WORKER, "parts", self._copies.path, str(self._seconds), *names)
 
     @property
     def kills(self) -> int:
