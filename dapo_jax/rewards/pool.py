@@ -85,10 +85,6 @@ class _Workers(NamedTuple):
     parts: RestartingWorker
 
 
-class _AsyncWorker(NamedTuple):
-    parts: RestartingWorker
-
-
 class _Parts:
     """Reward functions of a config, assigned to this process and to workers."""
 
@@ -98,24 +94,21 @@ class _Parts:
         self._in_process = {n: f for n, f in functions.items() if n.startswith(IN_PROCESS_PREFIX)}
         in_workers = [name for name in functions if name not in self._in_process]
         self._async_names = [name for name in in_workers if is_async(functions[name])]
-        self._names = [name for name in in_workers if name not in self._async_names]
+        self.names = [name for name in in_workers if name not in self._async_names]
         self._of_group = {name for name, function in functions.items() if sees_group(function)}
         self.any_of_group = bool(self._of_group)
-        self.any_of_response = bool({*self._in_process, *self._names} - self._of_group)
+        self.any_of_response = bool({*self._in_process, *self.names} - self._of_group)
         self.any_with_tokens = any(TOKENS in arguments(f) for f in functions.values())
         self._copies = FunctionCopies(in_workers)
         self._running: collections.Counter[str] = collections.Counter()  # calls by function
         self._lock = threading.Lock()
         self._queue: collections.deque[tuple[Call, Future[PartsReply]]] = collections.deque()
         self._async_pool = WorkerPool(
-            1, lambda: _AsyncWorker(self._open(self._async_names)), "async-reward"
+            1, lambda: (self.open_worker(self._async_names),), "async-reward"
         )
 
-    def open_worker(self) -> RestartingWorker:
-        """Return a process for functions that are not async."""
-        return self._open(self._names)
-
-    def _open(self, names: list[str]) -> RestartingWorker:
+    def open_worker(self, names: list[str]) -> RestartingWorker:
+        """Return a process for these functions."""
         return RestartingWorker(WORKER, "parts", self._copies.path, str(self._seconds), *names)
 
     @property
@@ -145,7 +138,7 @@ class _Parts:
         """Return the rewards of this process and of a worker, without async functions there."""
         with self._calling(self._select([*self._in_process], call)):
             (own,) = compute(self._in_process, [call], self._seconds)
-        names = self._select(self._names, call)
+        names = self._select(self.names, call)
         if not names:
             return own
         with self._calling(names):
@@ -161,14 +154,14 @@ class _Parts:
         self._async_pool.submit(self._answer_queue)
         return [reply]
 
-    def _answer_queue(self, workers: _AsyncWorker) -> None:
+    def _answer_queue(self, workers: tuple[RestartingWorker]) -> None:
         count = min(len(self._queue), MAX_CONCURRENT_CALLS)
         batch = [self._queue.popleft() for _ in range(count)]
         if batch:
             seconds = self._seconds + GRACE_SECONDS
             names = {name for call, _ in batch for name in self._select(self._async_names, call)}
             with self._calling(names):
-                replies = self._ask(workers.parts, [call for call, _ in batch], seconds)
+                replies = self._ask(workers[0], [call for call, _ in batch], seconds)
             for (_, future), reply in zip(batch, replies, strict=True):
                 future.set_result(reply)
 
@@ -255,7 +248,7 @@ class RewardPool:
         return _Workers(
             RestartingWorker(ALGEBRA_WORKER),
             RestartingWorker(WORKER, "gym"),
-            self._parts.open_worker(),
+            self._parts.open_worker(self._parts.names),
         )
 
     @property

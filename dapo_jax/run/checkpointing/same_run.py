@@ -61,13 +61,10 @@ class Record:
         return cls(content["step"], settings, content["inputs"], progress)
 
 
-def _rule(name: str) -> Rule:
-    return rules(Config).get(name, Rule())  # the strictest for other entries of a checkpoint
-
-
 def may_change(name: str, settings: dict[str, Any]) -> bool:
     """Return True if a resumed run may have another value of a setting."""
-    allowed = _rule(name).may_change
+    rule = rules(Config).get(name, Rule())  # the strictest for other entries of a checkpoint
+    allowed = rule.may_change
     return allowed(settings) if isinstance(allowed, When) else allowed
 
 
