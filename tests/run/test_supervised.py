@@ -330,7 +330,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         with processes.as_command():  # in a program the signal would act after the save
             assert train_supervised(stopped) is None
         assert "stopped by SIGTERM" in (error := capfd.readouterr().err)
-        assert "Saved after step 5: the same command resumes" in error
+        assert "Saved after step 3: the same command resumes" in error
     assert halfway.is_dir() and not (tmp_path / "stopped/out").exists()
     parts = {path.split("/")[-1] for path in SavedPolicy(halfway).shapes()}
     assert parts == {"lora_a", "lora_b"} or "adapters" not in command
