@@ -240,7 +240,6 @@ class RewardPool:
         self._parts = _Parts(reward)
         self._reads_verdicts = reward.reads_verdicts() or self._parts.any_of_group
         self._queue: collections.deque[_Job] = collections.deque()
-        self._scheduled = 0  # calls of `_judge_queue` that have not started
         self._lock = threading.Lock()
         self._pool = WorkerPool(reward.workers, self._open_workers, "reward")
 
@@ -294,7 +293,7 @@ class RewardPool:
 
         job = _Job(call, place, source, metadata, Future())
         self._queue.append(job)
-        self._schedule()
+        self._pool.submit(self._judge_queue)
         replies = self._parts.submit_async(call)
         if not replies:
             return job.verdict
@@ -343,14 +342,6 @@ class RewardPool:
             for i, verdict in enumerate(verdicts)
         ]
 
-    def _schedule(self) -> None:
-        """Call `_judge_queue` on a thread unless enough calls are waiting to start."""
-        with self._lock:
-            if self._scheduled == self._reward.workers:
-                return
-            self._scheduled += 1
-        self._pool.submit(self._judge_queue)
-
     def _submit_completion(self, prompt: Prompt, completion: Completion) -> Future[Verdict]:
         if completion.lost_environment:
             failure = Failure(Outcome.ENVIRONMENT_ERROR, completion.failures[-1])
@@ -369,15 +360,12 @@ class RewardPool:
         )
 
     def _judge_queue(self, workers: _Workers) -> None:
-        """Judge a fair part of the waiting responses in one exchange with a process."""
+        """Judge a fair part of the responses that no other thread has taken, in one exchange."""
         with self._lock:
-            self._scheduled -= 1
             share = math.ceil(len(self._queue) / self._reward.workers)
             jobs = [self._queue.popleft() for _ in range(min(share, MAX_JUDGED_TOGETHER))]
-        with contextlib.suppress(RuntimeError):  # the pool was closed
-            if self._queue:
-                self._schedule()
-            if jobs:
+        if jobs:
+            with contextlib.suppress(RuntimeError):  # the pool was closed
                 self._judge(workers, jobs)
 
     def _judge(self, workers: _Workers, jobs: list[_Job]) -> None:
