@@ -379,8 +379,9 @@ def finished(config: Config) -> dict[str, Any] | None:
     folder = folder_at(config.run_dir)
 
     def read() -> tuple[dict[str, Any], list[str]]:
-        path = folder / SUMMARY
-        summary = read_object(path.read_bytes()) if path.exists() else None
+        summary = None
+        with suppress_storage_errors():
+            summary = read_object((folder / SUMMARY).read_bytes())
         return summary or {}, describe_gaps(folder, step, config.log)
 
     summary, gaps = processes.broadcast_from_host0(read, "summary")
