@@ -319,7 +319,7 @@ def build(
             prompts=prompts,
             sampler=open_sampler(engine, tokenizer, config.seed, environments),
             environments=environments,
-            judge=Judge(config, pool, model, should_abort, tokenizer.decode_all),
+            judge=Judge(config, pool, model and model.score, should_abort, tokenizer.decode_all),
             learners=dataclasses.replace(learners, reference=reference),
             progress=progress,
             frozen=frozen,
