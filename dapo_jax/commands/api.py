@@ -8,14 +8,13 @@ import functools
 import json
 import os
 import pathlib
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_jax.commands import checks
 from dapo_jax.commands.command_line import find_preset
 from dapo_jax.commands.evaluate import SHORT_NAMES
-from dapo_jax.commands.model_folders import check_folder, train_model
+from dapo_jax.commands.model_folders import check_folder
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config
@@ -273,12 +272,12 @@ def _train_folder(config: SftConfig | DpoConfig) -> ModelFolder:
     checks.check(config)
     check_folder(config)
     processes.set_compilation_cache()
-    stopped = train_model(config)
-    if stopped is None:
-        return ModelFolder(config.out)
-    (name,) = stopped.args
-    signal.raise_signal(signal.Signals[name])  # deferred until the steps so far were saved
-    return ModelFolder(config.out, name)
+    from dapo_jax.run.supervised import train_supervised
+    from dapo_jax.runtime.signals import Signals
+
+    signals = Signals()
+    folder = train_supervised(config, signals)
+    return ModelFolder(config.out, "" if folder else signals.received)
 
 
 def sft(config: SftConfig | File) -> ModelFolder:

@@ -1,8 +1,5 @@
 """Commands that write a model folder: `dapo-jax sft`, `dapo-jax dpo`, `dapo-jax export`."""
 
-import signal
-from typing import TYPE_CHECKING
-
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import (
     GENERATED,
@@ -12,9 +9,6 @@ from dapo_jax.config.experiment import (
     SftConfig,
 )
 from dapo_jax.config.validation import check_warmup
-
-if TYPE_CHECKING:
-    from dapo_jax.run.supervised import Stopped
 
 SFT_USAGE = """\
 Train a policy on examples: your own, or generated ones of the built-in task.
@@ -44,8 +38,7 @@ Write the policy of a run as a model folder in the Hugging Face layout.
 
 exports the latest checkpoint of any mesh, and needs no accelerator. The folder has config.json,
 tokenizer and generation settings of the run's initial model, so `transformers` and inference
-servers load it in the same way. README.md is its model card; --push_to_hub=NAME uploads the folder
-to a hub.
+servers load it in the same way. README.md is its model card; `hf upload NAME FOLDER` publishes it.
 """
 
 
@@ -66,33 +59,13 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
         find_files("data.source", config.data.source, config.data.folder, "train")
 
 
-def train_model(config: SftConfig | DpoConfig) -> "Stopped | None":
-    """Train on examples or pairs; return the early stop by a signal, if there was one."""
-    from dapo_jax.run.supervised import Stopped, make_base, prefer
-
-    try:
-        if isinstance(config, SftConfig):
-            make_base(config)
-        else:
-            prefer(config)
-    except Stopped as stopped:
-        return stopped
-    return None
-
-
 def exit_code(config: SftConfig | DpoConfig) -> int:
-    """Train and return 0; after a signal 128 + its number, as shells do."""
-    from dapo_jax.runtime import processes
+    """Train; return 0, or after a signal 128 + its number, as shells do."""
+    from dapo_jax.run.supervised import train_supervised
+    from dapo_jax.runtime.signals import Signals
 
-    stopped = train_model(config)
-    if stopped is None:
-        return 0
-    (name,) = stopped.args
-    resume = "No step is kept: the same command starts from scratch"
-    if stopped.step:
-        resume = f"Saved after step {stopped.step}: the same command resumes from there"
-    processes.print_error(f"stopped by {name}: {config.out} is as it was. {resume}")
-    return 128 + signal.Signals[name]
+    signals = Signals()
+    return 0 if train_supervised(config, signals) else signals.exit_code
 
 
 def sft() -> int:

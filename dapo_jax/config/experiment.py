@@ -585,8 +585,6 @@ class ExportConfig:
     base_model: str = setting("", "OWNER/NAME of the start model on the hub, for the model card.")
     datasets: str = setting("", "Data sets on the hub, comma-separated, for the model card.")
     license: str = setting("", "Licence for the model card, as apache-2.0; empty: no entry.")
-    push_to_hub: str = setting("", "Hub repository to upload to: NAME or OWNER/NAME; empty: none.")
-    private: bool = setting(True, "Whether that repository is private.", read=When("push_to_hub"))
 
 
 @section

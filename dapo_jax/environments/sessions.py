@@ -41,10 +41,6 @@ class PendingReply(NamedTuple):
     futures: list[Future[TokenizedReply]]
 
 
-class _Workers(NamedTuple):
-    steps: RestartingWorker
-
-
 class Environments:
     """Environments of all trajectories of a run.
 
@@ -76,12 +72,12 @@ class Environments:
         self._transcript = Transcript(tokenizer, chat, self._role)
         self._copies = FunctionCopies([settings.name, *tools])
 
-        def open_workers() -> _Workers:
-            words = (settings.name, self._copies.path, *tools)
-            return _Workers(RestartingWorker(WORKER, *words))
-
+        words = (settings.name, self._copies.path, *tools)
         # A trajectory always uses the same process, which keeps its environment between steps.
-        self._pools = [WorkerPool(1, open_workers, "environment") for _ in range(settings.workers)]
+        self._pools = [
+            WorkerPool(1, lambda: (RestartingWorker(WORKER, *words),), "environment")
+            for _ in range(settings.workers)
+        ]
 
     def submit(
         self, prompt: Prompt, seed: int, turns: Sequence[str], failed: Sequence[str]
@@ -107,7 +103,7 @@ class Environments:
         pool = self._pools[zlib.crc32(request.session.encode()) % len(self._pools)]
         return PendingReply(prompt.index, [pool.submit(self._step, request)])
 
-    def _step(self, workers: _Workers, request: Request) -> TokenizedReply:
+    def _step(self, workers: tuple[RestartingWorker], request: Request) -> TokenizedReply:
         late = False
         seconds = self.settings.step_seconds
         try:
@@ -134,7 +130,7 @@ class Environments:
         cut = cut or reply.cut or not tokens  # no tokens: the tokenizer drops all of the text
         return TokenizedReply(tokens, shown, observation.reward, failure, cut, late)
 
-    def _ask(self, workers: _Workers, request: Request, seconds: float) -> Reply:
+    def _ask(self, workers: tuple[RestartingWorker], request: Request, seconds: float) -> Reply:
         """Return a worker's reply; a first reset may load data, so its time does not count.
 
         A call of a tool that is late is not repeated: its arguments may be the cause.
@@ -147,7 +143,7 @@ class Environments:
             first = self._first.setdefault(source, Request(request.problem).to_json())
         try:
             limits = Limits(seconds, late_seconds)
-            return Reply.from_json(workers.steps.ask(request.to_json(), limits, first))
+            return Reply.from_json(workers[0].ask(request.to_json(), limits, first))
         except TimeoutError:
             self._first.pop(source, None)  # the reset of another problem may end in time
             raise

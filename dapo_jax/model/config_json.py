@@ -65,7 +65,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in conf
 _ORIGINAL = {"original_max_position_embeddings": "original_tokens"}
 _FIELDS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
         "low_freq_factor": "low_turns",
@@ -166,8 +165,6 @@ def _read_table(
             read[ours] = rope.get(name) is None or read_switch(rope, name)
         else:
             read[ours] = read_number(rope, name, _DEFAULTS.get(name))
-    if kind == "dynamic":
-        read["original_tokens"] = read_number(values, "max_position_embeddings")
     if kind == "yarn" and theta <= 1:
         raise ValueError(f"rope_theta = {theta}: must be above 1 with yarn")
     scaling = RopeScaling(**read)
@@ -342,8 +339,6 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
         names = _FIELDS[scaling.kind] | (_QUERY_GROWTH if family.query_growth else {})
         table = {name: getattr(scaling, ours) for name, ours in names.items()}
         values["rope_scaling"] = {"rope_type": scaling.kind, **table}
-        if scaling.kind == "dynamic":
-            values["max_position_embeddings"] = scaling.original_tokens
     elif "rope_scaling" in family.defaults:
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     values |= {name: getattr(config, ours) for ours, name in family.fields.items()}

@@ -27,7 +27,6 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json, require
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-WRITTEN = (".tmp*", CONFIG, WEIGHTS)  # the safetensors library writes .tmp*
 PUBLISHED: dict[str, str] = dict(zip(ADAPTER_NAMES, ("lora_A", "lora_B"), strict=True))
 FIELD = "lora.folder"
 MAX_PROBLEMS = 20

@@ -13,16 +13,14 @@ class RopeScaling:
     """Slower rotations for positions beyond the context length of pretraining.
 
     'linear' slows all of them. 'llama3' (Llama 3.1) and 'yarn' (arXiv 2309.00071) slow the long
-    wavelengths, keep the short ones and interpolate in between. 'dynamic' slows none up to
-    `original_tokens`; longer contexts are rejected, since rotations would depend on the longest
-    sequence of a batch.
+    wavelengths, keep the short ones and interpolate in between.
     """
 
     factor: float  # by which slow rotations are slowed
     low_turns: float = 0.0  # turns over `original_tokens` below which a wavelength is long
     high_turns: float = 0.0  # turns above which a wavelength is kept
     original_tokens: int = 0
-    kind: str = "llama3"  # 'linear', 'llama3', 'yarn' or 'dynamic'
+    kind: str = "llama3"  # 'linear', 'llama3' or 'yarn'
     attention_factor: float = 1.0  # multiplies rotated queries and rotated keys
     truncate: bool = True  # yarn: round both ends of the ramp to whole frequency numbers
     query_growth: float = 0.0  # queries grow after each `original_tokens` (Llama 4)
@@ -55,7 +53,7 @@ def rope_frequencies(
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths = np.power(theta, exponents, dtype=np.float64).astype(np.float32)
     frequencies = np.float32(1.0) / wavelengths
-    if scaling is None or scaling.kind == "dynamic":
+    if scaling is None:
         return frequencies
     factor = np.float32(scaling.factor)
     if scaling.kind == "linear":

@@ -97,7 +97,7 @@ def write_card(folder: pathlib.Path, config: ExportConfig, run: RecordedRun, ste
     card = ModelCard.from_template(
         data,
         template_str=template.read_text(encoding="utf-8"),
-        name=pathlib.Path(config.push_to_hub or config.out).name,
+        name=pathlib.Path(config.out).name,
         kind="Low-rank adapters of" if is_adapter else "A policy that began as",
         base=config.base_model or base,
         step=step,

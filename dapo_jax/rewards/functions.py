@@ -17,7 +17,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -78,12 +78,6 @@ class PartsReply(NamedTuple):
         return cls(fields["parts"], Failure.from_json(fields["failure"]))
 
 
-class RewardFunction(Protocol):
-    """Function of a reward part, called with these keyword arguments."""
-
-    def __call__(self, *, prompt: str, response: str, answer: str) -> float | Awaitable[float]: ...
-
-
 # --- functions by name ----------------------------------------------------------------------
 
 _THINK = re.compile(r"<think>(.*?)</think>\s*+<answer>(.*?)</answer>", re.DOTALL)
@@ -106,7 +100,7 @@ def think_format(prompt: str, response: str, answer: str) -> float:
     return float(match is not None and all(text.strip() for text in match.groups()))
 
 
-BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {"think_format": think_format}
+BUILTIN_FUNCTIONS: dict[str, Callable] = {"think_format": think_format}
 
 
 def coin(prompt: str, response: str, answer: str) -> float:

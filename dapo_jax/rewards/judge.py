@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from dapo_jax.runtime.workers.pool import gather_results
 from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict, with_texts
 
 NOTICE_SECONDS = 20.0  # of waiting for rewards until a line names the function
+# Returns float32 scores of each group's responses, such as `learner.critic.RewardModel.score`.
+ScoreGroups = Callable[[Sequence[tuple[Prompt, Sequence[Completion]]]], list[np.ndarray]]
 
 
 class Pending(NamedTuple):
@@ -23,14 +25,6 @@ class Pending(NamedTuple):
     prompt: Prompt
     completions: tuple[Completion, ...]
     verdicts: list[Future[Verdict]]
-
-
-class RewardModel(Protocol):
-    """Learned scores of responses, as `learner.critic` computes them on devices."""
-
-    def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[np.ndarray]:
-        """Return the [len(completions)] float32 scores of each group."""
-        ...
 
 
 class Judge:
@@ -45,13 +39,13 @@ class Judge:
         self,
         config: Config,
         pool: RewardPool,
-        model: RewardModel | None = None,
+        score_groups: ScoreGroups | None = None,
         should_abort: Callable[[], bool] = lambda: False,
         decode_all: Callable[[list[list[int]]], list[str]] = lambda rows: [""] * len(rows),
     ):
         self._config = config
         self._pool = pool
-        self._model = model
+        self._score_groups = score_groups
         self._should_abort = should_abort
         self._decode_all = decode_all
         self._notice_seconds = NOTICE_SECONDS
@@ -66,8 +60,8 @@ class Judge:
     def groups(self, pending: list[Pending]) -> list[Group]:
         """Return the rewarded groups, in order, on every process. Raises `Interrupted`."""
         scores: Sequence[np.ndarray | None] = [None] * len(pending)
-        if self._model is not None and pending:
-            scores = self._model.score([(group.prompt, group.completions) for group in pending])
+        if self._score_groups is not None and pending:
+            scores = self._score_groups([(group.prompt, group.completions) for group in pending])
         results = gather_results(
             [group.prompt.index for group in pending],
             [group.verdicts for group in pending],

@@ -45,7 +45,6 @@ from dapo_jax.verifier.algebra_process import verify
 from dapo_jax.verifier.verifier import Question, Settings
 
 WORKER = "dapo_jax.rewards.worker"
-MAX_REPLY_BYTES = 1 << 26  # rewards of each token of 64 responses
 MAX_CONCURRENT_CALLS = 64  # of async functions
 MAX_JUDGED_TOGETHER = 64  # responses of one exchange with the verifier's process
 SCORE_SECONDS = 2.0  # of CPU time for one score of a gym task
@@ -86,10 +85,6 @@ class _Workers(NamedTuple):
     parts: RestartingWorker
 
 
-class _AsyncWorker(NamedTuple):
-    parts: RestartingWorker
-
-
 class _Parts:
     """Reward functions of a config, assigned to this process and to workers."""
 
@@ -99,26 +94,22 @@ class _Parts:
         self._in_process = {n: f for n, f in functions.items() if n.startswith(IN_PROCESS_PREFIX)}
         in_workers = [name for name in functions if name not in self._in_process]
         self._async_names = [name for name in in_workers if is_async(functions[name])]
-        self._names = [name for name in in_workers if name not in self._async_names]
+        self.names = [name for name in in_workers if name not in self._async_names]
         self._of_group = {name for name, function in functions.items() if sees_group(function)}
         self.any_of_group = bool(self._of_group)
-        self.any_of_response = bool({*self._in_process, *self._names} - self._of_group)
+        self.any_of_response = bool({*self._in_process, *self.names} - self._of_group)
         self.any_with_tokens = any(TOKENS in arguments(f) for f in functions.values())
         self._copies = FunctionCopies(in_workers)
         self._running: collections.Counter[str] = collections.Counter()  # calls by function
         self._lock = threading.Lock()
         self._queue: collections.deque[tuple[Call, Future[PartsReply]]] = collections.deque()
         self._async_pool = WorkerPool(
-            1, lambda: _AsyncWorker(self._open(self._async_names)), "async-reward"
+            1, lambda: (self.open_worker(self._async_names),), "async-reward"
         )
 
-    def open_worker(self) -> RestartingWorker:
-        """Return a process for functions that are not async."""
-        return self._open(self._names)
-
-    def _open(self, names: list[str]) -> RestartingWorker:
-        words = ("parts", self._copies.path, str(self._seconds), *names)
-        return RestartingWorker(WORKER, *words, max_reply_bytes=MAX_REPLY_BYTES)
+    def open_worker(self, names: list[str]) -> RestartingWorker:
+        """Return a process for these functions."""
+        return RestartingWorker(WORKER, "parts", self._copies.path, str(self._seconds), *names)
 
     @property
     def kills(self) -> int:
@@ -147,7 +138,7 @@ class _Parts:
         """Return the rewards of this process and of a worker, without async functions there."""
         with self._calling(self._select([*self._in_process], call)):
             (own,) = compute(self._in_process, [call], self._seconds)
-        names = self._select(self._names, call)
+        names = self._select(self.names, call)
         if not names:
             return own
         with self._calling(names):
@@ -163,14 +154,14 @@ class _Parts:
         self._async_pool.submit(self._answer_queue)
         return [reply]
 
-    def _answer_queue(self, workers: _AsyncWorker) -> None:
+    def _answer_queue(self, workers: tuple[RestartingWorker]) -> None:
         count = min(len(self._queue), MAX_CONCURRENT_CALLS)
         batch = [self._queue.popleft() for _ in range(count)]
         if batch:
             seconds = self._seconds + GRACE_SECONDS
             names = {name for call, _ in batch for name in self._select(self._async_names, call)}
             with self._calling(names):
-                replies = self._ask(workers.parts, [call for call, _ in batch], seconds)
+                replies = self._ask(workers[0], [call for call, _ in batch], seconds)
             for (_, future), reply in zip(batch, replies, strict=True):
                 future.set_result(reply)
 
@@ -249,7 +240,6 @@ class RewardPool:
         self._parts = _Parts(reward)
         self._reads_verdicts = reward.reads_verdicts() or self._parts.any_of_group
         self._queue: collections.deque[_Job] = collections.deque()
-        self._scheduled = 0  # calls of `_judge_queue` that have not started
         self._lock = threading.Lock()
         self._pool = WorkerPool(reward.workers, self._open_workers, "reward")
 
@@ -257,7 +247,7 @@ class RewardPool:
         return _Workers(
             RestartingWorker(ALGEBRA_WORKER),
             RestartingWorker(WORKER, "gym"),
-            self._parts.open_worker(),
+            self._parts.open_worker(self._parts.names),
         )
 
     @property
@@ -303,7 +293,7 @@ class RewardPool:
 
         job = _Job(call, place, source, metadata, Future())
         self._queue.append(job)
-        self._schedule()
+        self._pool.submit(self._judge_queue)
         replies = self._parts.submit_async(call)
         if not replies:
             return job.verdict
@@ -352,14 +342,6 @@ class RewardPool:
             for i, verdict in enumerate(verdicts)
         ]
 
-    def _schedule(self) -> None:
-        """Call `_judge_queue` on a thread unless enough calls are waiting to start."""
-        with self._lock:
-            if self._scheduled == self._reward.workers:
-                return
-            self._scheduled += 1
-        self._pool.submit(self._judge_queue)
-
     def _submit_completion(self, prompt: Prompt, completion: Completion) -> Future[Verdict]:
         if completion.lost_environment:
             failure = Failure(Outcome.ENVIRONMENT_ERROR, completion.failures[-1])
@@ -378,15 +360,12 @@ class RewardPool:
         )
 
     def _judge_queue(self, workers: _Workers) -> None:
-        """Judge a fair part of the waiting responses in one exchange with a process."""
+        """Judge a fair part of the responses that no other thread has taken, in one exchange."""
         with self._lock:
-            self._scheduled -= 1
             share = math.ceil(len(self._queue) / self._reward.workers)
             jobs = [self._queue.popleft() for _ in range(min(share, MAX_JUDGED_TOGETHER))]
-        with contextlib.suppress(RuntimeError):  # the pool was closed
-            if self._queue:
-                self._schedule()
-            if jobs:
+        if jobs:
+            with contextlib.suppress(RuntimeError):  # the pool was closed
                 self._judge(workers, jobs)
 
     def _judge(self, workers: _Workers, jobs: list[_Job]) -> None:

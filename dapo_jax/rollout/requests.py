@@ -79,11 +79,6 @@ class PendingResponses:
         """Number of tokens to prefill, of prompt and response."""
         return len(self.group.prompt.tokens) + self.prefilled_response_tokens
 
-    def token_limit(self, sampled_limit: int) -> int:
-        """Return the response length, observations included, for `sampled_limit` sampled tokens."""
-        observed = self.known_tokens - len(self.resumed) if self.resumed else 0
-        return observed + sampled_limit
-
     def extended(self, resumed: Completion, prefix_id: int) -> "PendingResponses":
         """Return the same response further on; decode steps are fed its new tokens."""
         return dataclasses.replace(

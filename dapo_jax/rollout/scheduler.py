@@ -63,7 +63,8 @@ class Slots:
         """Give a slot to the next of the pending responses; return its sample number."""
         sample = pending.waiting.popleft()
         self.responses[slot] = pending, sample
-        self.limit[slot] = pending.token_limit(sampled_limit)
+        observed = pending.known_tokens - len(pending.resumed or ())
+        self.limit[slot] = observed + sampled_limit
         self.prompt_tokens[slot] = len(pending.group.prompt.tokens)
         return sample
 

@@ -75,10 +75,6 @@ class Journal:
     def forget(self, step: int) -> None: ...
 
 
-def _show_nothing(step: int, counts: SamplerCounts) -> contextlib.nullcontext[OnBurst]:
-    return contextlib.nullcontext(lambda collection: None)
-
-
 @dataclasses.dataclass(frozen=True)
 class RolloutSource:
     """Source of the rollouts of each step."""
@@ -93,7 +89,9 @@ class RolloutSource:
     journal: Journal = Journal()  # stores the groups of a step in progress
     interrupted: Callable[[], bool] = lambda: False  # between bursts; True ends a step
     # Context of a step's collection (from 1) that yields a callback for every burst.
-    show: Callable[[int, SamplerCounts], contextlib.AbstractContextManager[OnBurst]] = _show_nothing
+    show: Callable[[int, SamplerCounts], contextlib.AbstractContextManager[OnBurst]] = (
+        lambda step, counts: contextlib.nullcontext(lambda collection: None)
+    )
 
     @timed("rollout")
     def collect(self, state: SourceState, params: Any, step: int) -> tuple[SourceState, Rollout]:

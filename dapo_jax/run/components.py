@@ -37,7 +37,6 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run.compute import (
     check_divisible,
-    check_rotations,
     choose_recording,
     numerics,
     open_engine,
@@ -209,7 +208,6 @@ def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | 
     numbers = numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = load_huggingface.read_config(folder, field=field, **numbers)
     check_divisible(decoder, mesh)
-    check_rotations(decoder, config.longest_tokens(), field, folder)
     decoder = scalar_config(decoder)
     params = load_huggingface.load_params(folder, decoder, mesh, field=field, cast=True)
     rows = config.packing.rows_per_microbatch
@@ -246,7 +244,6 @@ def open_decoder(
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     decoder = choose_recording(config.algorithm, decoder, training)
     check_divisible(decoder, mesh)
-    check_rotations(decoder, config.longest_tokens(), "model.folder", folder)
     if training and has_teacher(config):
         check_same_model("teacher.folder", config.teacher.folder, folder, lambda shape: None)
     check_run_fits(config, decoder, mesh, sampling_mesh, training)
@@ -322,7 +319,7 @@ def build(
             prompts=prompts,
             sampler=open_sampler(engine, tokenizer, config.seed, environments),
             environments=environments,
-            judge=Judge(config, pool, model, should_abort, tokenizer.decode_all),
+            judge=Judge(config, pool, model and model.score, should_abort, tokenizer.decode_all),
             learners=dataclasses.replace(learners, reference=reference),
             progress=progress,
             frozen=frozen,

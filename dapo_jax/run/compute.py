@@ -117,18 +117,6 @@ def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
         require(size % pieces == 0, "mesh", dict(mesh.shape), allowed)
 
 
-def check_rotations(decoder: DecoderConfig, longest_tokens: int, field: str, folder: str) -> None:
-    """Raise `ConfigError` if sequences exceed the positions with known rotations."""
-    scaling = decoder.rope_scaling
-    if scaling and scaling.kind == "dynamic" and longest_tokens > scaling.original_tokens:
-        allowed = (
-            f"a model without rope_scaling of type 'dynamic' for sequences of {longest_tokens} "
-            "tokens: beyond max_position_embeddings its rotations depend on a batch's longest "
-            "sequence"
-        )
-        require(False, field, folder, allowed)
-
-
 def choose_recording(algorithm: Algorithm, decoder: DecoderConfig, training: bool) -> DecoderConfig:
     """Return the decoder; it records routes in the sampler if training replays them.
 

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.templates import open_template
-from dapo_jax.model.trainable import join
+from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
 from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
@@ -277,36 +275,24 @@ DECIDING = (
 ).split()
 
 
-@jax.jit
-def _checksums(params: Any) -> Any:
-    """Return the sum modulo 2^32 of each leaf's float32 bits, times an odd factor per position."""
-
-    def checksum(leaf: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
-        position = jnp.zeros(leaf.shape, jnp.uint32)
-        for axis in range(leaf.ndim):
-            position = position * 65_599 + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
-
-    return jax.tree.map(checksum, params)
-
-
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def params_digest(params: Any) -> str:
-    """Return a hash of parameter values that is independent of devices and sharding."""
-    sums = jax.tree_util.tree_leaves_with_path(jax.device_get(_checksums(params)))
-    return _digest([(jax.tree_util.keystr(path), int(value)) for path, value in sums])
-
-
-def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dict[str, Any]:
+def deciding_settings(
+    config: Config, checkpoints: Checkpoints | None, prompts: list[Prompt]
+) -> dict[str, Any]:
     """Return the values, by name, that must not change when an evaluation resumes."""
+    if checkpoints is not None:
+        policy = checkpoints.digest()
+    else:
+        policy = load_huggingface.fingerprint(config.model.folder)
+        if config.lora.folder:
+            policy += f" {peft_adapters.fingerprint(config.lora.folder)}"
     problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
     columns = [p.columns for p in prompts if p.columns]
     return {
-        "policy_digest": params_digest(params),
+        "policy_digest": policy,
         "problems": len(problems),
         "problems_digest": _digest([*problems, *columns]),
     } | {name: value for name, _, value in leaves(config) if name in DECIDING}
@@ -430,7 +416,7 @@ def evaluate(
         if config.evaluation.temperature == 0 and config.evaluation.samples_per_problem > 1:
             progress.warn("temperature 0 samples the same response k times; --k=1 is enough")
         fields = stamp(config, policy)
-        deciding = deciding_settings(config, join(components.frozen, params), prompts)
+        deciding = deciding_settings(config, checkpoints, prompts)
         storage = Storage(lambda text: progress.warn(escape(text)))
         if checkpoints is not None:
             digests = components.prompts.digests

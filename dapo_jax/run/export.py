@@ -1,11 +1,10 @@
-"""Export of a run's policy as a model folder in the Hugging Face layout, and its upload."""
+"""Export of a run's policy as a model folder in the Hugging Face layout."""
 
-import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from filelock import FileLock
@@ -18,7 +17,6 @@ from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.reporting import model_card
-from dapo_jax.reporting.model_card import TAG
 from dapo_jax.run.checkpointing.checkpoints import (
     CHECKSUMS,
     SavedPolicy,
@@ -28,19 +26,10 @@ from dapo_jax.run.checkpointing.checkpoints import (
 from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, check_values, read_json, require
-from dapo_jax.runtime.storage.output_folder import EXPORTED, MARK, OWN_PREFIX, check_free, replace
+from dapo_jax.runtime.storage.output_folder import EXPORTED, MARK, check_free, replace
 from dapo_jax.structs import present
 
 EXPORTS = "exported"  # in run_dir: exports of checkpoints that were used as models
-HUB_FIELD = "push_to_hub"
-# Names of all files that the command may write.
-WRITTEN = (
-    *save_huggingface.WRITTEN,
-    *peft_adapters.WRITTEN,
-    "*.gguf",
-    model_card.CARD,
-    model_card.SETTINGS,
-)
 
 
 def check(config: ExportConfig) -> None:
@@ -120,7 +109,7 @@ def _replace_by_gguf(folder: pathlib.Path, config: ExportConfig) -> None:
 
 
 def export(config: ExportConfig) -> pathlib.Path:
-    """Write the model folder with its card, upload it if asked to, and return its path.
+    """Write the model folder with its card, and return its path.
 
     The host holds only one stacked parameter and the tensors of one file. Raises `ConfigError`.
     """
@@ -141,7 +130,6 @@ def export(config: ExportConfig) -> pathlib.Path:
     is_source = out.exists() and os.path.samefile(out, model_path(source))
     allowed = "another folder than the model's, which the run needs"
     require(not is_source, "out", config.out, allowed)
-    repository = check_repository(config)
     trained = policy.shapes()
     base = config.base_model or model_path(source).absolute().name
     if merged and decoder.adapters:
@@ -164,8 +152,6 @@ def export(config: ExportConfig) -> pathlib.Path:
     kind = dtype if merged else "float32"
     kind = files[0].suffixes[-2][1:] if config.format == "gguf" and merged else kind
     print(f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {kind} written to {config.out}")
-    if repository:
-        print(f"sent to {push(out, config, repository, WRITTEN)}")
     return out
 
 
@@ -209,82 +195,14 @@ def check_names(config: ExportConfig) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    for field in (HUB_FIELD, "base_model", "datasets"):
+    for field in ("base_model", "datasets"):
         value = getattr(config, field)
         for name in value.split(",") if field == "datasets" else [value]:
             try:
                 validate_repo_id(name or "empty")
             except HFValidationError as error:
-                require(False, field, value, f"OWNER/NAME; {_line(error)}")
+                reason = " ".join(str(error).split())
+                require(False, field, value, f"OWNER/NAME; {reason}")
     plain = config.license.replace("-", "").replace(".", "")
     fits = not plain or plain.isalnum() and plain.islower() and plain.isascii()
     require(fits, "license", config.license, "an identifier such as apache-2.0")
-
-
-def check_repository(config: ExportConfig) -> str:
-    """Return the full name of the repository to write, checked at the hub; empty without one."""
-    if not config.push_to_hub:
-        return ""
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    name = config.push_to_hub
-    api = HfApi()
-    with _hub_errors(name):
-        allowed = "empty without a token of the hub: `hf auth login`, or the variable HF_TOKEN"
-        require(get_token() is not None, HUB_FIELD, name, allowed)
-        user = api.whoami()
-        role = user.get("auth", {}).get("accessToken", {}).get("role")
-        require(role != "read", HUB_FIELD, name, "empty with a token that may only read")
-        owners = [user["name"], *(group["name"] for group in user.get("orgs", ()))]
-        owner, _, repository = name.rpartition("/")
-        fits = owner in ("", *owners)
-        require(fits, HUB_FIELD, name, f"NAME, or OWNER/NAME of {' or '.join(owners)}")
-        full = f"{owner or owners[0]}/{repository}"
-        try:
-            info = api.model_info(full)
-        except RepositoryNotFoundError:
-            return full
-    files = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
-    first = min(files, default="")
-    allowed = f"a new or empty repository, or an earlier export; {full} holds {first}"
-    require(not files or TAG in (info.tags or ()), HUB_FIELD, name, allowed)
-    private = bool(info.private)
-    allowed = f"{private}: {full} is {'private' if private else 'public'}"
-    require(private == config.private, "private", config.private, allowed)
-    return full
-
-
-def push(folder: pathlib.Path, config: ExportConfig, name: str, wrote: Sequence[str]) -> str:
-    """Upload a folder as one commit, and return its address."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    hint = f"; {config.out} is complete: hf upload {name} {config.out} --exclude '{OWN_PREFIX}*'"
-    with _hub_errors(config.push_to_hub, hint):
-        api.create_repo(name, private=config.private, exist_ok=True)
-        api.upload_folder(
-            repo_id=name,
-            folder_path=folder,
-            commit_message=f"Export by {TAG}",
-            ignore_patterns=[f"{OWN_PREFIX}*"],
-            delete_patterns=list(wrote),
-        )
-    return f"{api.endpoint}/{name}"
-
-
-@contextlib.contextmanager
-def _hub_errors(name: str, hint: str = "") -> Iterator[None]:
-    """Convert errors of the client and its network to `ConfigError`."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:  # of the client, its HTTP library, or the system
-        raise ConfigError(
-            f"config.{HUB_FIELD} = {name!r}: {_line(error)}{hint}", HUB_FIELD
-        ) from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

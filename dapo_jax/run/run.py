@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 import time
 from typing import Any
 
@@ -37,6 +36,7 @@ from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.output_folder import RUN, claim
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
@@ -376,17 +376,15 @@ def finished(config: Config) -> dict[str, Any] | None:
     same_run.check_same_run(settings, record.settings)
     folder = folder_at(config.run_dir)
 
-    def read() -> tuple[Any, list[str]]:
-        try:
-            path = folder / SUMMARY
-            summary = json.loads(path.read_text() if path.exists() else "null")
-        except (OSError, ValueError):
-            summary = None
-        return summary, describe_gaps(folder, step, config.log)
+    def read() -> tuple[dict[str, Any], list[str]]:
+        summary = None
+        with suppress_storage_errors():
+            summary = read_object((folder / SUMMARY).read_bytes())
+        return summary or {}, describe_gaps(folder, step, config.log)
 
     summary, gaps = processes.broadcast_from_host0(read, "summary")
     # A checkpoint made before the last evaluation lacks it; the summary is written after that.
-    if not isinstance(summary, dict) or summary.get("steps") != step:
+    if summary.get("steps") != step:
         return None
     progress = Progress(config.log.console)
     for text in warnings + gaps:

@@ -57,7 +57,7 @@ from dapo_jax.run.components import (
     load_trained,
     load_whole,
 )
-from dapo_jax.run.compute import check_divisible, check_rotations, numerics, open_mesh
+from dapo_jax.run.compute import check_divisible, numerics, open_mesh
 from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.kept_programs import keep
@@ -68,7 +68,7 @@ from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, UNFINISHED, claim, replace
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
-from dapo_jax.structs import Completion, Prompt, Turn
+from dapo_jax.structs import Completion, Interrupted, Prompt, Turn
 
 # Metrics of an update that have a meaning without sampling.
 MEASURED = ("policy_nll", "entropy", "mean_probability", "gradient_norm", "skipped_updates")
@@ -90,12 +90,6 @@ LABELS = {
 }
 Measure = Callable[[Any], dict[str, float]]  # from parameters to metrics
 Batch = tuple[TrainBatch, int, dict[str, float]]  # a minibatch, microbatches in use, metrics
-
-
-class Stopped(Exception):
-    """Raised if a signal, named by the argument, ended the command; `out` is not written."""
-
-    step = 0  # the newest one on disk; 0: none
 
 
 class Start(NamedTuple):
@@ -152,7 +146,6 @@ def open_start(config: SftConfig | DpoConfig) -> Start:
     decoder = load_huggingface.read_config(folder, field="start", **numbers)
     decoder = choose_trained(decoder, 0.0, config.lora)
     check_divisible(decoder, mesh)
-    check_rotations(decoder, config.packing.row_tokens, "start", folder)
     tokenizer = Tokenizer.from_folder(folder, "start")
     tokenizer.check_fits(decoder.vocab, "start", folder)
 
@@ -195,11 +188,11 @@ def score_responses(
 ) -> Iterable[tuple[Segment, np.ndarray]]:
     """Yield every response of the examples with the log-probs of its tokens.
 
-    Raises `Stopped` on every process if one received a signal.
+    Raises `Interrupted` on every process if one received a signal.
     """
     for start in range(0, len(examples), at_once):
         if signals():
-            raise Stopped(signals.received)
+            raise Interrupted
         segments = own_segments(examples[start : start + at_once])
         rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
         scores = to_host(learner.score(params, rollouts, used).values)
@@ -207,18 +200,51 @@ def score_responses(
         yield from zip(segments, logprobs, strict=True)
 
 
+class Method(NamedTuple):
+    """A kind of supervised training: `sft` or `dpo`."""
+
+    name: str
+    kind: str  # of its output folder
+    algorithm: Algorithm
+    open_task: OpenTask
+
+
+def _method(config: SftConfig | DpoConfig) -> Method:
+    if isinstance(config, SftConfig):
+        return Method("sft", TRAINED, algorithms.sft(), _open_sft)
+    return Method("dpo", PREFERRING, algorithm_of(config), _open_dpo)
+
+
 def train_supervised(
-    config: SftConfig | DpoConfig, name: str, kind: str, algorithm: Algorithm, open_task: OpenTask
-) -> pathlib.Path:
-    """Train a policy, write its model folder, and return the folder's path.
+    config: SftConfig | DpoConfig, signals: Signals | None = None
+) -> pathlib.Path | None:
+    """Train a policy on examples or pairs, write its model folder, and return the folder's path.
+
+    Returns None if a signal ended the training early: the folder is as it was, and the state is
+    saved beside it.
 
     Raises:
         ConfigError: settings, files and folders don't fit together.
-        Stopped: a signal ended the command; the state is saved beside the folder.
         NotFinite: too many updates in a row were skipped.
     """
     check_processes(config)
-    with Signals() as signals, replace("out", config.out, kind) as folder:
+    with signals or Signals() as signals:
+        try:
+            _train(config, signals)
+        except Interrupted:
+            resume = "No step is kept: the same command starts from scratch"
+            if step := max(saved_steps(halfway(config)), default=0):
+                resume = f"Saved after step {step}: the same command resumes from there"
+            stopped = f"stopped by {signals.received}: {config.out} is as it was"
+            processes.print_error(f"{stopped}. {resume}")
+            return None
+    Progress().say(f"policy written to {escape(config.out)}")
+    return pathlib.Path(config.out)
+
+
+def _train(config: SftConfig | DpoConfig, signals: Signals) -> None:
+    name, kind, algorithm, open_task = _method(config)
+    with replace("out", config.out, kind) as folder:
         start = open_start(config)
         score = PolicySettings(algorithm, config.compute)
         learner: Learner = keep(
@@ -240,8 +266,6 @@ def train_supervised(
             if folder is not None:
                 shutil.copyfile(run.path / METRICS, folder / METRICS)
     run.forget()
-    Progress().say(f"policy written to {escape(config.out)}")
-    return pathlib.Path(config.out)
 
 
 def _learn(
@@ -263,7 +287,8 @@ def _learn(
             run.add(0, before, {})
     for step in range(first_step, task.steps):
         if signals():
-            run.stop(signals.received)
+            run.keep()
+            raise Interrupted
         batch, used, values = task.batch(step, state.params)
         rate = learning_rate(config.optimizer, step, task.steps)
         state, (means, _) = learner.update(state, batch, used, rate)
@@ -284,6 +309,12 @@ def _learn(
     return state
 
 
+def halfway(config: SftConfig | DpoConfig) -> pathlib.Path:
+    """Return the folder of a run that is not finished."""
+    out = pathlib.Path(config.out)
+    return out.with_name(f"{out.name}.halfway")
+
+
 class SupervisedRun:
     """Checkpoints, metrics.jsonl and console lines of a supervised run; locks their folder.
 
@@ -297,8 +328,7 @@ class SupervisedRun:
         self, name: str, config: SftConfig | DpoConfig, task: Task, digests: dict[str, str]
     ):
         self.task = task
-        out = pathlib.Path(config.out)
-        self.path = out.with_name(f"{out.name}.halfway")
+        self.path = halfway(config)
         settings = {name: value for name, _, value in leaves(config) if name not in NOT_COMPARED}
         self.record = Record(0, settings, digests)
         self._name = name
@@ -319,10 +349,8 @@ class SupervisedRun:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._stack.__exit__(kind, error, trace)  # waits for what is being written
-        if isinstance(error, Stopped):
-            error.step = max(saved_steps(self.path), default=0)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)  # waits for what is being written
 
     def _remove_other_run(self) -> None:
         if not Checkpoints.exist(self.path):
@@ -392,15 +420,14 @@ class SupervisedRun:
     def _save(self) -> None:
         self._checkpoints.save(self.record, {"state": self._state})
 
-    def stop(self, received: str) -> None:
-        """Raise `Stopped`, once all steps are on disk, or can't be."""
+    def keep(self) -> None:
+        """Wait until all steps are on disk, or can't be."""
         self._flush()
         try:
             if self.record.step:
                 self._checkpoints.save_last(self._save)
         except NotSaved as error:
             self._storage.report_failure("the training state", str(error))
-        raise Stopped(received)
 
     def forget(self) -> None:
         """Remove the folder, once the output is complete."""
@@ -489,11 +516,6 @@ def _worked(turns: Sequence[str], tokenizer: Tokenizer, budget: int) -> Completi
     )
 
 
-def make_base(config: SftConfig) -> pathlib.Path:
-    """Train a policy on examples; errors as for `train_supervised`."""
-    return train_supervised(config, "sft", TRAINED, algorithms.sft(), _open_sft)
-
-
 def supervised_batch(
     algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, estimates: Estimates
 ) -> TrainBatch:
@@ -567,11 +589,6 @@ def pair_feedback(
         groups=np.arange(count) // 2,
         correct=np.arange(count) % 2 == 0,
     )
-
-
-def prefer(config: DpoConfig) -> pathlib.Path:
-    """Train a policy on pairs; errors as for `train_supervised`."""
-    return train_supervised(config, "dpo", PREFERRING, algorithm_of(config), _open_dpo)
 
 
 def _preferences(

@@ -18,7 +18,7 @@ from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import SCALE
 from dapo_jax.model.param_paths import forward_dtype, scaled_axes
 from dapo_jax.model.quantisation import quantise
-from dapo_jax.run.compute import check_divisible, check_rotations, numerics, open_learners
+from dapo_jax.run.compute import check_divisible, numerics, open_learners
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.settings import require
@@ -53,7 +53,6 @@ def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any
     )
     require(decoder.vocab >= policy.vocab, FIELD, folder, allowed)
     check_divisible(decoder, mesh)
-    check_rotations(decoder, config.longest_tokens(), FIELD, folder)
     return decoder
 
 

@@ -13,7 +13,7 @@ from small_runs import ROOT
 
 from dapo_jax.config.experiment import Architecture, Examples, Mesh, Optimizer, Packing, SftConfig
 from dapo_jax.data.arithmetic import make_problem
-from dapo_jax.run.supervised import make_base
+from dapo_jax.run.supervised import train_supervised
 
 TESTS = (
     "rollout/test_jetstream commands/test_http commands/test_http_trouble commands/test_serving "
@@ -41,7 +41,7 @@ def test_a_wrong_setting_is_one_line(flag, message, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A policy that adds two or three digits without mistakes."""
-    return make_base(
+    return train_supervised(
         SftConfig(
             out=str(tmp_path_factory.mktemp("trained")),
             total_steps=500,

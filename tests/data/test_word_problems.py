@@ -21,7 +21,7 @@ from dapo_jax.config.files import read_config
 from dapo_jax.data.word_problems import make_examples, make_problem, make_word_problem
 from dapo_jax.environments.builtin import Calculator
 from dapo_jax.rewards.functions import coin, find_functions
-from dapo_jax.run.supervised import make_base
+from dapo_jax.run.supervised import train_supervised
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -65,7 +65,7 @@ def test_a_supervised_run_learns_generated_examples(byte_folder, tmp_path):
     changes = {"data": data, "packing": Packing(256, 8), "mesh": Mesh(1, 8, 1)}
     config = SftConfig(**settings(tmp_path, [], byte_folder, **changes), examples_per_step=8)
     config.data.heldout_examples, config.data.passes = 4, 3.0
-    make_base(config)
+    train_supervised(config)
     rows = read_metrics(config.out)
     assert rows[-1]["heldout_nll"] < rows[0]["heldout_nll"]
     _, row = next(make_examples("word_problems", 1, 0))

@@ -89,7 +89,8 @@ def test_the_judge_gives_each_group_the_scores_of_its_own_responses(
     tiny_folder, score_folder, one_device, expected
 ):
     config = make_config(tiny_folder, score_folder)
-    judge = Judge(config, RewardPool(config.reward), load_reward_model(config, one_device))
+    model = load_reward_model(config, one_device)
+    judge = Judge(config, RewardPool(config.reward), model.score)
     pairs = [RESPONSES[i : i + 2] for i in range(0, len(RESPONSES), 2)]
     pending = [judge.submit(pair[0][0], tuple(done for _, done in pair)) for pair in pairs]
     groups = judge.groups(pending[:2]) + judge.groups([]) + judge.groups(pending[2:])

@@ -137,10 +137,6 @@ def test_missing_fields_have_the_defaults_of_transformers():
         ),
         ({"type": "yarn", "factor": 0.5}, RopeScaling(0.5, 1.0, 32.0, 32_768, "yarn", 1.0)),
         ({"rope_type": "linear", "factor": 2}, RopeScaling(2.0, kind="linear")),
-        (
-            {"rope_type": "dynamic", "factor": 2},
-            RopeScaling(2.0, original_tokens=32_768, kind="dynamic"),
-        ),
     ],
 )
 def test_scaling_of_rotations_is_read(rope, expected):

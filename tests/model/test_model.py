@@ -14,8 +14,6 @@ from dapo_jax.model.lm_head import head_logprobs
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies
 from dapo_jax.model.training_attention import choose
 from dapo_jax.rollout.sampling import sample_tokens
-from dapo_jax.run.compute import check_rotations
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule
 
 KEY = jax.random.key(1)
@@ -105,24 +103,14 @@ def test_yarn_slows_long_wavelengths_and_keeps_short_ones(case, truncate):
     assert actual[0] == plain[0] and np.isclose(actual[-1], plain[-1] / factor)
 
 
-def test_linear_scaling_slows_all_and_dynamic_none_within_the_context():
+def test_linear_scaling_slows_all_rotations():
     plain = rope_frequencies(1e4, 8, None)
     np.testing.assert_array_equal(
         rope_frequencies(1e4, 8, RopeScaling(4.0, kind="linear")), plain / 4
     )
-    dynamic = RopeScaling(4.0, kind="dynamic", original_tokens=64)
-    np.testing.assert_array_equal(rope_frequencies(1e4, 8, dynamic), plain)
 
 
 def test_queries_grow_by_the_logarithm_of_whole_contexts():
     scaling = RopeScaling(1.0, original_tokens=16, query_growth=0.1)
     found = query_growth(jnp.array([[0, 15, 16, 40]]), scaling)[0, :, 0, 0]
     np.testing.assert_allclose(found, [1, 1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(3)])
-
-
-def test_dynamic_rotations_are_rejected_beyond_the_context():
-    decoder = dataclasses.replace(TINY, rope_scaling=RopeScaling(2.0, 0, 0, 64, "dynamic"))
-    check_rotations(decoder, 64, "model.folder", "folder")
-    check_rotations(TINY, 10**6, "model.folder", "folder")
-    with pytest.raises(ConfigError, match="model.folder = 'folder'.*dynamic.*65 tokens"):
-        check_rotations(decoder, 65, "model.folder", "folder")

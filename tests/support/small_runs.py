@@ -34,7 +34,7 @@ from dapo_jax.run import evaluation
 from dapo_jax.run import run as runs
 from dapo_jax.run.components import Components
 from dapo_jax.run.step_record import measure
-from dapo_jax.run.supervised import make_base
+from dapo_jax.run.supervised import train_supervised
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, Verdict
@@ -58,7 +58,7 @@ def make_small_base(folder: pathlib.Path) -> pathlib.Path:
         packing=experiment.Packing(row_tokens=64, rows_per_microbatch=16),
         mesh=Mesh(data=8, fsdp=1, tensor=1),
     )
-    return make_base(config)
+    return train_supervised(config)
 
 
 def make_config(folder, run_dir, **changes) -> Config:

@@ -35,7 +35,6 @@ from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms, Starts
 from dapo_jax.run.compute import (
     check_divisible,
-    check_rotations,
     numerics,
     open_engine,
     open_meshes,
@@ -99,7 +98,6 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     decoder = read_shape(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
-    check_rotations(decoder, config.longest_tokens(), "model.folder", config.model.folder)
     frozen = _abstract(decoder, mesh, lambda path: not is_trained(path, decoder))
     teacher = abstract_teacher(config, decoder, mesh, read_shape) if has_teacher(config) else None
     reference = None

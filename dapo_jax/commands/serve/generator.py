@@ -9,7 +9,6 @@ import asyncio
 import collections
 import dataclasses
 import threading
-import time
 import traceback
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -24,8 +23,6 @@ from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.jetstream_api import ResultTokens
 from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, repeat_rule, sample_key
 from dapo_jax.structs import SamplingRule
-
-RATE_SECONDS = 10
 
 
 class ResponseSampling(NamedTuple):
@@ -103,24 +100,6 @@ class ResponseRequest:
     has_ended: bool = False
 
 
-class RecentRate:
-    """Events per second over the last `RATE_SECONDS` whole seconds; one thread adds."""
-
-    def __init__(self):
-        self._counts = [(0, 0)] * (RATE_SECONDS + 1)  # (second, events); the index is its remainder
-
-    def add(self, count: int) -> None:
-        second = int(time.monotonic())
-        index = second % len(self._counts)
-        last, total = self._counts[index]
-        self._counts[index] = (second, count + total * (last == second))
-
-    def __call__(self) -> float:
-        now = int(time.monotonic())
-        recent = [count for second, count in self._counts if now - RATE_SECONDS <= second < now]
-        return sum(recent) / RATE_SECONDS
-
-
 class Generator:
     """Token generator for the event loop that runs now.
 
@@ -149,9 +128,6 @@ class Generator:
         waiting.set_function(lambda: len(self._waiting))
         busy = Gauge("dapo_busy_slots", "Occupied slots.", **options)
         busy.set_function(lambda: len(self._running))
-        self._rate = RecentRate()
-        rate = Gauge("dapo_tokens_per_second", f"Of the last {RATE_SECONDS} seconds.", **options)
-        rate.set_function(self._rate)
         self._sampled = Counter("dapo_response_tokens", "Sampled tokens.", **options)
         self._thread = threading.Thread(target=self._run, name="decoding")
         self._thread.start()
@@ -261,7 +237,6 @@ class Generator:
             request.has_ended = is_end or is_full or request.is_cancelled
             ids = [] if is_end else [token]
             self._sampled.inc(len(ids))
-            self._rate.add(len(ids))
             chunk = TokenChunk(request.index, ids, request.has_ended)
             self._loop.call_soon_threadsafe(request.chunks.put_nowait, chunk)
             if request.has_ended:

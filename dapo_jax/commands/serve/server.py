@@ -49,7 +49,7 @@ def load_served(config: ServeConfig) -> ServedPolicy:
     from dapo_jax.commands.serve.generator import ServedEngine
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.model import load_huggingface
-    from dapo_jax.run.compute import check_divisible, check_rotations, mesh_sizes, numerics
+    from dapo_jax.run.compute import check_divisible, mesh_sizes, numerics
     from dapo_jax.runtime.sharding import make_mesh
     from dapo_jax.structs import SamplingRule
 
@@ -60,8 +60,6 @@ def load_served(config: ServeConfig) -> ServedPolicy:
     tokenizer = Tokenizer.from_folder(config.model, "model")
     tokenizer.check_fits(decoder.vocab, "model", config.model)
     config, context = budgets.resolve(config, decoder, mesh)
-    longest = config.max_prompt_tokens + config.max_response_tokens
-    check_rotations(decoder, longest, "model", config.model)
     budgets.check_slots_fit(config, decoder, mesh)
     engine = ServedEngine(
         decoder,

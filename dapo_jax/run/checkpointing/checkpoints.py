@@ -47,11 +47,9 @@ UNLISTED = ("_CHECKPOINT_METADATA", COMMITTED)
 INCOMPLETE = "incomplete"  # partly deleted, or never finished
 DAMAGED = "damaged_checkpoints"
 CHUNK_BYTES = 1 << 22  # of a file, at a time
-POLL_SECONDS = 0.1
 SETTLING_SECONDS = 0.5  # for threads of a failed save, which may still create files
 MAX_TRIES = 3  # of a save, a step apart
 LAST_PAUSES = (0, 5, 20)  # seconds before each try of the last save
-WAIT_SECONDS = 60.0  # for slow storage, before a save that is due is left out
 CHECKPOINT = "the checkpoint"
 
 
@@ -234,6 +232,11 @@ class Checkpoints:
         """Return the step of the newest valid checkpoint; None without one."""
         return self._step
 
+    def digest(self) -> str:
+        """Return a digest of the files of the newest valid checkpoint: 16 hexadecimal digits."""
+        content = (self._folder / str(self._step) / CHECKSUMS).read_bytes()
+        return hashlib.sha256(content).hexdigest()[:16]
+
     def record(self) -> Record:
         """Return the record of the newest valid checkpoint."""
         return Record.read(
@@ -323,45 +326,31 @@ class Checkpoints:
         saving = self._finished is not None and not self._finished.done()
         return any(processes.all_gather_json(saving, "whether a checkpoint is being saved"))
 
-    def _is_done(self, seconds: float) -> bool:
-        """Return True if everything is on disk within so many seconds. Raises `NotSaved`."""
-        ends = time.monotonic() + seconds
-        while self.is_saving():
-            if not processes.broadcast_from_host0(lambda: time.monotonic() < ends, "patience"):
-                return False
-            time.sleep(POLL_SECONDS)
-        self.wait()
-        return True
-
     def wait(self) -> None:
         """Wait until everything is on disk. Raises `NotSaved`."""
         self._on_all_processes(lambda: self._finished and self._finished.result())
         if self._finished is not None:
             self._finished = None
+            self._failures = 0
+            self._storage.report_recovery(CHECKPOINT)
             self._on_saved(self._saving, str(self._folder / str(self._saving)))
 
     def after_step(self, is_due: bool, save: Callable[[], None]) -> None:
-        """Save after a step if that is due or has just failed; warn of failures."""
-        try:
-            if self._finished is not None:
-                if not self._is_done(WAIT_SECONDS if is_due else 0):
-                    if is_due:
-                        text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
-                        self._storage.report_failure(CHECKPOINT, text)
-                    return
-                self._failures = 0
-                self._storage.report_recovery(CHECKPOINT)
-        except NotSaved as error:
-            self._report(error)
-        try:
-            if is_due or 0 < self._failures < MAX_TRIES:
-                save()
-        except NotSaved as error:
-            self._report(error)
+        """Save after a step if that is due or has just failed; warn of failures.
 
-    def _report(self, error: NotSaved) -> None:
-        self._failures += 1
-        self._storage.report_failure(CHECKPOINT, reason(error))
+        A save waits for the one before it.
+        """
+        if self._finished is not None and (is_due or not self.is_saving()):
+            self._attempt(self.wait)
+        if is_due or 0 < self._failures < MAX_TRIES:
+            self._attempt(save)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except NotSaved as error:
+            self._failures += 1
+            self._storage.report_failure(CHECKPOINT, reason(error))
 
     def save_last(self, save: Callable[[], None]) -> None:
         """Save, and wait until that is on disk. Raises `NotSaved` after a few tries."""

@@ -102,7 +102,11 @@ class RolloutJournal(Journal):
             fields = json.loads(header)
             if fields["identity"] != self._identity:
                 return {}
-            groups = unpack_partial(np.frombuffer(content, np.uint8), _unread_prompt)
+            # Prompts have no text until the data are read.
+            groups = unpack_partial(
+                np.frombuffer(content, np.uint8),
+                lambda index: Prompt(index, "", "", np.zeros(0, np.int32), "", ""),
+            )
             pairs = zip(fields["prompts"], groups, strict=True)
             return {
                 partial.prompt.index: (digest, partial.judged)
@@ -115,8 +119,3 @@ class RolloutJournal(Journal):
 
 def _name(step: int) -> str:
     return f"step_{step:06d}"
-
-
-def _unread_prompt(index: int) -> Prompt:
-    """Return a prompt without text, until the data are read."""
-    return Prompt(index, "", "", np.zeros(0, np.int32), "", "")

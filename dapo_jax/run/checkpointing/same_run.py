@@ -49,27 +49,22 @@ class Record:
 
     @classmethod
     def read(cls, content: Mapping[str, Any], place: os.PathLike) -> "Record":
-        """Return the record in a checkpoint's JSON; settings younger than it get defaults.
-
-        Raises `ConfigError` for the format of an older version.
-        """
-        progress = dict(content.get("progress") or {})
-        if not progress or progress.pop("carried", ()):  # formats of older versions
+        """Return the record in a checkpoint's JSON; settings younger than it get defaults."""
+        try:
+            progress = RunProgress(**content["progress"])
+        except (KeyError, TypeError):
             raise ConfigError(
-                f"config.run_dir: {place} was saved by an older version of dapo_jax: resume with "
+                f"config.run_dir: {place} was saved by another version of dapo_jax: resume with "
                 "that version, or choose another run_dir"
-            )
+            ) from None
         settings = with_defaults(content["settings"])
-        return cls(content["step"], settings, content["inputs"], RunProgress(**progress))
-
-
-def _rule(name: str) -> Rule:
-    return rules(Config).get(name, Rule())  # the strictest for other entries of a checkpoint
+        return cls(content["step"], settings, content["inputs"], progress)
 
 
 def may_change(name: str, settings: dict[str, Any]) -> bool:
     """Return True if a resumed run may have another value of a setting."""
-    allowed = _rule(name).may_change
+    rule = rules(Config).get(name, Rule())  # the strictest for other entries of a checkpoint
+    allowed = rule.may_change
     return allowed(settings) if isinstance(allowed, When) else allowed
 
 
@@ -91,10 +86,7 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
     settings, saved = _resolved(settings), _resolved(saved)
     changed = []
     for name, value in settings.items():
-        read = _rule(name).read
-        # A setting that nothing reads was once accepted with any value.
-        is_read = read is None or read(settings)
-        if value != saved.get(name) and is_read and not may_change(name, settings):
+        if value != saved.get(name) and not may_change(name, settings):
             before = saved.get(name)
             changed.append(f"config.{name} = {value!r}, but the run was made with {before!r}")
     if changed:

@@ -15,7 +15,7 @@ import weakref
 from typing import NamedTuple
 
 START_SECONDS = 60.0  # for an interpreter to start on a busy machine
-MAX_REPLY_BYTES = 1 << 20  # a worker that writes more is broken
+MAX_REPLY_BYTES = 1 << 26  # rewards of each token of 64 responses; a longer reply is broken
 # Longer limits of a second attempt, relative to the first.
 LATE_FACTOR = 4
 BUSY_FACTOR = 12  # with a limit of CPU time, which ends a job that computes, also on a busy machine
@@ -40,8 +40,7 @@ class WorkerProcess:
     It imports modules from the same paths as this process.
     """
 
-    def __init__(self, module: str, *arguments: str, max_reply_bytes: int = MAX_REPLY_BYTES):
-        self._max_reply_bytes = max_reply_bytes
+    def __init__(self, module: str, *arguments: str):
         self._prepared: set[str] = set()
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -102,15 +101,15 @@ class WorkerProcess:
         try:
             self._to.write(message)
             self._to.flush()
-            reply = self._from.readline(self._max_reply_bytes + 1)
+            reply = self._from.readline(MAX_REPLY_BYTES + 1)
         except OSError:
             reply = b""
         finally:
             timer.cancel()
         if late.is_set():
             raise TimeoutError("no answer in time")
-        if len(reply) > self._max_reply_bytes:
-            raise ValueError(f"the reply has over {self._max_reply_bytes} bytes")
+        if len(reply) > MAX_REPLY_BYTES:
+            raise ValueError(f"the reply has over {MAX_REPLY_BYTES} bytes")
         if not reply.endswith(b"\n"):
             raise OSError("the worker died")
         return reply
@@ -140,10 +139,8 @@ class RestartingWorker:
     It is safe to share between threads. A forked child starts a process of its own.
     """
 
-    def __init__(self, module: str, *arguments: str, max_reply_bytes: int = MAX_REPLY_BYTES):
-        self._start = functools.partial(
-            WorkerProcess, module, *arguments, max_reply_bytes=max_reply_bytes
-        )
+    def __init__(self, module: str, *arguments: str):
+        self._start = functools.partial(WorkerProcess, module, *arguments)
         self._closed = False
         self.kills = 0  # failed processes
         self.start_seconds = 0.0  # spent on starting processes
