@@ -253,7 +253,7 @@ def attend_triton(
     _, length, _, width = queries.shape
     target, mesh = jax.sharding.get_abstract_mesh(), sharding.active_mesh()
     platform = jax.default_backend() if target.empty else target.abstract_device.platform
-    fits = gpu_attention.supports(width) and length % gpu_attention.ROW_MULTIPLE == 0
+    fits = gpu_attention.has_kernels("gpu", width) and length % gpu_attention.ROW_MULTIPLE == 0
     cut = mesh is not None and sharding.shards(mesh, "sequence") > 1
     special = options.window is not None or options.sinks is not None
     if special or context.prompt_ids is not None or cut or not fits:

@@ -1,7 +1,6 @@
 """Layout of the caches on devices: slots of equal length, or pages of the page table."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import KVCache, PageCache, PromptCache
 from dapo_jax.model.decode_attention import (
     PagedAttention,
-    attend_slots,
+    SlotAttention,
     has_kernel,
     in_ring,
     interleave,
@@ -20,6 +19,7 @@ from dapo_jax.model.decode_attention import (
     rounded,
 )
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.gpu_attention import has_kernels
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.rollout.page_table import Fills, PageGeometry, PageTable
 from dapo_jax.runtime import sharding
@@ -51,16 +51,14 @@ class CacheLayout:
         self._settings = settings
         self._limit = cache_tokens
         self._dtype = dtype
-        self._time_last = mesh.devices.flat[0].platform == "cpu"
+        platform = mesh.devices.flat[0].platform
+        self._time_last = platform == "cpu"
         # Pages are int8 with a scale per head that must be known beforehand.
         self.calibrated = paged and settings.cache_dtype == "int8_per_head"
         # Whether a call may insert the responses to several prompts: without pages, a replica also
         # gets the prompts of other replicas, and drops them.
         self.takes_many = paged or mesh.size == 1
-        # Whether a kernel reads only the existing tokens.
-        self.kernel = paged and _read_by_kernel(config, mesh, settings, dtype)
         self.pages: PageTable | None = None
-        self.attend: Callable = attend_slots
         if paged:
             replicas = sharding.shards(mesh, "batch", sharding.DECODING)
             full = -(-cache_tokens // settings.page_tokens)  # pages of a longest response
@@ -72,7 +70,10 @@ class CacheLayout:
             page_tokens, slots = settings.page_tokens, settings.slots
             each = pages // replicas + 1
             self.pages = PageTable(PageGeometry(replicas, each, page_tokens, slots, cache_tokens))
-            self.attend = PagedAttention(mesh, self.kernel)
+            self.attend = PagedAttention(mesh, _read_by_kernel(config, mesh, settings, dtype))
+        else:
+            kernel = has_kernels(platform, config.head_dim, dtype) and not config.sinks
+            self.attend = SlotAttention(mesh, kernel)
 
     def window(self, needed: int) -> int:
         """Return the length of slots that hold `needed` tokens; with pages always the maximum."""
@@ -98,7 +99,7 @@ class CacheLayout:
         """Return the page table columns that attention reads for `needed` tokens of a slot."""
         if self.pages is None:
             return None
-        window = self._limit if self.kernel else self._grown(needed)
+        window = self._limit if self.attend.kernel else self._grown(needed)
         return -(-window // self._settings.page_tokens)
 
     def _lengths(self, window: int) -> list[int]:

@@ -1,16 +1,27 @@
-"""The GPU's kernel computes plain attention, in Pallas' interpreter; a compiler accepts it."""
+"""The GPU's kernels compute plain attention, in Pallas' interpreter; a compiler accepts them."""
+
+import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import TINY
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from named_meshes import named_mesh
 from test_attention import assert_equal, ragged_ids, results
 
-from dapo_jax.model import gpu_attention, training_attention
+from dapo_jax.config.experiment import Mesh as MeshSettings
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.model import decode_attention, gpu_attention, training_attention
 from dapo_jax.model.blockwise_attention import RowIds
-from dapo_jax.model.gpu_attention import rows_attention
+from dapo_jax.model.caches import KVCache
+from dapo_jax.model.decode_attention import SlotAttention, SlotContext
+from dapo_jax.model.gpu_attention import rows_attention, slots_attention
+from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.runtime.sharding import make_mesh
 
 # NVIDIA's data sheet; CUDA programming guide, compute capability 9.0.
@@ -78,8 +89,70 @@ def test_unsupported_cases_run_blockwise(case, monkeypatch):
     assert_equal(results("triton", arrays, ids, None, window, sinks), expected)
 
 
+def decode(attend, lengths, cache, heads=4, active=None, dtype=jnp.float32):
+    """A token for each slot, after `lengths` that are there."""
+    slots, kv_heads, _, width = cache.values.shape
+    shapes = [(slots, 1, n, width) for n in (heads, kv_heads, kv_heads)]
+    rng = np.random.default_rng(1)
+    new = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    active = jnp.ones(slots, bool) if active is None else active
+    context = SlotContext(jnp.asarray(lengths, jnp.int32)[:, None], active, None)
+    return jax.jit(attend)(*new, context, cache)
+
+
+def filled(slots: int, kv_heads: int, length: int, width: int) -> KVCache:
+    shape = slots, kv_heads, length, width
+    keys, values = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for _ in range(2))
+    return KVCache(keys, values, None, None, time_last=False)
+
+
+@pytest.mark.parametrize("length", [256, 96, 8])  # the last is too short for the kernel
+@pytest.mark.parametrize("mesh", ["one_device", "eight_devices"])
+def test_only_filled_blocks_of_slots_are_read(length, mesh, request, monkeypatch):
+    mesh, cache = request.getfixturevalue(mesh), filled(8, 2, length, 16)
+    lengths = [0, 1, length // 2 - 1, length // 2, 5, 3, length - 2, length - 1]
+    active = jnp.arange(8) != 5
+    expected, written = decode(decode_attention.attend_slots, lengths, cache, active=active)
+    # Blocks that nobody may read hold what would spoil every sum.
+    _, block = gpu_attention.split_of(length) or (1, length)
+    beyond = jnp.arange(length) // block > jnp.array(lengths)[:, None] // block
+    if length > 8:
+        keys, values = (
+            jnp.where(beyond[:, None, :, None], jnp.nan, array)
+            for array in (cache.keys, cache.values)
+        )
+        cache = cache.replace(keys=keys, values=values)
+    mixed, after = decode(SlotAttention(mesh, True), lengths, cache, active=active)
+    assert_equal(mixed[active], expected[active])
+    np.testing.assert_array_equal(after.values[0, :, 0], written.values[0, :, 0])
+
+
+def test_the_bfloat16_error_matches_plain_attentions(one_device):
+    cache, lengths = filled(8, 2, 1536, 64), [1535, 700, 30, 1, 0, 900, 1200, 77]
+    exact, _ = decode(decode_attention.attend_slots, lengths, cache)
+    half = cache.replace(keys=jnp.bfloat16(cache.keys), values=jnp.bfloat16(cache.values))
+    kinds = (decode_attention.attend_slots, SlotAttention(one_device, True))
+    rounded = (decode(attend, lengths, half, dtype=jnp.bfloat16)[0] for attend in kinds)
+    plain, kernel = (float(np.abs(np.float32(one) - exact).max()) for one in rounded)
+    print(f"bfloat16 against float32: plain {plain:.1e}, kernel {kernel:.1e}")
+    assert kernel < 3 * plain < 0.1
+
+
+def test_only_gpu_engines_use_the_kernel(one_device):
+    gpu = named_mesh(MeshSettings(), "cuda", 1)
+
+    def takes_it(mesh, dtype=jnp.float32, **shape):
+        config = dataclasses.replace(TINY, head_dim=16, **shape)
+        return CacheLayout(config, mesh, Sampler(slots=4), 64, dtype).attend.kernel
+
+    assert takes_it(gpu) and not takes_it(one_device)
+    assert not takes_it(gpu, sinks=True) and not takes_it(gpu, jnp.int8)
+    assert gpu_attention.has_kernels("gpu", 64) and gpu_attention.has_kernels("cuda", 128)
+    assert not gpu_attention.has_kernels("gpu", 96) and not gpu_attention.has_kernels("tpu", 128)
+
+
 @pytest.mark.slow  # needs the cuda extra, no GPU
-def test_the_kernel_compiles_for_an_h100():
+def test_both_kernels_compile_for_an_h100():
     pytest.importorskip("jax_cuda12_plugin")
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=H100
@@ -99,4 +172,10 @@ def test_the_kernel_compiles_for_an_h100():
 
     rows = [((2, 2048, heads, 128), jnp.bfloat16) for heads in (12, 2, 2)]
     update = text(jax.grad(loss, (0, 1, 2)), *rows, ((2, 2048), jnp.int32))
-    assert update.count("xla.gpu.triton") >= 3 and "2048,2048" not in update
+    cache = ((32, 2, 1536, 128), jnp.bfloat16)
+    step = functools.partial(slots_attention, interpret=False)
+    decoding = text(step, ((32, 12, 128), jnp.bfloat16), cache, cache, ((32,), jnp.int32))
+    assert update.count("xla.gpu.triton") >= 3 and decoding.count("xla.gpu.triton") == 1
+    assert "2048,2048" not in update
+    # The cache is no operand of anything but the kernel: it is not copied.
+    assert not re.search(r"= bf16\[32,2,1536,128\]\S* (copy|transpose|fusion)", decoding)

@@ -155,7 +155,7 @@ class SimulatedPrograms:
         self._replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         self._lengths = np.zeros(self._slots, np.int64)
         self._ends = np.zeros(self._slots, bool)
-        self._reads_window = not layout.kernel
+        self._reads_window = not layout.attend.kernel
 
     def resident(self) -> None: ...
 
