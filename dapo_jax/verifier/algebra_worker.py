@@ -28,7 +28,7 @@ from dapo_jax.verifier.expression_tree import (
 )
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
-from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, Pieces, RealSets
+from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, RealSets, Region
 from dapo_jax.verifier.sympy_stage import NotLoaded, closed_form, has_operators, load
 from dapo_jax.verifier.verifier import BATCH_SECONDS, LOAD, Question, Settings, make_verifier
 
@@ -72,30 +72,30 @@ class TreeAlgebra:
     def _same_cases(self, prediction: str, answer: str) -> bool:
         ours, theirs = self._branches(read(prediction)), self._branches(read(answer))
         names = set().union(*(symbols(value) for _, value in ours + theirs))
-        covered = [[piece for pieces, _ in side for piece in pieces] for side in (ours, theirs)]
         regions = self._regions
-        if len(names) > 1 or not regions.same(*map(regions.union, covered)):
+        covered = [regions.combine(any, *(region for region, _ in side)) for side in (ours, theirs)]
+        if len(names) > 1 or not regions.same(*covered):
             return False
-        for (pieces, mine), (others, gold) in itertools.product(ours, theirs):
-            for piece in regions.intersection(pieces, others):
-                ends = [end.value for end in piece if end.value is not None and not end.open]
-                values = regions.inside(piece, 2) + ends
-                points = [dict.fromkeys(names, value) for value in values]
-                if not same_expression(mine, gold, self._budget, points):
-                    return False
+        for (region, mine), (other, gold) in itertools.product(ours, theirs):
+            shared = regions.combine(all, region, other)
+            cells = [cell for cell, is_member in enumerate(shared.cells) if is_member]
+            values = [value for cell in cells for value in regions.inside(shared, cell, 2)]
+            points = [dict.fromkeys(names, value) for value in values]
+            if points and not same_expression(mine, gold, self._budget, points):
+                return False
         return True
 
-    def _branches(self, node: Node) -> list[tuple[Pieces, Tree]]:
+    def _branches(self, node: Node) -> list[tuple[Region, Tree]]:
         """Return the regions of a function by cases, each without earlier ones, and its values."""
         if not is_by_cases(node):
             return [(EVERYTHING, parse(node.text))]
         branches, left = [], EVERYTHING
         for value, condition in (row.items for row in node.items):
-            pieces = left
+            region = left
             if condition.text != "otherwise":
-                pieces = self._regions.intersection(left, self._regions.read(condition))
-            branches.append((pieces, parse(value.text)))
-            left = self._regions.intersection(left, self._regions.complement(pieces))
+                region = self._regions.combine(all, left, self._regions.read(condition))
+            branches.append((region, parse(value.text)))
+            left = self._regions.without(left, region)
         return branches
 
     def _same_equation(self, prediction: str, answer: str) -> bool:
