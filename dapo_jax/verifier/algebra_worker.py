@@ -3,9 +3,7 @@
 `python -m dapo_jax.verifier.algebra_worker` serves one JSON line per batch of `Question`s.
 """
 
-import collections
 import functools
-import hashlib
 import itertools
 import time
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from dapo_jax.verifier.sympy_stage import NotLoaded, closed_form, has_operators,
 from dapo_jax.verifier.verifier import BATCH_SECONDS, LOAD, Question, Settings, make_verifier
 
 WORK = 400_000  # units of a verdict; a unit is about a microsecond
-MAX_REMEMBERED = 100_000
+MAX_REMEMBERED = 20_000
 BATCH_CHARACTERS = 50_000  # of answers; JSON takes up to 12 bytes for one, of 1 MiB for a reply
 
 
@@ -166,52 +164,43 @@ class Reply(NamedTuple):
     undecided: bool = False
 
 
-Memory = collections.OrderedDict[bytes, Reply]  # the oldest are forgotten
+@functools.lru_cache(maxsize=MAX_REMEMBERED)
+def _compare(kind: str, prediction: str, answer: str, closes: bool, work: int) -> Reply:
+    budget, same, undecided = Budget(work), False, False
+    try:
+        same = TreeAlgebra(budget, closes=closes).same(kind, prediction, answer)
+    except Undecided:
+        undecided = True
+    except NotLoaded:
+        raise
+    except Exception:  # not understood is not equal, whatever the reason
+        same = False
+    return Reply(same, work - max(0, int(budget.left)), undecided)
 
 
 class RememberedAlgebra:
     """`Algebra` of one verdict, which has work to spend over all its questions.
 
-    A remembered reply costs what it cost before, so that verdicts don't depend on what was asked
-    earlier.
+    Replies are remembered for the same work left, so that verdicts don't depend on earlier ones.
 
     Attributes:
         asked, remembered, undecided: counts of comparisons, of questions that the memory answered,
             and of those that were neither equal nor different.
     """
 
-    def __init__(self, memory: Memory, *, closes: bool = True):
-        self._memory, self._work, self._closes = memory, WORK, closes
+    def __init__(self, *, closes: bool = True):
+        self._work, self._closes = WORK, closes
         self.asked = self.remembered = self.undecided = 0
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
-        texts = repr((kind, prediction, answer, self._closes)).encode("utf-8", "backslashreplace")
-        key = hashlib.blake2b(texts, digest_size=16).digest()
-        reply = self._memory.get(key)
-        if reply is not None and reply.work <= self._work:
-            self.remembered += 1
-        else:
-            reply = self._compare(kind, prediction, answer)
-            self.asked += 1
-            if not reply.undecided or self._work == WORK:  # more work may decide it
-                self._memory[key] = reply
-                if len(self._memory) > MAX_REMEMBERED:
-                    self._memory.popitem(last=False)
-        self._work -= reply.work
+        hits = _compare.cache_info().hits
+        reply = _compare(kind, prediction, answer, self._closes, self._work)
+        is_hit = _compare.cache_info().hits > hits
+        self.remembered += is_hit
+        self.asked += not is_hit
         self.undecided += reply.undecided
+        self._work -= reply.work
         return reply.same
-
-    def _compare(self, kind: str, prediction: str, answer: str) -> Reply:
-        budget, same, undecided = Budget(self._work), False, False
-        try:
-            same = TreeAlgebra(budget, closes=self._closes).same(kind, prediction, answer)
-        except Undecided:
-            undecided = True
-        except NotLoaded:
-            raise
-        except Exception:  # not understood is not equal, whatever the reason
-            same = False
-        return Reply(same, self._work - max(0, int(budget.left)), undecided)
 
     def describe(self, correct: bool) -> str:
         """Return how the verdict was decided."""
@@ -238,13 +227,11 @@ def make_answer() -> Callable[[dict], dict]:
     `VerifierResult`, is the text of an error, or an object: `LOAD` has to be done first.
     """
     limit_process()
-    memory = Memory()
 
     @functools.cache
     def find(settings: Settings) -> Verifier:
-        return make_verifier(
-            settings, lambda: RememberedAlgebra(memory, closes=settings.unfinished != "wrong")
-        )
+        closes = settings.unfinished != "wrong"
+        return make_verifier(settings, functools.partial(RememberedAlgebra, closes=closes))
 
     def answer(job: dict) -> dict:
         if job == LOAD:

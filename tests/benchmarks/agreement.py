@@ -16,7 +16,7 @@ import bench
 
 from dapo_jax.data.sources import read_problems
 from dapo_jax.verifier import sympy_stage
-from dapo_jax.verifier.algebra_worker import Memory, RememberedAlgebra
+from dapo_jax.verifier.algebra_worker import RememberedAlgebra
 from dapo_jax.verifier.verifier import Settings, make_verifier
 
 CASES = pathlib.Path(__file__).parents[1] / "verifier/verifier_cases.jsonl"
@@ -25,7 +25,7 @@ Pair = tuple[str, str, bool]  # response, gold answer, whether they are equivale
 
 def ours(response: str, gold: str) -> bool:
     """Judge in this process."""
-    verifier = make_verifier(Settings("math"), lambda: RememberedAlgebra(Memory()))
+    verifier = make_verifier(Settings("math"), RememberedAlgebra)
     return verifier(response, gold, "").correct
 
 

@@ -23,7 +23,7 @@ from row_files import read_table
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.verifier import algebra_process, is_equivalent
-from dapo_jax.verifier.algebra_worker import Memory, RememberedAlgebra
+from dapo_jax.verifier.algebra_worker import RememberedAlgebra
 from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.verifier.extraction import extract
 from dapo_jax.verifier.numerals import read_number
@@ -292,7 +292,7 @@ def test_each_cause_is_decided_as_listed():
 
 
 def test_a_degenerate_response_is_wrong_quickly():
-    verify = make_verifier(Settings("math"), lambda: RememberedAlgebra(Memory()))
+    verify = make_verifier(Settings("math"), RememberedAlgebra)
     for blank in (r"\, ", "~", " ", r"\\, ", r"\quad ", "\t", r"\text{ }", "{}"):
         started = time.process_time()
         assert not verify(rf"\boxed{{4{blank * 400}5}}", "45", "").correct
