@@ -11,19 +11,11 @@ from typing import NamedTuple
 
 from dapo_jax.contracts import Verifier
 from dapo_jax.runtime.workers.child import limit_process, serve
+from dapo_jax.verifier import expression_tree as trees
 from dapo_jax.verifier.algebra import proportional, same_expression
 from dapo_jax.verifier.answer_shape import Node, read
 from dapo_jax.verifier.equivalence import compact, is_by_cases
-from dapo_jax.verifier.expression_tree import (
-    Budget,
-    Refused,
-    Tree,
-    Undecided,
-    add,
-    conditions,
-    negate,
-    symbols,
-)
+from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, symbols
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
 from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, RealSets, Region
@@ -134,13 +126,13 @@ class TreeAlgebra:
 
 
 def _difference(left: Node, right: Node) -> Tree:
-    return add([parse(left.text), negate(parse(right.text))])
+    return trees.add([parse(left.text), trees.negate(parse(right.text))])
 
 
 def _domain(field: RationalFunctions, tree: Tree) -> set[tuple[str, str]]:
     """Return the conditions of an equation's expressions on its variables, in normal form."""
     asked = set()
-    for mark, inside in conditions(tree):
+    for mark, inside in trees.conditions(tree):
         try:
             asked |= {(mark, factor) for factor in field.factors(inside)}
         except NotRational:

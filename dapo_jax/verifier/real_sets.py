@@ -10,30 +10,18 @@ from typing import NamedTuple
 
 from flint import arb, fmpq
 
+from dapo_jax.verifier import expression_tree as trees
 from dapo_jax.verifier.answer_shape import Node
 from dapo_jax.verifier.ball_arithmetic import PRECISIONS, Undefined, enclose, sign, with_bits
 from dapo_jax.verifier.equivalence import REALS, compact
-from dapo_jax.verifier.expression_tree import (
-    INFINITY,
-    Budget,
-    NoValue,
-    Refused,
-    Tree,
-    Undecided,
-    add,
-    conditions,
-    negate,
-    number,
-    substitute,
-    symbols,
-)
+from dapo_jax.verifier.expression_tree import Budget, NoValue, Refused, Tree, Undecided, symbols
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.zeros import zeros
 
 MAX_PIECES = 32  # of a union
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 SIGNS = {"=": (0,), "!=": (1, -1), ">": (1,), ">=": (1, 0), "<": (-1,), "<=": (-1, 0)}
-MINUS_INFINITY = negate(INFINITY)
+MINUS_INFINITY = trees.negate(trees.INFINITY)
 
 
 class Region(NamedTuple):
@@ -67,7 +55,7 @@ class RealSets:
         self.budget = budget
 
     def _compare(self, a: Tree, b: Tree) -> int:
-        return 0 if a == b else sign(add([a, negate(b)]), self.budget)
+        return 0 if a == b else sign(trees.add([a, trees.negate(b)]), self.budget)
 
     def _in_order(self, values: Iterable[Tree]) -> list[Tree]:
         """Return the numbers in ascending order, each once."""
@@ -133,7 +121,7 @@ class RealSets:
                     middle = (a + b) / 2
                 with with_bits(bits // 2):
                     mantissa, exponent = (+middle).mid().man_exp()
-            value = number(fmpq(mantissa) * fmpq(2) ** int(exponent))
+            value = trees.number(fmpq(mantissa) * fmpq(2) ** int(exponent))
             is_above = low is None or self._compare(low, value) < 0
             if is_above and (high is None or self._compare(value, high) < 0):
                 return value
@@ -154,10 +142,10 @@ class RealSets:
         if low != MINUS_INFINITY:
             ends.append(self._number(low))
             cells += [left == "[", True]
-        if high != INFINITY:
+        if high != trees.INFINITY:
             ends.append(self._number(high))
             cells += [right == "]", False]
-        if low == MINUS_INFINITY and left == "[" or high == INFINITY and right == "]":
+        if low == MINUS_INFINITY and left == "[" or high == trees.INFINITY and right == "]":
             raise Refused("infinity is no member")
         if len(ends) == 2 and self._compare(*ends) >= 0:
             raise Refused("an interval without length")
@@ -175,7 +163,7 @@ class RealSets:
             solutions = EVERYTHING
             for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
                 if not _is_unbounded(left.text, mark, right.text):
-                    difference = add([parse(left.text), negate(parse(right.text))])
+                    difference = trees.add([parse(left.text), trees.negate(parse(right.text))])
                     solutions = self.combine(all, solutions, self._solve(difference, mark))
             return solutions
         if compact(node.text) == REALS:
@@ -203,7 +191,7 @@ class RealSets:
         """
         if len(symbols(difference)) != 1:
             raise Refused("no relation in one variable")
-        relations = [*conditions(difference), (mark, difference)]
+        relations = [*trees.conditions(difference), (mark, difference)]
         if any(kind not in SIGNS for kind, _ in relations):
             raise Refused("values not everywhere")
         candidates = [zero for _, tree in relations for zero in zeros(tree, self.budget)]
@@ -229,7 +217,7 @@ class RealSets:
         for mark, tree in relations:
             point = dict.fromkeys(symbols(tree), value)
             try:
-                if sign(substitute(tree, point, self.budget), self.budget) not in SIGNS[mark]:
+                if sign(trees.substitute(tree, point, self.budget), self.budget) not in SIGNS[mark]:
                     return False
             except NoValue:
                 return False
