@@ -14,9 +14,10 @@ from dapo_jax.runtime.workers.child import limit_process, serve
 from dapo_jax.verifier import expression_tree as trees
 from dapo_jax.verifier.algebra import proportional, same_expression
 from dapo_jax.verifier.answer_shape import Node, read
-from dapo_jax.verifier.equivalence import compact, is_by_cases
+from dapo_jax.verifier.equivalence import is_by_cases
 from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, symbols
 from dapo_jax.verifier.expressions import parse
+from dapo_jax.verifier.names import compact
 from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
 from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, RealSets, Region
 from dapo_jax.verifier.sympy_stage import NotLoaded, closed_form, has_operators, load

@@ -236,29 +236,31 @@ def substitute(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree:
     if tree.kind in ("total", "times"):
         return _written_out(tree, values, budget)
     parts = [substitute(part, values, budget) for part in tree.parts]
-    match tree.kind:
-        case "sum":
-            return add(parts)
-        case "product":
-            return multiply(*parts)
-        case "quotient":
-            return divide(*parts)
-        case "power":
-            try:
-                return power(*parts)
-            except NoValue:
-                raise
-            except Refused:  # too large to be written out
-                return Tree("power", tuple(parts))
-        case "odd_root":
-            return odd_root(parts[0], int(parts[1].rational.p))
-        case "factorial":
-            return factorial(*parts)
-        case "binomial":
-            return binomial(*parts)
+    if tree.kind in _CONSTRUCTORS:
+        return _CONSTRUCTORS[tree.kind](*parts)
     if tree.kind in _OF_NUMBERS and all(part.kind == "number" for part in parts):
         return number(_OF_NUMBERS[tree.kind](*(part.rational for part in parts)))
     return tree._replace(parts=tuple(parts))
+
+
+def _power_as_written(base: Tree, exponent: Tree) -> Tree:
+    try:
+        return power(base, exponent)
+    except NoValue:
+        raise
+    except Refused:  # too large to be written out
+        return Tree("power", (base, exponent))
+
+
+_CONSTRUCTORS: dict[str, Callable[..., Tree]] = {
+    "sum": lambda *terms: add(list(terms)),
+    "product": multiply,
+    "quotient": divide,
+    "power": _power_as_written,
+    "odd_root": lambda inside, order: odd_root(inside, int(order.rational.p)),
+    "factorial": factorial,
+    "binomial": binomial,
+}
 
 
 def _remainder(value: fmpq, below: fmpq) -> fmpq:

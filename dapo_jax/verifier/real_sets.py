@@ -13,9 +13,10 @@ from flint import arb, fmpq
 from dapo_jax.verifier import expression_tree as trees
 from dapo_jax.verifier.answer_shape import Node
 from dapo_jax.verifier.ball_arithmetic import PRECISIONS, Undefined, enclose, sign, with_bits
-from dapo_jax.verifier.equivalence import REALS, compact
+from dapo_jax.verifier.equivalence import REALS
 from dapo_jax.verifier.expression_tree import Budget, NoValue, Refused, Tree, Undecided, symbols
 from dapo_jax.verifier.expressions import parse
+from dapo_jax.verifier.names import compact
 from dapo_jax.verifier.zeros import zeros
 
 MAX_PIECES = 32  # of a union
