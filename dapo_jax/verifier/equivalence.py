@@ -91,24 +91,20 @@ class _Comparison:
 
     def _same_members(self, mine: Node, gold: Node) -> bool:
         """Test the equality of members, as often as they are written unless gold is a set."""
-        ours = _items(mine)
-        theirs = _items(gold)
-        matched: set[int] = set()
+        ours, theirs = _items(mine), _items(gold)
         if max(len(ours), len(theirs)) > MAX_ITEMS:
             return False
-        again = gold.kind == "set"
+        if gold.kind == "set":
+            is_known = all(any(self._same_member(item, other) for other in theirs) for item in ours)
+            return is_known and all(
+                any(self._same_member(item, other) for item in ours) for other in theirs
+            )
         for item in ours:
-            places = (i for i in range(len(theirs)) if again or i not in matched)
-            place = next((i for i in places if self._same_member(item, theirs[i])), None)
-            if place is None:
+            match = next((other for other in theirs if self._same_member(item, other)), None)
+            if match is None:
                 return False
-            matched.add(place)
-        left = [item for i, item in enumerate(theirs) if i not in matched]
-        return (
-            not left
-            or again
-            and all(any(self._same_member(item, other) for item in ours) for other in left)
-        )
+            theirs.remove(match)
+        return not theirs
 
     def _same_member(self, mine: Node, gold: Node) -> bool:
         return (mine.kind == "set") == (gold.kind == "set") and self.same(mine, gold)

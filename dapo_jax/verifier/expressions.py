@@ -41,6 +41,7 @@ _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TIMES = {"*", r"\times", r"\cdot"}
 _BOUND = {"sum": "total", "prod": "times", "lim": "limit", "int": "integral"}  # bind a variable
 _OF_SEVERAL = {"max", "min", "gcd"}
+_FACTORS = {*FUNCTIONS, *GREEK, *_CONSTANTS, *_BOUND, *_OF_SEVERAL, "frac", "binom", "mathbf"}
 _DIFFERENTIALS = {"d", r"\delta", r"\Delta"}
 _DIVIDE = {"/", r"\div"}
 
@@ -166,10 +167,7 @@ class _Parser:
         token = self._peek()
         if self._bars and token == self._bars[-1]:
             return False
-        name = token[1:]
-        known = name in FUNCTIONS or name in GREEK or name in _CONSTANTS
-        known = known or name in _BOUND or name in _OF_SEVERAL
-        named = token[:1] == "\\" and (known or name in ("frac", "binom", "mathbf"))
+        named = token[:1] == "\\" and token[1:] in _FACTORS
         plain = token.isalnum() or token[:1] == "." and len(token) > 1 or token[:1].isdigit()
         return bool(token) and (token in "({[" or token in _BARS or named or plain)
 
