@@ -85,21 +85,10 @@ def number(value: fmpq | fmpz | int) -> Tree:
     return Tree("number", value=value)
 
 
-def symbol(name: str) -> Tree:
-    """Return the variable."""
-    return Tree("symbol", value=name)
-
-
-def _finite(*trees: Tree) -> None:
-    if any(tree.kind == "infinity" for tree in trees):
-        raise Refused("arithmetic with infinity")
-
-
 def add(terms: list[Tree]) -> Tree:
     """Return the sum of terms; numbers among them become one."""
     if len(terms) == 1:
         return terms[0]
-    _finite(*terms)
     constant = sum((t.rational for t in terms if t.kind == "number"), fmpq(0))
     rest = tuple(t for t in terms if t.kind != "number")
     if not rest:
@@ -111,9 +100,6 @@ def multiply(a: Tree, b: Tree) -> Tree:
     """Return the product a * b."""
     if a.kind == b.kind == "number":
         return number(a.rational * b.rational)
-    if b.kind == "infinity" and a.whole == -1:
-        return Tree("product", (a, b))
-    _finite(a, b)
     return Tree("product", (a, b))
 
 
@@ -124,7 +110,6 @@ def negate(tree: Tree) -> Tree:
 
 def divide(above: Tree, below: Tree) -> Tree:
     """Return the quotient above / below; raise `Refused` if it is plainly undefined."""
-    _finite(above, below)
     if below.kind == "number":
         if below.rational == 0:
             raise NoValue("division by zero")
@@ -134,7 +119,6 @@ def divide(above: Tree, below: Tree) -> Tree:
 
 def power(base: Tree, exponent: Tree) -> Tree:
     """Return the power base ** exponent; raise `Refused` if it would be large."""
-    _finite(base, exponent)
     if exponent.kind != "number":
         if base.kind == "number" and base.rational == 0:
             raise NoValue("a power of zero")
@@ -169,13 +153,11 @@ def real_power(base: Tree, exponent: Tree) -> Tree:
 
 def call(name: str, argument: Tree, value: str | None = None) -> Tree:
     """Return a function's value; an unknown one is 'function', with its name as `value`."""
-    _finite(argument)
     return Tree(name, (argument,), value)
 
 
 def odd_root(inside: Tree, order: int) -> Tree:
     """Return the real root if `inside` is real, whatever its sign; else the principal root."""
-    _finite(inside)
     if inside.kind == "number":
         root = power(number(abs(inside.rational)), number(fmpq(1, order)))
         return negate(root) if inside.rational < 0 else root
@@ -200,7 +182,6 @@ def binomial(above: Tree, below: Tree) -> Tree:
             raise Refused("a large binomial")
     if above.kind == below.kind == "number":
         return number(math.comb(above.whole or 0, below.whole or 0))
-    _finite(above, below)
     return Tree("binomial", (above, below))
 
 

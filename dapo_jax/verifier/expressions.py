@@ -89,6 +89,9 @@ class _Parser:
         value = self._fraction()
         if self._at != len(self._tokens):
             raise Refused(f"unexpected {self._peek()}")
+        is_infinite = value in (trees.INFINITY, trees.negate(trees.INFINITY))
+        if not is_infinite and any(node.kind == "infinity" for node in trees.nodes(value)):
+            raise Refused("arithmetic with infinity")
         applied = {node.value for node in trees.nodes(value) if node.kind == "function"}
         if applied & trees.symbols(value):
             raise Refused("a letter that is a function and a factor")
@@ -189,7 +192,7 @@ class _Parser:
             elif mark == "'":
                 if base.kind != "symbol":
                     raise Refused("a prime")
-                base = self._applied(trees.symbol(f"{base.value}'"), start)
+                base = self._applied(Tree("symbol", value=f"{base.value}'"), start)
             else:
                 letter, of_digits = base, False
                 base = trees.real_power(base, self._exponent())
@@ -289,8 +292,8 @@ class _Parser:
 
     def _letter(self, name: str) -> Tree:
         if self._accept("_"):
-            return trees.symbol(f"{name}_{self._subscript()}")
-        return {"e": trees.EULER, "i": trees.IMAGINARY}.get(name) or trees.symbol(name)
+            return Tree("symbol", value=f"{name}_{self._subscript()}")
+        return {"e": trees.EULER, "i": trees.IMAGINARY}.get(name, Tree("symbol", value=name))
 
     def _subscript(self) -> str:
         if not self._accept("{"):
@@ -318,7 +321,7 @@ class _Parser:
                 return trees.odd_root(inside, order.whole)
             return trees.power(inside, trees.divide(trees.number(1), order))
         if name == "mathbf":
-            return trees.symbol(f"bold_{self._subscript()}")
+            return Tree("symbol", value=f"bold_{self._subscript()}")
         if name in _CONSTANTS:
             return _CONSTANTS[name]
         if name in FUNCTIONS:
