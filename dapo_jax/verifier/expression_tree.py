@@ -151,11 +151,6 @@ def real_power(base: Tree, exponent: Tree) -> Tree:
     return power(base, exponent)
 
 
-def call(name: str, argument: Tree, value: str | None = None) -> Tree:
-    """Return a function's value; an unknown one is 'function', with its name as `value`."""
-    return Tree(name, (argument,), value)
-
-
 def odd_root(inside: Tree, order: int) -> Tree:
     """Return the real root if `inside` is real, whatever its sign; else the principal root."""
     if inside.kind == "number":
@@ -164,22 +159,24 @@ def odd_root(inside: Tree, order: int) -> Tree:
     return Tree("odd_root", (inside, number(order)))
 
 
+def _check_factorials(*arguments: Tree) -> None:
+    for tree in arguments:
+        if tree.kind == "number" and tree.whole not in range(LARGEST_FACTORIAL + 1):
+            raise Refused("a factorial of a large number, or of none that is whole")
+
+
 def factorial(argument: Tree) -> Tree:
     """Return the factorial. Raises `Refused` for large or non-integer numbers."""
-    if argument.kind == "number":
-        if argument.whole is None or not 0 <= argument.whole <= LARGEST_FACTORIAL:
-            raise Refused("a large factorial")
-        return number(math.factorial(argument.whole))
-    return call("factorial", argument)
+    _check_factorials(argument)
+    is_number = argument.kind == "number"
+    return (
+        number(math.factorial(argument.whole or 0)) if is_number else Tree("factorial", (argument,))
+    )
 
 
 def binomial(above: Tree, below: Tree) -> Tree:
     """Return the binomial coefficient. Raises `Refused` for large or non-integer numbers."""
-    for part in (above, below):
-        if part.kind == "number" and (
-            part.whole is None or not 0 <= part.whole <= LARGEST_FACTORIAL
-        ):
-            raise Refused("a large binomial")
+    _check_factorials(above, below)
     if above.kind == below.kind == "number":
         return number(math.comb(above.whole or 0, below.whole or 0))
     return Tree("binomial", (above, below))

@@ -31,12 +31,7 @@ FUNCTIONS = (
 )
 _COMMANDS = set(FUNCTIONS) | {"pi", "infinity", "inf"}
 _FUNCTION_NAMES = {"f", "F", "Gamma", "zeta", "phi", "psi"}  # before any bracket
-_CONSTANTS = {
-    "pi": trees.PI,
-    "infty": trees.INFINITY,
-    "infinity": trees.INFINITY,
-    "inf": trees.INFINITY,
-}
+_CONSTANTS = {"pi": trees.PI, **dict.fromkeys(("infty", "infinity", "inf"), trees.INFINITY)}
 _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TIMES = {"*", r"\times", r"\cdot"}
 _BOUND = {"sum": "total", "prod": "times"}  # bind a variable
@@ -51,11 +46,7 @@ def tokens_of(text: str) -> list[str]:
     tokens = []
     for match in _TOKEN.finditer(_DEGREE.sub(DEGREE, text.rstrip())):
         number, command, word, other = match.groups()
-        if (
-            word
-            and word.lower() in _COMMANDS
-            and (len(word) > 2 or word.lower() in ("pi", "ln", "lg"))
-        ):
+        if word and word.lower() in _COMMANDS:
             tokens.append("\\" + word.lower())
         elif word and len(word) > LONGEST_PRODUCT:
             raise Refused(f"a word: {word}")
@@ -215,7 +206,7 @@ class _Parser:
         here, name = self._at, letter.name.partition("_")[0].rstrip("'")
         argument = self._atom()
         if name in self._functions or all(node.kind != "sum" for node in trees.nodes(argument)):
-            return trees.call("function", argument, letter.name)
+            return Tree("function", (argument,), letter.name)
         if self._factors is not None and letter.name not in self._factors:
             raise Refused("a factor or a function")
         self._read_ahead = here, self._at, argument
@@ -288,7 +279,7 @@ class _Parser:
         value = self._sum()
         self._bars.pop()
         self._take(end)
-        return trees.call({r"\lfloor": "floor", r"\lceil": "ceiling"}.get(token, "abs"), value)
+        return Tree({r"\lfloor": "floor", r"\lceil": "ceiling"}.get(token, "abs"), (value,))
 
     def _letter(self, name: str) -> Tree:
         if self._accept("_"):
@@ -376,8 +367,8 @@ class _Parser:
             return trees.power(argument, trees.number(fmpq(1, 2)))
         if function == "lg":
             function, base = "log", trees.number(10)
-        value = trees.call(function, argument)
-        return value if base is None else trees.divide(value, trees.call("log", base))
+        value = Tree(function, (argument,))
+        return value if base is None else trees.divide(value, Tree("log", (base,)))
 
     def _function_argument(self) -> Tree:
         """Return a group, or the factors up to the next sign or function: sin 2x is sin(2x)."""

@@ -96,5 +96,5 @@ def _inverse(function: Tree, value: Tree) -> tuple[Tree, list[Tree]]:
             return inner, []
         case "power" | "exp":
             base = trees.EULER if function.kind == "exp" else function.parts[0]
-            return inner, [trees.divide(trees.call("log", value), trees.call("log", base))]
+            return inner, [trees.divide(Tree("log", (value,)), Tree("log", (base,)))]
     raise Refused("an equation that nothing here solves")
