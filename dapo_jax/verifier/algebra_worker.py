@@ -17,7 +17,6 @@ from dapo_jax.verifier.answer_shape import Node, read
 from dapo_jax.verifier.equivalence import is_by_cases
 from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, symbols
 from dapo_jax.verifier.expressions import parse
-from dapo_jax.verifier.names import compact
 from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
 from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, RealSets, Region
 from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings, make_verifier
@@ -126,8 +125,6 @@ def _domain(field: RationalFunctions, tree: Tree) -> set[tuple[str, str]]:
 
 def _variables(node: Node) -> set[str]:
     if node.kind == "relation":
-        if node.marks == ("in",):
-            return {compact(node.items[0].text)} | _variables(node.items[1])
         return set().union(*(symbols(parse(item.text)) for item in node.items))
     return set().union(*(_variables(item) for item in node.items))
 

@@ -35,10 +35,8 @@ _ROOT = re.compile(r"([√∛∜])\s?(\d+(?:\.\d+)?)?")
 
 
 def _shifted(match: re.Match) -> str:
-    run = match[0]
-    if run[0] in _SUPERSCRIPTS:
-        return "^{" + "".join(map(_SUPERSCRIPTS.__getitem__, run)) + "}"
-    return "_{" + "".join(map(_SUBSCRIPTS.__getitem__, run)) + "}"
+    mark, table = ("^", _SUPERSCRIPTS) if match[0][0] in _SUPERSCRIPTS else ("_", _SUBSCRIPTS)
+    return f"{mark}{{{''.join(map(table.__getitem__, match[0]))}}}"
 
 
 def _character(char: str) -> str:

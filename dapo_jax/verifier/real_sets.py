@@ -159,8 +159,6 @@ class RealSets:
         if node.kind in ("set", "union", "intersection", "difference", "list"):
             return self._of_members(node)
         if node.kind == "relation":
-            if node.marks == ("in",):
-                return self.read(node.items[1])
             solutions = EVERYTHING
             for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
                 if not _is_unbounded(left.text, mark, right.text):
