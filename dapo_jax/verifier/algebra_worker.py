@@ -3,9 +3,7 @@
 `python -m dapo_jax.verifier.algebra_worker` serves one JSON line per batch of `Question`s.
 """
 
-import collections
 import functools
-import hashlib
 import itertools
 import time
 from collections.abc import Callable
@@ -13,44 +11,26 @@ from typing import NamedTuple
 
 from dapo_jax.contracts import Verifier
 from dapo_jax.runtime.workers.child import limit_process, serve
+from dapo_jax.verifier import expression_tree as trees
 from dapo_jax.verifier.algebra import proportional, same_expression
 from dapo_jax.verifier.answer_shape import Node, read
-from dapo_jax.verifier.equivalence import compact, is_by_cases
-from dapo_jax.verifier.expression_tree import (
-    Budget,
-    Refused,
-    Tree,
-    Undecided,
-    add,
-    conditions,
-    negate,
-    symbols,
-)
+from dapo_jax.verifier.equivalence import is_by_cases
+from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, symbols
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
-from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, Pieces, RealSets
-from dapo_jax.verifier.sympy_stage import NotLoaded, closed_form, has_operators, load
-from dapo_jax.verifier.verifier import BATCH_SECONDS, LOAD, Question, Settings, make_verifier
+from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, RealSets, Region
+from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings, make_verifier
 
 WORK = 400_000  # units of a verdict; a unit is about a microsecond
-MAX_REMEMBERED = 100_000
+MAX_REMEMBERED = 20_000
 BATCH_CHARACTERS = 50_000  # of answers; JSON takes up to 12 bytes for one, of 1 MiB for a reply
 
 
 class TreeAlgebra:
-    """`Algebra` that parses and compares trees, within a budget.
+    """`Algebra` that parses and compares trees, within a budget; raises `Undecided`."""
 
-    Args:
-        closes: a prediction's sums, integrals and limits may be worked out; else only if gold has
-            some, since they are unfinished beside any other gold.
-
-    Raises:
-        Undecided: neither equal nor different.
-        NotLoaded: sympy has to be loaded first.
-    """
-
-    def __init__(self, budget: Budget, *, closes: bool = True):
-        self._budget, self._regions, self._closes = budget, RealSets(budget), closes
+    def __init__(self, budget: Budget):
+        self._budget, self._regions = budget, RealSets(budget)
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
         return getattr(self, f"_same_{kind}")(prediction, answer)
@@ -58,44 +38,37 @@ class TreeAlgebra:
     def _same_value(self, prediction: str, answer: str) -> bool:
         try:
             gold = parse(answer)
-            mine = parse(prediction, symbols(gold))
-            try:
-                return same_expression(mine, gold, self._budget)
-            except (Refused, Undecided):
-                if not has_operators(gold, *[mine] * self._closes):
-                    raise
-            mine, gold = closed_form(mine, self._budget), closed_form(gold, self._budget)
-            return same_expression(mine, gold, self._budget)
+            return same_expression(parse(prediction, symbols(gold)), gold, self._budget)
         except Refused:
             return False
 
     def _same_cases(self, prediction: str, answer: str) -> bool:
         ours, theirs = self._branches(read(prediction)), self._branches(read(answer))
         names = set().union(*(symbols(value) for _, value in ours + theirs))
-        covered = [[piece for pieces, _ in side for piece in pieces] for side in (ours, theirs)]
         regions = self._regions
-        if len(names) > 1 or not regions.same(*map(regions.union, covered)):
+        covered = [regions.combine(any, *(region for region, _ in side)) for side in (ours, theirs)]
+        if len(names) > 1 or not regions.same(*covered):
             return False
-        for (pieces, mine), (others, gold) in itertools.product(ours, theirs):
-            for piece in regions.intersection(pieces, others):
-                ends = [end.value for end in piece if end.value is not None and not end.open]
-                values = regions.inside(piece, 2) + ends
-                points = [dict.fromkeys(names, value) for value in values]
-                if not same_expression(mine, gold, self._budget, points):
-                    return False
+        for (region, mine), (other, gold) in itertools.product(ours, theirs):
+            shared = regions.combine(all, region, other)
+            cells = [cell for cell, is_member in enumerate(shared.cells) if is_member]
+            values = [value for cell in cells for value in regions.inside(shared, cell, 2)]
+            points = [dict.fromkeys(names, value) for value in values]
+            if points and not same_expression(mine, gold, self._budget, points):
+                return False
         return True
 
-    def _branches(self, node: Node) -> list[tuple[Pieces, Tree]]:
+    def _branches(self, node: Node) -> list[tuple[Region, Tree]]:
         """Return the regions of a function by cases, each without earlier ones, and its values."""
         if not is_by_cases(node):
             return [(EVERYTHING, parse(node.text))]
         branches, left = [], EVERYTHING
         for value, condition in (row.items for row in node.items):
-            pieces = left
+            region = left
             if condition.text != "otherwise":
-                pieces = self._regions.intersection(left, self._regions.read(condition))
-            branches.append((pieces, parse(value.text)))
-            left = self._regions.intersection(left, self._regions.complement(pieces))
+                region = self._regions.combine(all, left, self._regions.read(condition))
+            branches.append((region, parse(value.text)))
+            left = self._regions.without(left, region)
         return branches
 
     def _same_equation(self, prediction: str, answer: str) -> bool:
@@ -136,13 +109,13 @@ class TreeAlgebra:
 
 
 def _difference(left: Node, right: Node) -> Tree:
-    return add([parse(left.text), negate(parse(right.text))])
+    return trees.add([parse(left.text), trees.negate(parse(right.text))])
 
 
 def _domain(field: RationalFunctions, tree: Tree) -> set[tuple[str, str]]:
     """Return the conditions of an equation's expressions on its variables, in normal form."""
     asked = set()
-    for mark, inside in conditions(tree):
+    for mark, inside in trees.conditions(tree):
         try:
             asked |= {(mark, factor) for factor in field.factors(inside)}
         except NotRational:
@@ -152,8 +125,6 @@ def _domain(field: RationalFunctions, tree: Tree) -> set[tuple[str, str]]:
 
 def _variables(node: Node) -> set[str]:
     if node.kind == "relation":
-        if node.marks == ("in",):
-            return {compact(node.items[0].text)} | _variables(node.items[1])
         return set().union(*(symbols(parse(item.text)) for item in node.items))
     return set().union(*(_variables(item) for item in node.items))
 
@@ -166,52 +137,41 @@ class Reply(NamedTuple):
     undecided: bool = False
 
 
-Memory = collections.OrderedDict[bytes, Reply]  # the oldest are forgotten
+@functools.lru_cache(maxsize=MAX_REMEMBERED)
+def _compare(kind: str, prediction: str, answer: str, work: int) -> Reply:
+    budget, same, undecided = Budget(work), False, False
+    try:
+        same = TreeAlgebra(budget).same(kind, prediction, answer)
+    except Undecided:
+        undecided = True
+    except Exception:  # not understood is not equal, whatever the reason
+        same = False
+    return Reply(same, work - max(0, int(budget.left)), undecided)
 
 
 class RememberedAlgebra:
     """`Algebra` of one verdict, which has work to spend over all its questions.
 
-    A remembered reply costs what it cost before, so that verdicts don't depend on what was asked
-    earlier.
+    Replies are remembered for the same work left, so that verdicts don't depend on earlier ones.
 
     Attributes:
         asked, remembered, undecided: counts of comparisons, of questions that the memory answered,
             and of those that were neither equal nor different.
     """
 
-    def __init__(self, memory: Memory, *, closes: bool = True):
-        self._memory, self._work, self._closes = memory, WORK, closes
+    def __init__(self):
+        self._work = WORK
         self.asked = self.remembered = self.undecided = 0
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
-        texts = repr((kind, prediction, answer, self._closes)).encode("utf-8", "backslashreplace")
-        key = hashlib.blake2b(texts, digest_size=16).digest()
-        reply = self._memory.get(key)
-        if reply is not None and reply.work <= self._work:
-            self.remembered += 1
-        else:
-            reply = self._compare(kind, prediction, answer)
-            self.asked += 1
-            if not reply.undecided or self._work == WORK:  # more work may decide it
-                self._memory[key] = reply
-                if len(self._memory) > MAX_REMEMBERED:
-                    self._memory.popitem(last=False)
-        self._work -= reply.work
+        hits = _compare.cache_info().hits
+        reply = _compare(kind, prediction, answer, self._work)
+        is_hit = _compare.cache_info().hits > hits
+        self.remembered += is_hit
+        self.asked += not is_hit
         self.undecided += reply.undecided
+        self._work -= reply.work
         return reply.same
-
-    def _compare(self, kind: str, prediction: str, answer: str) -> Reply:
-        budget, same, undecided = Budget(self._work), False, False
-        try:
-            same = TreeAlgebra(budget, closes=self._closes).same(kind, prediction, answer)
-        except Undecided:
-            undecided = True
-        except NotLoaded:
-            raise
-        except Exception:  # not understood is not equal, whatever the reason
-            same = False
-        return Reply(same, self._work - max(0, int(budget.left)), undecided)
 
     def describe(self, correct: bool) -> str:
         """Return how the verdict was decided."""
@@ -222,11 +182,9 @@ class RememberedAlgebra:
         return "remembered" if self.remembered else "direct"
 
 
-def _verify(verifier: Verifier, question: Question) -> tuple | str | dict:
+def _verify(verifier: Verifier, question: Question) -> tuple | str:
     try:
         return verifier(*question)
-    except NotLoaded:
-        return {"needs": "sympy"}
     except Exception as error:
         return repr(error)[:200]
 
@@ -235,22 +193,12 @@ def make_answer() -> Callable[[dict], dict]:
     """Return the function that answers `{"settings", "questions"}` with `{"replies"}`.
 
     The replies are to the first questions, at least to one of them. A reply has the fields of a
-    `VerifierResult`, is the text of an error, or an object: `LOAD` has to be done first.
+    `VerifierResult`, or is the text of an error.
     """
     limit_process()
-    memory = Memory()
-
-    @functools.cache
-    def find(settings: Settings) -> Verifier:
-        return make_verifier(
-            settings, lambda: RememberedAlgebra(memory, closes=settings.unfinished != "wrong")
-        )
 
     def answer(job: dict) -> dict:
-        if job == LOAD:
-            load()
-            return {}
-        verifier = find(Settings(*job["settings"]))
+        verifier = make_verifier(Settings(*job["settings"]), RememberedAlgebra)
         until, replies, characters = time.monotonic() + BATCH_SECONDS, [], 0
         for fields in job["questions"]:
             reply = _verify(verifier, Question(*fields))

@@ -13,16 +13,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dapo_jax.verifier.answer_shape import Node, read
-from dapo_jax.verifier.equivalence import (
-    assigned,
-    choice_and_value,
-    compact,
-    has_words,
-    is_variable,
-    without_approximation,
-)
+from dapo_jax.verifier.equivalence import choice_and_value
 from dapo_jax.verifier.expression_tree import Refused, Tree, add, negate
 from dapo_jax.verifier.expressions import parse
+from dapo_jax.verifier.names import assigned, compact, has_words, is_variable, without_approximation
 from dapo_jax.verifier.normalisation import normalise
 from dapo_jax.verifier.numerals import read_number
 from dapo_jax.verifier.units import split_unit

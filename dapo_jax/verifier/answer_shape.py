@@ -162,14 +162,9 @@ def _read_matrix(text: str, depth: int) -> Node | None:
         return _with_signs(text, depth)
     bars = bracket.strip() or {"v": "|", "V": r"\|"}.get(match[1][0], "")
     kind = {"|": "determinant", r"\|": "norm"}.get(bars, "matrix")
-    content = re.sub(r"\\hline", " ", match[2])
-    rows, _ = split(content, {r"\\"})
-    rows = [row for row in rows if row.strip()]
-    nodes = []
-    for row in rows:
-        cells, _ = split(row, {"&"})
-        items = tuple(read(cell, depth + 1) for cell in cells)
-        nodes.append(Node("tuple", row, items, ("&", "&")))
+    rows = [row for row in split(match[2].replace(r"\hline", " "), {r"\\"})[0] if row.strip()]
+    cells = [tuple(read(cell, depth + 1) for cell in split(row, {"&"})[0]) for row in rows]
+    nodes = (Node("tuple", *row, ("&", "&")) for row in zip(rows, cells, strict=True))
     return Node(kind, text, tuple(nodes))
 
 

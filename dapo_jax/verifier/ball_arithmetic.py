@@ -12,14 +12,8 @@ from collections.abc import Callable
 import flint
 from flint import acb, arb
 
-from dapo_jax.verifier.expression_tree import (
-    LARGEST_EXPONENT,
-    Budget,
-    Refused,
-    Tree,
-    Undecided,
-    nodes,
-)
+from dapo_jax.verifier import expression_tree as trees
+from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided
 
 Ball = acb
 PRECISIONS = (192, 4_096, 16_384)  # bits, one after another
@@ -95,7 +89,7 @@ def _over(above: Ball, below: Ball) -> Ball:
 
 def _power(base: Ball, exponent: Tree, value: Ball) -> Ball:
     q = exponent.rational if exponent.kind == "number" else None
-    if q is not None and max(abs(q.p), q.q) <= LARGEST_EXPONENT:
+    if q is not None and max(abs(q.p), q.q) <= trees.LARGEST_EXPONENT:
         power = acb(base) ** int(abs(q.p))
         if q.q != 1:  # principal: (a^(1/n))^m
             power = _principal_root(base, int(q.q)) ** int(abs(q.p))
@@ -138,7 +132,7 @@ def enclose(tree: Tree, budget: Budget) -> Ball:
             return acb(arb.const_e())
         case "i":
             return acb(0, 1)
-        case "infinity" | "symbol" | "bound" | "total" | "times" | "integral" | "limit":
+        case "infinity" | "symbol" | "bound" | "total" | "times":
             raise Refused("no value")
     parts = [enclose(part, budget) for part in tree.parts]
     match tree.kind:
@@ -178,7 +172,7 @@ def enclose(tree: Tree, budget: Budget) -> Ball:
 
 def longest_number(tree: Tree) -> int:
     """Return the bits of the longest number in a constant: with fewer, it may pass unseen."""
-    numbers = [node.rational for node in nodes(tree) if node.kind == "number"]
+    numbers = [node.rational for node in trees.nodes(tree) if node.kind == "number"]
     return max((max(n.p.bit_length(), n.q.bit_length()) for n in numbers), default=0)
 
 

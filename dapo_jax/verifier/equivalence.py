@@ -9,19 +9,10 @@ import re
 from fractions import Fraction
 from typing import Protocol
 
+from dapo_jax.verifier import names
 from dapo_jax.verifier.answer_shape import Node, read
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.extraction import extract
-from dapo_jax.verifier.names import (
-    DENIALS,
-    assigned,
-    compact,
-    has_words,
-    is_variable,
-    same_words,
-    without_approximation,
-    words_of,
-)
 from dapo_jax.verifier.normalisation import FORBIDDEN, normalise
 from dapo_jax.verifier.numerals import read_integer, read_number
 from dapo_jax.verifier.units import split_unit
@@ -52,10 +43,14 @@ _CHOICE_AND_VALUE = re.compile(
 
 
 class Algebra(Protocol):
-    """Decisions that strings can't make, on the normalised texts of two answers."""
+    """Decisions of one verdict that strings can't make, on the normalised texts of two answers."""
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
         """Test the equality as `kind` says: 'value', 'equation', 'region' or 'cases'."""
+        ...
+
+    def describe(self, correct: bool) -> str:
+        """Return how the verdict was decided."""
         ...
 
 
@@ -64,7 +59,7 @@ class _Comparison:
         self._algebra = algebra
 
     def same(self, mine: Node, gold: Node) -> bool:
-        if compact(mine.text) == compact(gold.text):
+        if names.compact(mine.text) == names.compact(gold.text):
             return True
         mine, gold = _spread(_without_membership(mine)), _spread(_without_membership(gold))
         if is_by_cases(mine) or is_by_cases(gold):
@@ -96,37 +91,33 @@ class _Comparison:
 
     def _same_members(self, mine: Node, gold: Node) -> bool:
         """Test the equality of members, as often as they are written unless gold is a set."""
-        ours = _items(mine)
-        theirs = _items(gold)
-        matched: set[int] = set()
+        ours, theirs = _items(mine), _items(gold)
         if max(len(ours), len(theirs)) > MAX_ITEMS:
             return False
-        again = gold.kind == "set"
+        if gold.kind == "set":
+            is_known = all(any(self._same_member(item, other) for other in theirs) for item in ours)
+            return is_known and all(
+                any(self._same_member(item, other) for item in ours) for other in theirs
+            )
         for item in ours:
-            places = (i for i in range(len(theirs)) if again or i not in matched)
-            place = next((i for i in places if self._same_member(item, theirs[i])), None)
-            if place is None:
+            match = next((other for other in theirs if self._same_member(item, other)), None)
+            if match is None:
                 return False
-            matched.add(place)
-        left = [item for i, item in enumerate(theirs) if i not in matched]
-        return (
-            not left
-            or again
-            and all(any(self._same_member(item, other) for item in ours) for other in left)
-        )
+            theirs.remove(match)
+        return not theirs
 
     def _same_member(self, mine: Node, gold: Node) -> bool:
         return (mine.kind == "set") == (gold.kind == "set") and self.same(mine, gold)
 
     def _same_relation(self, mine: Node, gold: Node) -> bool:
-        mine, gold = _without_rounded(mine), without_approximation(gold)
+        mine, gold = _without_rounded(mine), names.without_approximation(gold)
         if mine.kind == gold.kind == "relation":
-            named, wanted = assigned(mine), assigned(gold)
+            named, wanted = names.assigned(mine), names.assigned(gold)
             if named and wanted:
                 named = _with_variable_of(named, wanted)
-                if compact(named[0]) == compact(wanted[0]):
+                if names.compact(named[0]) == names.compact(wanted[0]):
                     return self.same(named[1], wanted[1])
-            if wanted and _FUNCTION_OF.fullmatch(compact(wanted[0])):
+            if wanted and _FUNCTION_OF.fullmatch(names.compact(wanted[0])):
                 return False  # not solved for the function
             if len(mine.items) == len(gold.items) == 2:
                 return self._algebra.same("equation", mine.text, gold.text)
@@ -134,7 +125,7 @@ class _Comparison:
         if mine.kind != "relation" and gold.kind != "relation":
             return self.same(mine, gold)
         relation, other = (mine, gold) if mine.kind == "relation" else (gold, mine)
-        named = assigned(relation)
+        named = names.assigned(relation)
         if named is None:
             first, *_, last = relation.items
             if not (first.kind == last.kind == "value" and self._same_value(first.text, last.text)):
@@ -161,8 +152,8 @@ class _Comparison:
             return re.sub("[{}]", "", mine) == re.sub("[{}]", "", gold)
         if split_unit(mine)[1] or split_unit(gold, trusted=True)[1]:
             return self._same_measure(mine, gold)
-        if has_words(mine) or has_words(gold):
-            return same_words(words_of(mine), words_of(gold))
+        if names.has_words(mine) or names.has_words(gold):
+            return names.same_words(names.words_of(mine), names.words_of(gold))
         # What reads as a numeral is that number here too: 1e3 is 1000, never 3 times e.
         texts = _as_read(mine, mine_number, gold), _as_read(gold, gold_number, "")
         return self._algebra.same("value", *texts)
@@ -203,14 +194,14 @@ def _without_rounded(node: Node) -> Node:
     """Return b of a ~ b if a is b rounded, and b is no decimal; else a."""
     rounded = _ROUNDED.fullmatch(node.items[0].text) if node.marks == ("~",) else None
     if rounded is None:
-        return without_approximation(node)
+        return names.without_approximation(node)
     try:
         exact = value_at(parse(node.items[1].text, folds=False), 0)
     except (ValueError, ArithmeticError, LookupError, TypeError):
-        return without_approximation(node)
+        return names.without_approximation(node)
     is_rounded = abs(exact - float(rounded[0])) <= 0.5 * 10.0 ** -len(rounded[1]) * (1 + 1e-9)
     decimal = _ROUNDED.fullmatch(node.items[1].text)
-    return node.items[1] if is_rounded and not decimal else without_approximation(node)
+    return node.items[1] if is_rounded and not decimal else names.without_approximation(node)
 
 
 def _as_read(text: str, number: Fraction | None, other: str) -> str:
@@ -238,8 +229,8 @@ def _same_ratio(mine: str, gold: str) -> bool | None:
 def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
     """Read f(t) = 2t as f(x) = 2x if gold has f(x): the letter is free to choose."""
     named, wanted = (
-        _FUNCTION_OF.fullmatch(compact(mine[0])),
-        _FUNCTION_OF.fullmatch(compact(gold[0])),
+        _FUNCTION_OF.fullmatch(names.compact(mine[0])),
+        _FUNCTION_OF.fullmatch(names.compact(gold[0])),
     )
     if not (named and wanted and named[1] == wanted[1] and named[2] != wanted[2]):
         return mine
@@ -258,13 +249,13 @@ def _items(node: Node) -> list[Node]:
         for inner in (member.items if member.kind == "list" and not _names(member) else (member,))
     ]
     if node.kind == "set":
-        return list({compact(member.text): member for member in members}.values())
+        return list({names.compact(member.text): member for member in members}.values())
     return members
 
 
 def _without_membership(node: Node) -> Node:
     inside = node.kind == "relation" and node.marks == ("in",)
-    return node.items[1] if inside and is_variable(node.items[0]) else node
+    return node.items[1] if inside and names.is_variable(node.items[0]) else node
 
 
 def _spread(node: Node) -> Node:
@@ -274,7 +265,7 @@ def _spread(node: Node) -> Node:
         return node
     pairs = list(zip(*(side.items for side in sides), strict=False))
     if len({len(side.items) for side in sides}) > 1 or not all(
-        is_variable(name) for name, _ in pairs
+        names.is_variable(name) for name, _ in pairs
     ):
         return node
     each = (Node("relation", f"{pair[0].text}={pair[1].text}", pair, ("=",)) for pair in pairs)
@@ -283,8 +274,8 @@ def _spread(node: Node) -> Node:
 
 def _names(node: Node) -> set[str]:
     """Return the variables that the members of a list are the values of."""
-    assignments = [assigned(item) for item in node.items if item.kind == "relation"]
-    return {compact(assignment[0]) for assignment in assignments if assignment}
+    assignments = [names.assigned(item) for item in node.items if item.kind == "relation"]
+    return {names.compact(assignment[0]) for assignment in assignments if assignment}
 
 
 def is_by_cases(node: Node) -> bool:
@@ -296,7 +287,7 @@ def _is_region(node: Node) -> bool:
     if node.kind in _REGIONS or node.kind == "relation" and _INEQUALITIES & set(node.marks):
         return True
     if node.kind == "value":
-        return compact(node.text) == REALS
+        return names.compact(node.text) == REALS
     return node.kind == "list" and all(_is_region(item) for item in node.items)
 
 
@@ -343,7 +334,7 @@ def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
 def choice_and_value(text: str) -> tuple[str, str]:
     """Return the letter and the value of a choice, `C) 12`; both empty for anything else."""
     match = _CHOICE_AND_VALUE.fullmatch(text)
-    if match is None or (DENIALS | {"or", "and"}) & set(words_of(text).lower().split()):
+    if match is None or (names.DENIALS | {"or", "and"}) & set(names.words_of(text).lower().split()):
         return "", ""
     *letters, value = match.groups()
     return next(filter(None, letters)), value

@@ -44,8 +44,7 @@ class Tree(NamedTuple):
 
     kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
     'product', 'quotient', 'power', 'function' (value: its name), or the name of a known function;
-    'total', 'times', 'integral' (ends, body), 'limit' (target, body): value is the name of their
-    variable, which is of kind 'bound';
+    'total', 'times' (ends, body): value is the name of their variable, which is of kind 'bound';
     'numeral' (value: fmpq) and 'mixed' (a numeral and a quotient) where arithmetic is as written.
     """
 
@@ -86,21 +85,10 @@ def number(value: fmpq | fmpz | int) -> Tree:
     return Tree("number", value=value)
 
 
-def symbol(name: str) -> Tree:
-    """Return the variable."""
-    return Tree("symbol", value=name)
-
-
-def _finite(*trees: Tree) -> None:
-    if any(tree.kind == "infinity" for tree in trees):
-        raise Refused("arithmetic with infinity")
-
-
 def add(terms: list[Tree]) -> Tree:
     """Return the sum of terms; numbers among them become one."""
     if len(terms) == 1:
         return terms[0]
-    _finite(*terms)
     constant = sum((t.rational for t in terms if t.kind == "number"), fmpq(0))
     rest = tuple(t for t in terms if t.kind != "number")
     if not rest:
@@ -112,9 +100,6 @@ def multiply(a: Tree, b: Tree) -> Tree:
     """Return the product a * b."""
     if a.kind == b.kind == "number":
         return number(a.rational * b.rational)
-    if b.kind == "infinity" and a.whole == -1:
-        return Tree("product", (a, b))
-    _finite(a, b)
     return Tree("product", (a, b))
 
 
@@ -125,7 +110,6 @@ def negate(tree: Tree) -> Tree:
 
 def divide(above: Tree, below: Tree) -> Tree:
     """Return the quotient above / below; raise `Refused` if it is plainly undefined."""
-    _finite(above, below)
     if below.kind == "number":
         if below.rational == 0:
             raise NoValue("division by zero")
@@ -135,7 +119,6 @@ def divide(above: Tree, below: Tree) -> Tree:
 
 def power(base: Tree, exponent: Tree) -> Tree:
     """Return the power base ** exponent; raise `Refused` if it would be large."""
-    _finite(base, exponent)
     if exponent.kind != "number":
         if base.kind == "number" and base.rational == 0:
             raise NoValue("a power of zero")
@@ -168,45 +151,39 @@ def real_power(base: Tree, exponent: Tree) -> Tree:
     return power(base, exponent)
 
 
-def call(name: str, argument: Tree, value: str | None = None) -> Tree:
-    """Return a function's value; an unknown one is 'function', with its name as `value`."""
-    _finite(argument)
-    return Tree(name, (argument,), value)
-
-
 def odd_root(inside: Tree, order: int) -> Tree:
     """Return the real root if `inside` is real, whatever its sign; else the principal root."""
-    _finite(inside)
     if inside.kind == "number":
         root = power(number(abs(inside.rational)), number(fmpq(1, order)))
         return negate(root) if inside.rational < 0 else root
     return Tree("odd_root", (inside, number(order)))
 
 
+def _check_factorials(*arguments: Tree) -> None:
+    for tree in arguments:
+        if tree.kind == "number" and tree.whole not in range(LARGEST_FACTORIAL + 1):
+            raise Refused("a factorial of a large number, or of none that is whole")
+
+
 def factorial(argument: Tree) -> Tree:
     """Return the factorial. Raises `Refused` for large or non-integer numbers."""
-    if argument.kind == "number":
-        if argument.whole is None or not 0 <= argument.whole <= LARGEST_FACTORIAL:
-            raise Refused("a large factorial")
-        return number(math.factorial(argument.whole))
-    return call("factorial", argument)
+    _check_factorials(argument)
+    is_number = argument.kind == "number"
+    return (
+        number(math.factorial(argument.whole or 0)) if is_number else Tree("factorial", (argument,))
+    )
 
 
 def binomial(above: Tree, below: Tree) -> Tree:
     """Return the binomial coefficient. Raises `Refused` for large or non-integer numbers."""
-    for part in (above, below):
-        if part.kind == "number" and (
-            part.whole is None or not 0 <= part.whole <= LARGEST_FACTORIAL
-        ):
-            raise Refused("a large binomial")
+    _check_factorials(above, below)
     if above.kind == below.kind == "number":
         return number(math.comb(above.whole or 0, below.whole or 0))
-    _finite(above, below)
     return Tree("binomial", (above, below))
 
 
 def bind(kind: str, letter: Tree, ends: list[Tree], body: Tree) -> Tree:
-    """Return a sum, product, integral or limit over a letter. Raises `Refused` for a number."""
+    """Return a sum or product over a letter. Raises `Refused` for a number."""
     if letter.kind not in ("symbol", "i"):
         raise Refused("a variable that is a number")
     variable = Tree("bound", value=f"#{letter.value or letter.kind}")
@@ -236,29 +213,31 @@ def substitute(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree:
     if tree.kind in ("total", "times"):
         return _written_out(tree, values, budget)
     parts = [substitute(part, values, budget) for part in tree.parts]
-    match tree.kind:
-        case "sum":
-            return add(parts)
-        case "product":
-            return multiply(*parts)
-        case "quotient":
-            return divide(*parts)
-        case "power":
-            try:
-                return power(*parts)
-            except NoValue:
-                raise
-            except Refused:  # too large to be written out
-                return Tree("power", tuple(parts))
-        case "odd_root":
-            return odd_root(parts[0], int(parts[1].rational.p))
-        case "factorial":
-            return factorial(*parts)
-        case "binomial":
-            return binomial(*parts)
+    if tree.kind in _CONSTRUCTORS:
+        return _CONSTRUCTORS[tree.kind](*parts)
     if tree.kind in _OF_NUMBERS and all(part.kind == "number" for part in parts):
         return number(_OF_NUMBERS[tree.kind](*(part.rational for part in parts)))
     return tree._replace(parts=tuple(parts))
+
+
+def _power_as_written(base: Tree, exponent: Tree) -> Tree:
+    try:
+        return power(base, exponent)
+    except NoValue:
+        raise
+    except Refused:  # too large to be written out
+        return Tree("power", (base, exponent))
+
+
+_CONSTRUCTORS: dict[str, Callable[..., Tree]] = {
+    "sum": lambda *terms: add(list(terms)),
+    "product": multiply,
+    "quotient": divide,
+    "power": _power_as_written,
+    "odd_root": lambda inside, order: odd_root(inside, int(order.rational.p)),
+    "factorial": factorial,
+    "binomial": binomial,
+}
 
 
 def _remainder(value: fmpq, below: fmpq) -> fmpq:

@@ -11,24 +11,52 @@ from flint import fmpq
 
 from dapo_jax.verifier import expression_tree as trees
 from dapo_jax.verifier.expression_tree import Refused, Tree
-from dapo_jax.verifier.tokens import DEGREE, FUNCTIONS, GREEK, INVERTED, tokens_of
 
 DEEPEST, MAX_DIGITS, LARGEST_ROOT = 40, 400, 100
-
-
+MAX_TOKENS, LONGEST_PRODUCT = 400, 4  # letters of a product that nothing parts
+_TOKEN = re.compile(
+    r"\s*(?:(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z]+)|(\\.|.))", re.S
+)
+DEGREE = "°"
+_DEGREE = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))")
+GREEK = set(
+    "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi "
+    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar".split()
+)
+INVERTED = "sin cos tan cot sec csc sinh cosh tanh".split()
+FUNCTIONS = (
+    {name: name for name in (*INVERTED, "exp", "log", "abs", "sqrt", "lg")}
+    | {f"{arc}{name}": f"a{name}" for name in INVERTED for arc in ("a", "ar", "arc")}
+    | {"ln": "log"}
+)
+_COMMANDS = set(FUNCTIONS) | {"pi", "infinity", "inf"}
 _FUNCTION_NAMES = {"f", "F", "Gamma", "zeta", "phi", "psi"}  # before any bracket
-_CONSTANTS = {
-    "pi": trees.PI,
-    "infty": trees.INFINITY,
-    "infinity": trees.INFINITY,
-    "inf": trees.INFINITY,
-}
+_CONSTANTS = {"pi": trees.PI, **dict.fromkeys(("infty", "infinity", "inf"), trees.INFINITY)}
 _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TIMES = {"*", r"\times", r"\cdot"}
-_BOUND = {"sum": "total", "prod": "times", "lim": "limit", "int": "integral"}  # bind a variable
+_BOUND = {"sum": "total", "prod": "times"}  # bind a variable
 _OF_SEVERAL = {"max", "min", "gcd"}
+_FACTORS = {*FUNCTIONS, *GREEK, *_CONSTANTS, *_BOUND, *_OF_SEVERAL, "frac", "binom", "mathbf"}
 _DIFFERENTIALS = {"d", r"\delta", r"\Delta"}
 _DIVIDE = {"/", r"\div"}
+
+
+def tokens_of(text: str) -> list[str]:
+    """Return at most `MAX_TOKENS`. Raises `Refused` for words that are no function's."""
+    tokens = []
+    for match in _TOKEN.finditer(_DEGREE.sub(DEGREE, text.rstrip())):
+        number, command, word, other = match.groups()
+        if word and word.lower() in _COMMANDS:
+            tokens.append("\\" + word.lower())
+        elif word and len(word) > LONGEST_PRODUCT:
+            raise Refused(f"a word: {word}")
+        elif word:
+            tokens.extend(word)
+        else:
+            tokens.append(number or command or other)
+        if len(tokens) > MAX_TOKENS:
+            raise Refused("too long")
+    return tokens
 
 
 def _rational(literal: str) -> Tree:
@@ -52,6 +80,9 @@ class _Parser:
         value = self._fraction()
         if self._at != len(self._tokens):
             raise Refused(f"unexpected {self._peek()}")
+        is_infinite = value in (trees.INFINITY, trees.negate(trees.INFINITY))
+        if not is_infinite and any(node.kind == "infinity" for node in trees.nodes(value)):
+            raise Refused("arithmetic with infinity")
         applied = {node.value for node in trees.nodes(value) if node.kind == "function"}
         if applied & trees.symbols(value):
             raise Refused("a letter that is a function and a factor")
@@ -130,10 +161,7 @@ class _Parser:
         token = self._peek()
         if self._bars and token == self._bars[-1]:
             return False
-        name = token[1:]
-        known = name in FUNCTIONS or name in GREEK or name in _CONSTANTS
-        known = known or name in _BOUND or name in _OF_SEVERAL
-        named = token[:1] == "\\" and (known or name in ("frac", "binom", "mathbf"))
+        named = token[:1] == "\\" and token[1:] in _FACTORS
         plain = token.isalnum() or token[:1] == "." and len(token) > 1 or token[:1].isdigit()
         return bool(token) and (token in "({[" or token in _BARS or named or plain)
 
@@ -155,7 +183,7 @@ class _Parser:
             elif mark == "'":
                 if base.kind != "symbol":
                     raise Refused("a prime")
-                base = self._applied(trees.symbol(f"{base.value}'"), start)
+                base = self._applied(Tree("symbol", value=f"{base.value}'"), start)
             else:
                 letter, of_digits = base, False
                 base = trees.real_power(base, self._exponent())
@@ -178,7 +206,7 @@ class _Parser:
         here, name = self._at, letter.name.partition("_")[0].rstrip("'")
         argument = self._atom()
         if name in self._functions or all(node.kind != "sum" for node in trees.nodes(argument)):
-            return trees.call("function", argument, letter.name)
+            return Tree("function", (argument,), letter.name)
         if self._factors is not None and letter.name not in self._factors:
             raise Refused("a factor or a function")
         self._read_ahead = here, self._at, argument
@@ -251,12 +279,12 @@ class _Parser:
         value = self._sum()
         self._bars.pop()
         self._take(end)
-        return trees.call({r"\lfloor": "floor", r"\lceil": "ceiling"}.get(token, "abs"), value)
+        return Tree({r"\lfloor": "floor", r"\lceil": "ceiling"}.get(token, "abs"), (value,))
 
     def _letter(self, name: str) -> Tree:
         if self._accept("_"):
-            return trees.symbol(f"{name}_{self._subscript()}")
-        return {"e": trees.EULER, "i": trees.IMAGINARY}.get(name) or trees.symbol(name)
+            return Tree("symbol", value=f"{name}_{self._subscript()}")
+        return {"e": trees.EULER, "i": trees.IMAGINARY}.get(name, Tree("symbol", value=name))
 
     def _subscript(self) -> str:
         if not self._accept("{"):
@@ -284,7 +312,7 @@ class _Parser:
                 return trees.odd_root(inside, order.whole)
             return trees.power(inside, trees.divide(trees.number(1), order))
         if name == "mathbf":
-            return trees.symbol(f"bold_{self._subscript()}")
+            return Tree("symbol", value=f"bold_{self._subscript()}")
         if name in _CONSTANTS:
             return _CONSTANTS[name]
         if name in FUNCTIONS:
@@ -293,8 +321,6 @@ class _Parser:
             return self._letter(name)
         if name in _OF_SEVERAL:
             return Tree(name, tuple(self._members()))
-        if name == "int":
-            return self._integral()
         if name in _BOUND:
             return self._over_a_range(name)
         raise Refused(f"unknown \\{name}")
@@ -308,42 +334,17 @@ class _Parser:
         return members
 
     def _over_a_range(self, name: str) -> Tree:
-        """Read a sum, a product or a limit; its body ends at the next sign."""
+        """Read a sum or a product; its body ends at the next sign."""
         self._take("_")
         self._take("{")
-        letter = self._variable(self._take())
-        self._take(*("=",) if name != "lim" else (r"\to", r"\rightarrow"))
-        ends = [self._sum()]
-        self._take("}")
-        if name != "lim":
-            self._take("^")
-            ends.append(self._argument())
-        return trees.bind(_BOUND[name], letter, ends, self._product())
-
-    def _integral(self) -> Tree:
-        ends = []
-        if self._accept("_"):
-            ends.append(self._exponent())
-            self._take("^")
-            ends.append(self._exponent())
-        depth, at = 0, self._at
-        while depth or self._tokens[at : at + 1] != ["d"]:
-            if at >= len(self._tokens) or depth < 0:
-                raise Refused("an integral without its variable")
-            depth += (self._tokens[at] in "({[") - (self._tokens[at] in ")}]")
-            at += 1
-        letter = self._variable("".join(self._tokens[at + 1 : at + 2]))
-        self._tokens[at : at + 2] = [r"\differential"]
-        body = self._sum()
-        self._take(r"\differential")
-        return trees.bind("integral", letter, ends, body)
-
-    def _variable(self, token: str) -> Tree:
-        """Return the variable of a sum or integral, which is a factor before a bracket."""
-        letter = self._letter(token.lstrip("\\"))
+        letter = self._letter(self._take().lstrip("\\"))
         if self._factors is not None and letter.kind == "symbol":
-            self._factors = self._factors | {letter.name}
-        return letter
+            self._factors = self._factors | {letter.name}  # it may stand before a bracket
+        self._take("=")
+        start = self._sum()
+        self._take("}")
+        self._take("^")
+        return trees.bind(_BOUND[name], letter, [start, self._argument()], self._product())
 
     def _function(self, name: str) -> Tree:
         function, exponent, base = FUNCTIONS[name], None, None
@@ -366,8 +367,8 @@ class _Parser:
             return trees.power(argument, trees.number(fmpq(1, 2)))
         if function == "lg":
             function, base = "log", trees.number(10)
-        value = trees.call(function, argument)
-        return value if base is None else trees.divide(value, trees.call("log", base))
+        value = Tree(function, (argument,))
+        return value if base is None else trees.divide(value, Tree("log", (base,)))
 
     def _function_argument(self) -> Tree:
         """Return a group, or the factors up to the next sign or function: sin 2x is sin(2x)."""

@@ -3,8 +3,8 @@
 import re
 
 from dapo_jax.verifier.answer_shape import Node
+from dapo_jax.verifier.expressions import FUNCTIONS, GREEK
 from dapo_jax.verifier.numerals import read_number
-from dapo_jax.verifier.tokens import FUNCTIONS, GREEK
 
 LONGEST_NAME = 200  # characters
 _GREEK = "|".join(GREEK)

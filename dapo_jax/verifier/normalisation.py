@@ -35,10 +35,8 @@ _ROOT = re.compile(r"([√∛∜])\s?(\d+(?:\.\d+)?)?")
 
 
 def _shifted(match: re.Match) -> str:
-    run = match[0]
-    if run[0] in _SUPERSCRIPTS:
-        return "^{" + "".join(map(_SUPERSCRIPTS.__getitem__, run)) + "}"
-    return "_{" + "".join(map(_SUBSCRIPTS.__getitem__, run)) + "}"
+    mark, table = ("^", _SUPERSCRIPTS) if match[0][0] in _SUPERSCRIPTS else ("_", _SUBSCRIPTS)
+    return f"{mark}{{{''.join(map(table.__getitem__, match[0]))}}}"
 
 
 def _character(char: str) -> str:
@@ -70,16 +68,12 @@ def plain_characters(text: str) -> str:
 _NUMERAL = re.compile(r"(\$?)(-?\d{1,18}(?:\.\d{1,18})?)\1", re.ASCII)
 _BLANKS = re.compile(r"[ \t\n]{2,}")
 _COLOURS = re.compile(r"\\(?:color|textcolor|colorbox)(?:\[[a-z]{1,9}\])?\{[\w#,.! -]{1,30}\}")
-_SWITCHES = re.compile(
-    r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|bfseries|rm|it|underline)"
-    r"(?![A-Za-z])"
-)
 _ABOUT = re.compile(r"^\\(?:approx|sim|simeq|cong)(?![A-Za-z]) ?")
 _WORDS_ONLY = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
-# LaTeX that only decorates, longest first where one begins another.
+# LaTeX that only decorates.
 _DROPPED = re.compile(
-    r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|big|Big|bigg|Bigg|displaystyle|textstyle|limits"
-    r"|middle|mathstrut|nobreak|hspace\{[^{}]*\}|phantom\{[^{}]*\})(?![A-Za-z])(?:\s*\.(?!\d))?"
+    r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|big|Big|bigg|Bigg|hspace\{[^{}]*\}"
+    r"|phantom\{[^{}]*\})(?![A-Za-z])(?:\s*\.(?!\d))?"
 )
 _SPACES = re.compile(
     r"(\\\\)|\\[,;:!> ]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|(?<!\\)~|\\$|[ \n\t]+"
@@ -110,6 +104,8 @@ _RENAMED = {
         r"\epsilon": "varepsilon",
         r"\theta": "vartheta",
         r"\phi": "varphi",
+        " ": "tiny small normalsize large Large LARGE huge Huge bf bfseries rm it underline "
+        "displaystyle textstyle limits middle mathstrut nobreak",
         r"\lor": "vee",
         r"\land": "wedge",
     }.items()
@@ -240,8 +236,7 @@ def normalise(text: str) -> str:
     if (numeral := _NUMERAL.fullmatch(text)) is not None:  # most answers
         return numeral[2]
     text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(_LATEX_E.sub(r"\1 \\cdot e\2", text)))
-    text = _SWITCHES.sub(" ", _COLOURS.sub(" ", text))
-    text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", text))
+    text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", _COLOURS.sub(" ", text)))
     text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another
     text = _POWER.sub("^", unwrap(_BOLD_NUMBER.sub(lambda m: m[1].replace(" ", ""), text)))
     for pattern in (_THOUSANDS_BRACES, _THOUSANDS_THIN, _THOUSANDS_NARROWED):

@@ -5,17 +5,8 @@ from typing import NamedTuple
 
 from flint import Ordering, fmpq, fmpq_mpoly, fmpq_mpoly_ctx
 
-from dapo_jax.verifier.expression_tree import (
-    Budget,
-    NoValue,
-    Tree,
-    Undecided,
-    add,
-    multiply,
-    number,
-    power,
-    symbols,
-)
+from dapo_jax.verifier import expression_tree as trees
+from dapo_jax.verifier.expression_tree import Budget, NoValue, Refused, Tree, Undecided, number
 
 MAX_GENERATORS = 16
 SHARE = 4  # of the budget, for one exact comparison: beyond, balls at points are cheaper
@@ -24,7 +15,7 @@ _RING = fmpq_mpoly_ctx.get(("g", MAX_GENERATORS), Ordering.lex)
 _GENERATORS, _ONE = _RING.gens(), _RING.constant(fmpq(1))
 
 
-class NotRational(ValueError):
+class NotRational(Refused):
     """Expression that is no fraction of polynomials, as sqrt(x)."""
 
 
@@ -40,12 +31,15 @@ class RationalFunctions:
 
     Args:
         budget: work that may be spent.
-        constants: constants that are not rational are variables too.
+        opaque: other constants and the values of other functions are variables too.
+
+    Attributes:
+        generators: the variables.
     """
 
-    def __init__(self, budget: Budget, *, constants: bool = False):
-        self._budget, self._constants = budget, constants
-        self._generators: dict[Tree, int] = {}
+    def __init__(self, budget: Budget, *, opaque: bool = False):
+        self._budget, self._opaque = budget, opaque
+        self.generators: dict[Tree, int] = {}
 
     def times(self, a: Poly, b: Poly) -> Poly:
         """Return the product of two polynomials."""
@@ -71,15 +65,12 @@ class RationalFunctions:
         self._budget.spend(2)
         if tree.kind == "number":
             return Fraction(_ONE * tree.rational, _ONE)
-        if tree.kind == "symbol" or self._constants and not symbols(tree):
-            place = self._generators.setdefault(tree, len(self._generators))
-            if place >= MAX_GENERATORS:
-                raise NotRational("many variables")
-            return Fraction(_GENERATORS[place], _ONE)
+        if tree.kind == "symbol" or self._opaque and not trees.symbols(tree):
+            return self._variable(tree)
         if tree.kind == "power" and tree.parts[1].whole is not None:
             return self._power(self.read(tree.parts[0]), tree.parts[1].whole)
         if tree.kind not in ("sum", "product", "quotient"):
-            raise NotRational(tree.kind)
+            return self._variable(tree)
         result, *others = map(self.read, tree.parts)
         for part in others:
             if tree.kind == "sum":
@@ -88,6 +79,12 @@ class RationalFunctions:
                 up, down = part if tree.kind == "product" else self._power(part, -1)
                 result = Fraction(self.times(result.above, up), self.times(result.below, down))
         return result
+
+    def _variable(self, tree: Tree) -> Fraction:
+        place = self.generators.setdefault(tree, len(self.generators))
+        if place >= MAX_GENERATORS or tree.kind != "symbol" and not self._opaque:
+            raise NotRational(tree.kind)
+        return Fraction(_GENERATORS[place], _ONE)
 
     def _add(self, a: Fraction, b: Fraction) -> Fraction:
         if a.below == b.below:
@@ -106,16 +103,16 @@ class RationalFunctions:
 
     def coefficients(self, poly: Poly, variable: Tree) -> list[Tree]:
         """Return the coefficients of 1, x, x^2, ... as constants."""
-        place = self._generators.get(variable, 0)
-        constants = {i: tree for tree, i in self._generators.items() if tree != variable}
+        place = self.generators.get(variable, 0)
+        constants = {i: tree for tree, i in self.generators.items() if tree != variable}
         terms: dict[int, list[Tree]] = {0: [number(0)]}
         for exponents, coefficient in poly.terms():
             term = number(coefficient)
             for i, n in enumerate(exponents):
                 if n and i != place:
-                    term = multiply(term, power(constants[i], number(int(n))))
+                    term = trees.multiply(term, trees.power(constants[i], number(int(n))))
             terms.setdefault(int(exponents[place]), []).append(term)
-        return [add(terms.get(n, [number(0)])) for n in range(max(terms) + 1)]
+        return [trees.add(terms.get(n, [number(0)])) for n in range(max(terms) + 1)]
 
 
 def _size(poly: Poly) -> int:

@@ -1,57 +1,43 @@
 """Sets of real numbers: intervals, unions and inequalities in one variable.
 
-A set is a sorted list of pieces that don't touch; ends are compared by balls, never by rounding.
-Runs in a worker process.
+A set is given by the ends of its pieces, which are compared by balls, never by rounding. Runs in a
+worker process.
 """
 
 import functools
-import itertools
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from flint import arb, fmpq
 
+from dapo_jax.verifier import expression_tree as trees
 from dapo_jax.verifier.answer_shape import Node
 from dapo_jax.verifier.ball_arithmetic import PRECISIONS, Undefined, enclose, sign, with_bits
-from dapo_jax.verifier.equivalence import REALS, compact
-from dapo_jax.verifier.expression_tree import (
-    Budget,
-    NoValue,
-    Refused,
-    Tree,
-    Undecided,
-    add,
-    conditions,
-    negate,
-    number,
-    substitute,
-    symbols,
-)
+from dapo_jax.verifier.equivalence import REALS
+from dapo_jax.verifier.expression_tree import Budget, NoValue, Refused, Tree, Undecided, symbols
 from dapo_jax.verifier.expressions import parse
+from dapo_jax.verifier.names import compact
 from dapo_jax.verifier.zeros import zeros
 
 MAX_PIECES = 32  # of a union
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 SIGNS = {"=": (0,), "!=": (1, -1), ">": (1,), ">=": (1, 0), "<": (-1,), "<=": (-1, 0)}
+MINUS_INFINITY = trees.negate(trees.INFINITY)
 
 
-class End(NamedTuple):
-    """End of a piece; `infinite` is -1 or 1 if it has no value."""
+class Region(NamedTuple):
+    """Set of real numbers.
 
-    value: Tree | None
-    open: bool
-    infinite: int = 0
+    ends: constants in ascending order.
+    cells: membership of the numbers below the first end, of that end, of the numbers up to the
+        next one, ..., and of those above the last end.
+    """
 
-
-class Piece(NamedTuple):
-    """Numbers between two ends; a point if both are the same closed end."""
-
-    low: End
-    high: End
+    ends: tuple[Tree, ...]
+    cells: tuple[bool, ...]
 
 
-Pieces = list[Piece]
-LOWEST, HIGHEST = End(None, True, -1), End(None, True, 1)
-EVERYTHING: Pieces = [Piece(LOWEST, HIGHEST)]
+EVERYTHING = Region((), (True,))
 
 
 def _is_unbounded(left: str, mark: str, right: str) -> bool:
@@ -69,180 +55,65 @@ class RealSets:
     def __init__(self, budget: Budget):
         self.budget = budget
 
-    # --- arithmetic of sets --------------------------------------------------------------------
+    def _compare(self, a: Tree, b: Tree) -> int:
+        return 0 if a == b else sign(trees.add([a, trees.negate(b)]), self.budget)
 
-    def compare(self, a: End, b: End) -> int:
-        """Return the order of two ends by value: -1, 0 or 1 as `a` is below, at or above `b`."""
-        if a.infinite or b.infinite:
-            return (a.infinite > b.infinite) - (a.infinite < b.infinite)
-        assert a.value is not None and b.value is not None  # being finite
-        if a.value == b.value:
-            return 0
-        return sign(add([a.value, negate(b.value)]), self.budget)
+    def _in_order(self, values: Iterable[Tree]) -> list[Tree]:
+        """Return the numbers in ascending order, each once."""
+        ends: list[Tree] = []
+        for value in sorted(values, key=functools.cmp_to_key(self._compare)):
+            if not ends or self._compare(ends[-1], value):
+                ends.append(value)
+        return ends
 
-    def intersection(self, a: Pieces, b: Pieces) -> Pieces:
-        return self.complement(self.union([*self.complement(a), *self.complement(b)]))
+    def combine(self, rule: Callable[[Iterable[bool]], bool], *regions: Region) -> Region:
+        """Return the numbers for whose memberships in the regions the rule holds."""
+        ends = self._in_order(end for region in regions for end in region.ends)
+        members = [self._cells_between(ends, region) for region in regions]
+        cells = [rule(cell) for cell in zip(*members, strict=True)]
+        kept = [i for i in range(len(ends)) if len(set(cells[2 * i : 2 * i + 3])) > 1]
+        inner = (cell for i in kept for cell in cells[2 * i + 1 : 2 * i + 3])
+        return Region(tuple(ends[i] for i in kept), (cells[0], *inner))
 
-    def union(self, pieces: Pieces) -> Pieces:
-        """Return the union of pieces, as pieces that are sorted and don't touch."""
-        joined: Pieces = []
-        for piece in sorted(pieces, key=functools.cmp_to_key(self._order_of_lows)):
-            last = joined[-1] if joined else None
-            gap = 1 if last is None else self.compare(piece.low, last.high)
-            if last is None or gap > 0 or gap == 0 and piece.low.open and last.high.open:
-                joined.append(piece)
-                continue
-            order = self.compare(piece.high, last.high)
-            wider = order > 0 or order == 0 and last.high.open
-            joined[-1] = Piece(last.low, piece.high if wider else last.high)
-        return joined
+    def _cells_between(self, ends: list[Tree], region: Region) -> list[bool]:
+        """Return the memberships in a region of the cells of more ends."""
+        cells, own = [region.cells[0]], 0
+        for end in ends:
+            is_own = own < len(region.ends) and self._compare(end, region.ends[own]) == 0
+            cells += region.cells[2 * own + 1 : 2 * own + 3] if is_own else [cells[-1]] * 2
+            own += is_own
+        return cells
 
-    def _order_of_lows(self, a: Piece, b: Piece) -> int:
-        return self.compare(a.low, b.low) or a.low.open - b.low.open
+    def without(self, a: Region, b: Region) -> Region:
+        """Return the numbers in `a` that are not in `b`."""
+        return self.combine(lambda members: list(members) == [True, False], a, b)
 
-    def complement(self, pieces: Pieces) -> Pieces:
-        """Return the complement in the real numbers; `pieces` are sorted and don't touch."""
-        gaps, low = [], LOWEST
-        for piece in pieces:
-            high = piece.low._replace(open=not piece.low.open or bool(piece.low.infinite))
-            if piece.low.infinite == 0:
-                gaps.append(Piece(low, high))
-            low = piece.high._replace(open=not piece.high.open)
-        return gaps if low.infinite > 0 else [*gaps, Piece(low, HIGHEST)]
+    def same(self, a: Region, b: Region) -> bool:
+        """Test the equality of two regions that `combine` or `read` returned."""
+        return a.cells == b.cells and not any(map(self._compare, a.ends, b.ends))
 
-    def same(self, a: Pieces, b: Pieces) -> bool:
-        return len(a) == len(b) and all(
-            own.open == other.open and self.compare(own, other) == 0
-            for mine, gold in zip(a, b, strict=True)
-            for own, other in zip(mine, gold, strict=True)
-        )
+    def inside(self, region: Region, cell: int, halvings: int) -> list[Tree]:
+        """Return 2^(halvings + 1) - 1 rational numbers in a cell; of an end, itself."""
+        place = cell // 2
+        if cell % 2:
+            return [region.ends[place]]
+        low = region.ends[place - 1] if place else None
+        high = region.ends[place] if place < len(region.ends) else None
+        return self._numbers_between(low, high, halvings)
 
-    # --- from text -----------------------------------------------------------------------------
+    def _numbers_between(self, low: Tree | None, high: Tree | None, halvings: int) -> list[Tree]:
+        middle = self._between(low, high)
+        if not halvings:
+            return [middle]
+        sides = (low, middle), (middle, high)
+        return [middle] + [n for side in sides for n in self._numbers_between(*side, halvings - 1)]
 
-    def _end(self, text: str, *, is_open: bool) -> End:
-        tree = parse(text)
-        if tree.kind == "infinity":
-            return HIGHEST
-        if tree.kind == "product" and tree.parts[1].kind == "infinity":
-            return LOWEST
-        if symbols(tree):
-            raise Refused("an end that is no number")
-        sign(tree, self.budget)  # it is real
-        return End(tree, is_open)
-
-    def _point(self, text: str) -> Piece:
-        end = self._end(text, is_open=False)
-        if end.infinite:
-            raise Refused("infinity is no member")
-        return Piece(end, end)
-
-    def read(self, node: Node) -> Pieces:
-        """Return the set that a node describes. Raises `Refused`."""
-        if node.kind == "tuple" and len(node.items) == 2 and node.marks[0] in "([":
-            left, right = node.marks
-            low = self._end(node.items[0].text, is_open=left == "(")
-            high = self._end(node.items[1].text, is_open=right == ")")
-            if self.compare(low, high) >= 0:
-                raise Refused("an interval without length")
-            if low.infinite and left == "[" or high.infinite and right == "]":
-                raise Refused("infinity is no member")
-            return [Piece(low, high)]
-        if node.kind in ("set", "union", "intersection", "difference", "list"):
-            return self._of_members(node)
-        if node.kind == "relation":
-            if node.marks == ("in",):
-                return self.read(node.items[1])
-            solutions = EVERYTHING
-            for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
-                if _is_unbounded(left.text, mark, right.text):
-                    continue
-                difference = add([parse(left.text), negate(parse(right.text))])
-                solutions = self.intersection(solutions, self.solve(difference, mark))
-            return solutions
-        if compact(node.text) == REALS:
-            return EVERYTHING
-        raise Refused("no region")
-
-    def _of_members(self, node: Node) -> Pieces:
-        if len(node.items) > MAX_PIECES:
-            raise Refused("too many pieces")
-        if node.kind == "set":
-            return self.union([self._point(item.text) for item in node.items])
-        if node.kind == "list" and node.marks == (",",):
-            raise Refused("a comma between regions says neither 'and' nor 'or'")
-        parts = [self.read(item) for item in node.items]
-        if node.kind == "difference":
-            return self.intersection(parts[0], self.complement(parts[1]))
-        if node.kind == "intersection" or node.marks == ("and",):
-            return functools.reduce(self.intersection, parts)
-        return self.union([piece for part in parts for piece in part])
-
-    # --- solving -------------------------------------------------------------------------------
-
-    def solve(self, difference: Tree, mark: str) -> Pieces:
-        """Return solutions of `difference mark 0`: its sign is looked up between its zeros.
-
-        They lie where roots, logarithms and quotients have values.
-        """
-        if len(symbols(difference)) != 1:
-            raise Refused("no relation in one variable")
-        relations = [*conditions(difference), (mark, difference)]
-        if any(kind not in SIGNS for kind, _ in relations):
-            raise Refused("values not everywhere")
-        ends = self._in_order([z for _, tree in relations for z in zeros(tree, self.budget)])
-        holds = functools.partial(self._holds, relations)
-        pieces = [Piece(end, end) for end in ends if end.value is not None and holds(end.value)]
-        for low, high in itertools.pairwise([LOWEST, *ends, HIGHEST]):
-            signs = {holds(value) for value in self.inside(Piece(low, high), 1)}
-            if len(signs) > 1:
-                raise Undecided("a zero that is not known")
-            if signs == {True}:
-                pieces.append(Piece(low._replace(open=True), high._replace(open=True)))
-        return self.union(pieces)
-
-    def _in_order(self, values: list[Tree]) -> list[End]:
-        """Return the real numbers among values as sorted ends, each once."""
-        ends: list[End] = []
-        for value in values:
-            try:
-                sign(value, self.budget)
-            except Refused:
-                continue
-            end = End(value, False)
-            if all(self.compare(end, other) for other in ends):
-                ends.append(end)
-        return sorted(ends, key=functools.cmp_to_key(self.compare))
-
-    def _holds(self, relations: list[tuple[str, Tree]], value: Tree) -> bool:
-        """Test all relations at a value of the variable."""
-        for mark, tree in relations:
-            point = dict.fromkeys(symbols(tree), value)
-            try:
-                if sign(substitute(tree, point, self.budget), self.budget) not in SIGNS[mark]:
-                    return False
-            except NoValue:
-                return False
-        return True
-
-    def inside(self, piece: Piece, halvings: int) -> list[Tree]:
-        """Return 2^(halvings + 1) - 1 rational numbers inside a piece; of a point, itself."""
-        if piece.low.value is not None and piece.low.value == piece.high.value:
-            return [piece.low.value]
-        middle = End(self._between(*piece), True)
-        sides = (Piece(piece.low, middle), Piece(middle, piece.high))
-        rest = [v for side in sides for v in self.inside(side, halvings - 1)] if halvings else []
-        assert middle.value is not None
-        return [middle.value, *rest]
-
-    def _between(self, low: End, high: End) -> Tree:
+    def _between(self, low: Tree | None, high: Tree | None) -> Tree:
         """Return a rational number between two ends, 0 for the whole line."""
         for bits in PRECISIONS[:2]:
             with with_bits(bits):
                 try:
-                    a, b = (
-                        None if end.value is None else enclose(end.value, self.budget).real
-                        for end in (low, high)
-                    )
+                    a, b = (end and enclose(end, self.budget).real for end in (low, high))
                 except Undefined:
                     continue
                 if a is None or b is None:
@@ -251,7 +122,102 @@ class RealSets:
                     middle = (a + b) / 2
                 with with_bits(bits // 2):
                     mantissa, exponent = (+middle).mid().man_exp()
-            value = number(fmpq(mantissa) * fmpq(2) ** int(exponent))
-            if self.compare(low, End(value, False)) < 0 < self.compare(high, End(value, False)):
+            value = trees.number(fmpq(mantissa) * fmpq(2) ** int(exponent))
+            is_above = low is None or self._compare(low, value) < 0
+            if is_above and (high is None or self._compare(value, high) < 0):
                 return value
         raise Undecided("two ends too near")
+
+    # --- from text -----------------------------------------------------------------------------
+
+    def _number(self, tree: Tree) -> Tree:
+        if symbols(tree):
+            raise Refused("an end that is no number")
+        sign(tree, self.budget)  # it is real
+        return tree
+
+    def _interval(self, node: Node) -> Region:
+        low, high = (parse(item.text) for item in node.items)
+        left, right = node.marks
+        ends, cells = [], [low == MINUS_INFINITY]
+        if low != MINUS_INFINITY:
+            ends.append(self._number(low))
+            cells += [left == "[", True]
+        if high != trees.INFINITY:
+            ends.append(self._number(high))
+            cells += [right == "]", False]
+        if low == MINUS_INFINITY and left == "[" or high == trees.INFINITY and right == "]":
+            raise Refused("infinity is no member")
+        if len(ends) == 2 and self._compare(*ends) >= 0:
+            raise Refused("an interval without length")
+        return Region(tuple(ends), tuple(cells))
+
+    def read(self, node: Node) -> Region:
+        """Return the set that a node describes. Raises `Refused`."""
+        if node.kind == "tuple" and len(node.items) == 2 and node.marks[0] in "([":
+            return self._interval(node)
+        if node.kind in ("set", "union", "intersection", "difference", "list"):
+            return self._of_members(node)
+        if node.kind == "relation":
+            solutions = EVERYTHING
+            for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
+                if not _is_unbounded(left.text, mark, right.text):
+                    difference = trees.add([parse(left.text), trees.negate(parse(right.text))])
+                    solutions = self.combine(all, solutions, self._solve(difference, mark))
+            return solutions
+        if compact(node.text) == REALS:
+            return EVERYTHING
+        raise Refused("no region")
+
+    def _of_members(self, node: Node) -> Region:
+        if len(node.items) > MAX_PIECES:
+            raise Refused("too many pieces")
+        if node.kind == "set":
+            points = self._in_order(self._number(parse(item.text)) for item in node.items)
+            return Region(tuple(points), (False, *(True, False) * len(points)))
+        if node.kind == "list" and node.marks == (",",):
+            raise Refused("a comma between regions says neither 'and' nor 'or'")
+        parts = [self.read(item) for item in node.items]
+        if node.kind == "difference":
+            return self.without(*parts)
+        is_common = node.kind == "intersection" or node.marks == ("and",)
+        return self.combine(all if is_common else any, *parts)
+
+    def _solve(self, difference: Tree, mark: str) -> Region:
+        """Return solutions of `difference mark 0`: its sign is looked up between its zeros.
+
+        They lie where roots, logarithms and quotients have values.
+        """
+        if len(symbols(difference)) != 1:
+            raise Refused("no relation in one variable")
+        relations = [*trees.conditions(difference), (mark, difference)]
+        if any(kind not in SIGNS for kind, _ in relations):
+            raise Refused("values not everywhere")
+        candidates = [zero for _, tree in relations for zero in zeros(tree, self.budget)]
+        ends = tuple(self._in_order(filter(self._is_real, candidates)))
+        cells = []
+        for cell in range(2 * len(ends) + 1):
+            values = self.inside(Region(ends, ()), cell, 1)
+            signs = {self._holds(relations, value) for value in values}
+            if len(signs) > 1:
+                raise Undecided("a zero that is not known")
+            cells += signs
+        return Region(ends, tuple(cells))
+
+    def _is_real(self, value: Tree) -> bool:
+        try:
+            sign(value, self.budget)
+        except Refused:
+            return False
+        return True
+
+    def _holds(self, relations: list[tuple[str, Tree]], value: Tree) -> bool:
+        """Test all relations at a value of the variable."""
+        for mark, tree in relations:
+            point = dict.fromkeys(symbols(tree), value)
+            try:
+                if sign(trees.substitute(tree, point, self.budget), self.budget) not in SIGNS[mark]:
+                    return False
+            except NoValue:
+                return False
+        return True

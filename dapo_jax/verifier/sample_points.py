@@ -7,16 +7,8 @@ from collections.abc import Iterator
 
 from flint import fmpq
 
-from dapo_jax.verifier.expression_tree import (
-    IMAGINARY,
-    Tree,
-    add,
-    multiply,
-    negate,
-    nodes,
-    number,
-    symbols,
-)
+from dapo_jax.verifier import expression_tree as trees
+from dapo_jax.verifier.expression_tree import Tree, nodes, number, symbols
 
 Point = dict[str, Tree]
 INTEGERS = "nmkN"  # letters that stand for whole numbers where floors and (-1)^n ask
@@ -83,7 +75,7 @@ def _value(rng: random.Random, name: str, magnitude: fmpq, trial: int) -> Tree:
     value = number(magnitude * fmpq(rng.randrange(_BELOW // 2, 2 * _BELOW) | 1, _BELOW))
     if name[0] in COMPLEX and trial % 2:
         height = number(fmpq(rng.randrange(-_BELOW, _BELOW), _BELOW + 2))
-        return add([value, multiply(height, IMAGINARY)])
+        return trees.add([value, trees.multiply(height, trees.IMAGINARY)])
     return value
 
 
@@ -96,7 +88,7 @@ def corners(tree: Tree) -> Iterator[Tree]:
         if node.kind in ("floor", "ceiling"):
             yield node
         elif node.kind in ("max", "min"):
-            yield from (add([node.parts[0], negate(part)]) for part in node.parts[1:])
+            yield from (trees.add([node.parts[0], trees.negate(part)]) for part in node.parts[1:])
         elif node.kind in _CORNERS or root and node.parts[1].rational.q > 1:
             yield node.parts[0]
 

@@ -6,7 +6,7 @@ All of it reads text that a model wrote and evaluates none of it. It runs in wor
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dapo_jax.contracts import Verifier, VerifierResult
 from dapo_jax.verifier.answer_conventions import as_percentage, asked_value, is_unfinished
@@ -17,7 +17,6 @@ from dapo_jax.verifier.numerals import read_integer
 
 MARKER = "####"
 LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
-LOAD = {"load": "sympy"}  # job of a worker, outside the time of a verdict
 BATCH_SECONDS = 0.25  # after which a worker leaves the rest of a batch to the next one
 
 
@@ -35,14 +34,6 @@ class Settings(NamedTuple):
     verifier: str  # one of `VERIFIERS`, or 'answer' if responses are extracted answers
     percent: str = "exact"
     unfinished: str = "right"
-
-
-class VerdictAlgebra(Algebra, Protocol):
-    """Algebra of one verdict."""
-
-    def describe(self, correct: bool) -> str:
-        """Return how the verdict was decided."""
-        ...
 
 
 def final_number(response: str, gold: str, prompt: str) -> VerifierResult:
@@ -78,7 +69,7 @@ class MathVerifier:
 
     require: str
     settings: Settings
-    open_algebra: Callable[[], VerdictAlgebra]
+    open_algebra: Callable[[], Algebra]
 
     def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:
         if self.require == "nothing":
@@ -113,7 +104,7 @@ BY_VALUE = {"math": "any", "math_box": "box", "math_label": "label"}  # name: ma
 VERIFIERS = ("final_number", *BY_VALUE, "dapo")
 
 
-def make_verifier(settings: Settings, open_algebra: Callable[[], VerdictAlgebra]) -> Verifier:
+def make_verifier(settings: Settings, open_algebra: Callable[[], Algebra]) -> Verifier:
     """Return the verifier that the settings choose."""
     if settings.verifier in BY_SPELLING:
         return BY_SPELLING[settings.verifier]

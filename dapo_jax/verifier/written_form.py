@@ -4,24 +4,20 @@ Trees come from `parse(text, folds=False)`. Nothing is computed but rough values
 small however large the numbers are.
 """
 
-import cmath
 import functools
 import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from dapo_jax.verifier.expression_tree import Tree
+from flint import fmpq
+
+from dapo_jax.verifier.ball_arithmetic import enclose, with_bits
+from dapo_jax.verifier.expression_tree import Budget, Tree, number
 
 _PRIMES = [p for p in range(2, 1_000) if all(p % q for q in range(2, math.isqrt(p) + 1))]
-
-
-def _factorial(n: complex) -> float:
-    return math.gamma(n.real + 1)
-
-
 _STEPS = {
     name: step
     for step, names in {
@@ -34,31 +30,10 @@ _STEPS = {
     }.items()
     for name in names.split()
 }
-_TO_DO = {"abs", "floor", "ceiling", "total", "times", "integral", "limit"}  # also of letters
+_TO_DO = {"abs", "floor", "ceiling", "total", "times"}  # also of letters
 _POWER_TO_DO = {"product", "quotient", "power", "odd_root", "i", "abs"}  # as bases
 CONSTANTS = {"pi", "e", "i", "surd"}  # steps that are none where gold has functions of numbers
-_POINTED: dict[str, Callable[..., complex]] = {
-    "i": lambda: 1j,
-    "pi": lambda: math.pi,
-    "e": lambda: math.e,
-    "sum": lambda *terms: sum(terms),
-    "mixed": lambda whole, part: whole + part,
-    "product": lambda a, b: a * b,
-    "quotient": lambda a, b: a / b,
-    "power": lambda a, b: a**b,
-    "odd_root": lambda a, n: math.copysign(abs(a) ** (1 / n.real), a.real),
-    "abs": abs,
-    "floor": lambda a: math.floor(a.real),
-    "ceiling": lambda a: math.ceil(a.real),
-    "factorial": _factorial,
-    "binomial": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k),
-    "cot": lambda a: 1 / cmath.tan(a),
-    "sec": lambda a: 1 / cmath.cos(a),
-    "csc": lambda a: 1 / cmath.sin(a),
-} | {
-    name: getattr(cmath, name)
-    for name in "sin cos tan asin acos atan sinh cosh tanh exp log".split()
-}
+ROUGH_BITS, ROUGH_WORK = 64, 100_000
 
 
 class Factor(NamedTuple):
@@ -279,10 +254,14 @@ def value_at(tree: Tree, trial: int) -> complex:
     """Return the rough value, every letter at a point of its own.
 
     Raises:
-        ArithmeticError, ValueError, LookupError, TypeError: there is none.
+        ArithmeticError, ValueError, LookupError: there is none.
     """
-    if tree.kind in ("number", "numeral"):
-        return complex(int(tree.rational.p) / int(tree.rational.q))
+    with with_bits(ROUGH_BITS):
+        return complex(enclose(_at_point(tree, trial), Budget(ROUGH_WORK)))
+
+
+def _at_point(tree: Tree, trial: int) -> Tree:
     if tree.kind == "symbol":
-        return complex(1 + zlib.crc32(f"{tree.name} {trial}".encode()) % 9_973 / 4_000)
-    return complex(_POINTED[tree.kind](*[value_at(part, trial) for part in tree.parts]))
+        return number(fmpq(4_000 + zlib.crc32(f"{tree.name} {trial}".encode()) % 9_973, 4_000))
+    kind = {"numeral": "number", "mixed": "sum"}.get(tree.kind, tree.kind)
+    return Tree(kind, tuple(_at_point(part, trial) for part in tree.parts), tree.value)

@@ -4,26 +4,12 @@ from collections.abc import Iterator
 
 from flint import fmpq
 
-from dapo_jax.verifier.expression_tree import (
-    Budget,
-    Refused,
-    Tree,
-    add,
-    call,
-    divide,
-    multiply,
-    negate,
-    nodes,
-    number,
-    odd_root,
-    power,
-    symbol,
-    symbols,
-)
-from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
+from dapo_jax.verifier import expression_tree as trees
+from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, number, symbols
+from dapo_jax.verifier.polynomials import RationalFunctions
 
 MAX_ABSOLUTES = 4
-ZERO, ONE = number(0), number(1)
+ZERO, TWO, HALF = number(0), number(2), number(fmpq(1, 2))
 
 
 def zeros(tree: Tree, budget: Budget) -> list[Tree]:
@@ -34,29 +20,15 @@ def zeros(tree: Tree, budget: Budget) -> list[Tree]:
     Raises:
         Refused: they are not known.
     """
-    budget.spend(50 * sum(1 for _ in nodes(tree)))
-    absolutes = [node for node in nodes(tree) if node.kind == "abs" and symbols(node)]
+    budget.spend(50 * sum(1 for _ in trees.nodes(tree)))
+    absolutes = [node for node in trees.nodes(tree) if node.kind == "abs" and symbols(node)]
     if len(absolutes) > MAX_ABSOLUTES:
         raise Refused("many absolute values")
     if absolutes:  # with |a| for a and for -a
         inside = absolutes[0].parts[0]
-        cases = [_replace(tree, absolutes[0], case) for case in (inside, negate(inside))]
+        cases = [_replace(tree, absolutes[0], case) for case in (inside, trees.negate(inside))]
         return [zero for case in cases for zero in zeros(case, budget)]
-    return list(_solutions(tree, ZERO, budget))
-
-
-def _solutions(tree: Tree, value: Tree, budget: Budget) -> Iterator[Tree]:
-    """Return the points where an expression without absolute values has a value."""
-    field = RationalFunctions(budget, constants=True)
-    variable = symbol(*symbols(tree))
-    try:
-        fraction = field.read(add([tree, negate(value)]))
-    except NotRational:
-        yield from _of_inverse(tree, value, budget)
-        return
-    for poly in fraction:
-        for factor in field.split(poly):
-            yield from _of_polynomial(field.coefficients(factor, variable))
+    return list(_solutions(tree, budget))
 
 
 def _replace(tree: Tree, old: Tree, new: Tree) -> Tree:
@@ -65,60 +37,64 @@ def _replace(tree: Tree, old: Tree, new: Tree) -> Tree:
     return tree._replace(parts=tuple(_replace(part, old, new) for part in tree.parts))
 
 
-def _of_polynomial(coefficients: list[Tree]) -> Iterator[Tree]:
+def _solutions(tree: Tree, budget: Budget) -> Iterator[Tree]:
+    """Return the points where an expression without absolute values is 0 or has a pole."""
+    field = RationalFunctions(budget, opaque=True)
+    fraction = field.read(tree)
+    unknown, *others = [generator for generator in field.generators if symbols(generator)]
+    if others:
+        raise Refused("an equation that nothing here solves")
+    for factor in [factor for poly in fraction for factor in field.split(poly)]:
+        for value in _of_polynomial(field.coefficients(factor, unknown)):
+            if unknown.kind == "symbol":
+                yield value
+                continue
+            inner, targets = _inverse(unknown, value)
+            for target in targets:
+                yield from _solutions(trees.add([inner, trees.negate(target)]), budget)
+
+
+def _of_polynomial(coefficients: list[Tree]) -> list[Tree]:
     """Return the zeros of a polynomial of degree 2 at most, and that of its linear part."""
     c, b, a, *higher = [*coefficients, ZERO, ZERO][: max(3, len(coefficients))]
     if higher:
         if any(term != ZERO for term in (b, a, *higher[:-1])):
             raise Refused("a high power")
-        yield from _roots(divide(negate(c), higher[-1]), number(len(coefficients) - 1))
-        return
-    if b != ZERO:
-        yield negate(divide(c, b))
+        return _roots(trees.divide(trees.negate(c), higher[-1]), number(len(coefficients) - 1))
+    linear = [trees.negate(trees.divide(c, b))] if b != ZERO else []
     if a == ZERO:
-        return
-    under = add([power(b, number(2)) if b != ZERO else ZERO, multiply(number(-4), multiply(a, c))])
-    root = power(under, number(fmpq(1, 2))) if under != ZERO else ZERO
-    for half in (root, negate(root)):
-        yield divide(add([negate(b), half]), multiply(number(2), a))
+        return linear
+    product = trees.multiply(number(-4), trees.multiply(a, c))
+    root = trees.power(trees.add([trees.power(b, TWO), product]), HALF)
+    above = [trees.add([trees.negate(b), half]) for half in (root, trees.negate(root))]
+    return linear + [trees.divide(value, trees.multiply(TWO, a)) for value in above]
 
 
-def _roots(value: Tree, degree: Tree) -> Iterator[Tree]:
+def _roots(value: Tree, degree: Tree) -> list[Tree]:
     """Return numbers with a power, the real ones among them."""
     if (degree.whole or 0) % 2:
-        yield odd_root(value, degree.whole or 1)
-        return
-    root = power(value, divide(ONE, degree)) if value != ZERO else ZERO
-    yield from (root, negate(root))
+        return [trees.odd_root(value, degree.whole or 1)]
+    if value == ZERO:
+        return [ZERO]
+    root = trees.power(value, trees.divide(number(1), degree))
+    return [root, trees.negate(root)]
 
 
-def _of_inverse(tree: Tree, value: Tree, budget: Budget) -> Iterator[Tree]:
-    """Return the points where a function of one expression has a value."""
-    varying = [part for part in tree.parts if symbols(part)]
-    if len(varying) != 1:
+def _inverse(function: Tree, value: Tree) -> tuple[Tree, list[Tree]]:
+    """Return (the argument of a function, its values where the function has a value)."""
+    inner, *others = [part for part in function.parts if symbols(part)]
+    if others:
         raise Refused("an equation that nothing here solves")
-    (inner,) = varying
-    constants = [part for part in tree.parts if part is not inner]
-    match tree.kind:
-        case "sum":
-            targets = [add([value, *map(negate, constants)])]
-        case "product":
-            targets = [divide(value, constants[0])]
-        case "quotient" if inner is tree.parts[0]:
-            targets = [multiply(value, constants[0])]
-        case "power" if inner is tree.parts[1]:
-            targets = (
-                [divide(call("log", value), call("log", tree.parts[0]))] if value != ZERO else []
-            )
-        case "power":
-            targets = list(_roots(value, tree.parts[1]))
+    match function.kind:
+        case "power" if inner is function.parts[0]:
+            return inner, _roots(value, function.parts[1])
         case "odd_root":
-            targets = [power(value, tree.parts[1])]
-        case "exp":
-            targets = [call("log", value)] if value != ZERO else []
+            return inner, [trees.power(value, function.parts[1])]
         case "log":
-            targets = [power(Tree("e"), value) if value != ZERO else ONE]
-        case _:
-            raise Refused("an equation that nothing here solves")
-    for target in targets:
-        yield from _solutions(inner, target, budget)
+            return inner, [trees.power(trees.EULER, value)]
+        case "power" | "exp" if value == ZERO:
+            return inner, []
+        case "power" | "exp":
+            base = trees.EULER if function.kind == "exp" else function.parts[0]
+            return inner, [trees.divide(Tree("log", (value,)), Tree("log", (base,)))]
+    raise Refused("an equation that nothing here solves")

@@ -15,8 +15,7 @@ import time
 import bench
 
 from dapo_jax.data.sources import read_problems
-from dapo_jax.verifier import sympy_stage
-from dapo_jax.verifier.algebra_worker import Memory, RememberedAlgebra
+from dapo_jax.verifier.algebra_worker import RememberedAlgebra
 from dapo_jax.verifier.verifier import Settings, make_verifier
 
 CASES = pathlib.Path(__file__).parents[1] / "verifier/verifier_cases.jsonl"
@@ -25,7 +24,7 @@ Pair = tuple[str, str, bool]  # response, gold answer, whether they are equivale
 
 def ours(response: str, gold: str) -> bool:
     """Judge in this process."""
-    verifier = make_verifier(Settings("math"), lambda: RememberedAlgebra(Memory()))
+    verifier = make_verifier(Settings("math"), RememberedAlgebra)
     return verifier(response, gold, "").correct
 
 
@@ -51,7 +50,6 @@ def pairs_of(path: str, problems: int, different: int) -> list[Pair]:
 def main() -> None:
     options, files = bench.read_arguments(__doc__, others=True, problems=300, different=3)
     judges = {"dapo_jax": ours}
-    sympy_stage.load()
     if importlib.util.find_spec("math_verify"):
         judges["math-verify"] = math_verify
     rows = [json.loads(line) for line in CASES.read_text().splitlines()]

@@ -9,7 +9,7 @@ from command_lines import ROOT, run_shown
 from row_files import read_table
 
 from dapo_jax.model import load_huggingface
-from dapo_jax.verifier.algebra_worker import Memory, RememberedAlgebra
+from dapo_jax.verifier.algebra_worker import RememberedAlgebra
 from dapo_jax.verifier.gold_reading import FORMS, in_form, read_gold
 from dapo_jax.verifier.verifier import VERIFIERS, Settings, make_verifier
 
@@ -163,7 +163,7 @@ def test_template_with_characters_unknown_to_the_tokenizer_warns(dry_run):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_every_verifier_finds_an_answer_in_its_form(verifier):
     assert FORMS.keys() == set(VERIFIERS)
-    verify = make_verifier(Settings(verifier), lambda: RememberedAlgebra(Memory()))
+    verify = make_verifier(Settings(verifier), RememberedAlgebra)
     result = verify(in_form(verifier, "42"), "42", "")
     assert result.correct and result.extracted == "42"
 

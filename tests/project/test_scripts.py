@@ -69,6 +69,13 @@ def test_verdicts_are_compared_with_another_verifier(tmp_path):
     assert "| few | dapo_jax | 9 of 9 | 0 of " in output
 
 
+def test_rules_of_the_verifier_are_switched_off():
+    rows = run("benchmarks/ablation.py", "--every", 23).splitlines()
+    changes = {row.split(" | ")[0]: row.split(" | ")[1:] for row in rows[2:]}
+    assert int(changes["| unfinished answers"][0]) > 0
+    assert int(changes["| intervals and inequalities"][1].rstrip(" |")) > 0
+
+
 def test_loading_is_measured_on_a_folder():
     folder = ROOT / "tests/fixtures/models/qwen3"
     assert json.loads(run("benchmarks/loading.py", folder, "measure"))["files"] > 0

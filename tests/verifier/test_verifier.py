@@ -23,7 +23,7 @@ from row_files import read_table
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.verifier import algebra_process, is_equivalent
-from dapo_jax.verifier.algebra_worker import Memory, RememberedAlgebra
+from dapo_jax.verifier.algebra_worker import RememberedAlgebra
 from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.verifier.extraction import extract
 from dapo_jax.verifier.numerals import read_number
@@ -80,14 +80,8 @@ def hostile_texts(characters: int, marker: str):
         yield case["name"], text, case["answer"]
 
 
-def load_sympy() -> None:
-    """Let the worker load sympy, which belongs to no verdict's time."""
-    assert is_equivalent(r"\boxed{\int_0^1 x^2 dx}", r"\frac13")
-
-
 def attack(characters: int, marker: pathlib.Path) -> None:
     for name, text, answer in hostile_texts(characters, str(marker)):
-        load_sympy()  # again if the last text was late, and its worker killed
         started = time.monotonic()
         assert is_equivalent(text, answer) is False, name
         assert time.monotonic() - started < LONGEST_SECONDS, name
@@ -126,7 +120,6 @@ def test_numbered_bombs_are_wrong_quickly():
         r"\prod_{k=1}^{999}\frac{x+k}{x-k}": "1",
         r"\max(" * 30 + "x,1" + ")" * 30: "1",
     }  # fmt: skip
-    load_sympy()
     for text, answer in bombs.items():
         started = time.monotonic()
         assert is_equivalent(rf"\boxed{{{text}}}", answer) is False, text[:60]
@@ -292,7 +285,7 @@ def test_each_cause_is_decided_as_listed():
 
 
 def test_a_degenerate_response_is_wrong_quickly():
-    verify = make_verifier(Settings("math"), lambda: RememberedAlgebra(Memory()))
+    verify = make_verifier(Settings("math"), RememberedAlgebra)
     for blank in (r"\, ", "~", " ", r"\\, ", r"\quad ", "\t", r"\text{ }", "{}"):
         started = time.process_time()
         assert not verify(rf"\boxed{{4{blank * 400}5}}", "45", "").correct
