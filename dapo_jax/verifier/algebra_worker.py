@@ -19,7 +19,8 @@ from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, 
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.polynomials import NotRational, RationalFunctions
 from dapo_jax.verifier.real_sets import EVERYTHING, FLIPPED, RealSets, Region
-from dapo_jax.verifier.verifier import BATCH_SECONDS, Question, Settings, make_verifier
+from dapo_jax.verifier.sympy_stage import NotLoaded, closed_form, has_operators, load
+from dapo_jax.verifier.verifier import BATCH_SECONDS, LOAD, Question, Settings, make_verifier
 
 WORK = 400_000  # units of a verdict; a unit is about a microsecond
 MAX_REMEMBERED = 20_000
@@ -27,10 +28,19 @@ BATCH_CHARACTERS = 50_000  # of answers; JSON takes up to 12 bytes for one, of 1
 
 
 class TreeAlgebra:
-    """`Algebra` that parses and compares trees, within a budget; raises `Undecided`."""
+    """`Algebra` that parses and compares trees, within a budget.
 
-    def __init__(self, budget: Budget):
-        self._budget, self._regions = budget, RealSets(budget)
+    Args:
+        closes: a prediction's sums, integrals and limits may be worked out; else only if gold has
+            some, since they are unfinished beside any other gold.
+
+    Raises:
+        Undecided: neither equal nor different.
+        NotLoaded: sympy has to be loaded first.
+    """
+
+    def __init__(self, budget: Budget, *, closes: bool = True):
+        self._budget, self._regions, self._closes = budget, RealSets(budget), closes
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
         return getattr(self, f"_same_{kind}")(prediction, answer)
@@ -38,7 +48,14 @@ class TreeAlgebra:
     def _same_value(self, prediction: str, answer: str) -> bool:
         try:
             gold = parse(answer)
-            return same_expression(parse(prediction, symbols(gold)), gold, self._budget)
+            mine = parse(prediction, symbols(gold))
+            try:
+                return same_expression(mine, gold, self._budget)
+            except (Refused, Undecided):
+                if not has_operators(gold, *[mine] * self._closes):
+                    raise
+            mine, gold = closed_form(mine, self._budget), closed_form(gold, self._budget)
+            return same_expression(mine, gold, self._budget)
         except Refused:
             return False
 
@@ -138,12 +155,14 @@ class Reply(NamedTuple):
 
 
 @functools.lru_cache(maxsize=MAX_REMEMBERED)
-def _compare(kind: str, prediction: str, answer: str, work: int) -> Reply:
+def _compare(kind: str, prediction: str, answer: str, closes: bool, work: int) -> Reply:
     budget, same, undecided = Budget(work), False, False
     try:
-        same = TreeAlgebra(budget).same(kind, prediction, answer)
+        same = TreeAlgebra(budget, closes=closes).same(kind, prediction, answer)
     except Undecided:
         undecided = True
+    except NotLoaded:
+        raise
     except Exception:  # not understood is not equal, whatever the reason
         same = False
     return Reply(same, work - max(0, int(budget.left)), undecided)
@@ -159,13 +178,13 @@ class RememberedAlgebra:
             and of those that were neither equal nor different.
     """
 
-    def __init__(self):
-        self._work = WORK
+    def __init__(self, *, closes: bool = True):
+        self._work, self._closes = WORK, closes
         self.asked = self.remembered = self.undecided = 0
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
         hits = _compare.cache_info().hits
-        reply = _compare(kind, prediction, answer, self._work)
+        reply = _compare(kind, prediction, answer, self._closes, self._work)
         is_hit = _compare.cache_info().hits > hits
         self.remembered += is_hit
         self.asked += not is_hit
@@ -182,9 +201,11 @@ class RememberedAlgebra:
         return "remembered" if self.remembered else "direct"
 
 
-def _verify(verifier: Verifier, question: Question) -> tuple | str:
+def _verify(verifier: Verifier, question: Question) -> tuple | str | dict:
     try:
         return verifier(*question)
+    except NotLoaded:
+        return {"needs": "sympy"}
     except Exception as error:
         return repr(error)[:200]
 
@@ -193,12 +214,20 @@ def make_answer() -> Callable[[dict], dict]:
     """Return the function that answers `{"settings", "questions"}` with `{"replies"}`.
 
     The replies are to the first questions, at least to one of them. A reply has the fields of a
-    `VerifierResult`, or is the text of an error.
+    `VerifierResult`, is the text of an error, or an object: `LOAD` has to be done first.
     """
     limit_process()
 
+    @functools.cache
+    def find(settings: Settings) -> Verifier:
+        closes = settings.unfinished != "wrong"
+        return make_verifier(settings, functools.partial(RememberedAlgebra, closes=closes))
+
     def answer(job: dict) -> dict:
-        verifier = make_verifier(Settings(*job["settings"]), RememberedAlgebra)
+        if job == LOAD:
+            load()
+            return {}
+        verifier = find(Settings(*job["settings"]))
         until, replies, characters = time.monotonic() + BATCH_SECONDS, [], 0
         for fields in job["questions"]:
             reply = _verify(verifier, Question(*fields))

@@ -34,7 +34,7 @@ _FUNCTION_NAMES = {"f", "F", "Gamma", "zeta", "phi", "psi"}  # before any bracke
 _CONSTANTS = {"pi": trees.PI, **dict.fromkeys(("infty", "infinity", "inf"), trees.INFINITY)}
 _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TIMES = {"*", r"\times", r"\cdot"}
-_BOUND = {"sum": "total", "prod": "times"}  # bind a variable
+_BOUND = {"sum": "total", "prod": "times", "lim": "limit", "int": "integral"}  # bind a variable
 _OF_SEVERAL = {"max", "min", "gcd"}
 _FACTORS = {*FUNCTIONS, *GREEK, *_CONSTANTS, *_BOUND, *_OF_SEVERAL, "frac", "binom", "mathbf"}
 _DIFFERENTIALS = {"d", r"\delta", r"\Delta"}
@@ -321,6 +321,8 @@ class _Parser:
             return self._letter(name)
         if name in _OF_SEVERAL:
             return Tree(name, tuple(self._members()))
+        if name == "int":
+            return self._integral()
         if name in _BOUND:
             return self._over_a_range(name)
         raise Refused(f"unknown \\{name}")
@@ -334,17 +336,42 @@ class _Parser:
         return members
 
     def _over_a_range(self, name: str) -> Tree:
-        """Read a sum or a product; its body ends at the next sign."""
+        """Read a sum, a product or a limit; its body ends at the next sign."""
         self._take("_")
         self._take("{")
-        letter = self._letter(self._take().lstrip("\\"))
-        if self._factors is not None and letter.kind == "symbol":
-            self._factors = self._factors | {letter.name}  # it may stand before a bracket
-        self._take("=")
-        start = self._sum()
+        letter = self._variable(self._take())
+        self._take(*("=",) if name != "lim" else (r"\to", r"\rightarrow"))
+        ends = [self._sum()]
         self._take("}")
-        self._take("^")
-        return trees.bind(_BOUND[name], letter, [start, self._argument()], self._product())
+        if name != "lim":
+            self._take("^")
+            ends.append(self._argument())
+        return trees.bind(_BOUND[name], letter, ends, self._product())
+
+    def _integral(self) -> Tree:
+        ends = []
+        if self._accept("_"):
+            ends.append(self._exponent())
+            self._take("^")
+            ends.append(self._exponent())
+        depth, at = 0, self._at
+        while depth or self._tokens[at : at + 1] != ["d"]:
+            if at >= len(self._tokens) or depth < 0:
+                raise Refused("an integral without its variable")
+            depth += (self._tokens[at] in "({[") - (self._tokens[at] in ")}]")
+            at += 1
+        letter = self._variable("".join(self._tokens[at + 1 : at + 2]))
+        self._tokens[at : at + 2] = [r"\differential"]
+        body = self._sum()
+        self._take(r"\differential")
+        return trees.bind("integral", letter, ends, body)
+
+    def _variable(self, token: str) -> Tree:
+        """Return the variable of a sum or integral, which is a factor before a bracket."""
+        letter = self._letter(token.lstrip("\\"))
+        if self._factors is not None and letter.kind == "symbol":
+            self._factors = self._factors | {letter.name}
+        return letter
 
     def _function(self, name: str) -> Tree:
         function, exponent, base = FUNCTIONS[name], None, None

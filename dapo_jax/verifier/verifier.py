@@ -17,6 +17,7 @@ from dapo_jax.verifier.numerals import read_integer
 
 MARKER = "####"
 LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
+LOAD = {"load": "sympy"}  # job of a worker, outside the time of a verdict
 BATCH_SECONDS = 0.25  # after which a worker leaves the rest of a batch to the next one
 
 

@@ -15,6 +15,7 @@ import time
 import bench
 
 from dapo_jax.data.sources import read_problems
+from dapo_jax.verifier import sympy_stage
 from dapo_jax.verifier.algebra_worker import RememberedAlgebra
 from dapo_jax.verifier.verifier import Settings, make_verifier
 
@@ -50,6 +51,7 @@ def pairs_of(path: str, problems: int, different: int) -> list[Pair]:
 def main() -> None:
     options, files = bench.read_arguments(__doc__, others=True, problems=300, different=3)
     judges = {"dapo_jax": ours}
+    sympy_stage.load()
     if importlib.util.find_spec("math_verify"):
         judges["math-verify"] = math_verify
     rows = [json.loads(line) for line in CASES.read_text().splitlines()]

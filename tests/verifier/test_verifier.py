@@ -80,8 +80,14 @@ def hostile_texts(characters: int, marker: str):
         yield case["name"], text, case["answer"]
 
 
+def load_sympy() -> None:
+    """Let the worker load sympy, which belongs to no verdict's time."""
+    assert is_equivalent(r"\boxed{\int_0^1 x^2 dx}", r"\frac13")
+
+
 def attack(characters: int, marker: pathlib.Path) -> None:
     for name, text, answer in hostile_texts(characters, str(marker)):
+        load_sympy()  # again if the last text was late, and its worker killed
         started = time.monotonic()
         assert is_equivalent(text, answer) is False, name
         assert time.monotonic() - started < LONGEST_SECONDS, name
@@ -120,6 +126,7 @@ def test_numbered_bombs_are_wrong_quickly():
         r"\prod_{k=1}^{999}\frac{x+k}{x-k}": "1",
         r"\max(" * 30 + "x,1" + ")" * 30: "1",
     }  # fmt: skip
+    load_sympy()
     for text, answer in bombs.items():
         started = time.monotonic()
         assert is_equivalent(rf"\boxed{{{text}}}", answer) is False, text[:60]
