@@ -71,6 +71,21 @@ def token_metrics(
     return means
 
 
+def _kl(
+    algorithm: Algorithm, batch: TrainBatch, logprobs: Array, old: Array, sampler: Array
+) -> Float[Array, "R T"]:
+    """Return the KL of each token, from log-probs that are 0 on untrained tokens."""
+    other = {"old": old, "sampler": sampler}.get(algorithm.kl_to)
+    if other is None:
+        reference = present(batch.scored.reference_logprobs, "reference_logprobs")
+        other = jnp.where(batch.loss_weights > 0, reference, 0.0)
+    kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, other)
+    if algorithm.kl_importance:  # r k3 has the gradient r (log p - log ref) (2512.02556)
+        ratio = jnp.exp(clamp_log(jax.lax.stop_gradient(logprobs) - old))
+        kl = ratio * KL_ESTIMATORS["k3+"](logprobs, other)
+    return kl if batch.kl_tokens is None else jnp.where(batch.kl_tokens, kl, 0.0)
+
+
 def policy_objective(
     algorithm: Algorithm,
     batch: TrainBatch,
@@ -112,17 +127,7 @@ def policy_objective(
         metrics["rejected_fraction_low"] = weighted(below.astype(jnp.float32), counted)
         metrics["rejected_fraction_high"] = weighted(above.astype(jnp.float32), counted)
     if algorithm.kl == "loss":
-        other = {"old": old, "sampler": sampler}.get(algorithm.kl_to)
-        if other is None:
-            reference = present(scored.reference_logprobs, "reference_logprobs")
-            other = jnp.where(trained, reference, 0.0)
-        kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, other)
-        if algorithm.kl_importance:  # r k3 has the gradient r (log p - log ref) (2512.02556)
-            ratio = jnp.exp(clamp_log(jax.lax.stop_gradient(logprobs) - old))
-            kl = ratio * KL_ESTIMATORS["k3+"](logprobs, other)
-        if batch.kl_tokens is not None:
-            kl = jnp.where(batch.kl_tokens, kl, 0.0)
-        losses += algorithm.kl_coefficient * kl
+        losses += algorithm.kl_coefficient * _kl(algorithm, batch, logprobs, old, sampler)
     if divergence is not None:
         divergence = jnp.where(trained, divergence, 0.0)
         losses += algorithm.distillation_coefficient * divergence

@@ -149,7 +149,7 @@ def test_help_shows_a_section_alone_with_the_files_values(capsys):
     assert stopped.value.code == 0 and "config.sampler" not in shown
     assert "--config.algorithm.gamma=0.9  (default 1.0)" in shown
     assert "--config.algorithm.critic=True  (default False)" in shown
-    assert "One of: k1, k2, k3, k3+." in shown
+    assert "One of: k1, k2, k3, k3+, abs." in shown
 
 
 def test_a_switch_may_stand_alone_and_a_value_apart():
