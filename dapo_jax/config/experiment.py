@@ -591,7 +591,7 @@ class DpoConfig:
 class ExportConfig:
     """Export of a checkpoint as a model folder (`dapo-jax export`)."""
 
-    run: str = setting("", "The run_dir with the policy.")
+    run: str = setting("", "The run_dir with the policy, or a folder of PEFT's adapters.")
     out: str = setting("", "Model folder to write; new, empty, or an earlier export.")
     step: CountOr0 = setting(0, "Step of the checkpoint; 0: the newest.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")

@@ -18,13 +18,16 @@ from served import TOKENIZER
 from small_runs import ROOT
 from tinker_served import NAME, SDK, TinkerServer, loss_message
 
+from dapo_jax.commands.serve.logprobs import Scorer
+from dapo_jax.commands.serve.server import load_served
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.config.experiment import Compute, Optimizer
+from dapo_jax.config.experiment import Compute, ExportConfig, Optimizer, ServeConfig
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
+from dapo_jax.run.export import export
 from dapo_jax.structs import Completion, Prompt
 
 tinker = pytest.importorskip("tinker")
@@ -124,23 +127,29 @@ def test_lists_and_descriptions(client, server):
     assert not rest.list_checkpoints(model.model_id).result().checkpoints
 
 
-def test_adapters_are_in_the_format_of_peft_and_full_models_are_folders(client, server):
+def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folder):
     from safetensors.numpy import load_file
-
-    from dapo_jax.model import load_huggingface
 
     model = client.create_lora_training_client(base_model=NAME, rank=4).result()
     train(model, 1)
     path = model.save_weights_for_sampler("peft").result().path
     folder = server.state / "checkpoints" / path.removeprefix("tinker://")
-    assert {file.name for file in folder.iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    names = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {file.name for file in folder.iterdir()} - names == {".dapo_jax.json"}
     shapes = {array.shape for array in load_file(folder / "adapter_model.safetensors").values()}
     assert all(4 in shape for shape in shapes)
-    merged = model.save_weights_external("merged").result().path
-    load_huggingface.read_config(server.state / "checkpoints" / merged.removeprefix("tinker://"))
+    # Merged by `dapo-jax export`, it is a model folder for `dapo-jax serve`, and scores the same.
+    out = server.state.parent / "merged"
+    export(ExportConfig(run=str(folder), model=str(byte_folder), out=str(out)))
+    merged = load_served(ServeConfig(model=str(out), slots=1, max_prompt_tokens=64))
+    scores = Scorer(merged.engine.config, merged.params).score(WORDS[2], 0)
+    sampler = client.create_sampling_client(model_path=path).result()
+    theirs = sampler.compute_logprobs(types.ModelInput.from_ints(WORDS[2])).result()
+    ours = [score.logprob for score in scores[1:]]
+    np.testing.assert_allclose(theirs[1:], ours, rtol=0, atol=1e-4)
+
+
+def test_full_parameters_are_trained_and_sampled(client):
     full = client.create_lora_training_client(base_model=NAME, rank=0).result()
     assert full.get_info().is_lora is False
     losses = train(full, 3)
@@ -175,13 +184,11 @@ def test_samples_end_where_they_are_asked_to(client):
         types.SamplingParams(max_tokens=2),
         include_prompt_logprobs=True,
         topk_prompt_logprobs=3,
-        topk_sample_logprobs=2,
         prompt_logprobs_last_n=4,
     ).result()
     assert [value is None for value in result.prompt_logprobs] == [True] * 4 + [False] * 4
     tops = result.topk_prompt_logprobs
     assert tops[:4] == [None] * 4 and all(len(row) == 3 for row in tops[4:])
-    assert result.sequences[0].topk_logprobs_np.token_ids.shape[1] == 2
 
 
 def play(client, seed: int, steps: int, turns=lambda: None) -> list:
@@ -320,6 +327,25 @@ def test_a_key_is_asked_for(byte_folder, tmp_path, monkeypatch):
         assert client.create_sampling_client(base_model=NAME).result().get_base_model() == NAME
     finally:
         server.kill()
+
+
+def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
+    """The SDK differentiates the client's loss, and sends weights of cross_entropy."""
+    torch = pytest.importorskip("torch")
+
+    def custom(data, logprobs):
+        return -sum(values.sum() for values in logprobs), {"own": 1.0}
+
+    models = [client.create_lora_training_client(base_model=NAME, rank=4, seed=1) for _ in range(2)]
+    plain, own = (model.result() for model in models)
+    passed = own.forward_backward_custom(DATA, custom)
+    stepped = [model.optim_step(ADAM) for model in (own,)]
+    assert passed.result().metrics["own"] == 1.0
+    expected = plain.forward_backward(DATA, "cross_entropy")
+    stepped.append(plain.optim_step(ADAM))
+    first, second = (future.result().metrics for future in stepped)
+    assert first == second and expected.result().metrics["loss:sum"] > 0
+    assert train(own, 1) == train(plain, 1) and torch is not None
 
 
 @pytest.mark.slow

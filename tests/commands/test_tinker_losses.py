@@ -12,8 +12,8 @@ from conftest import TINY
 from dapo_jax.algorithms import preset
 from dapo_jax.commands.serve.errors import RequestError
 from dapo_jax.commands.serve.tinker.losses import OPTIONS, loss_learner
+from dapo_jax.commands.serve.tinker.models import Model, pack_data, run_loss
 from dapo_jax.commands.serve.tinker.requests import Datum, Limits, LossRequest, read_loss_request
-from dapo_jax.commands.serve.tinker.training import Model, pack_data, run_loss
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
@@ -48,6 +48,8 @@ def make_data(loss: str, seed: int = 0, columns: int = 1) -> list[Datum]:
                 inputs["sequence_ratio_mask"] = np.ones(length, np.float32)
             else:
                 inputs["advantages"] = random.normal(size=length).astype(np.float32)
+            for name, value in OPTIONS[loss].items():
+                inputs[name] = np.full(length, value, np.float32)
         data.append(Datum(row[:-1], targets, weights, inputs, targets.shape))
     return data
 
@@ -109,7 +111,7 @@ def test_gradients_are_those_of_a_loop(loss, learner, tiny_params):
     columns = 3 if loss == "cross_entropy" else 1
     data = make_data(loss, columns=columns)
     options = dict(OPTIONS[loss])
-    packed = pack_data(LossRequest(data, loss, options, False), 1)
+    packed = pack_data(data, loss, 1)
     gradient, outputs = learner.differentiate(tiny_params, packed.batch, packed.microbatches)
     total, expected = 0.0, None
     for datum in data:
@@ -155,7 +157,7 @@ def batch_of_training(data: list[Datum]) -> tuple[TrainBatch, int]:
 @pytest.mark.parametrize("loss", OURS)
 def test_gradients_are_those_of_training(loss, learner, one_device, tiny_params):
     data = make_data(loss, seed=1)
-    packed = pack_data(LossRequest(data, loss, OPTIONS[loss], False), 1)
+    packed = pack_data(data, loss, 1)
     gradient, _ = learner.differentiate(tiny_params, packed.batch, packed.microbatches)
     batch, used = batch_of_training(data)
     settings = PolicySettings(OURS[loss], Compute())
@@ -170,7 +172,6 @@ def test_steps_of_dapo_are_those_of_training(learner, one_device, tiny_params):
     trainer = policy_learner(settings, optimizer, TINY, one_device)
     step = jax.jit(functools.partial(apply_gradient, make_optimizer(optimizer)))
     ours, theirs = trainer.start(tiny_params), learner.start(tiny_params)
-    options = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
     for seed in range(3):
         data = make_data("ppo", seed)
         total = sum(LENGTHS)
@@ -179,7 +180,8 @@ def test_steps_of_dapo_are_those_of_training(learner, one_device, tiny_params):
         ours, _ = trainer.update(ours, batch, used, 1e-3)
         for datum in data:
             datum.inputs["advantages"] /= np.float32(total)
-        packed = pack_data(LossRequest(data, "ppo", options, False), 1)
+            datum.inputs["clip_high_threshold"][:] = 1.28
+        packed = pack_data(data, "ppo", 1)
         gradient, _ = learner.differentiate(theirs.params, packed.batch, packed.microbatches)
         theirs, _ = step(theirs, gradient, np.float32(1e-3))
     moved = jax.tree.map(jnp.subtract, ours.params, tiny_params)
@@ -190,12 +192,12 @@ def test_steps_of_dapo_are_those_of_training(learner, one_device, tiny_params):
 def test_accumulated_gradients_are_those_of_one_call(learner, tiny_params):
     data = make_data("ppo")
     whole, parts = (Model(None, learner.start(tiny_params)) for _ in range(2))
-    run_loss(learner, whole, LossRequest(data, "ppo", OPTIONS["ppo"], False))
+    run_loss(learner, whole, LossRequest(data, "ppo", False))
     for half in (data[:2], data[2:]):
-        run_loss(learner, parts, LossRequest(half, "ppo", OPTIONS["ppo"], False))
+        run_loss(learner, parts, LossRequest(half, "ppo", False))
     assert relative(parts.gradient, whole.gradient) < 1e-5
     before = jax.tree.map(np.asarray, parts.gradient)
-    run_loss(learner, parts, LossRequest(data, "ppo", OPTIONS["ppo"], True))  # forward only
+    run_loss(learner, parts, LossRequest(data, "ppo", True))  # forward only
     assert jax.tree.all(jax.tree.map(np.array_equal, before, parts.gradient))
 
 
@@ -203,12 +205,11 @@ def test_rows_of_a_request_are_of_few_sizes():
     datum = make_data("cross_entropy")[0]
     shapes = set()
     for count in range(1, 400, 7):
-        request = LossRequest([dataclasses.replace(datum)] * count, "cross_entropy", {}, False)
-        shapes.add(pack_data(request, 1).batch.targets.shape)
+        shapes.add(pack_data([datum] * count, "cross_entropy", 1).batch.targets.shape)
     assert len(shapes) <= 8, shapes
 
 
 def test_a_body_that_is_no_message_is_one_error():
     for body in (b"\xff", b"not a message", b"\x0a\xff\xff\xff\xff\x0f"):
         with pytest.raises(RequestError):
-            read_loss_request(body, Limits(64, 64, 64, 64))
+            read_loss_request(body, Limits(64, (), 64, 64, 64))

@@ -104,7 +104,7 @@ def wrong_losses(model: str, number: int) -> dict[str, bytes]:
         "loss_fn_inputs.weights = '...': must be left out": changed(weights=[1.0] * 4),
         "loss_fn_inputs.logprobs is missing": of(inputs={"target_tokens": TOKENS}),
         "sequence_ratio_mask is missing": of(loss="gspo"),
-        "sparse_csr = '...': must be row starts": sparse.SerializeToString(),
+        "target_tokens.sparse_csr: ": sparse.SerializeToString(),
         "target_tokens.shape = (1099511627776,)": shape.SerializeToString(),
         "dtype = 7: must be float32 or int64": dtype.SerializeToString(),
     }

@@ -179,7 +179,7 @@ def serve(
     folder = newest_export(config.model, "model")
     config = dataclasses.replace(config, model=folder, served_name=served_name(config))
     if config.tinker:
-        from dapo_jax.commands.serve.tinker.server import serve_tinker
+        from dapo_jax.commands.serve.tinker.app import serve_tinker
 
         fail_if(serve_tinker(config, key, should_stop, lambda: ready(0, config.http_port)))
         return

@@ -1,7 +1,8 @@
 """Loss functions of Tinker's API, by the losses of `learner/losses.py` where they are equal."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,20 +38,12 @@ OPTIONS: dict[str, dict[str, float]] = {
 
 
 class LossBatch(struct.PyTreeNode):
-    """Packed rows with the inputs of a loss; a position has K targets.
-
-    The fields after `weights` are None with cross_entropy. `rows.sampler_logprobs` holds the
-    log-probs that the client sent.
-    """
+    """Packed rows with the inputs of a loss; a position has K targets."""
 
     rows: PackedRows
     targets: Any  # Int [M R T K]
     weights: Any  # Float [M R T K]
-    advantages: Any = None  # Float [M R T], as all that follow
-    ratio_mask: Any = None  # tokens of gspo's ratio
-    low: Any = None  # bounds of the ratio
-    high: Any = None
-    beta: Any = None
+    inputs: Mapping[str, Any]  # Float [M R T] by the client's names, options included
     loss: str = struct.field(pytree_node=False, default=CROSS_ENTROPY)
 
     @property
@@ -60,13 +53,6 @@ class LossBatch(struct.PyTreeNode):
     @property
     def loss_weights(self) -> Any:  # the learner keeps log-probs of this shape
         return self.weights
-
-
-class TokenOutputs(NamedTuple):
-    """Log-probs of the targets, and the loss of each position."""
-
-    logprobs: Float[Array, "*M R T K"]
-    losses: Float[Array, "*M R T"]
 
 
 def _target_logprobs(params: Any, config: DecoderConfig, batch: LossBatch) -> Array:
@@ -79,40 +65,39 @@ def _target_logprobs(params: Any, config: DecoderConfig, batch: LossBatch) -> Ar
     return pair[0].reshape(batch.targets.shape)
 
 
-def _policy_losses(batch: LossBatch, logprobs: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Return the loss of each position of a policy-gradient loss function."""
-    segments, advantages = batch.rows.segment_ids, batch.advantages
-    old = batch.rows.sampler_logprobs
+def _position_losses(batch: LossBatch, logprobs: Float[Array, "R T K"]) -> Float[Array, "R T"]:
+    """Return the loss of each position."""
+    if batch.loss == CROSS_ENTROPY:
+        counted = jnp.where(batch.weights != 0, logprobs, 0.0)  # padding may hold NaN
+        return -jnp.sum(batch.weights * counted, axis=-1)
+    inputs: Any = batch.inputs
+    segments = batch.rows.segment_ids
+    old, advantages = inputs["logprobs"], inputs["advantages"]
+    low, high = inputs.get(CLIP_LOW), inputs.get(CLIP_HIGH)
+    logprobs = logprobs[..., 0]
     if batch.loss in POLICY_LOSSES:
-        mask = (segments > 0).astype(jnp.float32) if batch.loss != "gspo" else batch.ratio_mask
+        mask = inputs.get("sequence_ratio_mask", (segments > 0).astype(jnp.float32))
         algorithm = POLICY_LOSSES[batch.loss]
-        if batch.low is not None:
-            bounds: dict[str, Any] = {"clip_low": 1 - batch.low, "clip_high": batch.high - 1}
+        if low is not None:
+            bounds: Any = {"clip_low": 1 - low, "clip_high": high - 1}
             algorithm = dataclasses.replace(algorithm, **bounds)
         return policy_loss(algorithm, logprobs, old, advantages, mask, segments)[0]
     logprobs = jnp.where(segments > 0, logprobs, 0.0)
     if batch.loss == "dro":
-        return batch.beta * k2(logprobs, old) - advantages * logprobs
+        return inputs["beta"] * k2(logprobs, old) - advantages * logprobs
     ratio = jnp.exp(clamp_log(jax.lax.stop_gradient(logprobs) - old))
-    return -jnp.clip(ratio, batch.low, batch.high) * advantages * logprobs  # cispo
-
-
-def _token_outputs(params: Any, config: DecoderConfig, batch: LossBatch) -> TokenOutputs:
-    logprobs = _target_logprobs(params, config, batch)
-    if batch.loss == CROSS_ENTROPY:
-        counted = jnp.where(batch.weights != 0, logprobs, 0.0)  # padding may hold NaN
-        return TokenOutputs(logprobs, -jnp.sum(batch.weights * counted, axis=-1))
-    return TokenOutputs(logprobs, _policy_losses(batch, logprobs[..., 0]))
+    return -jnp.clip(ratio, low, high) * advantages * logprobs  # cispo
 
 
 def loss_learner(config: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any) -> Learner:
-    """Return the learner of all loss functions; its score is `TokenOutputs`."""
+    """Return the learner of all loss functions; its scores are log-probs and losses."""
 
     def score(params: Any, batch: Any) -> Any:
-        return _token_outputs(params, config, batch)
+        logprobs = _target_logprobs(params, config, batch)
+        return logprobs, _position_losses(batch, logprobs)
 
     def loss(params: Any, batch: Any) -> tuple[Array, UpdateOutputs]:
-        outputs = _token_outputs(params, config, batch)
-        return jnp.sum(outputs.losses), UpdateOutputs({}, outputs.logprobs)
+        logprobs, losses = score(params, batch)
+        return jnp.sum(losses), UpdateOutputs({}, logprobs)
 
     return Learner(score, loss, abstract_params(config), Optimizer(), mesh, frozen)

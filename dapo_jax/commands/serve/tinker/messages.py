@@ -17,10 +17,7 @@ MASKED_LOGPROB = -99_999.0  # with token 0: no likeliest token at this position
 # Message: number, name and type of each field; * is a list.
 FIELDS = {
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
-    "SampledSequence": (
-        "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, "
-        "4 topk_sampled_logprobs TopkLogprobs"
-    ),
+    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes",
     "SampleResponse": (
         "1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs"
     ),

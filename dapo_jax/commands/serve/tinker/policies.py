@@ -65,7 +65,8 @@ class Policies:
         )
         longest = min(self.config.max_prompt_tokens, self.context - 1)
         response = self.config.max_response_tokens
-        self.limits = Limits(self.decoder.vocab, longest, response, self.context)
+        vocab, end_ids = self.decoder.vocab, self.tokenizer.end_ids
+        self.limits = Limits(vocab, end_ids, longest, response, self.context)
         self._shared: Any = None  # decoding copy of the base model
         recent = functools.lru_cache(MAX_PROGRAMS)
         self.learner = recent(self._open_learner)
@@ -87,7 +88,7 @@ class Policies:
         """Return the trained parameters of a new model, in float32."""
         decoder = self.decoder_of(shape)
         if shape.rank:
-            return fresh_adapters(decoder, self.mesh, seed)
+            return fresh_adapters(decoder, self.mesh, seed % 2**32)
         return load_huggingface.load_params(self.config.model, decoder, self.mesh, field="model")
 
     def _compile_step(self, shape: ModelShape, adam: AdamParams) -> Callable[..., Any]:
