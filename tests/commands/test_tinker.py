@@ -28,6 +28,7 @@ from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
 from dapo_jax.run.export import export
+from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Completion, Prompt
 
 tinker = pytest.importorskip("tinker")
@@ -140,7 +141,11 @@ def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folde
     assert all(4 in shape for shape in shapes)
     # Merged by `dapo-jax export`, it is a model folder for `dapo-jax serve`, and scores the same.
     out = server.state.parent / "merged"
-    export(ExportConfig(run=str(folder), model=str(byte_folder), out=str(out)))
+    settings = ExportConfig(run=str(folder), model=str(byte_folder), out=str(out))
+    for wrong, message in {"model": "", "weights": "adapter", "push_to_hub": "a/b"}.items():
+        with pytest.raises(ConfigError, match=f"config.{wrong} = '{message}': must be"):
+            export(dataclasses.replace(settings, **{wrong: message}))
+    export(settings)
     merged = load_served(ServeConfig(model=str(out), slots=1, max_prompt_tokens=64))
     scores = Scorer(merged.engine.config, merged.params).score(WORDS[2], 0)
     sampler = client.create_sampling_client(model_path=path).result()

@@ -87,7 +87,8 @@ class TinkerApi:
         self._worker = worker
         self._store = store
         self._access = access
-        of_model, checkpoints = "model_id seq_id", "training_runs/{model}/checkpoints"
+        of_model, of_session = "model_id seq_id", "session_id sampling_session_seq_id"
+        checkpoints = "training_runs/{model}/checkpoints"
         # Method and path of each route, its handler, and the fields of JSON that it needs.
         table: tuple[tuple[str, Callable[[Call], Any], str], ...] = (
             ("POST client/config", self._configure_client, "sdk_version"),
@@ -96,11 +97,7 @@ class TinkerApi:
             ("POST create_session", self._create_session, "sdk_version"),
             ("POST session_heartbeat", self._heartbeat, "session_id"),
             ("POST sessions/{session}/finish", lambda call: {}, ""),
-            (
-                "POST create_sampling_session",
-                self._create_sampler,
-                "session_id sampling_session_seq_id",
-            ),
+            ("POST create_sampling_session", self._create_sampler, of_session),
             ("POST create_model", self._submitter("create_model"), "base_model"),
             ("POST load_weights", self._submitter("load_weights"), "path"),
             ("POST forward_backward", self._forward_backward, ""),
