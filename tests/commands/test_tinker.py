@@ -146,7 +146,7 @@ def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folde
         with pytest.raises(ConfigError, match=f"config.{wrong} = '{message}': must be"):
             export(dataclasses.replace(settings, **{wrong: message}))
     export(settings)
-    merged = load_served(ServeConfig(model=str(out), slots=1, max_prompt_tokens=64))
+    merged = load_served(ServeConfig(model=str(out), slots=8, max_prompt_tokens=64))
     scores = Scorer(merged.engine.config, merged.params).score(WORDS[2], 0)
     sampler = client.create_sampling_client(model_path=path).result()
     theirs = sampler.compute_logprobs(types.ModelInput.from_ints(WORDS[2])).result()
@@ -336,7 +336,7 @@ def test_a_key_is_asked_for(byte_folder, tmp_path, monkeypatch):
 
 def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
     """The SDK differentiates the client's loss, and sends weights of cross_entropy."""
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
 
     def custom(data, logprobs):
         return -sum(values.sum() for values in logprobs), {"own": 1.0}
@@ -344,13 +344,12 @@ def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
     models = [client.create_lora_training_client(base_model=NAME, rank=4, seed=1) for _ in range(2)]
     plain, own = (model.result() for model in models)
     passed = own.forward_backward_custom(DATA, custom)
-    stepped = [model.optim_step(ADAM) for model in (own,)]
+    steps = [own.optim_step(ADAM).result().metrics]
     assert passed.result().metrics["own"] == 1.0
-    expected = plain.forward_backward(DATA, "cross_entropy")
-    stepped.append(plain.optim_step(ADAM))
-    first, second = (future.result().metrics for future in stepped)
-    assert first == second and expected.result().metrics["loss:sum"] > 0
-    assert train(own, 1) == train(plain, 1) and torch is not None
+    plain.forward_backward(DATA, "cross_entropy")
+    steps.append(plain.optim_step(ADAM).result().metrics)
+    assert steps[0] == steps[1]
+    assert train(own, 1) == train(plain, 1)
 
 
 @pytest.mark.slow
