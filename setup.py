@@ -89,6 +89,7 @@ setup(
         "matplotlib>=3.11",
         "numpy>=2.4",
         "prometheus-client>=0.26",  # google-jetstream brings it too
+        "protobuf>=7.36",  # and this
         "plotly>=7.1",  # its script goes into report.html; no network is asked for it
         "pyarrow>=26.0",
         "python-flint>=0.9",
@@ -123,6 +124,7 @@ setup(
             *NOTEBOOKS,
             "openai>=3.54",
             "gguf>=0.19",
+            "tinker==0.38.0",
         ],
     },
     classifiers=[

@@ -39,6 +39,7 @@ Write the policy of a run as a model folder in the Hugging Face layout.
 exports the latest checkpoint of any mesh, and needs no accelerator. The folder has config.json,
 tokenizer and generation settings of the run's initial model, so `transformers` and inference
 servers load it in the same way. README.md is its model card; `hf upload NAME FOLDER` publishes it.
+The folder of adapters in PEFT's format may take the place of a run, with --model=BASE.
 """
 
 

@@ -45,6 +45,7 @@ FEW_SHOT = When("data.template", "few_shot")
 IF_REFERENCE = When("algorithm.reference")
 SHOWS_SYSTEM = When("data.template", lambda name: name not in SHOW_NO_SYSTEM)
 IF_LORA = When("lora.rank")
+IF_TINKER = When("tinker")
 RECORDS = When("log.rollouts")
 # All ratios are 1 in the first update of a step.
 SHOWS_RATIOS = When(
@@ -568,7 +569,7 @@ class DpoConfig:
 class ExportConfig:
     """Export of a checkpoint as a model folder (`dapo-jax export`)."""
 
-    run: str = setting("", "The run_dir with the policy.")
+    run: str = setting("", "The run_dir with the policy, or a folder of PEFT's adapters.")
     out: str = setting("", "Model folder to write; new, empty, or an earlier export.")
     step: CountOr0 = setting(0, "Step of the checkpoint; 0: the newest.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
@@ -676,4 +677,11 @@ class ServeConfig:
     idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
     log_requests: bool = setting(True, "Print a line when a request ends.")
+    tinker: bool = setting(False, "Serve Tinker's training API on http_port, and no other.")
+    tinker_dir: str = setting(
+        "runs/tinker", "Folder of its models, checkpoints and requests.", read=IF_TINKER
+    )
+    tinker_models: Count = setting(
+        8, "Its trained models in memory; more wait on disk.", read=IF_TINKER
+    )
     mesh: OneMesh = part(OneMesh, may_change=True)

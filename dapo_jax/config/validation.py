@@ -264,6 +264,7 @@ def _checks(config: Any, settings: dict[str, Any]) -> Checks:
         for name, other in itertools.combinations(("port", "http_port", "metrics_port"), 2):
             port = getattr(config, other)
             yield other, port == 0 or port != getattr(config, name), f"different from {name}"
+        yield "http_port", config.http_port > 0 or not config.tinker, "above 0 with tinker"
     elif isinstance(config, Config):
         yield from _training(config)
     elif isinstance(config, SftConfig) and config.data.source in GENERATED:

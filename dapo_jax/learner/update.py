@@ -139,10 +139,16 @@ class Learner:
         self, params: Any, batch: TrainBatch, microbatches: int
     ) -> tuple[Array, Any]:
         """Return the loss and gradient that `update` would use."""
+        gradient, outputs = self.differentiate(params, batch, microbatches)
+        return outputs.means["loss"].total, gradient
+
+    def differentiate(
+        self, params: Any, batch: TrainBatch, microbatches: int
+    ) -> tuple[Any, UpdateOutputs]:
+        """Return the gradient that `update` would use, and the outputs of the loss."""
         batch = sharding.put(self.mesh, batch, *ROWS)
         with sharding.activate(self.mesh):
-            gradient, outputs = self._gradient(params, self.frozen, batch, microbatches)
-        return outputs.means["loss"].total, gradient
+            return self._gradient(params, self.frozen, batch, microbatches)
 
     def lower(
         self, program: str, batch: PackedRows | TrainBatch, params: Any = None
@@ -223,26 +229,40 @@ class Learner:
 
     def _update_fn(self, state: TrainState, frozen, batch: TrainBatch, microbatches, learning_rate):
         gradient, outputs = self._gradient_fn(state.params, frozen, batch, microbatches)
-        norm = optax.tree.norm(gradient)
-        direction, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
-        new = TrainState(params, opt_state, state.update_count + 1)
-        moments = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(opt_state)])
-        # Check the norm of the parameters, because a forward pass squares them.
-        sizes = [norm, jnp.where(moments.all(), 0.0, jnp.nan), optax.tree.norm(params)]
-        is_finite = jnp.isfinite(jnp.stack(sizes))
-        finite = is_finite.all()
-        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-        taken = finite.astype(jnp.float32)
         means = outputs.means
         loss = means["loss"].total
-        means["loss"] = Mean(jnp.where(finite, loss, 0.0), taken)
-        means["gradient_norm"] = Mean(jnp.where(finite, norm, 0.0), taken)
-        means["skipped_updates"] = Mean(1.0 - taken, jnp.ones(()))
-        first = jnp.argmin(is_finite)  # it makes the later ones non-finite
-        for i, name in enumerate(REASONS):
-            means[name] = Mean(jnp.where(first == i, 1.0 - taken, 0.0), jnp.ones(()))
-        return new, outputs
+        new, measured = apply_gradient(self._optimizer, state, gradient, learning_rate)
+        taken = measured["gradient_norm"].weight
+        means["loss"] = Mean(jnp.where(taken > 0, loss, 0.0), taken)
+        return new, outputs._replace(means=means | measured)
+
+
+def apply_gradient(
+    optimizer: optax.GradientTransformation, state: TrainState, gradient: Any, learning_rate: Any
+) -> tuple[TrainState, dict[str, Mean]]:
+    """Return the state after an optimizer step, and its norm, skips and reasons of skips.
+
+    The state does not change if something is not finite, as `Learner.update` says.
+    """
+    norm = optax.tree.norm(gradient)
+    direction, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
+    new = TrainState(params, opt_state, state.update_count + 1)
+    moments = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(opt_state)])
+    # Check the norm of the parameters, because a forward pass squares them.
+    sizes = [norm, jnp.where(moments.all(), 0.0, jnp.nan), optax.tree.norm(params)]
+    is_finite = jnp.isfinite(jnp.stack(sizes))
+    finite = is_finite.all()
+    new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+    taken = finite.astype(jnp.float32)
+    means = {
+        "gradient_norm": Mean(jnp.where(finite, norm, 0.0), taken),
+        "skipped_updates": Mean(1.0 - taken, jnp.ones(())),
+    }
+    first = jnp.argmin(is_finite)  # it makes the later ones non-finite
+    for i, name in enumerate(REASONS):
+        means[name] = Mean(jnp.where(first == i, 1.0 - taken, 0.0), jnp.ones(()))
+    return new, means
 
 
 def _microbatch(tree: Any, index: Any) -> Any:

@@ -141,12 +141,10 @@ def _targets(tensors: Collection[str], config: DecoderConfig) -> tuple[list[str]
     return targets, sorted(unknown)
 
 
-def read_adapters(folder: str, config: DecoderConfig) -> dict[str, np.ndarray]:
-    """Return the adapters of a folder by path, in our layout; float32.
-
-    Raises `ConfigError` if the folder has options that change the numbers, adapts another model, or
-    was made with other settings than `config.adapters`.
-    """
+def _read_folder(
+    folder: str, config: DecoderConfig
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the tensors of a folder, and its settings as those of a run's `lora`."""
     path = pathlib.Path(folder)
     values = read_json(path / CONFIG, FIELD)
     try:
@@ -156,14 +154,29 @@ def read_adapters(folder: str, config: DecoderConfig) -> dict[str, np.ndarray]:
         raise ConfigError(f"config.{FIELD}: {path / WEIGHTS} can't be read: {error}") from None
     targets, unknown = _targets(tensors, config)
     _raise_problems(folder, _check_options(values) + [f"{name}: unknown" for name in unknown])
-    rank, alpha, adapters = values["r"], values["lora_alpha"], config.adapters
+    alpha, targets = values["lora_alpha"], ",".join(targets)
+    return tensors, {"rank": values["r"], "alpha": alpha, "targets": targets}
+
+
+def read_settings(folder: str, config: DecoderConfig) -> dict[str, Any]:
+    """Return rank, alpha and targets of a folder's adapters. Raises as `read_adapters`."""
+    return _read_folder(folder, config)[1]
+
+
+def read_adapters(folder: str, config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Return the adapters of a folder by path, in our layout; float32.
+
+    Raises `ConfigError` if the folder has options that change the numbers, adapts another model, or
+    was made with other settings than `config.adapters`.
+    """
+    tensors, settings = _read_folder(folder, config)
+    adapters = config.adapters
     fits = (
         adapters is not None
-        and adapters.rank == rank
-        and math.isclose(adapters.scale, alpha / rank)
-        and set(adapters.targets) == set(targets)
+        and adapters.rank == settings["rank"]
+        and math.isclose(adapters.scale, settings["alpha"] / settings["rank"])
+        and set(adapters.targets) == set(settings["targets"].split(","))
     )
-    settings = {"rank": rank, "alpha": alpha, "targets": ",".join(targets)}
     flags = " ".join(f"--config.lora.{name}={value}" for name, value in settings.items())
     require(fits, FIELD, folder, f"one of the run's own settings; this one has {flags}")
     arrays, problems = {}, []

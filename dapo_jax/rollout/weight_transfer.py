@@ -218,6 +218,10 @@ class DecodingWeights:
             self._frozen_copy = self.load_frozen(self._frozen)
         return self._frozen_copy
 
+    def share_frozen(self, copy: dict[str, Array]) -> None:
+        """Use the decoding copy of other weights that have the same frozen parameters."""
+        self._frozen_copy = copy
+
     def load(self, params: Any) -> Any:
         """Return decoding weights: live parameters of the trainer, and the frozen ones."""
         return decoder.for_decoding(self.frozen() | self.load_trained(params), self._config)

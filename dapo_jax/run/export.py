@@ -114,6 +114,8 @@ def export(config: ExportConfig) -> pathlib.Path:
     The host holds only one stacked parameter and the tensors of one file. Raises `ConfigError`.
     """
     check(config)
+    if pathlib.Path(config.run, peft_adapters.CONFIG).is_file():
+        return _merge_adapters(config)
     policy = SavedPolicy(config.run, config.step)
     settings = policy.settings()
     source = config.model or settings["model.folder"]
@@ -153,6 +155,30 @@ def export(config: ExportConfig) -> pathlib.Path:
     kind = files[0].suffixes[-2][1:] if config.format == "gguf" and merged else kind
     print(f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {kind} written to {config.out}")
     return out
+
+
+def _merge_adapters(config: ExportConfig) -> pathlib.Path:
+    """Write the model folder `config.model` with the adapters of a PEFT folder merged into it."""
+    source = config.model
+    require(bool(source), "model", source, "the folder of the model that RUN adapts")
+    rejected = {"push_to_hub": "", "weights": "merged"}
+    for field, allowed in rejected.items():
+        value = getattr(config, field)
+        require(value == allowed, field, value, f"{allowed!r} with a folder of adapters")
+    decoder = load_huggingface.read_config(source, field="model")
+    lora = Lora(**peft_adapters.read_settings(config.run, decoder))
+    decoder = choose_trained(decoder, 0.0, lora)
+    adapters = peft_adapters.read_adapters(config.run, decoder)
+    dtype = _stored_dtype(config, source)
+    with replace("out", config.out, EXPORTED) as folder:
+        folder = present(folder, "folder")  # the command runs in one process
+        layers = policy_layers(adapters, adapters.__getitem__, decoder, source)
+        save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
+        save_huggingface.save_settings_of(source, folder, dtype)
+        if config.format == "gguf":
+            _replace_by_gguf(folder, config)
+    print(f"{config.run}: merged into {source}, written to {config.out}")
+    return pathlib.Path(config.out).absolute()
 
 
 def newest_export(folder: str, field: str) -> str:

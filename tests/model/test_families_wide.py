@@ -23,8 +23,9 @@ SEED = int(os.environ.get("FAMILIES_SEED", "1"))
 
 def run_writer(*arguments):
     python = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
-    if python == sys.executable and importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs transformers: set TRANSFORMERS_PYTHON")
+    needed = ("transformers", "torch")
+    if python == sys.executable and None in map(importlib.util.find_spec, needed):
+        pytest.skip("needs transformers and torch: set TRANSFORMERS_PYTHON")
     subprocess.run([python, WRITER, *map(str, arguments)], check=True)
 
 

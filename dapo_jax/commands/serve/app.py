@@ -37,6 +37,7 @@ MAX_HEADER_BYTES = 64 << 10
 LATENCY_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+ERRORS = (RequestError, HTTPException, ClientDisconnect, Exception)  # that `answer_error` takes
 PATHS = (COMPLETIONS, CHAT, "/v1/models", "/metrics", "/health")
 
 
@@ -71,10 +72,7 @@ class HttpApi:
             self._route("/metrics", self._show_metrics),
             Route("/health", self._check_health),
         ]
-        errors = (RequestError, HTTPException, ClientDisconnect, Exception)
-        self._app = Starlette(
-            routes=routes, exception_handlers=dict.fromkeys(errors, _answer_error)
-        )
+        self._app = Starlette(routes=routes, exception_handlers=dict.fromkeys(ERRORS, answer_error))
         self._app.router.redirect_slashes = False  # OpenAI's API has no redirects
         self.metrics = Starlette(routes=[Route("/metrics", self._show_metrics)])
 
@@ -126,7 +124,7 @@ class HttpApi:
 
     async def _complete(self, http: HttpRequest) -> Response:
         chat = http.url.path == CHAT
-        body = await _read_body(http, self._config)
+        body = await read_body(http, self._config)
         # In a thread: tokenizing a large text would delay the tokens of other clients.
         request = await asyncio.to_thread(read_request, body, self._model, chat=chat)
         to_score = len(request.prompts) * request.n * (request.likeliest is not None)
@@ -144,7 +142,7 @@ class HttpApi:
         return StreamingResponse(answer.events(), media_type="text/event-stream", headers=headers)
 
 
-async def _read_body(http: HttpRequest, config: ServeConfig) -> bytes:
+async def read_body(http: HttpRequest, config: ServeConfig) -> bytes:
     """Return the body of a request. Raise `RequestError` if it is too large or slow."""
     limit = int(config.max_body_mb * 1e6)
     too_large = RequestError(f"the body is too large: at most {limit} bytes", status=413)
@@ -188,7 +186,8 @@ def _json_response(fields: dict[str, Any], status: int = 200, headers: Any = Non
     return Response(json.dumps(fields), status, headers, "application/json")
 
 
-async def _answer_error(http: HttpRequest, error: Exception) -> Response:
+async def answer_error(http: HttpRequest, error: Exception) -> Response:
+    """Return the response to a request that raised an error."""
     headers = None
     if isinstance(error, HTTPException):
         headers = error.headers

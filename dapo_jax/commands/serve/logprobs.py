@@ -29,7 +29,10 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """Scorer of one sequence at a time; compiles once for every power of two of tokens."""
+    """Scorer of one sequence at a time; compiles once for every power of two of tokens.
+
+    `params` may be None if every call of `score` brings its own.
+    """
 
     def __init__(self, config: DecoderConfig, params: Any):
         self._params = params
@@ -42,13 +45,14 @@ class Scorer:
             static_argnames="chunk_tokens",
         )
 
-    def score(self, ids: Sequence[int], likeliest: int) -> list[Score]:
+    def score(self, ids: Sequence[int], likeliest: int, params: Any = None) -> list[Score]:
         """Return the scores of all tokens, each with this many of the likeliest ones."""
+        params = self._params if params is None else params
         length = max(SMALLEST_TOKENS, 1 << (len(ids) - 1).bit_length())
         tokens = np.zeros(length, np.int32)
         tokens[: len(ids)] = ids
         with self._lock:
-            scored = self._score(self._params, tokens, chunk_tokens=min(length, CHUNK_TOKENS))
+            scored = self._score(params, tokens, chunk_tokens=min(length, CHUNK_TOKENS))
             logprobs, values, others = (np.asarray(x)[: len(ids) - 1].tolist() for x in scored)
         tops = [
             list(zip(*top, strict=True))[:likeliest] for top in zip(others, values, strict=True)

@@ -67,47 +67,48 @@ def _are_stream_options(value: Any) -> bool:
     )
 
 
-def _rule(accepts: Callable[[Any], bool], allowed: str) -> Callable[[Any], str]:
+def rule(accepts: Callable[[Any], bool], allowed: str) -> Callable[[Any], str]:
     """Return a function that says what a value must be, or returns an empty text if it is."""
     return lambda value: "" if accepts(value) else f"must be {allowed}"
 
 
-def _whole(allowed: str, low: int, high: int) -> Callable[[Any], str]:
-    return _rule(lambda x: type(x) is int and low <= x <= high, allowed)
+def whole(allowed: str, low: int, high: int) -> Callable[[Any], str]:
+    """Return the rule of whole numbers in a range."""
+    return rule(lambda x: type(x) is int and low <= x <= high, allowed)
 
 
-ANY = _rule(lambda _: True, "")
-FLAG = _rule(lambda x: type(x) is bool, "true or false")
-WHOLE = _rule(lambda x: type(x) is int, "a whole number")
-LIKELIEST = _whole(f"a whole number from 0 to {MAX_LIKELIEST}", 0, MAX_LIKELIEST)
+ANY = rule(lambda _: True, "")
+FLAG = rule(lambda x: type(x) is bool, "true or false")
+WHOLE = rule(lambda x: type(x) is int, "a whole number")
+LIKELIEST = whole(f"a whole number from 0 to {MAX_LIKELIEST}", 0, MAX_LIKELIEST)
 RULES = {
     "model": ANY,
     "user": ANY,
     "max_tokens": WHOLE,
     "max_completion_tokens": WHOLE,
     # Dividing logits by less than 0.001 can overflow float32.
-    "temperature": _rule(
+    "temperature": rule(
         lambda x: type(x) in (int, float) and (x == 0 or 1e-3 <= x <= 100),
         "0, or from 0.001 to 100",
     ),
-    "top_p": _rule(lambda x: type(x) in (int, float) and 0 < x <= 1, "above 0 and at most 1"),
-    "top_k": _whole("from 0 (all) to 2147483647", 0, 2**31 - 1),
-    "seed": _whole("a 64-bit integer", -(2**63), 2**63 - 1),
-    "n": _whole("a whole number above 0", 1, 2**63),
-    "stop": _rule(_are_stops, f"a text or a list of up to {MAX_STOPS} texts, none of them empty"),
+    "top_p": rule(lambda x: type(x) in (int, float) and 0 < x <= 1, "above 0 and at most 1"),
+    "top_k": whole("from 0 (all) to 2147483647", 0, 2**31 - 1),
+    "seed": whole("a 64-bit integer", -(2**63), 2**63 - 1),
+    "n": whole("a whole number above 0", 1, 2**63),
+    "stop": rule(_are_stops, f"a text or a list of up to {MAX_STOPS} texts, none of them empty"),
     "stream": FLAG,
-    "stream_options": _rule(_are_stream_options, "an object with include_usage, true or false"),
+    "stream_options": rule(_are_stream_options, "an object with include_usage, true or false"),
     "return_token_ids": FLAG,
 }
 COMPLETION_RULES = RULES | {
-    "prompt": _rule(
+    "prompt": rule(
         lambda x: isinstance(x, str | list), "a text, a list of texts, ids, or a list of ids' lists"
     ),
     "echo": FLAG,
     "logprobs": LIKELIEST,
 }
 CHAT_RULES = RULES | {
-    "messages": _rule(lambda x: isinstance(x, list) and x != [], "a list of one or more messages"),
+    "messages": rule(lambda x: isinstance(x, list) and x != [], "a list of one or more messages"),
     "tools": tools_problem,
     "logprobs": FLAG,
     "top_logprobs": LIKELIEST,

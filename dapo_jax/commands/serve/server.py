@@ -2,10 +2,11 @@
 
     dapo-jax serve FOLDER --http_port=8000 --port=9000
     dapo-jax serve runs/arithmetic_dapo
+    dapo-jax serve --tinker --model=FOLDER
 
 serves a model folder, or the newest checkpoint of a run, which it exports into the run once. The
-server uses the engine that samples in training. After SIGTERM or Ctrl-C, running requests
-finish, and the exit code is 0.
+server uses the engine that samples in training. With --tinker it also trains: it answers Tinker's
+SDK. After SIGTERM or Ctrl-C, running requests finish, and the exit code is 0.
 """
 
 import asyncio
@@ -165,7 +166,7 @@ def serve(
     config: ServeConfig, *, should_stop: Callable[[], bool], ready: Callable[[int, int], None]
 ) -> None:
     """Serve until `should_stop()`; call `ready` with the gRPC and HTTP ports once it answers."""
-    for field in ("port", "http_port", "metrics_port"):
+    for field in ("http_port",) if config.tinker else ("port", "http_port", "metrics_port"):
         bind(config, field).close()  # report a taken port before the model is loaded
     key = read_key(config)
     if warning := exposure_warning(config, key):
@@ -174,11 +175,20 @@ def serve(
 
     folder = newest_export(config.model, "model")
     config = dataclasses.replace(config, model=folder, served_name=served_name(config))
+    if config.tinker:
+        from dapo_jax.commands.serve.tinker.app import serve_tinker
+
+        fail_if(serve_tinker(config, key, should_stop, lambda: ready(0, config.http_port)))
+        return
     policy = load_served(config)
     slots = policy[0].max_concurrent_decodes
     processes.print_error(f"compiling for {slots} slots: seconds for a small model, else minutes")
     warm_up(policy[0], policy[1])
-    failure = asyncio.run(_answer_requests(config, policy, key, should_stop, ready))
+    fail_if(asyncio.run(_answer_requests(config, policy, key, should_stop, ready)))
+
+
+def fail_if(failure: str) -> None:
+    """Raise `ServingFailed` with a message that is not empty."""
     if failure:
         raise ServingFailed(failure)
 
@@ -189,10 +199,12 @@ def main() -> int:
     started = time.time()
 
     def ready(port: int, http_port: int) -> None:
-        http = f"HTTP on http://{config.host}:{http_port}/v1, " if http_port else ""
+        apis = [f"HTTP on http://{config.host}:{http_port}/v1"] if http_port else []
+        apis.append(f"gRPC on {config.host}:{port}")
+        if config.tinker:
+            apis = [f"Tinker's API on http://{config.host}:{http_port}"]
         seconds = time.time() - started
-        name = served_name(config)
-        print(f"serving {name}: {http}gRPC on {config.host}:{port} ({seconds:.0f} s)", flush=True)
+        print(f"serving {served_name(config)}: {', '.join(apis)} ({seconds:.0f} s)", flush=True)
 
     try:
         with processes.as_command(), Signals() as signals:

@@ -24,6 +24,7 @@ OWN_PREFIX = ".dapo_jax."  # of the mark and the lock
 MARK, LOCK = f"{OWN_PREFIX}json", f"{OWN_PREFIX}lock"
 RUN, EVALUATION, TRAINED, EXPORTED = "run", "evaluation", "trained model", "exported model"
 PREFERRING, UNFINISHED = "model trained on pairs", "output that is not finished"
+TINKER = "models of Tinker's API"
 ALLOWED = {
     RUN: "a new or empty folder, or that of a run",
     EVALUATION: "a new or empty folder, or that of an evaluation",
@@ -31,6 +32,7 @@ ALLOWED = {
     PREFERRING: "a new or empty folder, or one that holds only what dapo-jax dpo wrote",
     EXPORTED: "a new or empty folder, or one that holds only what dapo-jax export wrote",
     UNFINISHED: "a new or empty folder, or unfinished output of an earlier command",
+    TINKER: "a new or empty folder, or one that dapo-jax serve --tinker wrote",
 }
 # Kinds that are replaced as a whole: the new folder is complete before the old one is removed.
 REPLACED = (TRAINED, PREFERRING, EXPORTED)

@@ -1,0 +1,103 @@
+"""Loss functions of Tinker's API, by the losses of `learner/losses.py` where they are equal."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.config.experiment import Optimizer
+from dapo_jax.learner.batches import PackedRows
+from dapo_jax.learner.losses import clamp_log, k2, policy_loss
+from dapo_jax.learner.update import Learner, UpdateOutputs
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, head_kernel
+from dapo_jax.model.lm_head import head_logprobs
+from dapo_jax.model.logprobs import hidden_states
+
+LOGPROB_CHUNK_TOKENS = 2048  # with logits at a time
+CROSS_ENTROPY = "cross_entropy"
+POLICY_LOSSES = {  # those that `policy_loss` computes
+    "importance_sampling": Algorithm(region="none", dual_clip=0.0),
+    "ppo": Algorithm(dual_clip=0.0),
+    "gspo": Algorithm(ratio="sequence", dual_clip=0.0),
+}
+# Loss functions with the options that `loss_fn_config` may set, and their defaults.
+CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
+OPTIONS: dict[str, dict[str, float]] = {
+    CROSS_ENTROPY: {},
+    "importance_sampling": {},
+    "ppo": {CLIP_LOW: 0.8, CLIP_HIGH: 1.2},
+    "cispo": {CLIP_LOW: 0.8, CLIP_HIGH: 1.2},
+    "dro": {"beta": 0.05},
+    "gspo": {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4},
+}
+
+
+class LossBatch(struct.PyTreeNode):
+    """Packed rows with the inputs of a loss; a position has K targets."""
+
+    rows: PackedRows
+    targets: Any  # Int [M R T K]
+    weights: Any  # Float [M R T K]
+    inputs: Mapping[str, Any]  # Float [M R T] by the client's names, options included
+    loss: str = struct.field(pytree_node=False, default=CROSS_ENTROPY)
+
+    @property
+    def tokens(self) -> Any:
+        return self.rows.tokens
+
+    @property
+    def loss_weights(self) -> Any:  # the learner keeps log-probs of this shape
+        return self.weights
+
+
+def _target_logprobs(params: Any, config: DecoderConfig, batch: LossBatch) -> Array:
+    """Return log p(target k | tokens up to and including t) at [t, k]."""
+    hidden, _ = hidden_states(params, config, batch.rows.inputs)
+    count = batch.targets.shape[-1]
+    targets = batch.targets.reshape(len(hidden), -1)
+    repeated = jnp.repeat(hidden, count, axis=1) if count > 1 else hidden
+    pair: Any = head_logprobs(repeated, head_kernel(params), targets, 1.0, LOGPROB_CHUNK_TOKENS)
+    return pair[0].reshape(batch.targets.shape)
+
+
+def _position_losses(batch: LossBatch, logprobs: Float[Array, "R T K"]) -> Float[Array, "R T"]:
+    """Return the loss of each position."""
+    if batch.loss == CROSS_ENTROPY:
+        counted = jnp.where(batch.weights != 0, logprobs, 0.0)  # padding may hold NaN
+        return -jnp.sum(batch.weights * counted, axis=-1)
+    inputs: Any = batch.inputs
+    segments = batch.rows.segment_ids
+    old, advantages = inputs["logprobs"], inputs["advantages"]
+    low, high = inputs.get(CLIP_LOW), inputs.get(CLIP_HIGH)
+    logprobs = logprobs[..., 0]
+    if batch.loss in POLICY_LOSSES:
+        mask = inputs.get("sequence_ratio_mask", (segments > 0).astype(jnp.float32))
+        algorithm = POLICY_LOSSES[batch.loss]
+        if low is not None:
+            bounds: Any = {"clip_low": 1 - low, "clip_high": high - 1}
+            algorithm = dataclasses.replace(algorithm, **bounds)
+        return policy_loss(algorithm, logprobs, old, advantages, mask, segments)[0]
+    logprobs = jnp.where(segments > 0, logprobs, 0.0)
+    if batch.loss == "dro":
+        return inputs["beta"] * k2(logprobs, old) - advantages * logprobs
+    ratio = jnp.exp(clamp_log(jax.lax.stop_gradient(logprobs) - old))
+    return -jnp.clip(ratio, low, high) * advantages * logprobs  # cispo
+
+
+def loss_learner(config: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any) -> Learner:
+    """Return the learner of all loss functions; its scores are log-probs and losses."""
+
+    def score(params: Any, batch: Any) -> Any:
+        logprobs = _target_logprobs(params, config, batch)
+        return logprobs, _position_losses(batch, logprobs)
+
+    def loss(params: Any, batch: Any) -> tuple[Array, UpdateOutputs]:
+        logprobs, losses = score(params, batch)
+        return jnp.sum(losses), UpdateOutputs({}, logprobs)
+
+    return Learner(score, loss, abstract_params(config), Optimizer(), mesh, frozen)

@@ -1,0 +1,398 @@
+"""Tinker's API as the published SDK speaks it, against a server in a process of its own."""
+
+import dataclasses
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import time
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+from served import TOKENIZER
+from small_runs import ROOT
+from tinker_served import NAME, SDK, TinkerServer, loss_message
+
+from dapo_jax.commands.serve.logprobs import Scorer
+from dapo_jax.commands.serve.server import load_served
+from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.config.experiment import Compute, ExportConfig, Optimizer, ServeConfig
+from dapo_jax.learner.batches import ScoredBatch, TrainBatch
+from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.policy import PolicySettings, policy_learner
+from dapo_jax.model import save_huggingface
+from dapo_jax.model.decoder import init_params
+from dapo_jax.run.export import export
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Completion, Prompt
+
+tinker = pytest.importorskip("tinker")
+types = pytest.importorskip("tinker.types")
+
+WORDS = [list(b"3+4=7."), list(b"Tell me!"), list(b"one, two, three")]
+ADAM = types.AdamParams(learning_rate=1e-2)
+PROMPT = types.ModelInput.from_ints(WORDS[1])
+
+
+@pytest.fixture(scope="module")
+def server(byte_folder, tmp_path_factory):
+    state = tmp_path_factory.mktemp("tinker") / "state"
+    server = TinkerServer(byte_folder, state)
+    server.state = state
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture
+def client(server, monkeypatch):
+    return connect(server, monkeypatch)
+
+
+def connect(server: TinkerServer, monkeypatch) -> "tinker.ServiceClient":
+    monkeypatch.setenv("TINKER_API_KEY", "tml-none")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    return tinker.ServiceClient(base_url=server.url)
+
+
+def datum(ids: list[int], **inputs) -> "types.Datum":
+    inputs = {"target_tokens": ids[1:], **inputs}
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+DATA = [datum(ids, weights=[1.0] * (len(ids) - 1)) for ids in WORDS]
+
+
+def tokens_of(result) -> list[tuple[list[int], list[float]]]:
+    return [(list(s.tokens), list(s.logprobs)) for s in result.sequences]
+
+
+def train(model, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        passed = model.forward_backward(DATA, "cross_entropy")
+        stepped = model.optim_step(ADAM)
+        losses.append(passed.result().metrics["loss:sum"])
+        assert stepped.result().metrics["skipped_updates"] == 0
+    return losses
+
+
+def test_a_model_is_trained_saved_loaded_and_sampled(client):
+    model = client.create_lora_training_client(base_model=NAME, rank=4, seed=3).result()
+    info = model.get_info()
+    assert (info.model_name, info.lora_rank, info.is_lora) == (NAME, 4, True)
+    losses = train(model, 6)
+    assert losses[-1] < 0.7 * losses[0]
+    path = model.save_state("six", user_metadata={"a": "b"}).result().path
+    assert path == f"tinker://{model.model_id}/weights/six"
+    # With the optimizer's state, the next steps are the same to the last bit.
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+    weights = client.create_training_client_from_state(path).result()
+    ahead, same, fresh = (train(other, 2) for other in (model, resumed, weights))
+    assert ahead == same and ahead[0] == fresh[0] and ahead[1] != fresh[1]
+    named = model.save_weights_for_sampler("eight").result().path
+    sampler = client.create_sampling_client(model_path=named).result()
+    params = types.SamplingParams(max_tokens=8, seed=5, top_k=20)
+    unnamed = model.save_weights_and_get_sampling_client().result()
+    results = [s.sample(PROMPT, 6, params).result() for s in (sampler, sampler, unnamed)]
+    first, second, third = map(tokens_of, results)
+    assert first == second == third and len({tuple(ids) for ids, _ in first}) > 1
+    for ids, logprobs in first:
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints(WORDS[1] + ids)).result()
+        np.testing.assert_allclose(scored[len(WORDS[1]) :], logprobs, rtol=0, atol=1e-4)
+
+
+def test_lists_and_descriptions(client, server):
+    model = client.create_lora_training_client(base_model=NAME, rank=2, train_mlp=False).result()
+    path = model.save_state("first", ttl_seconds=7200).result().path
+    with pytest.raises(tinker.TinkerError, match="a new name; weights may also overwrite"):
+        model.save_state("first").result()
+    model.save_state("first", ttl_seconds=7200, overwrite=True).result()
+    rest = tinker.RestClient(base_url=server.url)
+    about = rest.get_weights_info_by_tinker_path(path).result()
+    assert (about.lora_rank, about.train_attn, about.train_mlp) == (2, True, False)
+    run = rest.get_training_run(model.model_id).result()
+    assert run.last_checkpoint.tinker_path == path and run.last_checkpoint.expires_at is not None
+    listed = rest.list_checkpoints(model.model_id).result().checkpoints
+    assert [checkpoint.tinker_path for checkpoint in listed] == [path]
+    assert model.model_id in {
+        r.training_run_id for r in rest.list_training_runs().result().training_runs
+    }
+    (supported,) = rest.get_server_capabilities().result().supported_models
+    assert supported.model_name == NAME and supported.max_context_length == 96
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert not rest.list_checkpoints(model.model_id).result().checkpoints
+
+
+def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folder):
+    from safetensors.numpy import load_file
+
+    model = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    train(model, 1)
+    path = model.save_weights_for_sampler("peft").result().path
+    folder = server.state / "checkpoints" / path.removeprefix("tinker://")
+    names = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {file.name for file in folder.iterdir()} - names == {".dapo_jax.json"}
+    shapes = {array.shape for array in load_file(folder / "adapter_model.safetensors").values()}
+    assert all(4 in shape for shape in shapes)
+    # Merged by `dapo-jax export`, it is a model folder for `dapo-jax serve`, and scores the same.
+    out = server.state.parent / "merged"
+    settings = ExportConfig(run=str(folder), model=str(byte_folder), out=str(out))
+    for wrong, message in {"model": "", "weights": "adapter", "push_to_hub": "a/b"}.items():
+        with pytest.raises(ConfigError, match=f"config.{wrong} = '{message}': must be"):
+            export(dataclasses.replace(settings, **{wrong: message}))
+    export(settings)
+    merged = load_served(ServeConfig(model=str(out), slots=8, max_prompt_tokens=64))
+    scores = Scorer(merged.engine.config, merged.params).score(WORDS[2], 0)
+    sampler = client.create_sampling_client(model_path=path).result()
+    theirs = sampler.compute_logprobs(types.ModelInput.from_ints(WORDS[2])).result()
+    ours = [score.logprob for score in scores[1:]]
+    np.testing.assert_allclose(theirs[1:], ours, rtol=0, atol=1e-4)
+
+
+def test_full_parameters_are_trained_and_sampled(client):
+    full = client.create_lora_training_client(base_model=NAME, rank=0).result()
+    assert full.get_info().is_lora is False
+    losses = train(full, 3)
+    assert losses[-1] < losses[0]
+    sampler = full.save_weights_and_get_sampling_client().result()
+    greedy = types.SamplingParams(max_tokens=4, temperature=0)
+    (sequence,) = sampler.sample(PROMPT, 1, greedy).result().sequences
+    ids = types.ModelInput.from_ints(WORDS[1] + list(sequence.tokens))
+    scored = sampler.compute_logprobs(ids).result()[len(WORDS[1]) :]
+    np.testing.assert_allclose(scored, sequence.logprobs, rtol=0, atol=1e-4)
+
+
+def test_samples_end_where_they_are_asked_to(client):
+    sampler = client.create_sampling_client(base_model=NAME).result()
+
+    def sample(**options):
+        options = {"max_tokens": 24, "seed": 1} | options
+        return sampler.sample(PROMPT, 4, types.SamplingParams(**options)).result().sequences
+
+    endless = sample(stop=[])
+    assert {len(s.tokens) for s in endless} == {24}
+    assert {s.stop_reason for s in endless} == {"length"}
+    token = int(endless[0].tokens[3])
+    for before, after in zip(endless, sample(stop=[token]), strict=True):
+        ids = list(before.tokens)
+        ends = [at for at, i in enumerate(ids) if i in (token, 256)]
+        assert list(after.tokens) == (ids[: ends[0] + 1] if ends else ids)
+        assert after.stop_reason == ("stop" if ends else "length")
+    result = sampler.sample(
+        PROMPT,
+        1,
+        types.SamplingParams(max_tokens=2),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        prompt_logprobs_last_n=4,
+    ).result()
+    assert [value is None for value in result.prompt_logprobs] == [True] * 4 + [False] * 4
+    tops = result.topk_prompt_logprobs
+    assert tops[:4] == [None] * 4 and all(len(row) == 3 for row in tops[4:])
+
+
+def play(client, seed: int, steps: int, turns=lambda: None) -> list:
+    """The results of a tenant's calls; `turns` is called between two of them."""
+    model = client.create_lora_training_client(base_model=NAME, rank=2 + 2 * (seed % 2), seed=seed)
+    model = model.result()
+    seen = []
+    for step in range(steps):
+        data = [DATA[(seed + step) % 3], DATA[step % 3]]
+        turns()
+        passed = model.forward_backward(data, "cross_entropy")
+        stepped = model.optim_step(ADAM)
+        seen.append([o["logprobs"].data for o in passed.result().loss_fn_outputs])
+        seen.append(stepped.result().metrics)
+        if step % 3 == 2:
+            turns()
+            sampler = model.save_weights_and_get_sampling_client().result()
+            drawn = sampler.sample(PROMPT, 3, types.SamplingParams(max_tokens=6)).result()
+            seen.append(tokens_of(drawn))
+    return seen
+
+
+def test_tenants_at_the_same_time_get_what_each_gets_alone(server, monkeypatch):
+    import threading
+
+    steps = 6
+    alone = [play(connect(server, monkeypatch), seed, steps) for seed in range(3)]
+    chance = random.Random(0)
+    together: list = [None] * 3
+    clients = [connect(server, monkeypatch) for _ in range(3)]
+
+    def run(seed: int) -> None:
+        def wait() -> None:
+            threading.Event().wait(chance.random() / 5)
+
+        together[seed] = play(clients[seed], seed, steps, wait)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=2):
+    """Raw requests, since the SDK hides the order of acknowledgements."""
+    state = tmp_path / "state"
+    server = TinkerServer(byte_folder, state)
+    try:
+        expected = run_calls(server, [])
+        chance = random.Random(kills)
+        results = run_calls(server, sorted(chance.sample(range(1, CALLS), kills)))
+        assert results == expected
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+def test_a_server_killed_thirty_times_answers_for_all(byte_folder, tmp_path):
+    for part in range(3):
+        folder = tmp_path / str(part)
+        folder.mkdir()
+        test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, folder, kills=10)
+
+
+CALLS = 12
+
+
+def run_calls(server: TinkerServer, kills: list[int]) -> list:
+    """Send requests without waiting, kill the server before some, and return all results."""
+    (_, session) = server.post("create_session", {"tags": [], "user_metadata": None, **SDK})
+    name = session["session_id"]
+    lora = {"rank": 4, "seed": 1}
+    create = {"session_id": name, "model_seq_id": 0, "base_model": NAME, "lora_config": lora}
+    _, future = server.post("create_model", create)
+    model = server.result(future["request_id"])["model_id"]
+    futures = []
+    for call in range(1, CALLS):
+        if call in kills:
+            server.kill()
+            server.start()
+        if call % 4 == 0:
+            body = {"model_id": model, "seq_id": call, "sampling_session_seq_id": call}
+            sent = ("save_weights_for_sampler", body)
+        elif call % 2 == 0:
+            body = {"model_id": model, "seq_id": call, "adam_params": {"learning_rate": 0.01}}
+            sent = ("optim_step", body)
+        else:
+            data = [(ids[:-1], {"target_tokens": ids[1:]}) for ids in WORDS]
+            sent = ("forward_backward", loss_message(model, call, data))
+        for _ in range(2):  # a retry of the client is done once
+            status, future = server.post(*sent)
+            assert status == 200, future
+        futures.append(future["request_id"])
+    results = [server.result(future) for future in futures]
+    sampler = results[3]["sampling_session_id"]
+    ask = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2}
+    chunk = {"type": "encoded_text", "tokens": WORDS[0]}
+    ask |= {"prompt": {"chunks": [chunk]}, "sampling_params": {"max_tokens": 6}}
+    _, future = server.post("asample", ask)
+    if kills:
+        server.kill()
+        server.start()
+    results.append(server.result(future["request_id"]))
+    return [r if isinstance(r, bytes) else without_names(r) for r in results]
+
+
+def without_names(result: dict) -> dict:
+    """The session's name is random."""
+    return {key: re.sub("s-[0-9a-f]{16}", "", str(value)) for key, value in result.items()}
+
+
+def test_the_loop_of_the_docs_runs(server, byte_folder, tmp_path):
+    page = (ROOT / "docs/tinker.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(code.splitlines()) <= 60
+    script = tmp_path / "loop.py"
+    script.write_text(code)
+    command = [sys.executable, str(script), server.url, NAME]
+    command += [str(byte_folder / "tokenizer.json"), "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "step 1" in done.stdout
+
+
+def test_a_key_is_asked_for(byte_folder, tmp_path, monkeypatch):
+    path = pathlib.Path(tmp_path, "key")
+    path.write_text("tml-secret")
+    server = TinkerServer(byte_folder, tmp_path / "state", f"--api_key_file={path}")
+    try:
+        status, answer = server.post("client/config", SDK, x_api_key="tml-other")
+        assert status == 401 and "key is missing or wrong" in answer["error"]["message"]
+        monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
+        client = tinker.ServiceClient(base_url=server.url)
+        assert client.create_sampling_client(base_model=NAME).result().get_base_model() == NAME
+    finally:
+        server.kill()
+
+
+def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
+    """The SDK differentiates the client's loss, and sends weights of cross_entropy."""
+    pytest.importorskip("torch")
+
+    def custom(data, logprobs):
+        return -sum(values.sum() for values in logprobs), {"own": 1.0}
+
+    models = [client.create_lora_training_client(base_model=NAME, rank=4, seed=1) for _ in range(2)]
+    plain, own = (model.result() for model in models)
+    passed = own.forward_backward_custom(DATA, custom)
+    steps = [own.optim_step(ADAM).result().metrics]
+    assert passed.result().metrics["own"] == 1.0
+    plain.forward_backward(DATA, "cross_entropy")
+    steps.append(plain.optim_step(ADAM).result().metrics)
+    assert steps[0] == steps[1]
+    assert train(own, 1) == train(plain, 1)
+
+
+@pytest.mark.slow
+def test_a_step_takes_little_more_than_one_of_training(tmp_path, one_device, monkeypatch, capsys):
+    """Full parameters, 64 sequences of 128 tokens; medians of steps in turn."""
+    decoder = dataclasses.replace(
+        TINY, vocab=288, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=768, layers=4
+    )
+    params = nn.unbox(init_params(decoder, jax.random.key(0)))
+    folder = tmp_path / "model"
+    save_huggingface.save_folder(folder, params, decoder, TOKENIZER.end_ids)
+    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
+    rows = np.random.default_rng(0).integers(0, 256, (64, 128)).astype(np.int32)
+    old, advantages = np.full(127, -5.0, np.float32), np.ones(127, np.float32)
+    segments = [
+        Segment(Prompt(i, "", "", row[:1], "", ""), Completion(row[1:], old, False, 0, ""), i)
+        for i, row in enumerate(rows)
+    ]
+    packed, used = pack(segments, 256, 16)
+    mask = (np.asarray(packed.response_index) >= 0).astype(np.float32)
+    batch = TrainBatch(ScoredBatch(packed, packed.sampler_logprobs), mask, mask / mask.sum())
+    settings = PolicySettings(Algorithm(), Compute())
+    learner = policy_learner(settings, Optimizer(), decoder, one_device)
+    state = learner.start(params)
+    policy = {"logprobs": list(old), "advantages": list(advantages / mask.sum())}
+    data = [datum(row.tolist(), **policy) for row in rows]
+    server = TinkerServer(folder, tmp_path / "state", "--max_body_mb=8", "--max_prompt_tokens=128")
+    seconds: dict[str, list[float]] = {"train": [], "server": []}
+    try:
+        client = connect(server, monkeypatch)
+        model = client.create_lora_training_client(base_model=NAME, rank=0).result()
+        for _ in range(int(os.environ.get("TINKER_STEPS", "12"))):
+            began = time.perf_counter()
+            state, outputs = learner.update(state, batch, used, 1e-4)
+            jax.block_until_ready((state, outputs))
+            ended = time.perf_counter()
+            passed, stepped = model.forward_backward(data, "ppo"), model.optim_step(ADAM)
+            passed.result(), stepped.result()
+            seconds["train"].append(ended - began)
+            seconds["server"].append(time.perf_counter() - ended)
+    finally:
+        server.kill()
+    train_step, server_step = (float(np.median(times[2:])) for times in seconds.values())
+    with capsys.disabled():
+        print(f"train {train_step:.3f} s, server {server_step:.3f} s")
+    assert server_step < 1.15 * train_step

@@ -1,0 +1,215 @@
+"""The loss functions of Tinker's API against this library's learner and against loops in numpy."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+
+from dapo_jax.algorithms import preset
+from dapo_jax.commands.serve.errors import RequestError
+from dapo_jax.commands.serve.tinker.losses import OPTIONS, loss_learner
+from dapo_jax.commands.serve.tinker.models import Model, pack_data, run_loss
+from dapo_jax.commands.serve.tinker.requests import Datum, Limits, LossRequest, read_loss_request
+from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.config.experiment import Compute, Optimizer
+from dapo_jax.learner.batches import ScoredBatch, TrainBatch
+from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.policy import PolicySettings, policy_learner
+from dapo_jax.learner.update import apply_gradient, make_optimizer
+from dapo_jax.model.decoder import Decoder, head_kernel
+from dapo_jax.structs import Completion, Prompt
+
+LENGTHS = (5, 9, 3, 12)
+
+
+@pytest.fixture(scope="module")
+def learner(one_device):
+    return loss_learner(TINY, one_device, None)
+
+
+def make_data(loss: str, seed: int = 0, columns: int = 1) -> list[Datum]:
+    random = np.random.default_rng(seed)
+    data = []
+    for length in LENGTHS:
+        row = random.integers(0, TINY.vocab, length + 1).astype(np.int32)
+        others = random.integers(0, TINY.vocab, (length, columns - 1))
+        targets = np.concatenate([row[1:, None], others], axis=1).astype(np.int32)
+        weights = random.normal(size=targets.shape).astype(np.float32)
+        inputs = {}
+        if loss != "cross_entropy":
+            # About as likely as under the tiny policy, so that some ratios are clipped.
+            inputs["logprobs"] = random.uniform(-5, -2, length).astype(np.float32)
+            inputs["advantages"] = np.full(length, random.normal(), np.float32)
+            if loss == "gspo":
+                inputs["sequence_ratio_mask"] = np.ones(length, np.float32)
+            else:
+                inputs["advantages"] = random.normal(size=length).astype(np.float32)
+            for name, value in OPTIONS[loss].items():
+                inputs[name] = np.full(length, value, np.float32)
+        data.append(Datum(row[:-1], targets, weights, inputs, targets.shape))
+    return data
+
+
+def logprobs_of(params, datum: Datum) -> jax.Array:
+    """Log-probs [n, K] of the targets, by a plain forward pass of one sequence."""
+    tokens = jnp.asarray(datum.tokens)[None]
+    rows = (tokens, jnp.ones_like(tokens), jnp.arange(tokens.shape[1])[None])
+    hidden = Decoder(TINY).apply({"params": params}, *rows)
+    logits = (hidden[0] @ head_kernel(params)).astype(jnp.float32)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(datum.targets), axis=1)
+
+
+def loop(loss: str, options: dict, datum: Datum, logprobs: np.ndarray):
+    """Loss and its slope in each log-prob, by the formulas of docs/tinker.md."""
+    total, slope = 0.0, np.zeros_like(logprobs)
+    mean = 0.0
+    if loss == "gspo":
+        mean = np.mean(logprobs[:, 0] - datum.inputs["logprobs"])
+    for t in range(len(logprobs)):
+        if loss == "cross_entropy":
+            for k in range(logprobs.shape[1]):
+                total -= datum.weights[t, k] * logprobs[t, k]
+                slope[t, k] = -datum.weights[t, k]
+            continue
+        p, old, advantage = (
+            logprobs[t, 0],
+            datum.inputs["logprobs"][t],
+            datum.inputs["advantages"][t],
+        )
+        ratio = np.exp(mean if loss == "gspo" else p - old)
+        low, high = options.get("clip_low_threshold"), options.get("clip_high_threshold")
+        if loss == "dro":
+            total -= p * advantage - 0.5 * options["beta"] * (p - old) ** 2
+            slope[t] = -(advantage - options["beta"] * (p - old))
+        elif loss == "cispo":
+            total -= np.clip(ratio, low, high) * p * advantage
+            slope[t] = -np.clip(ratio, low, high) * advantage
+        elif loss == "importance_sampling":
+            total -= ratio * advantage
+            slope[t] = -ratio * advantage
+        else:
+            total -= min(ratio * advantage, np.clip(ratio, low, high) * advantage)
+            clipped = ratio < low if advantage < 0 else ratio > high
+            slope[t] = 0.0 if clipped else -ratio * advantage
+    return total, slope
+
+
+def norm(tree) -> float:
+    return float(jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree))))
+
+
+def relative(actual, expected) -> float:
+    return norm(jax.tree.map(jnp.subtract, actual, expected)) / norm(expected)
+
+
+@pytest.mark.parametrize("loss", OPTIONS)
+def test_gradients_are_those_of_a_loop(loss, learner, tiny_params):
+    columns = 3 if loss == "cross_entropy" else 1
+    data = make_data(loss, columns=columns)
+    options = dict(OPTIONS[loss])
+    packed = pack_data(data, loss, 1)
+    gradient, outputs = learner.differentiate(tiny_params, packed.batch, packed.microbatches)
+    total, expected = 0.0, None
+    for datum in data:
+        logprobs, pull = jax.vjp(lambda params, d=datum: logprobs_of(params, d), tiny_params)
+        part, slope = loop(loss, options, datum, np.asarray(logprobs, np.float64))
+        (back,) = pull(jnp.asarray(slope, jnp.float32))
+        expected = back if expected is None else jax.tree.map(jnp.add, expected, back)
+        total += part
+    taken = packed.take(np.asarray(outputs.token_logprobs), data)
+    for actual, datum in zip(taken, data, strict=True):
+        np.testing.assert_allclose(actual, logprobs_of(tiny_params, datum), rtol=0, atol=1e-5)
+    assert abs(float(outputs.means["loss"].total) - total) < 1e-5 * max(1, abs(total)) * 10
+    assert relative(gradient, expected) < 1e-5
+
+
+OURS = {
+    "importance_sampling": Algorithm(region="none", dual_clip=0.0),
+    "ppo": Algorithm(clip_low=0.2, clip_high=0.2, dual_clip=0.0),
+    "cispo": Algorithm(region="none", dual_clip=0.0, weight_low=0.8, weight_high=1.2),
+    "gspo": Algorithm(ratio="sequence", clip_low=3e-4, clip_high=4e-4, dual_clip=0.0),
+}
+
+
+def batch_of_training(data: list[Datum]) -> tuple[TrainBatch, int]:
+    """The same data as responses to prompts of one token, each token with weight 1."""
+    segments = [
+        Segment(
+            Prompt(i, "", "", datum.tokens[:1], "", ""),
+            Completion(datum.targets[:, 0], datum.inputs["logprobs"], False, 0, ""),
+            i,
+        )
+        for i, datum in enumerate(data)
+    ]
+    rows, used = pack(segments, 32, 2)
+    index = np.asarray(rows.response_index)
+    advantages = np.zeros(index.shape, np.float32)
+    for i, datum in enumerate(data):
+        advantages[index == i] = datum.inputs["advantages"]
+    weights = (index >= 0).astype(np.float32)
+    return TrainBatch(ScoredBatch(rows, rows.sampler_logprobs), advantages, weights), used
+
+
+@pytest.mark.parametrize("loss", OURS)
+def test_gradients_are_those_of_training(loss, learner, one_device, tiny_params):
+    data = make_data(loss, seed=1)
+    packed = pack_data(data, loss, 1)
+    gradient, _ = learner.differentiate(tiny_params, packed.batch, packed.microbatches)
+    batch, used = batch_of_training(data)
+    settings = PolicySettings(OURS[loss], Compute())
+    ours = policy_learner(settings, Optimizer(), TINY, one_device)
+    assert relative(gradient, ours.differentiate(tiny_params, batch, used)[0]) < 1e-5
+
+
+def test_steps_of_dapo_are_those_of_training(learner, one_device, tiny_params):
+    """The client divides advantages by the tokens, as docs/tinker.md does."""
+    optimizer = Optimizer(weight_decay=0.0)
+    settings = PolicySettings(dataclasses.replace(preset("dapo"), dual_clip=0.0), Compute())
+    trainer = policy_learner(settings, optimizer, TINY, one_device)
+    step = jax.jit(functools.partial(apply_gradient, make_optimizer(optimizer)))
+    ours, theirs = trainer.start(tiny_params), learner.start(tiny_params)
+    for seed in range(3):
+        data = make_data("ppo", seed)
+        total = sum(LENGTHS)
+        batch, used = batch_of_training(data)
+        batch = batch.replace(loss_weights=batch.loss_weights / np.float32(total))
+        ours, _ = trainer.update(ours, batch, used, 1e-3)
+        for datum in data:
+            datum.inputs["advantages"] /= np.float32(total)
+            datum.inputs["clip_high_threshold"][:] = 1.28
+        packed = pack_data(data, "ppo", 1)
+        gradient, _ = learner.differentiate(theirs.params, packed.batch, packed.microbatches)
+        theirs, _ = step(theirs, gradient, np.float32(1e-3))
+    moved = jax.tree.map(jnp.subtract, ours.params, tiny_params)
+    difference = jax.tree.map(jnp.subtract, ours.params, theirs.params)
+    assert norm(difference) < 1e-3 * norm(moved)
+
+
+def test_accumulated_gradients_are_those_of_one_call(learner, tiny_params):
+    data = make_data("ppo")
+    whole, parts = (Model(None, learner.start(tiny_params)) for _ in range(2))
+    run_loss(learner, whole, LossRequest(data, "ppo", False))
+    for half in (data[:2], data[2:]):
+        run_loss(learner, parts, LossRequest(half, "ppo", False))
+    assert relative(parts.gradient, whole.gradient) < 1e-5
+    before = jax.tree.map(np.asarray, parts.gradient)
+    run_loss(learner, parts, LossRequest(data, "ppo", True))  # forward only
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, parts.gradient))
+
+
+def test_rows_of_a_request_are_of_few_sizes():
+    datum = make_data("cross_entropy")[0]
+    shapes = set()
+    for count in range(1, 400, 7):
+        shapes.add(pack_data([datum] * count, "cross_entropy", 1).batch.targets.shape)
+    assert len(shapes) <= 8, shapes
+
+
+def test_a_body_that_is_no_message_is_one_error():
+    for body in (b"\xff", b"not a message", b"\x0a\xff\xff\xff\xff\x0f"):
+        with pytest.raises(RequestError):
+            read_loss_request(body, Limits(64, (), 64, 64, 64))
