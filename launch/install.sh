@@ -25,10 +25,10 @@ if [ "$(cat "$mark" 2>/dev/null)" != "$wanted" ]; then
     echo "installing dapo_jax${extras:+[$extras]} into .venv (once) ..."
     # A half-made environment, or one of another Python, is made anew.
     .venv/bin/python -c "$fit" 2>/dev/null || "$python" -m venv --clear .venv
-    # Every package has its hashes in launch/versions.txt. This folder has none: it is installed by itself.
+    # All packages, with hashes, are in launch/versions.txt. This folder has none: it is installed by itself.
     # Python compiles what is imported; compiling all of every package takes a third of the installation.
     pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile)
-    "${pip[@]}" --require-hashes -r <(pins base "$extras") &&
+    "${pip[@]}" --require-hashes --no-deps -r <(pins base "$extras") &&
         "${pip[@]}" --no-deps --no-build-isolation -e ".${extras:+[$extras]}" &&
         echo "$wanted" >"$mark"
 fi
