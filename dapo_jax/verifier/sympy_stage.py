@@ -122,7 +122,7 @@ def _from_sympy(expression) -> Tree:
     if expression.is_Rational:
         return trees.number(fmpq(int(expression.p), int(expression.q)))
     if expression.is_Symbol:
-        return trees.symbol(expression.name.removeprefix("#"))
+        return Tree("symbol", value=expression.name.removeprefix("#"))
     if expression.is_Piecewise:  # its first case; rough numbers confirm it or not
         return _from_sympy(expression.args[0][0])
     parts = [_from_sympy(part) for part in expression.args]
