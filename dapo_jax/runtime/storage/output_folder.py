@@ -16,7 +16,7 @@ from typing import NoReturn
 from filelock import FileLock, Timeout
 
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.storage.paths import Folder, folder_at, is_remote
 from dapo_jax.runtime.storage.retries import is_refusal, reason, storage_fault, write_text
 
@@ -62,8 +62,8 @@ class _Target:
     path: pathlib.Path
 
     def reject(self, cause: str, allowed: str = "") -> NoReturn:
-        named = f"config.{self.field} = {self.value!r}"
-        raise ConfigError(f"{named}: must be {allowed or ALLOWED[self.kind]}; {cause}", self.field)
+        require(False, self.field, self.value, f"{allowed or ALLOWED[self.kind]}; {cause}")
+        raise AssertionError
 
     def check(self, hint: str = "") -> None:
         """Raise `ConfigError` if the command must not write the folder; `hint` ends the error."""
@@ -87,9 +87,9 @@ class _Target:
         others = set(names) - set(content.get("files", ())) if self.kind in REPLACED else ()
         return f"{shown} also holds {min(others)!r}" if others else ""
 
-    def beside(self, ending: str) -> "_Target":
+    def beside(self, ending: str, kind: str) -> "_Target":
         path = self.path.with_name(f"{self.path.name}.{ending}")
-        return dataclasses.replace(self, path=path, kind=UNFINISHED)
+        return dataclasses.replace(self, path=path, kind=kind)
 
     @contextlib.contextmanager
     def claimed(self, exclusive: bool = True) -> Iterator[None]:
@@ -97,33 +97,44 @@ class _Target:
         self.check()
         mark = self.path / MARK
         is_new = not mark.exists()
-        lock = contextlib.nullcontext()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if exclusive:
-                lock = self._lock()
+        created = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        with contextlib.ExitStack() as stack:
             if is_new:
-                write_text(mark, json.dumps({"kind": self.kind}))
-        except OSError as error:
-            self.reject(f"{str(self.path)!r} can't be written: {error.strerror}")
-        try:
-            with lock:
-                yield
-        finally:
-            if is_new and self.path.is_dir() and not _names(self.path):
-                shutil.rmtree(self.path, ignore_errors=True)
+                stack.callback(self._remove_if_empty, created)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                if exclusive:
+                    stack.enter_context(self._locked())
+                if is_new:
+                    write_text(mark, json.dumps({"kind": self.kind}))
+            except OSError as error:
+                self.reject(f"{str(self.path)!r} can't be written: {error.strerror}")
+            yield
 
-    def _lock(self) -> contextlib.AbstractContextManager:
+    def _remove_if_empty(self, created: list[pathlib.Path]) -> None:
+        """Remove the folder if it is empty, then the empty ones that were created for it."""
+        with contextlib.suppress(OSError):
+            if not (self.path.is_dir() and _names(self.path)):
+                shutil.rmtree(self.path, ignore_errors=True)
+                for path in created[1:]:
+                    path.rmdir()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
         """Lock the folder; the lock names its holder and dies with the process."""
         path = self.path / LOCK
+        lock = FileLock(path)
         try:
-            held = FileLock(path).acquire(timeout=LOCK_SECONDS)
+            lock.acquire(timeout=LOCK_SECONDS)
         except Timeout:
             holder = path.read_text(errors="replace")[:200] or "another process"
             cause = f"{str(self.path)!r} is being written by {holder}"
             self.reject(cause, "a folder that no other process writes")
-        path.write_text(f"process {os.getpid()} on {os.uname().nodename}")
-        return held
+        try:
+            path.write_text(f"process {os.getpid()} on {os.uname().nodename}")
+            yield
+        finally:
+            lock.release()
 
 
 def _target(field: str, value: str, kind: str, below: str = "") -> _Target:
@@ -149,8 +160,8 @@ def check_free(field: str, value: str, kind: str) -> None:
     target = _target(field, value, kind)
     target.check()
     if kind in REPLACED:
-        target.beside("unfinished").check()
-        target.beside("replaced").check()
+        target.beside("unfinished", UNFINISHED).check()
+        target.beside("replaced", UNFINISHED).check()
 
 
 @contextlib.contextmanager
@@ -199,7 +210,7 @@ def replace(field: str, value: str, kind: str) -> Iterator[pathlib.Path | None]:
         return
     check_free(field, value, kind)
     target = _target(field, value, kind)
-    new, old = target.beside("unfinished"), target.beside("replaced")
+    new, old = target.beside("unfinished", UNFINISHED), target.beside("replaced", UNFINISHED)
     with new.claimed():
         if old.path.exists() and not target.path.exists():
             old.path.rename(target.path)
