@@ -18,9 +18,9 @@ types="$(mktemp)"
 nice -n 10 .venv/bin/basedpyright --pythonpath .venv/bin/python >"$types" 2>&1 &
 checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
-# Two files at a time, the longest first: each process takes what one core gives; one file's fixtures are
-# made once.
-[[ $* = "" || $* = --quick || $* = --write-durations ]] && set -- -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Three files at a time on two cores, the longest first: tests also wait, for processes and sockets. The
+# fixtures of a file are made once.
+[[ $* = "" || $* = --quick || $* = --write-durations ]] && set -- -n 3 --dist loadfile --no-loadscope-reorder "$@"
 status=0
 .venv/bin/python -m pytest "$@" || status=$?
 wait "$checker" || status=1

@@ -65,6 +65,17 @@ def _rational(literal: str) -> Tree:
     return trees.number(fmpq(int(whole + behind), 10 ** len(behind)))
 
 
+_INFINITIES = (trees.INFINITY, trees.negate(trees.INFINITY))
+
+
+def _holds_infinity(tree: Tree) -> bool:
+    """Return True for infinity elsewhere than as an end of a sum, product, integral or limit."""
+    parts = tree.parts
+    if tree.kind in ("total", "times", "integral", "limit"):
+        parts = tuple(part for part in parts if part not in _INFINITIES)
+    return tree.kind == "infinity" or any(map(_holds_infinity, parts))
+
+
 class _Parser:
     def __init__(self, text: str, factors: set[str] | None, folds: bool):
         self._tokens, self._at, self._depth, self._folds = tokens_of(text), 0, 0, folds
@@ -80,8 +91,7 @@ class _Parser:
         value = self._fraction()
         if self._at != len(self._tokens):
             raise Refused(f"unexpected {self._peek()}")
-        is_infinite = value in (trees.INFINITY, trees.negate(trees.INFINITY))
-        if not is_infinite and any(node.kind == "infinity" for node in trees.nodes(value)):
+        if value not in _INFINITIES and _holds_infinity(value):
             raise Refused("arithmetic with infinity")
         applied = {node.value for node in trees.nodes(value) if node.kind == "function"}
         if applied & trees.symbols(value):

@@ -199,7 +199,13 @@ def assert_gradients_are_close(make, params, algorithm, meshes, **options):
     assert_close(actual[1], actual[0], 1e-5)
 
 
-@pytest.mark.parametrize("algorithm", DIFFERENT.values(), ids=DIFFERENT)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(algorithm, id=name, marks=[pytest.mark.slow] * (name in ("product", "pairs")))
+        for name, algorithm in DIFFERENT.items()
+    ],
+)
 def test_no_split_packing_or_device_count_changes_the_gradient(
     algorithm, scores, tiny_params, one_device, eight_devices
 ):

@@ -107,7 +107,12 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+SLOW = ("splash-sinks", "window", "window-blocked")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONFIGS]
+)
 def test_loss_gradient_and_scores_are_those_of_separate_prompts(name, one_device, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 32)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
@@ -116,7 +121,9 @@ def test_loss_gradient_and_scores_are_those_of_separate_prompts(name, one_device
     assert_same(make_policy(one_device, config, algorithm), make_params(config), algorithm)
 
 
-@pytest.mark.parametrize("name", ["gspo", "gmpo", "cispo"])
+@pytest.mark.parametrize(
+    "name", ["gspo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gmpo", "cispo"))]
+)
 def test_ratios_of_whole_responses_do_not_mix_responses(name, one_device):
     algorithm = algorithms.PRESETS[name]()
     assert_same(make_policy(one_device, TINY, algorithm), make_params(TINY), algorithm)
@@ -128,7 +135,7 @@ def test_the_critic_too(one_device, score_params):
     assert_same(learner, score_params, algorithm)
 
 
-@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_and_lengths_cut_over_devices(context, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 32)
     config = CONFIGS["window-blocked" if context == 2 else "blocked"]

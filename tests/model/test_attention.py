@@ -277,7 +277,9 @@ OLMO = dataclasses.replace(  # with the layers of SmolLM3 that do not rotate
         pytest.param(TINY, {"context": 4}, id="plain", marks=slow),
         pytest.param(BLOCKED, {"tensor": 2, "context": 2}, id="blocked, tensor", marks=slow),
         pytest.param(WINDOWS, {"context": 4}, id="windows"),
-        pytest.param(OLMO, {"tensor": 2, "context": 2}, id="norms of heads, no rotations"),
+        pytest.param(
+            OLMO, {"tensor": 2, "context": 2}, id="norms of heads, no rotations", marks=slow
+        ),
         pytest.param(EXPERTS, {"context": 2, "expert": 2}, id="experts", marks=slow),
     ],
 )

@@ -122,7 +122,11 @@ def test_int8_experts_have_a_scale_for_each_of_their_channels():
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        (MOE, {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2}),
+        pytest.param(
+            MOE,
+            {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2},
+            marks=pytest.mark.slow,
+        ),
         (GPT_OSS, {"fsdp": 1, "tensor": 2, "expert": 4}),  # adds each bias once
     ],
     ids=lambda value: getattr(value, "family", None),

@@ -222,7 +222,9 @@ def inject(kinds: Sequence[str], rate: float) -> collections.Counter:
     return counts
 
 
-@pytest.mark.parametrize("rate", RESPONSES)
+@pytest.mark.parametrize(
+    "rate", [pytest.param(rate, marks=[pytest.mark.slow] * (rate != 0.1)) for rate in RESPONSES]
+)
 def test_failures_are_typed_and_the_others_learn_as_if_alone(rate, write_module, monkeypatch):
     write_module("fragile_parts", FRAGILE)
     break_verifiers(monkeypatch)

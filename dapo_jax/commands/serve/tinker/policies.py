@@ -19,7 +19,7 @@ from dapo_jax.learner.update import Learner, apply_gradient, make_optimizer
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.model.trainable import choose_trained, fresh_adapters
 from dapo_jax.rollout.engine_programs import EnginePrograms
-from dapo_jax.run.compute import check_divisible, check_rotations, mesh_sizes, numerics
+from dapo_jax.run.compute import check_divisible, mesh_sizes, numerics
 from dapo_jax.runtime.sharding import make_mesh
 
 ALPHA = 32.0  # of LoRA, as in the service
@@ -58,7 +58,6 @@ class Policies:
         self.tokenizer = Tokenizer.from_folder(config.model, "model")
         self.tokenizer.check_fits(self.decoder.vocab, "model", config.model)
         self.config, self.context = budgets.resolve(config, self.decoder, mesh)
-        check_rotations(self.decoder, self.context, "model", config.model)
         budgets.check_slots_fit(self.config, self.decoder, mesh)
         self.base = load_huggingface.load_params(
             config.model, self.decoder, mesh, field="model", cast=True
