@@ -57,14 +57,13 @@ def check_out(out: str) -> pathlib.Path:
 
 def report(config: ReportConfig) -> None:
     """Write the page. Raises `ConfigError` if a run can't be read or the page can't be written."""
-    from dapo_jax.reporting.page.page import page
-    from dapo_jax.runtime.storage.retries import write_text
+    from dapo_jax.reporting.page.page import page, write_page
 
     path = check_out(config.out)
     runs = read_runs(config)
     text = page(runs, config)
     try:
-        write_text(path, text)
+        write_page(path, text, config.self_contained)
     except OSError as error:
         require(False, "out", config.out, f"a file that can be written; {error}")
     print(f"{len(runs)} run{'s' * (len(runs) > 1)}, {len(text) / 1e6:.1f} MB written to {path}")

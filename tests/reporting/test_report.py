@@ -59,13 +59,18 @@ def test_text_that_a_model_wrote_is_never_markup(write_run):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", code)
 
 
-def test_the_page_needs_no_other_file_and_lets_no_other_script_run(write_run):
-    result = Scripts(make(write_run("a")))
-    assert not any(tag == "link" or "src" in attrs for tag, attrs in result.tags)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_the_page_needs_its_library_at_most_and_lets_no_other_script_run(is_whole, write_run):
+    text = make(write_run("a"), self_contained=is_whole)
+    result = Scripts(text)
+    files = [attrs["src"] for _, attrs in result.tags if "src" in attrs]
+    assert not any(tag == "link" for tag, _ in result.tags) and len(files) == (not is_whole)
+    assert all(re.fullmatch(r"plotly-[\d.]+\.min\.js", name) for name in files)
+    assert (len(text) > 4e6) == is_whole and (len(text) < 1e6) != is_whole
     policy = next(a["content"] for t, a in result.tags if a.get("http-equiv"))
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy.partition("style")[0]
-    assert len(result.scripts) == 4 and min(map(len, result.scripts[2:])) > 0
-    for script in result.scripts[2:]:
+    assert ("'self' file:" in policy) != is_whole
+    for script in filter(None, result.scripts[2:]):
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy
 
@@ -260,7 +265,9 @@ def test_the_command_takes_several_runs_and_globs_each_once(write_run, tmp_path,
         assert code == 0 and "3 runs" in capsys.readouterr().out
     assert len(data_of(out.read_text())["experiments"][0]["runs"]) == 3
     assert [path.name for path in tmp_path.glob("*page*")] == ["page.html"]
-    assert out.stat().st_size > 4e6 and not list(tmp_path.glob("*.js"))
+    (library,) = tmp_path.glob("*.js")
+    assert f'<script src="{library.name}">' in out.read_text()
+    assert "function" in library.read_text() and library.stat().st_size > 4e6
 
 
 @pytest.mark.parametrize("arguments, output", read_table(__file__, "wrong"))

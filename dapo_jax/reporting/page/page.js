@@ -7,6 +7,7 @@ const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9
 const DASHES = [["solid", "solid"], ["dashed", "dash"], ["dotted", "dot"]]; // names in CSS and in plotly
 const CLIPS = ["", "cut by the lower clip", "cut by the upper clip", "cut by the dual clip"];
 const OPTIONS = { displayModeBar: false, responsive: true };
+const canDraw = typeof Plotly !== "undefined"; // its file may be missing
 const isGraded = !data.reward_leads; // right and wrong mean something
 const several = data.experiments.length > 1; // each plot then compares one metric
 
@@ -227,7 +228,8 @@ function drawRollouts() {
 document.querySelectorAll(".swatch").forEach(({ style, dataset }) => {
   style.borderTop = `4px ${dashOf(dataset.number)[0]} ${colourOf(dataset.number)}`;
 });
-drawCurves();
+if (canDraw) drawCurves();
+else byId("bands").textContent = `The charts need the file ${data.library} beside this page.`;
 setTimeout(() => {
   drawRollouts();
   byId("js-plotly-tester")?.setAttribute("aria-hidden", "true"); // plotly measures texts in it
