@@ -338,7 +338,7 @@ def kl_estimators(spread=2.0):
     titles = ("Mean of the estimate", "Standard deviation per token", "Error of the mean gradient")
     axes = panels(3)
     for column, (axis, title) in enumerate(zip(axes, titles, strict=True)):
-        for name, style in zip(found, ("-", "-.", "--", ":"), strict=True):
+        for name, style in zip(found, ("-", "-.", "--", ":", "o-"), strict=True):
             axis.plot(truth, np.array(found[name])[:, column], style, lw=2, label=name)
         axis.set(title=title, xlabel="KL to the reference, nats")
     axes[0].plot(truth, truth, "k:", label="the KL")

@@ -161,10 +161,8 @@ def _merge_adapters(config: ExportConfig) -> pathlib.Path:
     """Write the model folder `config.model` with the adapters of a PEFT folder merged into it."""
     source = config.model
     require(bool(source), "model", source, "the folder of the model that RUN adapts")
-    rejected = {"push_to_hub": "", "weights": "merged"}
-    for field, allowed in rejected.items():
-        value = getattr(config, field)
-        require(value == allowed, field, value, f"{allowed!r} with a folder of adapters")
+    weights = config.weights
+    require(weights == "merged", "weights", weights, "'merged' with a folder of adapters")
     decoder = load_huggingface.read_config(source, field="model")
     lora = Lora(**peft_adapters.read_settings(config.run, decoder))
     decoder = choose_trained(decoder, 0.0, lora)

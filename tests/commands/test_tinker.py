@@ -142,7 +142,7 @@ def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folde
     # Merged by `dapo-jax export`, it is a model folder for `dapo-jax serve`, and scores the same.
     out = server.state.parent / "merged"
     settings = ExportConfig(run=str(folder), model=str(byte_folder), out=str(out))
-    for wrong, message in {"model": "", "weights": "adapter", "push_to_hub": "a/b"}.items():
+    for wrong, message in {"model": "", "weights": "adapter"}.items():
         with pytest.raises(ConfigError, match=f"config.{wrong} = '{message}': must be"):
             export(dataclasses.replace(settings, **{wrong: message}))
     export(settings)

@@ -168,6 +168,8 @@ def test_what_is_installed_here_is_what_the_list_has():
             extra = {"extra": "test" if name == "dapo_jax" else ""}
             if wanted.marker is None or wanted.marker.evaluate(extra):
                 other = canonicalize_name(wanted.name)
+                if other == "transformers":  # launch/lock.sh leaves it out
+                    continue
                 assert other in pinned, text
                 if other != "setuptools":  # of an environment made by hand
                     assert pinned[other] == importlib.metadata.version(other), text
