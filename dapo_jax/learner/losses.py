@@ -160,7 +160,7 @@ def k3_with_gradient_of_k2(logprobs: Array, reference_logprobs: Array) -> Array:
 
 
 def distance(logprobs: Array, reference_logprobs: Array) -> Array:
-    """Return |log p - log ref|, whose gradient is the sign (KL-Cov, 2505.22617, listing 1)."""
+    """Return |log p - log ref|; its gradient is the sign (KL-Cov, 2505.22617, listing 1)."""
     d = logprobs - reference_logprobs
     return d * jax.lax.stop_gradient(jnp.sign(d))  # the gradient of jnp.abs is 1 at 0
 
@@ -287,7 +287,7 @@ def choose_by_covariance(
     places: Int[np.ndarray, "n"],  # of the minibatch's trained tokens in the flat arrays
     random: np.random.Generator,
 ) -> Bool[np.ndarray, "*M R T"]:
-    """Choose the tokens on which Clip-Cov or KL-Cov acts (2505.22617, section 4).
+    """Choose the tokens of Clip-Cov or KL-Cov (2505.22617, section 4).
 
     A token's covariance is (log p - mean) (A - mean). 'kl' chooses the largest ones, 'clip' chooses
     at random between the bounds: the fraction of the tokens, rounded down, at least one.

@@ -272,7 +272,7 @@ def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[s
 
 
 def _read_rotated(values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
-    """Return which layers rotate, if not all do. Raises ValueError for wrong `no_rope_layers`."""
+    """Return the layers that rotate, if not all do. Raises ValueError for a wrong field."""
     if family.rotary_interval is None:
         return {}
     interval = read_number(values, "no_rope_layer_interval", family.rotary_interval)

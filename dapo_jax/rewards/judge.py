@@ -80,7 +80,7 @@ class Judge:
         return groups
 
     def _watch(self, pending: list[Pending]) -> Callable[[], bool]:
-        """Return `should_abort`, which also prints a line if rewards take long; then rarer ones."""
+        """Return `should_abort`; it also prints a line if rewards take long, then rarer ones."""
         start = time.monotonic()
 
         def should_abort() -> bool:

@@ -169,7 +169,7 @@ def _compare(kind: str, prediction: str, answer: str, closes: bool, work: int) -
 
 
 class RememberedAlgebra:
-    """`Algebra` of one verdict, which has work to spend over all its questions.
+    """`Algebra` of one verdict; its questions share a budget of work.
 
     Replies are remembered for the same work left, so that verdicts don't depend on earlier ones.
 

@@ -377,7 +377,7 @@ class _Parser:
         return trees.bind("integral", letter, ends, body)
 
     def _variable(self, token: str) -> Tree:
-        """Return the variable of a sum or integral, which is a factor before a bracket."""
+        """Return the variable of a sum or integral: a factor before a bracket."""
         letter = self._letter(token.lstrip("\\"))
         if self._factors is not None and letter.kind == "symbol":
             self._factors = self._factors | {letter.name}

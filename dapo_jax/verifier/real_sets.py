@@ -41,7 +41,7 @@ EVERYTHING = Region((), (True,))
 
 
 def _is_unbounded(left: str, mark: str, right: str) -> bool:
-    """Test for x < infinity, -infinity < x and the like, which hold for all numbers."""
+    """Test for x < infinity, -infinity < x and the like: they hold for all numbers."""
     smaller, larger = (left, right) if mark == "<" else (right, left)
     if mark not in "<>":
         return False
@@ -67,7 +67,7 @@ class RealSets:
         return ends
 
     def combine(self, rule: Callable[[Iterable[bool]], bool], *regions: Region) -> Region:
-        """Return the numbers for whose memberships in the regions the rule holds."""
+        """Return the numbers that satisfy a rule on their memberships in the regions."""
         ends = self._in_order(end for region in regions for end in region.ends)
         members = [self._cells_between(ends, region) for region in regions]
         cells = [rule(cell) for cell in zip(*members, strict=True)]

@@ -1,4 +1,4 @@
-"""Points at which two expressions are compared: drawn from a hash of both, so verdicts repeat."""
+"""Points to compare two expressions at, drawn from a hash of both, so verdicts repeat."""
 
 import hashlib
 import itertools
@@ -40,7 +40,7 @@ def has_integers(*trees: Tree) -> bool:
 
 
 def sample_points(*trees: Tree) -> Iterator[Point]:
-    """Yield the points at which expressions are compared; one empty point for constants.
+    """Yield the points to compare expressions at; one empty point for constants.
 
     Where absolute values, roots or logarithms have corners or branches there are many more, from
     2^-60 to 2^100 and near the expressions' own constants.

@@ -36,7 +36,7 @@ class NotLoaded(Exception):
 
 
 class _TooManyCalls(BaseException):
-    """Not an Exception, which sympy would catch."""
+    """A BaseException, since sympy catches every Exception."""
 
 
 def load() -> None:

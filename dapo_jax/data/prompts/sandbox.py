@@ -1,4 +1,4 @@
-"""Jinja templates, which came with a model or a user wrote: rendered in jinja's sandbox.
+"""Jinja templates of models and users, rendered in jinja's sandbox.
 
 A template can change no value and reach no attribute of Python, and its text is bounded. Names and
 white space are as in Hugging Face's `apply_chat_template`.

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama in which every fourth layer has no rotary embedding."""
+"""SmolLM3: a Llama without rotary embedding in every fourth layer."""
 
 from dapo_jax.model.families.family import Family
 

@@ -22,7 +22,7 @@ def limit_process() -> None:
 
 
 def limit_computing(seconds: float) -> None:
-    """Limit further CPU time, after which SIGPROF kills the process; 0: no limit.
+    """Limit further CPU time: after it SIGPROF kills the process; 0: no limit.
 
     CPU time, unlike wall time, does not depend on the load of the machine.
     """

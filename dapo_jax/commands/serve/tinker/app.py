@@ -78,7 +78,7 @@ def _describe_checkpoint(checkpoint: Entry) -> Fields:
 
 
 class TinkerApi:
-    """Handlers of the routes, which run in threads, since they may wait for the disk."""
+    """Handlers of the routes. They run in threads, since they may wait for the disk."""
 
     def __init__(self, policies: Policies, worker: Worker, store: Store, access: Access):
         self._config = policies.config
@@ -202,7 +202,7 @@ class TinkerApi:
     # --- requests that the worker runs ------------------------------------------------------------
 
     def _submitter(self, kind: str) -> Callable[[Call], Fields]:
-        """Return the handler of requests of a kind, which belong to a model or a sampler."""
+        """Return the handler of a kind of requests to a model or a sampler."""
 
         def submit(call: Call) -> Fields:
             if "base_model" in call.fields:

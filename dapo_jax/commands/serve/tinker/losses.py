@@ -1,4 +1,4 @@
-"""Loss functions of Tinker's API, by the losses of `learner/losses.py` where they are equal."""
+"""Loss functions of Tinker's API, computed by `learner/losses.py` if they are equal."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -69,7 +69,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A batch of data in rows, and where their tokens are."""
+    """A batch of data in rows, and the places of their tokens."""
 
     batch: LossBatch
     microbatches: int  # that are not empty
@@ -215,7 +215,7 @@ def find_checkpoint(store: Store, path: str, kind: str) -> Entry:
 
 
 class Operations:
-    """The models, of which the most recently used are in memory; one thread calls it.
+    """The models; the most recently used are in memory. One thread calls it.
 
     A request that runs again after a restart has the same effect: its entries, files and bits are
     the same.

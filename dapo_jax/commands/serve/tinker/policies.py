@@ -1,4 +1,4 @@
-"""Decoders, learners and engines of all models of a server, which share one base model."""
+"""Decoders, learners and engines of a server's models, all of one base model."""
 
 import dataclasses
 import functools

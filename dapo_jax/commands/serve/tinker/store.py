@@ -81,7 +81,7 @@ class Store:
     # --- requests ---------------------------------------------------------------------------------
 
     def accept(self, request: Request, body: bytes) -> None:
-        """Store a request durably, unless its id is known, which a retry has."""
+        """Store a request durably, unless its id is known: then it is a retry."""
         values = (*request[:4], time.time(), body, State.PENDING)
         insert = "INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, NULL, NULL)"
         self._write(insert, *values)
@@ -121,7 +121,7 @@ class Store:
         return [Request(*row) for row in self._rows(query, owner, after)]
 
     def forget_bodies(self, owner: str, up_to: int) -> None:
-        """Remove the bodies of requests whose effect is in the model's file."""
+        """Remove the bodies of requests that the model's file already includes."""
         query = "UPDATE requests SET body = NULL WHERE owner = ? AND number <= ? AND state != 0"
         self._write(query, owner, up_to)
 

@@ -115,7 +115,7 @@ class Worker:
         self._notify(request)
 
     def _train(self, pending: list[Request]) -> bool:
-        """Run a request of the model whose turn it is; return False if none can run."""
+        """Run a request of the next model; return False if none can run."""
         first: dict[str, Request] = {}
         for request in sorted(pending, key=lambda request: request.number):
             first.setdefault(request.owner, request)
