@@ -160,6 +160,7 @@ except KeyboardInterrupt as error:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_supervised_training_saves_then_raises_keyboard_interrupt(base, tmp_path):
     line = forked.run(INTERRUPTED, tmp_path, base).stdout.splitlines()[-1]
     assert line.startswith("interrupted None ['") and not (tmp_path / "out").exists()

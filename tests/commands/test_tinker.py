@@ -154,6 +154,7 @@ def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folde
     np.testing.assert_allclose(theirs[1:], ours, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_full_parameters_are_trained_and_sampled(client):
     full = client.create_lora_training_client(base_model=NAME, rank=0).result()
     assert full.get_info().is_lora is False

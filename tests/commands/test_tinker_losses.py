@@ -106,7 +106,10 @@ def relative(actual, expected) -> float:
     return norm(jax.tree.map(jnp.subtract, actual, expected)) / norm(expected)
 
 
-@pytest.mark.parametrize("loss", OPTIONS)
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(loss, marks=[pytest.mark.slow] * (loss in ("cispo", "dro"))) for loss in OPTIONS],
+)
 def test_gradients_are_those_of_a_loop(loss, learner, tiny_params):
     columns = 3 if loss == "cross_entropy" else 1
     data = make_data(loss, columns=columns)

@@ -38,6 +38,7 @@ def test_a_machine_that_is_there_is_reused_without_installing_again(cloud):
     assert cloud.exists() and "is still there and costs money" in output  # not made by the second
 
 
+@pytest.mark.slow
 def test_a_queued_request_waits_until_it_is_active(cloud):
     cloud.plays(request=["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
     output = cloud.runs("--queued")
@@ -64,6 +65,7 @@ def test_a_preempted_machine_that_says_nothing_is_noticed(cloud):
     assert "dapo is PREEMPTED" in output and "from step 2" in output
 
 
+@pytest.mark.slow
 def test_a_machine_that_shuts_down_has_not_finished(cloud):
     """systemd's SIGTERM makes the trainer save and exit 143, after which it is started again."""
     cloud.plays(runs=[{"seconds": 0.3, "steps": 30}, {"steps": 1}])
@@ -76,6 +78,7 @@ def test_a_machine_that_shuts_down_has_not_finished(cloud):
     assert len(cloud.starts()) == 2
 
 
+@pytest.mark.slow
 def test_a_refused_quota_is_said_and_tries_end(cloud):
     cloud.plays(create=[{"error": "Quota limit 'TPUV6EPreemptible' has been exceeded. Limit: 8"}])
     output = cloud.runs("--tries=3", expect=1)
@@ -83,6 +86,7 @@ def test_a_refused_quota_is_said_and_tries_end(cloud):
     assert "no tries are left" in output and len(cloud.calls("tpu-vm", "create")) == 3
 
 
+@pytest.mark.slow
 def test_half_created_it_is_deleted_and_made_again(cloud):
     cloud.plays(create=[{"error": "internal error", "state": "UNKNOWN"}, {}])
     output = cloud.runs()
@@ -91,6 +95,7 @@ def test_half_created_it_is_deleted_and_made_again(cloud):
     assert verbs == ["create", "delete", "create", "delete"]
 
 
+@pytest.mark.slow
 def test_a_broken_machine_of_somebody_else_is_left_alone(cloud):
     (cloud.folder / "node.json").write_text('{"state": "PREEMPTED", "label": ""}')
     assert "was not made by this script" in cloud.runs(expect=1)
@@ -107,6 +112,7 @@ def test_a_worker_that_can_not_install_is_named_and_nothing_starts(cloud):
     assert not any(cloud.starts(worker) for worker in range(3)) and not cloud.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gcloud_repeats", [False, True])
 def test_a_lost_connection_is_taken_up_and_the_run_not_started_again(cloud, gcloud_repeats):
     cloud.plays(runs=[{"seconds": 0.2}], follow_lines=[3, 4, 99], repeats=gcloud_repeats)
@@ -117,6 +123,7 @@ def test_a_lost_connection_is_taken_up_and_the_run_not_started_again(cloud, gclo
     assert len(cloud.starts()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "starts", "text"), read_table(__file__, "exit_codes"))
 def test_exit_codes_say_whether_another_try_makes_sense(cloud, code, starts, text):
     cloud.plays(runs=[{"code": code, "at": 2}, {}])
@@ -125,6 +132,7 @@ def test_exit_codes_say_whether_another_try_makes_sense(cloud, code, starts, tex
     assert len(cloud.starts()) == starts and len(cloud.calls("tpu-vm", "create")) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_from_elsewhere_is_not_tried_again(cloud):
     cloud.plays(runs=[{"seconds": 0.1, "steps": 9999}])
     process = cloud.start("run", *AT, "--yes", *TRAINER)
@@ -134,6 +142,7 @@ def test_a_run_that_is_stopped_from_elsewhere_is_not_tried_again(cloud):
     assert len(cloud.starts()) == 1 and not cloud.exists()
 
 
+@pytest.mark.slow
 def test_workers_that_did_not_end_with_the_others_are_stopped(cloud):
     cloud.plays(runs=[{"code": 75, "at": 1, "worker": 0, "steps": 999}, {"steps": 1}])
     output = cloud.runs()
@@ -152,6 +161,7 @@ def test_one_launch_at_a_time_per_name(cloud):
     assert first.wait(60) == 0 and len(cloud.starts()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["creating", "training", "deaf"])
 def test_after_ctrl_c_nothing_is_left(cloud, moment):
     cloud.plays(
@@ -166,6 +176,7 @@ def test_after_ctrl_c_nothing_is_left(cloud, moment):
     assert ("did not save within 2 s: killed" in output) == (moment == "deaf"), output
 
 
+@pytest.mark.slow
 def test_a_detached_run_goes_on_and_is_attached_stopped_and_deleted(cloud):
     cloud.plays(runs=[{"seconds": 0.1, "steps": 99}])
     output = cloud.runs("--detach")
@@ -275,6 +286,7 @@ def test_a_permanent_error_ends_the_launch_at_once(cloud, error):
     assert len(cloud.calls("queued-resources" if queued else "tpu-vm", "create")) == 1
 
 
+@pytest.mark.slow
 def test_an_account_that_may_not_look_is_not_asked_again(cloud):
     error = "There was a problem refreshing your current auth tokens: invalid_grant"
     cloud.plays(unreachable=[error])
@@ -283,6 +295,7 @@ def test_an_account_that_may_not_look_is_not_asked_again(cloud):
     assert len(cloud.calls("tpu-vm", "describe")) == 1 and "costs money" not in output
 
 
+@pytest.mark.slow
 def test_a_lack_of_capacity_is_tried_again(cloud):
     cloud.plays(create=[{"error": "RESOURCE_EXHAUSTED: There is no more capacity in the zone"}, {}])
     output = cloud.runs()
@@ -302,6 +315,7 @@ def test_a_key_that_no_agent_has_is_said_in_gclouds_words_and_ends_at_once(cloud
     assert len(cloud.calls("tpu-vm", "ssh")) == 1 and not cloud.exists()  # nothing is left to pay
 
 
+@pytest.mark.slow
 def test_a_key_that_the_machine_does_not_have_yet_is_tried_again(cloud):
     cloud.plays(ssh=["me@1.2.3.4: Permission denied (publickey).", ""])
     output = cloud.runs()
@@ -360,6 +374,7 @@ def test_flags_that_mean_nothing_here_stop_before_installing(cloud, words, text)
 # --- models --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_flex_start_takes_the_command_that_has_it(cloud):
     cloud.plays(runs=[{"preempt": 3}, {}])
     output = cloud.runs("--flex-start=4h", "--tries=2")
@@ -369,6 +384,7 @@ def test_flex_start_takes_the_command_that_has_it(cloud):
     assert "flex-start for 4h" in output and "from step 3" in output and not cloud.exists()
 
 
+@pytest.mark.slow
 def test_flex_start_is_paid_for_once_unless_more_tries_are_asked_for(cloud):
     cloud.plays(runs=[{"preempt": 3}, {}])
     assert "no tries are left" in cloud.runs("--flex-start=4h", expect=1)
@@ -405,6 +421,7 @@ def test_a_model_of_a_bucket_is_a_setting_and_nothing_is_downloaded_unasked(clou
     assert not list(cloud.folder.glob("downloads.*"))
 
 
+@pytest.mark.slow
 def test_programs_are_kept_in_the_runs_bucket(cloud):
     cloud.runs("--keep")
     cloud.runs("--env=JAX_COMPILATION_CACHE_DIR=gs://own/place")
@@ -412,6 +429,7 @@ def test_programs_are_kept_in_the_runs_bucket(cloud):
     assert caches == ["gs://b/jax_cache", "gs://own/place"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_models_on_a_worker_outlive_a_new_commit(cloud, interrupted):
     cloud.plays(workers=1)

@@ -107,7 +107,7 @@ CONFIGS = {
 }
 
 
-SLOW = ("splash-sinks", "window", "window-blocked")
+SLOW = ("splash", "splash-sinks", "window", "window-blocked", "adapters")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,7 @@ def test_rows_and_lengths_cut_over_devices(context, monkeypatch):
     assert_same(make_policy(mesh, config, algorithm), make_params(config), algorithm, SEGMENTS, 8)
 
 
+@pytest.mark.slow
 def test_recorded_routes_are_replayed_where_they_agree(one_device):
     """A response whose prompt took other experts keeps a prompt of its own."""
     segments = make_segments(routes=True)

@@ -142,7 +142,7 @@ def test_a_window_masks_what_a_loop_masks(slides, tokens):
 
 
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.5, -1.0, 3.0, 0.0])], ids=["", "sinks"])
-@pytest.mark.parametrize("name", ["blocked", "splash"])
+@pytest.mark.parametrize("name", ["blocked", pytest.param("splash", marks=pytest.mark.slow)])
 def test_one_program_attends_in_sliding_layers_and_in_full_ones(name, sinks, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)

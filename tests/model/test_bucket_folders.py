@@ -67,6 +67,7 @@ def contents_read(store) -> list[str]:
     return [name.rpartition("/")[2] for name in names if name.endswith("tensors")]
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_bucket_is_read_as_its_files_are_and_downloaded_once(store, base, tmp_path):
     upload(store, base, "models/base")
     name = "gs://bucket/models/base"

@@ -50,7 +50,17 @@ def test_logits_of_a_ragged_batch_are_those_of_transformers(folder, one_device):
         np.testing.assert_allclose(logits[used], expected["logits"][used], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3", "llama3", "gpt_oss", "olmo3", "smollm3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_tied",
+        "gpt_oss",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen3", "llama3", "olmo3", "smollm3")
+        ),
+    ],
+)
 def test_greedy_generation_is_that_of_transformers(name, one_device):
     actual, expected = greedy_tokens(FOLDER / name, one_device)
     assert actual == expected

@@ -140,7 +140,14 @@ def test_a_notebook_is_committed_as_it_ran_and_small(path):
     assert path.stat().st_size < 1e6
 
 
-@EACH
+# One trains for minutes; the two others run in CI.
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "2_four_knobs"))
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs_from_top_to_bottom(path, kernel, tmp_path):
     """With sliders, in sizes that teach nothing."""
     kept, ran = (nbformat.read(path, as_version=4) for _ in range(2))

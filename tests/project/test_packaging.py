@@ -207,6 +207,7 @@ def run(command: list[str], folder: pathlib.Path) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_every_block_of_the_quickstart_runs(tmp_path):
     commands = [["bash", "-euo", "pipefail", "-c", block] for block in blocks("bash")]
     commands.append([sys.executable, "-c", "\n".join(blocks("python"))])  # as in one notebook

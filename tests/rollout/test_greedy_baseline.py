@@ -83,6 +83,7 @@ def test_a_group_whose_greedy_response_has_no_reward_is_not_trained(run):
     assert [group.prompt.index for group in sample(run, judge=Failing()).groups] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_rows(base, alone, tmp_path):
     """The second step of a resumed run equals that of an uninterrupted one."""
     configs = [make_quick_config(base, tmp_path / name, "remax") for name in ("whole", "resumed")]

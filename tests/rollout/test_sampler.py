@@ -67,6 +67,7 @@ def test_recorded_logprobs_equal_those_of_the_trainer(tiny_params, one_device):
             np.testing.assert_allclose(done.sampler_logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_response_does_not_depend_on_devices(tiny_params, one_device, eight_devices):
     alone = sample(make_sampler(one_device, slots=4), tiny_params)
     sharded = sample(make_sampler(eight_devices, slots=8), tiny_params)
@@ -254,10 +255,15 @@ def tokens(one_device):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"slots": 8, "burst": 7, "first_window_tokens": 2, "prefill_chunk_tokens": 3},
-        {"cache": "paged", "page_tokens": 4, "pages": 16, "prefill_prompts": 4},
+        pytest.param(
+            {"slots": 8, "burst": 7, "first_window_tokens": 2, "prefill_chunk_tokens": 3},
+            id="growing",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"cache": "paged", "page_tokens": 4, "pages": 16, "prefill_prompts": 4}, id="few pages"
+        ),
     ],
-    ids=["growing", "few pages"],
 )
 def test_tokens_do_not_depend_on_the_layout(settings, one_device, tokens):
     sampler = open_sampler(one_device, MIXED, **settings)

@@ -81,6 +81,7 @@ def test_columns_of_a_table_are_prompts(tiny_folder):
         dapo_jax.sample(tiny_folder, wrong, **sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_processes_with_other_rows_stop(base, tmp_path):
     patch = (

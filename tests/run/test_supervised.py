@@ -251,6 +251,7 @@ def test_adapters_learn_examples_and_the_folder_has_them_merged(tiny_folder, alo
     assert_merged(config.out, tiny_folder)
 
 
+@pytest.mark.slow
 def test_adapters_come_to_prefer_the_chosen_answers(tiny_folder, alone, tmp_path):
     config = make_lora_config("dpo", tmp_path, tiny_folder)
     config.data.passes = 8.0

@@ -184,6 +184,7 @@ def test_a_second_ctrl_c_ends_a_program_at_once(code, ended, words):
     assert child.returncode == ended and words in error
 
 
+@pytest.mark.slow
 def test_nohup_keeps_a_dropped_connection_away():
     child = start(PROGRAM, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     child.send_signal(signal.SIGHUP)
