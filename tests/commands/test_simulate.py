@@ -58,9 +58,10 @@ def make_simulation(
     carry_over="none",
     shape=SHAPE,
     platform="tpu",
+    preset="dapo",
     **sampler,
 ):
-    algorithm = algorithms.dapo()
+    algorithm = algorithms.PRESETS[preset]()
     algorithm.dynamic_sampling = filtered
     sizes = {"slots": 16, "burst_tokens": 8, "max_response_tokens": 200, "page_tokens": 8}
     config = Config(
@@ -85,6 +86,13 @@ def test_responses_of_one_length_take_the_steps_counted_by_hand():
     # A row of 256 tokens holds ten responses of 25; each of 4 updates has 16, so 2 of 16 rows.
     assert step.rows == 4 * 2 and math.isclose(step.fill, 64 * 25 / (4 * 16 * 256))
     assert math.isclose(step.update_seconds, 4 * 16 * 256 * 1e-5)
+
+
+def test_the_greedy_baseline_of_remax_is_one_more_response_per_group():
+    """16 more responses of 20 tokens fill the 16 slots once."""
+    step = make_simulation(Constant(20), filtered=False, preset="remax").step()
+    assert step.counts["decode_step"] == (4 + 1) * 20
+    assert step.drawn_tokens == (64 + 16) * 20 and step.kept_tokens == 64 * 20
 
 
 def test_gpus_read_slots_as_far_as_they_are_filled():

@@ -9,13 +9,15 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
 from dapo_jax.commands.plan.workload import Drawn, Workload
+from dapo_jax.config.algorithm import OF_GREEDY
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.learner.minibatches import choose_packing, split_groups
 from dapo_jax.learner.packing import assign_rows, prompt_groups
@@ -32,7 +34,15 @@ from dapo_jax.rollout.engine_programs import EngineShape, Starts
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.compute import open_engine, open_sampler
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import Completion, Group, Prompt, SamplerCounts, SamplingRule, Verdict
+from dapo_jax.structs import (
+    Completion,
+    Group,
+    Prompt,
+    SamplerCounts,
+    SamplingRule,
+    Verdict,
+    add_counts,
+)
 
 Counts = dict[str, float]  # amount used of each field of `Costs`
 
@@ -351,10 +361,18 @@ class Simulation:
         first_steps = {group.prompt.index: group.step for group in self._carried if group.tokens}
         record = RolloutRecord(self._workload, Meter(self._costs), self._number, first_steps)
         self._programs.record = record
-        keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": self._number}
-        self.sampler.begin(None, rule=SamplingRule(), **keyed)
+        self._begin_sampling(self._number)
         self._number += 1
         return record
+
+    def _begin_sampling(self, step: int) -> None:
+        self.sampler.begin(None, rule=SamplingRule(), purpose=SAMPLE_FOR_TRAINING, step=step)
+
+    def _sample_all(self, prompts: Iterable[Prompt], samples: int) -> None:
+        for prompt in prompts:
+            self.sampler.submit(prompt, samples)
+        while not self.sampler.idle:
+            self.sampler.decode_burst()
 
     @property
     def position(self) -> int:
@@ -369,11 +387,16 @@ class Simulation:
         before = self._kept_fraction, record.step, self._carried, self.position
         collection = open_collection(self._config, *before)
         collected = collect(collection, self._prompts, self.sampler, judge)
+        counts = dataclasses.replace(self.sampler.counts)
+        if self._config.algorithm.advantage in OF_GREEDY:
+            self._begin_sampling(record.step)
+            self._sample_all((group.prompt for group in collected.groups), 1)
+            counts = add_counts(counts, self.sampler.counts)
         seek(self._prompts, collected.next_position)
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
         rows, fill = learn(self._config, self._decoder, collected.groups, meter)
         return dataclasses.replace(
-            self._sampled(record),
+            self._sampled(record, counts),
             asked=collected.asked_prompts,
             judged=len(collected.judged),
             kept=len(collected.groups),
@@ -386,17 +409,14 @@ class Simulation:
     def sample(self, prompts: int) -> Step:
         """Sample all responses to a number of prompts, without filter and update."""
         record = self._begin()
-        for _ in range(prompts):
-            self.sampler.submit(next(self._prompts), self._config.rollout.samples_per_prompt)
-        while not self.sampler.idle:
-            self.sampler.decode_burst()
-        return self._sampled(record)
+        self._sample_all(islice(self._prompts, prompts), self._config.rollout.samples_per_prompt)
+        return self._sampled(record, dataclasses.replace(self.sampler.counts))
 
-    def _sampled(self, record: RolloutRecord) -> Step:
+    def _sampled(self, record: RolloutRecord, counts: SamplerCounts) -> Step:
         return Step(
             seconds=dict(record.meter.seconds),
             counts=dict(record.meter.counts),
-            sampled=dataclasses.replace(self.sampler.counts),
+            sampled=counts,
             slots=self._config.sampler.slots,
             bursts=record.bursts,
         )
