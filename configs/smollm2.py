@@ -7,7 +7,7 @@ dapo-jax train smollm2:without_calculator   the same start and problems, without
 dapo-jax train smollm2:gsm8k                GSM8K, after its training solutions; hours
 
 A supervised start (configs/smollm2_base.py) is made first if it is missing. Held-out answers are
-sampled at temperature 1, as in training. Results are in docs/results.md.
+sampled at temperature 1 and top_p 0.7. Results are in docs/results.md.
 """
 
 import dataclasses

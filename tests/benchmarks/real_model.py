@@ -146,7 +146,8 @@ class Ours:
         """Train `--learn` steps; print seconds and held-out accuracy after each evaluation."""
         run = self.args.work / "ours"
         flags = [f"--config.run_dir={run}", f"--config.model.folder={self.args.model}"]
-        flags += [f"--config.total_steps={self.args.learn}"]
+        flags += [f"--config.total_steps={self.args.learn}", "--config.evaluation.top_p=1"]
+        flags += [f"--config.evaluation.every_steps={self.args.every}"]
         bench.command("train", f"--config={CONFIG}:words", *flags)
         seconds = 0.0
         for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
