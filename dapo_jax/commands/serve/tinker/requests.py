@@ -148,8 +148,8 @@ class Limits(NamedTuple):
 
     vocab: int
     end_ids: tuple[int, ...]
-    prompt: int
-    response: int
+    longest_prompt: int
+    max_response_tokens: int
     context: int
 
 

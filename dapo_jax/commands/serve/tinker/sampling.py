@@ -61,9 +61,9 @@ def read_job(stored: Request, body: bytes, key: str, limits: Limits) -> SampleJo
     for index, chunk in enumerate(read(fields["prompt"], "chunks", rules=CHUNKS)["chunks"]):
         prefix = f"prompt.chunks[{index}]."
         tokens += read(chunk, "type", "tokens", rules=CHUNK, prefix=prefix)["tokens"]
-    prompt = check_tokens(np.array(tokens, np.int32), "prompt", limits.vocab, limits.prompt)
+    prompt = check_tokens(np.array(tokens, np.int32), "prompt", limits.vocab, limits.longest_prompt)
     params = read(fields["sampling_params"], rules=SAMPLING, prefix="sampling_params.")
-    longest = min(limits.response, limits.context - len(prompt))
+    longest = min(limits.max_response_tokens, limits.context - len(prompt))
     budget = params.get("max_tokens", longest)
     need(budget <= longest, "sampling_params.max_tokens", budget, f"at most {longest}")
     stop = params.get("stop")
