@@ -20,16 +20,11 @@ from tinker_served import NAME, SDK, TinkerServer, loss_message
 
 from dapo_jax.commands.serve.logprobs import Scorer
 from dapo_jax.commands.serve.server import load_served
-from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.config.experiment import Compute, ExportConfig, Optimizer, ServeConfig
-from dapo_jax.learner.batches import ScoredBatch, TrainBatch
-from dapo_jax.learner.packing import Segment, pack
-from dapo_jax.learner.policy import PolicySettings, policy_learner
+from dapo_jax.config.experiment import ExportConfig, ServeConfig
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
 from dapo_jax.run.export import export
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Completion, Prompt
 
 tinker = pytest.importorskip("tinker")
 types = pytest.importorskip("tinker.types")
@@ -387,44 +382,43 @@ def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
 
 
 @pytest.mark.slow
-def test_a_step_takes_little_more_than_one_of_training(tmp_path, one_device, monkeypatch, capsys):
+def test_a_step_takes_little_more_than_one_of_training(tmp_path, monkeypatch, capsys):
     """Full parameters, 64 sequences of 128 tokens; medians of steps in turn."""
+    import tinker_update
+
     decoder = dataclasses.replace(
         TINY, vocab=288, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=768, layers=4
     )
-    params = nn.unbox(init_params(decoder, jax.random.key(0)))
     folder = tmp_path / "model"
+    params = nn.unbox(init_params(decoder, jax.random.key(0)))
     save_huggingface.save_folder(folder, params, decoder, TOKENIZER.end_ids)
     TOKENIZER.backend.save(str(folder / "tokenizer.json"))
-    rows = np.random.default_rng(0).integers(0, 256, (64, 128)).astype(np.int32)
-    old, advantages = np.full(127, -5.0, np.float32), np.ones(127, np.float32)
-    segments = [
-        Segment(Prompt(i, "", "", row[:1], "", ""), Completion(row[1:], old, False, 0, ""), i)
-        for i, row in enumerate(rows)
-    ]
-    packed, used = pack(segments, 256, 16)
-    mask = (np.asarray(packed.response_index) >= 0).astype(np.float32)
-    batch = TrainBatch(ScoredBatch(packed, packed.sampler_logprobs), mask, mask / mask.sum())
-    settings = PolicySettings(Algorithm(), Compute())
-    learner = policy_learner(settings, Optimizer(), decoder, one_device)
-    state = learner.start(params)
-    policy = {"logprobs": list(old), "advantages": list(advantages / mask.sum())}
+    rows = tinker_update.sequences()
+    old, advantages = np.full(rows.shape[1] - 1, tinker_update.OLD_LOGPROB), 1 / rows[:, 1:].size
+    policy = {"logprobs": old.tolist(), "advantages": [advantages] * len(old)}
     data = [datum(row.tolist(), **policy) for row in rows]
     server = TinkerServer(folder, tmp_path / "state", "--max_body_mb=8", "--max_prompt_tokens=128")
+    trainer = subprocess.Popen(
+        [sys.executable, tinker_update.__file__, str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     seconds: dict[str, list[float]] = {"train": [], "server": []}
     try:
         client = connect(server, monkeypatch)
         model = client.create_lora_training_client(base_model=NAME, rank=0).result()
         for _ in range(int(os.environ.get("TINKER_STEPS", "12"))):
+            print(file=trainer.stdin, flush=True)
+            seconds["train"].append(float(trainer.stdout.readline()))
             began = time.perf_counter()
-            state, outputs = learner.update(state, batch, used, 1e-4)
-            jax.block_until_ready((state, outputs))
-            ended = time.perf_counter()
             passed, stepped = model.forward_backward(data, "ppo"), model.optim_step(ADAM)
             passed.result(), stepped.result()
-            seconds["train"].append(ended - began)
-            seconds["server"].append(time.perf_counter() - ended)
+            seconds["server"].append(time.perf_counter() - began)
     finally:
+        trainer.kill()
         server.kill()
     train_step, server_step = (float(np.median(times[2:])) for times in seconds.values())
     with capsys.disabled():

@@ -212,6 +212,19 @@ def test_rows_of_a_request_are_of_few_sizes():
     assert len(shapes) <= 8, shapes
 
 
+def test_long_rows_have_no_square_of_scores(learner):
+    """The longest datum of a request decides; [T, T] scores of 16,384 tokens take 1 GiB a head."""
+    datum = make_data("cross_entropy")[0]
+    squares = []
+    for length in (1000, 1100):
+        tokens, targets, weights = np.resize(datum.tokens, length), *[np.ones((length, 1))] * 2
+        long = Datum(tokens, targets.astype(np.int32), weights, {}, (length,))
+        batch = pack_data([long], "cross_entropy", 1).batch
+        side = batch.targets.shape[2]
+        squares.append(f"{side}x{side}x" in learner.lower("update", batch).as_text())
+    assert squares == [True, False]
+
+
 def test_a_body_that_is_no_message_is_one_error():
     for body in (b"\xff", b"not a message", b"\x0a\xff\xff\xff\xff\x0f"):
         with pytest.raises(RequestError):

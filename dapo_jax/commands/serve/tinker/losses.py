@@ -14,6 +14,7 @@ from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.batches import PackedRows
 from dapo_jax.learner.losses import clamp_log, k2, policy_loss
 from dapo_jax.learner.update import Learner, UpdateOutputs
+from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, head_kernel
 from dapo_jax.model.lm_head import head_logprobs
 from dapo_jax.model.logprobs import hidden_states
@@ -92,8 +93,12 @@ def _position_losses(batch: LossBatch, logprobs: Float[Array, "R T K"]) -> Float
 def loss_learner(config: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any) -> Learner:
     """Return the learner of all loss functions; its scores are log-probs and losses."""
 
+    platform = mesh.devices.flat[0].platform
+
     def score(params: Any, batch: Any) -> Any:
-        logprobs = _target_logprobs(params, config, batch)
+        attention = training_attention.choose("auto", platform, batch.tokens.shape[-1])
+        decoder = dataclasses.replace(config, attention=attention)
+        logprobs = _target_logprobs(params, decoder, batch)
         return logprobs, _position_losses(batch, logprobs)
 
     def loss(params: Any, batch: Any) -> tuple[Array, UpdateOutputs]:
