@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import flax.linen as nn
 import jax
@@ -245,27 +246,29 @@ def play(client, seed: int, steps: int, turns=lambda: None) -> list:
     return seen
 
 
-def test_tenants_at_the_same_time_get_what_each_gets_alone(server, monkeypatch):
-    import threading
+def play_together(clients: list, steps: int, chance: random.Random) -> list[list]:
+    """The results of tenants that wait at random between their calls."""
 
+    def run(seed: int) -> list:
+        return play(clients[seed], seed, steps, lambda: time.sleep(chance.random() / 5))
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(run, range(len(clients))))
+
+
+def test_tenants_at_the_same_time_get_what_each_gets_alone(server, monkeypatch):
     steps = 6
     alone = [play(connect(server, monkeypatch), seed, steps) for seed in range(3)]
-    chance = random.Random(0)
-    together: list = [None] * 3
     clients = [connect(server, monkeypatch) for _ in range(3)]
+    assert play_together(clients, steps, random.Random(0)) == alone
 
-    def run(seed: int) -> None:
-        def wait() -> None:
-            threading.Event().wait(chance.random() / 5)
 
-        together[seed] = play(clients[seed], seed, steps, wait)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == alone
+@pytest.mark.slow
+def test_fifty_interleavings_of_two_tenants(server, monkeypatch):
+    alone = [play(connect(server, monkeypatch), seed, 3) for seed in range(2)]
+    for number in range(50):
+        clients = [connect(server, monkeypatch) for _ in range(2)]
+        assert play_together(clients, 3, random.Random(number)) == alone, number
 
 
 def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=2):

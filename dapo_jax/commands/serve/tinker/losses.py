@@ -42,9 +42,7 @@ class LossBatch(struct.PyTreeNode):
     """Packed rows with the inputs of a loss; a position has K targets."""
 
     rows: PackedRows
-    targets: Any  # Int [M R T K]
-    weights: Any  # Float [M R T K]
-    inputs: Mapping[str, Any]  # Float [M R T] by the client's names, options included
+    inputs: Mapping[str, Any]  # [M R T K] by the client's names, options included
     loss: str = struct.field(pytree_node=False, default=CROSS_ENTROPY)
 
     @property
@@ -53,25 +51,25 @@ class LossBatch(struct.PyTreeNode):
 
     @property
     def loss_weights(self) -> Any:  # the learner keeps log-probs of this shape
-        return self.weights
+        return self.inputs["weights"]
 
 
 def _target_logprobs(params: Any, config: DecoderConfig, batch: LossBatch) -> Array:
     """Return log p(target k | tokens up to and including t) at [t, k]."""
     hidden, _ = hidden_states(params, config, batch.rows.inputs)
-    count = batch.targets.shape[-1]
-    targets = batch.targets.reshape(len(hidden), -1)
+    shape = batch.inputs["target_tokens"].shape
+    count, targets = shape[-1], batch.inputs["target_tokens"].reshape(len(hidden), -1)
     repeated = jnp.repeat(hidden, count, axis=1) if count > 1 else hidden
     pair: Any = head_logprobs(repeated, head_kernel(params), targets, 1.0, LOGPROB_CHUNK_TOKENS)
-    return pair[0].reshape(batch.targets.shape)
+    return pair[0].reshape(shape)
 
 
 def _position_losses(batch: LossBatch, logprobs: Float[Array, "R T K"]) -> Float[Array, "R T"]:
     """Return the loss of each position."""
     if batch.loss == CROSS_ENTROPY:
-        counted = jnp.where(batch.weights != 0, logprobs, 0.0)  # padding may hold NaN
-        return -jnp.sum(batch.weights * counted, axis=-1)
-    inputs: Any = batch.inputs
+        counted = jnp.where(batch.loss_weights != 0, logprobs, 0.0)  # padding may hold NaN
+        return -jnp.sum(batch.loss_weights * counted, axis=-1)
+    inputs: Any = {name: values[..., 0] for name, values in batch.inputs.items()}
     segments = batch.rows.segment_ids
     old, advantages = inputs["logprobs"], inputs["advantages"]
     low, high = inputs.get(CLIP_LOW), inputs.get(CLIP_HIGH)
