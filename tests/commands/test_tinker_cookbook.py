@@ -171,7 +171,7 @@ task = env.CountingTaskConfig(
 )
 renderer = get_renderer("qwen3_instruct", get_tokenizer(name))
 with open("demonstrations.jsonl", "w") as file:
-    for _ in range(400):
+    for _ in range(240):
         problem = env.sample_problem(chance, env.load_wikitext_corpus(), task)
         built = env.build_env(problem, renderer, task, None, None)
         messages = [dict(message) for message in built.message_env.initial_messages]
@@ -202,10 +202,10 @@ def test_a_recipe_with_tools(tmp_path_factory, capsys):
     cookbook.write("HuggingFaceH4/no_robots", "default", rows)
     try:
         options = ["batch_size=2", "learning_rate=5e-3", "lora_rank=0", "max_length=2048"]
-        cookbook.run("sl_loop", None, *options, "save_every=0", "max_steps=100")
+        cookbook.run("sl_loop", None, *options, "save_every=0")
         options = ["task.num_pages_min=2", "task.num_pages_max=2", "task.page_chars=40"]
-        options += ["task.words=when", "groups_per_batch=2", "group_size=4", "max_tokens=96"]
-        options += ["learning_rate=2e-3", "max_steps=8", "max_trajectory_tokens=2048"]
+        options += ["task.words=when", "groups_per_batch=2", "group_size=8", "max_tokens=96"]
+        options += ["learning_rate=1e-3", "max_steps=8", "max_trajectory_tokens=2048"]
         options += ["save_every=0", "behavior_if_log_dir_exists=resume"]
         start = cookbook.last_checkpoint("sl_loop")
         metrics = cookbook.run("rl_numerics_check.train", start, *options)
