@@ -120,6 +120,7 @@ class WantedColumns(NamedTuple):
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     every: bool = False  # `**columns` takes all there are
+    run_as_tests: bool = False  # the column `tests` is for `reward.verifier = code`
 
 
 @dataclasses.dataclass(frozen=True)

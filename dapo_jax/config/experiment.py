@@ -326,8 +326,8 @@ class Sampler:
 class Reward:
     """Rewards of a response, and the processes that compute them."""
 
-    verifier: Literal["final_number", "math", "math_box", "math_label", "dapo"] = setting(
-        "final_number", "How answers are read and compared."
+    verifier: Literal["final_number", "math", "math_box", "math_label", "dapo", "code"] = setting(
+        "final_number", "How answers are read and compared; 'code': run with the row's tests."
     )
     unfinished: Literal["wrong", "right"] = setting(
         "wrong", "A correct value that is not worked out, as 102^2-98^2 for 800.", read=BY_VALUE
@@ -337,7 +337,7 @@ class Reward:
     )
     parts: str = setting(
         "rule=1",
-        "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, "
+        "name=weight, comma-separated: rule, tests, format, think_format, repetition, model, gym, "
         "environment, or your module:function.",
     )
     model_folder: str = setting("", "Reward model (one label) of the part 'model'.")
@@ -360,11 +360,13 @@ class Reward:
 
     def needs_answer(self) -> bool:
         """Return True if responses are compared with the gold answer."""
-        return self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
+        decides = self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
+        return decides and self.verifier != "code"
 
     def reads_verdicts(self) -> bool:
         """Return True if a reward or the choice of groups depends on the verifier."""
-        return self.needs_answer() or "format" in self.weights()
+        read = {*OF_THE_ANSWER, "tests", "format"}
+        return self.correct == "verifier" or not read.isdisjoint(self.weights())
 
     def weights(self) -> dict[str, float]:
         """Return the weight of each part by name; raise `ConfigError` for another format."""

@@ -177,6 +177,11 @@ def _rewards(config: Config) -> Checks:
     weights = reward.weights()
     allowed = "a folder if reward.parts names 'model', else empty"
     yield "reward.model_folder", ("model" in weights) == bool(reward.model_folder), allowed
+    allowed = "without 'tests' unless reward.verifier = 'code' runs them"
+    yield "reward.parts", "tests" not in weights or reward.verifier == "code", allowed
+    allowed = "another one with environment.name = 'second_try', which sees no tests"
+    fits = reward.verifier != "code" or environment.name != "second_try"
+    yield "reward.verifier", fits, allowed
     has_verdict = reward.correct == "verifier" or not set(weights) <= set(SHAPING)
     allowed = f"more than shaping parts with reward.correct = {reward.correct!r}"
     yield "reward.parts", has_verdict, allowed

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Reward
+from dapo_jax.rewards.code import CODE, judge_code
 from dapo_jax.rewards.functions import (
     TOKENS,
     Call,
@@ -28,8 +29,9 @@ from dapo_jax.rewards.functions import (
     place_rewards,
     sees_group,
 )
-from dapo_jax.rewards.group_rewards import GYM
+from dapo_jax.rewards.group_rewards import GYM, TESTS
 from dapo_jax.rewards.gym import ScoreReply, ScoreRequest
+from dapo_jax.runtime import sandbox
 from dapo_jax.runtime.workers.parent import (
     BUSY_FACTOR,
     LATE_FACTOR,
@@ -235,6 +237,9 @@ class RewardPool:
 
     def __init__(self, reward: Reward, split: Callable[[Sequence[int]], list[str]] | None = None):
         self._reward = reward
+        self._runs_code = reward.verifier == CODE
+        if self._runs_code:
+            sandbox.find_python()  # fails here, not in a thread
         self._split = split
         self._weights = reward.weights()
         self._parts = _Parts(reward)
@@ -363,13 +368,19 @@ class RewardPool:
         """Judge a fair part of the responses that no other thread has taken, in one exchange."""
         with self._lock:
             share = math.ceil(len(self._queue) / self._reward.workers)
-            jobs = [self._queue.popleft() for _ in range(min(share, MAX_JUDGED_TOGETHER))]
+            limit = 1 if self._runs_code else MAX_JUDGED_TOGETHER
+            jobs = [self._queue.popleft() for _ in range(min(share, limit))]
         if jobs:
             with contextlib.suppress(RuntimeError):  # the pool was closed
                 self._judge(workers, jobs)
 
     def _judge(self, workers: _Workers, jobs: list[_Job]) -> None:
-        verdicts = _verify(workers.algebra, self._reward, [job.call for job in jobs])
+        if self._runs_code:
+            seconds, every = self._reward.timeout_seconds, TESTS in self._weights
+            calls = [(job.call.response, job.call.columns) for job in jobs]
+            verdicts = [judge_code(*call, seconds, every) for call in calls]
+        else:
+            verdicts = _verify(workers.algebra, self._reward, [job.call for job in jobs])
         for job, verdict in zip(jobs, verdicts, strict=True):
             if not self._reads_verdicts:
                 verdict = dataclasses.replace(verdict, failure=None)

@@ -31,6 +31,7 @@ from dapo_jax.model.trainable import (
 from dapo_jax.reporting.alerts import reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MAX_CUT, fitting
+from dapo_jax.rewards.code import CODE, with_tests
 from dapo_jax.rewards.functions import find_functions, wanted_columns
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
@@ -277,12 +278,15 @@ def open_prompts(
 ) -> PromptStream:
     """Return the prompts of the config's problems, as environments open them."""
     functions = find_functions(list(config.reward.weights()))
+    columns = wanted_columns(functions.values())
+    if config.reward.verifier == CODE:
+        columns = with_tests(columns)
     return PromptStream(
         config.data,
         config.seed,
         tokenizer,
         needs_answer=config.reward.needs_answer(),
-        columns=wanted_columns(functions.values()),
+        columns=columns,
         training=training,
         opening=environments.open if environments else lambda problem: problem,
         tools=tool_schemas(config.environment),
