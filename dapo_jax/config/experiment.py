@@ -46,6 +46,10 @@ IF_REFERENCE = When("algorithm.reference")
 SHOWS_SYSTEM = When("data.template", lambda name: name not in SHOW_NO_SYSTEM)
 IF_LORA = When("lora.rank")
 IF_TINKER = When("tinker")
+IF_JUDGE = When(
+    "reward.parts",
+    lambda parts: any(part.strip().startswith("judge=") for part in parts.split(",")),
+)
 RECORDS = When("log.rollouts")
 # All ratios are 1 in the first update of a step.
 SHOWS_RATIOS = When(
@@ -189,6 +193,10 @@ class Data:
     )
     few_shot: Count = setting(4, "Worked examples before the problem.", read=FEW_SHOT)
     system_prompt: str = setting("", SYSTEM_PROMPT, read=SHOWS_SYSTEM)
+    difficulty: str = setting("", "LOW..HIGH: pass rates to train on, as 0.1..0.9; empty: all.")
+    difficulty_file: str = setting(
+        "", "Pass rates of `evaluate --write_difficulty`.", read=When("data.difficulty")
+    )
     train_problems: Count = setting(20_000, "Generated problems per pass.")
     heldout_problems: AutoCount = setting(
         -1, "Problems for evaluation, never trained on; 0: none; -1: 256, at most 1 in 5 of a file."
@@ -254,6 +262,15 @@ class Rollout:
     )
     when_starved: Literal["partial", "stop"] = setting(
         "partial", "If the last round leaves too few groups: 'partial' trains on them, 'stop' ends."
+    )
+    curriculum: Literal["none", "pools"] = setting(
+        "none",
+        "'pools': a problem whose group was all right or all wrong is requested more rarely.",
+    )
+    resting_rate: Rate = setting(
+        0.25,
+        "Fraction of its turns in which such a problem is requested, until its group has a signal.",
+        read=When("rollout.curriculum", "pools"),
     )
     when_broken: Literal["drop", "resample"] = setting(
         "drop",
@@ -323,6 +340,31 @@ class Sampler:
 
 
 @section
+class ModelJudge:
+    """A language model behind OpenAI's chat endpoint that grades responses (part `judge`).
+
+    The key is read from the environment variable OPENAI_API_KEY."""
+
+    url: str = setting("http://127.0.0.1:8000/v1", "Address of the endpoint, up to /v1.")
+    model: str = setting("", "Name of the judge at the endpoint.")
+    rubric: str = setting(
+        "Is the response a correct and complete answer to the problem?",
+        "What the score measures, if the row has no column `rubric`.",
+    )
+    highest: Count = setting(10, "Highest score, which is a reward of 1; the lowest is 0.")
+    structured: bool = setting(
+        True, "Ask for JSON by a schema (response_format); false for `dapo-jax serve`."
+    )
+    temperature: Temperature = setting(0.0, "Softmax temperature of the judge.")
+    max_tokens: Count = setting(1024, "Limit of a reply.")
+    retries: CountOr0 = setting(3, "Further tries without a reply or score.", may_change=True)
+    concurrency: Count = setting(16, "Requests at a time, at most 64.", may_change=True)
+    cache: str = setting("runs/judge_cache", "Folder of replies; empty: none.", may_change=True)
+    input_price: PositiveOr0 = setting(0.0, "Price of 10^6 prompt tokens.", may_change=True)
+    output_price: PositiveOr0 = setting(0.0, "Price of 10^6 reply tokens.", may_change=True)
+
+
+@section
 class Reward:
     """Rewards of a response, and the processes that compute them."""
 
@@ -337,8 +379,8 @@ class Reward:
     )
     parts: str = setting(
         "rule=1",
-        "name=weight, comma-separated: rule, tests, format, think_format, repetition, model, gym, "
-        "environment, or your module:function.",
+        "name=weight, comma-separated: rule, tests, format, think_format, repetition, model, "
+        "judge, gym, environment, or your module:function.",
     )
     model_folder: str = setting("", "Reward model (one label) of the part 'model'.")
     correct: Literal["verifier", "threshold", "spread"] = setting(
@@ -357,6 +399,7 @@ class Reward:
         "times as long.",
         may_change=True,
     )
+    judge: ModelJudge = part(ModelJudge, read=IF_JUDGE)
 
     def needs_answer(self) -> bool:
         """Return True if responses are compared with the gold answer."""
@@ -431,6 +474,7 @@ class Evaluation:
     temperature: Temperature = setting(1.0, "Softmax temperature while evaluating; 0: greedy.")
     top_p: Share = setting(0.7, "Nucleus fraction while evaluating; the default is DAPO's.")
     out: str = setting("", "Output of dapo-jax evaluate; empty: a folder in run_dir/evaluations.")
+    write_difficulty: str = setting("", "File for each problem's pass rate; empty: none.")
 
 
 @section

@@ -182,6 +182,8 @@ def _rewards(config: Config) -> Checks:
     allowed = "another one with environment.name = 'second_try', which sees no tests"
     fits = reward.verifier != "code" or environment.name != "second_try"
     yield "reward.verifier", fits, allowed
+    allowed = "the judge's name at reward.judge.url with reward.parts = 'judge=...'"
+    yield "reward.judge.model", "judge" not in weights or bool(reward.judge.model), allowed
     has_verdict = reward.correct == "verifier" or not set(weights) <= set(SHAPING)
     allowed = f"more than shaping parts with reward.correct = {reward.correct!r}"
     yield "reward.parts", has_verdict, allowed

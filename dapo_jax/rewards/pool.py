@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -92,7 +93,9 @@ class _Parts:
 
     def __init__(self, reward: Reward):
         self._seconds = reward.timeout_seconds
-        functions = find_functions(list(reward.weights()))  # fails here, not in a worker
+        # Fails here, not in a worker.
+        functions = find_functions(list(reward.weights()), judge=reward.judge)
+        self._judge_settings = json.dumps(vars(reward.judge))
         self._in_process = {n: f for n, f in functions.items() if n.startswith(IN_PROCESS_PREFIX)}
         in_workers = [name for name in functions if name not in self._in_process]
         self._async_names = [name for name in in_workers if is_async(functions[name])]
@@ -111,7 +114,8 @@ class _Parts:
 
     def open_worker(self, names: list[str]) -> RestartingWorker:
         """Return a process for these functions."""
-        return RestartingWorker(WORKER, "parts", self._copies.path, str(self._seconds), *names)
+        settings = (self._copies.path, str(self._seconds), self._judge_settings)
+        return RestartingWorker(WORKER, "parts", *settings, *names)
 
     @property
     def kills(self) -> int:

@@ -15,6 +15,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import FinishedResponses, Sampler
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.rollout.carry_over import open_collection
+from dapo_jax.rollout.curriculum import Pools, RestingPrompts, update_pools
 from dapo_jax.rollout.dynamic_sampling import (
     INITIAL_KEPT_FRACTION,
     NO_GROUPS,
@@ -47,6 +48,7 @@ class Rollout:
     batch: CollectedGroups
     counts: SamplerCounts
     seconds: float
+    passed_over: int = 0  # turns of resting problems (`rollout.curriculum`)
 
     @property
     def groups(self) -> list[Group]:
@@ -60,6 +62,7 @@ class SourceState:
     position: int = 0  # position in the endless data order
     kept_fraction: float = INITIAL_KEPT_FRACTION  # running estimate of groups that carry signal
     partial: tuple[PartialGroup, ...] = ()  # groups of earlier steps (`rollout.carry_over`)
+    pools: Pools = dataclasses.field(default_factory=dict)  # `rollout.curriculum`
     behaviour: Any = None  # parameters before the update, which sample next (`rollout.lag`)
     ahead: Rollout | None = None  # of the next step (`rollout.lag`); a resumed run samples it again
 
@@ -106,8 +109,11 @@ class RolloutSource:
             rollout = self.sample(state, state.behaviour, step, policy_step=step - 1)
         batch = rollout.batch
         behaviour = self.copy_behaviour(params) if self.copy_behaviour else None
+        pools = state.pools
+        if self.config.rollout.curriculum == "pools":
+            pools = update_pools(pools, batch.judged, self.config.reward)
         following = SourceState(
-            batch.next_position, batch.kept_fraction, batch.carried, behaviour=behaviour
+            batch.next_position, batch.kept_fraction, batch.carried, pools, behaviour
         )
         return following, rollout
 
@@ -132,17 +138,19 @@ class RolloutSource:
         collection = open_collection(
             self.config, state.kept_fraction, step, state.partial, state.position
         )
+        rate, seed = self.config.rollout.resting_rate, self.config.seed
+        prompts = RestingPrompts(self.prompts, state.pools, rate, seed)
         with self.show(step + 1, sampler.counts) as on_burst:
             hooks = CollectionHooks(self.journal.add, on_burst, self.interrupted)
             finished = self.journal.begin(step)
-            batch = collect(collection, self.prompts, sampler, self.judge, hooks, finished)
+            batch = collect(collection, prompts, sampler, self.judge, hooks, finished)
         counts = dataclasses.replace(sampler.counts)
         if self.config.algorithm.advantage in OF_GREEDY and batch.groups:
             sampler.begin(params, rule=SamplingRule(temperature=0.0), **keyed)
             batch = dataclasses.replace(batch, groups=self._with_baselines(batch.groups))
             counts = add_counts(counts, sampler.counts)
         sampler.release()  # an update may need the memory of the caches
-        return Rollout(batch, counts, time.perf_counter() - start)
+        return Rollout(batch, counts, time.perf_counter() - start, prompts.passed_over)
 
     def _with_baselines(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with the rewards of greedy responses, without those that have none."""

@@ -183,6 +183,7 @@ class Run:
             self.progress,
             position=source.position,
             kept_fraction=source.kept_fraction,
+            pools=dict(source.pools),
             carried_bytes=sum(map(len, carried.values())),
         )
         record = dataclasses.replace(self.store.record, step=self.state.step, progress=progress)
@@ -259,7 +260,9 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
         restored: Any = checkpoints.state(shape, "carried")
         content, prompts = np.asarray(restored["groups"]), components.prompts
         partial = unpack_partial(content, lambda index: next(seek(prompts, index)))
-    source = SourceState(progress.position, progress.kept_fraction, partial, behaviour)
+    source = SourceState(
+        progress.position, progress.kept_fraction, partial, progress.pools, behaviour
+    )
     return TrainerState(record.step, LearnerStates(policy, critic), source)
 
 
