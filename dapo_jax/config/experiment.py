@@ -283,7 +283,9 @@ class Rollout:
 class Environment:
     """The environment that answers the policy between its turns; none: responses of one turn."""
 
-    name: str = setting("", "calculator, guessing, second_try, openenv:module:Class, module:Class.")
+    name: str = setting(
+        "", "calculator, guessing, second_try, openenv:module:Class, gymnasium:ID, module:Class."
+    )
     tools: str = setting("", "Tools of the policy: module:function, comma-separated.")
     max_turns: Count = setting(8, "Limit of turns of a trajectory.")
     max_drawn_tokens: CountOr0 = setting(
