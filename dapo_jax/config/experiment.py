@@ -350,7 +350,7 @@ class ModelJudge:
     url: str = setting("http://127.0.0.1:8000/v1", "Address of the endpoint, up to /v1.")
     model: str = setting("", "Name of the judge at the endpoint.")
     rubric: str = setting(
-        "Is the response a correct and complete answer to the problem?",
+        "Does the response solve the problem?",
         "What the score measures, if the row has no column `rubric`.",
     )
     highest: Count = setting(10, "Highest score, which is a reward of 1; the lowest is 0.")
