@@ -41,6 +41,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 Rate = Annotated[float, Range(above=0, at_most=1.0)]
 Cache = Literal["auto", "slots", "paged"]
 ON_POLICY = When("rollout.carry_over", "none")
+IF_REMOTE = When("rollout.remote", "also only")
 FEW_SHOT = When("data.template", "few_shot")
 IF_REFERENCE = When("algorithm.reference")
 SHOWS_SYSTEM = When("data.template", lambda name: name not in SHOW_NO_SYSTEM)
@@ -251,8 +252,8 @@ class Rollout:
     samples_per_prompt: Count = setting(16, "Responses per prompt: the size of a group (G).")
     updates_per_rollout: Count = setting(4, "Optimizer steps per rollout batch (U), in data order.")
     max_sample_rounds: Count = setting(10, "Limit of asked prompts, in units of prompts_per_step.")
-    lag: Annotated[int, Range(at_least=0, at_most=1)] = setting(
-        0, "1: sample while learning, with the previous policy; needs algorithm.importance_cap."
+    staleness: CountOr0 = setting(
+        0, "Updates that each step's policy is behind: sampling overlaps; needs a correction."
     )
     carry_over: Literal["none", "unfinished", "all"] = setting(
         "none", "Surplus responses that the next step resumes; needs algorithm.importance_cap."
@@ -276,6 +277,12 @@ class Rollout:
         "drop",
         "If the rewards of over half of a group, or of all but one response, failed: 'drop' it, or "
         "'resample' it once.",
+    )
+    remote: Literal["none", "also", "only"] = setting(
+        "none",
+        "Processes of `dapo-jax sampler` that sample groups: 'none', 'also' beside the trainer, "
+        "'only' them.",
+        may_change=True,
     )
 
 
@@ -338,6 +345,21 @@ class Sampler:
     )
     weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
         "auto", "Type of matrices in decoding; int8 has a scale per channel; 'auto': compute.dtype."
+    )
+    engine: Literal["own", "vllm"] = setting(
+        "own",
+        "Engine of samplers; 'vllm': such a run can't be repeated.",
+        read=IF_REMOTE,
+    )
+    host: str = setting("127.0.0.1", "Address for samplers.", read=IF_REMOTE, may_change=True)
+    port: Port = setting(
+        8200, "Port for samplers; 0: any that is free.", read=IF_REMOTE, may_change=True
+    )
+    key_file: str = setting(
+        "", "File with the samplers' key; empty: DAPO_API_KEY.", read=IF_REMOTE, may_change=True
+    )
+    lease_seconds: Positive = setting(
+        60.0, "Silence that ends a sampler's leases.", read=IF_REMOTE, may_change=True
     )
 
 
@@ -688,6 +710,19 @@ class ReplayConfig:
     folder: str = setting("", "Folder of the skipped update.")
     step: CountOr0 = setting(0, "Checkpoint with the parameters; 0: the latest before the update.")
     model: str = setting("", "Model folder with the parameters; empty: a checkpoint's.")
+
+
+@section
+class SamplerConfig:
+    """A process that samples groups for a trainer (`dapo-jax sampler`)."""
+
+    run: str = setting("", "The run_dir of the run, for its settings and the policy's weights.")
+    trainer: str = setting("", "URL of the trainer, as http://HOST:8200.")
+    model: str = setting("", "Its model folder; empty: the run's.")
+    key_file: str = setting("", "File with the trainer's key; empty: DAPO_API_KEY, if set.")
+    slots: CountOr0 = setting(0, "Responses decoded in parallel; 0: as the trainer.")
+    engine: str = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
+    mesh: OneMesh = part(OneMesh)
 
 
 @section

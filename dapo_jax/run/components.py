@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
@@ -44,7 +45,9 @@ from dapo_jax.run.compute import (
     open_meshes,
     open_sampler,
 )
+from dapo_jax.run.lease_server import LeaseServer
 from dapo_jax.run.memory import check_run_fits
+from dapo_jax.run.remote_sampler import open_remote
 from dapo_jax.run.teacher import has_teacher, load_teacher, open_programs
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
@@ -115,10 +118,11 @@ class Components:
     environments: Environments | None
     token_weights: TokenWeights | None  # user function
     decoder: DecoderConfig
+    lease_server: LeaseServer | None = None  # with `rollout.remote`
 
     def trainer(self, **options: Any) -> Trainer:
         """Return the trainer of a run; `options` are other fields of `RolloutSource`."""
-        copy = self.learners.policy.copy if self.config.rollout.lag else None
+        copy = self.learners.policy.copy if self.config.rollout.staleness else None
         source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 
@@ -136,8 +140,10 @@ class Components:
         return load_huggingface.load_params(folder, shape, mesh, field=field, fresh_score=True)
 
     def close(self) -> None:
-        """Stop the worker processes."""
+        """Stop the worker processes, and the server of samplers."""
         self.judge.close()
+        if self.lease_server:
+            self.lease_server.close()
         if self.environments:
             self.environments.close()
 
@@ -317,11 +323,20 @@ def build(
         reference = load_reference(config, decoder, mesh, frozen) if training else None
         pool = RewardPool(config.reward, tokenizer.split)
         model = load_reward_model(config, mesh)
+        sampler = open_sampler(engine, tokenizer, config.seed, environments)
+        lease_server = None
+        if training and config.rollout.remote != "none":
+
+            def warn(text: str) -> None:
+                progress.warn(escape(text))
+
+            load = engine.programs.weights.load_trained
+            sampler, lease_server = open_remote(config, decoder, sampler, load, warn)
         return Components(
             config=config,
             tokenizer=tokenizer,
             prompts=prompts,
-            sampler=open_sampler(engine, tokenizer, config.seed, environments),
+            sampler=sampler,
             environments=environments,
             judge=Judge(config, pool, model and model.score, should_abort, tokenizer.decode_all),
             learners=dataclasses.replace(learners, reference=reference),
@@ -329,4 +344,5 @@ def build(
             frozen=frozen,
             token_weights=token_weights,
             decoder=decoder,
+            lease_server=lease_server,
         )

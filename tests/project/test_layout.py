@@ -40,6 +40,7 @@ def tree_of(path: pathlib.Path) -> ast.Module:
 
 
 KINDS = ["", "Sft", "Dpo", "Export", "Init", "Doctor", "Replay", "Serve", "Report", "Audit"]
+KINDS += ["Sampler"]
 
 
 def package_of(path: pathlib.Path) -> str:

@@ -32,6 +32,8 @@ class RunProgress:
     kept_fraction: float = 1.0  # of groups that carried signal: the next step samples ahead by it
     pools: dict[str, bool] = dataclasses.field(default_factory=dict)  # resting problems by id
     carried_bytes: int = 0  # of the entry with the groups that the next step continues
+    ahead_bytes: int = 0  # of the entry with the rollouts of the next steps
+    has_behaviour: bool = False  # whether the policy before the newest update has to sample more
 
 
 @dataclasses.dataclass(frozen=True)
