@@ -19,7 +19,7 @@ from dapo_jax.commands import sampler
 from dapo_jax.config.experiment import Sampler, SamplerConfig
 from dapo_jax.rollout import group_format
 from dapo_jax.rollout.leases import AnswerLimits, Leases
-from dapo_jax.run.lease_server import EXCHANGE, MAX_BYTES, LeaseServer
+from dapo_jax.run.lease_server import EXCHANGE, LeaseServer
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 
@@ -60,7 +60,7 @@ def test_a_sampler_is_refused_by_name_and_without_the_key(server, tmp_path):
             client.exchange(0)
 
 
-BOMB = group_format.dump(" " * (MAX_BYTES + 1))
+LIMIT = 10_000
 MESSAGES = {
     "nothing": b"",
     "no JSON": b"{}",
@@ -68,13 +68,14 @@ MESSAGES = {
     "no list of keys": group_format.dump(
         {"sampler": "a", "held": [[1]], "room": 1, "answers": [], "identity": IDENTITY}
     ),
-    "a bomb": BOMB,
+    "a bomb": group_format.dump(" " * 2 * LIMIT),
     "half a message": group_format.dump({"sampler": "a"})[:-4],
 }
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_that_is_none_is_refused(name, server):
+def test_a_message_that_is_none_is_refused(name, server, monkeypatch):
+    monkeypatch.setattr("dapo_jax.run.lease_server.MAX_BYTES", LIMIT)
     headers = {"Authorization": "Bearer a key"}
     request = urllib.request.Request(url_of(server) + EXCHANGE, MESSAGES[name], headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
