@@ -38,6 +38,12 @@ HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
 OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.msgpack", "*.h5")
 INDEX = "model.safetensors.index.json"
+TEXT_PREFIXES = {  # in multimodal folders, with those of text models
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
 
 
 # --- MXFP4 ----------------------------------------------------------------------------------
@@ -104,6 +110,8 @@ class Tensors:
         self.dtypes: dict[str, str] = {}
         for path in weight_files(self.folder, field):
             self._open(path)
+        self._stored = {name: name for name in self.shapes}
+        self._keep_text()
         self._packed: set[str] = set()
         for name in [name for name in self.shapes if name.endswith(BLOCKS)]:
             self._join(name.removesuffix(BLOCKS))
@@ -120,6 +128,22 @@ class Tensors:
             part = file.get_slice(name)
             self._files[name], self.shapes[name] = path, tuple(part.get_shape())
             self.dtypes[name] = part.get_dtype()
+
+    def _keep_text(self) -> None:
+        """Name the tensors of a multimodal folder as in a text model's, without other parts."""
+        kept = {
+            name: ours + name.removeprefix(prefix)
+            for name in self.shapes
+            for prefix, ours in TEXT_PREFIXES.items()
+            if name.startswith(prefix)
+        }
+        if all(name.startswith("lm_head.") for name in kept):
+            return
+        _report_skipped(str(self.named), len(self.shapes) - len(kept))
+        self._stored = {ours: name for name, ours in kept.items()}
+        self._files = {ours: self._files[name] for name, ours in kept.items()}
+        self.shapes = {ours: self.shapes[name] for name, ours in kept.items()}
+        self.dtypes = {ours: self.dtypes[name] for name, ours in kept.items()}
 
     def _join(self, name: str) -> None:
         """Replace blocks and scales of a tensor in MXFP4 by the tensor, if they fit."""
@@ -139,7 +163,8 @@ class Tensors:
 
     def read(self, name: str, *index: slice) -> np.ndarray:
         """Return a part of a tensor in the file's dtype; all of it without an index."""
-        return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
+        file = safe_open(self._files[name], framework="numpy")
+        return file.get_slice(self._stored.get(name, name))[index or (...,)]
 
     def read_expert(self, part: TensorPart, *index: slice) -> np.ndarray:
         """Return a part of an expert's matrix or vector in a fused tensor; MXFP4 as float32."""
@@ -154,6 +179,11 @@ class Tensors:
             for suffix in (BLOCKS, SCALES)
         )
         return dequantise(blocks, scales)[0][tuple(rows)]
+
+
+@functools.cache  # once per folder
+def _report_skipped(folder: str, count: int) -> None:
+    print(f"{folder}: {count:,} tensors of vision, audio and other parts are skipped", flush=True)
 
 
 # --- parameters -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, layer_stacks
 from dapo_jax.model.families import FAMILIES
 from dapo_jax.runtime.sharding import flatten, unbox
 
@@ -22,6 +22,9 @@ TOP_TENSORS = {  # published names of parameters outside layers
     "final_norm/scale": "model.norm.weight",
     "head": "lm_head.weight",
     "score": "score.weight",
+    "layer_inputs/embedding": "model.embed_tokens_per_layer.weight",
+    "layer_inputs/projection/kernel": "model.per_layer_model_projection.weight",
+    "layer_inputs/norm/scale": "model.per_layer_projection_norm.weight",
 }
 
 
@@ -63,9 +66,10 @@ def has_experts(path: str) -> bool:
 def scaled_axes(path: str) -> tuple[int, ...]:
     """Return the axes of a layer's parameter that share an int8 scale; empty if it stays as it is.
 
-    Routers are not rounded: their nearest logits decide the experts of a token.
+    Routers are not rounded: their nearest logits decide the experts of a token. Nor is the
+    projection of `layer_inputs`, which is outside of layers.
     """
-    if path.endswith("router/kernel") or not summed_axes(path):
+    if path.endswith(("router/kernel", "projection/kernel")) or not summed_axes(path):
         return ()
     return (1,) if has_experts(path) else tuple(range(summed_axes(path)))
 
@@ -73,7 +77,7 @@ def scaled_axes(path: str) -> tuple[int, ...]:
 def below_stack(path: str) -> str | None:
     """Return the path below a stack of layers; None for a parameter outside layers."""
     stack, _, below = path.partition("/")
-    return below if stack in ("layers", "frozen_layers") else None
+    return below if stack.endswith("layers") else None
 
 
 def stacked_axes(path: str) -> int:
@@ -95,8 +99,7 @@ def _names(tensors: Mapping[str, str], path: str, config: DecoderConfig) -> list
     below = below_stack(path)
     if below is None:
         return [TOP_TENSORS[path]]
-    frozen = path.startswith("frozen_layers")
-    numbers = range(config.frozen_layers) if frozen else range(config.frozen_layers, config.layers)
+    numbers = layer_stacks(config)[path.partition("/")[0]]
     experts = range(config.experts if has_experts(path) else 1)
     return [f"model.layers.{i}.{tensors[below].format(e)}" for i in numbers for e in experts]
 

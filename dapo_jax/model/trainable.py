@@ -57,6 +57,8 @@ def frozen_layers(fraction: float, layers: int) -> int:
 
 def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Any) -> DecoderConfig:
     """Return the decoder with frozen layers and adapters (`config.lora`). Raises `ConfigError`."""
+    fits = not freeze_layers or config.full_head_dim is None
+    require(fits, "model.freeze_layers", freeze_layers, f"0 for policies of {config.family!r}")
     config = dataclasses.replace(config, frozen_layers=frozen_layers(freeze_layers, config.layers))
     targets = tuple(name.strip() for name in lora.targets.split(","))
     allowed = f"some of {','.join(MATRICES)}, comma-separated, each once"

@@ -112,9 +112,12 @@ def numerics(
 def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
     """Raise `ConfigError` if the mesh can't shard the model evenly for training or decoding."""
     for name, column in itertools.product(SHARDED_SIZES, (TRAINING, DECODING)):
-        size, pieces = getattr(decoder, name), shards(mesh, name, column)
-        allowed = f"one whose {pieces} shards divide the model's {name} = {size}"
-        require(size % pieces == 0, "mesh", dict(mesh.shape), allowed)
+        pieces, sizes = shards(mesh, name, column), {getattr(c, name) for c in decoder.each_layer}
+        if name == "embed":  # the second embedding is sharded by this name too
+            sizes.add(decoder.layers * decoder.layer_inputs)
+        for size in sorted(sizes):
+            allowed = f"one whose {pieces} shards divide the model's {name} = {size}"
+            require(size % pieces == 0, "mesh", dict(mesh.shape), allowed)
 
 
 def choose_recording(algorithm: Algorithm, decoder: DecoderConfig, training: bool) -> DecoderConfig:
