@@ -13,16 +13,17 @@ from conftest import TINY
 from families_fixtures import export, stored_bytes
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
-from test_windows import assert_decoding_equals_training, random_params
+from test_windows import assert_decoding_equals_training
 
 from dapo_jax.config.experiment import Lora
-from dapo_jax.model.decoder import layer_stacks
+from dapo_jax.model.decoder import init_params, layer_stacks
 from dapo_jax.model.load_huggingface import read_config
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.model.mixed_layers import periods
 from dapo_jax.model.trainable import choose_trained
+from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.sharding import TRAINING, activate, make_mesh
+from dapo_jax.runtime.sharding import make_mesh, unbox
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/models/gemma4"
 GEMMA_4 = dataclasses.replace(  # every switch of the family
@@ -49,13 +50,13 @@ GEMMA_4 = dataclasses.replace(  # every switch of the family
 
 
 def make_params():
-    """Return random parameters with scores and layers of usual size: others amplify rounding."""
-    flat = flatten_dict(random_params(GEMMA_4), sep="/")
+    """Return random parameters with scores of usual size; large ones amplify rounding."""
+    noise = iter(jax.random.split(jax.random.key(1), 99))
+    stacked = unbox(init_params(GEMMA_4, jax.random.key(0)))
+    stacked = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), stacked)
+    flat = flatten_dict(stacked, sep="/")
     for path in flat:
-        if path.endswith(("query_norm/scale", "key_norm/scale")):
-            flat[path] *= 0.4
-        if path.endswith("multiplier"):
-            flat[path] = 1 + 0.2 * flat[path]
+        flat[path] *= 0.5 if path.endswith(("query_norm/scale", "key_norm/scale")) else 1
     return unflatten_dict(flat, sep="/")
 
 
@@ -68,8 +69,9 @@ def gradients(config, mesh, tokens, segments, positions):
         logprobs = jnp.where(positions > 0, logprobs, 0.0)
         return jnp.sum(logprobs), logprobs
 
-    with activate(mesh, TRAINING):
-        return jax.jit(jax.grad(loss, has_aux=True))(make_params())
+    params = jax.device_put(make_params(), sharding.sharding(mesh))
+    with sharding.activate(mesh):
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
 
 
 def test_packed_rows_on_eight_devices_give_the_gradients_of_separate_rows(eight_devices):
@@ -85,7 +87,7 @@ def test_packed_rows_on_eight_devices_give_the_gradients_of_separate_rows(eight_
     actual = gradients(recomputed, mesh, *rows)
     np.testing.assert_allclose(actual[1][0], alone[1].reshape(16), atol=2e-5)
     for a, b in zip(*map(jax.tree.leaves, (actual[0], alone[0])), strict=True):
-        np.testing.assert_allclose(a / 4, b, atol=2e-5 * float(jnp.abs(b).max()) + 1e-5)
+        np.testing.assert_allclose(a / 4, b, atol=1e-4 * float(jnp.abs(b).max()) + 1e-5)
 
 
 def test_slots_pages_and_scores_equal_training_of_mixed_layers(one_device):
