@@ -50,6 +50,15 @@ def test_values_and_gradients_equal_those_of_the_softmax(temperature, chunk_toke
     assert_same(actual, with_gradients(by_definition, temperature)(HIDDEN, HEAD))
 
 
+def test_capped_logits_and_their_gradients_equal_those_of_the_softmax():
+    def capped(hidden, head, targets):
+        logits = 2.0 * jnp.tanh(hidden @ head / 2.0)
+        return by_definition(logits, jnp.eye(head.shape[1]), targets, 0.7)
+
+    actual = with_gradients(head_logprobs, Scale(0.7, 2.0), 5)(HIDDEN, HEAD)
+    assert_same(actual, with_gradients(capped)(HIDDEN, HEAD))
+
+
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [3, 10**6])
 def test_sharding_does_not_change_the_results(sizes, chunk_tokens):
