@@ -60,7 +60,8 @@ def packed_gradients(folder, mesh):
         return jnp.sum(token_logprobs(params, config, Rows(*rows), **options)[0] * drawn[None])
 
     gradient = save_huggingface.flatten(jax.jit(jax.grad(loss))(params))
-    return dict(save_huggingface.published_tensors(gradient, config, "float32"))
+    tensors = save_huggingface.published_tensors(gradient, config, "float32")
+    return {name: tensor for name, tensor in tensors if "layer_scalar" not in name}  # a buffer
 
 
 def greedy_tokens(folder, mesh):
