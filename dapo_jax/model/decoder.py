@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
 from dapo_jax.model.delta_net import GatedDeltaNet
 from dapo_jax.model.experts import RECORDS, Experts
-from dapo_jax.model.layer_periods import Pass, init_stack, run_periods, shortest_period
+from dapo_jax.model.layer_inputs import LayerInputs
 from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, look_up, named, projection
+from dapo_jax.model.mixed_layers import Pass, init_stack, run_stacks
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
 from dapo_jax.runtime.sharding import constrain
@@ -90,6 +91,17 @@ class DecoderConfig:
     delta_value_dim: int = 0
     delta_kernel: int = 0  # tokens that the convolution covers
     delta_fused: bool = False  # one projection gives queries, keys, values and gates
+    logit_cap: float | None = None  # logits x become cap tanh(x / cap)
+    # Layers with attention of several shapes (Gemma 4)
+    full_head_dim: int | None = None  # of layers that don't slide; None: all layers are alike
+    full_kv_heads: int | None = None  # of layers that don't slide; None: `kv_heads`
+    keys_as_values: bool = False  # layers that don't slide take keys before their norm as values
+    value_norm: bool = False  # an RMS norm of each head's value, without a scale
+    sharing_layers: int = 0  # last layers with the keys and values of the last one before of a kind
+    shares_keys: bool = False  # set by `of_layer`: all layers are such layers
+    wide_sharing_mlp: bool = False  # the MLPs of these layers are twice as wide
+    layer_inputs: int = 0  # width of inputs that each layer has besides the residual stream
+    multiplied: bool = False  # each layer's output is multiplied by a fixed number
     # Mixture of experts
     experts: int = 0  # MLPs of width `mlp` in each layer; 0: one MLP that all tokens take
     experts_per_token: int = 0
@@ -122,17 +134,49 @@ class DecoderConfig:
         """True for the decoder of one gated delta-net layer, as `of_layer` returns it."""
         return self.recurrent == (True,)
 
+    @property
+    def mixes_layers(self) -> bool:
+        """True if layers have several shapes, each with a stack of parameters."""
+        return bool(self.recurrent) or self.full_head_dim is not None
+
     def of_layer(self, number: int) -> "DecoderConfig":
         """Return the config of a decoder with all layers like this one."""
         layer = self.all_sliding(self.sliding[number]) if self.sliding else self
         flags = {"rotated": self.rotated, "recurrent": self.recurrent}
-        flags = {name: (values[number],) for name, values in flags.items() if values}
-        return dataclasses.replace(layer, **flags) if flags else layer
+        changes: dict[str, Any] = {
+            name: (values[number],) for name, values in flags.items() if values
+        }
+        if self.full_head_dim is not None:
+            changes |= {"full_head_dim": None, "sharing_layers": 0}
+            if layer.window is None:
+                changes["head_dim"] = self.full_head_dim
+                changes["kv_heads"] = self.full_kv_heads or self.kv_heads
+            else:
+                changes["keys_as_values"] = False
+            if number >= self.cached_layers:
+                changes |= {"shares_keys": True, "mlp": self.mlp * (1 + self.wide_sharing_mlp)}
+        return dataclasses.replace(layer, **changes) if changes else layer
+
+    @property
+    def each_layer(self) -> list["DecoderConfig"]:
+        """Configs by `of_layer`, first layer first."""
+        return [self.of_layer(number) for number in range(self.layers)]
+
+    @property
+    def cached_layers(self) -> int:
+        """Number of first layers that have a cache, of keys and values or of a state."""
+        return self.layers - self.sharing_layers
+
+    def cache_of(self, number: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        kinds = self.sliding or (False,) * self.layers
+        own = (i for i in range(self.cached_layers) if kinds[i] == kinds[number])
+        return number if number < self.cached_layers else max(own)
 
     @property
     def reaches(self) -> list[int | None]:
-        """Tokens that each layer sees through its window; None: all."""
-        return [self.of_layer(number).window for number in range(self.layers)]
+        """Tokens that each layer with a cache sees through its window; None: all."""
+        return [layer.window for layer in self.each_layer[: self.cached_layers]]
 
     def all_sliding(self, slides: bool) -> "DecoderConfig":
         """Return the config of a decoder with only sliding or only full layers."""
@@ -212,7 +256,7 @@ class Block(nn.Module):
         """
         return constrain(x + constrain(more, "batch", "sequence", None), "batch", "length", None)
 
-    def _rotated(self, queries: Array, keys: Array, positions: Int[Array, "B T"], kind: tuple):
+    def _rotated(self, queries: Array, keys: Any, positions: Int[Array, "B T"], kind: tuple):
         c = self.config
         frequencies, factor = _rotation(c, *kind)
         query_factor = factor
@@ -221,7 +265,29 @@ class Block(nn.Module):
         if c.rope_scaling is not None and c.rope_scaling.query_growth:
             query_factor *= query_growth(positions, c.rope_scaling)
         queries = rotate(queries, positions, frequencies, query_factor)
-        return queries, rotate(keys, positions, frequencies, factor)
+        return queries, None if keys is None else rotate(keys, positions, frequencies, factor)
+
+    def _keys_and_values(self, h: Float[Array, "B T D"]) -> tuple[Any, Any]:
+        """Return normed keys and values; None if the layer reads those of another layer."""
+        c = self.config
+        if c.shares_keys:
+            return None, None
+        keys = self._heads("key", c.kv_heads, "kv_heads")(h)
+        values = keys if c.keys_as_values else self._heads("value", c.kv_heads, "kv_heads")(h)
+        if c.qk_norm:
+            keys = self._head_norm("key_norm", keys)
+        if c.value_norm:
+            values = nn.RMSNorm(c.norm_eps, dtype=c.dtype, use_scale=False)(values)
+        return keys, values
+
+    def _add_input(self, x: Float[Array, "B T D"], layer_input: Any) -> Float[Array, "B T D"]:
+        """Return the residual stream after adding the layer's input, gated by the stream."""
+        c = self.config
+        whole, layer_input = (constrain(a, "batch", "sequence", None) for a in (x, layer_input))
+        gate = projection(c, "input_gate", (c.layer_inputs,), ("embed", "norm"))(whole)
+        gated = ACTIVATIONS[c.activation](gate, layer_input)
+        more = projection(c, "input_out", (c.embed,), ("norm", "embed"))(gated)
+        return self._add(x, rms_norm(c, "input_out_norm")(more))
 
     def _mlp(self, h: Float[Array, "B T D"], width: int, prefix: str = "") -> Array:
         c = self.config
@@ -248,11 +314,9 @@ class Block(nn.Module):
         c = self.config
         queries = self._heads("query", c.heads, "heads", 1 + c.output_gate)(h)
         queries, gates = queries[..., : c.head_dim], queries[..., c.head_dim :]
-        keys = self._heads("key", c.kv_heads, "kv_heads")(h)
-        values = self._heads("value", c.kv_heads, "kv_heads")(h)
+        keys, values = self._keys_and_values(h)
         if c.qk_norm:
             queries = self._head_norm("query_norm", queries)
-            keys = self._head_norm("key_norm", keys)
         queries, keys = self._rotated(queries, keys, context.positions, (slides, rotates))
         window = None if c.window is None else Window(c.window, slides)
         sinks = None
@@ -277,6 +341,7 @@ class Block(nn.Module):
         slides: Bool[Array, ""] | None = None,  # whether this layer slides, if layers differ
         routes: Int[Array, "B T k"] | None = None,  # experts to take; None: the likeliest
         rotates: Bool[Array, ""] | None = None,  # whether this layer rotates, if layers differ
+        layer_input: Float[Array, "B T P"] | None = None,  # if the config has `layer_inputs`
     ):
         """Return output and cache of the layer."""
         c = self.config
@@ -289,18 +354,31 @@ class Block(nn.Module):
         x = self._add(x, rms_norm(c, "attention_out_norm")(out) if c.out_norms else out)
         h = self._whole("mlp_norm", x)
         down = self._experts(h, context, routes) if c.experts else self._mlp(h, c.mlp)
-        return self._add(x, rms_norm(c, "mlp_out_norm")(down) if c.out_norms else down), cache
+        x = self._add(x, rms_norm(c, "mlp_out_norm")(down) if c.out_norms else down)
+        if c.layer_inputs:
+            x = self._add_input(x, layer_input)
+        if c.multiplied:  # not trained, as published
+            multiplier = self.param("multiplier", named(nn.initializers.ones, ("norm",)), (1,))
+            x *= jax.lax.stop_gradient(multiplier).astype(x.dtype)
+        return x, cache
 
 
-def layer_stacks(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the numbers of the layers in each stack of a parameter tree, in order."""
-    kinds: dict[str, tuple[int, ...]] = {"delta_layers": (), "frozen_layers": (), "layers": ()}
+def stack_of(config: DecoderConfig, number: int) -> str:
+    """Return the name of the stack that holds a layer's parameters."""
+    if config.recurrent and config.recurrent[number]:
+        return "delta_layers"
+    if config.full_head_dim is None:
+        return "frozen_layers" if number < config.frozen_layers else "layers"
+    layer = config.of_layer(number)
+    return "sharing_" * layer.shares_keys + "full_" * (layer.window is None) + "layers"
+
+
+def layer_stacks(config: DecoderConfig) -> dict[str, list[int]]:
+    """Return the numbers of the layers in each stack of a parameter tree."""
+    stacks: dict[str, list[int]] = {}
     for number in range(config.layers):
-        kind = "frozen_layers" if number < config.frozen_layers else "layers"
-        if config.recurrent and config.recurrent[number]:
-            kind = "delta_layers"
-        kinds[kind] += (number,)
-    return {name: numbers for name, numbers in kinds.items() if numbers}
+        stacks.setdefault(stack_of(config, number), []).append(number)
+    return stacks
 
 
 def scaled_embeddings(x: Float[Array, "... D"], config: DecoderConfig) -> Float[Array, "... D"]:
@@ -337,12 +415,12 @@ class Decoder(nn.Module):
             self.param("head", init, (c.embed, c.vocab))
         x = scaled_embeddings(look_up(embedding, tokens, c.dtype), c)
         x = constrain(x, "batch", "length", None)
+        context = Context(positions, segment_ids, prompt_ids)
+        if c.mixes_layers:
+            return rms_norm(c, name="final_norm")(self._mixed(x, tokens, context, routes))
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
-        context = Context(positions, segment_ids, prompt_ids)
-        if c.recurrent:
-            return rms_norm(c, name="final_norm")(self._mixed_layers(x, context, routes))
         # Axes of context, cache, slides, routes and rotates.
         axes = (nn.broadcast, nn.broadcast, 0, 0, 0)
         by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
@@ -364,23 +442,25 @@ class Decoder(nn.Module):
             x, _ = layers(x, context, None, slides, taken, rotates)
         return rms_norm(c, name="final_norm")(x)
 
-    def _mixed_layers(self, x: Float[Array, "R T D"], context: Context, routes: Any) -> Array:
-        """Return the output of layers of two kinds."""
-        c, stacks, starts = self.config, {}, self.is_initializing()
-        blocks = [
-            Block(c.of_layer(i), TRAINING_ATTENTION[c.attention], parent=None)
-            for i in range(shortest_period(c.recurrent))
-        ]
-        numbers = layer_stacks(c)
-        for name, members in numbers.items():
-            init = functools.partial(init_stack, blocks[members[0]], len(members), x, context)
-            # At `apply`, `self.param` would trace `init` again.
+    def _mixed(self, x: Float[Array, "R T D"], tokens: Array, context: Context, routes: Any):
+        """Return the output of layers of several shapes."""
+        c, starts, block = (
+            self.config,
+            self.is_initializing(),
+            functools.partial(Block, parent=None),
+        )
+        inputs = {} if routes is None else {"routes": jnp.moveaxis(routes, 2, 0)}
+        if c.layer_inputs:
+            inputs["layer_input"] = LayerInputs(c, name="layer_inputs")(tokens, x)
+        stacks = {}
+        for name, numbers in layer_stacks(c).items():
+            init = functools.partial(init_stack, block, c.of_layer(numbers[0]), len(numbers))
+            # At `apply`, `self.param` would trace `init` again, inside of the mesh.
             stacks[name] = self.param(name, init) if starts else self.get_variable("params", name)
-        names = [next(n for n in numbers if i in numbers[n]) for i in range(len(blocks))]
+        layers = [(stack_of(c, number), c.of_layer(number)) for number in range(c.layers)]
         record = [r for r in RECORDS if not starts and self.is_mutable_collection(r)]
-        by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
         shared = Pass(context, REMAT_POLICIES.get(c.remat), c.scan_unroll, record)
-        x, records = run_periods(blocks, names, stacks, x, by_layer, shared)
+        x, records = run_stacks(block, layers, stacks, x, inputs, shared)
         for name in record:
             self.put_variable(name, "layers", records[name])
         return x

@@ -22,12 +22,18 @@ TOP_TENSORS = {  # published names of parameters outside layers
     "final_norm/scale": "model.norm.weight",
     "head": "lm_head.weight",
     "score": "score.weight",
+    "layer_inputs/embedding": "model.embed_tokens_per_layer.weight",
+    "layer_inputs/projection/kernel": "model.per_layer_model_projection.weight",
+    "layer_inputs/norm/scale": "model.per_layer_projection_norm.weight",
 }
 
 
 CONVOLUTION = "delta/conv"
 DELTA_RATES = ("log_decay", "step_bias")  # parameters of delta-net layers by value head
-UNROUNDED = ("router/kernel", "delta/b/kernel", "delta/a/kernel", "delta/ba/kernel")
+UNROUNDED = (
+    *("router/kernel", "delta/b/kernel", "delta/a/kernel", "delta/ba/kernel"),
+    "layer_inputs/projection/kernel",
+)
 
 
 class TensorPart(NamedTuple):
@@ -69,7 +75,8 @@ def scaled_axes(path: str) -> tuple[int, ...]:
     """Return the axes of a layer's parameter that share an int8 scale; empty if it stays as it is.
 
     Routers are not rounded: their nearest logits decide the experts of a token. Nor are rates of
-    delta-net layers, which a state accumulates.
+    delta-net layers, which a state accumulates, and the projection of `layer_inputs`, which is
+    outside of layers.
     """
     if path.endswith(UNROUNDED) or not summed_axes(path):
         return ()
@@ -79,7 +86,7 @@ def scaled_axes(path: str) -> tuple[int, ...]:
 def below_stack(path: str) -> str | None:
     """Return the path below a stack of layers; None for a parameter outside layers."""
     stack, _, below = path.partition("/")
-    return below if stack in ("layers", "frozen_layers", "delta_layers") else None
+    return below if stack.endswith("layers") else None
 
 
 def stacked_axes(path: str) -> int:

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int
 class RopeScaling:
     """Slower rotations for positions beyond the context length of pretraining.
 
-    'linear' slows all of them. 'llama3' (Llama 3.1) and 'yarn' (arXiv 2309.00071) slow the long
-    wavelengths, keep the short ones and interpolate in between.
+    'linear' slows all of them; 'proportional' too, and stops the slowest. 'llama3' (Llama 3.1) and
+    'yarn' (arXiv 2309.00071) slow the long wavelengths, keep the short ones and interpolate in
+    between.
     """
 
     factor: float  # by which slow rotations are slowed
@@ -24,6 +25,7 @@ class RopeScaling:
     attention_factor: float = 1.0  # multiplies rotated queries and rotated keys
     truncate: bool = True  # yarn: round both ends of the ramp to whole frequency numbers
     query_growth: float = 0.0  # queries grow after each `original_tokens` (Llama 4)
+    rotated: float = 1.0  # proportional: fraction of the dimensions that rotate
 
 
 def _yarn_kept(theta: float, head_dim: int, scaling: RopeScaling) -> Float[np.ndarray, "E/2"]:
@@ -56,6 +58,9 @@ def rope_frequencies(
     if scaling is None:
         return frequencies
     factor = np.float32(scaling.factor)
+    if scaling.kind == "proportional":
+        kept = np.arange(head_dim // 2) < int(scaling.rotated * head_dim // 2)
+        return np.where(kept, frequencies / factor, np.float32(0))
     if scaling.kind == "linear":
         return frequencies / factor
     if scaling.kind == "yarn":

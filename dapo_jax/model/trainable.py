@@ -64,8 +64,8 @@ def _matrices(config: DecoderConfig) -> tuple[str, ...]:
 
 def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Any) -> DecoderConfig:
     """Return the decoder with frozen layers and adapters (`config.lora`). Raises `ConfigError`."""
-    fits = not config.recurrent or freeze_layers == 0
-    require(fits, "model.freeze_layers", freeze_layers, "0 for a policy with delta-net layers")
+    fits = not freeze_layers or not config.mixes_layers
+    require(fits, "model.freeze_layers", freeze_layers, f"0 for policies of {config.family!r}")
     config = dataclasses.replace(config, frozen_layers=frozen_layers(freeze_layers, config.layers))
     targets = tuple(name.strip() for name in lora.targets.split(","))
     names = _matrices(config)

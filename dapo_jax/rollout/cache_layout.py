@@ -1,6 +1,7 @@
 """Layout of the caches on devices: slots of equal length, or pages of the page table."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,7 +75,9 @@ class CacheLayout:
             self.pages = PageTable(PageGeometry(replicas, each, page_tokens, slots, cache_tokens))
             self.attend = PagedAttention(mesh, _read_by_kernel(config, mesh, settings, dtype))
         else:
-            kernel = has_kernels(platform, config.head_dim, dtype) and not config.sinks
+            widths = {layer.head_dim for layer in config.each_layer}
+            fits = all(has_kernels(platform, width, dtype) for width in widths)
+            kernel = fits and not config.sinks
             self.attend = SlotAttention(mesh, kernel)
 
     def window(self, needed: int) -> int:
@@ -108,36 +111,40 @@ class CacheLayout:
         """Return the tokens of each layer's slots or rings."""
         return [min(window, reach or window) for reach in self._config.reaches]
 
-    def _by_layer(self, pages: Any, slots: list) -> tuple:
-        """Return `pages` for each layer with pages, and an entry of `slots` for the others."""
-        if self.pages is None:
-            return tuple(slots)
-        layers = map(self._config.of_layer, range(self._config.layers))
-        return tuple(
-            slot if layer.is_recurrent or (layer.window or self._limit) < self._limit else pages
-            for layer, slot in zip(layers, slots, strict=True)
-        )
+    @property
+    def _layers(self) -> list[DecoderConfig]:
+        """Configs of the layers with a cache."""
+        return self._config.each_layer[: self._config.cached_layers]
 
-    def _by_kind(self, state: Any, others: list) -> list:
-        """Return `state` for each delta-net layer, and an entry of `others` for the others."""
-        kinds = self._config.recurrent or (False,) * len(others)
-        return [state if kind else other for kind, other in zip(kinds, others, strict=True)]
+    def _by_layer(self, states: Callable, pages: Callable, slots: Callable, window: int) -> tuple:
+        """Return `states(layer)` of delta-net layers, `pages(layer)` of layers with pages, and
+        `slots(layer, tokens)` of the others.
+        """
+
+        def choose(layer: DecoderConfig, tokens: int) -> Any:
+            if layer.is_recurrent:
+                return states(layer)
+            if self.pages is None or (layer.window or self._limit) < self._limit:
+                return slots(layer, tokens)
+            return pages(layer)
+
+        return tuple(map(choose, self._layers, self._lengths(window)))
 
     def empty(self, window: int) -> Caches:
         """Return zeroed caches of every layer with space for `window` tokens per slot."""
-        lengths = self._lengths(self.window(window))
-        kinds = {length: self._empty_slots(length) for length in lengths}
-        pages = None
-        if self.pages is not None:
-            c, geometry = self._config, self.pages.geometry
-            count = geometry.replicas * geometry.pages
-            shape = (count, geometry.page_tokens, 2 * c.kv_heads, c.head_dim)
-            pages = PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
-        state = empty_state(self._config, self._settings.slots) if self._config.recurrent else None
-        return self._by_layer(pages, self._by_kind(state, [kinds[length] for length in lengths]))
+        states = functools.partial(empty_state, batch=self._settings.slots)
+        pages, slots = functools.cache(self._empty_pages), functools.cache(self._empty_slots)
+        return self._by_layer(states, pages, slots, self.window(window))
 
-    def _empty_slots(self, length: int) -> KVCache:
-        c, slots = self._config, self._settings.slots
+    def _empty_pages(self, c: DecoderConfig) -> PageCache:
+        assert self.pages is not None, "asked for by layouts with pages"
+        geometry = self.pages.geometry
+        count = geometry.replicas * geometry.pages
+        shape = (count, geometry.page_tokens, 2 * c.kv_heads, c.head_dim)
+        return PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
+
+    def _empty_slots(self, c: DecoderConfig, length: int) -> KVCache:
+        slots = self._settings.slots
         shape, turned = (c.kv_heads, length, c.head_dim), (c.kv_heads, c.head_dim, length)
         keys = jnp.zeros((slots, *(turned if self._time_last else shape)), self._dtype)
         values = jnp.zeros((slots, *shape), self._dtype)
@@ -155,11 +162,12 @@ class CacheLayout:
     def shardings(self) -> Caches:
         """Return the shardings of the caches: pages or slots over replicas, heads over tensor."""
         place = sharding.sharding(self._mesh, "batch", "kv_heads", column=sharding.DECODING)
-        slots = jax.tree.map(lambda _: place, jax.eval_shape(lambda: self._empty_slots(1)))
+        shapes = jax.eval_shape(lambda: self._empty_slots(self._config, 1))
+        slots = jax.tree.map(lambda _: place, shapes)
         scales = jax.eval_shape(lambda: self._scales((1, 1, 2)))
         named = functools.partial(jax.sharding.NamedSharding, self._mesh)
         pages = jax.tree.map(named, page_specs(PageCache(jnp.zeros(()), scales)))
-        return self._by_layer(pages, self._by_kind(self._states(), [slots] * self._config.layers))
+        return self._by_layer(lambda _: self._states(), lambda _: pages, lambda *_: slots, 1)
 
     def _states(self) -> StateCache:
         """Return the shardings of states and windows: over replicas, and heads over tensor."""
@@ -171,7 +179,7 @@ class CacheLayout:
         names = "batch", None, "kv_heads"
         place: Any = sharding.sharding(self._mesh, *names, column=sharding.DECODING)
         prompts = PromptCache(place, place)
-        return tuple(self._by_kind(self._states(), [prompts] * self._config.layers))
+        return tuple(self._states() if c.is_recurrent else prompts for c in self._layers)
 
     def grow(self, caches: Caches, window: int) -> Caches:
         """Return copies of slot caches with space for `window` tokens per slot.
@@ -292,8 +300,9 @@ def _read_by_kernel(
     It supports neither scales per token nor attention sinks.
     """
     platform, shards = mesh.devices.flat[0].platform, sharding.shards
-    kv_heads = config.kv_heads // shards(mesh, "kv_heads", sharding.DECODING)
-    read = has_kernel(platform, config.head_dim, settings.page_tokens, kv_heads, dtype)
+    pieces = shards(mesh, "kv_heads", sharding.DECODING)
+    shapes = {(layer.head_dim, layer.kv_heads // pieces) for layer in config.each_layer}
+    read = all(has_kernel(platform, e, settings.page_tokens, k, dtype) for e, k in shapes)
     return read and settings.cache_dtype != "int8" and not config.sinks
 
 

@@ -326,7 +326,7 @@ def test_gradients_on_eight_devices_equal_those_on_one(sizes, one_device):
 
 
 def test_unsupported_settings_are_rejected(eight_devices):
-    with pytest.raises(ConfigError, match="freeze_layers = 0.5: must be 0 for a policy with delta"):
+    with pytest.raises(ConfigError, match="freeze_layers = 0.5: must be 0 for policies of 'qwen3"):
         choose_trained(DELTA, 0.5, Lora())
     with pytest.raises(ConfigError, match="lora.targets.*delta_qkv"):
         choose_trained(DELTA, 0.0, Lora(rank=2, targets="delta_qkvz"))

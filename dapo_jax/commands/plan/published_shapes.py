@@ -44,6 +44,13 @@ _GPT_OSS_120B = _GPT_OSS_20B | {"num_local_experts": 128}
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 _OLMO3 = {"model_type": "olmo3", "rope_theta": 5e5, "rope_scaling": _YARN}
 _SMOLLM3 = {"model_type": "smollm3", "rope_theta": 5e6}
+_GEMMA4 = {"model_type": "gemma4_text", "final_logit_softcapping": 30.0}
+_SLIDES, _FULL = "sliding_attention", "full_attention"
+_GEMMA4_E2B = _GEMMA4 | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+_GEMMA4_E2B |= {"layer_types": [*[_SLIDES] * 4, _FULL] * 7}
+_GEMMA4_E4B = _GEMMA4 | {"num_kv_shared_layers": 18}
+_GEMMA4_31B = _GEMMA4 | {"sliding_window": 1024, "hidden_size_per_layer_input": 0}
+_GEMMA4_31B |= {"attention_k_eq_v": True, "num_global_key_value_heads": 4}
 _GEMMA_27B = _GEMMA | {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 
@@ -83,6 +90,9 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "gemma-3-4b": (_GEMMA, (2_560, 34, 8, 4, 10_240, 262_208, True)),
     "gemma-3-12b": (_GEMMA, (3_840, 48, 16, 8, 15_360, 262_208, True)),
     "gemma-3-27b": (_GEMMA_27B, (5_376, 62, 32, 16, 21_504, 262_208, True)),
+    "gemma-4-E2B": (_GEMMA4_E2B, (1_536, 35, 8, 1, 6_144, 262_144, True)),
+    "gemma-4-E4B": (_GEMMA4_E4B, (2_560, 42, 8, 2, 10_240, 262_144, True)),
+    "gemma-4-31B": (_GEMMA4_31B, (5_376, 60, 32, 16, 21_504, 262_144, True)),
     "gpt-oss-20b": (_GPT_OSS_20B, (2_880, 24, 64, 8, 2_880, 201_088, False)),
     "gpt-oss-120b": (_GPT_OSS_120B, (2_880, 36, 64, 8, 2_880, 201_088, False)),
     "Olmo-3-7B": (_OLMO3, (4_096, 32, 32, 32, 11_008, 100_278, False)),

@@ -61,14 +61,18 @@ class Work:
 
 def matrix_weights(config: DecoderConfig, *, head: bool = True) -> int:
     """Return the number of weights that multiply every token; the embedding is a lookup."""
-    queries = config.heads * (2 + config.output_gate)  # and outputs
-    attention = config.embed * config.head_dim * (queries + 2 * config.kv_heads)
-    value_width = config.delta_value_heads * config.delta_value_dim
-    delta = 2 * config.delta_key_heads * config.delta_key_dim + 3 * value_width
-    delta = config.embed * (delta + 2 * config.delta_value_heads)
-    mlp = 3 * config.embed * config.active_mlp + config.embed * config.experts
-    mixers = config.attention_layers * attention + sum(config.recurrent) * delta
-    return config.layers * mlp + mixers + (config.embed * config.vocab if head else 0)
+
+    def of_layer(c: DecoderConfig) -> int:
+        mlp = 3 * c.active_mlp + c.experts + 3 * c.layer_inputs
+        if c.is_recurrent:
+            mixer = 2 * c.delta_key_heads * c.delta_key_dim
+            mixer += c.delta_value_heads * (3 * c.delta_value_dim + 2)
+        else:
+            of_keys = 0 if c.shares_keys else c.kv_heads * (2 - c.keys_as_values)
+            mixer = c.head_dim * (c.heads * (2 + c.output_gate) + of_keys)
+        return c.embed * (mixer + mlp)
+
+    return sum(map(of_layer, config.each_layer)) + (config.embed * config.vocab if head else 0)
 
 
 def adapter_weights(config: DecoderConfig) -> int:
@@ -86,13 +90,19 @@ def attention_flops(config: DecoderConfig, pairs: float, tokens: float = 0.0) ->
     chunk, key, value = CHUNK_TOKENS, config.delta_key_dim, config.delta_value_dim
     delta = config.delta_value_heads * (6.0 * key * value + 4 * chunk * value + 20 * chunk**2)
     delta += config.delta_key_heads * 4.0 * chunk * key
-    width = config.attention_layers * config.heads * config.head_dim
-    return 4.0 * width * pairs + sum(config.recurrent) * delta * tokens
+    width = sum(layer.head_dim for layer in config.each_layer if not layer.is_recurrent)
+    return 4.0 * config.heads * width * pairs + sum(config.recurrent) * delta * tokens
+
+
+def _sliding_fraction(config: DecoderConfig) -> float:
+    """Return the fraction of attention that is in sliding layers, by the width of their heads."""
+    widths = [(layer.head_dim, layer.window is not None) for layer in config.each_layer]
+    return sum(width for width, slides in widths if slides) / sum(width for width, _ in widths)
 
 
 def seen_pairs(config: DecoderConfig, length: Any) -> Any:
     """Return the query-key pairs of a sequence within the layers' windows, mean over layers."""
-    sliding = sum(config.sliding) / config.layers if config.sliding else 1.0
+    sliding = _sliding_fraction(config)
     reach = np.minimum(length, length if config.window is None else config.window)
     return (1 - sliding) * length**2 / 2 + sliding * (length * reach - reach**2 / 2)
 
@@ -116,7 +126,7 @@ def row_pairs(
     def computed(first: np.ndarray) -> float:
         return float(block**2 * (starts // block - first // block + 1).sum())
 
-    sliding = sum(config.sliding) / config.layers if config.sliding else float(bool(config.window))
+    sliding = _sliding_fraction(config)
     near = computed(np.maximum(first, starts + 1 - (config.window or row_tokens)))
     return sliding * near + (1 - sliding) * computed(first)
 
@@ -235,9 +245,10 @@ def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estima
     phases = {"products": Work(flops / pieces, read)}
     if decoder.experts:
         phases = _split_experts(layout, phases["products"], slots, pieces)
-    reaches = (reach or engine.cache_tokens for reach in decoder.reaches)
+    reaches = (layer.window or engine.cache_tokens for layer in decoder.each_layer)
     rings = [reach if reach < engine.cache_tokens else context for reach in reaches]
-    phases["keys and values"] = _read(layout, slots * sum(rings) / len(rings))
+    sizes = _read_bytes(layout)
+    phases["keys and values"] = _read(layout, slots * float(np.average(rings, weights=sizes)))
     if decoder.recurrent:  # states are read and written
         phases["states"] = Work(hbm_bytes=2 * slots * memory.state_bytes(decoder, pieces))
     # The loop over a burst's steps either has no constant end, or runs `burst_tokens` times.
@@ -255,8 +266,14 @@ def _read(layout: Layout, tokens: float) -> Work:
     """Return the work of attention over a number of cached tokens of a replica, all layers."""
     pieces = layout.sampling_mesh.size / layout.engine.replicas
     flops = attention_flops(layout.decoder, tokens) / pieces
-    size = memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
-    return Work(flops, size * tokens)
+    return Work(flops, sum(_read_bytes(layout)) * tokens)
+
+
+def _read_bytes(layout: Layout) -> list[float]:
+    """Return the bytes of a cached token that each layer reads, on one device."""
+    pieces, decoder = layout.sampling_mesh.size / layout.engine.replicas, layout.decoder
+    sizes = memory.token_bytes(decoder, layout.config.sampler, pieces)
+    return [sizes[decoder.cache_of(number)] for number in range(decoder.layers)]
 
 
 def _split_experts(layout: Layout, products: Work, slots: float, pieces: float) -> dict[str, Work]:

@@ -15,7 +15,7 @@ from dapo_jax.learner.batches import PackedRows
 from dapo_jax.learner.losses import clamp_log, k2, policy_loss
 from dapo_jax.learner.update import Learner, UpdateOutputs
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, head_kernel
-from dapo_jax.model.lm_head import head_logprobs
+from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.model.logprobs import hidden_states
 
 LOGPROB_CHUNK_TOKENS = 2048  # with logits at a time
@@ -61,7 +61,8 @@ def _target_logprobs(params: Any, config: DecoderConfig, batch: LossBatch) -> Ar
     count = batch.targets.shape[-1]
     targets = batch.targets.reshape(len(hidden), -1)
     repeated = jnp.repeat(hidden, count, axis=1) if count > 1 else hidden
-    pair: Any = head_logprobs(repeated, head_kernel(params), targets, 1.0, LOGPROB_CHUNK_TOKENS)
+    scale = Scale(cap=config.logit_cap)
+    pair: Any = head_logprobs(repeated, head_kernel(params), targets, scale, LOGPROB_CHUNK_TOKENS)
     return pair[0].reshape(batch.targets.shape)
 
 
