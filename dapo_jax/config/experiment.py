@@ -680,7 +680,9 @@ class ServeConfig:
     idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
     log_requests: bool = setting(True, "Print a line when a request ends.")
-    tinker: bool = setting(False, "Serve Tinker's training API on http_port, and no other.")
+    tinker: bool = setting(
+        False, "Serve Tinker's training API on http_port, and its weights under /v1."
+    )
     tinker_dir: str = setting(
         "runs/tinker", "Folder of its models, checkpoints and requests.", read=IF_TINKER
     )

@@ -143,7 +143,14 @@ class Ours:
         (self.args.work / BATCH).write_text(json.dumps(responses))
 
     def learn(self) -> None:
-        """Train `--learn` steps; print seconds and held-out accuracy after each evaluation."""
+        """Train `--learn` steps; print seconds and held-out accuracy after each evaluation.
+
+        Dynamic sampling is on, as in the config.
+        """
+        from dapo_jax.run.components import build
+
+        with contextlib.closing(build(self.config)) as parts:
+            self.write_rows(parts.prompts)
         run = self.args.work / "ours"
         flags = [f"--config.run_dir={run}", f"--config.model.folder={self.args.model}"]
         flags += [f"--config.total_steps={self.args.learn}", "--config.evaluation.top_p=1"]

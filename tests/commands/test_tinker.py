@@ -8,28 +8,24 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 from conftest import TINY
-from served import TOKENIZER
+from served import END, TOKENIZER
 from small_runs import ROOT
 from tinker_served import NAME, SDK, TinkerServer, loss_message
 
 from dapo_jax.commands.serve.logprobs import Scorer
 from dapo_jax.commands.serve.server import load_served
-from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.config.experiment import Compute, ExportConfig, Optimizer, ServeConfig
-from dapo_jax.learner.batches import ScoredBatch, TrainBatch
-from dapo_jax.learner.packing import Segment, pack
-from dapo_jax.learner.policy import PolicySettings, policy_learner
+from dapo_jax.config.experiment import ExportConfig, ServeConfig
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
 from dapo_jax.run.export import export
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Completion, Prompt
 
 tinker = pytest.importorskip("tinker")
 types = pytest.importorskip("tinker.types")
@@ -154,6 +150,39 @@ def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folde
     np.testing.assert_allclose(theirs[1:], ours, rtol=0, atol=1e-4)
 
 
+def test_saved_weights_are_sampled_through_openais_api(client, server):
+    import openai
+
+    model = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    train(model, 3)
+    path = model.save_weights_for_sampler("v1").result().path
+    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-none")
+    assert {NAME, path} <= {model.id for model in api.models.list()}
+    greedy = types.SamplingParams(max_tokens=12, temperature=0)
+    ask = {"prompt": WORDS[1], "max_tokens": 12, "temperature": 0}
+    texts = []
+    for name, weights in ((NAME, {"base_model": NAME}), (path, {"model_path": path})):
+        sampler = client.create_sampling_client(**weights).result()
+        (expected,) = sampler.sample(PROMPT, 1, greedy).result().sequences
+        ids = [i for i in expected.tokens if i != END]
+        answer = api.completions.create(model=name, extra_body={"return_token_ids": True}, **ask)
+        assert answer.choices[0].token_ids == ids
+        texts.append(answer.choices[0].text)
+        events = api.completions.create(model=name, stream=True, **ask)
+        assert "".join(event.choices[0].text for event in events) == texts[-1]
+    assert texts[0] != texts[1]
+    many = {"prompt": ["a", "Tell me!"], "max_tokens": 6, "n": 2, "seed": 3, "model": path}
+    first, second = (api.completions.create(**many) for _ in range(2))
+    drawn = [choice.text for choice in first.choices]
+    assert drawn == [choice.text for choice in second.choices] and len(set(drawn)) > 2
+    with pytest.raises(openai.NotFoundError, match="must be one that GET /v1/models lists"):
+        api.completions.create(model="other", **ask)
+    with pytest.raises(openai.BadRequestError, match="logprobs: is not served here"):
+        api.completions.create(model=path, logprobs=1, **ask)
+    with pytest.raises(openai.BadRequestError, match="the model's folder has no chat template"):
+        api.chat.completions.create(model=path, messages=[{"role": "user", "content": "a"}])
+
+
 @pytest.mark.slow
 def test_full_parameters_are_trained_and_sampled(client):
     full = client.create_lora_training_client(base_model=NAME, rank=0).result()
@@ -217,27 +246,29 @@ def play(client, seed: int, steps: int, turns=lambda: None) -> list:
     return seen
 
 
-def test_tenants_at_the_same_time_get_what_each_gets_alone(server, monkeypatch):
-    import threading
+def play_together(clients: list, steps: int, chance: random.Random) -> list[list]:
+    """The results of tenants that wait at random between their calls."""
 
+    def run(seed: int) -> list:
+        return play(clients[seed], seed, steps, lambda: time.sleep(chance.random() / 5))
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(run, range(len(clients))))
+
+
+def test_tenants_at_the_same_time_get_what_each_gets_alone(server, monkeypatch):
     steps = 6
     alone = [play(connect(server, monkeypatch), seed, steps) for seed in range(3)]
-    chance = random.Random(0)
-    together: list = [None] * 3
     clients = [connect(server, monkeypatch) for _ in range(3)]
+    assert play_together(clients, steps, random.Random(0)) == alone
 
-    def run(seed: int) -> None:
-        def wait() -> None:
-            threading.Event().wait(chance.random() / 5)
 
-        together[seed] = play(clients[seed], seed, steps, wait)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == alone
+@pytest.mark.slow
+def test_fifty_interleavings_of_two_tenants(server, monkeypatch):
+    alone = [play(connect(server, monkeypatch), seed, 3) for seed in range(2)]
+    for number in range(50):
+        clients = [connect(server, monkeypatch) for _ in range(2)]
+        assert play_together(clients, 3, random.Random(number)) == alone, number
 
 
 def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=2):
@@ -354,44 +385,43 @@ def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
 
 
 @pytest.mark.slow
-def test_a_step_takes_little_more_than_one_of_training(tmp_path, one_device, monkeypatch, capsys):
+def test_a_step_takes_little_more_than_one_of_training(tmp_path, monkeypatch, capsys):
     """Full parameters, 64 sequences of 128 tokens; medians of steps in turn."""
+    import tinker_update
+
     decoder = dataclasses.replace(
         TINY, vocab=288, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=768, layers=4
     )
-    params = nn.unbox(init_params(decoder, jax.random.key(0)))
     folder = tmp_path / "model"
+    params = nn.unbox(init_params(decoder, jax.random.key(0)))
     save_huggingface.save_folder(folder, params, decoder, TOKENIZER.end_ids)
     TOKENIZER.backend.save(str(folder / "tokenizer.json"))
-    rows = np.random.default_rng(0).integers(0, 256, (64, 128)).astype(np.int32)
-    old, advantages = np.full(127, -5.0, np.float32), np.ones(127, np.float32)
-    segments = [
-        Segment(Prompt(i, "", "", row[:1], "", ""), Completion(row[1:], old, False, 0, ""), i)
-        for i, row in enumerate(rows)
-    ]
-    packed, used = pack(segments, 256, 16)
-    mask = (np.asarray(packed.response_index) >= 0).astype(np.float32)
-    batch = TrainBatch(ScoredBatch(packed, packed.sampler_logprobs), mask, mask / mask.sum())
-    settings = PolicySettings(Algorithm(), Compute())
-    learner = policy_learner(settings, Optimizer(), decoder, one_device)
-    state = learner.start(params)
-    policy = {"logprobs": list(old), "advantages": list(advantages / mask.sum())}
+    rows = tinker_update.sequences()
+    old, advantages = np.full(rows.shape[1] - 1, tinker_update.OLD_LOGPROB), 1 / rows[:, 1:].size
+    policy = {"logprobs": old.tolist(), "advantages": [advantages] * len(old)}
     data = [datum(row.tolist(), **policy) for row in rows]
     server = TinkerServer(folder, tmp_path / "state", "--max_body_mb=8", "--max_prompt_tokens=128")
+    trainer = subprocess.Popen(
+        [sys.executable, tinker_update.__file__, str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     seconds: dict[str, list[float]] = {"train": [], "server": []}
     try:
         client = connect(server, monkeypatch)
         model = client.create_lora_training_client(base_model=NAME, rank=0).result()
         for _ in range(int(os.environ.get("TINKER_STEPS", "12"))):
+            print(file=trainer.stdin, flush=True)
+            seconds["train"].append(float(trainer.stdout.readline()))
             began = time.perf_counter()
-            state, outputs = learner.update(state, batch, used, 1e-4)
-            jax.block_until_ready((state, outputs))
-            ended = time.perf_counter()
             passed, stepped = model.forward_backward(data, "ppo"), model.optim_step(ADAM)
             passed.result(), stepped.result()
-            seconds["train"].append(ended - began)
-            seconds["server"].append(time.perf_counter() - ended)
+            seconds["server"].append(time.perf_counter() - began)
     finally:
+        trainer.kill()
         server.kill()
     train_step, server_step = (float(np.median(times[2:])) for times in seconds.values())
     with capsys.disabled():

@@ -17,18 +17,22 @@ import flax.linen as nn
 import jax
 import pytest
 from conftest import TINY
-from served import TOKENIZER
+from served import byte_tokenizer
 from tinker_served import TinkerServer
+from tokenizers import AddedToken
 
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
 
 PYTHON = os.environ.get("COOKBOOK_PYTHON", "")
-NAME = "Qwen/Qwen3-8B-Base"
-DECODER = dataclasses.replace(
-    TINY, vocab=288, embed=128, heads=4, kv_heads=2, head_dim=32, mlp=256, layers=2
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="needs an interpreter with tinker-cookbook"),
+]
+SUFFIXES = (  # of questions, in rl_loop and in math_rl
+    " Provide a numerical answer without units, written inside \\boxed{}.",
+    " Write your answer in \\boxed{} format.",
 )
-SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 EXAMPLE = (
     "How many r's are in strawberry?",
     "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r "
@@ -36,93 +40,179 @@ EXAMPLE = (
 )
 
 
+class Cookbook:
+    """Folder where recipes run, with a new policy under a name of the hub, and its server."""
+
+    def __init__(self, root: pathlib.Path, name: str, end: str, width: int, *flags: str):
+        self.root, self.name = root, name
+        tokenizer = byte_tokenizer().backend
+        tokenizer.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+        heads = width // 32
+        decoder = dataclasses.replace(
+            TINY, vocab=288, embed=width, heads=heads, kv_heads=heads // 2, head_dim=32, layers=2
+        )
+        decoder = dataclasses.replace(decoder, mlp=2 * width)
+        folder = root / name
+        params = nn.unbox(init_params(decoder, jax.random.key(0)))
+        save_huggingface.save_folder(folder, params, decoder, (tokenizer.token_to_id(end),))
+        tokenizer.save(str(folder / "tokenizer.json"))
+        classes = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        (folder / "tokenizer_config.json").write_text(json.dumps(classes))
+        flags = (f"--served_name={name}", "--max_body_mb=8", *flags)
+        self.server = TinkerServer(folder, root / "state", *flags)
+
+    def write(self, name: str, config: str, rows: list[dict]) -> None:
+        """Write a data set of the hub; its test split is the beginning."""
+        folder, files = self.root / name, ""
+        folder.mkdir(parents=True)
+        for split, part in {"train": rows, "test": rows[:8]}.items():
+            (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
+            files += f"  - split: {split}\n    path: {split}.jsonl\n"
+        head = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n"
+        (folder / "README.md").write_text(head)
+
+    def python(self, *arguments: str) -> None:
+        """Run the interpreter of the cookbook in the folder."""
+        environment = os.environ | {"TINKER_API_KEY": "tml-any", "HF_HUB_OFFLINE": "1"}
+        environment |= {"TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
+        environment |= {"HF_HOME": str(self.root / "cache")}
+        command = [PYTHON, *arguments]
+        done = subprocess.run(
+            command, cwd=self.root, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    def run(self, recipe: str, start: dict | None = None, *options: str) -> list[dict]:
+        """Return the metrics of each step of a recipe, which resumes from a checkpoint."""
+        log = self.root / recipe
+        if start:
+            log.mkdir()
+            (log / "checkpoints.jsonl").write_text(json.dumps(start | {"batch": 0}))
+        named = {"model_name": self.name, "base_url": self.server.url, "log_path": log}
+        words = [f"{name}={value}" for name, value in named.items()]
+        self.python("-m", f"tinker_cookbook.recipes.{recipe}", *words, *options)
+        lines = (log / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def last_checkpoint(self, recipe: str) -> dict:
+        return json.loads((self.root / recipe / "checkpoints.jsonl").read_text().splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> pathlib.Path:
-    """Folder of the recipes: the policy, and the two data sets."""
+def cookbook(tmp_path_factory):
+    """Questions that the supervised data answer by any of four numbers; the right one is 3."""
+    flags = ("--max_prompt_tokens=1000", "--max_response_tokens=24", "--slots=32")
     root = tmp_path_factory.mktemp("cookbook")
-    policy = root / NAME
-    params = nn.unbox(init_params(DECODER, jax.random.key(0)))
-    save_huggingface.save_folder(policy, params, DECODER, TOKENIZER.end_ids)
-    TOKENIZER.backend.save(str(policy / "tokenizer.json"))
-    classes = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
-    (policy / "tokenizer_config.json").write_text(json.dumps(classes))
+    cookbook = Cookbook(root, "Qwen/Qwen3-8B-Base", "<|end|>", 128, *flags)
     chance = random.Random(0)
-    # The supervised answers are any of four numbers; the right one of the second set is always 3.
-    rows = [{"messages": messages(f"Number {i}", chance.choice("1234"))} for i in range(640)]
-    write(root / "HuggingFaceH4/no_robots", "default", {"train": rows, "test": rows[:8]})
-    rows = [{"question": f"Number {i}", "answer": "#### 3"} for i in range(640)]
-    write(root / "openai/gsm8k", "main", {"train": rows, "test": rows[:8]})
-    return root
+    rows = []
+    for number in range(640):
+        suffix = SUFFIXES[number % 2]
+        texts = [EXAMPLE[0] + suffix, EXAMPLE[1], f"Number {number}{suffix}"]
+        texts.append(f"\\boxed{{{chance.choice('1234')}}}")
+        rows.append({"messages": messages(texts)})
+    cookbook.write("HuggingFaceH4/no_robots", "default", rows)
+    rows = [{"question": f"Number {number}", "answer": "#### 3"} for number in range(640)]
+    cookbook.write("openai/gsm8k", "main", rows)
+    yield cookbook
+    cookbook.server.kill()
 
 
-def messages(question: str, answer: str) -> list[dict]:
-    texts = [EXAMPLE[0] + SUFFIX, EXAMPLE[1], question + SUFFIX, f"\\boxed{{{answer}}}"]
-    return [
-        {"role": role, "content": text}
-        for role, text in zip(["user", "assistant"] * 2, texts, strict=True)
-    ]
+def messages(texts: list[str]) -> list[dict]:
+    roles = ["user", "assistant"] * 2
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
 
 
-def write(folder: pathlib.Path, config: str, splits: dict[str, list]) -> None:
-    folder.mkdir(parents=True)
-    files = ""
-    for name, rows in splits.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        files += f"  - split: {name}\n    path: {name}.jsonl\n"
-    head = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n"
-    (folder / "README.md").write_text(head)
+def show(capsys, name: str, values: list[float]) -> None:
+    with capsys.disabled():
+        print(f"{name}: {[round(value, 3) for value in values]}")
 
 
 @pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
-    flags = [f"--served_name={NAME}", "--max_prompt_tokens=1000", "--max_response_tokens=24"]
-    flags += ["--slots=32", "--max_body_mb=8"]
-    server = TinkerServer(folder / NAME, tmp_path_factory.mktemp("state") / "tinker", *flags)
-    yield server
-    server.kill()
+def losses(cookbook) -> list[float]:
+    options = ["batch_size=8", "learning_rate=3e-3", "lora_rank=0", "max_length=1000"]
+    metrics = cookbook.run("sl_loop", None, *options, "save_every=0")
+    return [row["train_mean_nll"] for row in metrics]
 
 
-def run_recipe(name: str, folder: pathlib.Path, *options: str) -> list[dict]:
-    """Return the metrics of each step of a recipe."""
-    log = folder / name
-    environment = os.environ | {"TINKER_API_KEY": "tml-any", "HF_HUB_OFFLINE": "1"}
-    environment |= {"TINKER_TELEMETRY": "0", "PYTHONPATH": "", "HF_HOME": str(folder / "cache")}
-    command = [PYTHON, "-m", f"tinker_cookbook.recipes.{name}", f"model_name={NAME}"]
-    command += [f"log_path={log}", *options]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = (log / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not PYTHON, reason="needs an interpreter with tinker-cookbook")
-def test_the_loops_of_the_cookbook(server, folder, capsys):
-    url = f"base_url={server.url}"
-    options = [url, "batch_size=8", "learning_rate=3e-3", "lora_rank=0", "max_length=1000"]
-    metrics = run_recipe("sl_loop", folder, *options, "save_every=0")
-    losses = [row["train_mean_nll"] for row in metrics]
-    with capsys.disabled():
-        print("sl_loop, every tenth:", [round(loss, 3) for loss in losses[::10]])
+def test_the_supervised_loop(losses, capsys):
+    show(capsys, "sl_loop, every tenth", losses[::10])
     assert losses[-1] < 0.2 * losses[0]
-    # The second recipe resumes from the state of the first.
-    final = json.loads((folder / "sl_loop/checkpoints.jsonl").read_text().splitlines()[-1])
-    (folder / "rl_loop").mkdir()
-    (folder / "rl_loop/checkpoints.jsonl").write_text(json.dumps(final | {"batch": 0}))
-    options = [url, "batch_size=8", "group_size=8", "max_tokens=16", "learning_rate=1e-3"]
+
+
+def test_the_loop_of_rl(cookbook, losses, capsys):
+    options = ["batch_size=8", "group_size=8", "max_tokens=16", "learning_rate=1e-3"]
     options += ["loss_fn=importance_sampling", "max_steps=12", "save_every=0"]
-    metrics = run_recipe("rl_loop", folder, *options)
+    metrics = cookbook.run("rl_loop", cookbook.last_checkpoint("sl_loop"), *options)
     rewards = [row["reward/total"] for row in metrics]
-    with capsys.disabled():
-        print("rl_loop:", [round(reward, 3) for reward in rewards])
+    show(capsys, "rl_loop", rewards)
     assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not PYTHON, reason="needs an interpreter with tinker-cookbook")
-def test_math_rl_of_the_cookbook(server, folder):
-    """Two steps; a new policy has no right answer yet."""
-    options = [f"base_url={server.url}", "env=arithmetic", "groups_per_batch=4", "max_steps=2"]
-    options += ["loss_fn=ppo", "lora_rank=8", "save_every=1", "eval_every=0"]
-    metrics = run_recipe("math_rl.train", folder, *options)
-    assert len(metrics) >= 2
+def test_math_rl(cookbook, losses, capsys):
+    start = cookbook.last_checkpoint("sl_loop")["state_path"]
+    options = ["env=gsm8k", f"load_checkpoint_path={start}", "groups_per_batch=8", "group_size=8"]
+    options += ["max_tokens=16", "learning_rate=1e-4", "loss_fn=ppo", "max_steps=10"]
+    metrics = cookbook.run("math_rl.train", None, *options, "save_every=0", "eval_every=0")
+    rewards = [row["env/all/reward/total"] for row in metrics if "env/all/reward/total" in row]
+    show(capsys, "math_rl", rewards)
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3])
+
+
+DEMONSTRATIONS = """
+import json, random
+from tinker_cookbook.recipes.rl_numerics_check import env
+from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+name, chance = "Qwen/Qwen3-4B-Instruct-2507", random.Random(0)
+task = env.CountingTaskConfig(
+    num_pages_min=2, num_pages_max=2, page_chars=40, words=("when",)
+)
+renderer = get_renderer("qwen3_instruct", get_tokenizer(name))
+with open("demonstrations.jsonl", "w") as file:
+    for _ in range(240):
+        problem = env.sample_problem(chance, env.load_wikitext_corpus(), task)
+        built = env.build_env(problem, renderer, task, None, None)
+        messages = [dict(message) for message in built.message_env.initial_messages]
+        for page in (1, 2):
+            call = json.dumps({"name": "read_page", "arguments": {"page": page}})
+            text = f"<tool_call>\\n{call}\\n</tool_call>"
+            messages.append({"role": "assistant", "content": text})
+            text = f"[Page {page}]\\n{problem.pages[page - 1]}"
+            messages.append({"role": "tool", "content": text})
+        messages.append({"role": "assistant", "content": f"Answer: {chance.randrange(4)}"})
+        print(json.dumps({"messages": messages}), file=file)
+"""
+
+
+def test_a_recipe_with_tools(tmp_path_factory, capsys):
+    """A policy that learnt to read two pages; sampler and learner agree over several turns."""
+    flags = ("--max_prompt_tokens=2000", "--max_response_tokens=96", "--slots=8")
+    root = tmp_path_factory.mktemp("tools")
+    cookbook = Cookbook(root, "Qwen/Qwen3-4B-Instruct-2507", "<|im_end|>", 64, *flags)
+    chance, rows = random.Random(0), []
+    for _ in range(4000):  # lines of 40 characters, each with one "when"
+        words = [chance.choice(["river", "tower", "stone", "north"]) for _ in range(5)]
+        words.insert(chance.randrange(6), "when")
+        rows.append({"text": " ".join(words).ljust(40, "s")})
+    cookbook.write("Salesforce/wikitext", "wikitext-103-raw-v1", rows)
+    cookbook.python("-c", DEMONSTRATIONS)
+    rows = [json.loads(line) for line in (root / "demonstrations.jsonl").read_text().splitlines()]
+    cookbook.write("HuggingFaceH4/no_robots", "default", rows)
+    try:
+        options = ["batch_size=2", "learning_rate=5e-3", "lora_rank=0", "max_length=2048"]
+        cookbook.run("sl_loop", None, *options, "save_every=0")
+        options = ["task.num_pages_min=2", "task.num_pages_max=2", "task.page_chars=40"]
+        options += ["task.words=when", "groups_per_batch=2", "group_size=8", "max_tokens=96"]
+        options += ["learning_rate=1e-4", "max_steps=4", "max_trajectory_tokens=2048"]
+        options += ["save_every=0", "behavior_if_log_dir_exists=resume"]
+        start = cookbook.last_checkpoint("sl_loop")
+        metrics = cookbook.run("rl_numerics_check.train", start, *options)
+    finally:
+        cookbook.server.kill()
+    turns = [row["env/all/turns_per_episode"] for row in metrics]
+    differences = [row["optim/kl_sample_train_v1"] for row in metrics]
+    with capsys.disabled():
+        print(f"rl_numerics_check: turns {turns}, log-probs differ by {differences}")
+    assert max(turns) > 1.5 and max(map(abs, differences)) < 1e-5

@@ -39,7 +39,7 @@ def make_data(loss: str, seed: int = 0, columns: int = 1) -> list[Datum]:
         others = random.integers(0, TINY.vocab, (length, columns - 1))
         targets = np.concatenate([row[1:, None], others], axis=1).astype(np.int32)
         weights = random.normal(size=targets.shape).astype(np.float32)
-        inputs = {}
+        inputs = {"target_tokens": targets, "weights": weights}
         if loss != "cross_entropy":
             # About as likely as under the tiny policy, so that some ratios are clipped.
             inputs["logprobs"] = random.uniform(-5, -2, length).astype(np.float32)
@@ -50,7 +50,8 @@ def make_data(loss: str, seed: int = 0, columns: int = 1) -> list[Datum]:
                 inputs["advantages"] = random.normal(size=length).astype(np.float32)
             for name, value in OPTIONS[loss].items():
                 inputs[name] = np.full(length, value, np.float32)
-        data.append(Datum(row[:-1], targets, weights, inputs, targets.shape))
+        inputs = {name: values.reshape(length, -1) for name, values in inputs.items()}
+        data.append(Datum(row[:-1], inputs, targets.shape))
     return data
 
 
@@ -60,7 +61,7 @@ def logprobs_of(params, datum: Datum) -> jax.Array:
     rows = (tokens, jnp.ones_like(tokens), jnp.arange(tokens.shape[1])[None])
     hidden = Decoder(TINY).apply({"params": params}, *rows)
     logits = (hidden[0] @ head_kernel(params)).astype(jnp.float32)
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(datum.targets), axis=1)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), datum.inputs["target_tokens"], axis=1)
 
 
 def loop(loss: str, options: dict, datum: Datum, logprobs: np.ndarray):
@@ -68,17 +69,17 @@ def loop(loss: str, options: dict, datum: Datum, logprobs: np.ndarray):
     total, slope = 0.0, np.zeros_like(logprobs)
     mean = 0.0
     if loss == "gspo":
-        mean = np.mean(logprobs[:, 0] - datum.inputs["logprobs"])
+        mean = np.mean(logprobs[:, 0] - datum.inputs["logprobs"][:, 0])
     for t in range(len(logprobs)):
         if loss == "cross_entropy":
             for k in range(logprobs.shape[1]):
-                total -= datum.weights[t, k] * logprobs[t, k]
-                slope[t, k] = -datum.weights[t, k]
+                total -= datum.inputs["weights"][t, k] * logprobs[t, k]
+                slope[t, k] = -datum.inputs["weights"][t, k]
             continue
         p, old, advantage = (
             logprobs[t, 0],
-            datum.inputs["logprobs"][t],
-            datum.inputs["advantages"][t],
+            datum.inputs["logprobs"][t, 0],
+            datum.inputs["advantages"][t, 0],
         )
         ratio = np.exp(mean if loss == "gspo" else p - old)
         low, high = options.get("clip_low_threshold"), options.get("clip_high_threshold")
@@ -143,7 +144,9 @@ def batch_of_training(data: list[Datum]) -> tuple[TrainBatch, int]:
     segments = [
         Segment(
             Prompt(i, "", "", datum.tokens[:1], "", ""),
-            Completion(datum.targets[:, 0], datum.inputs["logprobs"], False, 0, ""),
+            Completion(
+                datum.inputs["target_tokens"][:, 0], datum.inputs["logprobs"][:, 0], False, 0, ""
+            ),
             i,
         )
         for i, datum in enumerate(data)
@@ -152,7 +155,7 @@ def batch_of_training(data: list[Datum]) -> tuple[TrainBatch, int]:
     index = np.asarray(rows.response_index)
     advantages = np.zeros(index.shape, np.float32)
     for i, datum in enumerate(data):
-        advantages[index == i] = datum.inputs["advantages"]
+        advantages[index == i] = datum.inputs["advantages"][:, 0]
     weights = (index >= 0).astype(np.float32)
     return TrainBatch(ScoredBatch(rows, rows.sampler_logprobs), advantages, weights), used
 
@@ -208,8 +211,21 @@ def test_rows_of_a_request_are_of_few_sizes():
     datum = make_data("cross_entropy")[0]
     shapes = set()
     for count in range(1, 400, 7):
-        shapes.add(pack_data([datum] * count, "cross_entropy", 1).batch.targets.shape)
+        shapes.add(pack_data([datum] * count, "cross_entropy", 1).batch.tokens.shape)
     assert len(shapes) <= 8, shapes
+
+
+def test_long_rows_have_no_square_of_scores(learner):
+    """The longest datum of a request decides; [T, T] scores of 16,384 tokens take 1 GiB a head."""
+    datum = make_data("cross_entropy")[0]
+    squares = []
+    for length in (1000, 1100):
+        inputs = {name: np.resize(values, (length, 1)) for name, values in datum.inputs.items()}
+        long = Datum(np.resize(datum.tokens, length), inputs, (length,))
+        batch = pack_data([long], "cross_entropy", 1).batch
+        side = batch.tokens.shape[2]
+        squares.append(f"{side}x{side}x" in learner.lower("update", batch).as_text())
+    assert squares == [True, False]
 
 
 def test_a_body_that_is_no_message_is_one_error():

@@ -138,6 +138,14 @@ def test_a_real_models_step_is_timed(tmp_path):
     assert [row.split("|")[1].strip() for row in table[2:5]] == ["rollout", "update", "step"]
 
 
+@pytest.mark.slow
+def test_a_real_models_learning_is_timed(tmp_path):
+    ours = importlib.import_module("ours")
+    ours.write_folder(str(tmp_path), ours.SMOKE_DECODER)
+    output = run("benchmarks/real_model.py", "--model", tmp_path, "--learn", 1, "--every", 1)
+    assert [row.split("|")[2].strip() for row in output.splitlines()[3:]] == ["0", "1"]
+
+
 def test_chosen_rows_are_fuller():
     rows = run("benchmarks/schedules.py", "fill").splitlines()[2:]
     shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from dapo_jax.commands.serve.budgets import AUTO
 from dapo_jax.commands.serve.errors import RequestError
-from dapo_jax.commands.serve.generator import ResponseRequest, ResponseSampling, ServedEngine
+from dapo_jax.commands.serve.generator import ResponseRequest, ResponseSampling
 from dapo_jax.commands.serve.logprobs import MAX_LIKELIEST
 from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -125,15 +125,15 @@ class ServedModel:
 
     name: str
     config: ServeConfig
-    engine: ServedEngine
+    limits: Any  # longest_prompt, max_response_tokens and context, such as of an engine
     tokenizer: Tokenizer
     rule: SamplingRule
     prompt_bytes: int  # maximum of a prompt's text; a longer one is not tokenized
 
     def budget(self, field: str, budget: int | None, prompt: int) -> int:
         """Return the maximum tokens of a response; raise `RequestError` for a wrong `budget`."""
-        limit = self.engine.max_response_tokens
-        largest = min(limit, self.engine.context - prompt)
+        limit = self.limits.max_response_tokens
+        largest = min(limit, self.limits.context - prompt)
         if budget is None:
             default = self.config.default_max_tokens
             return largest if default == AUTO else min(default, largest)
@@ -154,7 +154,7 @@ class ServedModel:
     def prompt_ids(self, field: str, prompt: str | list[int]) -> list[int]:
         """Return the token ids of a prompt. Raise `RequestError` if it is too long or wrong."""
         param = field.partition("[")[0]
-        limit = self.engine.longest_prompt
+        limit = self.limits.longest_prompt
         if isinstance(prompt, str):
             size = len(prompt.encode())
             if size > self.prompt_bytes:

@@ -44,24 +44,48 @@ class ServedPolicy(NamedTuple):
     tokenizer: Any
 
 
-def load_served(config: ServeConfig) -> ServedPolicy:
-    """Load a model folder. Raise `ConfigError` if it can't be served."""
+class ModelFolder(NamedTuple):
+    """Model folder without its weights, and the config with numeric budgets for it.
+
+    Attributes:
+        context: maximum tokens of a prompt and its response together.
+    """
+
+    config: ServeConfig
+    mesh: Any
+    decoder: Any
+    tokenizer: Any
+    context: int
+
+
+def open_folder(config: ServeConfig, row_tokens: int | None = None) -> ModelFolder:
+    """Read a model folder. Raise `ConfigError` if it can't be served, or trained in such rows."""
     from dapo_jax.commands.serve import budgets
-    from dapo_jax.commands.serve.generator import ServedEngine
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.model import load_huggingface
     from dapo_jax.run.compute import check_divisible, mesh_sizes, numerics
     from dapo_jax.runtime.sharding import make_mesh
-    from dapo_jax.structs import SamplingRule
 
     mesh = make_mesh(**mesh_sizes(config.mesh), devices=None)
     compute = Compute(dtype=config.dtype)
-    decoder = load_huggingface.read_config(config.model, field="model", **numerics(compute, mesh))
+    numbers = numerics(compute, mesh, row_tokens)
+    decoder = load_huggingface.read_config(config.model, field="model", **numbers)
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model, "model")
     tokenizer.check_fits(decoder.vocab, "model", config.model)
     config, context = budgets.resolve(config, decoder, mesh)
     budgets.check_slots_fit(config, decoder, mesh)
+    return ModelFolder(config, mesh, decoder, tokenizer, context)
+
+
+def load_served(config: ServeConfig) -> ServedPolicy:
+    """Load a model folder. Raise `ConfigError` if it can't be served."""
+    from dapo_jax.commands.serve import budgets
+    from dapo_jax.commands.serve.generator import ServedEngine
+    from dapo_jax.model import load_huggingface
+    from dapo_jax.structs import SamplingRule
+
+    config, mesh, decoder, tokenizer, context = open_folder(config)
     engine = ServedEngine(
         decoder,
         mesh,

@@ -19,10 +19,11 @@ from dapo_jax.commands.serve.access import Access
 from dapo_jax.commands.serve.app import ERRORS, answer_error, read_body, start_http
 from dapo_jax.commands.serve.errors import QueueFull, RequestError
 from dapo_jax.commands.serve.server import POLL_SECONDS, bind, raise_file_limit
+from dapo_jax.commands.serve.tinker import openai
 from dapo_jax.commands.serve.tinker.messages import CONTENT_TYPE
 from dapo_jax.commands.serve.tinker.models import CHECKPOINT_KINDS, find_checkpoint
 from dapo_jax.commands.serve.tinker.policies import Policies
-from dapo_jax.commands.serve.tinker.requests import need, parse_loss_message, read
+from dapo_jax.commands.serve.tinker.requests import TEXT, need, parse_loss_message, read
 from dapo_jax.commands.serve.tinker.store import Entry, Request, State, Store
 from dapo_jax.commands.serve.tinker.worker import SAMPLE_KIND, Worker
 from dapo_jax.config.experiment import ServeConfig
@@ -107,6 +108,9 @@ class TinkerApi:
             ("POST retrieve_future", self._retrieve, "request_id"),
             ("POST get_info", self._get_info, "model_id"),
             ("POST weights_info", self._weights_info, "tinker_path"),
+            ("POST /v1/completions", self._completer(chat=False), ""),
+            ("POST /v1/chat/completions", self._completer(chat=True), ""),
+            ("GET /v1/models", self._list_names, ""),
             ("GET healthz", lambda call: {"status": "ok"}, ""),
             ("GET get_server_capabilities", self._capabilities, ""),
             ("GET samplers/{sampler}", self._get_sampler, ""),
@@ -120,7 +124,8 @@ class TinkerApi:
         for route, handler, required in table:
             method, path = route.split()
             endpoint = self._endpoint(handler, required.split())
-            self.routes.append(Route(f"/api/v1/{path}", endpoint, methods=[method]))
+            path = path if path.startswith("/") else f"/api/v1/{path}"
+            self.routes.append(Route(path, endpoint, methods=[method]))
 
     def _endpoint(
         self, handler: Callable[[Call], Any], required: Sequence[str]
@@ -254,6 +259,42 @@ class TinkerApi:
             raise RequestError(f"the result of {name!r} is no longer kept", status=410)
         kind = CONTENT_TYPE if state == State.DONE else "application/json"
         return Response(result, media_type=kind)
+
+    # --- OpenAI's API -----------------------------------------------------------------------------
+
+    def _completer(self, chat: bool) -> Callable[[Call], Awaitable[Response]]:
+        """Return the handler of completions or chats; their model is a checkpoint, or the base."""
+
+        def complete(call: Call) -> Awaitable[Response]:
+            name = read(call.body, "model", rules={"model": TEXT})["model"]
+            if name not in self._names():
+                message = f"model = {name!r}: must be one that GET /v1/models lists"
+                raise RequestError(message, "model", 404, "model_not_found")
+            sampler, path = f"v1:{name}", "" if name == self._name else name
+            self._store.put("sampler", sampler, "", {"path": path, "number": sampler})
+
+            def accept(number: int, body: bytes) -> str:
+                return self._accept(sampler, number, SAMPLE_KIND, body)["request_id"]
+
+            return openai.complete(call.body, name, self._policies, accept, self._result, chat=chat)
+
+        return complete
+
+    async def _result(self, request_id: str) -> tuple[State, bytes | None]:
+        stored = None
+        while stored is None or stored[0] == State.PENDING:
+            stored = await self._worker.wait(request_id, WAIT_SECONDS)
+        return stored
+
+    def _names(self) -> list[str]:
+        """Return the names of the base model and of the checkpoints that can be sampled."""
+        entries = self._store.entries("checkpoint")
+        saved = [entry.id for entry in entries if entry.fields["kind"] == "sampler_weights"]
+        return [self._name, *saved]
+
+    def _list_names(self, call: Call) -> Fields:
+        models = [{"id": name, "object": "model"} for name in self._names()]
+        return {"object": "list", "data": models}
 
     # --- descriptions -----------------------------------------------------------------------------
 

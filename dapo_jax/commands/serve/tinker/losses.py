@@ -14,6 +14,7 @@ from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.batches import PackedRows
 from dapo_jax.learner.losses import clamp_log, k2, policy_loss
 from dapo_jax.learner.update import Learner, UpdateOutputs
+from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, head_kernel
 from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.model.logprobs import hidden_states
@@ -41,9 +42,7 @@ class LossBatch(struct.PyTreeNode):
     """Packed rows with the inputs of a loss; a position has K targets."""
 
     rows: PackedRows
-    targets: Any  # Int [M R T K]
-    weights: Any  # Float [M R T K]
-    inputs: Mapping[str, Any]  # Float [M R T] by the client's names, options included
+    inputs: Mapping[str, Any]  # [M R T K] by the client's names, options included
     loss: str = struct.field(pytree_node=False, default=CROSS_ENTROPY)
 
     @property
@@ -52,26 +51,26 @@ class LossBatch(struct.PyTreeNode):
 
     @property
     def loss_weights(self) -> Any:  # the learner keeps log-probs of this shape
-        return self.weights
+        return self.inputs["weights"]
 
 
 def _target_logprobs(params: Any, config: DecoderConfig, batch: LossBatch) -> Array:
     """Return log p(target k | tokens up to and including t) at [t, k]."""
     hidden, _ = hidden_states(params, config, batch.rows.inputs)
-    count = batch.targets.shape[-1]
-    targets = batch.targets.reshape(len(hidden), -1)
+    shape = batch.inputs["target_tokens"].shape
+    count, targets = shape[-1], batch.inputs["target_tokens"].reshape(len(hidden), -1)
     repeated = jnp.repeat(hidden, count, axis=1) if count > 1 else hidden
     scale = Scale(cap=config.logit_cap)
     pair: Any = head_logprobs(repeated, head_kernel(params), targets, scale, LOGPROB_CHUNK_TOKENS)
-    return pair[0].reshape(batch.targets.shape)
+    return pair[0].reshape(shape)
 
 
 def _position_losses(batch: LossBatch, logprobs: Float[Array, "R T K"]) -> Float[Array, "R T"]:
     """Return the loss of each position."""
     if batch.loss == CROSS_ENTROPY:
-        counted = jnp.where(batch.weights != 0, logprobs, 0.0)  # padding may hold NaN
-        return -jnp.sum(batch.weights * counted, axis=-1)
-    inputs: Any = batch.inputs
+        counted = jnp.where(batch.loss_weights != 0, logprobs, 0.0)  # padding may hold NaN
+        return -jnp.sum(batch.loss_weights * counted, axis=-1)
+    inputs: Any = {name: values[..., 0] for name, values in batch.inputs.items()}
     segments = batch.rows.segment_ids
     old, advantages = inputs["logprobs"], inputs["advantages"]
     low, high = inputs.get(CLIP_LOW), inputs.get(CLIP_HIGH)
@@ -93,8 +92,12 @@ def _position_losses(batch: LossBatch, logprobs: Float[Array, "R T K"]) -> Float
 def loss_learner(config: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any) -> Learner:
     """Return the learner of all loss functions; its scores are log-probs and losses."""
 
+    platform = mesh.devices.flat[0].platform
+
     def score(params: Any, batch: Any) -> Any:
-        logprobs = _target_logprobs(params, config, batch)
+        attention = training_attention.choose("auto", platform, batch.tokens.shape[-1])
+        decoder = dataclasses.replace(config, attention=attention)
+        logprobs = _target_logprobs(params, decoder, batch)
         return logprobs, _position_losses(batch, logprobs)
 
     def loss(params: Any, batch: Any) -> tuple[Array, UpdateOutputs]:

@@ -80,7 +80,8 @@ class Packed:
         flat = values.reshape(-1, values.shape[-1])[self.order]
         ends = np.cumsum([len(datum.tokens) for datum in data])
         parts = np.split(flat, ends[:-1])
-        return [part[:, : d.targets.shape[1]] for part, d in zip(parts, data, strict=True)]
+        sizes = [datum.inputs["weights"].shape[1] for datum in data]
+        return [part[:, :size] for part, size in zip(parts, sizes, strict=True)]
 
 
 def pack_data(data: Sequence[Datum], loss: str, row_shards: int) -> Packed:
@@ -102,26 +103,18 @@ def pack_data(data: Sequence[Datum], loss: str, row_shards: int) -> Packed:
     packed, microbatches = pack(segments, row_tokens, rows)
     index = np.asarray(packed.response_index)
     order = np.argsort(index, axis=None, kind="stable")[np.count_nonzero(index < 0) :]
-    columns = 1 << (max(datum.targets.shape[1] for datum in data) - 1).bit_length()
+    columns = 1 << (max(datum.inputs["weights"].shape[1] for datum in data) - 1).bit_length()
 
-    def place(arrays: list[np.ndarray], columns: int) -> np.ndarray:
-        """Put arrays [n, k] of data, filled up to K columns, at their places in the rows."""
+    def place(name: str) -> np.ndarray:
+        """Put inputs [n, k] of all data, filled up to K columns, at their places in the rows."""
+        arrays = [datum.inputs[name] for datum in data]
         padded = [np.pad(array, ((0, 0), (0, columns - array.shape[1]))) for array in arrays]
         placed = np.zeros((index.size, columns), padded[0].dtype)
         placed[order] = np.concatenate(padded)
         return placed.reshape(*index.shape, columns)
 
-    batch = LossBatch(
-        rows=packed,
-        targets=place([datum.targets for datum in data], columns),
-        weights=place([datum.weights for datum in data], columns),
-        inputs={
-            name: place([datum.inputs[name][:, None] for datum in data], 1)[..., 0]
-            for name in data[0].inputs
-        },
-        loss=loss,
-    )
-    return Packed(batch, microbatches, order)
+    inputs = {name: place(name) for name in data[0].inputs}
+    return Packed(LossBatch(packed, inputs, loss), microbatches, order)
 
 
 def run_loss(learner: Learner, model: Model, request: LossRequest) -> bytes:

@@ -11,16 +11,14 @@ import jax
 from dapo_jax.commands.serve import budgets
 from dapo_jax.commands.serve.generator import ServedEngine
 from dapo_jax.commands.serve.logprobs import Scorer
+from dapo_jax.commands.serve.server import open_folder
 from dapo_jax.commands.serve.tinker.losses import loss_learner
 from dapo_jax.commands.serve.tinker.requests import ATTENTION, AdamParams, Limits, ModelShape
-from dapo_jax.config.experiment import Compute, Lora, Optimizer, ServeConfig
-from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.config.experiment import Lora, Optimizer, ServeConfig
 from dapo_jax.learner.update import Learner, apply_gradient, make_optimizer
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.model.trainable import choose_trained, fresh_adapters
 from dapo_jax.rollout.engine_programs import EnginePrograms
-from dapo_jax.run.compute import check_divisible, mesh_sizes, numerics
-from dapo_jax.runtime.sharding import make_mesh
 
 ALPHA = 32.0  # of LoRA, as in the service
 MAX_PROGRAMS = 8  # compiled learners, engines and optimizer steps of each kind
@@ -49,18 +47,10 @@ class Policies:
     """
 
     def __init__(self, config: ServeConfig):
-        self.config = config
-        self.mesh = mesh = make_mesh(**mesh_sizes(config.mesh), devices=None)
-        compute = Compute(dtype=config.dtype)
-        numbers = numerics(compute, mesh, ROW_TOKENS)
-        self.decoder = load_huggingface.read_config(config.model, field="model", **numbers)
-        check_divisible(self.decoder, mesh)
-        self.tokenizer = Tokenizer.from_folder(config.model, "model")
-        self.tokenizer.check_fits(self.decoder.vocab, "model", config.model)
-        self.config, self.context = budgets.resolve(config, self.decoder, mesh)
-        budgets.check_slots_fit(self.config, self.decoder, mesh)
+        opened = open_folder(config, ROW_TOKENS)
+        self.config, self.mesh, self.decoder, self.tokenizer, self.context = opened
         self.base = load_huggingface.load_params(
-            config.model, self.decoder, mesh, field="model", cast=True
+            config.model, self.decoder, self.mesh, field="model", cast=True
         )
         longest = min(self.config.max_prompt_tokens, self.context - 1)
         response = self.config.max_response_tokens

@@ -148,8 +148,8 @@ class Limits(NamedTuple):
 
     vocab: int
     end_ids: tuple[int, ...]
-    prompt: int
-    response: int
+    longest_prompt: int
+    max_response_tokens: int
     context: int
 
 
@@ -174,12 +174,10 @@ def read_adam(fields: dict[str, Any]) -> AdamParams:
 
 @dataclasses.dataclass(frozen=True)
 class Datum:
-    """A sequence with K targets at each position, and the other inputs of its loss."""
+    """A sequence with K targets at each position, and all inputs of its loss by name."""
 
     tokens: np.ndarray  # [n] int32
-    targets: np.ndarray  # [n, K] int32
-    weights: np.ndarray  # [n, K] float32
-    inputs: Mapping[str, np.ndarray]  # [n] float32, options included
+    inputs: Mapping[str, np.ndarray]  # [n, K]; options included
     shape: tuple[int, ...]  # of the targets that the client sent
 
 
@@ -215,7 +213,8 @@ def read_loss_request(body: bytes, limits: Limits) -> LossRequest:
     need(len(message.data) > 0, "data", [], "one or more data")
     reader = DataReader(loss, options, limits)
     data = [reader.read(item, f"data[{index}]") for index, item in enumerate(message.data)]
-    size = sum(len(datum.tokens) for datum in data) * max(d.targets.shape[1] for d in data)
+    widest = max(datum.inputs["weights"].shape[1] for datum in data)
+    size = sum(len(datum.tokens) for datum in data) * widest
     allowed = f"at most {MAX_TARGETS}: targets of all positions, the widest one counts"
     need(size <= MAX_TARGETS, "data", size, allowed)
     return LossRequest(data, loss, message.forward_only)
@@ -247,19 +246,18 @@ class DataReader(NamedTuple):
             if key not in sent:
                 raise RequestError(f"{name}.{key} is missing", key)
         arrays = {key: _read_tensor(sent[key], f"{name}.{key}", len(tokens)) for key in sent}
-        targets = arrays.pop("target_tokens")
+        targets = arrays["target_tokens"]
         self._check_targets(targets, f"{name}.target_tokens")
         for key, array in arrays.items():
             allowed = f"of the shape of target_tokens, {targets.shape}"
             need(array.shape == targets.shape, f"{name}.{key}", array.shape, allowed)
             need(bool(np.isfinite(array).all()), f"{name}.{key}", "...", "finite numbers")
-        filled = {key: np.full(len(tokens), value) for key, value in self.options.items()}
-        filled = {"weights": np.ones(targets.shape)} | filled | arrays
+        defaults = {"weights": 1.0} | self.options
+        filled = {key: np.full(targets.shape, value) for key, value in defaults.items()} | arrays
         inputs = {key: array.astype(np.float32) for key, array in filled.items()}
-        shape = (len(tokens), -1)
-        weights = inputs.pop("weights").reshape(shape)
-        columns = targets.reshape(shape).astype(np.int32)
-        return Datum(tokens, columns, weights, inputs, targets.shape)
+        inputs["target_tokens"] = targets.astype(np.int32)
+        columns = {key: array.reshape(len(tokens), -1) for key, array in inputs.items()}
+        return Datum(tokens, columns, targets.shape)
 
     def _read_tokens(self, chunks: Any, field: str) -> np.ndarray:
         """Return the tokens of a model input."""

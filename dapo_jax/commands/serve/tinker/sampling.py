@@ -17,6 +17,7 @@ from dapo_jax.commands.serve.tinker.requests import (
     CHUNKS,
     SAMPLING,
     Limits,
+    ModelShape,
     check_tokens,
     need,
     read,
@@ -26,6 +27,14 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.structs import SamplingRule
 
 STOP_WINDOW = 16  # tokens that a stop text may span in addition to one per character
+
+
+class Weights(NamedTuple):
+    """Weights that requests sample from: a checkpoint's path, empty for the base model."""
+
+    path: str
+    shape: ModelShape | None
+    created: float = 0.0
 
 
 class Response(NamedTuple):
@@ -41,6 +50,7 @@ class SampleJob:
     """A validated request to sample, and its progress."""
 
     stored: Request
+    weights: Weights
     prompt: np.ndarray  # [n] int32
     samples: int
     budget: int  # maximum tokens of a response
@@ -54,16 +64,16 @@ class SampleJob:
     responses: dict[int, Response] = dataclasses.field(default_factory=dict)
 
 
-def read_job(stored: Request, body: bytes, key: str, limits: Limits) -> SampleJob:
+def read_job(stored: Request, weights: Weights, body: bytes, key: str, limits: Limits) -> SampleJob:
     """Return the job of a valid body. Without a seed in it, the seed is a hash of `key`."""
     fields = read(body, "prompt", "sampling_params")
     tokens: list[int] = []
     for index, chunk in enumerate(read(fields["prompt"], "chunks", rules=CHUNKS)["chunks"]):
         prefix = f"prompt.chunks[{index}]."
         tokens += read(chunk, "type", "tokens", rules=CHUNK, prefix=prefix)["tokens"]
-    prompt = check_tokens(np.array(tokens, np.int32), "prompt", limits.vocab, limits.prompt)
+    prompt = check_tokens(np.array(tokens, np.int32), "prompt", limits.vocab, limits.longest_prompt)
     params = read(fields["sampling_params"], rules=SAMPLING, prefix="sampling_params.")
-    longest = min(limits.response, limits.context - len(prompt))
+    longest = min(limits.max_response_tokens, limits.context - len(prompt))
     budget = params.get("max_tokens", longest)
     need(budget <= longest, "sampling_params.max_tokens", budget, f"at most {longest}")
     stop = params.get("stop")
@@ -75,6 +85,7 @@ def read_job(stored: Request, body: bytes, key: str, limits: Limits) -> SampleJo
     likeliest = fields.get("topk_prompt_logprobs", 0)
     return SampleJob(
         stored,
+        weights,
         prompt,
         fields.get("num_samples", 1),
         budget,
@@ -87,11 +98,12 @@ def read_job(stored: Request, body: bytes, key: str, limits: Limits) -> SampleJo
 
 
 class Decoding:
-    """A decode state of some weights."""
+    """A decode state of some weights, whose decoding parameters are `params`."""
 
-    def __init__(self, engine: ServedEngine, params: Any, tokenizer: Tokenizer):
+    def __init__(self, weights: Weights, engine: ServedEngine, params: Any, tokenizer: Tokenizer):
+        self.weights = weights
+        self.params = params
         self._engine = engine
-        self._params = params
         self._decode = tokenizer.backend.decode
         self._state = engine.init_decode_state()
         self._running: dict[int, tuple[SampleJob, int]] = {}  # job and sample number by slot
@@ -103,7 +115,7 @@ class Decoding:
         engine = self._engine
         self._fill_slots([job for job in jobs if job.started < job.samples])
         longest = None if engine.pages else engine.cache_tokens - engine.shape.settings.burst_tokens
-        self._state, _ = engine.generate(self._params, self._state, longest=longest)
+        self._state, _ = engine.generate(self.params, self._state, longest=longest)
         state = self._state
         arrays = (state.tokens, state.logprobs, state.generated)
         tokens, logprobs, generated = (np.asarray(array) for array in arrays)
@@ -133,7 +145,7 @@ class Decoding:
             length = len(job.prompt)
             if job.prefix is None:
                 job.prefix = engine.prefill(
-                    params=self._params,
+                    params=self.params,
                     padded_tokens=np.pad(job.prompt, (0, prefill_tokens(length) - length)),
                     true_length=length,
                     sampling=job.sampling,

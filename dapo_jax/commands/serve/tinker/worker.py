@@ -10,27 +10,18 @@ import json
 import threading
 import time
 import traceback
-from typing import NamedTuple
 
 from dapo_jax.commands.serve.errors import RequestError
 from dapo_jax.commands.serve.tinker.models import Operations, find_checkpoint, shape_of
 from dapo_jax.commands.serve.tinker.policies import Policies
-from dapo_jax.commands.serve.tinker.requests import ModelShape, need
-from dapo_jax.commands.serve.tinker.sampling import Decoding, SampleJob, read_job, render
+from dapo_jax.commands.serve.tinker.requests import need
+from dapo_jax.commands.serve.tinker.sampling import Decoding, SampleJob, Weights, read_job, render
 from dapo_jax.commands.serve.tinker.store import Request, State, Store
 
 GAP_SECONDS = 60.0  # that a request waits for those before it
 IDLE_SECONDS = 1.0
 TIDY_SECONDS = 600.0
 SAMPLE_KIND = "sample"
-
-
-class Weights(NamedTuple):
-    """Weights that requests sample from: a checkpoint's path, empty for the base model."""
-
-    path: str
-    shape: ModelShape | None
-    created: float = 0.0
 
 
 class Worker:
@@ -47,9 +38,8 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._waiters: dict[str, asyncio.Event] = {}
         self._turns: dict[str, int] = {}  # when models ran last
-        self._jobs: dict[str, tuple[SampleJob, Weights]] = {}  # by request, in order of arrival
+        self._jobs: dict[str, SampleJob] = {}  # by request, in order of arrival
         self._decoding: Decoding | None = None
-        self._weights = Weights("", None)  # that decode
         self._has_work = threading.Event()
         self._is_closed = False
         self.failure = ""
@@ -149,11 +139,10 @@ class Worker:
                 self._open(request)
         if not self._jobs:
             return False
-        if self._decoding is None:
-            _, self._weights = next(iter(self._jobs.values()))
-        jobs = [job for job, weights in self._jobs.values() if weights == self._weights]
+        weights = (self._decoding or next(iter(self._jobs.values()))).weights
+        jobs = [job for job in self._jobs.values() if job.weights == weights]
         try:
-            self._burst(jobs)
+            self._burst(weights, jobs)
         except Exception as error:
             self._decoding = None
             for job in jobs:
@@ -161,19 +150,19 @@ class Worker:
                     self._fail(job.stored, error)
         return True
 
-    def _burst(self, jobs: list[SampleJob]) -> None:
-        """Decode a few tokens of jobs with the current weights."""
-        policies, (path, shape, created) = self._policies, self._weights
-        folder = str(self._store.checkpoint_folder(path)) if path else ""
-        params = policies.decoding_weights(shape, folder, created)
+    def _burst(self, weights: Weights, jobs: list[SampleJob]) -> None:
+        """Decode a few tokens of jobs with these weights."""
+        policies, shape = self._policies, weights.shape
         if self._decoding is None:
-            self._decoding = Decoding(policies.engine(shape), params, policies.tokenizer)
-        began = self._decoding.began
+            folder = str(self._store.checkpoint_folder(weights.path)) if weights.path else ""
+            params = policies.decoding_weights(shape, folder, weights.created)
+            self._decoding = Decoding(weights, policies.engine(shape), params, policies.tokenizer)
+        decoding = self._decoding
         if len(jobs) < len(self._jobs):
-            jobs = [job for job in jobs if job.started or job.stored.arrived <= began]
-        finished = self._decoding.burst(jobs)
+            jobs = [job for job in jobs if job.started or job.stored.arrived <= decoding.began]
+        finished = decoding.burst(jobs)
         for job in finished:
-            result = render(job, policies.scorer(shape), params)
+            result = render(job, policies.scorer(shape), decoding.params)
             self._store.finish(job.stored, State.DONE, result)
             del self._jobs[job.stored.id]
             self._notify(job.stored)
@@ -193,7 +182,7 @@ class Worker:
                 weights = Weights(weights.path, shape_of(entry), entry.created)
             # Not of the session's name: the same calls in another session draw the same.
             key = f"{policies.config.seed} {sampler.fields['number']} {request.number}"
-            job = read_job(request, self._store.body(request.id), key, policies.limits)
-            self._jobs[request.id] = job, weights
+            body = self._store.body(request.id)
+            self._jobs[request.id] = read_job(request, weights, body, key, policies.limits)
         except RequestError as error:
             self._fail(request, error)
