@@ -10,6 +10,7 @@ from dapo_jax.model.families.family import Family, Windows
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.rules import Range
 from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError
+from dapo_jax.structs import present
 
 MAX_POSITION_EMBEDDINGS = 32_768  # of folders that are not made from another one
 
@@ -34,11 +35,13 @@ BIASES = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
 # larger value is a mistake or an attack: a list of 10^18 layers fills the memory, and a rotation by
 # NaN trains to the end.
 _COUNTS = {  # names by the largest number
-    2**10: "num_hidden_layers sliding_window_pattern no_rope_layer_interval",
+    2**10: "num_hidden_layers sliding_window_pattern no_rope_layer_interval "
+    "full_attention_interval linear_conv_kernel_dim",
     2**14: "num_attention_heads num_key_value_heads num_experts num_local_experts "
-    "num_experts_per_tok",
+    "num_experts_per_tok linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+    "linear_value_head_dim",
     2**20: "hidden_size query_pre_attn_scalar",
-    2**22: "intermediate_size moe_intermediate_size",
+    2**22: "intermediate_size moe_intermediate_size shared_expert_intermediate_size",
     2**24: "vocab_size",
     2**31 - 1: "sliding_window max_position_embeddings original_max_position_embeddings",
 }
@@ -52,6 +55,7 @@ NUMBERS: dict[str, tuple[type, Range]] = {
     "rms_norm_eps": (float, Range(above=0, at_most=1)),
     "rope_theta": (float, Range(at_least=1, at_most=1e15)),
     "rope_local_base_freq": (float, Range(at_least=1, at_most=1e15)),
+    "partial_rotary_factor": (float, Range(above=0, at_most=1)),
     "llama_4_scaling_beta": (float, Range(at_least=0, at_most=1e6)),
     **dict.fromkeys(_FACTORS.split(), (float, Range(above=0, at_most=1e6))),
     **{
@@ -60,7 +64,8 @@ NUMBERS: dict[str, tuple[type, Range]] = {
         for name in names.split()
     },
 }
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in config.json
+# Kinds of layers in config.json; linear ones are gated delta-net layers.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Fields of a scaling in config.json by its type, with the attributes of RopeScaling they set.
 _ORIGINAL = {"original_max_position_embeddings": "original_tokens"}
 _FIELDS: dict[str, dict[str, str]] = {
@@ -140,11 +145,14 @@ def _attention_factor(rope: dict[str, Any], factor: float) -> float:
 
 
 def _read_table(
-    values: dict[str, Any], rope: dict[str, Any], grows: bool = False
+    values: dict[str, Any], rope: dict[str, Any], grows: bool = False, partial: float = 1.0
 ) -> dict[str, Any]:
-    """Return base and scaling of rotations as fields of a decoder."""
+    """Return base and scaling of rotations as fields of a decoder.
+
+    `partial` is below 1 for a family with rotations of a part of each head.
+    """
     rotated = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if rotated is not None and rotated != 1:
+    if partial == 1 and rotated is not None and rotated != 1:
         raise ValueError(f"partial_rotary_factor {reprlib.repr(rotated)}: must be 1.0")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" and (not isinstance(kind, str) or kind not in _FIELDS):
@@ -287,6 +295,34 @@ def _read_rotated(values: dict[str, Any], family: Family, layers: int) -> dict[s
     return {} if all(rotated) else {"rotated": rotated}
 
 
+def _read_rotary_dim(values: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
+    """Return the dimensions of a head that rotate. Raises ValueError if they are no pairs."""
+    table = values | read_table(values, "rope_parameters")
+    factor = read_number(table, "partial_rotary_factor", family.partial_rotary)
+    width = int(head_dim * factor)
+    if width % 2 or not width:
+        raise ValueError(f"partial_rotary_factor = {factor}: must be of an even number above 0")
+    return {"rotary_dim": width}
+
+
+def _read_recurrent(values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
+    """Return which layers are gated delta-net layers. Raises ValueError for a wrong field."""
+    interval = read_number(values, "full_attention_interval", family.delta_interval)
+    usual = [FULL if (number + 1) % interval == 0 else LINEAR for number in range(layers)]
+    types = values.get("layer_types") or usual
+    known = isinstance(types, list) and all(kind in (FULL, LINEAR) for kind in types)
+    if not known or len(types) != layers or FULL not in types:
+        expected = f"{FULL} at least once or {LINEAR}, each of {layers}"
+        raise ValueError(f"layer_types {reprlib.repr(types)}: must be {expected}")
+    heads = [values[f"linear_num_{name}_heads"] for name in ("value", "key")]
+    if heads[0] % heads[1]:
+        raise ValueError(
+            f"linear_num_value_heads = {heads[0]}: must be a multiple of linear_num_key_heads = "
+            f"{heads[1]}"
+        )
+    return {"recurrent": tuple(kind == LINEAR for kind in types)}
+
+
 def decoder_from_json(
     values: dict[str, Any], folder: str, field: str, **numerics: Any
 ) -> DecoderConfig:
@@ -305,6 +341,10 @@ def decoder_from_json(
         missing = {name for name in defaults if values.get(name) is None}
         values = values | {name: defaults[name] for name in missing}
         fields = _read_fields(values, family) | family.fixed
+        if family.delta_interval is not None:
+            fields |= _read_recurrent(values, family, fields["layers"])
+            fields |= _read_rotary_dim(values, family, fields["head_dim"])
+            values = values | {"layer_types": None}
         windows = _read_windows(values, family, fields["layers"])
         fields |= _read_rotated(values, family, fields["layers"])
         if family.local_rope:
@@ -313,7 +353,7 @@ def decoder_from_json(
             rotations = _read_local_rope(values, some_slide, all_slide)
         else:
             table = read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
-            rotations = _read_table(values, table, family.query_growth)
+            rotations = _read_table(values, table, family.query_growth, family.partial_rotary)
         return DecoderConfig(**fields, family=kind, **windows, **rotations, **numerics)
     except KeyError as missing:
         raise ConfigError(f"config.{field}: {folder}/config.json has no {missing}", field) from None
@@ -353,6 +393,9 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
     if family.rotary_interval is not None:
         rotated = config.rotated or (True,) * config.layers
         values["no_rope_layers"] = [int(flag) for flag in rotated]
+    if family.delta_interval is not None:
+        values["layer_types"] = [LINEAR if flag else FULL for flag in config.recurrent]
+        values["partial_rotary_factor"] = present(config.rotary_dim, "rotary_dim") / config.head_dim
     if family.windows is not None:
         values |= _windows_json(config, family.windows)
     return values

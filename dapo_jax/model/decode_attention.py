@@ -33,6 +33,7 @@ class PromptContext:
 
     positions: Int[Array, "B T"]
     start: Int[Array, ""]
+    ends: Int[Array, "B"] | None = None  # tokens that reach the state of delta-net layers
 
 
 @struct.dataclass

@@ -17,8 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
+from dapo_jax.model.delta_net import GatedDeltaNet
 from dapo_jax.model.experts import RECORDS, Experts
-from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, Projection, look_up, named
+from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, look_up, named, projection
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
 from dapo_jax.runtime.sharding import constrain
@@ -63,6 +64,7 @@ class DecoderConfig:
     sliding: tuple[bool, ...] = ()  # for each layer; empty: all slide if there is a window
     sliding_rope_theta: float | None = None  # separate base of sliding layers
     rotated: tuple[bool, ...] = ()  # for each layer, whether it rotates; empty: all do
+    rotary_dim: int | None = None  # first dimensions of a head that rotate; None: all
     # Norms, embeddings, projections and attention
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
@@ -78,11 +80,21 @@ class DecoderConfig:
     query_scalar: int | None = None  # scores are divided by its root; None: head_dim
     scale_embeddings: bool = False  # by the root of `embed`
     activation: str = "silu"  # a key of ACTIVATIONS
+    output_gate: bool = False  # the query projection also gives gates of the attention's output
+    # Gated delta-net layers
+    recurrent: tuple[bool, ...] = ()  # for each layer, whether it is one; empty: none is
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_kernel: int = 0  # tokens that the convolution covers
+    delta_fused: bool = False  # one projection gives queries, keys, values and gates
     # Mixture of experts
     experts: int = 0  # MLPs of width `mlp` in each layer; 0: one MLP that all tokens take
     experts_per_token: int = 0
     normalise_experts: bool = False  # the weights of a token's experts add up to one
     expert_bias: bool = False  # in the router and in every expert's matrices
+    shared_mlp: int = 0  # width of a gated MLP that all tokens take beside their experts
     # Numerics and training
     dtype: Any = jnp.float32
     attention: str = "plain"  # a key of TRAINING_ATTENTION
@@ -97,14 +109,19 @@ class DecoderConfig:
     @property
     def active_mlp(self) -> int:
         """Total width of the MLPs that a token takes."""
-        return self.mlp * (self.experts_per_token if self.experts else 1)
+        return self.shared_mlp + self.mlp * (self.experts_per_token if self.experts else 1)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True for the decoder of one gated delta-net layer, as `of_layer` returns it."""
+        return self.recurrent == (True,)
 
     def of_layer(self, number: int) -> "DecoderConfig":
         """Return the config of a decoder with all layers like this one."""
         layer = self.all_sliding(self.sliding[number]) if self.sliding else self
-        if not self.rotated:
-            return layer
-        return dataclasses.replace(layer, rotated=(self.rotated[number],))
+        flags = {"rotated": self.rotated, "recurrent": self.recurrent}
+        flags = {name: (values[number],) for name, values in flags.items() if values}
+        return dataclasses.replace(layer, **flags) if flags else layer
 
     @property
     def reaches(self) -> list[int | None]:
@@ -138,7 +155,8 @@ def _kind_rotation(config: DecoderConfig, slides: Bool[Array, ""] | None) -> tup
     for kind in kinds:
         scaling = kind.rope_scaling
         factor = 1.0 if scaling is None else scaling.attention_factor
-        rotations.append((rope_frequencies(kind.rope_theta, kind.head_dim, scaling), factor))
+        width = kind.rotary_dim or kind.head_dim
+        rotations.append((rope_frequencies(kind.rope_theta, width, scaling), factor))
     if slides is None or config.sliding_rope_theta is None:
         return rotations[0]
     (full, full_factor), (sliding, sliding_factor) = rotations
@@ -167,16 +185,9 @@ class Block(nn.Module):
     config: DecoderConfig
     attend: Callable  # see model/training_attention.py and model/decode_attention.py
 
-    def _linear(self, name: str, features: tuple[int, ...], axes: tuple[str, ...], **options):
-        adapters = self.config.adapters
-        if adapters and name not in adapters.targets:
-            adapters = None
-        options |= {"adapters": adapters, "int8_products": self.config.int8_products}
-        return Projection(features, axes, self.config.dtype, name=name, **options)
-
-    def _heads(self, name: str, count: int, axis: str):
-        features, axes = (count, self.config.head_dim), ("embed", axis, "head_dim")
-        return self._linear(name, features, axes, use_bias=self.config.qkv_bias)
+    def _heads(self, name: str, count: int, axis: str, parts: int = 1):
+        features, axes = (count, parts * self.config.head_dim), ("embed", axis, "head_dim")
+        return projection(self.config, name, features, axes, use_bias=self.config.qkv_bias)
 
     def _whole(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return the input of projections, normed and no longer sharded by length over tensor."""
@@ -206,12 +217,50 @@ class Block(nn.Module):
         queries = rotate(queries, positions, frequencies, query_factor)
         return queries, rotate(keys, positions, frequencies, factor)
 
-    def _mlp(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def _mlp(self, h: Float[Array, "B T D"], width: int, prefix: str = "") -> Array:
         c = self.config
-        gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), use_bias=c.mlp_bias)(h)
-        up = self._linear("up", (c.mlp,), ("embed", "mlp"), use_bias=c.mlp_bias)(h)
+
+        def linear(name: str, features: int, axes: tuple[str, str]):
+            options = {"target": name, "use_bias": c.mlp_bias}
+            return projection(c, prefix + name, (features,), axes, **options)
+
+        gate = linear("gate", width, ("embed", "mlp"))(h)
+        up = linear("up", width, ("embed", "mlp"))(h)
         product = constrain(ACTIVATIONS[c.activation](gate, up), "batch", "sequence", "mlp")
-        return self._linear("down", (c.embed,), ("mlp", "embed"), use_bias=c.mlp_bias)(product)
+        return linear("down", c.embed, ("mlp", "embed"))(product)
+
+    def _experts(self, h: Float[Array, "B T D"], context: Any, routes: Any) -> Array:
+        c = self.config
+        mixed = Experts(c, name="moe")(h, context, routes)
+        if not c.shared_mlp:
+            return mixed
+        gate = projection(c, "shared_router", (1,), ("embed", "norm"))(h)
+        return mixed + nn.sigmoid(gate) * self._mlp(h, c.shared_mlp, "shared_")
+
+    def _attention(self, h: Float[Array, "B T D"], context: Any, cache: Any, slides, rotates):
+        """Return output and cache of the layer's attention."""
+        c = self.config
+        queries = self._heads("query", c.heads, "heads", 1 + c.output_gate)(h)
+        queries, gates = queries[..., : c.head_dim], queries[..., c.head_dim :]
+        keys = self._heads("key", c.kv_heads, "kv_heads")(h)
+        values = self._heads("value", c.kv_heads, "kv_heads")(h)
+        if c.qk_norm:
+            queries = self._head_norm("query_norm", queries)
+            keys = self._head_norm("key_norm", keys)
+        queries, keys = self._rotated(queries, keys, context.positions, (slides, rotates))
+        window = None if c.window is None else Window(c.window, slides)
+        sinks = None
+        if c.sinks:
+            sinks = self.param("sinks", named(nn.initializers.zeros, ("heads",)), (c.heads,))
+        mixed, cache = self.attend(
+            queries, keys, values, context, cache, AttentionOptions(window, sinks)
+        )
+        if c.output_gate:
+            mixed *= nn.sigmoid(gates)
+        mixed = constrain(mixed, "batch", "sequence", "heads", None)
+        axes = ("heads", "head_dim", "embed")
+        linear = projection(c, "out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)
+        return linear(mixed), cache
 
     @nn.compact
     def __call__(
@@ -227,33 +276,25 @@ class Block(nn.Module):
         c = self.config
         x = checkpoint_name(x, LAYER_INPUT)
         h = self._whole("attention_norm", x)
-        queries = self._heads("query", c.heads, "heads")(h)
-        keys = self._heads("key", c.kv_heads, "kv_heads")(h)
-        values = self._heads("value", c.kv_heads, "kv_heads")(h)
-        if c.qk_norm:
-            queries = self._head_norm("query_norm", queries)
-            keys = self._head_norm("key_norm", keys)
-        queries, keys = self._rotated(queries, keys, context.positions, (slides, rotates))
-        window = None if c.window is None else Window(c.window, slides)
-        sinks = None
-        if c.sinks:
-            sinks = self.param("sinks", named(nn.initializers.zeros, ("heads",)), (c.heads,))
-        mixed, cache = self.attend(
-            queries, keys, values, context, cache, AttentionOptions(window, sinks)
-        )
-        mixed = constrain(mixed, "batch", "sequence", "heads", None)
-        axes = ("heads", "head_dim", "embed")
-        out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
+        if c.is_recurrent:
+            out, cache = GatedDeltaNet(c, name="delta")(h, context, cache)
+        else:
+            out, cache = self._attention(h, context, cache, slides, rotates)
         x = self._add(x, rms_norm(c, "attention_out_norm")(out) if c.out_norms else out)
         h = self._whole("mlp_norm", x)
-        down = Experts(c, name="moe")(h, context, routes) if c.experts else self._mlp(h)
+        down = self._experts(h, context, routes) if c.experts else self._mlp(h, c.mlp)
         return self._add(x, rms_norm(c, "mlp_out_norm")(down) if c.out_norms else down), cache
 
 
-def layer_stacks(config: DecoderConfig) -> dict[str, int]:
-    """Return the number of layers in each stack of a parameter tree, first layers first."""
-    frozen = {"frozen_layers": config.frozen_layers} if config.frozen_layers else {}
-    return frozen | {"layers": config.layers - config.frozen_layers}
+def layer_stacks(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of the layers in each stack of a parameter tree, in order."""
+    kinds = {"delta_layers": (), "frozen_layers": (), "layers": ()}
+    for number in range(config.layers):
+        kind = "frozen_layers" if number < config.frozen_layers else "layers"
+        if config.recurrent and config.recurrent[number]:
+            kind = "delta_layers"
+        kinds[kind] += (number,)
+    return {name: numbers for name, numbers in kinds.items() if numbers}
 
 
 def scaled_embeddings(x: Float[Array, "... D"], config: DecoderConfig) -> Float[Array, "... D"]:
@@ -294,17 +335,17 @@ class Decoder(nn.Module):
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
         context = Context(positions, segment_ids, prompt_ids)
-        first = 0
+        if c.recurrent:
+            return rms_norm(c, name="final_norm")(self._mixed_layers(x, context, routes))
         # Axes of context, cache, slides, routes and rotates.
         axes = (nn.broadcast, nn.broadcast, 0, 0, 0)
         by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
         stacked = dict.fromkeys(("params", *RECORDS), 0)
-        for name, length in layer_stacks(c).items():
-            part = slice(first, first + length)
+        for name, numbers in layer_stacks(c).items():
+            length, part = len(numbers), slice(numbers[0], numbers[-1] + 1)
             slides = jnp.asarray(c.sliding[part]) if c.sliding else None
             taken = None if by_layer is None else by_layer[part]
             rotates = jnp.asarray(c.rotated[part]) if c.rotated else None
-            first += length
             layers = nn.scan(
                 block,
                 variable_axes=stacked,  # pyright: ignore[reportArgumentType]: invariant keys
@@ -316,6 +357,69 @@ class Decoder(nn.Module):
             )(c, TRAINING_ATTENTION[c.attention], name=name)
             x, _ = layers(x, context, None, slides, taken, rotates)
         return rms_norm(c, name="final_norm")(x)
+
+    def _mixed_layers(self, x: Float[Array, "R T D"], context: Context, routes: Any) -> Array:
+        """Return the output of layers of two kinds, each kind in a stack of its own.
+
+        A scan goes over periods: the shortest run of layers that repeats.
+        """
+        c = self.config
+        kinds = c.recurrent
+        divisors = (n for n in range(1, c.layers + 1) if c.layers % n == 0)
+        period = next(n for n in divisors if kinds == kinds[:n] * (c.layers // n))
+        blocks = [
+            Block(c.of_layer(i), TRAINING_ATTENTION[c.attention], parent=None) for i in range(period)
+        ]
+        numbers = layer_stacks(c)
+        owner = {number: name for name in numbers for number in numbers[name]}
+        stacks = {}
+        for name, members in numbers.items():
+            init = functools.partial(_init_stack, blocks[members[0]], len(members), x, context)
+            new = self.is_initializing()
+            stack = self.param(name, init) if new else self.get_variable("params", name)
+            split = functools.partial(_split_leading, c.layers // period)
+            stacks[name] = jax.tree.map(split, stack)
+        wanted = (
+            [] if self.is_initializing() else [r for r in RECORDS if self.is_mutable_collection(r)]
+        )
+
+        def run(block: Block, params: Any, x: Array, routes: Any):
+            variables = {"params": params}
+            (x, _), record = block.apply(variables, x, context, None, None, routes, mutable=wanted)
+            return x, record
+
+        if c.remat != "none":
+            policy = REMAT_POLICIES[c.remat]
+            run = jax.checkpoint(run, policy=policy, prevent_cse=False, static_argnums=0)
+
+        def run_period(x: Array, inputs: tuple):
+            stacks, routes = inputs
+            records = []
+            for i, block in enumerate(blocks):
+                place = numbers[owner[i]].index(i)
+                layer = jax.tree.map(lambda leaf, place=place: leaf[place], stacks[owner[i]])
+                x, record = run(block, layer, x, None if routes is None else routes[i])
+                records.append(record)
+            return x, jax.tree.map(lambda *layers: jnp.stack(layers), *records)
+
+        if routes is not None:
+            routes = _split_leading(c.layers // period, jnp.moveaxis(routes, 2, 0))
+        unroll = max(1, c.scan_unroll // period)
+        x, records = jax.lax.scan(run_period, x, (stacks, routes), unroll=unroll)
+        for name in wanted:
+            merged = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), records[name])
+            self.put_variable(name, "layers", merged)
+        return x
+
+
+def _split_leading(count: int, array: Array) -> Array:
+    return array.reshape(count, -1, *array.shape[1:])
+
+
+def _init_stack(block: Block, count: int, x: Array, context: Context, key: jax.Array) -> Any:
+    """Return boxed random parameters of `count` layers like `block`."""
+    init = jax.vmap(lambda key: block.init(key, x, context, None)["params"])
+    return nn.meta.add_axis(init(jax.random.split(key, count)), 0, {nn.PARTITION_NAME: "layers"})
 
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Any:
@@ -338,10 +442,8 @@ def head_kernel(params: Any) -> Float[Array, "D V"]:
 def layer_paths(path: str, config: DecoderConfig) -> list[str]:
     """Return the decoding paths of a stack's layers; the path itself outside layers."""
     stack, _, below = path.partition("/")
-    first = {"frozen_layers": 0, "layers": config.frozen_layers}
-    if stack not in first:
-        return [path]
-    return [f"layers/{first[stack] + i}/{below}" for i in range(layer_stacks(config)[stack])]
+    numbers = layer_stacks(config).get(stack)
+    return [path] if numbers is None else [f"layers/{number}/{below}" for number in numbers]
 
 
 def for_decoding(flat: Mapping[str, Array | jax.ShapeDtypeStruct], config: DecoderConfig) -> Any:

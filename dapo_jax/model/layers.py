@@ -115,6 +115,21 @@ class Projection(nn.Module):
         return adapters.scale * (flat @ down.reshape(inner, rank)) @ up.reshape(rank, -1)
 
 
+def projection(
+    config: Any, name: str, features: tuple[int, ...], axes: tuple[str, ...], **options: Any
+) -> Projection:
+    """Return a linear layer with the numerics of a DecoderConfig, and adapters if it has them.
+
+    `target` among the options is the name in `lora.targets`, `name` by default.
+    """
+    target = options.pop("target", name)
+    adapters = config.adapters
+    if adapters and target not in adapters.targets:
+        adapters = None
+    options |= {"adapters": adapters, "int8_products": config.int8_products}
+    return Projection(features, axes, config.dtype, name=name, **options)
+
+
 def look_up(table: Float[Array, "V D"], tokens: Int[Array, "R T"], dtype: Any) -> Array:
     """Return the embeddings [R T D] of packed rows; the table is gathered over width in `dtype`.
 

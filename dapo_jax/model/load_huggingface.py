@@ -233,7 +233,12 @@ def list_problems(problems: list[str], limit: int) -> str:
 
 
 def _read_part(
-    tensors: Tensors, part: TensorPart, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
+    tensors: Tensors,
+    part: TensorPart,
+    path: str,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    config: DecoderConfig,
 ) -> np.ndarray:
     """Return the slices `index` of the parameter of `shape` that `part` holds; float32."""
     name = part.name
@@ -243,6 +248,9 @@ def _read_part(
     if len(tensors.shapes[name]) == 1 or path == "score":
         return tensors.read(name).reshape(shape)[index].astype(np.float32)
     inputs = summed_axes(path)
+    if (order := param_paths.row_order(path, config)) is not None:
+        ordered = tensors.read(name)[order]
+        return (ordered.T if inputs else ordered).reshape(shape)[index].astype(np.float32)
     # Dimensions before `cut` are merged to one of the published matrix, the others to the other.
     cut = inputs or 1
     first = param_paths.merged_slice(index[:cut], shape[:cut])
@@ -308,9 +316,10 @@ def _load_stack(
 
     def read(index: tuple[slice, ...], first: int) -> np.ndarray:
         if axes == 1:
-            return _read_part(tensors, parts[first], path, layer_shape, index)
+            return _read_part(tensors, parts[first], path, layer_shape, index, config)
         block = parts[first : first + count]
-        arrays = [_read_part(tensors, part, path, layer_shape, index[1:]) for part in block]
+        part_of = functools.partial(_read_part, tensors, path=path, shape=layer_shape)
+        arrays = [part_of(part, index=index[1:], config=config) for part in block]
         return np.stack(arrays)
 
     for first in range(0, len(parts), count):
@@ -351,7 +360,7 @@ def load_params(
             arrays[path] = _load_stack(tensors, path, shape, shardings[path], dtype, config)
             continue
         (part,) = param_paths.published_parts(path, config)
-        read = functools.partial(_read_part, tensors, part, path, shape)
+        read = functools.partial(_read_part, tensors, part, path, shape, config=config)
         arrays[path] = _to_devices(shape, shardings[path], dtype, read)
     if nonfinite_names := nonfinite.describe(arrays):
         problem = f"holds numbers that are not finite: {nonfinite_names}"
@@ -367,7 +376,7 @@ def read_layers(
 
     def layer(path: str, parts: list[TensorPart], number: int) -> np.ndarray:
         shape = shapes[path][param_paths.stacked_axes(path) :]
-        return _read_part(tensors, parts[number], path, shape, (slice(None),) * len(shape))
+        return _read_part(tensors, parts[number], path, shape, (slice(None),) * len(shape), config)
 
     for path in paths:
         yield path, functools.partial(layer, path, param_paths.published_parts(path, config))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel, layer_stacks
+from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel
 from dapo_jax.model.divergence import Divergence, head_divergence
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.lm_head import head_logprobs
@@ -43,7 +43,7 @@ def hidden_states(
     def layers(name: str) -> Array | None:
         if name not in record:
             return None
-        stacks: list[Any] = [collections[name][stack] for stack in layer_stacks(config)]
+        stacks: list[Any] = list(collections[name].values())  # frozen layers come first
         return jnp.concatenate([stack["moe"]["layer"] for stack in stacks])
 
     routes = layers(ROUTES)

@@ -73,14 +73,19 @@ def rotate(
     frequencies: Float[Array | np.ndarray, "E/2"],
     factor: Array | float = 1.0,
 ) -> Float[Array, "B T H E"]:
-    """Rotate vectors by position and multiply by `factor`; pairs are halves, as published."""
-    half = x.shape[-1] // 2
+    """Rotate vectors by position and multiply by `factor`; pairs are halves, as published.
+
+    Dimensions beyond two per frequency stay as they are.
+    """
+    half = frequencies.shape[-1]
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if not isinstance(factor, float) or factor != 1:
         cos, sin = cos * factor, sin * factor
-    left, right = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
+    left, right, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+    turned = [left * cos - right * sin, right * cos + left * sin]
+    return jnp.concatenate([*(part.astype(x.dtype) for part in turned), rest], -1)
 
 
 def query_growth(positions: Int[Array, "B T"], scaling: RopeScaling) -> Float[Array, "B T 1 1"]:

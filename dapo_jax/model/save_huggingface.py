@@ -55,7 +55,7 @@ def published_tensors(
                 if fused:
                     array = _fused(layers, range(number, number + fused), dtype)
                 else:
-                    array = param_paths.to_published(path, to_host(layer(number)))
+                    array = param_paths.to_published(path, to_host(layer(number)), config)
                     array = array.astype(jnp.dtype(dtype))
             if not np.isfinite(array).all():
                 problem = f"holds numbers that are not finite as {dtype}: not written"

@@ -8,10 +8,11 @@ from dapo_jax.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from dapo_jax.model.families.olmo3 import OLMO3
 from dapo_jax.model.families.qwen2 import QWEN2
 from dapo_jax.model.families.qwen3 import QWEN3
+from dapo_jax.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from dapo_jax.model.families.qwen3_moe import QWEN3_MOE
 from dapo_jax.model.families.smollm3 import SMOLLM3
 
-_QWEN = (QWEN2, QWEN3, QWEN3_MOE)
+_QWEN = (QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT)
 _MISTRAL = (MISTRAL, MINISTRAL, MINISTRAL3)
 _ALL = (*_QWEN, LLAMA, *_MISTRAL, GEMMA3, GPT_OSS, OLMO3, SMOLLM3)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

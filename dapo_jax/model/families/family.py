@@ -74,6 +74,10 @@ class Family:
     local_rope: bool = False
     # Default of `no_rope_layer_interval`: every so many layers one does not rotate; None: all do.
     rotary_interval: int | None = None
+    # Default of `full_attention_interval`: every so many layers one has attention, all others are
+    # gated delta-net layers; None: there are none.
+    delta_interval: int | None = None
+    partial_rotary: float = 1.0  # default of `partial_rotary_factor`
     # Published names of a layer's tensors, and those that PEFT derives names of adapters from.
     tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
     adapter_tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
