@@ -112,6 +112,11 @@ class DecoderConfig:
         return self.shared_mlp + self.mlp * (self.experts_per_token if self.experts else 1)
 
     @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention, not a state."""
+        return self.layers - sum(self.recurrent)
+
+    @property
     def is_recurrent(self) -> bool:
         """True for the decoder of one gated delta-net layer, as `of_layer` returns it."""
         return self.recurrent == (True,)
@@ -368,7 +373,8 @@ class Decoder(nn.Module):
         divisors = (n for n in range(1, c.layers + 1) if c.layers % n == 0)
         period = next(n for n in divisors if kinds == kinds[:n] * (c.layers // n))
         blocks = [
-            Block(c.of_layer(i), TRAINING_ATTENTION[c.attention], parent=None) for i in range(period)
+            Block(c.of_layer(i), TRAINING_ATTENTION[c.attention], parent=None)
+            for i in range(period)
         ]
         numbers = layer_stacks(c)
         owner = {number: name for name in numbers for number in numbers[name]}

@@ -181,6 +181,8 @@ def _last_inputs(
     padded, width = jnp.concatenate([window, x.astype(window.dtype)], axis=1), window.shape[1]
     if real is None:
         return padded[:, x.shape[1] :]
+    if x.shape[1] == 1:
+        return jnp.where(real[..., None, None], padded[:, 1:], window)
     cut = jax.vmap(lambda row, count: jax.lax.dynamic_slice_in_dim(row, count, width))
     return cut(padded, jnp.sum(real, axis=1))
 

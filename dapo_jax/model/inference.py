@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.model.caches import PromptCache
+from dapo_jax.model.caches import PromptCache, StateCache
 from dapo_jax.model.decode_attention import PromptContext, SlotContext, attend_prompt
 from dapo_jax.model.decoder import (
     Block,
@@ -20,6 +20,7 @@ from dapo_jax.model.decoder import (
     rms_norm,
     scaled_embeddings,
 )
+from dapo_jax.model.delta_net import empty_state
 from dapo_jax.model.experts import ROUTES, route_dtype
 from dapo_jax.model.layers import SCALE
 
@@ -50,10 +51,11 @@ def prefill(
     tokens: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     chunk_tokens: int = 0,
-) -> tuple[tuple[PromptCache, ...], Int[Array, "B P L k"] | None]:
-    """Return keys and values of every layer for prompts padded on the right, and routes.
+) -> tuple[tuple[PromptCache | StateCache, ...], Int[Array, "B P L k"] | None]:
+    """Return caches of every layer for prompts padded on the right, and routes.
 
-    Padding never affects earlier positions; the caller masks its keys. Longer prompts go through
+    Padding never affects earlier positions; the caller masks its keys. States of delta-net layers
+    are those before a prompt's last token, which is fed again. Longer prompts go through
     the layers by `chunk_tokens` (0: at once), so attention scores are [chunk, P].
     """
     batch, width = tokens.shape
@@ -61,14 +63,13 @@ def prefill(
     def feed(tokens, start, caches):
         x = _embedded(params, config, tokens)
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
-        context = PromptContext(positions, start)
+        context = PromptContext(positions, start, lengths - 1)
         return _run_layers(params, config, attend_prompt, x, context, caches)[1:]
 
     if not 0 < chunk_tokens < width:
         return feed(tokens, 0, (None,) * config.layers)
     chunks = -(-width // chunk_tokens)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk_tokens - width)))
-    empty = jnp.zeros((*tokens.shape, config.kv_heads, config.head_dim), config.dtype)
 
     def body(i, carry):
         start, (caches, routes) = i * chunk_tokens, carry
@@ -79,10 +80,26 @@ def prefill(
         return caches, routes
 
     needed = -(-jnp.max(lengths) // chunk_tokens)
-    empties = tuple(PromptCache(empty, empty) for _ in range(config.layers))
     routes = empty_routes(config, *tokens.shape) if config.records_routes else None
-    filled = jax.lax.fori_loop(0, needed, body, (empties, routes))
-    return jax.tree.map(lambda leaf: leaf[:, :width], filled)
+    empties = _empty_caches(config, tokens.shape)
+    caches, routes = jax.lax.fori_loop(0, needed, body, (empties, routes))
+
+    def cut(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[:, :width], tree)
+
+    return tuple(c if isinstance(c, StateCache) else cut(c) for c in caches), cut(routes)
+
+
+def _empty_caches(
+    config: DecoderConfig, shape: tuple[int, ...]
+) -> tuple[PromptCache | StateCache, ...]:
+    """Return the caches of prompts of `shape` [B, P] before their first tokens."""
+    empty = jnp.zeros((*shape, config.kv_heads, config.head_dim), config.dtype)
+    layers = map(config.of_layer, range(config.layers))
+    return tuple(
+        empty_state(layer, shape[0]) if layer.is_recurrent else PromptCache(empty, empty)
+        for layer in layers
+    )
 
 
 def empty_routes(config: DecoderConfig, batch: int, length: int) -> Int[Array, "B T L k"]:
@@ -125,7 +142,6 @@ def score(
 ) -> tuple[Float[Array, "T"], Float[Array, "T k"], Int[Array, "T k"]]:
     """Return, at t, log p(tokens[t + 1] | tokens[<= t]) and the likeliest tokens."""
     following = jnp.roll(tokens, -1)
-    empty = jnp.zeros((1, *tokens.shape, config.kv_heads, config.head_dim), config.dtype)
 
     def body(caches, start):
         piece, wanted = (
@@ -139,7 +155,7 @@ def score(
         chosen = jnp.take_along_axis(logprobs, wanted[:, None], axis=-1)[:, 0]
         return caches, (chosen, *jax.lax.top_k(logprobs, likeliest))
 
-    empties = tuple(PromptCache(empty, empty) for _ in range(config.layers))
+    empties = _empty_caches(config, (1, *tokens.shape))
     starts = jnp.arange(0, len(tokens), chunk_tokens)
     _, scored = jax.lax.scan(body, empties, starts)
     return jax.tree.map(lambda x: x.reshape(len(tokens), *x.shape[2:]), scored)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.model.caches import KVCache, PageCache, PromptCache
+from dapo_jax.model.caches import KVCache, PageCache, PromptCache, StateCache
 from dapo_jax.model.decode_attention import (
     PagedAttention,
     SlotAttention,
@@ -19,19 +19,21 @@ from dapo_jax.model.decode_attention import (
     rounded,
 )
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.delta_net import empty_state
 from dapo_jax.model.gpu_attention import has_kernels
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.rollout.page_table import Fills, PageGeometry, PageTable
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
 
-Caches = tuple[PageCache | KVCache, ...]
+Caches = tuple[PageCache | KVCache | StateCache, ...]
 
 
 class CacheLayout:
     """Caches of every layer: pages, or slots of one length that grow in a few sizes.
 
-    A layer with a window shorter than a slot has a ring buffer in each slot, and no pages.
+    A layer with a window shorter than a slot has a ring buffer in each slot, and no pages. A
+    delta-net layer has one state in each slot.
     `settings.pages` counts the pages of all replicas without their pages 0 (0: as many as full
     slots need). `settings.first_window_tokens` is the first length of slots, or of attention over
     pages if no kernel reads only the existing tokens.
@@ -89,11 +91,11 @@ class CacheLayout:
         """Return True if the caches hold `needed` tokens per slot."""
         lengths = self._lengths(self.window(needed))
         pairs = zip(lengths, caches, strict=True)
-        return all(isinstance(c, PageCache) or n <= c.values.shape[2] for n, c in pairs)
+        return all(not isinstance(c, KVCache) or n <= c.values.shape[2] for n, c in pairs)
 
-    def longest(self, caches: tuple[KVCache, ...]) -> int:
-        """Return the tokens of the longest cache."""
-        return max(cache.values.shape[2] for cache in caches)
+    def longest(self, caches: Caches) -> int:
+        """Return the tokens of the longest cache without pages."""
+        return max(cache.values.shape[2] for cache in caches if isinstance(cache, KVCache))
 
     def columns(self, needed: int) -> int | None:
         """Return the page table columns that attention reads for `needed` tokens of a slot."""
@@ -110,9 +112,16 @@ class CacheLayout:
         """Return `pages` for each layer with pages, and an entry of `slots` for the others."""
         if self.pages is None:
             return tuple(slots)
-        reaches = [reach or self._limit for reach in self._config.reaches]
-        pairs = zip(reaches, slots, strict=True)
-        return tuple(pages if reach >= self._limit else slot for reach, slot in pairs)
+        layers = map(self._config.of_layer, range(self._config.layers))
+        return tuple(
+            slot if layer.is_recurrent or (layer.window or self._limit) < self._limit else pages
+            for layer, slot in zip(layers, slots, strict=True)
+        )
+
+    def _by_kind(self, state: Any, others: list) -> list:
+        """Return `state` for each delta-net layer, and an entry of `others` for the others."""
+        kinds = self._config.recurrent or (False,) * len(others)
+        return [state if kind else other for kind, other in zip(kinds, others, strict=True)]
 
     def empty(self, window: int) -> Caches:
         """Return zeroed caches of every layer with space for `window` tokens per slot."""
@@ -124,7 +133,8 @@ class CacheLayout:
             count = geometry.replicas * geometry.pages
             shape = (count, geometry.page_tokens, 2 * c.kv_heads, c.head_dim)
             pages = PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
-        return self._by_layer(pages, [kinds[length] for length in lengths])
+        state = empty_state(self._config, self._settings.slots) if self._config.recurrent else None
+        return self._by_layer(pages, self._by_kind(state, [kinds[length] for length in lengths]))
 
     def _empty_slots(self, length: int) -> KVCache:
         c, slots = self._config, self._settings.slots
@@ -149,9 +159,21 @@ class CacheLayout:
         scales = jax.eval_shape(lambda: self._scales((1, 1, 2)))
         named = functools.partial(jax.sharding.NamedSharding, self._mesh)
         pages = jax.tree.map(named, page_specs(PageCache(jnp.zeros(()), scales)))
-        return self._by_layer(pages, [slots] * self._config.layers)
+        return self._by_layer(pages, self._by_kind(self._states(), [slots] * self._config.layers))
 
-    def grow(self, caches: tuple[KVCache, ...], window: int) -> tuple[KVCache, ...]:
+    def _states(self) -> StateCache:
+        """Return the shardings of states and windows: over replicas, and heads over tensor."""
+        place = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
+        return StateCache(place("batch", "heads"), place("batch", None, "heads"))
+
+    def prompt_shardings(self) -> tuple[PromptCache | StateCache, ...]:
+        """Return the shardings of prefilled prompts of every layer."""
+        names = "batch", None, "kv_heads"
+        place = sharding.sharding(self._mesh, *names, column=sharding.DECODING)
+        prompts: Any = PromptCache(place, place)
+        return tuple(self._by_kind(self._states(), [prompts] * self._config.layers))
+
+    def grow(self, caches: Caches, window: int) -> Caches:
         """Return copies of slot caches with space for `window` tokens per slot.
 
         A ring buffer that still grows has not wrapped around yet.
@@ -165,18 +187,23 @@ class CacheLayout:
 
         grown = []
         for cache, length in zip(caches, self._lengths(window), strict=True):
+            if not isinstance(cache, KVCache):
+                grown.append(cache)
+                continue
             keys = longer(cache.keys, length, cache.time_last)
             rest = jax.tree.map(lambda x, n=length: longer(x, n), cache.replace(keys=None))
             grown.append(rest.replace(keys=keys))
         return tuple(grown)
 
     def write_prompts(
-        self, cache: Any, new: PromptCache, slots: Array, rows: Array, lengths: Array, fills: Any
+        self, cache: Any, new: Any, slots: Array, rows: Array, lengths: Array, fills: Any
     ) -> Any:
         """Write prompt `rows[i]`, of `lengths[i]` tokens, into `slots[i]` or the pages of `fills`.
 
         A slot past the last one is dropped.
         """
+        if isinstance(cache, StateCache):
+            return jax.tree.map(lambda old, x: old.at[slots].set(x[rows], mode="drop"), cache, new)
         if isinstance(cache, KVCache):
             return _write_slots(cache, new, slots, rows, lengths)
         place = functools.partial(sharding.spec, column=sharding.DECODING)

@@ -111,8 +111,11 @@ def numerics(
 
 def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
     """Raise `ConfigError` if the mesh can't shard the model evenly for training or decoding."""
-    for name, column in itertools.product(SHARDED_SIZES, (TRAINING, DECODING)):
-        size, pieces = getattr(decoder, name), shards(mesh, name, column)
+    fits = not decoder.recurrent or shards(mesh, "sequence") == 1
+    require(fits, "mesh.context", mesh.shape["context"], "1 with delta-net layers")
+    sizes = dict(zip(SHARDED_SIZES, SHARDED_SIZES, strict=True)) | {"delta_key_heads": "heads"}
+    for (name, axis), column in itertools.product(sizes.items(), (TRAINING, DECODING)):
+        size, pieces = getattr(decoder, name), shards(mesh, axis, column)
         allowed = f"one whose {pieces} shards divide the model's {name} = {size}"
         require(size % pieces == 0, "mesh", dict(mesh.shape), allowed)
 
