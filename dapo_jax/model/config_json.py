@@ -126,6 +126,13 @@ def read_table(values: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
+def text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model in that of a multimodal one; else the same."""
+    text = read_table(values, "text_config")
+    tied = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
+    return tied | text if text else values
+
+
 # --- rotations ------------------------------------------------------------------------------
 
 
@@ -331,6 +338,7 @@ def decoder_from_json(
     Raises `ConfigError` that names the setting `field` and the wrong field.
     """
     try:
+        values = text_part(values)
         kind = values.get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
             allowed = " or ".join(FAMILIES)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
 from dapo_jax.model.delta_net import GatedDeltaNet
 from dapo_jax.model.experts import RECORDS, Experts
+from dapo_jax.model.layer_periods import Pass, init_stack, run_periods, shortest_period
 from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, look_up, named, projection
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
@@ -364,68 +365,25 @@ class Decoder(nn.Module):
         return rms_norm(c, name="final_norm")(x)
 
     def _mixed_layers(self, x: Float[Array, "R T D"], context: Context, routes: Any) -> Array:
-        """Return the output of layers of two kinds, each kind in a stack of its own.
-
-        A scan goes over periods: the shortest run of layers that repeats.
-        """
-        c = self.config
-        kinds = c.recurrent
-        divisors = (n for n in range(1, c.layers + 1) if c.layers % n == 0)
-        period = next(n for n in divisors if kinds == kinds[:n] * (c.layers // n))
+        """Return the output of layers of two kinds."""
+        c, stacks, starts = self.config, {}, self.is_initializing()
         blocks = [
             Block(c.of_layer(i), TRAINING_ATTENTION[c.attention], parent=None)
-            for i in range(period)
+            for i in range(shortest_period(c.recurrent))
         ]
         numbers = layer_stacks(c)
-        owner = {number: name for name in numbers for number in numbers[name]}
-        stacks = {}
         for name, members in numbers.items():
-            init = functools.partial(_init_stack, blocks[members[0]], len(members), x, context)
-            new = self.is_initializing()
-            stack = self.param(name, init) if new else self.get_variable("params", name)
-            split = functools.partial(_split_leading, c.layers // period)
-            stacks[name] = jax.tree.map(split, stack)
-        wanted = (
-            [] if self.is_initializing() else [r for r in RECORDS if self.is_mutable_collection(r)]
-        )
-
-        def run(block: Block, params: Any, x: Array, routes: Any):
-            variables = {"params": params}
-            (x, _), record = block.apply(variables, x, context, None, None, routes, mutable=wanted)
-            return x, record
-
-        if c.remat != "none":
-            policy = REMAT_POLICIES[c.remat]
-            run = jax.checkpoint(run, policy=policy, prevent_cse=False, static_argnums=0)
-
-        def run_period(x: Array, inputs: tuple):
-            stacks, routes = inputs
-            records = []
-            for i, block in enumerate(blocks):
-                place = numbers[owner[i]].index(i)
-                layer = jax.tree.map(lambda leaf, place=place: leaf[place], stacks[owner[i]])
-                x, record = run(block, layer, x, None if routes is None else routes[i])
-                records.append(record)
-            return x, jax.tree.map(lambda *layers: jnp.stack(layers), *records)
-
-        if routes is not None:
-            routes = _split_leading(c.layers // period, jnp.moveaxis(routes, 2, 0))
-        unroll = max(1, c.scan_unroll // period)
-        x, records = jax.lax.scan(run_period, x, (stacks, routes), unroll=unroll)
-        for name in wanted:
-            merged = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), records[name])
-            self.put_variable(name, "layers", merged)
+            init = functools.partial(init_stack, blocks[members[0]], len(members), x, context)
+            # At `apply`, `self.param` would trace `init` again.
+            stacks[name] = self.param(name, init) if starts else self.get_variable("params", name)
+        names = [next(n for n in numbers if i in numbers[n]) for i in range(len(blocks))]
+        record = [r for r in RECORDS if not starts and self.is_mutable_collection(r)]
+        by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
+        shared = Pass(context, REMAT_POLICIES.get(c.remat), c.scan_unroll, record)
+        x, records = run_periods(blocks, names, stacks, x, by_layer, shared)
+        for name in record:
+            self.put_variable(name, "layers", records[name])
         return x
-
-
-def _split_leading(count: int, array: Array) -> Array:
-    return array.reshape(count, -1, *array.shape[1:])
-
-
-def _init_stack(block: Block, count: int, x: Array, context: Context, key: jax.Array) -> Any:
-    """Return boxed random parameters of `count` layers like `block`."""
-    init = jax.vmap(lambda key: block.init(key, x, context, None)["params"])
-    return nn.meta.add_axis(init(jax.random.split(key, count)), 0, {nn.PARTITION_NAME: "layers"})
 
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Any:

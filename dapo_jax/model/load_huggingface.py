@@ -6,6 +6,7 @@ tensor at a time (float32, its own devices' part). `save_huggingface.py` writes 
 
 import functools
 import hashlib
+import itertools
 import math
 import pathlib
 import re
@@ -24,9 +25,11 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
 from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.families import FAMILIES
 from dapo_jax.model.param_paths import TensorPart, forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
+from dapo_jax.structs import present
 
 READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # of a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once
@@ -38,6 +41,14 @@ HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
 OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.msgpack", "*.h5")
 INDEX = "model.safetensors.index.json"
+TEXT_PREFIXES = {  # in multimodal folders, with those of text models
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+UNUSED = "mtp."  # prefix of layers that predict several tokens
+FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # [X, out, in]
 
 
 # --- MXFP4 ----------------------------------------------------------------------------------
@@ -104,7 +115,10 @@ class Tensors:
         self.dtypes: dict[str, str] = {}
         for path in weight_files(self.folder, field):
             self._open(path)
+        self._stored = {name: name for name in self.shapes}
+        self._keep_text()
         self._packed: set[str] = set()
+        self._views: dict[str, tuple[str, int, int]] = {}  # fused tensor, expert, first row
         for name in [name for name in self.shapes if name.endswith(BLOCKS)]:
             self._join(name.removesuffix(BLOCKS))
 
@@ -115,11 +129,46 @@ class Tensors:
             self.problems.append(f"{path.name}: {error}")
             return
         for name in file.keys():
+            if name.startswith(UNUSED):
+                continue
             if name in self._files:
                 self.problems.append(f"{name}: in {self._files[name].name} and in {path.name}")
             part = file.get_slice(name)
             self._files[name], self.shapes[name] = path, tuple(part.get_shape())
             self.dtypes[name] = part.get_dtype()
+
+    def _keep_text(self) -> None:
+        """Name the tensors of a multimodal folder as in a text model's, without other parts."""
+        kept = {
+            name: ours + name.removeprefix(prefix)
+            for name in self.shapes
+            for prefix, ours in TEXT_PREFIXES.items()
+            if name.startswith(prefix)
+        }
+        if all(name.startswith("lm_head.") for name in kept):
+            return
+        _report_skipped(str(self.named), len(self.shapes) - len(kept))
+        self._stored = {ours: name for name, ours in kept.items()}
+        self._files = {ours: self._files[name] for name, ours in kept.items()}
+        self.shapes = {ours: self.shapes[name] for name, ours in kept.items()}
+        self.dtypes = {ours: self.dtypes[name] for name, ours in kept.items()}
+
+    def split_experts(self, config: DecoderConfig) -> None:
+        """Name the experts of fused tensors one by one, if the family's files do so."""
+        if "{}" not in FAMILIES[config.family].tensors.get("moe/expert_up/kernel", ""):
+            return
+        for name in list(filter(FUSED_EXPERTS.fullmatch, self.shapes)):
+            stem, kind = present(FUSED_EXPERTS.fullmatch(name), name).groups()
+            shape, dtype, path = self.shapes[name], self.dtypes[name], self._files[name]
+            parts = ["gate", "up"] if kind == "gate_up" else ["down"]
+            if len(shape) != 3 or shape[1] % len(parts):
+                continue
+            del self.shapes[name], self.dtypes[name]
+            height = shape[1] // len(parts)
+            for expert, (number, part) in itertools.product(range(shape[0]), enumerate(parts)):
+                single = f"{stem}.{expert}.{part}_proj.weight"
+                self.shapes[single], self.dtypes[single] = (height, shape[2]), dtype
+                self._files[single], self._views[single] = path, (name, expert, number * height)
 
     def _join(self, name: str) -> None:
         """Replace blocks and scales of a tensor in MXFP4 by the tensor, if they fit."""
@@ -139,7 +188,14 @@ class Tensors:
 
     def read(self, name: str, *index: slice) -> np.ndarray:
         """Return a part of a tensor in the file's dtype; all of it without an index."""
-        return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
+        file = safe_open(self._files[name], framework="numpy")
+        if name in self._views:
+            fused, expert, first = self._views[name]
+            rows, *columns = index or (slice(self.shapes[name][0]),)
+            rows = slice(first + (rows.start or 0), first + rows.stop)
+            stored = file.get_slice(self._stored.get(fused, fused))
+            return stored[(slice(expert, expert + 1), rows, *columns)][0]
+        return file.get_slice(self._stored.get(name, name))[index or (...,)]
 
     def read_expert(self, part: TensorPart, *index: slice) -> np.ndarray:
         """Return a part of an expert's matrix or vector in a fused tensor; MXFP4 as float32."""
@@ -154,6 +210,11 @@ class Tensors:
             for suffix in (BLOCKS, SCALES)
         )
         return dequantise(blocks, scales)[0][tuple(rows)]
+
+
+@functools.cache  # once per folder
+def _report_skipped(folder: str, count: int) -> None:
+    print(f"{folder}: {count:,} tensors of vision, audio and other parts are skipped", flush=True)
 
 
 # --- parameters -----------------------------------------------------------------------------
@@ -344,6 +405,7 @@ def load_params(
     Raises `ConfigError` if tensors are missing, unknown, wrongly shaped or not finite.
     """
     tensors = Tensors(folder, field)
+    tensors.split_experts(config)
     boxed, shapes = abstract_params(config), param_paths.param_shapes(config)
     shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
     arrays = {}
@@ -373,6 +435,7 @@ def read_layers(
 ) -> Iterator[tuple[str, Layers]]:
     """Yield parameters of a model folder as functions that read a layer to the host; float32."""
     tensors, shapes = Tensors(folder), param_paths.param_shapes(config)
+    tensors.split_experts(config)
 
     def layer(path: str, parts: list[TensorPart], number: int) -> np.ndarray:
         shape = shapes[path][param_paths.stacked_axes(path) :]

@@ -2,19 +2,20 @@
 
 import dataclasses
 import functools
+import json
 import math
+import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import DELTA
 from flax.traverse_util import flatten_dict
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from samplers import GREEDY, PROMPTS, greedy_loop, make_sampler, place, sample, tokens_of
 from test_peft_adapters import random_adapters, save
-from test_turns import Scripted, play, same, talks
 from test_windows import LENGTH, TOKENS, unstacked
 
 from dapo_jax.config.experiment import Config, Lora
@@ -24,28 +25,14 @@ from dapo_jax.model.caches import KVCache, PageCache, StateCache
 from dapo_jax.model.decode_attention import SlotContext, attend_slots
 from dapo_jax.model.decoder import Decoder, head_kernel, init_params
 from dapo_jax.model.delta_net import DeltaInputs, delta_rule, delta_step, empty_state, unit_inverse
+from dapo_jax.model.load_huggingface import load_params, read_config
 from dapo_jax.model.trainable import choose_trained, merge
 from dapo_jax.run.compute import check_divisible
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
-DELTA = dataclasses.replace(
-    TINY,
-    layers=3,
-    family="qwen3_5_text",
-    qkv_bias=False,
-    qk_norm=True,
-    norm_offset=True,
-    output_gate=True,
-    rotary_dim=4,
-    recurrent=(True, False, True),
-    delta_key_heads=2,
-    delta_value_heads=4,
-    delta_key_dim=6,
-    delta_value_dim=8,
-    delta_kernel=4,
-)
+MODELS = pathlib.Path(__file__).parents[1] / "fixtures/models"
 
 
 @functools.cache
@@ -225,19 +212,6 @@ def test_tokens_do_not_depend_on_the_layout_or_devices(one_device):
     assert tokens(make_mesh(2, 2, 2), slots=8, **PAGES) == expected
 
 
-@pytest.mark.slow
-def test_kept_turns_and_lost_pages_change_nothing(one_device):
-    keep = {"config": DELTA, "keep_turns": True, "prefill_prompts": 1}
-    again, _ = play(one_device, random_params(), Scripted(talks), **keep | {"keep_turns": False})
-    kept, counts = play(one_device, random_params(), Scripted(talks), **keep)
-    assert counts.turns.prefilled_again_tokens == 0
-    same(again, kept, 1e-5)
-    pages = keep | {"cache": "paged", "page_tokens": 8, "pages": 14}
-    tight, counts = play(one_device, random_params(), Scripted(talks), slots=8, **pages)
-    assert counts.put_back_tokens > 0
-    same(again, tight, 1e-5)
-
-
 def test_pages_hold_attention_layers_only(one_device):
     engine = make_sampler(one_device, config=DELTA, cache_dtype="int8", **PAGES)._engine
     first, second, third = engine.programs.empty(window=8).caches
@@ -323,3 +297,40 @@ def test_chunks_are_faster_than_a_scan_over_tokens():
         seconds[name] = min(times)
     print({name: round(value, 3) for name, value in seconds.items()})
     assert seconds["chunks"] < seconds["scan"] / 2
+
+
+# --- folders -------------------------------------------------------------------------------------
+
+
+def test_published_folders_with_other_parts_load_like_text_models(one_device, tmp_path, capsys):
+    """Vision, prediction of several tokens, and fused experts."""
+    plain = MODELS / "qwen3_next"
+    tensors = load_file(plain / "model.safetensors")
+    fused = {"mtp.layers.0.weight": np.zeros(3, np.float32)}
+    for layer in range(2):
+        stem = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{stem}.{i}.{name}_proj.weight") for i in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        fused |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], 1), f"{stem}.down_proj": down}
+    cases = {plain: (tensors | fused, json.loads((plain / "config.json").read_text()))}
+    dense = MODELS / "qwen3_5"
+    values = json.loads((dense / "config.json").read_text())
+    tied = {"tie_word_embeddings": values.pop("tie_word_embeddings")}
+    whole = {"model.visual.norm.weight": np.zeros(3, np.float32)}
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        whole[name.replace("model.", "model.language_model.")] = tensor
+    cases[dense] = whole, {"model_type": "qwen3_5", "text_config": values} | tied
+    for number, (folder, (tensors, values)) in enumerate(cases.items()):
+        made = tmp_path / str(number)
+        made.mkdir()
+        save_file(tensors, made / "model.safetensors")
+        (made / "config.json").write_text(json.dumps(values))
+        config = read_config(made)
+        assert config == read_config(folder)
+        expected = load_params(folder, config, one_device)
+        jax.tree.map(np.testing.assert_array_equal, load_params(made, config, one_device), expected)
+    assert (
+        f"{made}: 1 tensors of vision, audio and other parts are skipped" in capsys.readouterr().out
+    )

@@ -23,6 +23,12 @@ _COLUMNS = (
 ).split()
 _QWEN2 = {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 _QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128}
+_QWEN3_5 = {"model_type": "qwen3_5_text", "rope_theta": 1e7}  # the rest as by default
+_QWEN3_5_A3B = _QWEN3_5 | {"model_type": "qwen3_5_moe_text", "num_experts": 256}
+_QWEN3_5_A3B |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
+_QWEN3_5_A3B |= {"shared_expert_intermediate_size": 512}
+_QWEN3_NEXT = _QWEN3_5_A3B | {"model_type": "qwen3_next"}
+_QWEN3_NEXT |= {"num_experts": 512, "num_experts_per_tok": 10}
 _LLAMA = {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5}
 _QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 _QWEN3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8}
@@ -63,6 +69,9 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "Qwen3-32B": (_QWEN3, (5_120, 64, 64, 8, 25_600, 151_936, False)),
     "Qwen3-30B-A3B": (_A3B, (2_048, 48, 32, 4, 6_144, 151_936, False)),
     "Qwen3-235B-A22B": (_A22B, (4_096, 94, 64, 4, 12_288, 151_936, False)),
+    "Qwen3.5-9B": (_QWEN3_5, (4_096, 32, 16, 4, 12_288, 248_320, False)),
+    "Qwen3.5-35B-A3B": (_QWEN3_5_A3B, (2_048, 40, 16, 2, 512, 248_320, False)),
+    "Qwen3-Next-80B-A3B": (_QWEN3_NEXT, (2_048, 48, 16, 2, 5_120, 151_936, False)),
     "Llama-3-8B": (_LLAMA, (4_096, 32, 32, 8, 14_336, 128_256, False)),
     "Llama-3-70B": (_LLAMA, (8_192, 80, 64, 8, 28_672, 128_256, False)),
     "Llama-3.1-8B": (_scaled(8.0), (4_096, 32, 32, 8, 14_336, 128_256, False)),
