@@ -18,13 +18,19 @@ from samplers import GREEDY, PROMPTS, greedy_loop, make_sampler, place, sample, 
 from test_peft_adapters import random_adapters, save
 from test_windows import LENGTH, TOKENS, unstacked
 
-from dapo_jax.config.experiment import Config, Lora
-from dapo_jax.learner.minibatches import choose_packing
+from dapo_jax.config.experiment import Lora
 from dapo_jax.model import inference, param_paths, peft_adapters
 from dapo_jax.model.caches import KVCache, PageCache, StateCache
 from dapo_jax.model.decode_attention import SlotContext, attend_slots
 from dapo_jax.model.decoder import Decoder, head_kernel, init_params
-from dapo_jax.model.delta_net import DeltaInputs, delta_rule, delta_step, empty_state, unit_inverse
+from dapo_jax.model.delta_net import (
+    DeltaInputs,
+    convolve,
+    delta_rule,
+    delta_step,
+    empty_state,
+    unit_inverse,
+)
 from dapo_jax.model.load_huggingface import load_params, read_config
 from dapo_jax.model.trainable import choose_trained, merge
 from dapo_jax.run.compute import check_divisible
@@ -58,8 +64,9 @@ def random_inputs(length, heads=2, groups=2, key=8, value=6, rows=2):
     return DeltaInputs(normal(key), keys, normal(groups, value), *rates)
 
 
-def scan_tokens(inputs, state, starts):
+def scan_tokens(inputs, state, segments):
     """Reads and last state, token by token."""
+    starts = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
 
     def feed(state, token):
         *arrays, start = token
@@ -74,11 +81,11 @@ def scan_tokens(inputs, state, starts):
 
 def test_chunks_equal_a_scan_over_tokens_with_gradients():
     inputs, state = random_inputs(70), jnp.ones((2, 2, 2, 8, 6))
-    starts = jnp.zeros((2, 70), bool).at[0, 10].set(True).at[0, 66].set(True).at[1, 64].set(True)
+    segments = np.stack([np.repeat([1, 2, 3], [10, 56, 4]), np.repeat([4, 5], [64, 6])])
     weights = random_inputs(70).values
 
     def loss(rule, *arrays):
-        read, last = rule(DeltaInputs(*arrays[:-1]), arrays[-1], starts)
+        read, last = rule(DeltaInputs(*arrays[:-1]), arrays[-1], jnp.asarray(segments))
         return jnp.sum(read * weights) + jnp.sum(last**2)
 
     expected, actual = (
@@ -88,6 +95,30 @@ def test_chunks_equal_a_scan_over_tokens_with_gradients():
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
     for ours, reference in zip(actual[1], expected[1], strict=True):
         np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max())
+
+
+def test_responses_continue_from_a_shared_prompt_wherever_chunks_end():
+    """Prompts of many lengths; both parts of the layer that look back."""
+    draws = np.random.default_rng(4)
+    for prompt in (1, 2, 15, 16, 17, 33):
+        lengths = [5, prompt, *draws.integers(1, 20, 4), 3, 9, 2, 4]
+        segments = np.repeat(1 + np.arange(len(lengths)), lengths)[None]
+        shared = {n: 2 for n in (3, 4, 5, 6)} | {n: 8 for n in (9, 10)}  # segments by number
+        prompts = np.array([[shared.get(n, n) for n in segments[0]]])
+        inputs = random_inputs(segments.shape[1], rows=1)
+        empty, channels = jnp.zeros((1, 2, 2, 8, 6)), inputs.queries
+        kernel, window = draws.normal(size=(2, 8, 4)).astype("f"), jnp.zeros((1, 3, 2, 8))
+        ids = jnp.asarray(segments), jnp.asarray(prompts)
+        read = delta_rule(inputs, empty, *ids, chunk_tokens=16)[0]
+        mixed = convolve(channels, kernel, window, *ids)
+        for number in range(1, len(lengths) + 1):
+            own = np.flatnonzero(segments[0] == number)
+            path = np.flatnonzero(np.isin(segments[0], [number, shared.get(number, number)]))
+            alone = jnp.ones((1, len(path)), jnp.int32)
+            expected = scan_tokens(jax.tree.map(lambda x, at=path: x[:, at], inputs), empty, alone)
+            np.testing.assert_allclose(read[0, own], expected[0][0, -len(own) :], atol=2e-5)
+            expected = convolve(channels[:, path], kernel, window, alone)
+            np.testing.assert_allclose(mixed[0, own], expected[0, -len(own) :], atol=1e-5)
 
 
 def test_the_inverse_is_exact_for_equal_keys():
@@ -115,7 +146,7 @@ def test_no_array_holds_pairs_of_tokens_or_a_state_per_token():
         ].sum()
 
     largest = max(sizes_of(jax.make_jaxpr(jax.grad(loss))(inputs).jaxpr))
-    assert largest == length * 4 * 16  # values, as large as a state after each chunk of 16
+    assert largest == length * 4 * 16  # values, and pairs of tokens within chunks of 64
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -275,19 +306,16 @@ def test_unsupported_settings_are_rejected(eight_devices):
         check_divisible(DELTA, make_mesh(1, 2, 2, context=2))
     with pytest.raises(ConfigError, match="delta_key_heads = 2"):
         check_divisible(dataclasses.replace(DELTA, heads=4, kv_heads=4), make_mesh(1, 2, 4))
-    assert not choose_packing(Config(), DELTA, 1, []).share_prompts
 
 
 @pytest.mark.slow
 def test_chunks_are_faster_than_a_scan_over_tokens():
     """Forward and backward pass of the rule in the proportions of Qwen3.5-9B, an eighth as wide."""
     inputs = random_inputs(2048, heads=2, groups=2, key=128, value=128, rows=1)
-    starts, state = jnp.zeros((1, 2048), bool), jnp.zeros((1, 2, 2, 128, 128))
+    ids, state = jnp.ones((1, 2048), jnp.int32), jnp.zeros((1, 2, 2, 128, 128))
     seconds = {}
     for name, rule in {"scan": scan_tokens, "chunks": delta_rule}.items():
-        run = jax.jit(
-            jax.grad(lambda inputs, rule=rule: jnp.sum(rule(inputs, state, starts)[0] ** 2))
-        )
+        run = jax.jit(jax.grad(lambda inputs, rule=rule: jnp.sum(rule(inputs, state, ids)[0] ** 2)))
         jax.block_until_ready(run(inputs))
         times = []
         for _ in range(3):
