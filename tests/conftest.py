@@ -58,14 +58,13 @@ TINY = DecoderConfig(
 
 DELTA = dataclasses.replace(
     TINY,
-    layers=3,
     family="qwen3_5_text",
     qkv_bias=False,
     qk_norm=True,
     norm_offset=True,
     output_gate=True,
     rotary_dim=4,
-    recurrent=(True, False, True),
+    recurrent=(True, False),
     delta_key_heads=2,
     delta_value_heads=4,
     delta_key_dim=6,

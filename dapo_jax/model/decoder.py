@@ -294,7 +294,7 @@ class Block(nn.Module):
 
 def layer_stacks(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Return the numbers of the layers in each stack of a parameter tree, in order."""
-    kinds = {"delta_layers": (), "frozen_layers": (), "layers": ()}
+    kinds: dict[str, tuple[int, ...]] = {"delta_layers": (), "frozen_layers": (), "layers": ()}
     for number in range(config.layers):
         kind = "frozen_layers" if number < config.frozen_layers else "layers"
         if config.recurrent and config.recurrent[number]:

@@ -150,7 +150,8 @@ def delta_rule(
     chunks = functools.partial(_cut, size=size)
     heads = {"queries": 1, "keys": 1, "values": 2, "decay": 2, "beta": 2}
     cut = {name: jnp.moveaxis(chunks(getattr(inputs, name)), 2, 2 + n) for name, n in heads.items()}
-    links = _links(chunks(segments), None if prompts is None else chunks(prompts))
+    ids = functools.partial(chunks, mode="edge")
+    links = _links(ids(segments), None if prompts is None else ids(prompts))
     states = jnp.stack([state] + [jnp.zeros_like(state)] * (prompts is not None))
     body = jax.checkpoint(_chunk, prevent_cse=False)
     states, read = jax.lax.scan(body, states, (DeltaInputs(**cut), links))
@@ -158,10 +159,10 @@ def delta_rule(
     return read.reshape(len(segments), -1, *read.shape[3:])[:, :length], states[0]
 
 
-def _cut(array: Array, size: int) -> Array:
-    """Return rows [B, T, ...] as chunks [N, B, size, ...], padded with zeros."""
+def _cut(array: Array, size: int, mode: str = "constant") -> Array:
+    """Return rows [B, T, ...] as chunks [N, B, size, ...], padded on the right."""
     pad = -array.shape[1] % size
-    array = jnp.pad(array, [(0, 0), (0, pad), *[(0, 0)] * (array.ndim - 2)])
+    array = jnp.pad(array, [(0, 0), (0, pad), *[(0, 0)] * (array.ndim - 2)], mode)
     return array.reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
 
 

@@ -22,7 +22,7 @@ class Pass(NamedTuple):
     record: Sequence[str]  # flax collections
 
 
-def shortest_period(kinds: Sequence[Any]) -> int:
+def shortest_period(kinds: tuple[Any, ...]) -> int:
     """Return the length of the shortest run of kinds that gives all of them if it is repeated."""
     total = len(kinds)
     divisors = (length for length in range(1, total + 1) if total % length == 0)

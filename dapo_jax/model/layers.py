@@ -41,7 +41,7 @@ class Adapters:
     targets: tuple[str, ...]  # names of projections
 
 
-def named(init: Callable, axes: tuple[str, ...]) -> Callable[..., Any]:
+def named(init: Callable, axes: tuple[str | None, ...]) -> Callable[..., Any]:
     """Return the initialiser with logical axis names for its parameter, unboxed by `self.param`."""
     return nn.with_logical_partitioning(init, axes)
 

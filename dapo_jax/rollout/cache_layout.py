@@ -163,14 +163,14 @@ class CacheLayout:
 
     def _states(self) -> StateCache:
         """Return the shardings of states and windows: over replicas, and heads over tensor."""
-        place = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
+        place: Any = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
         return StateCache(place("batch", "heads"), place("batch", None, "heads"))
 
     def prompt_shardings(self) -> tuple[PromptCache | StateCache, ...]:
         """Return the shardings of prefilled prompts of every layer."""
         names = "batch", None, "kv_heads"
-        place = sharding.sharding(self._mesh, *names, column=sharding.DECODING)
-        prompts: Any = PromptCache(place, place)
+        place: Any = sharding.sharding(self._mesh, *names, column=sharding.DECODING)
+        prompts = PromptCache(place, place)
         return tuple(self._by_kind(self._states(), [prompts] * self._config.layers))
 
     def grow(self, caches: Caches, window: int) -> Caches:
