@@ -171,11 +171,13 @@ def delta_step(
 ) -> tuple[Float[Array, "B 1 H G V"], Float[Array, "B H G K V"]]:
     """Return what the queries of one token read, and the state after it."""
     queries, keys, values, decay, beta = (array[:, 0] for array in inputs)
-    state = state * jnp.exp(decay)[..., None, None]
-    known = jnp.einsum("bhk,bhgkv->bhgv", keys, state)
+    kept = jnp.exp(decay)[..., None]
+    both = jnp.stack([keys, queries])  # so that the state is read once
+    known, read = jnp.einsum("nbhk,bhgkv->nbhgv", both, state) * kept
     added = beta[..., None] * (values - known)
-    state = state + keys[:, :, None, :, None] * added[:, :, :, None]
-    return jnp.einsum("bhk,bhgkv->bhgv", queries, state)[:, None], state
+    read += jnp.sum(queries * keys, axis=-1)[:, :, None, None] * added
+    state = state * kept[..., None] + keys[:, :, None, :, None] * added[:, :, :, None]
+    return read[:, None], state
 
 
 # --- the layer -------------------------------------------------------------------------------

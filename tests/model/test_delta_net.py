@@ -18,7 +18,7 @@ from samplers import GREEDY, PROMPTS, greedy_loop, make_sampler, place, sample, 
 from test_peft_adapters import random_adapters, save
 from test_windows import LENGTH, TOKENS, unstacked
 
-from dapo_jax.config.experiment import Lora
+from dapo_jax.config.experiment import Lora, Sampler
 from dapo_jax.model import inference, param_paths, peft_adapters
 from dapo_jax.model.caches import KVCache, PageCache, StateCache
 from dapo_jax.model.decode_attention import SlotContext, attend_slots
@@ -33,6 +33,7 @@ from dapo_jax.model.delta_net import (
 )
 from dapo_jax.model.load_huggingface import load_params, read_config
 from dapo_jax.model.trainable import choose_trained, merge
+from dapo_jax.run import memory
 from dapo_jax.run.compute import check_divisible
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
@@ -97,28 +98,38 @@ def test_chunks_equal_a_scan_over_tokens_with_gradients():
         np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max())
 
 
-def test_responses_continue_from_a_shared_prompt_wherever_chunks_end():
-    """Prompts of many lengths; both parts of the layer that look back."""
-    draws = np.random.default_rng(4)
-    for prompt in (1, 2, 15, 16, 17, 33):
-        lengths = [5, prompt, *draws.integers(1, 20, 4), 3, 9, 2, 4]
-        segments = np.repeat(1 + np.arange(len(lengths)), lengths)[None]
-        shared = {n: 2 for n in (3, 4, 5, 6)} | {n: 8 for n in (9, 10)}  # segments by number
-        prompts = np.array([[shared.get(n, n) for n in segments[0]]])
-        inputs = random_inputs(segments.shape[1], rows=1)
-        empty, channels = jnp.zeros((1, 2, 2, 8, 6)), inputs.queries
-        kernel, window = draws.normal(size=(2, 8, 4)).astype("f"), jnp.zeros((1, 3, 2, 8))
-        ids = jnp.asarray(segments), jnp.asarray(prompts)
-        read = delta_rule(inputs, empty, *ids, chunk_tokens=16)[0]
-        mixed = convolve(channels, kernel, window, *ids)
-        for number in range(1, len(lengths) + 1):
-            own = np.flatnonzero(segments[0] == number)
-            path = np.flatnonzero(np.isin(segments[0], [number, shared.get(number, number)]))
-            alone = jnp.ones((1, len(path)), jnp.int32)
-            expected = scan_tokens(jax.tree.map(lambda x, at=path: x[:, at], inputs), empty, alone)
-            np.testing.assert_allclose(read[0, own], expected[0][0, -len(own) :], atol=2e-5)
-            expected = convolve(channels[:, path], kernel, window, alone)
-            np.testing.assert_allclose(mixed[0, own], expected[0, -len(own) :], atol=1e-5)
+def reads_along(inputs, path):
+    """Reads of the tokens of a path [T', H, G, V], by the rule as it is written."""
+    queries, keys, values, decay, beta = (np.asarray(x[0, path], np.float64) for x in inputs)
+    state, reads = np.zeros((*beta.shape[1:], keys.shape[-1], values.shape[-1])), []
+    for t in range(len(path)):
+        state *= np.exp(decay[t])[..., None, None]
+        added = beta[t][..., None] * (values[t] - np.einsum("hk,hgkv->hgv", keys[t], state))
+        state += np.einsum("hk,hgv->hgkv", keys[t], added)
+        reads.append(np.einsum("hk,hgkv->hgv", queries[t], state))
+    return np.stack(reads)
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 33])
+def test_responses_continue_from_a_shared_prompt_wherever_chunks_end(prompt):
+    lengths = [5, prompt, 7, 1, 19, 3, 3, 9, 2, 4]  # 4 responses to the second, 2 to the eighth
+    shared = {n: 2 for n in (3, 4, 5, 6)} | {n: 8 for n in (9, 10)}
+    segments = np.zeros((1, 96), np.int32)
+    segments[0, : sum(lengths)] = np.repeat(1 + np.arange(len(lengths)), lengths)
+    prompts = np.array([[shared.get(n, n) for n in segments[0]]], np.int32)
+    inputs, kernel = random_inputs(96, rows=1), np.random.default_rng(4).normal(size=(2, 8, 4))
+    channels, kernel, window = inputs.queries, kernel.astype("f"), jnp.zeros((1, 3, 2, 8))
+    rule = functools.partial(delta_rule, chunk_tokens=16)
+    read, _ = jax.jit(rule)(inputs, jnp.zeros((1, 2, 2, 8, 6)), segments, prompts)
+    mixed = jax.jit(convolve)(channels, kernel, window, segments, prompts)
+    for number in range(1, len(lengths) + 1):
+        own = np.flatnonzero(segments[0] == number)
+        path = np.flatnonzero(np.isin(segments[0], [number, shared.get(number, number)]))
+        expected = reads_along(inputs, path)[-len(own) :]
+        np.testing.assert_allclose(read[0, own], expected, atol=2e-5)
+        padded = np.concatenate([window[0], channels[0, path]])
+        taps = [padded[i : i + len(path)] * kernel[..., i] for i in range(4)]
+        np.testing.assert_allclose(mixed[0, own], sum(taps)[-len(own) :], atol=1e-5)
 
 
 def test_the_inverse_is_exact_for_equal_keys():
@@ -259,6 +270,10 @@ def test_pages_hold_attention_layers_only(one_device):
         and second.pages.dtype == jnp.int8
     )
     assert first.state.dtype == jnp.float32
+    caches = make_sampler(one_device, config=DELTA)._engine.programs.empty(window=28).caches
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    estimate = memory.cache_bytes(DELTA, Sampler(), one_device, 4, 8, 20)
+    assert estimate == held + 4 * 20 * memory.SAMPLED_TOKEN_BYTES
 
 
 # --- adapters, meshes, limits --------------------------------------------------------------------
