@@ -110,6 +110,10 @@ def reads_along(inputs, path):
     return np.stack(reads)
 
 
+cut_rule = jax.jit(functools.partial(delta_rule, chunk_tokens=16))
+jitted_convolve = jax.jit(convolve)
+
+
 @pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 33])
 def test_responses_continue_from_a_shared_prompt_wherever_chunks_end(prompt):
     lengths = [5, prompt, 7, 1, 19, 3, 3, 9, 2, 4]  # 4 responses to the second, 2 to the eighth
@@ -119,9 +123,8 @@ def test_responses_continue_from_a_shared_prompt_wherever_chunks_end(prompt):
     prompts = np.array([[shared.get(n, n) for n in segments[0]]], np.int32)
     inputs, kernel = random_inputs(96, rows=1), np.random.default_rng(4).normal(size=(2, 8, 4))
     channels, kernel, window = inputs.queries, kernel.astype("f"), jnp.zeros((1, 3, 2, 8))
-    rule = functools.partial(delta_rule, chunk_tokens=16)
-    read, _ = jax.jit(rule)(inputs, jnp.zeros((1, 2, 2, 8, 6)), segments, prompts)
-    mixed = jax.jit(convolve)(channels, kernel, window, segments, prompts)
+    read, _ = cut_rule(inputs, jnp.zeros((1, 2, 2, 8, 6)), segments, prompts)
+    mixed = jitted_convolve(channels, kernel, window, segments, prompts)
     for number in range(1, len(lengths) + 1):
         own = np.flatnonzero(segments[0] == number)
         path = np.flatnonzero(np.isin(segments[0], [number, shared.get(number, number)]))
@@ -189,7 +192,7 @@ def test_segments_of_a_packed_row_do_not_see_each_other():
     first = 0
     for separate, length in zip(alone, lengths, strict=True):
         part = slice(first, first + length)
-        np.testing.assert_allclose(packed[part], separate[:length], rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(packed[part], separate[:length], rtol=1e-5, atol=1e-4)  # of 10
         first += length
 
 
@@ -210,12 +213,12 @@ def test_decoding_and_scoring_equal_training_and_inactive_slots_keep_their_state
     caches = (state, slots)
     for position in range(LENGTH):
         decoded, caches = step(caches, position)
-        np.testing.assert_allclose(decoded[0], expected[position], rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(decoded[0], expected[position], rtol=1e-5, atol=1e-4)  # of 10
     assert all((leaf[1] == 0).all() for leaf in jax.tree.leaves(caches[0]))
     score = functools.partial(inference.score, likeliest=1, chunk_tokens=4)
     scored, *_ = jax.jit(score, static_argnums=1)(params, DELTA, TOKENS[0])
     reference = jax.nn.log_softmax(expected)[jnp.arange(LENGTH - 1), TOKENS[0, 1:]]
-    np.testing.assert_allclose(scored[:-1], reference, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(scored[:-1], reference, rtol=1e-5, atol=1e-4)  # of 10
     # Prefilled at once and in chunks, all tokens but the last are in the state.
     fill = jax.jit(inference.prefill, static_argnums=(1, 4))
     fed = params, DELTA, jnp.repeat(TOKENS, 2, axis=0), jnp.array([LENGTH, 7])
@@ -355,6 +358,7 @@ def test_chunks_are_faster_than_a_scan_over_tokens():
 # --- folders -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_published_folders_with_other_parts_load_like_text_models(one_device, tmp_path, capsys):
     """Vision, prediction of several tokens, and fused experts."""
     plain = MODELS / "qwen3_next"
