@@ -240,8 +240,8 @@ def _convolve_prompts(
     far = chunks(end)[:, :, :1] + back
     far = jnp.where(far < near[..., :1], far, -1)
     outside = jnp.concatenate([near, far], axis=-1)
-    rows = jnp.arange(len(x))[:, None]
-    sources = jnp.concatenate([x[rows, jnp.maximum(outside, 0)], chunks(x)], axis=2)
+    take = jax.vmap(lambda row, at: row[at], in_axes=(0, 1), out_axes=1)  # rows stay on devices
+    sources = jnp.concatenate([take(x, jnp.maximum(outside, 0)), chunks(x)], axis=2)
     own = jnp.arange(CHUNK_TOKENS) + jnp.zeros_like(outside[..., :1]) + first[..., :1] + reach
     numbers = jnp.concatenate([outside, own], axis=-1)
     out: Any = 0.0
