@@ -10,7 +10,6 @@ from dapo_jax.model.families.family import Family, Windows
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.rules import Range
 from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError
-from dapo_jax.structs import present
 
 MAX_POSITION_EMBEDDINGS = 32_768  # of folders that are not made from another one
 
@@ -403,7 +402,8 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
         values["no_rope_layers"] = [int(flag) for flag in rotated]
     if family.delta_interval is not None:
         values["layer_types"] = [LINEAR if flag else FULL for flag in config.recurrent]
-        values["partial_rotary_factor"] = present(config.rotary_dim, "rotary_dim") / config.head_dim
+        assert config.rotary_dim is not None, "of every decoder of these families"
+        values["partial_rotary_factor"] = config.rotary_dim / config.head_dim
     if family.windows is not None:
         values |= _windows_json(config, family.windows)
     return values

@@ -3,14 +3,12 @@
 A head's state S [key, value] follows S <- exp(g) S + k (beta (v - exp(g) k^T S))^T, and a query
 reads q^T S. Rows are computed in chunks: inside a chunk all tokens at once, by one triangular
 system (arXiv 2406.06484, section 3); from chunk to chunk only the state is carried. A short causal
-convolution precedes queries, keys and values. State and convolution start again at each segment, or
-continue from the end of a shared prompt.
+convolution precedes queries, keys and values. State and convolution start again at each segment.
 
 Dimension letters: H key heads, G value heads per key head, K key and V value dimension, C tokens of
 a chunk, W tokens of the convolution.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -74,96 +72,54 @@ def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
 unit_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
-class Links(NamedTuple):
-    """Which tokens of a chunk, and which of n states, precede a token on its path.
-
-    A path is a segment, or a shared prompt and the segment of a response to it. State 0 is that
-    after the chunk before, state 1 that after the latest prompt of the row.
-    """
-
-    seen: Bool[Array, "B C C"]  # tokens of the chunk on the path, the token itself included
-    enter: Bool[Array, "n B C"]  # whether a token's path comes from a state
-    last: Float[Array, "n B C"]  # 1 at the token after which the state is kept
-    kept: Bool[Array, "n n B"]  # whether, if there is none, a state becomes the state before
-
-
-def _links(segments: Int[Array, "N B C"], prompts: Int[Array, "N B C"] | None) -> Links:
-    """Return the links of N chunks, each with its axis first."""
-    size, shared = segments.shape[-1], prompts is not None
-    prompts = segments if prompts is None else prompts
-    before = jnp.concatenate([segments[:1, :, 0], segments[:-1, :, -1]])[..., None]
-    inside = prompts[..., None] == segments[..., None, :]
-    seen = inside | (segments[..., None] == segments[..., None, :])
-    near = prompts == before
-    enter, places = [(segments == before) | near], [jnp.full(before.shape[:2], size - 1)]
-    kept = jnp.zeros((len(segments), 1 + shared, 1 + shared, segments.shape[1]), bool)
-    if shared:
-        far = (prompts != segments) & ~near & (segments != before) & ~inside.any(axis=-1)
-        enter.append(far)
-        of_prompt = segments == prompts[..., -1:]  # that of the last token
-        none = ~of_prompt.any(axis=-1)
-        place = size - 1 - jnp.argmax(of_prompt[..., ::-1], axis=-1)
-        places.append(jnp.where(none, -1, place))
-        kept = kept.at[:, 1, 0].set(none & near[..., -1]).at[:, 1, 1].set(none & ~near[..., -1])
-    last = jax.nn.one_hot(jnp.stack(places, axis=1), size)
-    return Links(seen & jnp.tril(jnp.ones((size, size), bool)), jnp.stack(enter, 1), last, kept)
-
-
 def _chunk(
-    states: Float[Array, "n B H G K V"], chunk: tuple[DeltaInputs, Links]
+    state: Float[Array, "B H G K V"], chunk: tuple[DeltaInputs, Int[Array, "B C"]]
 ) -> tuple[Array, Float[Array, "B H G C V"]]:
-    """Return the states after a chunk, with arrays [B H (G) C ...], and what its queries read."""
-    (queries, keys, values, decay, beta), (seen, enter, last, kept) = chunk
-    exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    total = exact("bij,bhgj->bhgi", seen.astype(jnp.float32), decay)
-    between = total[..., :, None] - total[..., None, :]
-    weights = jnp.exp(jnp.where(seen[:, None, None], between, -jnp.inf))
-    entered = jnp.exp(total) * enter[:, :, None, None]
-
-    def read_states(x: Float[Array, "B H C K"]) -> Float[Array, "B H G C V"]:
-        return jnp.sum(jnp.einsum("bhck,nbhgkv->nbhgcv", x, states) * entered[..., None], axis=0)
+    """Return the state after a chunk, with arrays [B H (G) C ...], and what its queries read."""
+    (queries, keys, values, decay, beta), starts = chunk
+    segment = jnp.cumsum(starts, axis=1)  # 0: that of the chunk before
+    last = segment[:, -1:]
+    same = (segment[:, :, None] == segment[:, None])[:, None, None]
+    total = jnp.cumsum(decay, axis=-1)
+    seen = same & jnp.tril(jnp.ones(same.shape[-2:], bool))
+    weights = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
+    enter = jnp.where((segment == 0)[:, None, None], jnp.exp(total), 0)  # weight of `state`
+    leave = jnp.where((segment == last)[:, None, None], jnp.exp(total[..., -1:] - total), 0)
 
     overlap = jnp.einsum("bhik,bhjk->bhij", keys, keys)[:, :, None]
     lower = jnp.tril(beta[..., None] * overlap * weights, -1)
-    added = unit_inverse(lower) @ (beta[..., None] * (values - read_states(keys)))
+    known = jnp.einsum("bhck,bhgkv->bhgcv", keys, state) * enter[..., None]
+    added = unit_inverse(lower) @ (beta[..., None] * (values - known))
     scores = jnp.einsum("bhik,bhjk->bhij", queries, keys)[:, :, None] * weights
-    read = read_states(queries) + scores @ added
-    old = exact("nbi,mbhgi->nmbhg", last, entered) + kept[..., None, None]
-    left = exact("nbi,bhgij->nbhgj", last, weights)[..., None] * added
-    states = jnp.sum(old[..., None, None] * states, axis=1)
-    return states + jnp.einsum("bhck,nbhgcv->nbhgkv", keys, left), read
+    read = jnp.einsum("bhck,bhgkv->bhgcv", queries, state) * enter[..., None] + scores @ added
+    kept = state * enter[..., -1, None, None]
+    return kept + jnp.einsum("bhck,bhgc,bhgcv->bhgkv", keys, leave, added), read
 
 
 def delta_rule(
     inputs: DeltaInputs,
     state: Float[Array, "B H G K V"],
-    segments: Int[Array, "B T"],  # each but the first starts from an empty state
-    prompts: Int[Array, "B T"] | None = None,  # or from the state after this segment
+    starts: Bool[Array, "B T"],  # tokens at which a segment starts from an empty state
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Float[Array, "B T H G V"], Float[Array, "B H G K V"]]:
     """Return what queries read, and the last state.
 
-    The backward pass computes a chunk again from the states before it.
+    The backward pass computes a chunk again from the state before it.
     """
-    length = segments.shape[1]
+    length = starts.shape[1]
     size = min(chunk_tokens, 1 << (length - 1).bit_length())
-    chunks = functools.partial(_cut, size=size)
+    pad = -length % size
+
+    def chunks(array: Array) -> Array:  # [N, B, (H, G), C, ...]
+        array = jnp.pad(array, [(0, 0), (0, pad), *[(0, 0)] * (array.ndim - 2)])
+        return array.reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
+
     heads = {"queries": 1, "keys": 1, "values": 2, "decay": 2, "beta": 2}
     cut = {name: jnp.moveaxis(chunks(getattr(inputs, name)), 2, 2 + n) for name, n in heads.items()}
-    ids = functools.partial(chunks, mode="edge")
-    links = _links(ids(segments), None if prompts is None else ids(prompts))
-    states = jnp.stack([state] + [jnp.zeros_like(state)] * (prompts is not None))
     body = jax.checkpoint(_chunk, prevent_cse=False)
-    states, read = jax.lax.scan(body, states, (DeltaInputs(**cut), links))
+    state, read = jax.lax.scan(body, state, (DeltaInputs(**cut), chunks(starts.astype(jnp.int32))))
     read = jnp.moveaxis(read, 4, 2).swapaxes(0, 1)
-    return read.reshape(len(segments), -1, *read.shape[3:])[:, :length], states[0]
-
-
-def _cut(array: Array, size: int, mode: str = "constant") -> Array:
-    """Return rows [B, T, ...] as chunks [N, B, size, ...], padded on the right."""
-    pad = -array.shape[1] % size
-    array = jnp.pad(array, [(0, 0), (0, pad), *[(0, 0)] * (array.ndim - 2)], mode)
-    return array.reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
+    return read.reshape(len(starts), -1, *read.shape[3:])[:, :length], state
 
 
 def delta_step(
@@ -192,67 +148,32 @@ def _real(context: Any) -> Bool[Array, "B T"] | None:
     return None
 
 
+def _starts(context: Any) -> Bool[Array, "B T"]:
+    """Return the tokens at which a segment of a packed row starts; none in decoding."""
+    segments = getattr(context, "segment_ids", None)
+    if segments is None:
+        return jnp.zeros(context.positions.shape, bool)
+    return jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+
+
 def convolve(
     x: Float[Array, "B T H X"],
     kernel: Float[Array, "H X W"],
     window: Float[Array, "B W-1 H X"],  # inputs of the tokens before
-    segments: Int[Array, "B T"],
-    prompts: Int[Array, "B T"] | None = None,
+    starts: Bool[Array, "B T"],
 ) -> Float[Array, "B T H X"]:
-    """Return the causal convolution of each channel along a token's path; float32."""
-    length, reach = x.shape[1], kernel.shape[-1] - 1
+    """Return the causal convolution of each channel over its segment; float32."""
+    length, width = x.shape[1], kernel.shape[-1]
     padded = jnp.concatenate([window.astype(x.dtype), x], axis=1).astype(jnp.float32)
-    before = jnp.pad(segments, ((0, 0), (reach, 0)), mode="edge")
     kernel = kernel.astype(x.dtype).astype(jnp.float32)
-    out = padded[:, reach:] * kernel[..., -1]
-    for distance in range(1, reach + 1):
-        part = slice(reach - distance, reach - distance + length)
-        same = before[:, part] == segments
-        out += jnp.where(same[..., None, None], padded[:, part] * kernel[..., -1 - distance], 0)
-    return out if prompts is None else out + _convolve_prompts(x, kernel, segments, prompts)
-
-
-def _convolve_prompts(
-    x: Float[Array, "B T H X"],
-    kernel: Float[Array, "H X W"],
-    segments: Int[Array, "B T"],
-    prompts: Int[Array, "B T"],
-) -> Float[Array, "B T H X"]:
-    """Return what the ends of shared prompts add to the first tokens of each response.
-
-    Products with matrices of 0 and 1 select the tokens: a gather of all tokens would become a
-    scatter of all tokens in the backward pass, one by one on TPUs. A chunk's tokens come from the
-    chunk, from just before it, or from the end of the prompt that its first token belongs to.
-    """
-    length, reach = x.shape[1], kernel.shape[-1] - 1
-    place = jnp.broadcast_to(jnp.arange(length), segments.shape)
-    previous = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
-    starts, responds = segments != previous, prompts != segments
-
-    def latest(mask: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-        return jax.lax.cummax(jnp.where(mask, place, 0), axis=1)
-
-    offset, root = place - latest(starts), latest(starts & ~responds)
-    end = latest(starts & responds & (prompts == previous))  # of the prompt, exclusive
-    back, chunks = jnp.arange(-reach, 0), functools.partial(_cut, size=CHUNK_TOKENS)
-    first = jnp.arange(0, length, CHUNK_TOKENS)[:, None, None] + back  # [N, 1, W-1]
-    near = jnp.broadcast_to(first, (len(first), len(x), reach))
-    far = chunks(end)[:, :, :1] + back
-    far = jnp.where(far < near[..., :1], far, -1)
-    outside = jnp.concatenate([near, far], axis=-1)
-    take = jax.vmap(lambda row, at: row[at], in_axes=(0, 1), out_axes=1)  # rows stay on devices
-    sources = jnp.concatenate([take(x, jnp.maximum(outside, 0)), chunks(x)], axis=2)
-    own = jnp.arange(CHUNK_TOKENS) + jnp.zeros_like(outside[..., :1]) + first[..., :1] + reach
-    numbers = jnp.concatenate([outside, own], axis=-1)
-    out: Any = 0.0
-    for distance in range(1, reach + 1):
-        wanted = end + offset - distance
-        reached = responds & (offset < distance) & (wanted >= root)
-        wanted = chunks(jnp.where(reached, wanted, -1 - reach))
-        picked = (wanted[..., None] == numbers[:, :, None]).astype(x.dtype)
-        past = jnp.einsum("nbis,nbshx->nbihx", picked, sources, precision="highest")
-        out += past.astype(jnp.float32) * kernel[..., -1 - distance]
-    return out.swapaxes(0, 1).reshape(len(x), -1, *x.shape[2:])[:, :length]
+    out = padded[:, width - 1 :] * kernel[..., -1]
+    reaches = jnp.ones(starts.shape, bool)  # whether the token at this distance is of the segment
+    for distance in range(1, width):
+        begun = jnp.pad(starts, ((0, 0), (distance - 1, 0)))[:, :length]
+        reaches = reaches & ~begun
+        past = padded[:, width - 1 - distance : width - 1 - distance + length]
+        out += jnp.where(reaches[..., None, None], past * kernel[..., -1 - distance], 0)
+    return out
 
 
 def _last_inputs(
@@ -307,15 +228,13 @@ class GatedDeltaNet(nn.Module):
         init = named(nn.initializers.normal(c.delta_kernel**-0.5), ("heads", "head_dim", None))
         kernel = self.param("conv", init, (heads, mixed.shape[-1], c.delta_kernel))
         before = cache or empty_state(c, len(h))
-        real, prompts = _real(context), getattr(context, "prompt_ids", None)
-        segments = getattr(context, "segment_ids", jnp.zeros(h.shape[:2], jnp.int32))
-        channels = convolve(mixed, kernel, before.window, segments, prompts)
-        channels = nn.silu(channels).astype(c.dtype)
+        starts, real = _starts(context), _real(context)
+        channels = nn.silu(convolve(mixed, kernel, before.window, starts)).astype(c.dtype)
         inputs = self._inputs(channels, beta, rate, real)
         if isinstance(context, SlotContext):
             read, state = delta_step(inputs, before.state)
         else:
-            read, state = delta_rule(inputs, before.state, segments, prompts)
+            read, state = delta_rule(inputs, before.state, starts)
         if not hasattr(context, "segment_ids"):
             cache = StateCache(state, _last_inputs(mixed, before.window, real))
         out = self._gated_norm(read, gates.reshape(read.shape))

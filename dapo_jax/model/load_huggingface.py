@@ -29,7 +29,6 @@ from dapo_jax.model.families import FAMILIES
 from dapo_jax.model.param_paths import TensorPart, forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
-from dapo_jax.structs import present
 
 READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # of a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once
@@ -157,8 +156,10 @@ class Tensors:
         """Name the experts of fused tensors one by one, if the family's files do so."""
         if "{}" not in FAMILIES[config.family].tensors.get("moe/expert_up/kernel", ""):
             return
-        for name in list(filter(FUSED_EXPERTS.fullmatch, self.shapes)):
-            stem, kind = present(FUSED_EXPERTS.fullmatch(name), name).groups()
+        for name in list(self.shapes):
+            if (match := FUSED_EXPERTS.fullmatch(name)) is None:
+                continue
+            stem, kind = match.groups()
             shape, dtype, path = self.shapes[name], self.dtypes[name], self._files[name]
             parts = ["gate", "up"] if kind == "gate_up" else ["down"]
             if len(shape) != 3 or shape[1] % len(parts):

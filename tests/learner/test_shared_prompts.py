@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DELTA, MOE, TINY, make_prompt
+from conftest import MOE, TINY, make_prompt
 from learners import BUDGET, assert_close
 
 from dapo_jax import algorithms
@@ -104,11 +104,10 @@ CONFIGS = {
     "window-blocked": dataclasses.replace(TINY, attention="blocked", window=7, sinks=True),
     "adapters": dataclasses.replace(TINY, adapters=Adapters(4, 8.0, ("query", "down"))),
     "experts": MOE,
-    "delta-net": DELTA,
 }
 
 
-SLOW = ("splash", "splash-sinks", "window", "window-blocked", "adapters", "delta-net")
+SLOW = ("splash", "splash-sinks", "window", "window-blocked", "adapters")
 
 
 @pytest.mark.parametrize(

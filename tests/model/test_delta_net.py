@@ -18,14 +18,14 @@ from samplers import GREEDY, PROMPTS, greedy_loop, make_sampler, place, sample, 
 from test_peft_adapters import random_adapters, save
 from test_windows import LENGTH, TOKENS, unstacked
 
-from dapo_jax.config.experiment import Lora, Sampler
+from dapo_jax.config.experiment import Config, Lora, Sampler
+from dapo_jax.learner.minibatches import choose_packing
 from dapo_jax.model import inference, param_paths, peft_adapters
 from dapo_jax.model.caches import KVCache, PageCache, StateCache
 from dapo_jax.model.decode_attention import SlotContext, attend_slots
 from dapo_jax.model.decoder import Decoder, head_kernel, init_params
 from dapo_jax.model.delta_net import (
     DeltaInputs,
-    convolve,
     delta_rule,
     delta_step,
     empty_state,
@@ -65,9 +65,8 @@ def random_inputs(length, heads=2, groups=2, key=8, value=6, rows=2):
     return DeltaInputs(normal(key), keys, normal(groups, value), *rates)
 
 
-def scan_tokens(inputs, state, segments):
+def scan_tokens(inputs, state, starts):
     """Reads and last state, token by token."""
-    starts = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
 
     def feed(state, token):
         *arrays, start = token
@@ -82,11 +81,11 @@ def scan_tokens(inputs, state, segments):
 
 def test_chunks_equal_a_scan_over_tokens_with_gradients():
     inputs, state = random_inputs(70), jnp.ones((2, 2, 2, 8, 6))
-    segments = np.stack([np.repeat([1, 2, 3], [10, 56, 4]), np.repeat([4, 5], [64, 6])])
+    starts = jnp.zeros((2, 70), bool).at[0, 10].set(True).at[0, 66].set(True).at[1, 64].set(True)
     weights = random_inputs(70).values
 
     def loss(rule, *arrays):
-        read, last = rule(DeltaInputs(*arrays[:-1]), arrays[-1], jnp.asarray(segments))
+        read, last = rule(DeltaInputs(*arrays[:-1]), arrays[-1], starts)
         return jnp.sum(read * weights) + jnp.sum(last**2)
 
     expected, actual = (
@@ -96,43 +95,6 @@ def test_chunks_equal_a_scan_over_tokens_with_gradients():
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
     for ours, reference in zip(actual[1], expected[1], strict=True):
         np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max())
-
-
-def reads_along(inputs, path):
-    """Reads of the tokens of a path [T', H, G, V], by the rule as it is written."""
-    queries, keys, values, decay, beta = (np.asarray(x[0, path], np.float64) for x in inputs)
-    state, reads = np.zeros((*beta.shape[1:], keys.shape[-1], values.shape[-1])), []
-    for t in range(len(path)):
-        state *= np.exp(decay[t])[..., None, None]
-        added = beta[t][..., None] * (values[t] - np.einsum("hk,hgkv->hgv", keys[t], state))
-        state += np.einsum("hk,hgv->hgkv", keys[t], added)
-        reads.append(np.einsum("hk,hgkv->hgv", queries[t], state))
-    return np.stack(reads)
-
-
-cut_rule = jax.jit(functools.partial(delta_rule, chunk_tokens=16))
-jitted_convolve = jax.jit(convolve)
-
-
-@pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 33])
-def test_responses_continue_from_a_shared_prompt_wherever_chunks_end(prompt):
-    lengths = [5, prompt, 7, 1, 19, 3, 3, 9, 2, 4]  # 4 responses to the second, 2 to the eighth
-    shared = {n: 2 for n in (3, 4, 5, 6)} | {n: 8 for n in (9, 10)}
-    segments = np.zeros((1, 96), np.int32)
-    segments[0, : sum(lengths)] = np.repeat(1 + np.arange(len(lengths)), lengths)
-    prompts = np.array([[shared.get(n, n) for n in segments[0]]], np.int32)
-    inputs, kernel = random_inputs(96, rows=1), np.random.default_rng(4).normal(size=(2, 8, 4))
-    channels, kernel, window = inputs.queries, kernel.astype("f"), jnp.zeros((1, 3, 2, 8))
-    read, _ = cut_rule(inputs, jnp.zeros((1, 2, 2, 8, 6)), segments, prompts)
-    mixed = jitted_convolve(channels, kernel, window, segments, prompts)
-    for number in range(1, len(lengths) + 1):
-        own = np.flatnonzero(segments[0] == number)
-        path = np.flatnonzero(np.isin(segments[0], [number, shared.get(number, number)]))
-        expected = reads_along(inputs, path)[-len(own) :]
-        np.testing.assert_allclose(read[0, own], expected, atol=2e-5)
-        padded = np.concatenate([window[0], channels[0, path]])
-        taps = [padded[i : i + len(path)] * kernel[..., i] for i in range(4)]
-        np.testing.assert_allclose(mixed[0, own], sum(taps)[-len(own) :], atol=1e-5)
 
 
 def test_the_inverse_is_exact_for_equal_keys():
@@ -326,7 +288,7 @@ def test_gradients_on_eight_devices_equal_those_on_one(sizes, one_device):
 
 
 def test_unsupported_settings_are_rejected(eight_devices):
-    with pytest.raises(ConfigError, match="freeze_layers = 0.5: must be 0 for a policy with delta"):
+    with pytest.raises(ConfigError, match="freeze_layers = 0.5: must be 0"):
         choose_trained(DELTA, 0.5, Lora())
     with pytest.raises(ConfigError, match="lora.targets.*delta_qkv"):
         choose_trained(DELTA, 0.0, Lora(rank=2, targets="delta_qkvz"))
@@ -334,13 +296,14 @@ def test_unsupported_settings_are_rejected(eight_devices):
         check_divisible(DELTA, make_mesh(1, 2, 2, context=2))
     with pytest.raises(ConfigError, match="delta_key_heads = 2"):
         check_divisible(dataclasses.replace(DELTA, heads=4, kv_heads=4), make_mesh(1, 2, 4))
+    assert not choose_packing(Config(), DELTA, 1, []).share_prompts
 
 
 @pytest.mark.slow
 def test_chunks_are_faster_than_a_scan_over_tokens():
     """Forward and backward pass of the rule in the proportions of Qwen3.5-9B, an eighth as wide."""
     inputs = random_inputs(2048, heads=2, groups=2, key=128, value=128, rows=1)
-    ids, state = jnp.ones((1, 2048), jnp.int32), jnp.zeros((1, 2, 2, 128, 128))
+    ids, state = jnp.zeros((1, 2048), bool), jnp.zeros((1, 2, 2, 128, 128))
     seconds = {}
     for name, rule in {"scan": scan_tokens, "chunks": delta_rule}.items():
         run = jax.jit(jax.grad(lambda inputs, rule=rule: jnp.sum(rule(inputs, state, ids)[0] ** 2)))
