@@ -444,11 +444,8 @@ class Decoder(nn.Module):
 
     def _mixed(self, x: Float[Array, "R T D"], tokens: Array, context: Context, routes: Any):
         """Return the output of layers of several shapes."""
-        c, starts, block = (
-            self.config,
-            self.is_initializing(),
-            functools.partial(Block, parent=None),
-        )
+        c, starts = self.config, self.is_initializing()
+        block = functools.partial(Block, parent=None)
         inputs = {} if routes is None else {"routes": jnp.moveaxis(routes, 2, 0)}
         if c.layer_inputs:
             inputs["layer_input"] = LayerInputs(c, name="layer_inputs")(tokens, x)
