@@ -120,6 +120,7 @@ class WantedColumns(NamedTuple):
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     every: bool = False  # `**columns` takes all there are
+    run_as_tests: bool = False  # the column `tests` is for `reward.verifier = code`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,6 +431,20 @@ class TurnCounts:
 
 
 @dataclasses.dataclass
+class RemoteCounts:
+    """Counts of samplers in other processes during one rollout."""
+
+    groups: int = 0  # answered by them
+    late_answers: int = 0  # to groups that nobody waited for, ignored
+    refused_answers: int = 0
+    expired_leases: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts as metrics of a step."""
+        return {f"remote_{name}": float(n) for name, n in dataclasses.asdict(self).items()}
+
+
+@dataclasses.dataclass
 class SamplerCounts:
     """Counts of one rollout; slot occupancy is measured only while prompts wait."""
 
@@ -446,6 +461,10 @@ class SamplerCounts:
     busy_slot_steps: int = 0
     slot_steps: int = 0
     turns: TurnCounts | None = None  # with an environment
+    remote: RemoteCounts | None = None  # with samplers in other processes
+
+    def __add__(self, other: "SamplerCounts | None") -> "SamplerCounts":
+        return add_counts(self, other)
 
     @property
     def drawn_tokens(self) -> int:
@@ -467,12 +486,16 @@ class SamplerCounts:
             "prefills": float(self.prefills),
             "slot_occupancy": self.occupancy,
             "seconds_decode": self.decode_seconds,
-        } | (self.turns.metrics() if self.turns else {})
+            **(self.turns.metrics() if self.turns else {}),
+            **(self.remote.metrics() if self.remote else {}),
+        }
 
 
 def add_counts(left: Any, right: Any) -> Any:
     """Return the sums of the counts of two rollouts, field by field."""
+    if left is None or right is None:
+        return left if right is None else right
     if not dataclasses.is_dataclass(left):
-        return None if left is None else left + right
+        return left + right
     names = [field.name for field in dataclasses.fields(left)]
     return type(left)(*[add_counts(getattr(left, n), getattr(right, n)) for n in names])

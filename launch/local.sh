@@ -9,6 +9,7 @@
 # or --tpu the script takes --gpu if nvidia-smi finds one, else --cpu. --tpu is for the TPUs of one host;
 # --tpu=v6e also sets the flags of that generation (launch/env.sh). For pods see launch/tpu_vm.sh.
 # --devices=N gives each process N virtual CPU devices; --processes=N starts N processes, as on a pod.
+# --samplers=N starts N processes that sample beside the trainer (docs/samplers.md); needs --config.run_dir.
 # If one process fails, the others are ended too; nothing is started again.
 set -euo pipefail
 
@@ -17,16 +18,20 @@ command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && kind=gpu
 config=--config=configs/arithmetic.py
 arguments=()
 processes=1
+samplers=0
+run_dir=""
 devices=""
 for argument in "$@"; do
     case "$argument" in
-        -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
         --gpu) kind=gpu ;;
         --cpu) kind=cpu; export JAX_PLATFORMS=cpu ;;
         --tpu) kind=tpu ;;
         --tpu=v[2-6]*) kind="tpu-${argument#*=}" ;;
         --tpu=*) echo "error: $argument: must be a generation, as --tpu=v6e" >&2; exit 2 ;;
         --processes=*) processes="${argument#*=}" ;;
+        --samplers=*) samplers="${argument#*=}" ;;
+        --config.run_dir=*) run_dir="${argument#*=}" && arguments+=("$argument") ;;
         --devices=*) devices="${argument#*=}" ;;
         --config=*) config="$argument" ;;
         *) arguments+=("$argument") ;;
@@ -37,6 +42,13 @@ for count in "$processes" "${devices:-1}"; do
         "" | *[!0-9]* | 0*) echo "error: --processes and --devices must be whole numbers above 0" >&2; exit 2 ;;
     esac
 done
+case "$samplers" in
+    "" | *[!0-9]*) echo "error: --samplers must be a whole number" >&2; exit 2 ;;
+esac
+if [ "$samplers" -gt 0 ] && { [ "$processes" -gt 1 ] || [ -z "$run_dir" ]; }; then
+    echo "error: --samplers needs --config.run_dir=FOLDER, and one process that trains" >&2
+    exit 2
+fi
 if [ "$processes" -gt 1 ] || [ -n "$devices" ]; then
     case "$kind" in
         tpu*) echo "error: --processes and --devices are of virtual CPU devices, not of a TPU" >&2; exit 2 ;;
@@ -54,16 +66,21 @@ source launch/install.sh "$extras"
 source launch/env.sh "$kind"
 
 train=(.venv/bin/python -m dapo_jax train "$config" "${arguments[@]+"${arguments[@]}"}")
-[ "$processes" -gt 1 ] || exec "${train[@]}"
+[ "$((processes + samplers))" -gt 1 ] || exec "${train[@]}"
 
 # Several: they meet at a port of this machine that is free now.
 free='import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])'
 port="$(.venv/bin/python -c "$free")"
+[ "$samplers" -eq 0 ] || train+=(--config.rollout.remote=also "--config.sampler.port=$port")
 export DAPO_COORDINATOR="127.0.0.1:$port" DAPO_PROCESSES="$processes"
 set -m # a process group each, so that Ctrl-C comes once, from here
 children=()
 for ((i = 0; i < processes; i++)); do
     DAPO_PROCESS_ID=$i "${train[@]}" &
+    children+=($!)
+done
+for ((i = 0; i < samplers; i++)); do
+    .venv/bin/python -m dapo_jax sampler "--run=$run_dir" "--trainer=http://127.0.0.1:$port" &
     children+=($!)
 done
 # shellcheck disable=SC2329 # called by the traps

@@ -19,6 +19,7 @@ from dapo_jax.config.experiment import (
     InitConfig,
     ReplayConfig,
     ReportConfig,
+    SamplerConfig,
     ServeConfig,
     SftConfig,
 )
@@ -27,6 +28,7 @@ from dapo_jax.runtime.settings import leaves
 
 KINDS = {"train": Config, "evaluate": Config, "plan": Config, "sft": SftConfig, "dpo": DpoConfig}
 KINDS |= {"init": InitConfig, "export": ExportConfig, "serve": ServeConfig, "report": ReportConfig}
+KINDS["sampler"] = SamplerConfig
 KINDS |= {"audit": AuditConfig, "replay": ReplayConfig, "doctor": DoctorConfig}
 # Flags of a command besides those of its settings.
 OTHER_FLAGS = {"train": ["dry-run"], "evaluate": [*SHORT_NAMES]}

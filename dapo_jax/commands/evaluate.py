@@ -24,6 +24,7 @@ SHORT_NAMES = {
     "top_p": "evaluation.top_p",
     "template": "data.template",
     "out": "evaluation.out",
+    "write_difficulty": "evaluation.write_difficulty",
 }
 
 

@@ -41,11 +41,16 @@ Schedule = Literal["constant", "linear", "cosine"]
 Rate = Annotated[float, Range(above=0, at_most=1.0)]
 Cache = Literal["auto", "slots", "paged"]
 ON_POLICY = When("rollout.carry_over", "none")
+IF_REMOTE = When("rollout.remote", "also only")
 FEW_SHOT = When("data.template", "few_shot")
 IF_REFERENCE = When("algorithm.reference")
 SHOWS_SYSTEM = When("data.template", lambda name: name not in SHOW_NO_SYSTEM)
 IF_LORA = When("lora.rank")
 IF_TINKER = When("tinker")
+IF_JUDGE = When(
+    "reward.parts",
+    lambda parts: any(part.strip().startswith("judge=") for part in parts.split(",")),
+)
 RECORDS = When("log.rollouts")
 # All ratios are 1 in the first update of a step.
 SHOWS_RATIOS = When(
@@ -189,6 +194,10 @@ class Data:
     )
     few_shot: Count = setting(4, "Worked examples before the problem.", read=FEW_SHOT)
     system_prompt: str = setting("", SYSTEM_PROMPT, read=SHOWS_SYSTEM)
+    difficulty: str = setting("", "LOW..HIGH: pass rates to train on, as 0.1..0.9; empty: all.")
+    difficulty_file: str = setting(
+        "", "Pass rates of `evaluate --write_difficulty`.", read=When("data.difficulty")
+    )
     train_problems: Count = setting(20_000, "Generated problems per pass.")
     heldout_problems: AutoCount = setting(
         -1, "Problems for evaluation, never trained on; 0: none; -1: 256, at most 1 in 5 of a file."
@@ -243,8 +252,8 @@ class Rollout:
     samples_per_prompt: Count = setting(16, "Responses per prompt: the size of a group (G).")
     updates_per_rollout: Count = setting(4, "Optimizer steps per rollout batch (U), in data order.")
     max_sample_rounds: Count = setting(10, "Limit of asked prompts, in units of prompts_per_step.")
-    lag: Annotated[int, Range(at_least=0, at_most=1)] = setting(
-        0, "1: sample while learning, with the previous policy; needs algorithm.importance_cap."
+    staleness: CountOr0 = setting(
+        0, "Updates that each step's policy is behind: sampling overlaps; needs a correction."
     )
     carry_over: Literal["none", "unfinished", "all"] = setting(
         "none", "Surplus responses that the next step resumes; needs algorithm.importance_cap."
@@ -255,10 +264,25 @@ class Rollout:
     when_starved: Literal["partial", "stop"] = setting(
         "partial", "If the last round leaves too few groups: 'partial' trains on them, 'stop' ends."
     )
+    curriculum: Literal["none", "pools"] = setting(
+        "none",
+        "'pools': a problem whose group was all right or all wrong is requested more rarely.",
+    )
+    resting_rate: Rate = setting(
+        0.25,
+        "Fraction of its turns in which such a problem is requested, until its group has a signal.",
+        read=When("rollout.curriculum", "pools"),
+    )
     when_broken: Literal["drop", "resample"] = setting(
         "drop",
         "If the rewards of over half of a group, or of all but one response, failed: 'drop' it, or "
         "'resample' it once.",
+    )
+    remote: Literal["none", "also", "only"] = setting(
+        "none",
+        "Processes of `dapo-jax sampler` that sample groups: 'none', 'also' beside the trainer, "
+        "'only' them.",
+        may_change=True,
     )
 
 
@@ -266,7 +290,9 @@ class Rollout:
 class Environment:
     """The environment that answers the policy between its turns; none: responses of one turn."""
 
-    name: str = setting("", "calculator, guessing, second_try, openenv:module:Class, module:Class.")
+    name: str = setting(
+        "", "calculator, guessing, second_try, openenv:module:Class, gymnasium:ID, module:Class."
+    )
     tools: str = setting("", "Tools of the policy: module:function, comma-separated.")
     max_turns: Count = setting(8, "Limit of turns of a trajectory.")
     max_drawn_tokens: CountOr0 = setting(
@@ -320,14 +346,54 @@ class Sampler:
     weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
         "auto", "Type of matrices in decoding; int8 has a scale per channel; 'auto': compute.dtype."
     )
+    engine: Literal["own", "vllm"] = setting(
+        "own",
+        "Engine of samplers; 'vllm': such a run can't be repeated.",
+        read=IF_REMOTE,
+    )
+    host: str = setting("127.0.0.1", "Address for samplers.", read=IF_REMOTE, may_change=True)
+    port: Port = setting(
+        8200, "Port for samplers; 0: any that is free.", read=IF_REMOTE, may_change=True
+    )
+    key_file: str = setting(
+        "", "File with the samplers' key; empty: DAPO_API_KEY.", read=IF_REMOTE, may_change=True
+    )
+    lease_seconds: Positive = setting(
+        60.0, "Silence that ends a sampler's leases.", read=IF_REMOTE, may_change=True
+    )
+
+
+@section
+class ModelJudge:
+    """A language model behind OpenAI's chat endpoint that grades responses (part `judge`).
+
+    The key is read from the environment variable OPENAI_API_KEY."""
+
+    url: str = setting("http://127.0.0.1:8000/v1", "Address of the endpoint, up to /v1.")
+    model: str = setting("", "Name of the judge at the endpoint.")
+    rubric: str = setting(
+        "Does the response solve the problem?",
+        "What the score measures, if the row has no column `rubric`.",
+    )
+    highest: Count = setting(10, "Highest score, which is a reward of 1; the lowest is 0.")
+    structured: bool = setting(
+        True, "Ask for JSON by a schema (response_format); false for `dapo-jax serve`."
+    )
+    temperature: Temperature = setting(0.0, "Softmax temperature of the judge.")
+    max_tokens: Count = setting(1024, "Limit of a reply.")
+    retries: CountOr0 = setting(3, "Further tries without a reply or score.", may_change=True)
+    concurrency: Count = setting(16, "Requests at a time, at most 64.", may_change=True)
+    cache: str = setting("runs/judge_cache", "Folder of replies; empty: none.", may_change=True)
+    input_price: PositiveOr0 = setting(0.0, "Price of 10^6 prompt tokens.", may_change=True)
+    output_price: PositiveOr0 = setting(0.0, "Price of 10^6 reply tokens.", may_change=True)
 
 
 @section
 class Reward:
     """Rewards of a response, and the processes that compute them."""
 
-    verifier: Literal["final_number", "math", "math_box", "math_label", "dapo"] = setting(
-        "final_number", "How answers are read and compared."
+    verifier: Literal["final_number", "math", "math_box", "math_label", "dapo", "code"] = setting(
+        "final_number", "How answers are read and compared; 'code': run with the row's tests."
     )
     unfinished: Literal["wrong", "right"] = setting(
         "wrong", "A correct value that is not worked out, as 102^2-98^2 for 800.", read=BY_VALUE
@@ -337,8 +403,8 @@ class Reward:
     )
     parts: str = setting(
         "rule=1",
-        "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, "
-        "environment, or your module:function.",
+        "name=weight, comma-separated: rule, tests, format, think_format, repetition, model, "
+        "judge, gym, environment, or your module:function.",
     )
     model_folder: str = setting("", "Reward model (one label) of the part 'model'.")
     correct: Literal["verifier", "threshold", "spread"] = setting(
@@ -357,14 +423,17 @@ class Reward:
         "times as long.",
         may_change=True,
     )
+    judge: ModelJudge = part(ModelJudge, read=IF_JUDGE)
 
     def needs_answer(self) -> bool:
         """Return True if responses are compared with the gold answer."""
-        return self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
+        decides = self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
+        return decides and self.verifier != "code"
 
     def reads_verdicts(self) -> bool:
         """Return True if a reward or the choice of groups depends on the verifier."""
-        return self.needs_answer() or "format" in self.weights()
+        read = {*OF_THE_ANSWER, "tests", "format"}
+        return self.correct == "verifier" or not read.isdisjoint(self.weights())
 
     def weights(self) -> dict[str, float]:
         """Return the weight of each part by name; raise `ConfigError` for another format."""
@@ -429,6 +498,7 @@ class Evaluation:
     temperature: Temperature = setting(1.0, "Softmax temperature while evaluating; 0: greedy.")
     top_p: Share = setting(0.7, "Nucleus fraction while evaluating; the default is DAPO's.")
     out: str = setting("", "Output of dapo-jax evaluate; empty: a folder in run_dir/evaluations.")
+    write_difficulty: str = setting("", "File for each problem's pass rate; empty: none.")
 
 
 @section
@@ -640,6 +710,19 @@ class ReplayConfig:
     folder: str = setting("", "Folder of the skipped update.")
     step: CountOr0 = setting(0, "Checkpoint with the parameters; 0: the latest before the update.")
     model: str = setting("", "Model folder with the parameters; empty: a checkpoint's.")
+
+
+@section
+class SamplerConfig:
+    """A process that samples groups for a trainer (`dapo-jax sampler`)."""
+
+    run: str = setting("", "The run_dir of the run, for its settings and the policy's weights.")
+    trainer: str = setting("", "URL of the trainer, as http://HOST:8200.")
+    model: str = setting("", "Its model folder; empty: the run's.")
+    key_file: str = setting("", "File with the trainer's key; empty: DAPO_API_KEY, if set.")
+    slots: CountOr0 = setting(0, "Responses decoded in parallel; 0: as the trainer.")
+    engine: str = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
+    mesh: OneMesh = part(OneMesh)
 
 
 @section

@@ -163,11 +163,28 @@ def _updates(config: Config) -> Checks:
     has_weight = a.importance_cap > 0 or a.rejection != "none"
     is_corrected = has_weight or from_sampler or _is_divergence(a)
     allowed = "without algorithm.importance_cap, algorithm.rejection or old_logprobs = 'sampler'"
-    yield "rollout.lag", rollout.lag == 0 or is_corrected, f"0 {allowed}"
+    yield "rollout.staleness", rollout.staleness == 0 or is_corrected, f"0 {allowed}"
     carries = rollout.carry_over != "none"
     yield "rollout.carry_over", not carries or is_corrected, f"'none' {allowed}"
-    allowed = "'none' with rollout.lag = 1, which samples ahead with a separate policy"
-    yield "rollout.carry_over", not carries or rollout.lag == 0, allowed
+    allowed = "'none' with rollout.staleness above 0, which samples ahead with a separate policy"
+    yield "rollout.carry_over", not carries or rollout.staleness == 0, allowed
+    allowed = "'none' with rollout.remote: samplers in other processes return whole groups"
+    yield "rollout.carry_over", not carries or rollout.remote == "none", allowed
+    yield from _other_engine(config, has_weight)
+
+
+def _other_engine(config: Config, has_weight: bool) -> Checks:
+    engine, a = config.sampler.engine, config.algorithm
+    if engine == "own" or config.rollout.remote == "none":  # then nothing reads it
+        return
+    allowed = "'own' without algorithm.importance_cap or rejection: another engine rounds otherwise"
+    yield "sampler.engine", has_weight, allowed
+    allowed = "'own' with lora.rank = 0: adapters are what a running server can load"
+    yield "sampler.engine", config.lora.rank > 0, allowed
+    allowed = "'only' with sampler.engine = 'vllm'"
+    yield "rollout.remote", config.rollout.remote == "only", allowed
+    plain = not config.environment.used and a.router_replay != "sampler"
+    yield "sampler.engine", plain, "'own' with an environment or router_replay = 'sampler'"
 
 
 def _rewards(config: Config) -> Checks:
@@ -177,6 +194,13 @@ def _rewards(config: Config) -> Checks:
     weights = reward.weights()
     allowed = "a folder if reward.parts names 'model', else empty"
     yield "reward.model_folder", ("model" in weights) == bool(reward.model_folder), allowed
+    allowed = "without 'tests' unless reward.verifier = 'code' runs them"
+    yield "reward.parts", "tests" not in weights or reward.verifier == "code", allowed
+    allowed = "another one with environment.name = 'second_try', which sees no tests"
+    fits = reward.verifier != "code" or environment.name != "second_try"
+    yield "reward.verifier", fits, allowed
+    allowed = "the judge's name at reward.judge.url with reward.parts = 'judge=...'"
+    yield "reward.judge.model", "judge" not in weights or bool(reward.judge.model), allowed
     has_verdict = reward.correct == "verifier" or not set(weights) <= set(SHAPING)
     allowed = f"more than shaping parts with reward.correct = {reward.correct!r}"
     yield "reward.parts", has_verdict, allowed

@@ -8,6 +8,7 @@ from typing import Any
 
 from dapo_jax.data.files import MalformedRow, NoAnswer
 from dapo_jax.data.prompts.templates import DAPO
+from dapo_jax.rewards.code import read_tests
 from dapo_jax.runtime.settings import require
 from dapo_jax.structs import Problem, WantedColumns
 from dapo_jax.verifier.extraction import extract
@@ -20,7 +21,7 @@ _DOLLARS = re.compile(r"(?<!\\)\$")
 _LAST_PERIOD = re.compile(r"(?<!\.)\.\Z")
 DAPO_BEFORE, DAPO_AFTER = DAPO.split("{problem}")
 ID_FIELDS = ("unique_id", "id", "idx")
-FIELDS = ("problem", "answer", "solution", "system", "subject", "level")  # keys of data.fields
+FIELDS = ("problem", "answer", "solution", "system", "subject", "level", "tests")  # of data.fields
 PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")  # in this order
 ANSWER_FIELDS = {"answer", "solution", "final_answer", "reward_model"}
 NO_COLUMNS = WantedColumns()
@@ -105,6 +106,13 @@ def _select_columns(row: Row, wanted: WantedColumns) -> Row:
             )
     names = set(row) - CALL_ARGUMENTS if wanted.every else wanted.required | wanted.optional
     return {name: value for name, value in row.items() if name in names}
+
+
+def _check_tests(columns: Row) -> None:
+    try:
+        read_tests(columns)
+    except (ValueError, SyntaxError) as error:
+        raise MalformedRow(str(error)) from None
 
 
 def _pack_columns(columns: Row) -> str:
@@ -296,7 +304,9 @@ def read_row(
     values = take_fields(row, fields)
     by_name = {name.lower(): value for name, value in row.items()}
     named = by_name | {fields[key]: value for key, value in values.items()}
-    taken = _select_columns(row, columns)
+    taken = _select_columns(row | {k: values[k] for k in values if k == "tests"}, columns)
+    if columns.run_as_tests:
+        _check_tests(taken)
     name = fields.get("answer", "answer")
     if _holds_object(named.get(name)) and not needs_answer:
         taken["answer"] = named.pop(name)

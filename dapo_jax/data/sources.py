@@ -18,6 +18,7 @@ from etils import epath
 
 from dapo_jax.config.experiment import GENERATED, WORD_PROBLEMS, Data
 from dapo_jax.data import arithmetic, word_problems
+from dapo_jax.data.difficulty import parse_range, read_rates, within
 from dapo_jax.data.files import (
     GIVEN_PREFIX,
     MAX_MESSAGES,
@@ -263,6 +264,8 @@ class Sources:
         self._needs_answer = needs_answer
         self._columns = columns
         self._load = functools.cache(self._read)
+        self._range = parse_range(data.difficulty) if data.difficulty else None
+        self._rates = read_rates(data.difficulty_file) if self._range else {}
 
     def _read(self, field: str, name: str, split: str) -> Source:
         data = self._data
@@ -352,6 +355,8 @@ class Sources:
         taken = set(heldout)
         for name, weight in parse_sources(field, self._data.source).items():
             if is_generated(name):
+                allowed = f"empty with {name}, whose problems no file lists"
+                require(not self._range, "data.difficulty", self._data.difficulty, allowed)
                 generated = self._generate(field, name, self._data, "train")
                 sources.append(Source(name, generated, weight))
                 continue
@@ -365,6 +370,12 @@ class Sources:
             held = sum(own in heldout for own in prints.values())
             counts = source.counts.copy()
             counts.update({"held out": held, "repeats": len(prints) - len(problems) - held})
+            if self._range:
+                rated = within(problems, self._rates, *self._range)
+                counts["outside data.difficulty"] = len(problems) - len(rated)
+                allowed = f"a range with problems of {name}: none of {len(problems)} is in it"
+                require(bool(rated), "data.difficulty", self._data.difficulty, allowed)
+                problems = rated
             taken.update(prints.values())
             sources.append(
                 dataclasses.replace(source, problems=problems, weight=weight, counts=counts)

@@ -59,6 +59,15 @@ class OpenEnv:
         return (new or whole).strip()
 
 
+def read_options(query: str) -> dict[str, Any]:
+    """Return the arguments in `argument=value&...`: a value is true, false, a number or text."""
+    constants = {"true": True, "false": False}
+    return {
+        key: constants.get(value, int(value) if value.isdecimal() else value)
+        for key, value in urllib.parse.parse_qsl(query)
+    }
+
+
 def open_openenv(name: str) -> Callable[[], OpenEnv]:
     """Return the function that makes `openenv:module:Class?argument=value&...`.
 
@@ -76,9 +85,5 @@ def open_openenv(name: str) -> Callable[[], OpenEnv]:
     kind = resolve("environment.name", path)
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise ConfigError(f"{setting}: must name a subclass of OpenEnv's Environment")
-    constants = {"true": True, "false": False}
-    options = {
-        key: constants.get(value, int(value) if value.isdecimal() else value)
-        for key, value in urllib.parse.parse_qsl(query)
-    }
+    options = read_options(query)
     return functools.partial(OpenEnv, functools.partial(kind, **options))

@@ -20,6 +20,7 @@ BUILTIN_ENVIRONMENTS: dict[str, Callable[..., Contract]] = {
     "second_try": SecondTry,
 }
 OPENENV_PREFIX = "openenv:"
+GYMNASIUM_PREFIX = "gymnasium:"
 
 
 def _find(field: str, name: str) -> Callable:
@@ -43,11 +44,18 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Contract
         from dapo_jax.environments.openenv import open_openenv
 
         return open_openenv(name)
+    if name.startswith(GYMNASIUM_PREFIX):
+        from dapo_jax.environments.gymnasium import open_gymnasium
+
+        return open_gymnasium(name)
     builtin, _, arguments = name.partition("?")
     if builtin in BUILTIN_ENVIRONMENTS:
         options = dict(urllib.parse.parse_qsl(arguments))
         return functools.partial(BUILTIN_ENVIRONMENTS[builtin], **options)
-    allowed = f"{', '.join(BUILTIN_ENVIRONMENTS)}, {OPENENV_PREFIX}module:Class or module:Class"
+    allowed = (
+        f"{', '.join(BUILTIN_ENVIRONMENTS)}, {OPENENV_PREFIX}module:Class, {GYMNASIUM_PREFIX}ID "
+        "or module:Class"
+    )
     require(":" in name, "environment.name", name, allowed)
     factory = _find("environment.name", name)
     allowed = "a class whose instances have the method step(text)"

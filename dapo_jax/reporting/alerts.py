@@ -118,9 +118,9 @@ ALERTS = (
           applies=_has_graded_groups),
     Alert("end", "all_right_fraction", 0.8, "most groups are all right: little is left to learn",
           applies=_has_graded_groups),
-    # With lag or carry-over the two policies differ by intention.
+    # With staleness or carry-over the two policies differ by intention.
     Alert("end", "kl_sampler_trainer", 0.05, "sampler and trainer disagree",
-          applies=lambda s: s["rollout.lag"] == 0 and s["rollout.carry_over"] == "none"),
+          applies=lambda s: s["rollout.staleness"] == 0 and s["rollout.carry_over"] == "none"),
     # The ratio of a whole response is clipped for all its tokens.
     Alert("end", "clip_fraction_high", 0.1, "the upper clip cuts many tokens",
           applies=_has_token_ratio),

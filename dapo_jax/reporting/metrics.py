@@ -61,6 +61,13 @@ def verdict_counts(groups: list[Group]) -> dict[str, float]:
     return {f"verdicts/{how}": float(n) for how, n in decided.items() if how}
 
 
+def judge_counts(groups: list[Group]) -> dict[str, float]:
+    """Return the requests to the judge, their tokens and their price."""
+    parts = [verdict.parts for group in groups for verdict in group.verdicts]
+    names = {name: None for own in parts for name in own if name.startswith("judge_")}
+    return {f"judge/{name[6:]}": sum(own.get(name, 0.0) for own in parts) for name in names}
+
+
 def outcome_metrics(outcomes: collections.Counter[Outcome]) -> dict[str, float]:
     """Return the number of rewards by outcome, and the fraction that failed."""
     failed = sum(outcomes[outcome] for outcome in FAILURES)
@@ -102,6 +109,7 @@ def rollout_metrics(
     return (
         response_metrics(judged)
         | verdict_counts(scored)
+        | judge_counts(scored)
         | outcome_metrics(collected.outcomes)
         | {
             f"reward_parts/{name}": mean_or_zero(

@@ -40,6 +40,8 @@ def rate_warnings(rate: float) -> Iterator[str]:
 def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]:
     """Yield warnings about settings that are allowed but probably mistakes."""
     yield from rate_warnings(config.optimizer.learning_rate)
+    if config.sampler.engine != "own":
+        yield f"sampler.engine = {config.sampler.engine!r}: this run can't be repeated"
     warmup, steps = config.optimizer.warmup_steps, config.total_steps
     if warmup > steps:
         yield (

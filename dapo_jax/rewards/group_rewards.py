@@ -44,7 +44,8 @@ RULES: dict[str, Callable[[Config, Completion, Verdict], float]] = {
 }
 GYM = "gym"  # score of a reasoning-gym problem's own scorer; elsewhere 1 if correct, else 0
 NOT_FINITE = Failure(Outcome.USER_ERROR, "the reward is not a finite number")
-TRAINER_PARTS = ("rule", "format", "repetition", "model", "environment", GYM)
+TESTS = "tests"  # fraction of the tests that a program passes
+TRAINER_PARTS = ("rule", "format", "repetition", "model", "environment", GYM, TESTS)
 
 
 def reward_parts(

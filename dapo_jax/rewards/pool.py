@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Reward
+from dapo_jax.rewards.code import CODE, judge_code
 from dapo_jax.rewards.functions import (
     TOKENS,
     Call,
@@ -28,8 +30,9 @@ from dapo_jax.rewards.functions import (
     place_rewards,
     sees_group,
 )
-from dapo_jax.rewards.group_rewards import GYM
+from dapo_jax.rewards.group_rewards import GYM, TESTS
 from dapo_jax.rewards.gym import ScoreReply, ScoreRequest
+from dapo_jax.runtime import sandbox
 from dapo_jax.runtime.workers.parent import (
     BUSY_FACTOR,
     LATE_FACTOR,
@@ -90,7 +93,9 @@ class _Parts:
 
     def __init__(self, reward: Reward):
         self._seconds = reward.timeout_seconds
-        functions = find_functions(list(reward.weights()))  # fails here, not in a worker
+        # Fails here, not in a worker.
+        functions = find_functions(list(reward.weights()), judge=reward.judge)
+        self._judge_settings = json.dumps(vars(reward.judge))
         self._in_process = {n: f for n, f in functions.items() if n.startswith(IN_PROCESS_PREFIX)}
         in_workers = [name for name in functions if name not in self._in_process]
         self._async_names = [name for name in in_workers if is_async(functions[name])]
@@ -109,7 +114,8 @@ class _Parts:
 
     def open_worker(self, names: list[str]) -> RestartingWorker:
         """Return a process for these functions."""
-        return RestartingWorker(WORKER, "parts", self._copies.path, str(self._seconds), *names)
+        settings = (self._copies.path, str(self._seconds), self._judge_settings)
+        return RestartingWorker(WORKER, "parts", *settings, *names)
 
     @property
     def kills(self) -> int:
@@ -235,6 +241,9 @@ class RewardPool:
 
     def __init__(self, reward: Reward, split: Callable[[Sequence[int]], list[str]] | None = None):
         self._reward = reward
+        self._runs_code = reward.verifier == CODE
+        if self._runs_code:
+            sandbox.find_python()  # fails here, not in a thread
         self._split = split
         self._weights = reward.weights()
         self._parts = _Parts(reward)
@@ -363,13 +372,19 @@ class RewardPool:
         """Judge a fair part of the responses that no other thread has taken, in one exchange."""
         with self._lock:
             share = math.ceil(len(self._queue) / self._reward.workers)
-            jobs = [self._queue.popleft() for _ in range(min(share, MAX_JUDGED_TOGETHER))]
+            limit = 1 if self._runs_code else MAX_JUDGED_TOGETHER
+            jobs = [self._queue.popleft() for _ in range(min(share, limit))]
         if jobs:
             with contextlib.suppress(RuntimeError):  # the pool was closed
                 self._judge(workers, jobs)
 
     def _judge(self, workers: _Workers, jobs: list[_Job]) -> None:
-        verdicts = _verify(workers.algebra, self._reward, [job.call for job in jobs])
+        if self._runs_code:
+            seconds, every = self._reward.timeout_seconds, TESTS in self._weights
+            calls = [(job.call.response, job.call.columns) for job in jobs]
+            verdicts = [judge_code(*call, seconds, every) for call in calls]
+        else:
+            verdicts = _verify(workers.algebra, self._reward, [job.call for job in jobs])
         for job, verdict in zip(jobs, verdicts, strict=True):
             if not self._reads_verdicts:
                 verdict = dataclasses.replace(verdict, failure=None)

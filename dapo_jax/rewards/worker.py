@@ -1,11 +1,12 @@
 """Worker process of rewards.
 
-python -m dapo_jax.rewards.worker parts FILE SECONDS NAMES   reward functions, the user's too
-python -m dapo_jax.rewards.worker gym                        scorers of reasoning-gym
+python -m dapo_jax.rewards.worker parts FILE SECONDS JUDGE NAMES   reward functions, also the user's
+python -m dapo_jax.rewards.worker gym                              scorers of reasoning-gym
 """
 
 import contextlib
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,13 +16,15 @@ from dapo_jax.runtime.workers.child import discard_output, limit_process, serve
 NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def make_parts(file: str, seconds: float, names: list[str]) -> Callable[[dict], dict]:
+def make_parts(file: str, seconds: str, judge: str, *names: str) -> Callable[[dict], dict]:
     """Return the function that answers `{"calls"}` with `{"replies"}` of the named parts.
 
     Args:
         file: `FunctionCopies.path`.
         seconds: limit of an async call.
+        judge: JSON of the settings of the part `judge`.
     """
+    from dapo_jax.config.experiment import ModelJudge
     from dapo_jax.config.user_code import describe_error
     from dapo_jax.rewards.functions import PartsReply, compute, find_functions, read_call
     from dapo_jax.runtime.workers.pickled_functions import load_copies
@@ -31,14 +34,14 @@ def make_parts(file: str, seconds: float, names: list[str]) -> Callable[[dict], 
     failure = None
     try:
         load_copies(file)
-        functions = find_functions(names)
+        functions = find_functions(names, judge=ModelJudge(**json.loads(judge)))
     except Exception as error:  # a module that the trainer finds, and the worker does not
         text = f"{names[0]}: in a worker: {describe_error(error)}"
         failure = PartsReply({}, Failure(Outcome.USER_ERROR, text))
 
     def answer(job: dict) -> dict:
         calls = [read_call(fields) for fields in job["calls"]]
-        replies = [failure] * len(calls) if failure else compute(functions, calls, seconds)
+        replies = [failure] * len(calls) if failure else compute(functions, calls, float(seconds))
         return {"replies": [reply._asdict() for reply in replies]}
 
     return answer
@@ -81,7 +84,7 @@ def make_gym() -> Callable[[dict], dict]:
 def main() -> None:
     """Serve the kind of job that the command line names."""
     kind, *rest = sys.argv[1:]
-    serve(lambda: make_gym() if kind == "gym" else make_parts(rest[0], float(rest[1]), rest[2:]))
+    serve(lambda: make_gym() if kind == "gym" else make_parts(*rest))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,16 @@
-"""Carry-over of partial groups from one step to the next, and their checkpoint format.
+"""Carry-over of partial groups from one step to the next.
 
 With `rollout.carry_over` the batch is full as soon as any groups qualify, in whatever order. Other
 groups continue in the next step, and a step waits for groups that are `carry_over_max_age` old.
 """
 
-import base64
 import dataclasses
-import json
-import zlib
-from collections.abc import Callable, Sequence, Set
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence, Set
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import Sampler
 from dapo_jax.rollout.dynamic_sampling import Collection, Judge
-from dapo_jax.structs import CollectedGroups, Completion, Group, PartialGroup, Prompt, Turn, Verdict
+from dapo_jax.structs import CollectedGroups, Group, PartialGroup
 
 
 class CarryOverCollection(Collection):
@@ -108,61 +102,3 @@ def open_collection(
     if config.rollout.carry_over == "none":
         return Collection(config, kept_fraction, position)
     return CarryOverCollection(config, kept_fraction, step, partial, position)
-
-
-# --- format of checkpoints and journals: JSON without prompts, arrays in base64 -------------------
-
-
-def _encode(array: np.ndarray) -> dict[str, Any]:
-    data = base64.b64encode(array.tobytes()).decode()
-    return {"dtype": array.dtype.name, "shape": array.shape, "data": data}
-
-
-def _decode(fields: dict[str, Any]) -> Any:
-    if fields.keys() != {"dtype", "shape", "data"}:
-        return fields
-    data = bytearray(base64.b64decode(fields["data"]))
-    return np.frombuffer(data, fields["dtype"]).reshape(fields["shape"])
-
-
-def pack_partial(groups: Sequence[PartialGroup]) -> np.ndarray:
-    """Return groups as [n] uint8; instead of a prompt, only its position in the data."""
-
-    def fields_of(group: PartialGroup | Group) -> dict[str, Any]:
-        return {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
-
-    records = []
-    for group in groups:
-        record = fields_of(group) | {"prompt": group.prompt.index}
-        if group.judged:
-            record["judged"] = fields_of(group.judged) | {"prompt": None}
-        records.append(record)
-
-    def encode(value: Any) -> Any:
-        return _encode(value) if isinstance(value, np.ndarray) else fields_of(value)
-
-    return np.frombuffer(zlib.compress(json.dumps(records, default=encode).encode()), np.uint8)
-
-
-def unpack_partial(
-    content: np.ndarray, read_prompt: Callable[[int], Prompt]
-) -> tuple[PartialGroup, ...]:
-    """Invert `pack_partial`; `read_prompt` returns the prompt at a position in the data."""
-    groups = []
-    for fields in json.loads(zlib.decompress(content.tobytes()), object_hook=_decode):
-        prompt, judged = read_prompt(fields["prompt"]), fields["judged"]
-        if judged:
-            judged["completions"] = tuple(map(_completion, judged["completions"]))
-            judged["verdicts"] = tuple(Verdict(**verdict) for verdict in judged["verdicts"])
-            judged = Group(**judged | {"prompt": prompt, "failed": ()})
-        finished, begun = (tuple(map(_completion, fields[n])) for n in ("finished", "begun"))
-        groups.append(PartialGroup(prompt, fields["step"], finished, begun, judged))
-    return tuple(groups)
-
-
-def _completion(fields: dict[str, Any]) -> Completion:
-    fields["earlier"] = tuple(map(tuple, fields["earlier"]))
-    fields["turns"] = tuple(Turn(*turn) for turn in fields["turns"])
-    fields["rewards"] = tuple(fields["rewards"])
-    fields["failures"] = tuple(fields["failures"])
-    return Completion(**fields)

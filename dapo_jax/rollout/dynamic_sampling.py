@@ -66,7 +66,10 @@ def next_kept_fraction(before: float, kept: int, scored: int, wanted: int) -> fl
 class Prompts(Protocol):
     """Endless data order; `position` is the position of its next prompt."""
 
-    position: int
+    @property
+    def position(self) -> int: ...
+    @position.setter
+    def position(self, value: int) -> None: ...
 
     def __next__(self) -> Prompt: ...
 

@@ -1,7 +1,9 @@
-"""Source of rollouts: samples each step's groups, on policy or one step ahead of the update.
+"""Source of rollouts: samples each step's groups, on policy or `rollout.staleness` steps ahead.
 
-The source's state decides the next rollouts, and a checkpoint holds all of it. Random keys contain
-step and position in the data, so the same state gives the same rollouts.
+With a staleness of L, step s is sampled by the policy after s - L steps (the first L steps by the
+initial policy): while step s - L is updated, the policy from before that update samples step s.
+Rollouts wait in the source's state, which decides the next ones, and a checkpoint holds all of it.
+Random keys contain step and position in the data, so the same state gives the same rollouts.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import FinishedResponses, Sampler
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.rollout.carry_over import open_collection
+from dapo_jax.rollout.curriculum import Pools, RestingPrompts, update_pools
 from dapo_jax.rollout.dynamic_sampling import (
     INITIAL_KEPT_FRACTION,
     NO_GROUPS,
@@ -27,6 +30,7 @@ from dapo_jax.rollout.dynamic_sampling import (
 )
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.runtime.clock import timed
+from dapo_jax.runtime.settings import require
 from dapo_jax.structs import (
     CollectedGroups,
     Group,
@@ -34,7 +38,6 @@ from dapo_jax.structs import (
     PartialGroup,
     SamplerCounts,
     SamplingRule,
-    add_counts,
 )
 
 OnBurst = Callable[[Collection], None]
@@ -47,6 +50,7 @@ class Rollout:
     batch: CollectedGroups
     counts: SamplerCounts
     seconds: float
+    passed_over: int = 0  # turns of resting problems (`rollout.curriculum`)
 
     @property
     def groups(self) -> list[Group]:
@@ -60,8 +64,10 @@ class SourceState:
     position: int = 0  # position in the endless data order
     kept_fraction: float = INITIAL_KEPT_FRACTION  # running estimate of groups that carry signal
     partial: tuple[PartialGroup, ...] = ()  # groups of earlier steps (`rollout.carry_over`)
-    behaviour: Any = None  # parameters before the update, which sample next (`rollout.lag`)
-    ahead: Rollout | None = None  # of the next step (`rollout.lag`); a resumed run samples it again
+    pools: Pools = dataclasses.field(default_factory=dict)  # `rollout.curriculum`
+    ahead: tuple[Rollout, ...] = ()  # of the next steps (`rollout.staleness`)
+    # Parameters before the newest update; None once they have sampled what they have to.
+    behaviour: Any = None
 
 
 class Journal:
@@ -83,8 +89,8 @@ class RolloutSource:
     prompts: PromptStream
     sampler: Sampler
     judge: Judge
-    # Copies the parameters that sample the next step while the policy is updated (`rollout.lag`),
-    # since an update consumes them; None: the current policy samples.
+    # Copies the parameters that sample during an update (`rollout.staleness`), which consumes them;
+    # None: the current policy samples.
     copy_behaviour: Callable[[Any], Any] | None = None
     journal: Journal = Journal()  # stores the groups of a step in progress
     interrupted: Callable[[], bool] = lambda: False  # between bursts; True ends a step
@@ -99,28 +105,51 @@ class RolloutSource:
 
         It raises as `dynamic_sampling.collect` does; `state` repeats the step.
         """
-        rollout = state.ahead
-        if rollout is None and state.behaviour is None:
-            rollout = self.sample(state, params, step, policy_step=step)
-        elif rollout is None:
-            rollout = self.sample(state, state.behaviour, step, policy_step=step - 1)
-        batch = rollout.batch
+        if state.behaviour is not None:  # what an interruption left to it
+            while missing := self._missing_step(state, step - 1):
+                state = self._extend(state, state.behaviour, missing, step - 1)
+        if not state.ahead:
+            state = self._extend(state, params, step, policy_step=step)
+        rollout, *ahead = state.ahead
         behaviour = self.copy_behaviour(params) if self.copy_behaviour else None
-        following = SourceState(
-            batch.next_position, batch.kept_fraction, batch.carried, behaviour=behaviour
-        )
-        return following, rollout
+        return dataclasses.replace(state, ahead=tuple(ahead), behaviour=behaviour), rollout
 
     @timed("ahead")
     def prefetch(self, state: SourceState, step: int) -> SourceState:
-        """Return the state with the rollouts of step + 1, if they are sampled during the update."""
-        if self.copy_behaviour is None or step + 1 == self.config.total_steps:
+        """Return the state with the rollouts that are sampled during the update of `step`."""
+        if self.copy_behaviour is None:
             return state
         try:
-            ahead = self.sample(state, state.behaviour, step + 1, policy_step=step)
+            while missing := self._missing_step(state, step):
+                state = self._extend(state, state.behaviour, missing, step)
         except (Interrupted, Starved):  # raised again when the next step samples them
             return state
-        return dataclasses.replace(state, ahead=ahead)
+        is_full = len(state.ahead) == self.config.rollout.staleness
+        return dataclasses.replace(state, behaviour=None) if is_full else state
+
+    def _missing_step(self, state: SourceState, step: int) -> int | None:
+        """Return the next step that the policy from before the update of `step` has to sample."""
+        staleness = self.config.rollout.staleness
+        following = step + 1 + len(state.ahead)
+        if len(state.ahead) == staleness or following >= self.config.total_steps:
+            return None
+        allowed = (
+            "what it was: the policies that sample further steps are gone, since the last "
+            f"rollout.staleness = {staleness} steps of a run sample none ahead"
+        )
+        has_policy = max(0, following - staleness) == step
+        require(has_policy, "total_steps", self.config.total_steps, allowed)
+        return following
+
+    def _extend(self, state: SourceState, params: Any, step: int, policy_step: int) -> SourceState:
+        """Return the state with the rollouts of `step`, the next one, ahead."""
+        rollout = self.sample(state, params, step, policy_step)
+        batch, ahead = rollout.batch, (*state.ahead, rollout)
+        pools = state.pools
+        if self.config.rollout.curriculum == "pools":
+            pools = update_pools(pools, batch.judged, self.config.reward)
+        following = batch.next_position, batch.kept_fraction, batch.carried, pools
+        return SourceState(*following, ahead, state.behaviour)
 
     def sample(self, state: SourceState, params: Any, step: int, policy_step: int) -> Rollout:
         """Return the rollouts of `step`, sampled by a policy trained for `policy_step` steps."""
@@ -132,17 +161,19 @@ class RolloutSource:
         collection = open_collection(
             self.config, state.kept_fraction, step, state.partial, state.position
         )
+        rate, seed = self.config.rollout.resting_rate, self.config.seed
+        prompts = RestingPrompts(self.prompts, state.pools, rate, seed)
         with self.show(step + 1, sampler.counts) as on_burst:
             hooks = CollectionHooks(self.journal.add, on_burst, self.interrupted)
             finished = self.journal.begin(step)
-            batch = collect(collection, self.prompts, sampler, self.judge, hooks, finished)
+            batch = collect(collection, prompts, sampler, self.judge, hooks, finished)
         counts = dataclasses.replace(sampler.counts)
         if self.config.algorithm.advantage in OF_GREEDY and batch.groups:
             sampler.begin(params, rule=SamplingRule(temperature=0.0), **keyed)
             batch = dataclasses.replace(batch, groups=self._with_baselines(batch.groups))
-            counts = add_counts(counts, sampler.counts)
+            counts = counts + sampler.counts
         sampler.release()  # an update may need the memory of the caches
-        return Rollout(batch, counts, time.perf_counter() - start)
+        return Rollout(batch, counts, time.perf_counter() - start, prompts.passed_over)
 
     def _with_baselines(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with the rewards of greedy responses, without those that have none."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -54,6 +55,20 @@ def _with_memory_layout(place: NamedSharding, path: str) -> NamedSharding | Form
     if on_tpu and path.endswith(_PER_HEAD):
         return Format(Layout(major_to_minor=(1, 2, 0)), place)
     return place
+
+
+class DecodingArrays(dict[str, np.ndarray]):
+    """Trained parameters as a `Loader` has returned them to another process, on the host."""
+
+    def stacks(self, config: decoder.DecoderConfig) -> dict[str, np.ndarray]:
+        """Return the parameters by the trainer's paths, layers in stacks."""
+        paths = sharding.flatten(decoder.abstract_params(config))
+        layers = {path: decoder.layer_paths(path, config) for path in paths}
+        return {
+            path: np.stack([self[name] for name in names]) if names != [path] else self[path]
+            for path, names in layers.items()
+            if names and names[0] in self
+        }
 
 
 class Loader:
@@ -99,6 +114,12 @@ class Loader:
                 paths_of_layers = self._paths[name][start : start + count]
                 arrays |= self._moved(dict(zip(paths_of_layers, layers, strict=True)))
         return arrays
+
+    def place(self, arrays: DecodingArrays) -> dict[str, Array]:
+        """Return arrays that a call has returned in another process, on the decoding mesh."""
+        if arrays.keys() != self._final.keys():
+            raise ValueError("the arrays are not those of this model")
+        return {path: jax.device_put(array, self._final[path]) for path, array in arrays.items()}
 
     def abstract(self, params: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and shardings of the loaded arrays, from the shapes of parameters."""
@@ -223,5 +244,10 @@ class DecodingWeights:
         self._frozen_copy = copy
 
     def load(self, params: Any) -> Any:
-        """Return decoding weights: live parameters of the trainer, and the frozen ones."""
-        return decoder.for_decoding(self.frozen() | self.load_trained(params), self._config)
+        """Return decoding weights: parameters of the trainer, and the frozen ones.
+
+        Raises ValueError for `DecodingArrays` of other names or shapes.
+        """
+        load = self.load_trained
+        trained = load.place(params) if isinstance(params, DecodingArrays) else load(params)
+        return decoder.for_decoding(self.frozen() | trained, self._config)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
@@ -31,6 +32,7 @@ from dapo_jax.model.trainable import (
 from dapo_jax.reporting.alerts import reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MAX_CUT, fitting
+from dapo_jax.rewards.code import CODE, with_tests
 from dapo_jax.rewards.functions import find_functions, wanted_columns
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
@@ -43,7 +45,9 @@ from dapo_jax.run.compute import (
     open_meshes,
     open_sampler,
 )
+from dapo_jax.run.lease_server import LeaseServer
 from dapo_jax.run.memory import check_run_fits
+from dapo_jax.run.remote_sampler import open_remote
 from dapo_jax.run.teacher import has_teacher, load_teacher, open_programs
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
@@ -114,10 +118,11 @@ class Components:
     environments: Environments | None
     token_weights: TokenWeights | None  # user function
     decoder: DecoderConfig
+    lease_server: LeaseServer | None = None  # with `rollout.remote`
 
     def trainer(self, **options: Any) -> Trainer:
         """Return the trainer of a run; `options` are other fields of `RolloutSource`."""
-        copy = self.learners.policy.copy if self.config.rollout.lag else None
+        copy = self.learners.policy.copy if self.config.rollout.staleness else None
         source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 
@@ -135,8 +140,10 @@ class Components:
         return load_huggingface.load_params(folder, shape, mesh, field=field, fresh_score=True)
 
     def close(self) -> None:
-        """Stop the worker processes."""
+        """Stop the worker processes, and the server of samplers."""
         self.judge.close()
+        if self.lease_server:
+            self.lease_server.close()
         if self.environments:
             self.environments.close()
 
@@ -277,12 +284,15 @@ def open_prompts(
 ) -> PromptStream:
     """Return the prompts of the config's problems, as environments open them."""
     functions = find_functions(list(config.reward.weights()))
+    columns = wanted_columns(functions.values())
+    if config.reward.verifier == CODE:
+        columns = with_tests(columns)
     return PromptStream(
         config.data,
         config.seed,
         tokenizer,
         needs_answer=config.reward.needs_answer(),
-        columns=wanted_columns(functions.values()),
+        columns=columns,
         training=training,
         opening=environments.open if environments else lambda problem: problem,
         tools=tool_schemas(config.environment),
@@ -313,11 +323,20 @@ def build(
         reference = load_reference(config, decoder, mesh, frozen) if training else None
         pool = RewardPool(config.reward, tokenizer.split)
         model = load_reward_model(config, mesh)
+        sampler = open_sampler(engine, tokenizer, config.seed, environments)
+        lease_server = None
+        if training and config.rollout.remote != "none":
+
+            def warn(text: str) -> None:
+                progress.warn(escape(text))
+
+            load = engine.programs.weights.load_trained
+            sampler, lease_server = open_remote(config, decoder, sampler, load, warn)
         return Components(
             config=config,
             tokenizer=tokenizer,
             prompts=prompts,
-            sampler=open_sampler(engine, tokenizer, config.seed, environments),
+            sampler=sampler,
             environments=environments,
             judge=Judge(config, pool, model and model.score, should_abort, tokenizer.decode_all),
             learners=dataclasses.replace(learners, reference=reference),
@@ -325,4 +344,5 @@ def build(
             frozen=frozen,
             token_weights=token_weights,
             decoder=decoder,
+            lease_server=lease_server,
         )

@@ -147,11 +147,11 @@ def open_engine(
 ) -> PolicyEngine:
     """Return the sampling engine of training and evaluation.
 
-    If scored groups are saved, each program is compiled for one shape only, so that a group that
-    is sampled again after a kill rounds in the same way, whatever the batch.
+    If scored groups are saved, or sampled by other processes, each program is compiled for one
+    shape only, so that a group rounds in the same way whatever is sampled beside it.
     """
     settings = config.sampler
-    if config.checkpoint.keep_groups:
+    if config.checkpoint.keep_groups or config.rollout.remote != "none":
         longest = config.longest_tokens()
         settings = dataclasses.replace(settings, first_window_tokens=longest, prefill_prompts=1)
     return PolicyEngine(

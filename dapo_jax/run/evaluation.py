@@ -6,19 +6,21 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
+from etils import epath
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.data.difficulty import text_digest
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
-from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
+from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report, wilson
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rewards.judge import Pending
@@ -270,6 +272,7 @@ DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
     "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
     "reward.percent reward.correct reward.threshold reward.parts reward.model_folder "
+    "reward.judge.model reward.judge.rubric reward.judge.highest reward.judge.temperature "
     "algorithm.reward_correct algorithm.reward_wrong algorithm.overlong_punishment "
     "algorithm.overlong_buffer_share"
 ).split()
@@ -437,6 +440,28 @@ def evaluate(
         )
 
 
+def rate_problems(responses: Iterable[Response], texts: Mapping[int, str]) -> str:
+    """Return a JSON line for each problem: its pass rate, with Wilson's 95 % interval.
+
+    Args:
+        texts: of the problems, by their index in the data.
+    """
+    scores: dict[str, list[bool]] = {}
+    ids: dict[str, str] = {}
+    for response in responses:
+        if response.failure is None:
+            digest = text_digest(texts[response.index])
+            ids.setdefault(digest, response.problem)
+            scores.setdefault(digest, []).append(response.correct)
+    lines = []
+    for digest, correct in scores.items():
+        rate, count = sum(correct) / len(correct), len(correct)
+        low, high = wilson(rate, count)
+        row = {"problem": ids[digest], "digest": digest, "samples": count}
+        lines.append(json.dumps(row | {"pass_rate": rate, "low": low, "high": high}) + "\n")
+    return "".join(lines)
+
+
 def write_report(
     responses: list[Response],
     fields: dict[str, Any],
@@ -451,6 +476,9 @@ def write_report(
     path = folder / "report.json"
     text = json.dumps(fields | dataclasses.asdict(report), indent=2)
     storage.attempt(path.name, lambda: write_text(path, text))
+    if own := config.evaluation.write_difficulty:
+        texts = {p.index: p.problem for p in components.prompts.heldout_prompts()}
+        storage.attempt(own, lambda: write_text(epath.Path(own), rate_problems(responses, texts)))
     components.progress.report(report, fields)
     components.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
     return {

@@ -126,7 +126,7 @@ def resident_bytes(
         held["reference"] = count(True, forward=True) * config.algorithm.reference
         if has_teacher(config):
             held["teacher"] = teacher_bytes(config, decoder, mesh)
-        held["policy before the update"] = trained * bool(config.rollout.lag)
+        held["policy before the update"] = trained * bool(config.rollout.staleness)
         if config.algorithm.critic:
             held["critic and optimizer"] = 3 * params_bytes(scalar_config(decoder), mesh)
     return held
@@ -233,9 +233,10 @@ def check_run_fits(
 ) -> None:
     """Raise `ConfigError` if sampling or learning can't fit into memory."""
     prompts = config.rollout.prompts_per_step
-    batch = prompts * config.rollout.samples_per_prompt * MIN_RESPONSE_BYTES
+    batches = 1 + config.rollout.staleness
+    batch = batches * prompts * config.rollout.samples_per_prompt * MIN_RESPONSE_BYTES
     allowed = (
-        f"smaller, since a rollout batch takes at least {describe(batch)} of the host's memory and "
+        f"smaller, since rollout batches take at least {describe(batch)} of the host's memory and "
         f"{describe(host_bytes())} are there"
     )
     require(batch <= host_bytes(), "rollout.prompts_per_step", prompts, allowed)

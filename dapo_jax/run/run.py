@@ -19,8 +19,13 @@ from dapo_jax.reporting.console import Progress, fit
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.scores import Response
-from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
+from dapo_jax.rollout.group_format import (
+    pack_partial,
+    pack_rollouts,
+    unpack_partial,
+    unpack_rollouts,
+)
 from dapo_jax.rollout.source import Journal, SourceState
 from dapo_jax.run import evaluation
 from dapo_jax.run.checkpointing import same_run
@@ -40,7 +45,7 @@ from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.output_folder import RUN, claim
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
-from dapo_jax.structs import Interrupted, SamplingRule
+from dapo_jax.structs import Interrupted, Prompt, SamplingRule
 from dapo_jax.train import Trainer, TrainerState, train_step
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems
@@ -179,15 +184,19 @@ class Run:
         self.store.storage.drain()  # the files of a step come before its checkpoint
         source, learners = self.state.source, self.state.learners
         carried = {"groups": pack_partial(source.partial)} if source.partial else {}
+        ahead = {"rollouts": pack_rollouts(source.ahead)} if source.ahead else {}
         progress = dataclasses.replace(
             self.progress,
             position=source.position,
             kept_fraction=source.kept_fraction,
+            pools=dict(source.pools),
             carried_bytes=sum(map(len, carried.values())),
+            ahead_bytes=sum(map(len, ahead.values())),
+            has_behaviour=source.behaviour is not None,
         )
         record = dataclasses.replace(self.store.record, step=self.state.step, progress=progress)
         states = {"state": learners.policy, "critic": learners.critic}
-        states |= {"behaviour": source.behaviour, "carried": carried}
+        states |= {"behaviour": source.behaviour, "carried": carried, "ahead": ahead}
         self.store.checkpoints.save(record, states)
 
     def keep(self) -> None:
@@ -250,16 +259,26 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
     policy = checkpoints.state(learners.policy.abstract_state)
     if learners.critic:
         critic = checkpoints.state(learners.critic.abstract_state, "critic")
-    if components.config.rollout.lag and record.step:
-        behaviour = checkpoints.state(learners.policy.abstract_state.params, "behaviour")
     progress = record.progress
-    partial = ()
-    if progress.carried_bytes:
-        shape: Any = {"groups": np.zeros(progress.carried_bytes, np.uint8)}
-        restored: Any = checkpoints.state(shape, "carried")
-        content, prompts = np.asarray(restored["groups"]), components.prompts
-        partial = unpack_partial(content, lambda index: next(seek(prompts, index)))
-    source = SourceState(progress.position, progress.kept_fraction, partial, behaviour)
+    if progress.has_behaviour:
+        behaviour = checkpoints.state(learners.policy.abstract_state.params, "behaviour")
+
+    def read(entry: str, name: str, size: int) -> np.ndarray:
+        shape: Any = {name: np.zeros(size, np.uint8)}
+        restored: Any = checkpoints.state(shape, entry)
+        return np.asarray(restored[name])
+
+    def read_prompt(index: int) -> Prompt:
+        return next(seek(components.prompts, index))
+
+    partial, ahead = (), ()
+    if size := progress.carried_bytes:
+        partial = unpack_partial(read("carried", "groups", size), read_prompt)
+    if size := progress.ahead_bytes:
+        ahead = unpack_rollouts(read("ahead", "rollouts", size), read_prompt)
+    source = SourceState(
+        progress.position, progress.kept_fraction, partial, progress.pools, ahead, behaviour
+    )
     return TrainerState(record.step, LearnerStates(policy, critic), source)
 
 

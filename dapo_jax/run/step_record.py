@@ -61,6 +61,8 @@ def _host_metrics(config: Config, record: StepRecord) -> dict[str, float]:
     """Return the metrics that do not depend on the updates."""
     rollouts, min_spread = record.rollouts, config.reward.min_spread
     values = rollout_metrics(rollouts.batch, rollouts.counts, record.step, min_spread)
+    if config.rollout.curriculum == "pools":
+        values["passed_over_prompts"] = float(rollouts.passed_over)
     if record.minibatches and record.feedback and record.advantages is not None:
         arrays = record.feedback, record.advantages, record.returns
         values |= feedback_metrics(config.algorithm, *arrays)

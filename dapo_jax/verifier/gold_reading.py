@@ -16,6 +16,7 @@ from dapo_jax.verifier.verifier import BY_VALUE
 # Texts in which each verifier looks for an answer.
 FORMS = {
     "final_number": "#### {}",
+    "code": "```\n{}\n```",
     "math": r"\boxed{{{}}}",
     "math_box": r"\boxed{{{}}}",
     "math_label": "Answer: {}",

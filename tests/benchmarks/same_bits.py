@@ -65,10 +65,10 @@ RUNS |= {
         ),
         "pages": ("arithmetic.py", "sampler.cache=paged sampler.pages=48"),
         "int8": ("arithmetic.py", "sampler.weights_dtype=int8 sampler.cache_dtype=int8"),
-        "lag": ("arithmetic.py:tis", "rollout.lag=1 total_steps=3"),
+        "staleness": ("arithmetic.py:tis", "rollout.staleness=1 total_steps=3"),
         "carry_all": ("arithmetic.py:tis", "rollout.carry_over=all total_steps=3"),
         "carry_unfinished": ("arithmetic.py:tis", "rollout.carry_over=unfinished total_steps=3"),
-        "sampler_share": ("arithmetic.py:tis", "mesh.sampler_share=0.5 rollout.lag=1"),
+        "sampler_share": ("arithmetic.py:tis", "mesh.sampler_share=0.5 rollout.staleness=1"),
         "two_processes": ("arithmetic.py", ""),
     }.items()
 }

@@ -112,7 +112,7 @@ def test_memory_by_part_adds_up_to_the_peak(made):
 
 
 def test_a_lag_keeps_a_copy_of_the_policy_before_the_update(config):
-    lagging = dataclasses.replace(config.rollout, lag=1)
+    lagging = dataclasses.replace(config.rollout, staleness=1)
     layout = lay_out(dataclasses.replace(config, rollout=lagging), chips.parse("cpu:8"))
     program = next(iter(training_programs(layout, 1)))
     alive = Compiler(layout, None).measure(program).alive

@@ -68,7 +68,7 @@ CHOICES = {
     "algorithm.kl_estimator": KL_ESTIMATORS,
     "optimizer.schedule": SCHEDULES,
     "critic.optimizer.schedule": SCHEDULES,
-    "reward.verifier": VERIFIERS,
+    "reward.verifier": (*VERIFIERS, "code"),
 }
 
 

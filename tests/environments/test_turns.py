@@ -12,7 +12,7 @@ from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.sessions import TokenizedReply
 from dapo_jax.model.decoder import init_params
-from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
+from dapo_jax.rollout.group_format import pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.sharding import unbox
 from dapo_jax.structs import PartialGroup, SamplingRule, with_texts

@@ -366,6 +366,7 @@ def test_this_machine_is_installed_and_flagged_for_its_devices(
 @pytest.mark.parametrize(("words", "text"), [
     (["--tpu=6e"], "--tpu=6e: must be a generation"),
     (["--tpu", "--processes=2"], "of virtual CPU devices, not of a TPU"),
+    (["--samplers=2"], "--samplers needs --config.run_dir=FOLDER"),
 ])  # fmt: skip
 def test_flags_that_mean_nothing_here_stop_before_installing(cloud, words, text):
     assert text in run_here(cloud, *words, expect=2) and not (cloud.folder / "pip.log").exists()

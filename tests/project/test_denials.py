@@ -19,7 +19,7 @@ KINDS = Config, SftConfig, DpoConfig, ServeConfig
 # A feature in prose, and the setting, module, preset or family that exists if the library has it.
 FEATURES = {
     "adapter|LoRA": "lora.rank",
-    "asynchron|off-policy|one step of lag": "rollout.lag",
+    "asynchron|off-policy|staleness": "rollout.staleness",
     "critic|value model": "critic.folder",
     "experts?|mixture|MoE": "mesh.expert",
     "image|video|multimodal|vision": "model.vision",

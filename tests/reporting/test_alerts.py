@@ -149,7 +149,7 @@ def test_groups_of_one_are_not_all_wrong():
 @pytest.mark.parametrize(
     ("metric", "config"),
     [
-        ("kl_sampler_trainer", Config(rollout=Rollout(lag=1))),
+        ("kl_sampler_trainer", Config(rollout=Rollout(staleness=1))),
         ("kl_sampler_trainer", Config(rollout=Rollout(carry_over="all"))),
         ("clip_fraction_high", run_of("gspo")),
         ("answer_not_found_rate", run_of("grpo", "mine:score=1", "spread")),
@@ -222,7 +222,7 @@ def test_the_report_names_what_is_wrong_with_a_run(rows, output):
         ({"rejected_fraction_low": 0.06, "rejected_fraction_high": 0.03}, run_of("icepop"), ""),
         (
             {"effective_sample_fraction": 0.4},
-            Config(algorithm=PRESETS["tis"](), rollout=Rollout(lag=1)),
+            Config(algorithm=PRESETS["tis"](), rollout=Rollout(staleness=1)),
             "a few tokens have most of the importance weight: effective_sample_fraction is 0.4 at "
             "the end",
         ),

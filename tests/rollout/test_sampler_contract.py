@@ -1,12 +1,15 @@
 """The contract of `contracts.Sampler`: one suite for every implementation."""
 
+import contextlib
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
 from conftest import TINY, make_prompt
+from fake_vllm import FakeVllm, save_digest, serving
 from named_meshes import named_mesh
+from remote_samplers import remote_scheduler
 from samplers import END, TOKENIZER, make_engine
 from small_runs import equal, make_quick_config
 from toy_sampler import ScriptedSampler, ToySampler
@@ -15,7 +18,9 @@ from dapo_jax.commands.plan.simulate import Costs, Simulation
 from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.rollout.vllm_sampler import VllmSampler, VllmServer
 from dapo_jax.run.components import build
+from dapo_jax.run.remote_sampler import RemoteSampler
 from dapo_jax.run.run import first_state
 from dapo_jax.structs import SamplingRule
 from dapo_jax.train import train_step
@@ -23,6 +28,8 @@ from dapo_jax.train import train_step
 # The tokens of a simulated prompt are its position in the data.
 PROMPTS = [make_prompt(i, [i] * (3 + i % 4)) for i in range(2, 9)]
 SAMPLES = 3
+IN_OTHER_PROCESSES = RemoteSampler, VllmSampler
+WITHOUT_WEIGHTS = "simulated", "scripted"
 
 
 def simulated(slots: int):
@@ -36,6 +43,17 @@ def simulated(slots: int):
     return Simulation(config, TINY, mesh, workload, Costs()).sampler
 
 
+def make_schedulers(mesh, slots) -> list[Scheduler]:
+    """Return one of the trainer, and one of another process."""
+    return [Scheduler(make_engine(mesh, slots), TOKENIZER, seed=5) for _ in range(2)]
+
+
+@contextlib.contextmanager
+def vllm_sampler(slots):
+    with serving(FakeVllm(END, TINY.vocab, seconds=0.01)) as url:
+        yield VllmSampler(VllmServer(url, (END,), 20, slots), save_digest, seed=5)
+
+
 # Each makes a sampler of `slots` slots on a mesh.
 SAMPLERS = {
     "scheduler": lambda mesh, slots: Scheduler(make_engine(mesh, slots), TOKENIZER, seed=5),
@@ -43,6 +61,8 @@ SAMPLERS = {
         make_engine(mesh, slots, cache="paged", page_tokens=4), TOKENIZER, seed=5
     ),
     "simulated": lambda mesh, slots: simulated(slots),
+    "own server": lambda mesh, slots: remote_scheduler(make_schedulers(mesh, slots)),
+    "vllm": lambda mesh, slots: vllm_sampler(slots),
     "scripted": lambda mesh, slots: ScriptedSampler(lambda index: 2 + index % 5, slots),
     "toy": lambda mesh, slots: ToySampler(TINY, (END,), seed=5, rows=slots),
 }
@@ -52,12 +72,16 @@ SAMPLERS = {
 def open_sampler(request, one_device):
     made = {}  # each once: its programs are compiled once
 
-    def open_cached(slots=4):
-        if slots not in made:
-            made[slots] = SAMPLERS[request.param](one_device, slots)
-        return made[slots]
+    with contextlib.ExitStack() as stack:
 
-    return open_cached
+        def open_cached(slots=4):
+            if slots not in made:
+                opened = SAMPLERS[request.param](one_device, slots)
+                is_context = isinstance(opened, contextlib.AbstractContextManager)
+                made[slots] = stack.enter_context(opened) if is_context else opened
+            return made[slots]
+
+        yield open_cached
 
 
 @pytest.fixture
@@ -155,7 +179,8 @@ def test_suspended_groups_resume_with_the_same_tokens(begin):
     assert sampler.idle
     indices = [part.prompt.index for part in partial]
     assert indices == sorted(indices) and {*indices, *groups} == expected.keys()
-    assert any(part.tokens for part in partial)
+    # Samplers in other processes return whole groups.
+    assert any(part.tokens for part in partial) or isinstance(sampler, IN_OTHER_PROCESSES)
     sampler = begin()
     for part in partial:
         sampler.submit(part.prompt, SAMPLES, part)
@@ -164,11 +189,15 @@ def test_suspended_groups_resume_with_the_same_tokens(begin):
 
 def test_abandoned_work_is_counted_and_leaves_no_trace(begin):
     sampler = begin()
-    sampler.submit(PROMPTS[0], SAMPLES)
+    for prompt in PROMPTS:
+        sampler.submit(prompt, SAMPLES)
     sampler.decode_burst()
     sampler.abandon()
     assert sampler.idle
-    assert sampler.counts.abandoned_responses > 0 and sampler.counts.abandoned_tokens > 0
+    counts = sampler.counts
+    assert counts.abandoned_responses > 0
+    # Samplers in other processes count the tokens themselves.
+    assert counts.abandoned_tokens > 0 or isinstance(sampler, IN_OTHER_PROCESSES)
     assert_same(finish_groups(sampler), finish_groups(begin()))
 
 
@@ -181,6 +210,29 @@ def test_a_released_sampler_begins_again(begin):
     assert sampler.idle
     sampler.resident()
     assert_same(finish_groups(begin()), expected)
+
+
+def test_a_weight_update_leaves_nothing_of_the_earlier_policy(begin, tiny_params, request):
+    """No cache of prompts, no waiting request, no token; and back again."""
+    first = finish_groups(begin())
+    sampler = begin()
+    sampler.submit(PROMPTS[0], SAMPLES)
+    sampler.decode_burst()
+    other = jax.tree.map(lambda x: x * 0.9, tiny_params)
+    keyed = {"purpose": 0, "step": 2, "rule": SamplingRule()}
+    sampler.begin(other, policy_step=7, **keyed)
+    assert sampler.idle
+    updated = finish_groups(sampler)
+    steps = {done.policy_step for group in updated.values() for done in group}
+    assert steps == {7}
+    if request.node.callspec.params["open_sampler"] not in WITHOUT_WEIGHTS:
+        tokens = [
+            [done.tokens.tolist() for group in groups.values() for done in group]
+            for groups in (first, updated)
+        ]
+        assert tokens[0] != tokens[1]
+    again = finish_groups(begin())
+    assert_same(again, first)
 
 
 def test_room_counts_the_responses_that_could_start(begin):

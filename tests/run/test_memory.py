@@ -38,7 +38,7 @@ TOO_MUCH = {
     ),
     "prompts": (
         {"rollout": Rollout(10**9, 16, updates_per_rollout=1)},
-        "config.rollout.prompts_per_step = 1000000000: .* rollout batch takes at least 16.0 TB",
+        "config.rollout.prompts_per_step = 1000000000: .* rollout batches take at least 16.0 TB",
     ),
 }
 

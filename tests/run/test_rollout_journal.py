@@ -12,19 +12,13 @@ import time
 import jax
 import numpy as np
 import pytest
-from kept_groups import SETTINGS, differing, make_kept
-from small_runs import make_groups, make_quick_config, read_rollouts, read_rows
+from kept_groups import SETTINGS, differing, make_kept, used, without_costs
+from small_runs import make_groups, make_quick_config, read_rows
 
 from dapo_jax.rollout.dynamic_sampling import recall
 from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal
 from dapo_jax.run.run import train
 from dapo_jax.runtime.storage.retries import Storage
-
-# What a step cost is counted from where it went on.
-COSTS = (
-    "decode_ prefills slot_occupancy abandoned_tokens put_back_tokens surplus_groups verdicts/ "
-    "environment_ sampled_to_kept_tokens outcomes/"
-).split()
 
 
 class Killed(BaseException):
@@ -107,20 +101,6 @@ def test_groups_go_when_a_checkpoint_has_their_step(groups, tmp_path):
 
 def files_of(folder) -> list[str]:
     return sorted(path.name for path in (folder / FOLDER).rglob("*.groups"))
-
-
-def without_costs(run_dir):
-    rows = read_rows(run_dir)
-    return [{k: v for k, v in row.items() if not k.startswith(tuple(COSTS))} for row in rows]
-
-
-def used(run_dir):
-    """The lines of responses that a step did not draw in vain."""
-    files = read_rollouts(run_dir)
-    return {
-        name: [line for line in text.splitlines() if '"surplus": true' not in line]
-        for name, text in files.items()
-    }
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
 from dapo_jax.model.logprobs import Rows, hidden_states
-from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
+from dapo_jax.rollout.group_format import pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError

@@ -183,7 +183,7 @@ def test_a_remote_folder_keeps_its_name_and_has_no_lock(tmp_path, monkeypatch):
 
 
 CARRY_OVER = "config.rollout.carry_over, config.algorithm.importance_cap = 'all', 2.0\n"
-LAG = "config.rollout.lag, config.algorithm.importance_cap = 1, 2.0\n"
+STALE = "config.rollout.staleness, config.algorithm.importance_cap = 1, 2.0\n"
 SHARE = "config.mesh = config.mesh.__class__({}, sampler_share=0.5)\n"
 
 
@@ -192,9 +192,9 @@ SHARE = "config.mesh = config.mesh.__class__({}, sampler_share=0.5)\n"
     ("settings", "of_two"),
     [
         (CARRY_OVER, ""),
-        (LAG, SHARE.format("1, 2, 1")),
-        (LAG, SHARE.format("1, 1, 2")),
-        (LAG, SHARE.format("1, 1, 1, decode_tensor=2")),
+        (STALE, SHARE.format("1, 2, 1")),
+        (STALE, SHARE.format("1, 1, 2")),
+        (STALE, SHARE.format("1, 1, 1, decode_tensor=2")),
     ],
 )
 def test_two_processes_use_older_policies_as_one_does(settings, of_two, base, tmp_path):
@@ -264,7 +264,7 @@ def test_two_processes_evaluate_as_one_does(base, tmp_path):
     scores = {}
     for count in (1, 2):
         into = f"--config.run_dir={tmp_path}/run{count}"
-        devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}"}
+        devices = {"XLA_FSTALES": f"--xla_force_host_platform_device_count={4 // count}"}
         ended = Several(tmp_path / f"output{count}", COMMAND, count, *line, into, **devices).wait()
         assert [process.code for process in ended] == [0] * count, ended[0].err
         scores[count] = json.loads(ended[0].out.splitlines()[-1])

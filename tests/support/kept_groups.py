@@ -6,13 +6,18 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from small_runs import make_quick_config
+from small_runs import make_quick_config, read_rollouts, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout
 
-LAG = {"rollout": Rollout(6, 4, updates_per_rollout=2, lag=1)}
+# What a step cost is counted from where it went on.
+COSTS = (
+    "decode_ prefills slot_occupancy abandoned_tokens put_back_tokens surplus_groups verdicts/ "
+    "environment_ remote_ sampled_to_kept_tokens outcomes/"
+).split()
+STALE = {"rollout": Rollout(6, 4, updates_per_rollout=2, staleness=1)}
 PAGES = {"cache": "paged", "page_tokens": 8, "pages": 48}
 GUESSING = {"name": "guessing", "max_turns": 4, "max_observation_tokens": 4, "wait_bursts": 2}
 GAME = {"environment": experiment.Environment(**GUESSING)}
@@ -21,14 +26,14 @@ INT8 = {"sampler": {"cache_dtype": "int8"}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bfloat16": {"compute": experiment.Compute(dtype="bfloat16")},
-    "lag": LAG,
+    "staleness": STALE,
     "adapters": {"lora": experiment.Lora(rank=2)},
     "critic": {"preset": "vapo", "correct": "threshold"},
     "pages": {"sampler": PAGES},
     "int8 cache": INT8,
     "turns": GAME,
     "turns in pages": GAME | {"sampler": PAGES},
-    "turns with lag": GAME | LAG,
+    "turns with staleness": GAME | STALE,
     "turns, int8 cache": GAME | INT8,
     "turns kept in pages": GAME | {"sampler": PAGES | {"keep_turns": True}},
     "experts": {"replay": "sampler"},  # with a folder of experts
@@ -77,3 +82,24 @@ def differing(run_dir: pathlib.Path, other: pathlib.Path) -> list[str]:
     arrays, others = final_arrays(run_dir), final_arrays(other)
     assert arrays.keys() == others.keys() and len(arrays) > 10
     return [path for path in arrays if arrays[path].tobytes() != others[path].tobytes()]
+
+
+def without_costs(run_dir):
+    rows = read_rows(run_dir)
+    return [{k: v for k, v in row.items() if not k.startswith(tuple(COSTS))} for row in rows]
+
+
+def used(run_dir):
+    """The lines of responses that a step did not draw in vain."""
+    files = read_rollouts(run_dir)
+    return {
+        name: [line for line in text.splitlines() if '"surplus": true' not in line]
+        for name, text in files.items()
+    }
+
+
+def same_run(run_dir: pathlib.Path, other: pathlib.Path) -> list[str]:
+    """Return what differs between two runs besides their costs."""
+    kinds = {"metrics": without_costs, "groups": used}
+    differences = [name for name, read in kinds.items() if read(run_dir) != read(other)]
+    return differences + differing(run_dir, other)

@@ -152,7 +152,7 @@ def _step_record(plan: Plan, settings: PlanSettings) -> dict[str, Any] | None:
     rollout, update = step.rollout_seconds, step.update_seconds
     # `plan.mfu` is for the rows of one sampled update; the step's rows have another fill.
     mfu_of_full_rows = plan.mfu / plan.lengths.fill
-    overlap = config.rollout.lag and plan.layout.sampling_mesh is not plan.layout.mesh
+    overlap = config.rollout.staleness and plan.layout.sampling_mesh is not plan.layout.mesh
     seconds = max(rollout, update) if overlap else rollout + update
     hours = chips * seconds / 3600
     return {

@@ -140,7 +140,7 @@ def _resident(layout: Layout) -> dict[str, Any]:
     if learners.critic:
         held["critic"] = learners.critic.abstract_state.params
         held["critic's optimizer"] = learners.critic.abstract_state.opt_state
-    if layout.config.rollout.lag:
+    if layout.config.rollout.staleness:
         held["policy before the update"] = jax.tree.map(copy.copy, state.params)
     return {name: tree for name, tree in held.items() if jax.tree.leaves(tree)}
 

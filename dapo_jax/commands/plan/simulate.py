@@ -41,7 +41,6 @@ from dapo_jax.structs import (
     SamplerCounts,
     SamplingRule,
     Verdict,
-    add_counts,
 )
 
 Counts = dict[str, float]  # amount used of each field of `Costs`
@@ -393,7 +392,7 @@ class Simulation:
         if self._config.algorithm.advantage in OF_GREEDY:
             self._begin_sampling(record.step)
             self._sample_all((group.prompt for group in collected.groups), 1)
-            counts = add_counts(counts, self.sampler.counts)
+            counts = counts + self.sampler.counts
         seek(self._prompts, collected.next_position)
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
         rows, fill = learn(self._config, self._decoder, collected.groups, meter)

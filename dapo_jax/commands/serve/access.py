@@ -1,33 +1,17 @@
 """Access control of the server: API key, `Host` and `Origin` headers, content type."""
 
-import hmac
-import os
-import pathlib
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from dapo_jax.commands.serve.errors import RequestError
 from dapo_jax.config.experiment import ServeConfig
-from dapo_jax.runtime.settings import ConfigError
-
-KEY_VARIABLE = "DAPO_API_KEY"
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+from dapo_jax.runtime import keys
+from dapo_jax.runtime.keys import KEY_VARIABLE, LOOPBACK
 
 
 def read_key(config: ServeConfig) -> str:
     """Return the API key from `api_key_file` or the environment; empty: no key is required."""
-    source = f"the environment variable {KEY_VARIABLE}"
-    key = os.environ.get(KEY_VARIABLE, "").strip()
-    if config.api_key_file:
-        source = f"config.api_key_file = {config.api_key_file!r}"
-        try:
-            key = pathlib.Path(config.api_key_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source}: can't be read: {error}") from None
-    if (config.api_key_file and not key) or not (key.isascii() and key.isprintable()):
-        # No message contains the key itself.
-        raise ConfigError(f"{source}: must hold a key: one line of printable ASCII")
-    return key
+    return keys.read_key(config.api_key_file, "api_key_file")
 
 
 def exposure_warning(config: ServeConfig, key: str) -> str:
@@ -51,8 +35,7 @@ class Access:
 
     def has_key(self, authorization: str) -> bool:
         """Return True if an `authorization` header holds the key, or no key is required."""
-        sent = authorization.partition(" ")[2].strip()
-        return not self._key or hmac.compare_digest(sent.encode(), self._key.encode())
+        return keys.has_key(authorization, self._key)
 
     def _check_host(self, field: str, value: str, local_address: str) -> None:
         """Raise `RequestError` unless `HOST:PORT` or an origin names this server."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import FinishedGroups, digest_tokens
+from dapo_jax.rollout.group_format import pack_partial, unpack_partial
 from dapo_jax.rollout.source import Journal
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.paths import Folder

@@ -30,7 +30,10 @@ class RunProgress:
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
     position: int = 0  # index of the next prompt in the data
     kept_fraction: float = 1.0  # of groups that carried signal: the next step samples ahead by it
+    pools: dict[str, bool] = dataclasses.field(default_factory=dict)  # resting problems by id
     carried_bytes: int = 0  # of the entry with the groups that the next step continues
+    ahead_bytes: int = 0  # of the entry with the rollouts of the next steps
+    has_behaviour: bool = False  # whether the policy before the newest update has to sample more
 
 
 @dataclasses.dataclass(frozen=True)

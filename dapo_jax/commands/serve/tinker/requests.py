@@ -254,9 +254,11 @@ class DataReader(NamedTuple):
             need(bool(np.isfinite(array).all()), f"{name}.{key}", "...", "finite numbers")
         defaults = {"weights": 1.0} | self.options
         filled = {key: np.full(targets.shape, value) for key, value in defaults.items()} | arrays
-        inputs = {key: array.astype(np.float32) for key, array in filled.items()}
-        inputs["target_tokens"] = targets.astype(np.int32)
-        columns = {key: array.reshape(len(tokens), -1) for key, array in inputs.items()}
+        dtypes = {"target_tokens": np.int32}
+        columns = {
+            key: array.astype(dtypes.get(key, np.float32)).reshape(len(tokens), -1)
+            for key, array in filled.items()
+        }
         return Datum(tokens, columns, targets.shape)
 
     def _read_tokens(self, chunks: Any, field: str) -> np.ndarray:

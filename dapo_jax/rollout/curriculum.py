@@ -1,0 +1,69 @@
+"""Pools of problems by difficulty: a problem without a learning signal is requested more rarely.
+
+With `rollout.curriculum = 'pools'`, a problem whose group was all right or all wrong rests. When
+its turn in the data order comes, it is requested only with the probability
+`rollout.resting_rate`; a group with a signal makes it active again. The pools before a step and
+the position decide.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from dapo_jax.config.experiment import Reward
+from dapo_jax.rollout.dynamic_sampling import Prompts, carries_signal
+from dapo_jax.structs import Group, Prompt
+
+MAX_PASSED_OVER = 10_000  # in a row; then the next prompt is requested
+PURPOSE = zlib.crc32(b"curriculum")
+
+Pools = Mapping[str, bool]  # resting problems by id: whether their responses were all right
+
+
+def update_pools(pools: Pools, groups: Iterable[Group], reward: Reward) -> dict[str, bool]:
+    """Return the pools after groups were scored; broken groups are not among them."""
+    updated = dict(pools)
+    for group in groups:
+        updated.pop(group.prompt.id, None)
+        if not carries_signal(group, reward):
+            updated[group.prompt.id] = bool(group.correct.any())
+    return updated
+
+
+class RestingPrompts:
+    """Data order without most turns of resting problems.
+
+    Args:
+        rate: probability that a resting problem is requested, keyed by seed and position.
+    """
+
+    def __init__(self, prompts: Prompts, pools: Pools, rate: float, seed: int):
+        self._prompts = prompts
+        self._pools = pools
+        self._rate = rate
+        self._seed = seed
+        self.passed_over = 0
+
+    @property
+    def position(self) -> int:
+        """Position of the next prompt; it may be set."""
+        return self._prompts.position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self._prompts.position = value
+
+    def __next__(self) -> Prompt:
+        """Return the next prompt that is active, or whose turn is not passed over."""
+        prompt = next(self._prompts)
+        for _ in range(MAX_PASSED_OVER):
+            if prompt.id not in self._pools or self._is_requested(prompt):
+                break
+            self.passed_over += 1
+            prompt = next(self._prompts)
+        return prompt
+
+    def _is_requested(self, prompt: Prompt) -> bool:
+        key = [self._seed, PURPOSE, prompt.index]
+        return np.random.default_rng(key).random() < self._rate

@@ -1,0 +1,228 @@
+"""The sampler of a run whose groups other processes draw (`dapo-jax sampler`), under leases."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.contracts import FinishedResponses, Sampler, do_nothing
+from dapo_jax.data.policies import model_path
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.load_huggingface import fingerprint
+from dapo_jax.rollout.leases import LOCAL, AnswerLimits, Leases, Session, Task
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
+from dapo_jax.run.checkpointing.same_run import may_change
+from dapo_jax.run.lease_server import LeaseServer
+from dapo_jax.run.weight_versions import WeightVersions
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.keys import LOOPBACK, read_key
+from dapo_jax.runtime.settings import leaves, require
+from dapo_jax.runtime.storage.retries import is_storage_error, reason
+from dapo_jax.structs import PartialGroup, Prompt, SamplerCounts, SamplingRule
+
+POLL_SECONDS = 0.2  # between looks at signals
+# Settings that decide what is sampled, unless a resumed run may change them.
+DECISIVE = (
+    *("algorithm.router_replay", "lora.", "model.freeze_layers", "compute.dtype"),
+    *("environment.", "sampler.", "seed"),
+)
+
+
+def answer_limits(config: Config, decoder: DecoderConfig) -> AnswerLimits:
+    """Return the bounds of responses that a run accepts."""
+    routes = None
+    if decoder.records_routes:
+        routes = decoder.layers, decoder.experts_per_token, decoder.experts
+    return AnswerLimits(decoder.vocab, config.sampler.max_response_tokens, routes)
+
+
+def sampler_identity(config: Config) -> dict[str, Any]:
+    """Return what a sampler must have in common with the trainer, by name."""
+    settings = {name: value for name, _, value in leaves(config)}
+    decisive = [name for name in settings if name.startswith(DECISIVE)]
+    folder = model_path(config.model.folder)
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    return {
+        "dapo_jax's code": processes.code_digest(),
+        "jax's version": jax.__version__,
+        "the content of config.model.folder": fingerprint(config.model.folder),
+        "its tokenizer.json": hashlib.sha256(tokenizer).hexdigest()[:16],
+        **{f"config.{n}": settings[n] for n in decisive if not may_change(n, settings)},
+    }
+
+
+class RemoteSampler:
+    """A `contracts.Sampler` that leases the groups of training steps to other processes.
+
+    The local sampler draws evaluations, and all that the others leave if `also` is true. It also
+    draws a step whose weights can't be written.
+    """
+
+    def __init__(
+        self,
+        local: Sampler,
+        leases: Leases,
+        # Writes a version of parameters, again if it is damaged and the third argument is true;
+        # returns its digest.
+        write: Callable[[int, Any, bool], str],
+        also: bool,
+        slots: int,
+        warn: Callable[[str], None],
+    ):
+        self.environments = local.environments
+        self.counts = SamplerCounts()
+        self.leases = leases
+        self._local, self._write_version = local, write
+        self._also, self._slots, self._warn = also, slots, warn
+        self._tasks: dict[tuple[int, tuple[int, ...]], Task] = {}  # that the local sampler draws
+        self._is_local = self._draws = True  # no leases at all; the local sampler draws too
+        self._begun: tuple[Any, dict[str, Any]] = (None, {})  # arguments of `begin`
+
+    def begin(
+        self,
+        params: Any,
+        *,
+        purpose: int,
+        step: int,
+        rule: SamplingRule,
+        policy_step: int | None = None,
+    ) -> None:
+        """Write the version of the policy, if it is new, and begin to lease groups."""
+        self.release()
+        version = step if policy_step is None else policy_step
+        keyed = {"purpose": purpose, "step": step, "rule": rule, "policy_step": version}
+        self._is_local, self._draws = purpose != SAMPLE_FOR_TRAINING, self._also
+        self._begun = params, keyed
+        digest = "" if self._is_local else self._write()
+        if not self._is_local:
+            self.leases.open(Session(purpose, step, version, rule, digest))
+        if self._is_local or self._draws:
+            self._local.begin(params, **keyed)
+        self.counts = self._local.counts if self._is_local else SamplerCounts()
+
+    def _write(self, repair: bool = False) -> str:
+        """Write the version of `begin`; if that fails, this process samples all groups itself."""
+        params, keyed = self._begun
+        step = keyed["policy_step"]
+        self.leases.unreadable = False
+        try:
+            return self._write_version(step, params, repair)
+        except Exception as error:
+            if not is_storage_error(error):
+                raise
+            self._warn(f"the weights of step {step} can't be written: {reason(error)}")
+            if repair and not self._draws:
+                self._local.begin(params, **keyed)
+            self._draws = True
+            return ""
+
+    def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
+        if self._is_local:
+            return self._local.submit(prompt, samples, carried)
+        return self._add(prompt, tuple(range(samples)))
+
+    def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
+        if self._is_local:
+            return self._local.submit_each(prompt, samples)
+        for sample in samples:
+            self._add(prompt, (sample,))
+        return None
+
+    def _add(self, prompt: Prompt, samples: tuple[int, ...]) -> None:
+        if len(prompt.tokens) == 0:
+            raise ValueError(f"prompt {prompt.id!r} has no tokens")
+        assert self.leases.session is not None  # set by `begin`
+        self.leases.add(Task(self.leases.session, prompt, samples))
+
+    def resident(self) -> Any:
+        return self._local.resident()
+
+    @property
+    def idle(self) -> bool:
+        return self._local.idle if self._is_local else not self.leases.outstanding
+
+    @property
+    def room(self) -> int:
+        if self._is_local:
+            return self._local.room
+        samplers = len(self.leases.alive()) + self._draws
+        return self._slots * max(1, samplers) - self.leases.outstanding
+
+    def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
+        if self._is_local:
+            return self._local.decode_burst(meanwhile)
+        if self.leases.unreadable:
+            self._write(repair=True)
+        if self._draws:
+            for task in self.leases.lease(LOCAL, self._local.room):
+                self._tasks[task.prompt.index, task.samples] = task
+                submit(self._local, task)
+            for prompt, responses in self._local.decode_burst(meanwhile):
+                samples = tuple(response.sample for response in responses)
+                self.leases.finish(self._tasks.pop((prompt.index, samples)), responses)
+        else:
+            meanwhile()
+        finished = self.leases.take(0.0 if self._draws and not self._local.idle else POLL_SECONDS)
+        total = self.leases.remote_counts() + (self._local.counts if self._draws else None)
+        vars(self.counts).update(vars(total))
+        return finished
+
+    def suspend(self) -> list[PartialGroup]:
+        """Return the groups without tokens: the samplers keep what they have drawn."""
+        if self._is_local:
+            return self._local.suspend()
+        prompts = {task.prompt.index: task for task in self.leases.wanted()}
+        self._clear()
+        return [PartialGroup(prompts[i].prompt, prompts[i].session.step) for i in sorted(prompts)]
+
+    def abandon(self) -> None:
+        if self._is_local:
+            return self._local.abandon()
+        self.counts.abandoned_responses += self.leases.outstanding
+        return self._clear()
+
+    def _clear(self) -> None:
+        self._local.abandon()
+        self._tasks.clear()
+        self.leases.clear()
+
+    def release(self) -> None:
+        self.abandon()
+        self.leases.open(None)
+        self._local.release()
+        self._begun = None, {}
+
+
+def open_remote(
+    config: Config,
+    decoder: DecoderConfig,
+    local: Sampler,
+    load: Callable[[Any], dict[str, Any]],
+    warn: Callable[[str], None],
+) -> tuple[RemoteSampler, LeaseServer]:
+    """Return the sampler of a run, and the running server of its leases. Raises `ConfigError`."""
+    remote, settings = config.rollout.remote, config.sampler
+    require(processes.count() == 1, "rollout.remote", remote, "'none' on several processes")
+    key = read_key(settings.key_file, "sampler.key_file")
+    if not key and settings.host.strip("[]") not in LOOPBACK:
+        warn(f"anyone who can reach {settings.host} can send responses: there is no key")
+    leases = Leases(answer_limits(config, decoder), settings.lease_seconds)
+    versions = WeightVersions(config.run_dir)
+    versions.clear()
+    server = LeaseServer(leases, sampler_identity(config), settings, key, warn)
+
+    def write(version: int, params: Any, repair: bool) -> str:
+        return versions.write(version, lambda: load(params), repair)
+
+    is_also = remote == "also"
+    return RemoteSampler(local, leases, write, is_also, settings.slots, warn), server
+
+
+def submit(sampler: Sampler, task: Task) -> None:
+    """Request the responses of a task."""
+    if task.samples == tuple(range(len(task.samples))):
+        sampler.submit(task.prompt, len(task.samples))
+    else:
+        sampler.submit_each(task.prompt, task.samples)

@@ -1,0 +1,212 @@
+"""rollout.staleness: later steps are sampled while the policy is updated."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import random
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+from kept_groups import differing, make_kept
+from small_runs import ROOT, make_quick_config, open_run, read_rollouts, read_rows
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
+from dapo_jax.rollout import source
+from dapo_jax.rollout.dynamic_sampling import Starved
+from dapo_jax.run.run import train
+from dapo_jax.runtime.sampler_devices import split_devices
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Interrupted
+
+
+def make_config(base, run_dir, staleness=1, **changes) -> Config:
+    algorithm = algorithms.dapo()
+    algorithm.importance_cap = 2.0
+    settings = {
+        "algorithm": algorithm,
+        "total_steps": 4,
+        "data": Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4),
+        "rollout": Rollout(4, 4, updates_per_rollout=2, staleness=staleness),
+        "checkpoint": Checkpoint(every_steps=1, keep=9),
+        "evaluation": Evaluation(every_steps=2, samples_per_problem=1, top_p=1.0),
+        # Log-probs of tokens are rounded, and may round otherwise on another mesh.
+        "log": Log(show_group_every_steps=0, tensorboard=False, token_groups=0),
+        "mesh": Mesh(data=2, fsdp=2, tensor=2),
+    }
+    return make_quick_config(base, run_dir, **settings | changes)
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("stale") / "run"
+    train(make_config(base, run_dir))
+    return run_dir
+
+
+def test_responses_are_one_policy_old_from_the_second_step_on(finished):
+    assert [row["policy_lag"] for row in read_rows(finished)[1:]] == [0, 1, 1, 1]
+
+
+def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(base, tmp_path):
+    with open_run(make_config(base, tmp_path / "run")) as run:
+        before = jax.tree.map(np.asarray, run.state.learners.policy.params)
+        run.step()
+        changed = jax.tree.leaves(
+            jax.tree.map(lambda a, b: (a != b).any(), before, run.state.learners.policy.params)
+        )
+        state = run.state.source
+        assert state.behaviour is None
+        (ahead,) = state.ahead
+        following = dataclasses.replace(state, position=ahead.batch.judged[0].prompt.index)
+        now = run.trainer.source.sample(following, run.components.first_params(), 1, 0)
+    tokens = [
+        [c.tokens.tolist() for group in groups for c in group.completions]
+        for groups in (ahead.groups, now.groups)
+    ]
+    assert any(changed) and tokens[0] == tokens[1] != []
+
+
+def interrupt(run, interrupted) -> None:
+    changed = dataclasses.replace(run.trainer.source, interrupted=interrupted)
+    run.trainer = dataclasses.replace(run.trainer, source=changed)
+
+
+def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, monkeypatch):
+    with open_run(make_config(base, tmp_path / "run")) as run:
+        run.begin()
+        bursts = itertools.count()
+        interrupt(run, lambda: run.state.step == 1 and next(bursts) > 1)
+        run.step()
+        ahead = run.state.source.ahead
+        run.step()
+        assert (run.state.step, run.state.source.ahead) == (2, ()) and len(ahead) == 1
+        assert run.state.source.behaviour is not None
+        collect = source.collect
+        monkeypatch.setattr(source, "collect", starve)
+        interrupt(run, lambda: False)
+        with pytest.raises(Starved):
+            run.step()
+        monkeypatch.setattr(source, "collect", collect)
+        run.store.checkpoints.close()
+    train(make_config(base, tmp_path / "run"))
+    assert read_rows(tmp_path / "run") == read_rows(finished)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
+
+
+def starve(*arguments, **options):
+    raise Starved
+
+
+def make_stale(tiny_folder, score_folder, run_dir, staleness, setting="plain", **changes):
+    """Five steps, or `changes`, with the default checkpoints of a run that saves every step."""
+    rollout = Rollout(4, 4, updates_per_rollout=2, staleness=staleness)
+    settings = {"total_steps": 5, "checkpoint": Checkpoint(every_steps=1, keep=1)} | changes
+    return make_kept(setting, tiny_folder, score_folder, run_dir, rollout=rollout, **settings)
+
+
+def train_with_stops(config, bursts) -> int:
+    """Train; stop after twice `bursts` bursts, then twice as many. Return the number of starts."""
+    for starts in itertools.count(1):
+        with open_run(config) as run:
+            left = iter(range(bursts << starts))
+            interrupt(run, lambda left=left: next(left, None) is None)
+            try:
+                while run.state.step < config.total_steps:
+                    run.step()
+                run.finish()
+                return starts
+            except Interrupted:
+                run.keep()
+
+
+@pytest.mark.parametrize(
+    ("staleness", "setting"),
+    [(2, "plain")]
+    + [
+        pytest.param(staleness, setting, marks=pytest.mark.slow)
+        for staleness, setting in [(1, "plain"), (4, "plain"), (2, "turns"), (4, "adapters")]
+    ],
+)
+def test_stopped_runs_repeat_the_uninterrupted_one(
+    staleness, setting, tiny_folder, score_folder, tmp_path, alone
+):
+    make = functools.partial(make_stale, tiny_folder, score_folder)
+    whole = make(tmp_path / "whole", staleness, setting)
+    train(whole)
+    stopped = make(tmp_path / "run", staleness, setting)
+    assert train_with_stops(stopped, bursts=16) > 1
+    assert differing(tmp_path / "run", tmp_path / "whole") == []
+    rows = read_rows(tmp_path / "whole")
+    assert read_rows(tmp_path / "run") == rows
+    assert [row["policy_lag"] for row in rows] == [min(i, staleness) for i in range(5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [2, 4])
+def test_killed_runs_repeat_the_uninterrupted_one(staleness, tiny_folder, score_folder, tmp_path):
+    """SIGKILL at ten random moments, with groups in files."""
+    code = (
+        "import sys, conftest, jax\n"
+        "from test_staleness import Checkpoint, make_stale, train\n"
+        "devices = jax.devices\n"
+        "jax.devices = lambda *args: devices(*args)[:1]\n"
+        "*folders, staleness = sys.argv[1:]\n"
+        "checkpoint = Checkpoint(every_steps=2, keep=1, keep_groups=True)\n"
+        "train(make_stale(*folders, int(staleness), total_steps=8, checkpoint=checkpoint))\n"
+    )
+
+    def start(name: str) -> subprocess.Popen:
+        folders = map(str, (tiny_folder, score_folder, tmp_path / name))
+        arguments = [sys.executable, "-c", code, *folders, str(staleness)]
+        return subprocess.Popen(arguments, cwd=ROOT)
+
+    assert start("whole").wait() == 0
+    rng = random.Random(staleness)
+    for _ in range(10):
+        child = start("run")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(rng.uniform(8, 20))
+        child.kill()
+        child.wait()
+    assert start("run").wait() == 0
+    assert differing(tmp_path / "run", tmp_path / "whole") == []
+
+
+@pytest.mark.slow
+def test_a_longer_run_needs_policies_that_are_gone(tiny_folder, score_folder, tmp_path, alone):
+    make = functools.partial(make_stale, tiny_folder, score_folder, tmp_path / "run", 2)
+    train(make(total_steps=2))
+    with pytest.raises(ConfigError, match="config.total_steps = 5: must be what it was"):
+        train(make())
+
+
+@pytest.mark.slow
+def test_dedicated_sampling_devices_sample_the_same(base, finished, tmp_path):
+    """Four train and four sample: the same tokens as eight that do both."""
+    config = make_config(base, tmp_path / "run")
+    config.mesh = Mesh(data=1, fsdp=2, tensor=2, sampler_share=0.5)
+    train(config)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
+    for row, expected in zip(read_rows(tmp_path / "run"), read_rows(finished), strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_a_flat_torus_of_several_hosts_cannot_be_split():
+    """Their compiler aborts where a program's chips have gaps between them."""
+    chips = [
+        types.SimpleNamespace(
+            platform="tpu", device_kind="TPU v5 lite", process_index=y // 2, coords=(x, y, 0)
+        )
+        for y in range(4)
+        for x in range(2)
+    ]
+    with pytest.raises(ConfigError, match="mesh.sampler_share = 0.5: must be 0 on several hosts"):
+        split_devices(chips, 0.5, 1)
+    learning, sampling = split_devices(chips[:4], 0.5, 1)  # of one host
+    assert (learning, sampling) == (chips[:2], chips[2:4])

@@ -1,0 +1,123 @@
+"""A server with the answers of vLLM's HTTP interface, of a policy that is a hash of its adapter."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import pathlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def save_digest(params, folder: pathlib.Path) -> None:
+    """Write what stands for an adapter: a digest of parameters."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        digest.update(np.asarray(leaf).tobytes())
+    (folder / WEIGHTS).write_bytes(digest.digest())
+
+
+class FakeVllm:
+    """Adapters by name, a prefix cache that goes stale, and whether generation is paused."""
+
+    def __init__(self, end_id: int, vocab: int, seconds: float = 0.0):
+        self.end_id, self.vocab, self.seconds = end_id, vocab, seconds
+        self.adapters: dict[str, bytes] = {}
+        self.prefixes: dict[tuple[int, ...], bytes] = {}  # which adapter computed a prompt's cache
+        self.paused = False
+        self.aborts = 0
+        posts = {
+            "/v1/completions": self.complete,
+            "/v1/load_lora_adapter": self.load,
+            "/v1/unload_lora_adapter": self.unload,
+            "/reset_prefix_cache": self.reset,
+            "/pause": self.pause,
+            "/resume": self.resume,
+        }
+        routes = [Route(path, post, methods=["POST"]) for path, post in posts.items()]
+        self.app = Starlette(routes=routes)
+
+    async def load(self, http):
+        body = await http.json()
+        if body["lora_name"] in self.adapters:
+            text = f"The lora adapter '{body['lora_name']}' has already been loaded."
+            return JSONResponse({"error": {"message": text, "code": 400}}, 400)
+        file = pathlib.Path(body["lora_path"]) / WEIGHTS
+        if not file.is_file():
+            text = f"Loading lora {body['lora_name']} failed: No adapter found"
+            return JSONResponse({"error": {"message": text, "code": 404}}, 404)
+        self.adapters[body["lora_name"]] = file.read_bytes()
+        return PlainTextResponse(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+
+    async def unload(self, http):
+        body = await http.json()
+        if self.adapters.pop(body["lora_name"], None) is None:
+            return JSONResponse({"error": {"message": "cannot be found", "code": 404}}, 404)
+        return PlainTextResponse(f"Success: LoRA adapter '{body['lora_name']}' removed.")
+
+    async def reset(self, http):
+        self.prefixes.clear()
+        return Response(status_code=200)
+
+    async def pause(self, http):
+        assert http.query_params["mode"] == "abort"
+        self.paused = True
+        self.aborts += 1
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, http):
+        self.paused = False
+        return JSONResponse({"status": "resumed"})
+
+    async def complete(self, http):
+        body = await http.json()
+        assert body["return_token_ids"] and body["logprobs"] == 0
+        aborts = self.aborts
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        if body["model"] not in self.adapters:
+            text = f"The model `{body['model']}` does not exist."
+            return JSONResponse({"error": {"message": text, "code": 404}}, 404)
+        prompt = tuple(body["prompt"])
+        weights = self.prefixes.setdefault(prompt, self.adapters[body["model"]])
+        key = hashlib.sha256(weights + json.dumps([prompt, body["seed"]]).encode()).digest()
+        random = np.random.default_rng(list(key))
+        length = int(random.integers(1, body["max_tokens"] + 4))
+        tokens = random.integers(0, self.vocab - 1, length)
+        tokens = (tokens + (tokens >= self.end_id)).tolist()[: body["max_tokens"]]
+        reason = "length" if length > len(tokens) else "stop"
+        if reason == "stop":
+            assert body["stop_token_ids"] == [self.end_id]
+            tokens[-1] = self.end_id
+        if self.aborts != aborts:
+            tokens, reason = tokens[:1], "abort"
+        logprobs = {"token_logprobs": [-0.5] * len(tokens), "tokens": [""] * len(tokens)}
+        choice = {"index": 0, "text": "", "finish_reason": reason, "token_ids": tokens}
+        return JSONResponse({"model": body["model"], "choices": [choice | {"logprobs": logprobs}]})
+
+
+@contextlib.contextmanager
+def serving(fake: FakeVllm) -> Iterator[str]:
+    """Run the server; yields its URL."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(fake.app, lifespan="off", log_level="critical"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,74 @@
+"""Runs of a trainer and samplers that are commands: started, stopped and killed by tests."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from kept_groups import make_kept
+from served import free_port
+from small_runs import ROOT
+
+from dapo_jax.config.experiment import Checkpoint, Config, Rollout
+
+SECONDS = 600.0  # for a run to end
+
+
+def make_remote(folders, run_dir, setting="plain", staleness=2, remote="only", **changes) -> Config:
+    """Five steps of a tiny policy, saved after every second one, with groups in files."""
+    rollout = Rollout(4, 4, 2, staleness=staleness, remote=remote)
+    sections = {
+        "rollout": rollout,
+        "total_steps": 5,
+        "checkpoint": Checkpoint(every_steps=2, keep=1, keep_groups=True),
+    }
+    if remote != "none":
+        sections["sampler"] = {"port": free_port(), "lease_seconds": 3.0}
+    return make_kept(setting, *folders, run_dir, **sections | changes)
+
+
+class Processes:
+    """The trainer of a run and its samplers."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.run_dir = pathlib.Path(config.run_dir)
+        self.file = self.run_dir.with_suffix(".json")
+        self.file.write_text(json.dumps(dataclasses.asdict(config)))
+        self.log = self.run_dir.with_suffix(".log").open("ab")
+        self.samplers: list[subprocess.Popen] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "dapo_jax", *arguments]
+        one_device = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
+        output = {"stdout": self.log, "stderr": self.log}
+        return subprocess.Popen(command, cwd=ROOT, env=one_device, **output)
+
+    def train(self) -> subprocess.Popen:
+        return self.start("train", str(self.file))
+
+    def add_sampler(self, *flags: str) -> subprocess.Popen:
+        trainer = f"--trainer=http://127.0.0.1:{self.config.sampler.port}"
+        self.samplers.append(self.start("sampler", f"--run={self.run_dir}", trainer, *flags))
+        return self.samplers[-1]
+
+    def output(self) -> str:
+        return self.run_dir.with_suffix(".log").read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def processes_of(config: Config) -> Iterator[Processes]:
+    made = Processes(config)
+    try:
+        yield made
+    finally:
+        for child in made.samplers:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGCONT)
+            child.kill()
+            child.wait()
