@@ -56,6 +56,23 @@ TINY = DecoderConfig(
 )
 
 
+DELTA = dataclasses.replace(
+    TINY,
+    family="qwen3_5_text",
+    qkv_bias=False,
+    qk_norm=True,
+    norm_offset=True,
+    output_gate=True,
+    rotary_dim=4,
+    recurrent=(True, False),
+    delta_key_heads=2,
+    delta_value_heads=4,
+    delta_key_dim=6,
+    delta_value_dim=8,
+    delta_kernel=4,
+)
+
+
 def check_documented(metrics: Iterable[str]) -> None:
     """Fails on a name that has no line in the table of docs/metrics.md."""
     page = (TESTS.parent / "docs/metrics.md").read_text()

@@ -130,6 +130,7 @@ def choose_packing(
     """Return the cheapest rows for these segments, of the configured shape if there is one."""
     windows = any(reach is not None for reach in decoder.reaches)
     shared = config.packing.share_prompts and shares_prompts(decoder.attention, windows)
+    shared &= not decoder.recurrent  # whose states start at each segment
     shapes = [dataclasses.replace(config.rows(), share_prompts=shared)]
     if config.packing.row_tokens < 0:
         longest = SHORT_ROW_TOKENS if decoder.attention == "plain" else sys.maxsize
@@ -137,6 +138,7 @@ def choose_packing(
     width = decoder.heads * decoder.head_dim
     matrices = 2 * decoder.embed * (width + decoder.kv_heads * decoder.head_dim)
     attention_tokens = (matrices + 3 * decoder.embed * decoder.active_mlp) / width
+    attention_tokens *= decoder.layers / decoder.attention_layers
     factor = shared_cost(decoder.head_dim) if decoder.attention == "splash" else 1.0
     return choose_rows(segments, shapes, attention_tokens, factor)
 

@@ -30,6 +30,7 @@ from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
+from dapo_jax.model.lm_head import Scale
 from dapo_jax.model.logprobs import divergences_of, energies_of, hidden_states, logprobs_of
 from dapo_jax.structs import present
 
@@ -178,6 +179,7 @@ def policy_learner(
     """Return the learner of the policy; it scores tokens with their log-probs."""
     algorithm = settings.algorithm
     chunk_tokens = settings.compute.logprob_chunk_tokens
+    scale = Scale(settings.temperature, config.logit_cap)
     kind = Divergence(
         algorithm.distillation_beta,
         algorithm.distillation_top_k,
@@ -190,9 +192,7 @@ def policy_learner(
     def run(params, rows: PackedRows, record: Sequence[str] = ()):
         routed = rows.inputs._replace(routes=rows.routes)
         hidden, records = hidden_states(params, config, routed, record)
-        logprobs, entropy = logprobs_of(
-            params, hidden, rows.tokens, settings.temperature, chunk_tokens
-        )
+        logprobs, entropy = logprobs_of(params, hidden, rows.tokens, scale, chunk_tokens)
         return hidden, logprobs, entropy, records
 
     def score(params, rows: PackedRows) -> TokenScores:
@@ -201,7 +201,7 @@ def policy_learner(
         energies = None
         if algorithm.advantage in OF_ENERGIES:
             arrays = params, hidden, rows.tokens, logprobs
-            energies = energies_of(*arrays, settings.temperature, chunk_tokens)
+            energies = energies_of(*arrays, scale, chunk_tokens)
         return TokenScores(logprobs, records.routes, energies)
 
     def loss(params, batch: TrainBatch) -> tuple[Array, UpdateOutputs]:

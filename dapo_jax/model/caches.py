@@ -57,13 +57,20 @@ class PromptCache(struct.PyTreeNode):
     axes = ("btke", "btke")  # as of KVCache
 
 
+class StateCache(struct.PyTreeNode):
+    """State of one gated delta-net layer for every slot or prompt; see `model.delta_net`."""
+
+    state: Float[Array, "S H G K V"]  # float32
+    window: Float[Array, "S W H X"]  # the convolution's last inputs
+
+
 class Prefix(struct.PyTreeNode):
     """Prefilled prompts. A prompt's last token is fed by the first decode step.
 
     `key` belongs to the prompt; the sample index is folded in at insertion.
     """
 
-    caches: tuple[PromptCache, ...]
+    caches: tuple[PromptCache | StateCache, ...]
     last_token: Int[Array, "B"]
     true_length: Int[Array, "B"]
     key: jax.Array  # [B]
@@ -75,7 +82,7 @@ class Prefix(struct.PyTreeNode):
 class DecodeState(struct.PyTreeNode):
     """State of the decode slots that a burst changes."""
 
-    caches: tuple[KVCache, ...] | tuple[PageCache, ...]
+    caches: tuple[KVCache | PageCache | StateCache, ...]
     tables: Int[Array, "S W"] | None  # pages of each slot in order; 0 if not assigned yet
     last_token: Int[Array, "S"]
     length: Int[Array, "S"]  # tokens in the cache, so also the position of last_token

@@ -34,21 +34,27 @@ BIASES = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
 # larger value is a mistake or an attack: a list of 10^18 layers fills the memory, and a rotation by
 # NaN trains to the end.
 _COUNTS = {  # names by the largest number
-    2**10: "num_hidden_layers sliding_window_pattern no_rope_layer_interval",
+    2**10: "num_hidden_layers sliding_window_pattern no_rope_layer_interval "
+    "full_attention_interval linear_conv_kernel_dim",
     2**14: "num_attention_heads num_key_value_heads num_experts num_local_experts "
-    "num_experts_per_tok",
+    "num_experts_per_tok num_global_key_value_heads linear_num_key_heads linear_num_value_heads "
+    "linear_key_head_dim linear_value_head_dim",
     2**20: "hidden_size query_pre_attn_scalar",
-    2**22: "intermediate_size moe_intermediate_size",
+    2**22: "intermediate_size moe_intermediate_size shared_expert_intermediate_size",
     2**24: "vocab_size",
     2**31 - 1: "sliding_window max_position_embeddings original_max_position_embeddings",
 }
 _FACTORS = (
     "factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale "
-    "mscale_all_dim"
+    "mscale_all_dim final_logit_softcapping"
 )
 NUMBERS: dict[str, tuple[type, Range]] = {
     "head_dim": (int, Range(at_least=2, at_most=2**14)),
+    "global_head_dim": (int, Range(at_least=2, at_most=2**14)),
     "max_window_layers": (int, Range(at_least=0, at_most=2**10)),
+    "num_kv_shared_layers": (int, Range(at_least=0, at_most=2**10)),
+    "hidden_size_per_layer_input": (int, Range(at_least=0, at_most=2**20)),
+    "partial_rotary_factor": (float, Range(above=0, at_most=1)),
     "rms_norm_eps": (float, Range(above=0, at_most=1)),
     "rope_theta": (float, Range(at_least=1, at_most=1e15)),
     "rope_local_base_freq": (float, Range(at_least=1, at_most=1e15)),
@@ -60,11 +66,13 @@ NUMBERS: dict[str, tuple[type, Range]] = {
         for name in names.split()
     },
 }
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in config.json
+# Kinds of layers in config.json; linear ones are gated delta-net layers.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Fields of a scaling in config.json by its type, with the attributes of RopeScaling they set.
 _ORIGINAL = {"original_max_position_embeddings": "original_tokens"}
 _FIELDS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
+    "proportional": {"factor": "factor", "partial_rotary_factor": "rotated"},
     "llama3": {
         "factor": "factor",
         "low_freq_factor": "low_turns",
@@ -82,6 +90,7 @@ _FIELDS: dict[str, dict[str, str]] = {
 }
 _QUERY_GROWTH = {"llama_4_scaling_beta": "query_growth"}
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+_PROPORTIONAL = {"factor": 1.0, "partial_rotary_factor": 1.0}
 
 
 # --- single fields --------------------------------------------------------------------------
@@ -121,6 +130,13 @@ def read_table(values: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
+def text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model in that of a multimodal one; else the same."""
+    text = read_table(values, "text_config")
+    tied = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
+    return tied | text if text else values
+
+
 # --- rotations ------------------------------------------------------------------------------
 
 
@@ -140,13 +156,16 @@ def _attention_factor(rope: dict[str, Any], factor: float) -> float:
 
 
 def _read_table(
-    values: dict[str, Any], rope: dict[str, Any], grows: bool = False
+    values: dict[str, Any], rope: dict[str, Any], grows: bool = False, partial: float = 1.0
 ) -> dict[str, Any]:
-    """Return base and scaling of rotations as fields of a decoder."""
-    rotated = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if rotated is not None and rotated != 1:
-        raise ValueError(f"partial_rotary_factor {reprlib.repr(rotated)}: must be 1.0")
+    """Return base and scaling of rotations as fields of a decoder.
+
+    `partial` is below 1 for a family with rotations of a part of each head.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
+    rotated = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if partial == 1 and kind != "proportional" and rotated is not None and rotated != 1:
+        raise ValueError(f"partial_rotary_factor {reprlib.repr(rotated)}: must be 1.0")
     if kind != "default" and (not isinstance(kind, str) or kind not in _FIELDS):
         allowed = "', '".join(_FIELDS)
         raise ValueError(f"rope_scaling of type {kind!r}: must be 'default' or '{allowed}'")
@@ -164,7 +183,8 @@ def _read_table(
         elif name == "truncate":
             read[ours] = rope.get(name) is None or read_switch(rope, name)
         else:
-            read[ours] = read_number(rope, name, _DEFAULTS.get(name))
+            defaults = _PROPORTIONAL if kind == "proportional" else _DEFAULTS
+            read[ours] = read_number(rope, name, defaults.get(name))
     if kind == "yarn" and theta <= 1:
         raise ValueError(f"rope_theta = {theta}: must be above 1 with yarn")
     scaling = RopeScaling(**read)
@@ -223,6 +243,8 @@ def _read_fields(values: dict[str, Any], family: Family) -> dict[str, Any]:
             continue
         if name not in values:
             name = family.aliases.get(name, name)
+        if name in family.optional and values.get(name) is None:
+            continue
         read[ours] = read_number(values, name) if name in NUMBERS else read_switch(values, name)
     heads = read["heads"]
     if read.get("experts_per_token", 0) > read.get("experts", 0):
@@ -231,12 +253,15 @@ def _read_fields(values: dict[str, Any], family: Family) -> dict[str, Any]:
             f"{read['experts']}"
         )
     read["kv_heads"] = read_number(values, "num_key_value_heads", heads)
-    if heads % read["kv_heads"]:
-        raise ValueError(f"num_key_value_heads = {read['kv_heads']}: must divide {heads} heads")
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        groups = read["kv_heads"] if name in COMMON_FIELDS.values() else read.get("full_kv_heads")
+        if groups and heads % groups:
+            raise ValueError(f"{name} = {groups}: must divide {heads} heads")
     head_dim = read_number(values, "head_dim", read["embed"] // heads)
     read["head_dim"] = check_number("head_dim", head_dim)
-    if read["head_dim"] % 2:
-        raise ValueError(f"head_dim = {read['head_dim']}: must be even")
+    for name, ours in {"head_dim": "head_dim", "global_head_dim": "full_head_dim"}.items():
+        if read.get(ours, 0) % 2:
+            raise ValueError(f"{name} = {read[ours]}: must be even")
     read["qkv_bias"] = False
     for name in family.biases:
         read |= dict.fromkeys(BIASES[name], read_switch(values, name))
@@ -287,6 +312,44 @@ def _read_rotated(values: dict[str, Any], family: Family, layers: int) -> dict[s
     return {} if all(rotated) else {"rotated": rotated}
 
 
+def _read_rotary_dim(values: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
+    """Return the dimensions of a head that rotate. Raises ValueError if they are no pairs."""
+    table = values | read_table(values, "rope_parameters")
+    factor = read_number(table, "partial_rotary_factor", family.partial_rotary)
+    width = int(head_dim * factor)
+    if width % 2 or not width:
+        raise ValueError(f"partial_rotary_factor = {factor}: must be of an even number above 0")
+    return {"rotary_dim": width}
+
+
+def _read_recurrent(values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
+    """Return which layers are gated delta-net layers. Raises ValueError for a wrong field."""
+    interval = read_number(values, "full_attention_interval", family.delta_interval)
+    usual = [FULL if (number + 1) % interval == 0 else LINEAR for number in range(layers)]
+    types = values.get("layer_types") or usual
+    known = isinstance(types, list) and all(kind in (FULL, LINEAR) for kind in types)
+    if not known or len(types) != layers or FULL not in types:
+        expected = f"{FULL} at least once or {LINEAR}, each of {layers}"
+        raise ValueError(f"layer_types {reprlib.repr(types)}: must be {expected}")
+    heads = [values[f"linear_num_{name}_heads"] for name in ("value", "key")]
+    if heads[0] % heads[1]:
+        raise ValueError(
+            f"linear_num_value_heads = {heads[0]}: must be a multiple of linear_num_key_heads = "
+            f"{heads[1]}"
+        )
+    return {"recurrent": tuple(kind == LINEAR for kind in types)}
+
+
+def _check_sharing(fields: dict[str, Any], windows: dict[str, Any]) -> None:
+    """Raise ValueError if a layer shares keys and values that no layer of its kind computes."""
+    sharing, kinds = fields.get("sharing_layers", 0), windows.get("sliding", (True,))
+    own = kinds[: fields["layers"] - sharing] if sharing < fields["layers"] else ()
+    if sharing and set(own) != set(kinds):
+        raise ValueError(
+            f"num_kv_shared_layers = {sharing}: must leave a layer of each of layer_types"
+        )
+
+
 def decoder_from_json(
     values: dict[str, Any], folder: str, field: str, **numerics: Any
 ) -> DecoderConfig:
@@ -295,17 +358,24 @@ def decoder_from_json(
     Raises `ConfigError` that names the setting `field` and the wrong field.
     """
     try:
+        values = text_part(values)
         kind = values.get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
             allowed = " or ".join(FAMILIES)
             raise ValueError(f"model_type {reprlib.repr(kind)}: must be {allowed}")
         family = FAMILIES[kind]
+        values = family.prepare(values)
         _check_supported(values, family)
         defaults = DEFAULTS | family.defaults
         missing = {name for name in defaults if values.get(name) is None}
         values = values | {name: defaults[name] for name in missing}
         fields = _read_fields(values, family) | family.fixed
+        if family.delta_interval is not None:
+            fields |= _read_recurrent(values, family, fields["layers"])
+            fields |= _read_rotary_dim(values, family, fields["head_dim"])
+            values = values | {"layer_types": None}
         windows = _read_windows(values, family, fields["layers"])
+        _check_sharing(fields, windows)
         fields |= _read_rotated(values, family, fields["layers"])
         if family.local_rope:
             some_slide = bool(windows.get("sliding"))
@@ -313,7 +383,7 @@ def decoder_from_json(
             rotations = _read_local_rope(values, some_slide, all_slide)
         else:
             table = read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
-            rotations = _read_table(values, table, family.query_growth)
+            rotations = _read_table(values, table, family.query_growth, family.partial_rotary)
         return DecoderConfig(**fields, family=kind, **windows, **rotations, **numerics)
     except KeyError as missing:
         raise ConfigError(f"config.{field}: {folder}/config.json has no {missing}", field) from None
@@ -350,9 +420,14 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
         values["rope_parameters"] = {
             kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()
         }
+        values["rope_parameters"][FULL] |= values.pop("rope_scaling", {})
     if family.rotary_interval is not None:
         rotated = config.rotated or (True,) * config.layers
         values["no_rope_layers"] = [int(flag) for flag in rotated]
+    if family.delta_interval is not None:
+        values["layer_types"] = [LINEAR if flag else FULL for flag in config.recurrent]
+        assert config.rotary_dim is not None, "of every decoder of these families"
+        values["partial_rotary_factor"] = config.rotary_dim / config.head_dim
     if family.windows is not None:
         values |= _windows_json(config, family.windows)
     return values

@@ -1,9 +1,10 @@
 """Decoding attention over prompts during prefill, over slot caches and over pages.
 
 `Block` calls `attend(queries, keys, values, context, cache, options)` with arrays [batch, time,
-heads, head_dim]. It writes the new keys and values into the cache, reads it, and returns
-output and cache. The slot cache of a layer with a window is a ring of the window's length. All
-writes are in place: compiled programs hold no second cache (tests check them).
+heads, head_dim]. It writes the new keys and values into the cache, reads it, and returns output and
+cache. Without keys and values it only reads. The slot cache of a layer with a window is a ring of
+the window's length. All writes are in place: compiled programs hold no second cache (tests check
+them).
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ class PromptContext:
 
     positions: Int[Array, "B T"]
     start: Int[Array, ""]
+    ends: Int[Array, "B"] | None = None  # tokens that reach the state of delta-net layers
 
 
 @struct.dataclass
@@ -64,7 +66,7 @@ def attend_prompt(
     """Attend over whole prompts (without a cache) or over their next chunk."""
     if cache is None:
         cache = PromptCache(keys, values)
-    else:
+    elif keys is not None:
         start = (0, context.start, 0, 0)
         cache = PromptCache(
             jax.lax.dynamic_update_slice(cache.keys, keys, start),
@@ -111,7 +113,8 @@ class SlotAttention:
         at = context.positions[:, 0]
         if window is not None and length >= window.tokens:
             at %= length
-        cache = _write_slots(cache, keys[:, 0], values[:, 0], at)
+        if keys is not None:
+            cache = _write_slots(cache, keys[:, 0], values[:, 0], at)
         if window is None:
             if self.kernel:
                 lengths = jnp.where(context.active, at + 1, 1)
@@ -276,19 +279,21 @@ class PagedAttention:
         read = read_pages_by_kernel if self.kernel else _gather_pages
 
         def attend(queries, keys, values, cache, context, sinks):
-            cache = _write_pages(cache, keys, values, context)
+            if keys is not None:
+                cache = _write_pages(cache, keys, values, context)
             lengths = jnp.where(context.active, context.positions[:, 0] + 1, 1)
             return read(queries, cache, context.tables, lengths, options.window, sinks), cache
 
         spec = functools.partial(sharding.spec, column=sharding.DECODING)
         heads, pages = spec("batch", "kv_heads"), page_specs(cache)
+        new = (None, None) if keys is None else (keys[:, 0], values[:, 0])
         mixed, cache = jax.shard_map(
             attend,
             mesh=self.mesh,
             in_specs=(heads, heads, heads, pages, spec("batch"), spec("kv_heads")),
             out_specs=(heads, pages),
             check_vma=False,
-        )(queries[:, 0], keys[:, 0], values[:, 0], cache, context, options.sinks)
+        )(queries[:, 0], *new, cache, context, options.sinks)
         return mixed[:, None], cache
 
 

@@ -17,8 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
+from dapo_jax.model.delta_net import GatedDeltaNet
 from dapo_jax.model.experts import RECORDS, Experts
-from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, Projection, look_up, named
+from dapo_jax.model.layer_inputs import LayerInputs
+from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, look_up, named, projection
+from dapo_jax.model.mixed_layers import Pass, init_stack, run_stacks
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
 from dapo_jax.runtime.sharding import constrain
@@ -63,6 +66,7 @@ class DecoderConfig:
     sliding: tuple[bool, ...] = ()  # for each layer; empty: all slide if there is a window
     sliding_rope_theta: float | None = None  # separate base of sliding layers
     rotated: tuple[bool, ...] = ()  # for each layer, whether it rotates; empty: all do
+    rotary_dim: int | None = None  # first dimensions of a head that rotate; None: all
     # Norms, embeddings, projections and attention
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
@@ -78,11 +82,32 @@ class DecoderConfig:
     query_scalar: int | None = None  # scores are divided by its root; None: head_dim
     scale_embeddings: bool = False  # by the root of `embed`
     activation: str = "silu"  # a key of ACTIVATIONS
+    output_gate: bool = False  # the query projection also gives gates of the attention's output
+    # Gated delta-net layers
+    recurrent: tuple[bool, ...] = ()  # for each layer, whether it is one; empty: none is
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_kernel: int = 0  # tokens that the convolution covers
+    delta_fused: bool = False  # one projection gives queries, keys, values and gates
+    logit_cap: float | None = None  # logits x become cap tanh(x / cap)
+    # Layers with attention of several shapes (Gemma 4)
+    full_head_dim: int | None = None  # of layers that don't slide; None: all layers are alike
+    full_kv_heads: int | None = None  # of layers that don't slide; None: `kv_heads`
+    keys_as_values: bool = False  # layers that don't slide take keys before their norm as values
+    value_norm: bool = False  # an RMS norm of each head's value, without a scale
+    sharing_layers: int = 0  # last layers with the keys and values of the last one before of a kind
+    shares_keys: bool = False  # set by `of_layer`: all layers are such layers
+    wide_sharing_mlp: bool = False  # the MLPs of these layers are twice as wide
+    layer_inputs: int = 0  # width of inputs that each layer has besides the residual stream
+    multiplied: bool = False  # each layer's output is multiplied by a fixed number
     # Mixture of experts
     experts: int = 0  # MLPs of width `mlp` in each layer; 0: one MLP that all tokens take
     experts_per_token: int = 0
     normalise_experts: bool = False  # the weights of a token's experts add up to one
     expert_bias: bool = False  # in the router and in every expert's matrices
+    shared_mlp: int = 0  # width of a gated MLP that all tokens take beside their experts
     # Numerics and training
     dtype: Any = jnp.float32
     attention: str = "plain"  # a key of TRAINING_ATTENTION
@@ -97,19 +122,61 @@ class DecoderConfig:
     @property
     def active_mlp(self) -> int:
         """Total width of the MLPs that a token takes."""
-        return self.mlp * (self.experts_per_token if self.experts else 1)
+        return self.shared_mlp + self.mlp * (self.experts_per_token if self.experts else 1)
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention, not a state."""
+        return self.layers - sum(self.recurrent)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True for the decoder of one gated delta-net layer, as `of_layer` returns it."""
+        return self.recurrent == (True,)
+
+    @property
+    def mixes_layers(self) -> bool:
+        """True if layers have several shapes, each with a stack of parameters."""
+        return bool(self.recurrent) or self.full_head_dim is not None
 
     def of_layer(self, number: int) -> "DecoderConfig":
         """Return the config of a decoder with all layers like this one."""
         layer = self.all_sliding(self.sliding[number]) if self.sliding else self
-        if not self.rotated:
-            return layer
-        return dataclasses.replace(layer, rotated=(self.rotated[number],))
+        flags = {"rotated": self.rotated, "recurrent": self.recurrent}
+        changes: dict[str, Any] = {
+            name: (values[number],) for name, values in flags.items() if values
+        }
+        if self.full_head_dim is not None:
+            changes |= {"full_head_dim": None, "sharing_layers": 0}
+            if layer.window is None:
+                changes["head_dim"] = self.full_head_dim
+                changes["kv_heads"] = self.full_kv_heads or self.kv_heads
+            else:
+                changes["keys_as_values"] = False
+            if number >= self.cached_layers:
+                changes |= {"shares_keys": True, "mlp": self.mlp * (1 + self.wide_sharing_mlp)}
+        return dataclasses.replace(layer, **changes) if changes else layer
+
+    @property
+    def each_layer(self) -> list["DecoderConfig"]:
+        """Configs by `of_layer`, first layer first."""
+        return [self.of_layer(number) for number in range(self.layers)]
+
+    @property
+    def cached_layers(self) -> int:
+        """Number of first layers that have a cache, of keys and values or of a state."""
+        return self.layers - self.sharing_layers
+
+    def cache_of(self, number: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        kinds = self.sliding or (False,) * self.layers
+        own = (i for i in range(self.cached_layers) if kinds[i] == kinds[number])
+        return number if number < self.cached_layers else max(own)
 
     @property
     def reaches(self) -> list[int | None]:
-        """Tokens that each layer sees through its window; None: all."""
-        return [self.of_layer(number).window for number in range(self.layers)]
+        """Tokens that each layer with a cache sees through its window; None: all."""
+        return [layer.window for layer in self.each_layer[: self.cached_layers]]
 
     def all_sliding(self, slides: bool) -> "DecoderConfig":
         """Return the config of a decoder with only sliding or only full layers."""
@@ -138,7 +205,8 @@ def _kind_rotation(config: DecoderConfig, slides: Bool[Array, ""] | None) -> tup
     for kind in kinds:
         scaling = kind.rope_scaling
         factor = 1.0 if scaling is None else scaling.attention_factor
-        rotations.append((rope_frequencies(kind.rope_theta, kind.head_dim, scaling), factor))
+        width = kind.rotary_dim or kind.head_dim
+        rotations.append((rope_frequencies(kind.rope_theta, width, scaling), factor))
     if slides is None or config.sliding_rope_theta is None:
         return rotations[0]
     (full, full_factor), (sliding, sliding_factor) = rotations
@@ -167,16 +235,9 @@ class Block(nn.Module):
     config: DecoderConfig
     attend: Callable  # see model/training_attention.py and model/decode_attention.py
 
-    def _linear(self, name: str, features: tuple[int, ...], axes: tuple[str, ...], **options):
-        adapters = self.config.adapters
-        if adapters and name not in adapters.targets:
-            adapters = None
-        options |= {"adapters": adapters, "int8_products": self.config.int8_products}
-        return Projection(features, axes, self.config.dtype, name=name, **options)
-
-    def _heads(self, name: str, count: int, axis: str):
-        features, axes = (count, self.config.head_dim), ("embed", axis, "head_dim")
-        return self._linear(name, features, axes, use_bias=self.config.qkv_bias)
+    def _heads(self, name: str, count: int, axis: str, parts: int = 1):
+        features, axes = (count, parts * self.config.head_dim), ("embed", axis, "head_dim")
+        return projection(self.config, name, features, axes, use_bias=self.config.qkv_bias)
 
     def _whole(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return the input of projections, normed and no longer sharded by length over tensor."""
@@ -195,7 +256,7 @@ class Block(nn.Module):
         """
         return constrain(x + constrain(more, "batch", "sequence", None), "batch", "length", None)
 
-    def _rotated(self, queries: Array, keys: Array, positions: Int[Array, "B T"], kind: tuple):
+    def _rotated(self, queries: Array, keys: Any, positions: Int[Array, "B T"], kind: tuple):
         c = self.config
         frequencies, factor = _rotation(c, *kind)
         query_factor = factor
@@ -204,14 +265,72 @@ class Block(nn.Module):
         if c.rope_scaling is not None and c.rope_scaling.query_growth:
             query_factor *= query_growth(positions, c.rope_scaling)
         queries = rotate(queries, positions, frequencies, query_factor)
-        return queries, rotate(keys, positions, frequencies, factor)
+        return queries, None if keys is None else rotate(keys, positions, frequencies, factor)
 
-    def _mlp(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def _keys_and_values(self, h: Float[Array, "B T D"]) -> tuple[Any, Any]:
+        """Return normed keys and values; None if the layer reads those of another layer."""
         c = self.config
-        gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), use_bias=c.mlp_bias)(h)
-        up = self._linear("up", (c.mlp,), ("embed", "mlp"), use_bias=c.mlp_bias)(h)
+        if c.shares_keys:
+            return None, None
+        keys = self._heads("key", c.kv_heads, "kv_heads")(h)
+        values = keys if c.keys_as_values else self._heads("value", c.kv_heads, "kv_heads")(h)
+        if c.qk_norm:
+            keys = self._head_norm("key_norm", keys)
+        if c.value_norm:
+            values = nn.RMSNorm(c.norm_eps, dtype=c.dtype, use_scale=False)(values)
+        return keys, values
+
+    def _add_input(self, x: Float[Array, "B T D"], layer_input: Any) -> Float[Array, "B T D"]:
+        """Return the residual stream after adding the layer's input, gated by the stream."""
+        c = self.config
+        whole, layer_input = (constrain(a, "batch", "sequence", None) for a in (x, layer_input))
+        gate = projection(c, "input_gate", (c.layer_inputs,), ("embed", "norm"))(whole)
+        gated = ACTIVATIONS[c.activation](gate, layer_input)
+        more = projection(c, "input_out", (c.embed,), ("norm", "embed"))(gated)
+        return self._add(x, rms_norm(c, "input_out_norm")(more))
+
+    def _mlp(self, h: Float[Array, "B T D"], width: int, prefix: str = "") -> Array:
+        c = self.config
+
+        def linear(name: str, features: int, axes: tuple[str, str]):
+            options = {"target": name, "use_bias": c.mlp_bias}
+            return projection(c, prefix + name, (features,), axes, **options)
+
+        gate = linear("gate", width, ("embed", "mlp"))(h)
+        up = linear("up", width, ("embed", "mlp"))(h)
         product = constrain(ACTIVATIONS[c.activation](gate, up), "batch", "sequence", "mlp")
-        return self._linear("down", (c.embed,), ("mlp", "embed"), use_bias=c.mlp_bias)(product)
+        return linear("down", c.embed, ("mlp", "embed"))(product)
+
+    def _experts(self, h: Float[Array, "B T D"], context: Any, routes: Any) -> Array:
+        c = self.config
+        mixed = Experts(c, name="moe")(h, context, routes)
+        if not c.shared_mlp:
+            return mixed
+        gate = projection(c, "shared_router", (1,), ("embed", "norm"))(h)
+        return mixed + nn.sigmoid(gate) * self._mlp(h, c.shared_mlp, "shared_")
+
+    def _attention(self, h: Float[Array, "B T D"], context: Any, cache: Any, slides, rotates):
+        """Return output and cache of the layer's attention."""
+        c = self.config
+        queries = self._heads("query", c.heads, "heads", 1 + c.output_gate)(h)
+        queries, gates = queries[..., : c.head_dim], queries[..., c.head_dim :]
+        keys, values = self._keys_and_values(h)
+        if c.qk_norm:
+            queries = self._head_norm("query_norm", queries)
+        queries, keys = self._rotated(queries, keys, context.positions, (slides, rotates))
+        window = None if c.window is None else Window(c.window, slides)
+        sinks = None
+        if c.sinks:
+            sinks = self.param("sinks", named(nn.initializers.zeros, ("heads",)), (c.heads,))
+        mixed, cache = self.attend(
+            queries, keys, values, context, cache, AttentionOptions(window, sinks)
+        )
+        if c.output_gate:
+            mixed *= nn.sigmoid(gates)
+        mixed = constrain(mixed, "batch", "sequence", "heads", None)
+        axes = ("heads", "head_dim", "embed")
+        linear = projection(c, "out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)
+        return linear(mixed), cache
 
     @nn.compact
     def __call__(
@@ -222,38 +341,44 @@ class Block(nn.Module):
         slides: Bool[Array, ""] | None = None,  # whether this layer slides, if layers differ
         routes: Int[Array, "B T k"] | None = None,  # experts to take; None: the likeliest
         rotates: Bool[Array, ""] | None = None,  # whether this layer rotates, if layers differ
+        layer_input: Float[Array, "B T P"] | None = None,  # if the config has `layer_inputs`
     ):
         """Return output and cache of the layer."""
         c = self.config
         x = checkpoint_name(x, LAYER_INPUT)
         h = self._whole("attention_norm", x)
-        queries = self._heads("query", c.heads, "heads")(h)
-        keys = self._heads("key", c.kv_heads, "kv_heads")(h)
-        values = self._heads("value", c.kv_heads, "kv_heads")(h)
-        if c.qk_norm:
-            queries = self._head_norm("query_norm", queries)
-            keys = self._head_norm("key_norm", keys)
-        queries, keys = self._rotated(queries, keys, context.positions, (slides, rotates))
-        window = None if c.window is None else Window(c.window, slides)
-        sinks = None
-        if c.sinks:
-            sinks = self.param("sinks", named(nn.initializers.zeros, ("heads",)), (c.heads,))
-        mixed, cache = self.attend(
-            queries, keys, values, context, cache, AttentionOptions(window, sinks)
-        )
-        mixed = constrain(mixed, "batch", "sequence", "heads", None)
-        axes = ("heads", "head_dim", "embed")
-        out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
+        if c.is_recurrent:
+            out, cache = GatedDeltaNet(c, name="delta")(h, context, cache)
+        else:
+            out, cache = self._attention(h, context, cache, slides, rotates)
         x = self._add(x, rms_norm(c, "attention_out_norm")(out) if c.out_norms else out)
         h = self._whole("mlp_norm", x)
-        down = Experts(c, name="moe")(h, context, routes) if c.experts else self._mlp(h)
-        return self._add(x, rms_norm(c, "mlp_out_norm")(down) if c.out_norms else down), cache
+        down = self._experts(h, context, routes) if c.experts else self._mlp(h, c.mlp)
+        x = self._add(x, rms_norm(c, "mlp_out_norm")(down) if c.out_norms else down)
+        if c.layer_inputs:
+            x = self._add_input(x, layer_input)
+        if c.multiplied:  # not trained, as published
+            multiplier = self.param("multiplier", named(nn.initializers.ones, ("norm",)), (1,))
+            x *= jax.lax.stop_gradient(multiplier).astype(x.dtype)
+        return x, cache
 
 
-def layer_stacks(config: DecoderConfig) -> dict[str, int]:
-    """Return the number of layers in each stack of a parameter tree, first layers first."""
-    frozen = {"frozen_layers": config.frozen_layers} if config.frozen_layers else {}
-    return frozen | {"layers": config.layers - config.frozen_layers}
+def stack_of(config: DecoderConfig, number: int) -> str:
+    """Return the name of the stack that holds a layer's parameters."""
+    if config.recurrent and config.recurrent[number]:
+        return "delta_layers"
+    if config.full_head_dim is None:
+        return "frozen_layers" if number < config.frozen_layers else "layers"
+    layer = config.of_layer(number)
+    return "sharing_" * layer.shares_keys + "full_" * (layer.window is None) + "layers"
+
+
+def layer_stacks(config: DecoderConfig) -> dict[str, list[int]]:
+    """Return the numbers of the layers in each stack of a parameter tree."""
+    stacks: dict[str, list[int]] = {}
+    for number in range(config.layers):
+        stacks.setdefault(stack_of(config, number), []).append(number)
+    return stacks
 
 
 def scaled_embeddings(x: Float[Array, "... D"], config: DecoderConfig) -> Float[Array, "... D"]:
@@ -290,21 +415,21 @@ class Decoder(nn.Module):
             self.param("head", init, (c.embed, c.vocab))
         x = scaled_embeddings(look_up(embedding, tokens, c.dtype), c)
         x = constrain(x, "batch", "length", None)
+        context = Context(positions, segment_ids, prompt_ids)
+        if c.mixes_layers:
+            return rms_norm(c, name="final_norm")(self._mixed(x, tokens, context, routes))
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
-        context = Context(positions, segment_ids, prompt_ids)
-        first = 0
         # Axes of context, cache, slides, routes and rotates.
         axes = (nn.broadcast, nn.broadcast, 0, 0, 0)
         by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
         stacked = dict.fromkeys(("params", *RECORDS), 0)
-        for name, length in layer_stacks(c).items():
-            part = slice(first, first + length)
+        for name, numbers in layer_stacks(c).items():
+            length, part = len(numbers), slice(numbers[0], numbers[-1] + 1)
             slides = jnp.asarray(c.sliding[part]) if c.sliding else None
             taken = None if by_layer is None else by_layer[part]
             rotates = jnp.asarray(c.rotated[part]) if c.rotated else None
-            first += length
             layers = nn.scan(
                 block,
                 variable_axes=stacked,  # pyright: ignore[reportArgumentType]: invariant keys
@@ -316,6 +441,26 @@ class Decoder(nn.Module):
             )(c, TRAINING_ATTENTION[c.attention], name=name)
             x, _ = layers(x, context, None, slides, taken, rotates)
         return rms_norm(c, name="final_norm")(x)
+
+    def _mixed(self, x: Float[Array, "R T D"], tokens: Array, context: Context, routes: Any):
+        """Return the output of layers of several shapes."""
+        c, starts = self.config, self.is_initializing()
+        block = functools.partial(Block, parent=None)
+        inputs = {} if routes is None else {"routes": jnp.moveaxis(routes, 2, 0)}
+        if c.layer_inputs:
+            inputs["layer_input"] = LayerInputs(c, name="layer_inputs")(tokens, x)
+        stacks = {}
+        for name, numbers in layer_stacks(c).items():
+            init = functools.partial(init_stack, block, c.of_layer(numbers[0]), len(numbers))
+            # At `apply`, `self.param` would trace `init` again, inside of the mesh.
+            stacks[name] = self.param(name, init) if starts else self.get_variable("params", name)
+        layers = [(stack_of(c, number), c.of_layer(number)) for number in range(c.layers)]
+        record = [r for r in RECORDS if not starts and self.is_mutable_collection(r)]
+        shared = Pass(context, REMAT_POLICIES.get(c.remat), c.scan_unroll, record)
+        x, records = run_stacks(block, layers, stacks, x, inputs, shared)
+        for name in record:
+            self.put_variable(name, "layers", records[name])
+        return x
 
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Any:
@@ -338,10 +483,8 @@ def head_kernel(params: Any) -> Float[Array, "D V"]:
 def layer_paths(path: str, config: DecoderConfig) -> list[str]:
     """Return the decoding paths of a stack's layers; the path itself outside layers."""
     stack, _, below = path.partition("/")
-    first = {"frozen_layers": 0, "layers": config.frozen_layers}
-    if stack not in first:
-        return [path]
-    return [f"layers/{first[stack] + i}/{below}" for i in range(layer_stacks(config)[stack])]
+    numbers = layer_stacks(config).get(stack)
+    return [path] if numbers is None else [f"layers/{number}/{below}" for number in numbers]
 
 
 def for_decoding(flat: Mapping[str, Array | jax.ShapeDtypeStruct], config: DecoderConfig) -> Any:

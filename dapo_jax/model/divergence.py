@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dapo_jax.model.lm_head import HeadShard, add_up, cut_chunks, logits_of, sharded, uncut
+from dapo_jax.model.lm_head import HeadShard, Scale, add_up, cut_chunks, logits_of, sharded, uncut
 
 MIN_REST = 1e-30  # probability of all tokens but the likeliest
 
@@ -62,7 +62,7 @@ def _distributions(shard: HeadShard, divergence: Divergence, states: Sequence, h
     The log-probs are [n, v] and those of the rest [n, 1]; compared tokens are bool [n, v].
     """
     student, teacher = (
-        _log_softmax(shard, logits_of(hidden, head, divergence.temperature))
+        _log_softmax(shard, logits_of(hidden, head, Scale(divergence.temperature)))
         for hidden, head in zip(states, heads, strict=True)
     )
     compared = jnp.ones(teacher.shape, bool)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.model.caches import PromptCache
+from dapo_jax.model.caches import PromptCache, StateCache
 from dapo_jax.model.decode_attention import PromptContext, SlotContext, attend_prompt
 from dapo_jax.model.decoder import (
     Block,
@@ -20,25 +20,38 @@ from dapo_jax.model.decoder import (
     rms_norm,
     scaled_embeddings,
 )
+from dapo_jax.model.delta_net import empty_state
 from dapo_jax.model.experts import ROUTES, route_dtype
+from dapo_jax.model.layer_inputs import LayerInputs
 from dapo_jax.model.layers import SCALE
-
-
-def _embedded(params: Any, config: DecoderConfig, tokens: Int[Array, "..."]) -> Array:
-    return scaled_embeddings(params["embedding"][tokens].astype(config.dtype), config)
+from dapo_jax.model.lm_head import Scale
 
 
 def _run_layers(
-    params: Any, config: DecoderConfig, attend: Callable, x: Array, context: Any, caches: tuple
+    params: Any,
+    config: DecoderConfig,
+    attend: Callable,
+    tokens: Int[Array, "B T"],
+    context: Any,
+    caches: tuple,
 ) -> tuple[Array, tuple, Int[Array, "B T L k"] | None]:
     """Return output and caches of all layers, and their routes if the config records them."""
+    x = scaled_embeddings(params["embedding"][tokens].astype(config.dtype), config)
+    inputs: Any = [None] * config.layers
+    if config.layer_inputs:
+        inputs = LayerInputs(config).apply({"params": params["layer_inputs"]}, tokens, x, False)
     new_caches: list[Any] = []
     routes: list[Any] = []
     mutable = [ROUTES] if config.records_routes else []
-    for number, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+    for number, layer in enumerate(params["layers"]):
+        source = config.cache_of(number)
+        cache = caches[number] if source == number else new_caches[source]
         block = Block(config.of_layer(number), attend)
-        (x, cache), record = block.apply({"params": layer}, x, context, cache, mutable=mutable)
-        new_caches.append(cache)
+        (x, cache), record = block.apply(
+            {"params": layer}, x, context, cache, layer_input=inputs[number], mutable=mutable
+        )
+        if source == number:
+            new_caches.append(cache)
         if mutable:
             routes.append(record[ROUTES]["moe"]["layer"])
     return x, tuple(new_caches), jnp.stack(routes, axis=2) if routes else None
@@ -50,25 +63,24 @@ def prefill(
     tokens: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     chunk_tokens: int = 0,
-) -> tuple[tuple[PromptCache, ...], Int[Array, "B P L k"] | None]:
-    """Return keys and values of every layer for prompts padded on the right, and routes.
+) -> tuple[tuple[PromptCache | StateCache, ...], Int[Array, "B P L k"] | None]:
+    """Return caches of every layer for prompts padded on the right, and routes.
 
-    Padding never affects earlier positions; the caller masks its keys. Longer prompts go through
+    Padding never affects earlier positions; the caller masks its keys. States of delta-net layers
+    are those before a prompt's last token, which is fed again. Longer prompts go through
     the layers by `chunk_tokens` (0: at once), so attention scores are [chunk, P].
     """
     batch, width = tokens.shape
 
     def feed(tokens, start, caches):
-        x = _embedded(params, config, tokens)
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
-        context = PromptContext(positions, start)
-        return _run_layers(params, config, attend_prompt, x, context, caches)[1:]
+        context = PromptContext(positions, start, lengths - 1)
+        return _run_layers(params, config, attend_prompt, tokens, context, caches)[1:]
 
     if not 0 < chunk_tokens < width:
-        return feed(tokens, 0, (None,) * config.layers)
+        return feed(tokens, 0, (None,) * config.cached_layers)
     chunks = -(-width // chunk_tokens)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk_tokens - width)))
-    empty = jnp.zeros((*tokens.shape, config.kv_heads, config.head_dim), config.dtype)
 
     def body(i, carry):
         start, (caches, routes) = i * chunk_tokens, carry
@@ -79,10 +91,28 @@ def prefill(
         return caches, routes
 
     needed = -(-jnp.max(lengths) // chunk_tokens)
-    empties = tuple(PromptCache(empty, empty) for _ in range(config.layers))
     routes = empty_routes(config, *tokens.shape) if config.records_routes else None
-    filled = jax.lax.fori_loop(0, needed, body, (empties, routes))
-    return jax.tree.map(lambda leaf: leaf[:, :width], filled)
+    empties = _empty_caches(config, tokens.shape)
+    caches, routes = jax.lax.fori_loop(0, needed, body, (empties, routes))
+
+    def cut(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[:, :width], tree)
+
+    return tuple(c if isinstance(c, StateCache) else cut(c) for c in caches), cut(routes)
+
+
+def _empty_caches(
+    config: DecoderConfig, shape: tuple[int, ...]
+) -> tuple[PromptCache | StateCache, ...]:
+    """Return the caches of prompts of `shape` [B, P] before their first tokens."""
+
+    def empty(layer: DecoderConfig) -> PromptCache | StateCache:
+        if layer.is_recurrent:
+            return empty_state(layer, shape[0])
+        rows = jnp.zeros((*shape, layer.kv_heads, layer.head_dim), layer.dtype)
+        return PromptCache(rows, rows)
+
+    return tuple(map(empty, config.each_layer[: config.cached_layers]))
 
 
 def empty_routes(config: DecoderConfig, batch: int, length: int) -> Int[Array, "B T L k"]:
@@ -100,8 +130,7 @@ def decode_step(
     caches: tuple,
 ) -> tuple[Float[Array, "S V"], tuple, Int[Array, "S L k"] | None]:
     """Feed one token per slot; return float32 logits of the next token, caches, and routes."""
-    x = _embedded(params, config, tokens)[:, None]
-    x, caches, routes = _run_layers(params, config, attend, x, context, caches)
+    x, caches, routes = _run_layers(params, config, attend, tokens[:, None], context, caches)
     routes = None if routes is None else routes[:, 0]
     return _logits(params, config, x[:, 0]), caches, routes
 
@@ -112,7 +141,7 @@ def _logits(params: Any, config: DecoderConfig, x: Float[Array, "n D"]) -> Float
     logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
     if "head" + SCALE in params:
         logits *= params["head" + SCALE][None]
-    return logits
+    return Scale(cap=config.logit_cap).logits(logits)
 
 
 def score(
@@ -125,21 +154,19 @@ def score(
 ) -> tuple[Float[Array, "T"], Float[Array, "T k"], Int[Array, "T k"]]:
     """Return, at t, log p(tokens[t + 1] | tokens[<= t]) and the likeliest tokens."""
     following = jnp.roll(tokens, -1)
-    empty = jnp.zeros((1, *tokens.shape, config.kv_heads, config.head_dim), config.dtype)
 
     def body(caches, start):
         piece, wanted = (
             jax.lax.dynamic_slice(x, (start,), (chunk_tokens,)) for x in (tokens, following)
         )
         positions = (start + jnp.arange(chunk_tokens))[None]
-        x = _embedded(params, config, piece)[None]
         context = PromptContext(positions, start)
-        x, caches, _ = _run_layers(params, config, attend_prompt, x, context, caches)
+        x, caches, _ = _run_layers(params, config, attend_prompt, piece[None], context, caches)
         logprobs = jax.nn.log_softmax(_logits(params, config, x[0]), axis=-1)
         chosen = jnp.take_along_axis(logprobs, wanted[:, None], axis=-1)[:, 0]
         return caches, (chosen, *jax.lax.top_k(logprobs, likeliest))
 
-    empties = tuple(PromptCache(empty, empty) for _ in range(config.layers))
+    empties = _empty_caches(config, (1, len(tokens)))
     starts = jnp.arange(0, len(tokens), chunk_tokens)
     _, scored = jax.lax.scan(body, empties, starts)
     return jax.tree.map(lambda x: x.reshape(len(tokens), *x.shape[2:]), scored)

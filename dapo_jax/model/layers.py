@@ -41,7 +41,7 @@ class Adapters:
     targets: tuple[str, ...]  # names of projections
 
 
-def named(init: Callable, axes: tuple[str, ...]) -> Callable[..., Any]:
+def named(init: Callable, axes: tuple[str | None, ...]) -> Callable[..., Any]:
     """Return the initialiser with logical axis names for its parameter, unboxed by `self.param`."""
     return nn.with_logical_partitioning(init, axes)
 
@@ -113,6 +113,21 @@ class Projection(nn.Module):
         init = named(nn.initializers.zeros, axes)
         up = self.param(ADAPTER_NAMES[1], init, (rank, *self.features)).astype(self.dtype)
         return adapters.scale * (flat @ down.reshape(inner, rank)) @ up.reshape(rank, -1)
+
+
+def projection(
+    config: Any, name: str, features: tuple[int, ...], axes: tuple[str, ...], **options: Any
+) -> Projection:
+    """Return a linear layer with the numerics of a DecoderConfig, and adapters if it has them.
+
+    `target` among the options is the name in `lora.targets`, `name` by default.
+    """
+    target = options.pop("target", name)
+    adapters = config.adapters
+    if adapters and target not in adapters.targets:
+        adapters = None
+    options |= {"adapters": adapters, "int8_products": config.int8_products}
+    return Projection(features, axes, config.dtype, name=name, **options)
 
 
 def look_up(table: Float[Array, "V D"], tokens: Int[Array, "R T"], dtype: Any) -> Array:

@@ -99,16 +99,33 @@ def uncut(chunks: Array, rows: int, length: int) -> Array:
     return flat[: rows * length].reshape(rows, length, *flat.shape[1:])
 
 
-def logits_of(hidden: Float[Array, "n D"], head: Float[Array, "D v"], temperature: float):
-    logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
-    return logits / temperature
+class Scale(NamedTuple):
+    """How logits follow from the products of hidden states and head."""
+
+    temperature: float = 1.0
+    cap: float | None = None  # products x become cap tanh(x / cap) before the temperature
+
+    def logits(self, products: Float[Array, "n v"]) -> Float[Array, "n v"]:
+        if self.cap is not None:
+            products = self.cap * jnp.tanh(products / self.cap)
+        return products / self.temperature
+
+    def gradient(self, slope: Float[Array, "n v"], logits: Float[Array, "n v"]) -> Array:
+        """Return the gradient of the products from that of the logits."""
+        if self.cap is not None:
+            slope *= 1 - jnp.square(logits * (self.temperature / self.cap))
+        return slope / self.temperature
 
 
-def _forward(shard: HeadShard, temperature: float, chunk_tokens: int, hidden, head, targets):
+def logits_of(hidden: Float[Array, "n D"], head: Float[Array, "D v"], scale: Scale):
+    return scale.logits(jnp.dot(hidden, head, preferred_element_type=jnp.float32))
+
+
+def _forward(shard: HeadShard, scale: Scale, chunk_tokens: int, hidden, head, targets):
     whole = shard.whole(head, hidden.dtype)
 
     def chunk_softmax(chunk):
-        logits = logits_of(chunk[0], whole, temperature)
+        logits = logits_of(chunk[0], whole, scale)
         # The largest is subtracted first, as in the sampler: large numbers differ by few digits.
         largest = shard.largest(jnp.max(logits, axis=-1))
         logits -= largest[:, None]
@@ -124,9 +141,7 @@ def _forward(shard: HeadShard, temperature: float, chunk_tokens: int, hidden, he
     return jax.tree.map(lambda chunks: uncut(chunks, *targets.shape), softmax)
 
 
-def _backward(
-    shard: HeadShard, temperature: float, chunk_tokens: int, hidden, head, targets, *kept
-):
+def _backward(shard: HeadShard, scale: Scale, chunk_tokens: int, hidden, head, targets, *kept):
     """Return gradients of hidden states and head.
 
     d log p(target) / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
@@ -135,13 +150,13 @@ def _backward(
 
     def slope_of_chunk(chunk):
         states, targets, softmax, d_logprob, d_entropy = chunk
-        logits = logits_of(states, whole, temperature)
+        logits = logits_of(states, whole, scale)
         logprobs = logits - softmax.largest[:, None] - softmax.log_total[:, None]
         slope = d_logprob[:, None] + d_entropy[:, None] * (logprobs + softmax.entropy[:, None])
         change = -jnp.exp(logprobs) * slope
         at = shard.local(targets, logits.shape[1])
         hit = jnp.arange(logits.shape[1])[None] == at[:, None]
-        return (change + jnp.where(hit, d_logprob[:, None], 0.0)) / temperature
+        return scale.gradient(change + jnp.where(hit, d_logprob[:, None], 0.0), logits)
 
     cut = cut_chunks(chunk_tokens, hidden, targets, *jax.tree.leaves(kept))
     chunks = (*cut[:2], Softmax(*cut[2:6]), *cut[6:])
@@ -187,26 +202,26 @@ def head_logprobs(
     hidden: Float[Array, "R T D"],
     head: Float[Array, "D V"],
     targets: Int[Array, "R T"],
-    temperature: float,
+    scale: Scale,
     chunk_tokens: int,  # tokens per device with logits in memory at the same time
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Return the log-prob of each target and the entropy of its distribution; float32."""
-    return _keep(hidden, head, targets, temperature, chunk_tokens)[0]
+    return _keep(hidden, head, targets, scale, chunk_tokens)[0]
 
 
-def _keep(hidden, head, targets, temperature, chunk_tokens):
+def _keep(hidden, head, targets, scale, chunk_tokens):
     with jax.named_scope("head"):
-        run = sharded(_forward, "hwr", "r", temperature, chunk_tokens)
+        run = sharded(_forward, "hwr", "r", scale, chunk_tokens)
         softmax = run(hidden, head, targets)
     return (softmax.logprobs, softmax.entropy), (hidden, head, targets, softmax)
 
 
-def _gradients(temperature, chunk_tokens, kept, upstream):
+def _gradients(scale, chunk_tokens, kept, upstream):
     hidden, head, targets, softmax = kept
     rows = (*softmax, *upstream)
     with jax.named_scope("head"):
         takes = "hwr" + "r" * len(rows)
-        run = sharded(_backward, takes, "hw", temperature, chunk_tokens)
+        run = sharded(_backward, takes, "hw", scale, chunk_tokens)
         back, gradient = run(hidden, head, targets, *rows)
     return back, gradient, None
 

@@ -6,6 +6,7 @@ tensor at a time (float32, its own devices' part). `save_huggingface.py` writes 
 
 import functools
 import hashlib
+import itertools
 import math
 import pathlib
 import re
@@ -24,6 +25,7 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
 from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.families import FAMILIES
 from dapo_jax.model.param_paths import TensorPart, forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
@@ -38,6 +40,14 @@ HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
 OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.msgpack", "*.h5")
 INDEX = "model.safetensors.index.json"
+TEXT_PREFIXES = {  # in multimodal folders, with those of text models
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+UNUSED = "mtp."  # prefix of layers that predict several tokens
+FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # [X, out, in]
 
 
 # --- MXFP4 ----------------------------------------------------------------------------------
@@ -104,7 +114,10 @@ class Tensors:
         self.dtypes: dict[str, str] = {}
         for path in weight_files(self.folder, field):
             self._open(path)
+        self._stored = {name: name for name in self.shapes}
+        self._keep_text()
         self._packed: set[str] = set()
+        self._views: dict[str, tuple[str, int, int]] = {}  # fused tensor, expert, first row
         for name in [name for name in self.shapes if name.endswith(BLOCKS)]:
             self._join(name.removesuffix(BLOCKS))
 
@@ -115,11 +128,48 @@ class Tensors:
             self.problems.append(f"{path.name}: {error}")
             return
         for name in file.keys():
+            if name.startswith(UNUSED):
+                continue
             if name in self._files:
                 self.problems.append(f"{name}: in {self._files[name].name} and in {path.name}")
             part = file.get_slice(name)
             self._files[name], self.shapes[name] = path, tuple(part.get_shape())
             self.dtypes[name] = part.get_dtype()
+
+    def _keep_text(self) -> None:
+        """Name the tensors of a multimodal folder as in a text model's, without other parts."""
+        kept = {
+            name: ours + name.removeprefix(prefix)
+            for name in self.shapes
+            for prefix, ours in TEXT_PREFIXES.items()
+            if name.startswith(prefix)
+        }
+        if all(name.startswith("lm_head.") for name in kept):
+            return
+        _report_skipped(str(self.named), len(self.shapes) - len(kept))
+        self._stored = {ours: name for name, ours in kept.items()}
+        self._files = {ours: self._files[name] for name, ours in kept.items()}
+        self.shapes = {ours: self.shapes[name] for name, ours in kept.items()}
+        self.dtypes = {ours: self.dtypes[name] for name, ours in kept.items()}
+
+    def split_experts(self, config: DecoderConfig) -> None:
+        """Name the experts of fused tensors one by one, if the family's files do so."""
+        if "{}" not in FAMILIES[config.family].tensors.get("moe/expert_up/kernel", ""):
+            return
+        for name in list(self.shapes):
+            if (match := FUSED_EXPERTS.fullmatch(name)) is None:
+                continue
+            stem, kind = match.groups()
+            shape, dtype, path = self.shapes[name], self.dtypes[name], self._files[name]
+            parts = ["gate", "up"] if kind == "gate_up" else ["down"]
+            if len(shape) != 3 or shape[1] % len(parts):
+                continue
+            del self.shapes[name], self.dtypes[name]
+            height = shape[1] // len(parts)
+            for expert, (number, part) in itertools.product(range(shape[0]), enumerate(parts)):
+                single = f"{stem}.{expert}.{part}_proj.weight"
+                self.shapes[single], self.dtypes[single] = (height, shape[2]), dtype
+                self._files[single], self._views[single] = path, (name, expert, number * height)
 
     def _join(self, name: str) -> None:
         """Replace blocks and scales of a tensor in MXFP4 by the tensor, if they fit."""
@@ -139,7 +189,14 @@ class Tensors:
 
     def read(self, name: str, *index: slice) -> np.ndarray:
         """Return a part of a tensor in the file's dtype; all of it without an index."""
-        return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
+        file = safe_open(self._files[name], framework="numpy")
+        if name in self._views:
+            fused, expert, first = self._views[name]
+            rows, *columns = index or (slice(self.shapes[name][0]),)
+            rows = slice(first + (rows.start or 0), first + rows.stop)
+            stored = file.get_slice(self._stored.get(fused, fused))
+            return stored[(slice(expert, expert + 1), rows, *columns)][0]
+        return file.get_slice(self._stored.get(name, name))[index or (...,)]
 
     def read_expert(self, part: TensorPart, *index: slice) -> np.ndarray:
         """Return a part of an expert's matrix or vector in a fused tensor; MXFP4 as float32."""
@@ -154,6 +211,11 @@ class Tensors:
             for suffix in (BLOCKS, SCALES)
         )
         return dequantise(blocks, scales)[0][tuple(rows)]
+
+
+@functools.cache  # once per folder
+def _report_skipped(folder: str, count: int) -> None:
+    print(f"{folder}: {count:,} tensors of vision, audio and other parts are skipped", flush=True)
 
 
 # --- parameters -----------------------------------------------------------------------------
@@ -233,7 +295,12 @@ def list_problems(problems: list[str], limit: int) -> str:
 
 
 def _read_part(
-    tensors: Tensors, part: TensorPart, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
+    tensors: Tensors,
+    part: TensorPart,
+    path: str,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    config: DecoderConfig,
 ) -> np.ndarray:
     """Return the slices `index` of the parameter of `shape` that `part` holds; float32."""
     name = part.name
@@ -243,6 +310,9 @@ def _read_part(
     if len(tensors.shapes[name]) == 1 or path == "score":
         return tensors.read(name).reshape(shape)[index].astype(np.float32)
     inputs = summed_axes(path)
+    if (order := param_paths.row_order(path, config)) is not None:
+        ordered = tensors.read(name)[order]
+        return (ordered.T if inputs else ordered).reshape(shape)[index].astype(np.float32)
     # Dimensions before `cut` are merged to one of the published matrix, the others to the other.
     cut = inputs or 1
     first = param_paths.merged_slice(index[:cut], shape[:cut])
@@ -308,9 +378,10 @@ def _load_stack(
 
     def read(index: tuple[slice, ...], first: int) -> np.ndarray:
         if axes == 1:
-            return _read_part(tensors, parts[first], path, layer_shape, index)
+            return _read_part(tensors, parts[first], path, layer_shape, index, config)
         block = parts[first : first + count]
-        arrays = [_read_part(tensors, part, path, layer_shape, index[1:]) for part in block]
+        part_of = functools.partial(_read_part, tensors, path=path, shape=layer_shape)
+        arrays = [part_of(part, index=index[1:], config=config) for part in block]
         return np.stack(arrays)
 
     for first in range(0, len(parts), count):
@@ -335,6 +406,7 @@ def load_params(
     Raises `ConfigError` if tensors are missing, unknown, wrongly shaped or not finite.
     """
     tensors = Tensors(folder, field)
+    tensors.split_experts(config)
     boxed, shapes = abstract_params(config), param_paths.param_shapes(config)
     shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
     arrays = {}
@@ -351,7 +423,7 @@ def load_params(
             arrays[path] = _load_stack(tensors, path, shape, shardings[path], dtype, config)
             continue
         (part,) = param_paths.published_parts(path, config)
-        read = functools.partial(_read_part, tensors, part, path, shape)
+        read = functools.partial(_read_part, tensors, part, path, shape, config=config)
         arrays[path] = _to_devices(shape, shardings[path], dtype, read)
     if nonfinite_names := nonfinite.describe(arrays):
         problem = f"holds numbers that are not finite: {nonfinite_names}"
@@ -364,10 +436,11 @@ def read_layers(
 ) -> Iterator[tuple[str, Layers]]:
     """Yield parameters of a model folder as functions that read a layer to the host; float32."""
     tensors, shapes = Tensors(folder), param_paths.param_shapes(config)
+    tensors.split_experts(config)
 
     def layer(path: str, parts: list[TensorPart], number: int) -> np.ndarray:
         shape = shapes[path][param_paths.stacked_axes(path) :]
-        return _read_part(tensors, parts[number], path, shape, (slice(None),) * len(shape))
+        return _read_part(tensors, parts[number], path, shape, (slice(None),) * len(shape), config)
 
     for path in paths:
         yield path, functools.partial(layer, path, param_paths.published_parts(path, config))

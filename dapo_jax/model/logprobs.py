@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel, layer_stacks
+from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel
 from dapo_jax.model.divergence import Divergence, head_divergence
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
-from dapo_jax.model.lm_head import head_logprobs
+from dapo_jax.model.lm_head import Scale, head_logprobs
 
 
 class Rows(NamedTuple):
@@ -31,7 +31,8 @@ def token_logprobs(
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Return log p(tokens[t] | tokens[<t]) and the entropy of its distribution, at t; float32."""
     hidden, _ = hidden_states(params, config, rows)
-    return logprobs_of(params, hidden, rows.tokens, temperature, chunk_tokens)
+    scale = Scale(temperature, config.logit_cap)
+    return logprobs_of(params, hidden, rows.tokens, scale, chunk_tokens)
 
 
 def hidden_states(
@@ -43,7 +44,7 @@ def hidden_states(
     def layers(name: str) -> Array | None:
         if name not in record:
             return None
-        stacks: list[Any] = [collections[name][stack] for stack in layer_stacks(config)]
+        stacks: list[Any] = list(collections[name].values())  # frozen layers come first
         return jnp.concatenate([stack["moe"]["layer"] for stack in stacks])
 
     routes = layers(ROUTES)
@@ -55,7 +56,7 @@ def logprobs_of(
     params: Any,
     hidden: Float[Array, "R T D"],
     tokens: Int[Array, "R T"],
-    temperature: float,
+    scale: Scale,
     chunk_tokens: int,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Return log-probs and entropies as `token_logprobs`, from the final hidden states."""
@@ -63,7 +64,7 @@ def logprobs_of(
     # jax.custom_vjp loses the function's type.
     logprobs, entropy = cast(
         tuple[Array, Array],
-        head_logprobs(hidden, head_kernel(params), following, temperature, chunk_tokens),
+        head_logprobs(hidden, head_kernel(params), following, scale, chunk_tokens),
     )
     return jnp.roll(logprobs, 1, axis=1), jnp.roll(entropy, 1, axis=1)
 
@@ -73,12 +74,13 @@ def energies_of(
     hidden: Float[Array, "R T D"],
     tokens: Int[Array, "R T"],
     logprobs: Float[Array, "R T"],  # of the tokens
-    temperature: float,
+    scale: Scale,
     chunk_tokens: int,
 ) -> Float[Array, "R T"]:
     """Return 1 - 2 p(tokens[t]) + sum p^2: the squared gradient of log p by the logits."""
     # The log of sum p^2 is 2 log p - log p at half the temperature, for any token.
-    sharper, _ = logprobs_of(params, hidden, tokens, temperature / 2, chunk_tokens)
+    half = scale._replace(temperature=scale.temperature / 2)
+    sharper, _ = logprobs_of(params, hidden, tokens, half, chunk_tokens)
     squares = jnp.exp(2 * logprobs - sharper)
     return jnp.maximum(1 - 2 * jnp.exp(logprobs) + squares, 0.0)
 

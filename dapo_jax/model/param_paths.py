@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, layer_stacks
 from dapo_jax.model.families import FAMILIES
 from dapo_jax.runtime.sharding import flatten, unbox
 
@@ -22,7 +22,18 @@ TOP_TENSORS = {  # published names of parameters outside layers
     "final_norm/scale": "model.norm.weight",
     "head": "lm_head.weight",
     "score": "score.weight",
+    "layer_inputs/embedding": "model.embed_tokens_per_layer.weight",
+    "layer_inputs/projection/kernel": "model.per_layer_model_projection.weight",
+    "layer_inputs/norm/scale": "model.per_layer_projection_norm.weight",
 }
+
+
+CONVOLUTION = "delta/conv"
+DELTA_RATES = ("log_decay", "step_bias")  # parameters of delta-net layers by value head
+UNROUNDED = (
+    *("router/kernel", "delta/b/kernel", "delta/a/kernel", "delta/ba/kernel"),
+    "layer_inputs/projection/kernel",
+)
 
 
 class TensorPart(NamedTuple):
@@ -42,7 +53,7 @@ def param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def forward_dtype(path: str, config: DecoderConfig) -> Any:
     """Return the dtype in a forward pass: float32 for norms and sinks, else the compute dtype."""
-    return jnp.float32 if path.endswith(("scale", "sinks")) else config.dtype
+    return jnp.float32 if path.endswith(("scale", "sinks", *DELTA_RATES)) else config.dtype
 
 
 def summed_axes(path: str) -> int:
@@ -63,9 +74,11 @@ def has_experts(path: str) -> bool:
 def scaled_axes(path: str) -> tuple[int, ...]:
     """Return the axes of a layer's parameter that share an int8 scale; empty if it stays as it is.
 
-    Routers are not rounded: their nearest logits decide the experts of a token.
+    Routers are not rounded: their nearest logits decide the experts of a token. Nor are rates of
+    delta-net layers, which a state accumulates, and the projection of `layer_inputs`, which is
+    outside of layers.
     """
-    if path.endswith("router/kernel") or not summed_axes(path):
+    if path.endswith(UNROUNDED) or not summed_axes(path):
         return ()
     return (1,) if has_experts(path) else tuple(range(summed_axes(path)))
 
@@ -73,7 +86,7 @@ def scaled_axes(path: str) -> tuple[int, ...]:
 def below_stack(path: str) -> str | None:
     """Return the path below a stack of layers; None for a parameter outside layers."""
     stack, _, below = path.partition("/")
-    return below if stack in ("layers", "frozen_layers") else None
+    return below if stack.endswith("layers") else None
 
 
 def stacked_axes(path: str) -> int:
@@ -95,8 +108,7 @@ def _names(tensors: Mapping[str, str], path: str, config: DecoderConfig) -> list
     below = below_stack(path)
     if below is None:
         return [TOP_TENSORS[path]]
-    frozen = path.startswith("frozen_layers")
-    numbers = range(config.frozen_layers) if frozen else range(config.frozen_layers, config.layers)
+    numbers = layer_stacks(config)[path.partition("/")[0]]
     experts = range(config.experts if has_experts(path) else 1)
     return [f"model.layers.{i}.{tensors[below].format(e)}" for i in numbers for e in experts]
 
@@ -140,9 +152,31 @@ def published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     inputs = summed_axes(path)
     if inputs:
         return (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
-    if path.endswith("bias"):
+    if path.endswith(("bias", *DELTA_RATES)):
         return (math.prod(shape),)
+    if path.endswith(CONVOLUTION):
+        return (math.prod(shape[:-1]), 1, shape[-1])
     return (1, *shape) if path == "score" else shape
+
+
+def row_order(path: str, config: DecoderConfig) -> np.ndarray | None:
+    """Return the published rows (output channels) of a parameter in our order; None: the same.
+
+    Published queries, keys and values of delta-net layers follow each other. Ours are together for
+    each key head, so that the mesh can cut them.
+    """
+    joined = path.endswith(CONVOLUTION) or ("delta/qkv/" in path and not path.endswith("lora_a"))
+    if not joined:
+        return None
+    heads = config.delta_key_heads
+    sizes = [config.delta_key_dim] * 2
+    sizes.append(config.delta_value_heads // heads * config.delta_value_dim)
+    starts = np.cumsum([0, *(heads * size for size in sizes)])
+    parts = [
+        start + np.arange(heads * size).reshape(heads, size)
+        for start, size in zip(starts[:-1], sizes, strict=True)
+    ]
+    return np.concatenate(parts, axis=1).reshape(-1)
 
 
 def merged_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
@@ -155,9 +189,10 @@ def merged_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
     return slice(start * inner, stop * inner)
 
 
-def to_published(path: str, array: np.ndarray) -> np.ndarray:
+def to_published(path: str, array: np.ndarray, config: DecoderConfig) -> np.ndarray:
     """Return a layer's array, or a parameter outside layers, in the published layout."""
     rows, *columns = published_shape(path, array.shape)
     if summed_axes(path):
-        return np.ascontiguousarray(array.reshape(*columns, rows).T)
-    return np.ascontiguousarray(array.reshape(rows, *columns))
+        array = array.reshape(*columns, rows).T
+    array, order = array.reshape(rows, *columns), row_order(path, config)
+    return np.ascontiguousarray(array if order is None else array[np.argsort(order)])

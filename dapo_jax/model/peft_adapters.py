@@ -70,8 +70,10 @@ def save_adapters(
         layer_of = save_huggingface.layers_of(path, np.asarray(read(path), np.float32))
         for number, name in enumerate(adapter_names(path, config)):
             layer = layer_of(number)
-            merged = layer.reshape(_inner(path, layer.shape), -1)
-            tensors[name] = np.ascontiguousarray(merged.T)
+            rows = layer.reshape(_inner(path, layer.shape), -1).T
+            order = param_paths.row_order(path, config)
+            rows = rows if order is None else rows[np.argsort(order)]
+            tensors[name] = np.ascontiguousarray(rows)
     if folder is None:
         return
     save_huggingface.save_tensors(tensors, folder / WEIGHTS)
@@ -136,9 +138,10 @@ def _targets(tensors: Collection[str], config: DecoderConfig) -> tuple[list[str]
         if last == "kernel":
             names = {name for a in ADAPTER_NAMES for name in adapter_names(f"{matrix}/{a}", config)}
             if names & unknown:
-                targets.append(matrix.rpartition("/")[2].removeprefix("expert_"))
+                name = matrix.partition("/")[2].replace("delta/", "delta_").rpartition("/")[2]
+                targets.append(name.removeprefix("expert_").removeprefix("shared_"))
             unknown -= names
-    return targets, sorted(unknown)
+    return list(dict.fromkeys(targets)), sorted(unknown)
 
 
 def _read_folder(
@@ -187,7 +190,9 @@ def read_adapters(folder: str, config: DecoderConfig) -> dict[str, np.ndarray]:
             published = math.prod(shape) // inner, inner
             problems += filter(None, (_check_tensor(name, tensors, published) for name in names))
             if not problems:
-                stack = np.stack([tensors[name].astype(np.float32).T for name in names])
+                order = param_paths.row_order(path, config)
+                order = slice(None) if order is None else order
+                stack = np.stack([tensors[name][order].astype(np.float32).T for name in names])
                 arrays[path] = stack.reshape(whole)
     _raise_problems(folder, problems)
     return arrays

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int
 class RopeScaling:
     """Slower rotations for positions beyond the context length of pretraining.
 
-    'linear' slows all of them. 'llama3' (Llama 3.1) and 'yarn' (arXiv 2309.00071) slow the long
-    wavelengths, keep the short ones and interpolate in between.
+    'linear' slows all of them; 'proportional' too, and stops the slowest. 'llama3' (Llama 3.1) and
+    'yarn' (arXiv 2309.00071) slow the long wavelengths, keep the short ones and interpolate in
+    between.
     """
 
     factor: float  # by which slow rotations are slowed
@@ -24,6 +25,7 @@ class RopeScaling:
     attention_factor: float = 1.0  # multiplies rotated queries and rotated keys
     truncate: bool = True  # yarn: round both ends of the ramp to whole frequency numbers
     query_growth: float = 0.0  # queries grow after each `original_tokens` (Llama 4)
+    rotated: float = 1.0  # proportional: fraction of the dimensions that rotate
 
 
 def _yarn_kept(theta: float, head_dim: int, scaling: RopeScaling) -> Float[np.ndarray, "E/2"]:
@@ -56,6 +58,9 @@ def rope_frequencies(
     if scaling is None:
         return frequencies
     factor = np.float32(scaling.factor)
+    if scaling.kind == "proportional":
+        kept = np.arange(head_dim // 2) < int(scaling.rotated * head_dim // 2)
+        return np.where(kept, frequencies / factor, np.float32(0))
     if scaling.kind == "linear":
         return frequencies / factor
     if scaling.kind == "yarn":
@@ -73,14 +78,19 @@ def rotate(
     frequencies: Float[Array | np.ndarray, "E/2"],
     factor: Array | float = 1.0,
 ) -> Float[Array, "B T H E"]:
-    """Rotate vectors by position and multiply by `factor`; pairs are halves, as published."""
-    half = x.shape[-1] // 2
+    """Rotate vectors by position and multiply by `factor`; pairs are halves, as published.
+
+    Dimensions beyond two per frequency stay as they are.
+    """
+    half = frequencies.shape[-1]
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if not isinstance(factor, float) or factor != 1:
         cos, sin = cos * factor, sin * factor
-    left, right = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
+    left, right, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+    turned = [left * cos - right * sin, right * cos + left * sin]
+    return jnp.concatenate([*(part.astype(x.dtype) for part in turned), rest], -1)
 
 
 def query_growth(positions: Int[Array, "B T"], scaling: RopeScaling) -> Float[Array, "B T 1 1"]:

@@ -16,8 +16,9 @@ from safetensors.numpy import save_file
 
 from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
-from dapo_jax.model.config_json import decoder_to_json
+from dapo_jax.model.config_json import decoder_to_json, text_part
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.families import FAMILIES
 from dapo_jax.model.load_huggingface import INDEX, Layers
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
@@ -55,7 +56,7 @@ def published_tensors(
                 if fused:
                     array = _fused(layers, range(number, number + fused), dtype)
                 else:
-                    array = param_paths.to_published(path, to_host(layer(number)))
+                    array = param_paths.to_published(path, to_host(layer(number)), config)
                     array = array.astype(jnp.dtype(dtype))
             if not np.isfinite(array).all():
                 problem = f"holds numbers that are not finite as {dtype}: not written"
@@ -159,6 +160,10 @@ def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: st
     """Copy config.json (with `dtype`), tokenizer and generation settings of folder `source`."""
     source = model_path(source)
     values = json.loads((source / "config.json").read_text())
+    if "text_config" in values:  # only the text model is written
+        values = text_part(values)
+        family = FAMILIES[values["model_type"]]
+        values["architectures"] = [f"{family.class_name}ForCausalLM"]
     values.pop("_name_or_path", None)  # a local path of its author
     values.pop("quantization_config", None)  # the written weights are not quantised
     values["dtype" if "dtype" in values else "torch_dtype"] = dtype

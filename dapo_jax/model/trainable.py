@@ -19,6 +19,7 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
 
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer
+_INPUTS = {False: ("qkv", "z", "b", "a"), True: ("qkvz", "ba")}  # of a delta-net layer, if fused
 
 
 def is_trained(path: str, config: DecoderConfig) -> bool:
@@ -55,12 +56,21 @@ def frozen_layers(fraction: float, layers: int) -> int:
     return frozen
 
 
+def _matrices(config: DecoderConfig) -> tuple[str, ...]:
+    """Return the names of matrices that can have adapters."""
+    delta = (*_INPUTS[config.delta_fused], "out") if config.recurrent else ()
+    return (*MATRICES, *(f"delta_{name}" for name in delta))
+
+
 def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Any) -> DecoderConfig:
     """Return the decoder with frozen layers and adapters (`config.lora`). Raises `ConfigError`."""
+    fits = not freeze_layers or not config.mixes_layers
+    require(fits, "model.freeze_layers", freeze_layers, f"0 for policies of {config.family!r}")
     config = dataclasses.replace(config, frozen_layers=frozen_layers(freeze_layers, config.layers))
     targets = tuple(name.strip() for name in lora.targets.split(","))
-    allowed = f"some of {','.join(MATRICES)}, comma-separated, each once"
-    known = set(targets) <= set(MATRICES) and len(set(targets)) == len(targets)
+    names = _matrices(config)
+    allowed = f"some of {','.join(names)}, comma-separated, each once"
+    known = set(targets) <= set(names) and len(set(targets)) == len(targets)
     require(known, "lora.targets", lora.targets, allowed)
     if not lora.rank:
         return config

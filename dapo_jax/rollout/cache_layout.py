@@ -1,6 +1,7 @@
 """Layout of the caches on devices: slots of equal length, or pages of the page table."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.model.caches import KVCache, PageCache, PromptCache
+from dapo_jax.model.caches import KVCache, PageCache, PromptCache, StateCache
 from dapo_jax.model.decode_attention import (
     PagedAttention,
     SlotAttention,
@@ -19,19 +20,21 @@ from dapo_jax.model.decode_attention import (
     rounded,
 )
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.delta_net import empty_state
 from dapo_jax.model.gpu_attention import has_kernels
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.rollout.page_table import Fills, PageGeometry, PageTable
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
 
-Caches = tuple[PageCache | KVCache, ...]
+Caches = tuple[PageCache | KVCache | StateCache, ...]
 
 
 class CacheLayout:
     """Caches of every layer: pages, or slots of one length that grow in a few sizes.
 
-    A layer with a window shorter than a slot has a ring buffer in each slot, and no pages.
+    A layer with a window shorter than a slot has a ring buffer in each slot, and no pages. A
+    delta-net layer has one state in each slot.
     `settings.pages` counts the pages of all replicas without their pages 0 (0: as many as full
     slots need). `settings.first_window_tokens` is the first length of slots, or of attention over
     pages if no kernel reads only the existing tokens.
@@ -72,7 +75,9 @@ class CacheLayout:
             self.pages = PageTable(PageGeometry(replicas, each, page_tokens, slots, cache_tokens))
             self.attend = PagedAttention(mesh, _read_by_kernel(config, mesh, settings, dtype))
         else:
-            kernel = has_kernels(platform, config.head_dim, dtype) and not config.sinks
+            widths = {layer.head_dim for layer in config.each_layer}
+            fits = all(has_kernels(platform, width, dtype) for width in widths)
+            kernel = fits and not config.sinks
             self.attend = SlotAttention(mesh, kernel)
 
     def window(self, needed: int) -> int:
@@ -89,11 +94,11 @@ class CacheLayout:
         """Return True if the caches hold `needed` tokens per slot."""
         lengths = self._lengths(self.window(needed))
         pairs = zip(lengths, caches, strict=True)
-        return all(isinstance(c, PageCache) or n <= c.values.shape[2] for n, c in pairs)
+        return all(not isinstance(c, KVCache) or n <= c.values.shape[2] for n, c in pairs)
 
-    def longest(self, caches: tuple[KVCache, ...]) -> int:
-        """Return the tokens of the longest cache."""
-        return max(cache.values.shape[2] for cache in caches)
+    def longest(self, caches: Caches) -> int:
+        """Return the tokens of the longest cache without pages."""
+        return max(cache.values.shape[2] for cache in caches if isinstance(cache, KVCache))
 
     def columns(self, needed: int) -> int | None:
         """Return the page table columns that attention reads for `needed` tokens of a slot."""
@@ -106,28 +111,40 @@ class CacheLayout:
         """Return the tokens of each layer's slots or rings."""
         return [min(window, reach or window) for reach in self._config.reaches]
 
-    def _by_layer(self, pages: Any, slots: list) -> tuple:
-        """Return `pages` for each layer with pages, and an entry of `slots` for the others."""
-        if self.pages is None:
-            return tuple(slots)
-        reaches = [reach or self._limit for reach in self._config.reaches]
-        pairs = zip(reaches, slots, strict=True)
-        return tuple(pages if reach >= self._limit else slot for reach, slot in pairs)
+    @property
+    def _layers(self) -> list[DecoderConfig]:
+        """Configs of the layers with a cache."""
+        return self._config.each_layer[: self._config.cached_layers]
+
+    def _by_layer(self, states: Callable, pages: Callable, slots: Callable, window: int) -> tuple:
+        """Return `states(layer)` of delta-net layers, `pages(layer)` of layers with pages, and
+        `slots(layer, tokens)` of the others.
+        """
+
+        def choose(layer: DecoderConfig, tokens: int) -> Any:
+            if layer.is_recurrent:
+                return states(layer)
+            if self.pages is None or (layer.window or self._limit) < self._limit:
+                return slots(layer, tokens)
+            return pages(layer)
+
+        return tuple(map(choose, self._layers, self._lengths(window)))
 
     def empty(self, window: int) -> Caches:
         """Return zeroed caches of every layer with space for `window` tokens per slot."""
-        lengths = self._lengths(self.window(window))
-        kinds = {length: self._empty_slots(length) for length in lengths}
-        pages = None
-        if self.pages is not None:
-            c, geometry = self._config, self.pages.geometry
-            count = geometry.replicas * geometry.pages
-            shape = (count, geometry.page_tokens, 2 * c.kv_heads, c.head_dim)
-            pages = PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
-        return self._by_layer(pages, [kinds[length] for length in lengths])
+        states = functools.partial(empty_state, batch=self._settings.slots)
+        pages, slots = functools.cache(self._empty_pages), functools.cache(self._empty_slots)
+        return self._by_layer(states, pages, slots, self.window(window))
 
-    def _empty_slots(self, length: int) -> KVCache:
-        c, slots = self._config, self._settings.slots
+    def _empty_pages(self, c: DecoderConfig) -> PageCache:
+        assert self.pages is not None, "asked for by layouts with pages"
+        geometry = self.pages.geometry
+        count = geometry.replicas * geometry.pages
+        shape = (count, geometry.page_tokens, 2 * c.kv_heads, c.head_dim)
+        return PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
+
+    def _empty_slots(self, c: DecoderConfig, length: int) -> KVCache:
+        slots = self._settings.slots
         shape, turned = (c.kv_heads, length, c.head_dim), (c.kv_heads, c.head_dim, length)
         keys = jnp.zeros((slots, *(turned if self._time_last else shape)), self._dtype)
         values = jnp.zeros((slots, *shape), self._dtype)
@@ -145,13 +162,26 @@ class CacheLayout:
     def shardings(self) -> Caches:
         """Return the shardings of the caches: pages or slots over replicas, heads over tensor."""
         place = sharding.sharding(self._mesh, "batch", "kv_heads", column=sharding.DECODING)
-        slots = jax.tree.map(lambda _: place, jax.eval_shape(lambda: self._empty_slots(1)))
+        shapes = jax.eval_shape(lambda: self._empty_slots(self._config, 1))
+        slots = jax.tree.map(lambda _: place, shapes)
         scales = jax.eval_shape(lambda: self._scales((1, 1, 2)))
         named = functools.partial(jax.sharding.NamedSharding, self._mesh)
         pages = jax.tree.map(named, page_specs(PageCache(jnp.zeros(()), scales)))
-        return self._by_layer(pages, [slots] * self._config.layers)
+        return self._by_layer(lambda _: self._states(), lambda _: pages, lambda *_: slots, 1)
 
-    def grow(self, caches: tuple[KVCache, ...], window: int) -> tuple[KVCache, ...]:
+    def _states(self) -> StateCache:
+        """Return the shardings of states and windows: over replicas, and heads over tensor."""
+        place: Any = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
+        return StateCache(place("batch", "heads"), place("batch", None, "heads"))
+
+    def prompt_shardings(self) -> tuple[PromptCache | StateCache, ...]:
+        """Return the shardings of prefilled prompts of every layer."""
+        names = "batch", None, "kv_heads"
+        place: Any = sharding.sharding(self._mesh, *names, column=sharding.DECODING)
+        prompts = PromptCache(place, place)
+        return tuple(self._states() if c.is_recurrent else prompts for c in self._layers)
+
+    def grow(self, caches: Caches, window: int) -> Caches:
         """Return copies of slot caches with space for `window` tokens per slot.
 
         A ring buffer that still grows has not wrapped around yet.
@@ -165,18 +195,23 @@ class CacheLayout:
 
         grown = []
         for cache, length in zip(caches, self._lengths(window), strict=True):
+            if not isinstance(cache, KVCache):
+                grown.append(cache)
+                continue
             keys = longer(cache.keys, length, cache.time_last)
             rest = jax.tree.map(lambda x, n=length: longer(x, n), cache.replace(keys=None))
             grown.append(rest.replace(keys=keys))
         return tuple(grown)
 
     def write_prompts(
-        self, cache: Any, new: PromptCache, slots: Array, rows: Array, lengths: Array, fills: Any
+        self, cache: Any, new: Any, slots: Array, rows: Array, lengths: Array, fills: Any
     ) -> Any:
         """Write prompt `rows[i]`, of `lengths[i]` tokens, into `slots[i]` or the pages of `fills`.
 
         A slot past the last one is dropped.
         """
+        if isinstance(cache, StateCache):
+            return jax.tree.map(lambda old, x: old.at[slots].set(x[rows], mode="drop"), cache, new)
         if isinstance(cache, KVCache):
             return _write_slots(cache, new, slots, rows, lengths)
         place = functools.partial(sharding.spec, column=sharding.DECODING)
@@ -265,8 +300,9 @@ def _read_by_kernel(
     It supports neither scales per token nor attention sinks.
     """
     platform, shards = mesh.devices.flat[0].platform, sharding.shards
-    kv_heads = config.kv_heads // shards(mesh, "kv_heads", sharding.DECODING)
-    read = has_kernel(platform, config.head_dim, settings.page_tokens, kv_heads, dtype)
+    pieces = shards(mesh, "kv_heads", sharding.DECODING)
+    shapes = {(layer.head_dim, layer.kv_heads // pieces) for layer in config.each_layer}
+    read = all(has_kernel(platform, e, settings.page_tokens, k, dtype) for e, k in shapes)
     return read and settings.cache_dtype != "int8" and not config.sinks
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
-from dapo_jax.model.caches import DecodeState, Prefix
+from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.cache_layout import choose_layout, with_scales
 from dapo_jax.rollout.engine_programs import EnginePrograms, EngineShape, Starts, engine_programs
@@ -161,7 +161,8 @@ class PolicyEngine(Engine):
 
         All three may be arrays of up to `max_insert_width` entries.
         """
-        prompts, time = prefix.caches[0].keys.shape[:2]
+        keys = next(c.keys for c in prefix.caches if isinstance(c, PromptCache))
+        prompts, time = keys.shape[:2]
         decode_state = self._fit(decode_state, time)
         slots = np.atleast_1d(slot)
         samples = np.atleast_1d(sample_index)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decoder, inference
-from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
+from dapo_jax.model.caches import DecodeState, Prefix, PromptCache, StateCache
 from dapo_jax.model.decode_attention import SlotContext, at_each, interleave
 from dapo_jax.model.inference import empty_routes, prefill
 from dapo_jax.model.quantisation import to_int8
@@ -81,11 +81,11 @@ class EnginePrograms:
         shapes = jax.eval_shape(functools.partial(self._empty, window=1))
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else replicated, shapes)
         self.state_shardings = state = per_slot.replace(caches=layout.shardings())
-        self.prefix_sharding = place("batch", None, "kv_heads")
+        self.prompt_shardings = layout.prompt_shardings()
         self.prefill = jax.jit(
             self._prefill,
             in_shardings=(None, place("batch"), None, None, None),
-            out_shardings=Prefix(self.prefix_sharding, *[replicated] * 4, routes=place("batch")),
+            out_shardings=Prefix(self.prompt_shardings, *[replicated] * 4, routes=place("batch")),
         )
         start = functools.partial(
             _start_responses,
@@ -164,7 +164,9 @@ class EnginePrograms:
         with self._mesh_context():
             caches, _ = prefill(params, self._shape.config, tokens, jnp.full(shape[0], shape[1]))
 
-        def scale(cache: PromptCache) -> Array:
+        def scale(cache: PromptCache | StateCache) -> Array:
+            if isinstance(cache, StateCache):  # not read
+                return jnp.ones(2 * self._shape.config.kv_heads)
             pairs = interleave(cache.keys, cache.values, 2).astype(jnp.float32)
             return CALIBRATION_MARGIN * to_int8(pairs, (0, 1, 3))[1]
 

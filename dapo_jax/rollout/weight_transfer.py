@@ -26,7 +26,7 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sampler_devices import move
 
 # Kernels of shape [embed, heads, head_dim].
-_PER_HEAD = ("query/kernel", "key/kernel", "value/kernel")
+_PER_HEAD = ("query/kernel", "key/kernel", "value/kernel", "qkv/kernel", "qkvz/kernel", "z/kernel")
 
 
 def _intermediate_spec(before: Sequence[Any], after: Sequence[Any]) -> PartitionSpec:

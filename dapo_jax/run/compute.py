@@ -111,10 +111,16 @@ def numerics(
 
 def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
     """Raise `ConfigError` if the mesh can't shard the model evenly for training or decoding."""
-    for name, column in itertools.product(SHARDED_SIZES, (TRAINING, DECODING)):
-        size, pieces = getattr(decoder, name), shards(mesh, name, column)
-        allowed = f"one whose {pieces} shards divide the model's {name} = {size}"
-        require(size % pieces == 0, "mesh", dict(mesh.shape), allowed)
+    fits = not decoder.recurrent or shards(mesh, "sequence") == 1
+    require(fits, "mesh.context", mesh.shape["context"], "1 with delta-net layers")
+    axes = dict(zip(SHARDED_SIZES, SHARDED_SIZES, strict=True)) | {"delta_key_heads": "heads"}
+    for (name, axis), column in itertools.product(axes.items(), (TRAINING, DECODING)):
+        pieces, sizes = shards(mesh, axis, column), {getattr(c, name) for c in decoder.each_layer}
+        if name == "embed":  # the second embedding is sharded by this name too
+            sizes.add(decoder.layers * decoder.layer_inputs)
+        for size in sorted(sizes):
+            allowed = f"one whose {pieces} shards divide the model's {name} = {size}"
+            require(size % pieces == 0, "mesh", dict(mesh.shape), allowed)
 
 
 def choose_recording(algorithm: Algorithm, decoder: DecoderConfig, training: bool) -> DecoderConfig:

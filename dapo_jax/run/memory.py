@@ -1,6 +1,7 @@
 """Lower bounds of a run's memory before anything is compiled, and the memory it uses."""
 
 import math
+import operator
 import os
 import pathlib
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.delta_net import empty_state
 from dapo_jax.model.param_paths import forward_dtype
 from dapo_jax.model.trainable import is_trained
 from dapo_jax.run.teacher import has_teacher, teacher_bytes
@@ -37,11 +39,25 @@ def megabytes_per_device(**held: Any) -> dict[str, float]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def token_bytes(decoder: DecoderConfig, sampler: Sampler, pieces: float) -> float:
-    """Return the bytes of a token's keys and values in all layers, on one of `pieces` devices."""
+def token_bytes(decoder: DecoderConfig, sampler: Sampler, pieces: float) -> list[float]:
+    """Return the bytes of a token's keys and values by layer, on one of `pieces` devices."""
     kinds = {"auto": jnp.dtype(decoder.dtype).itemsize, "int8_per_head": 1}
-    itemsize = kinds.get(sampler.cache_dtype, 1 + FLOAT_BYTES / decoder.head_dim)
-    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * itemsize / pieces
+
+    def layer_bytes(layer: DecoderConfig) -> float:
+        itemsize = kinds.get(sampler.cache_dtype, 1 + FLOAT_BYTES / layer.head_dim)
+        width = 0 if layer.is_recurrent else layer.kv_heads * layer.head_dim
+        return 2 * width * itemsize / pieces
+
+    return [layer_bytes(layer) for layer in decoder.each_layer[: decoder.cached_layers]]
+
+
+def state_bytes(decoder: DecoderConfig, pieces: float) -> float:
+    """Return the bytes of a slot's states in all delta-net layers, on one of `pieces` devices."""
+    if not decoder.recurrent:
+        return 0.0
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: empty_state(decoder, 1)))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return sum(decoder.recurrent) * size / pieces
 
 
 def cache_bytes(
@@ -59,9 +75,9 @@ def cache_bytes(
     held = slots * longest
     if sampler.pages and sampler.cache != "slots":
         held = min(held, sampler.pages * sampler.page_tokens)
-    per_layer = token_bytes(decoder, sampler, pieces) / decoder.layers
-    rings = [slots * min(reach, longest) for reach in decoder.reaches if reach]
-    cached = per_layer * (held * (decoder.layers - len(rings)) + sum(rings))
+    tokens = (slots * min(reach, longest) if reach else held for reach in decoder.reaches)
+    cached = sum(map(operator.mul, token_bytes(decoder, sampler, pieces), tokens))
+    cached += slots * state_bytes(decoder, pieces)
     return (cached + slots * response_tokens * SAMPLED_TOKEN_BYTES) / replicas
 
 

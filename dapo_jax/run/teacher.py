@@ -52,6 +52,10 @@ def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any
         f"{decoder.vocab}, and what it lacks would have no probability"
     )
     require(decoder.vocab >= policy.vocab, FIELD, folder, allowed)
+    capped = policy.logit_cap or decoder.logit_cap
+    fits = config.algorithm.distillation != "jsd" or capped is None
+    allowed = "'reverse' if logits of the policy or the teacher are capped (Gemma 4)"
+    require(fits, "algorithm.distillation", config.algorithm.distillation, allowed)
     check_divisible(decoder, mesh)
     return decoder
 

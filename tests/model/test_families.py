@@ -57,7 +57,7 @@ def test_logits_of_a_ragged_batch_are_those_of_transformers(folder, one_device):
         "gpt_oss",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen3", "llama3", "olmo3", "smollm3")
+            for name in ("qwen3", "llama3", "olmo3", "smollm3", "qwen3_5")
         ),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from teachers import divergence_by_definition
 
 from dapo_jax.model.divergence import Divergence, head_divergence
-from dapo_jax.model.lm_head import head_logprobs
+from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
 
@@ -46,8 +46,17 @@ def assert_same(actual, expected, atol=4e-6):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 14, 10**6])
 def test_values_and_gradients_equal_those_of_the_softmax(temperature, chunk_tokens):
-    actual = with_gradients(head_logprobs, temperature, chunk_tokens)(HIDDEN, HEAD)
+    actual = with_gradients(head_logprobs, Scale(temperature), chunk_tokens)(HIDDEN, HEAD)
     assert_same(actual, with_gradients(by_definition, temperature)(HIDDEN, HEAD))
+
+
+def test_capped_logits_and_their_gradients_equal_those_of_the_softmax():
+    def capped(hidden, head, targets):
+        logits = 2.0 * jnp.tanh(hidden @ head / 2.0)
+        return by_definition(logits, jnp.eye(head.shape[1]), targets, 0.7)
+
+    actual = with_gradients(head_logprobs, Scale(0.7, 2.0), 5)(HIDDEN, HEAD)
+    assert_same(actual, with_gradients(capped)(HIDDEN, HEAD))
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -58,7 +67,7 @@ def test_sharding_does_not_change_the_results(sizes, chunk_tokens):
     head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
     hidden = sharding.put(mesh, HIDDEN, "batch")
     with sharding.activate(mesh):
-        actual = with_gradients(head_logprobs, 0.8, chunk_tokens)(hidden, head)
+        actual = with_gradients(head_logprobs, Scale(0.8), chunk_tokens)(hidden, head)
     assert_same(actual, with_gradients(by_definition, 0.8)(HIDDEN, HEAD))
 
 
@@ -67,7 +76,7 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks(
     head = jax.device_put(HEAD.astype(jnp.float32), sharding.sharding(mesh, "embed", "vocab"))
     hidden = sharding.put(mesh, HIDDEN.astype(jnp.bfloat16), "batch")
     with sharding.activate(mesh):
-        lowered = with_gradients(head_logprobs, 1.0, 2).lower(hidden, head)
+        lowered = with_gradients(head_logprobs, Scale(), 2).lower(hidden, head)
     text = lowered.as_text()
     assert text.count("stablehlo.while") == 2  # over the chunks, forward and backward
     gathers = re.findall(r"stablehlo.all_gather.*?-> tensor<(\S+)>", text, re.S)
@@ -80,7 +89,7 @@ def test_a_frozen_head_costs_no_gradient():
     mesh = make_mesh(2, 2, 2)
 
     def loss(hidden, head):
-        return jnp.sum(head_logprobs(hidden, head, TARGETS, 1.0, 2)[0])
+        return jnp.sum(head_logprobs(hidden, head, TARGETS, Scale(), 2)[0])
 
     head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
     with sharding.activate(mesh):

@@ -10,7 +10,7 @@ import pytest
 from conftest import TINY
 
 from dapo_jax.model import decoder
-from dapo_jax.model.lm_head import head_logprobs
+from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies
 from dapo_jax.model.training_attention import choose
 from dapo_jax.rollout.sampling import sample_tokens
@@ -65,7 +65,9 @@ def test_large_logits_keep_their_precision_and_equal_the_samplers(shift):
     exact = np.float64(states[..., 1:]) @ np.float64(head[1:])
     exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
     for chunk_tokens in (4, 10**6):
-        logprobs, entropy = head_logprobs(states, head, targets.reshape(2, 7), 1.0, chunk_tokens)
+        logprobs, entropy = head_logprobs(
+            states, head, targets.reshape(2, 7), Scale(), chunk_tokens
+        )
         expected = np.take_along_axis(exact, np.asarray(targets).reshape(2, 7, 1), -1)[..., 0]
         np.testing.assert_allclose(logprobs, expected, atol=1e-6)
         np.testing.assert_allclose(logprobs.ravel(), sampled, atol=1e-6)

@@ -24,6 +24,7 @@ from dapo_jax.model.decoder import (
     layer_paths,
     scaled_embeddings,
 )
+from dapo_jax.model.lm_head import Scale
 from dapo_jax.rollout.cache_layout import choose_layout
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
@@ -55,7 +56,7 @@ def test_frozen_layers_keep_their_own_windows(tiny_params):
     np.testing.assert_allclose(split, hidden(tiny_params, MIXED), atol=1e-6)
 
 
-def decode(params, cache, attend, tables, config):
+def decode(params, caches, attend, tables, config):
     """Logits after each token, fed one by one."""
 
     def feed(caches, place):
@@ -64,15 +65,18 @@ def decode(params, cache, attend, tables, config):
         logits, caches, _ = inference.decode_step(*fed)
         return caches, logits[0]
 
-    return jax.lax.scan(feed, (cache,) * config.layers, jnp.arange(LENGTH))[1]
+    return jax.lax.scan(feed, caches, jnp.arange(LENGTH))[1]
 
 
 def assert_decoding_equals_training(stacked, config, mesh):
     logits = (jax.jit(hidden, static_argnums=1)(stacked, config) @ head_kernel(stacked))[0]
+    logits = Scale(cap=config.logit_cap).logits(logits)
     params, run = unstacked(stacked, config), jax.jit(decode, static_argnums=(2, 4))
-    shape = (1, TINY.kv_heads, LENGTH, TINY.head_dim)
-    slots = KVCache(jnp.zeros(shape).swapaxes(2, 3), jnp.zeros(shape))
-    pages = PageCache(jnp.zeros((5, 4, 2 * TINY.kv_heads, TINY.head_dim)))
+    layers = config.each_layer[: config.cached_layers]
+    empty = [jnp.zeros((1, layer.kv_heads, LENGTH, layer.head_dim)) for layer in layers]
+    slots = tuple(KVCache(values.swapaxes(2, 3), values) for values in empty)
+    shapes = [(5, 4, 2 * layer.kv_heads, layer.head_dim) for layer in layers]
+    pages = tuple(PageCache(jnp.zeros(shape)) for shape in shapes)
     with jax.set_mesh(mesh):
         decoded = (
             run(params, slots, attend_slots, None, config),

@@ -11,6 +11,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, head_kernel
+from dapo_jax.model.lm_head import Scale
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
@@ -40,7 +41,8 @@ def packed_logits(folder, mesh, config=None, params=None):
     rows, used, _ = packed_batch(folder)
 
     def row_logits(params, *rows):
-        return Decoder(config).apply({"params": params}, *rows) @ head_kernel(params)
+        products = Decoder(config).apply({"params": params}, *rows) @ head_kernel(params)
+        return Scale(cap=config.logit_cap).logits(products)
 
     logits = np.zeros((*used.shape, config.vocab), np.float32)
     logits[used] = jax.jit(row_logits)(params, *rows)[0]
@@ -58,7 +60,8 @@ def packed_gradients(folder, mesh):
         return jnp.sum(token_logprobs(params, config, Rows(*rows), **options)[0] * drawn[None])
 
     gradient = save_huggingface.flatten(jax.jit(jax.grad(loss))(params))
-    return dict(save_huggingface.published_tensors(gradient, config, "float32"))
+    tensors = save_huggingface.published_tensors(gradient, config, "float32")
+    return {name: tensor for name, tensor in tensors if "layer_scalar" not in name}  # a buffer
 
 
 def greedy_tokens(folder, mesh):

@@ -195,8 +195,7 @@ def sampling_programs(layout: Layout) -> Iterator[Program]:
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), engine.prefill_width))
     prefill = params, tokens, lengths, keys, lengths
     prefix = jax.eval_shape(compiled.prefill, *prefill)
-    places = jax.tree.map(lambda _: compiled.prefix_sharding, prefix.caches)
-    prefix = prefix.replace(caches=_placed(prefix.caches, places))
+    prefix = prefix.replace(caches=_placed(prefix.caches, compiled.prompt_shardings))
     alive = alive | {"cache": state, "prompts": prefix}
     yield Program("prefill", lambda: compiled.prefill.lower(*prefill), alive)
     pages, width = engine.pages, engine.max_insert_width

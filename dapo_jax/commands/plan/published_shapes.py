@@ -23,6 +23,12 @@ _COLUMNS = (
 ).split()
 _QWEN2 = {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 _QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128}
+_QWEN3_5 = {"model_type": "qwen3_5_text", "rope_theta": 1e7}  # the rest as by default
+_QWEN3_5_A3B = _QWEN3_5 | {"model_type": "qwen3_5_moe_text", "num_experts": 256}
+_QWEN3_5_A3B |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
+_QWEN3_5_A3B |= {"shared_expert_intermediate_size": 512}
+_QWEN3_NEXT = _QWEN3_5_A3B | {"model_type": "qwen3_next"}
+_QWEN3_NEXT |= {"num_experts": 512, "num_experts_per_tok": 10}
 _LLAMA = {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5}
 _QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 _QWEN3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8}
@@ -38,6 +44,13 @@ _GPT_OSS_120B = _GPT_OSS_20B | {"num_local_experts": 128}
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 _OLMO3 = {"model_type": "olmo3", "rope_theta": 5e5, "rope_scaling": _YARN}
 _SMOLLM3 = {"model_type": "smollm3", "rope_theta": 5e6}
+_GEMMA4 = {"model_type": "gemma4_text", "final_logit_softcapping": 30.0}
+_SLIDES, _FULL = "sliding_attention", "full_attention"
+_GEMMA4_E2B = _GEMMA4 | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+_GEMMA4_E2B |= {"layer_types": [*[_SLIDES] * 4, _FULL] * 7}
+_GEMMA4_E4B = _GEMMA4 | {"num_kv_shared_layers": 18}
+_GEMMA4_31B = _GEMMA4 | {"sliding_window": 1024, "hidden_size_per_layer_input": 0}
+_GEMMA4_31B |= {"attention_k_eq_v": True, "num_global_key_value_heads": 4}
 _GEMMA_27B = _GEMMA | {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 
@@ -63,6 +76,9 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "Qwen3-32B": (_QWEN3, (5_120, 64, 64, 8, 25_600, 151_936, False)),
     "Qwen3-30B-A3B": (_A3B, (2_048, 48, 32, 4, 6_144, 151_936, False)),
     "Qwen3-235B-A22B": (_A22B, (4_096, 94, 64, 4, 12_288, 151_936, False)),
+    "Qwen3.5-9B": (_QWEN3_5, (4_096, 32, 16, 4, 12_288, 248_320, False)),
+    "Qwen3.5-35B-A3B": (_QWEN3_5_A3B, (2_048, 40, 16, 2, 512, 248_320, False)),
+    "Qwen3-Next-80B-A3B": (_QWEN3_NEXT, (2_048, 48, 16, 2, 5_120, 151_936, False)),
     "Llama-3-8B": (_LLAMA, (4_096, 32, 32, 8, 14_336, 128_256, False)),
     "Llama-3-70B": (_LLAMA, (8_192, 80, 64, 8, 28_672, 128_256, False)),
     "Llama-3.1-8B": (_scaled(8.0), (4_096, 32, 32, 8, 14_336, 128_256, False)),
@@ -74,6 +90,9 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "gemma-3-4b": (_GEMMA, (2_560, 34, 8, 4, 10_240, 262_208, True)),
     "gemma-3-12b": (_GEMMA, (3_840, 48, 16, 8, 15_360, 262_208, True)),
     "gemma-3-27b": (_GEMMA_27B, (5_376, 62, 32, 16, 21_504, 262_208, True)),
+    "gemma-4-E2B": (_GEMMA4_E2B, (1_536, 35, 8, 1, 6_144, 262_144, True)),
+    "gemma-4-E4B": (_GEMMA4_E4B, (2_560, 42, 8, 2, 10_240, 262_144, True)),
+    "gemma-4-31B": (_GEMMA4_31B, (5_376, 60, 32, 16, 21_504, 262_144, True)),
     "gpt-oss-20b": (_GPT_OSS_20B, (2_880, 24, 64, 8, 2_880, 201_088, False)),
     "gpt-oss-120b": (_GPT_OSS_120B, (2_880, 36, 64, 8, 2_880, 201_088, False)),
     "Olmo-3-7B": (_OLMO3, (4_096, 32, 32, 32, 11_008, 100_278, False)),

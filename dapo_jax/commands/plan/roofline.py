@@ -19,6 +19,7 @@ from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import Member, PromptGroup, assign_rows
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.delta_net import CHUNK_TOKENS
 from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.splash_attention import block_tokens
 from dapo_jax.run import memory
@@ -60,9 +61,18 @@ class Work:
 
 def matrix_weights(config: DecoderConfig, *, head: bool = True) -> int:
     """Return the number of weights that multiply every token; the embedding is a lookup."""
-    attention = config.embed * config.head_dim * 2 * (config.heads + config.kv_heads)
-    mlp = 3 * config.embed * config.active_mlp + config.embed * config.experts
-    return config.layers * (attention + mlp) + (config.embed * config.vocab if head else 0)
+
+    def of_layer(c: DecoderConfig) -> int:
+        mlp = 3 * c.active_mlp + c.experts + 3 * c.layer_inputs
+        if c.is_recurrent:
+            mixer = 2 * c.delta_key_heads * c.delta_key_dim
+            mixer += c.delta_value_heads * (3 * c.delta_value_dim + 2)
+        else:
+            of_keys = 0 if c.shares_keys else c.kv_heads * (2 - c.keys_as_values)
+            mixer = c.head_dim * (c.heads * (2 + c.output_gate) + of_keys)
+        return c.embed * (mixer + mlp)
+
+    return sum(map(of_layer, config.each_layer)) + (config.embed * config.vocab if head else 0)
 
 
 def adapter_weights(config: DecoderConfig) -> int:
@@ -71,14 +81,28 @@ def adapter_weights(config: DecoderConfig) -> int:
     return sum(math.prod(shapes[path].shape) for path in shapes if path.endswith(ADAPTER_NAMES))
 
 
-def attention_flops(config: DecoderConfig, pairs: float) -> float:
-    """Return the operations of attention in all layers, for a number of query-key pairs."""
-    return 4.0 * config.layers * config.heads * config.head_dim * pairs
+def attention_flops(config: DecoderConfig, pairs: float, tokens: float = 0.0) -> float:
+    """Return the operations of attention in all layers, for a number of query-key pairs.
+
+    Those of delta-net layers, which do not depend on pairs, are added for `tokens`: two products
+    with the state and one into it, five in a chunk, and its inverse in ten steps.
+    """
+    chunk, key, value = CHUNK_TOKENS, config.delta_key_dim, config.delta_value_dim
+    delta = config.delta_value_heads * (6.0 * key * value + 4 * chunk * value + 20 * chunk**2)
+    delta += config.delta_key_heads * 4.0 * chunk * key
+    width = sum(layer.head_dim for layer in config.each_layer if not layer.is_recurrent)
+    return 4.0 * config.heads * width * pairs + sum(config.recurrent) * delta * tokens
+
+
+def _sliding_fraction(config: DecoderConfig) -> float:
+    """Return the fraction of attention that is in sliding layers, by the width of their heads."""
+    widths = [(layer.head_dim, layer.window is not None) for layer in config.each_layer]
+    return sum(width for width, slides in widths if slides) / sum(width for width, _ in widths)
 
 
 def seen_pairs(config: DecoderConfig, length: Any) -> Any:
     """Return the query-key pairs of a sequence within the layers' windows, mean over layers."""
-    sliding = sum(config.sliding) / config.layers if config.sliding else 1.0
+    sliding = _sliding_fraction(config)
     reach = np.minimum(length, length if config.window is None else config.window)
     return (1 - sliding) * length**2 / 2 + sliding * (length * reach - reach**2 / 2)
 
@@ -102,7 +126,7 @@ def row_pairs(
     def computed(first: np.ndarray) -> float:
         return float(block**2 * (starts // block - first // block + 1).sum())
 
-    sliding = sum(config.sliding) / config.layers if config.sliding else float(bool(config.window))
+    sliding = _sliding_fraction(config)
     near = computed(np.maximum(first, starts + 1 - (config.window or row_tokens)))
     return sliding * near + (1 - sliding) * computed(first)
 
@@ -110,7 +134,7 @@ def row_pairs(
 def forward_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
     """Return the operations of a forward pass: two per weight and token, plus attention."""
     weights = matrix_weights(config) + adapter_weights(config)
-    return 2.0 * weights * tokens + attention_flops(config, pairs)
+    return 2.0 * weights * tokens + attention_flops(config, pairs, tokens)
 
 
 def useful_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
@@ -122,7 +146,8 @@ def useful_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
     forward = forward_flops(config, tokens, pairs)
     if config.adapters:
         return 3 * forward - 2.0 * matrix_weights(config) * tokens
-    layers = 2.0 * matrix_weights(config, head=False) * tokens + attention_flops(config, pairs)
+    layers = 2.0 * matrix_weights(config, head=False) * tokens
+    layers += attention_flops(config, pairs, tokens)
     below = config.frozen_layers / config.layers * layers
     return 3 * forward - 2 * below
 
@@ -135,7 +160,7 @@ def update_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
         weights = matrix_weights(config, head=False) + adapter_weights(config)
         again += trained * 2.0 * weights * tokens
     if config.remat in REMAT_ATTENTION:
-        again += trained * attention_flops(config, pairs)
+        again += trained * attention_flops(config, pairs, tokens)
     return useful_flops(config, tokens, pairs) + again
 
 
@@ -220,9 +245,12 @@ def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estima
     phases = {"products": Work(flops / pieces, read)}
     if decoder.experts:
         phases = _split_experts(layout, phases["products"], slots, pieces)
-    reaches = (reach or engine.cache_tokens for reach in decoder.reaches)
+    reaches = (layer.window or engine.cache_tokens for layer in decoder.each_layer)
     rings = [reach if reach < engine.cache_tokens else context for reach in reaches]
-    phases["keys and values"] = _read(layout, slots * sum(rings) / len(rings))
+    sizes = _read_bytes(layout)
+    phases["keys and values"] = _read(layout, slots * float(np.average(rings, weights=sizes)))
+    if decoder.recurrent:  # states are read and written
+        phases["states"] = Work(hbm_bytes=2 * slots * memory.state_bytes(decoder, pieces))
     # The loop over a burst's steps either has no constant end, or runs `burst_tokens` times.
     burst = settings.burst_tokens
     sent = measured.traffic.sent + measured.traffic.crossed
@@ -238,8 +266,14 @@ def _read(layout: Layout, tokens: float) -> Work:
     """Return the work of attention over a number of cached tokens of a replica, all layers."""
     pieces = layout.sampling_mesh.size / layout.engine.replicas
     flops = attention_flops(layout.decoder, tokens) / pieces
-    size = memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
-    return Work(flops, size * tokens)
+    return Work(flops, sum(_read_bytes(layout)) * tokens)
+
+
+def _read_bytes(layout: Layout) -> list[float]:
+    """Return the bytes of a cached token that each layer reads, on one device."""
+    pieces, decoder = layout.sampling_mesh.size / layout.engine.replicas, layout.decoder
+    sizes = memory.token_bytes(decoder, layout.config.sampler, pieces)
+    return [sizes[decoder.cache_of(number)] for number in range(decoder.layers)]
 
 
 def _split_experts(layout: Layout, products: Work, slots: float, pieces: float) -> dict[str, Work]:
@@ -271,7 +305,8 @@ def estimate(layout: Layout, measured: CompiledProgram, lengths: Lengths) -> Est
     if measured.name == "prefill":  # of prompts of the maximum length
         tokens, width = layout.config.data.max_prompt_tokens, layout.engine.prefill_width
         flops = 2.0 * matrix_weights(layout.decoder, head=False) * width * tokens
-        flops += attention_flops(layout.decoder, width * seen_pairs(layout.decoder, tokens))
+        pairs = width * seen_pairs(layout.decoder, tokens)
+        flops += attention_flops(layout.decoder, pairs, width * tokens)
         moved = _moved(measured, "each") + _moved(measured, "once")
         return Estimate("call", moved + Work(flops / layout.sampling_mesh.size))
     return Estimate("call", _moved(measured, "once"))
@@ -296,7 +331,7 @@ def step_costs(
         load=bound("load"),
         prefill_token=bound("prefill") / prompts,
         decode_step=DECODE_OVERHEAD_SECONDS,
-        decode_products=phases["products"] + phases.get("experts", 0.0),
+        decode_products=sum(phases.get(name, 0.0) for name in ("products", "experts", "states")),
         decode_exchange=phases["exchange"],
         decode_draw=phases["draw"],
         read_token=_read(layout, 1.0).bound(chip),

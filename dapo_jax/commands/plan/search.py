@@ -1,6 +1,7 @@
 """Search for the meshes, rows and slots that fit a topology, the cheapest first."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -117,7 +118,7 @@ class Search:
         rollout = config.rollout  # slots beyond the responses of a batch would be idle
         batch = rollout.prompts_per_step * rollout.samples_per_prompt
         pieces = layout.sampling_mesh.size // layout.engine.replicas
-        token_bytes = memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
+        token_bytes = sum(memory.token_bytes(layout.decoder, layout.config.sampler, pieces))
         more = int(free / (token_bytes * layout.engine.cache_tokens))
         more = min(more, -(-batch // replicas) - 1)
         while True:
@@ -145,7 +146,8 @@ class Search:
 
     def __call__(self) -> list[Candidate]:
         """Return the candidates that fit, the fastest first."""
-        kv_heads = read_shape(self._config.model.folder).kv_heads
+        shape = read_shape(self._config.model.folder)
+        kv_heads = math.gcd(*(layer.kv_heads for layer in shape.each_layer))
         tried = map(self.try_mesh, meshes(self._config, self._topology, kv_heads))
         return sorted(filter(None, tried), key=lambda candidate: candidate.seconds)
 

@@ -21,7 +21,7 @@ from dapo_jax.config.algorithm import OF_GREEDY
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.learner.minibatches import choose_packing, split_groups
 from dapo_jax.learner.packing import assign_rows, prompt_groups
-from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
+from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache, StateCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout.carry_over import open_collection
@@ -252,7 +252,9 @@ class SimulatedPrograms:
             window = columns * self._settings.page_tokens if paged else cache.values.shape[2]
             return steps * each * window
 
-        read = sum(map(read_of, state.caches, self._config.reaches)) / len(state.caches)
+        pairs = zip(state.caches, self._config.reaches, strict=True)
+        reads = [read_of(*pair) for pair in pairs if not isinstance(pair[0], StateCache)]
+        read = sum(reads) / len(reads)
         meter.add(burst=1, slot_step=steps * each, read_token=read, host_slot=self._slots)
         phases = "decode_step decode_products decode_exchange decode_draw".split()
         meter.add(**dict.fromkeys(phases, steps))

@@ -5,6 +5,7 @@ from typing import Any
 
 from dapo_jax.config.experiment import Sampler, ServeConfig
 from dapo_jax.data.policies import model_path
+from dapo_jax.model.config_json import text_part
 from dapo_jax.run import memory
 from dapo_jax.runtime.settings import read_json, require
 
@@ -59,7 +60,7 @@ def resolve(config: ServeConfig, decoder: Any, mesh: Any) -> tuple[ServeConfig, 
     if AUTO not in budgets.values():
         return config, sum(budgets.values())
     model_config = read_json(model_path(config.model, "model") / "config.json", "model")
-    context = model_config.get("max_position_embeddings")
+    context = text_part(model_config).get("max_position_embeddings")
     if type(context) is not int or context < 2:
         context = DEFAULT_CONTEXT
     context = min(context, PREFILL_TOKENS[-1])

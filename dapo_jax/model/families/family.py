@@ -1,6 +1,7 @@
 """Declaration of a model family: fields of its config.json, names of its tensors, rotations."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 _PROJECTIONS = {
@@ -62,6 +63,9 @@ class Family:
     # Additional fields of config.json, by field of DecoderConfig, and names in newer folders.
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    optional: tuple[str, ...] = ()  # of these names, those that may be null or left out
+    # Makes a config.json uniform before it is read; raises ValueError.
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
     biases: tuple[str, ...] = ()  # fields of config.json, from `config_json.BIASES`
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # of fields left out
     # The only supported values of fields that would change the computed numbers.
@@ -74,6 +78,10 @@ class Family:
     local_rope: bool = False
     # Default of `no_rope_layer_interval`: every so many layers one does not rotate; None: all do.
     rotary_interval: int | None = None
+    # Default of `full_attention_interval`: every so many layers one has attention, all others are
+    # gated delta-net layers; None: there are none.
+    delta_interval: int | None = None
+    partial_rotary: float = 1.0  # default of `partial_rotary_factor`
     # Published names of a layer's tensors, and those that PEFT derives names of adapters from.
     tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
     adapter_tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)

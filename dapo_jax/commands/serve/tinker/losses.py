@@ -16,7 +16,7 @@ from dapo_jax.learner.losses import clamp_log, k2, policy_loss
 from dapo_jax.learner.update import Learner, UpdateOutputs
 from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, head_kernel
-from dapo_jax.model.lm_head import head_logprobs
+from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.model.logprobs import hidden_states
 
 LOGPROB_CHUNK_TOKENS = 2048  # with logits at a time
@@ -60,7 +60,8 @@ def _target_logprobs(params: Any, config: DecoderConfig, batch: LossBatch) -> Ar
     shape = batch.inputs["target_tokens"].shape
     count, targets = shape[-1], batch.inputs["target_tokens"].reshape(len(hidden), -1)
     repeated = jnp.repeat(hidden, count, axis=1) if count > 1 else hidden
-    pair: Any = head_logprobs(repeated, head_kernel(params), targets, 1.0, LOGPROB_CHUNK_TOKENS)
+    scale = Scale(cap=config.logit_cap)
+    pair: Any = head_logprobs(repeated, head_kernel(params), targets, scale, LOGPROB_CHUNK_TOKENS)
     return pair[0].reshape(shape)
 
 

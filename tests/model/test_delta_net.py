@@ -1,0 +1,356 @@
+"""Gated delta-net layers: chunks, segments, decoding, adapters, meshes, limits."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DELTA
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file, save_file
+from samplers import GREEDY, PROMPTS, greedy_loop, make_sampler, place, sample, tokens_of
+from test_peft_adapters import random_adapters, save
+from test_windows import LENGTH, TOKENS, unstacked
+
+from dapo_jax.config.experiment import Config, Lora, Sampler
+from dapo_jax.learner.minibatches import choose_packing
+from dapo_jax.model import inference, param_paths, peft_adapters
+from dapo_jax.model.caches import KVCache, PageCache, StateCache
+from dapo_jax.model.decode_attention import SlotContext, attend_slots
+from dapo_jax.model.decoder import Decoder, head_kernel, init_params
+from dapo_jax.model.delta_net import (
+    DeltaInputs,
+    delta_rule,
+    delta_step,
+    empty_state,
+    unit_inverse,
+)
+from dapo_jax.model.load_huggingface import load_params, read_config
+from dapo_jax.model.trainable import choose_trained, merge
+from dapo_jax.run import memory
+from dapo_jax.run.compute import check_divisible
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.sharding import make_mesh, unbox
+
+MODELS = pathlib.Path(__file__).parents[1] / "fixtures/models"
+
+
+@functools.cache
+def random_params(config=DELTA):
+    params = unbox(init_params(config, jax.random.key(0)))
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)
+    return params | {"embedding": 5 * params["embedding"]}
+
+
+# --- the rule ------------------------------------------------------------------------------------
+
+
+def random_inputs(length, heads=2, groups=2, key=8, value=6, rows=2):
+    draws = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(draws.normal(size=(rows, length, heads, *shape)), jnp.float32)
+
+    keys = normal(key)
+    keys /= jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    rates = -jnp.abs(normal(groups)), jax.nn.sigmoid(normal(groups))
+    return DeltaInputs(normal(key), keys, normal(groups, value), *rates)
+
+
+def scan_tokens(inputs, state, starts):
+    """Reads and last state, token by token."""
+
+    def feed(state, token):
+        *arrays, start = token
+        state = jnp.where(start[:, None, None, None, None], 0, state)
+        read, state = delta_step(DeltaInputs(*(array[:, None] for array in arrays)), state)
+        return state, read[:, 0]
+
+    by_token = (jnp.moveaxis(array, 1, 0) for array in (*inputs, starts))
+    state, read = jax.lax.scan(feed, state, tuple(by_token))
+    return jnp.moveaxis(read, 0, 1), state
+
+
+def test_chunks_equal_a_scan_over_tokens_with_gradients():
+    inputs, state = random_inputs(70), jnp.ones((2, 2, 2, 8, 6))
+    starts = jnp.zeros((2, 70), bool).at[0, 10].set(True).at[0, 66].set(True).at[1, 64].set(True)
+    weights = random_inputs(70).values
+
+    def loss(rule, *arrays):
+        read, last = rule(DeltaInputs(*arrays[:-1]), arrays[-1], starts)
+        return jnp.sum(read * weights) + jnp.sum(last**2)
+
+    expected, actual = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, rule), argnums=range(6)))(*inputs, state)
+        for rule in (scan_tokens, functools.partial(delta_rule, chunk_tokens=16))
+    )
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
+    for ours, reference in zip(actual[1], expected[1], strict=True):
+        np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max())
+
+
+def test_the_inverse_is_exact_for_equal_keys():
+    lower = jnp.tril(jnp.full((64, 64), 0.9), -1)
+    np.testing.assert_allclose(unit_inverse(lower) @ (lower + jnp.eye(64)), np.eye(64), atol=1e-5)
+
+
+def sizes_of(jaxpr):
+    """Sizes of all arrays in a traced program, those of inner programs too."""
+    for equation in jaxpr.eqns:
+        yield from (math.prod(out.aval.shape) for out in equation.outvars)
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from sizes_of(inner)
+
+
+def test_no_array_holds_pairs_of_tokens_or_a_state_per_token():
+    length = 4096
+    inputs = jax.tree.map(lambda x: x[:1], random_inputs(length, key=16, value=16))
+
+    def loss(inputs):
+        return delta_rule(inputs, jnp.zeros((1, 2, 2, 16, 16)), jnp.zeros((1, length), bool))[
+            0
+        ].sum()
+
+    largest = max(sizes_of(jax.make_jaxpr(jax.grad(loss))(inputs).jaxpr))
+    assert largest == length * 4 * 16  # values, and pairs of tokens within chunks of 64
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+@jax.jit
+def logits(params, *rows):
+    return Decoder(DELTA).apply({"params": params}, *rows) @ head_kernel(params)
+
+
+@functools.cache
+def packed_logits():
+    """Logits of a packed row of segments of 5, 1, 2 and 4 tokens, of each one alone, of a whole."""
+    lengths = 5, 1, 2, 4
+    tokens, segments, places = np.zeros((3, 6, LENGTH), np.int32)
+    tokens[[0, 5]], segments[5], places[5] = TOKENS, 1, np.arange(LENGTH)
+    first = 0
+    for number, length in enumerate(lengths, 1):
+        part = slice(first, first + length)
+        segments[0, part], places[0, part] = number, np.arange(length)
+        tokens[number, :length], segments[number, :length] = TOKENS[0, part], 1
+        places[number, :length] = np.arange(length)
+        first += length
+    return logits(random_params(), tokens, segments, places), lengths
+
+
+def test_segments_of_a_packed_row_do_not_see_each_other():
+    (packed, *alone, _), lengths = packed_logits()
+    first = 0
+    for separate, length in zip(alone, lengths, strict=True):
+        part = slice(first, first + length)
+        np.testing.assert_allclose(packed[part], separate[:length], rtol=1e-5, atol=1e-4)  # of 10
+        first += length
+
+
+def test_decoding_and_scoring_equal_training_and_inactive_slots_keep_their_states():
+    expected = packed_logits()[0][-1]
+    params = unstacked(random_params(), DELTA)
+    shape = 2, DELTA.kv_heads, LENGTH, DELTA.head_dim
+    slots = KVCache(jnp.zeros(shape).swapaxes(2, 3), jnp.zeros(shape))
+    state = empty_state(DELTA, 2)
+    active = jnp.array([True, False])
+
+    @jax.jit
+    def step(caches, position):
+        context = SlotContext(jnp.full((2, 1), position), active, None)
+        fed = jnp.repeat(TOKENS[0, position], 2)
+        return inference.decode_step(params, DELTA, attend_slots, fed, context, caches)[:2]
+
+    caches = (state, slots)
+    for position in range(LENGTH):
+        decoded, caches = step(caches, position)
+        np.testing.assert_allclose(decoded[0], expected[position], rtol=1e-5, atol=1e-4)  # of 10
+    assert all((leaf[1] == 0).all() for leaf in jax.tree.leaves(caches[0]))
+    score = functools.partial(inference.score, likeliest=1, chunk_tokens=4)
+    scored, *_ = jax.jit(score, static_argnums=1)(params, DELTA, TOKENS[0])
+    reference = jax.nn.log_softmax(expected)[jnp.arange(LENGTH - 1), TOKENS[0, 1:]]
+    np.testing.assert_allclose(scored[:-1], reference, rtol=1e-5, atol=1e-4)  # of 10
+    # Prefilled at once and in chunks, all tokens but the last are in the state.
+    fill = jax.jit(inference.prefill, static_argnums=(1, 4))
+    fed = params, DELTA, jnp.repeat(TOKENS, 2, axis=0), jnp.array([LENGTH, 7])
+    whole, cut = (fill(*fed, chunk)[0][0] for chunk in (0, 5))
+    before = (state, slots)
+    for position in range(6):
+        before = step(before, position)[1]
+    for a, b, c in zip(*map(jax.tree.leaves, (whole, cut, before[0])), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+        np.testing.assert_allclose(a[1], c[0], atol=1e-5)
+
+
+# --- the sampler ---------------------------------------------------------------------------------
+
+SOME = PROMPTS[:5]
+PAGES = {"cache": "paged", "page_tokens": 4}
+
+
+@pytest.mark.slow
+def test_greedy_decoding_equals_the_whole_forward_pass(one_device):
+    for more in ({}, PAGES):
+        groups = sample(
+            make_sampler(one_device, config=DELTA, **more), random_params(), SOME, 1, GREEDY
+        )
+        for prompt in SOME:
+            expected = greedy_loop(random_params(), prompt.tokens.tolist(), 20, DELTA)
+            assert groups[prompt.index][0].tokens.tolist() == expected
+
+
+@pytest.mark.slow
+def test_tokens_do_not_depend_on_the_layout_or_devices(one_device):
+    def tokens(mesh, **settings):
+        sampler = make_sampler(mesh, config=DELTA, **settings)
+        return tokens_of(sample(sampler, place(random_params(), DELTA, mesh), SOME))
+
+    expected = tokens(one_device)
+    assert (
+        tokens(one_device, slots=8, burst=7, first_window_tokens=2, prefill_chunk_tokens=3)
+        == expected
+    )
+    assert tokens(one_device, **PAGES, pages=16, prefill_prompts=4) == expected
+    assert tokens(make_mesh(2, 2, 2), slots=8) == expected
+    assert tokens(make_mesh(2, 2, 2), slots=8, **PAGES) == expected
+
+
+def test_pages_hold_attention_layers_only(one_device):
+    engine = make_sampler(one_device, config=DELTA, cache_dtype="int8", **PAGES)._engine
+    first, second = engine.programs.empty(window=8).caches
+    assert (
+        isinstance(first, StateCache)
+        and isinstance(second, PageCache)
+        and second.pages.dtype == jnp.int8
+    )
+    assert first.state.dtype == jnp.float32
+    caches = make_sampler(one_device, config=DELTA)._engine.programs.empty(window=28).caches
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    estimate = memory.cache_bytes(DELTA, Sampler(), one_device, 4, 8, 20)
+    assert estimate == held + 4 * 20 * memory.SAMPLED_TOKEN_BYTES
+
+
+# --- adapters, meshes, limits --------------------------------------------------------------------
+
+
+def test_adapters_are_published_in_the_order_of_the_matrix(tmp_path):
+    lora = Lora(rank=3, alpha=7.5, targets="query,delta_qkv,delta_out")
+    config = choose_trained(DELTA, 0.0, lora)
+    adapters = random_adapters(config)
+    folder = save(tmp_path / "adapter", adapters, config)
+    settings = peft_adapters.read_settings(str(folder), DELTA)
+    assert set(settings["targets"].split(",")) == set(lora.targets.split(","))
+    back = peft_adapters.read_adapters(str(folder), config)
+    assert back.keys() == adapters.keys()
+    for path, array in back.items():
+        np.testing.assert_array_equal(array, adapters[path])
+    path, tensors = "delta_layers/delta/qkv/kernel", load_file(folder / peft_adapters.WEIGHTS)
+    pair = (adapters[path.replace("kernel", part)] for part in ("lora_a", "lora_b"))
+    empty = np.zeros(param_paths.param_shapes(DELTA)[path])
+    ours = merge(config.adapters, *(x.__getitem__ for x in (empty, *pair)), 0)
+    name = "base_model.model.model.layers.0.linear_attn.in_proj_qkv"
+    theirs = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"] * 7.5 / 3
+    np.testing.assert_allclose(param_paths.to_published(path, ours, DELTA), theirs, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 2, "decode_tensor": 2}]
+)
+def test_gradients_on_eight_devices_equal_those_on_one(sizes, one_device):
+    config = dataclasses.replace(DELTA, remat="full")
+    tokens = jax.random.randint(jax.random.key(1), (8, 16), 2, 32)
+    segments = jnp.repeat(jnp.array([[1] * 9 + [2] * 5 + [0] * 2]), 8, axis=0)
+    places = jnp.broadcast_to(jnp.arange(16), (8, 16))
+
+    def loss(params):
+        states = Decoder(config).apply({"params": params}, tokens, segments, places)
+        return jnp.sum(jnp.sin(states) * (segments > 0)[..., None])
+
+    def gradients(mesh):
+        with sharding.activate(mesh):
+            return flatten_dict(jax.jit(jax.grad(loss))(place(random_params(), config, mesh)))
+
+    expected, actual = gradients(one_device), gradients(make_mesh(1, **sizes))
+    for path, gradient in expected.items():
+        np.testing.assert_allclose(actual[path], gradient, atol=2e-5 * np.abs(gradient).max())
+
+
+def test_unsupported_settings_are_rejected(eight_devices):
+    with pytest.raises(ConfigError, match="freeze_layers = 0.5: must be 0"):
+        choose_trained(DELTA, 0.5, Lora())
+    with pytest.raises(ConfigError, match="lora.targets.*delta_qkv"):
+        choose_trained(DELTA, 0.0, Lora(rank=2, targets="delta_qkvz"))
+    with pytest.raises(ConfigError, match="mesh.context = 2: must be 1 with delta-net layers"):
+        check_divisible(DELTA, make_mesh(1, 2, 2, context=2))
+    with pytest.raises(ConfigError, match="delta_key_heads = 2"):
+        check_divisible(dataclasses.replace(DELTA, heads=4, kv_heads=4), make_mesh(1, 2, 4))
+    assert not choose_packing(Config(), DELTA, 1, []).share_prompts
+
+
+@pytest.mark.slow
+def test_chunks_are_faster_than_a_scan_over_tokens():
+    """Forward and backward pass of the rule in the proportions of Qwen3.5-9B, an eighth as wide."""
+    inputs = random_inputs(2048, heads=2, groups=2, key=128, value=128, rows=1)
+    ids, state = jnp.zeros((1, 2048), bool), jnp.zeros((1, 2, 2, 128, 128))
+    seconds = {}
+    for name, rule in {"scan": scan_tokens, "chunks": delta_rule}.items():
+        run = jax.jit(jax.grad(lambda inputs, rule=rule: jnp.sum(rule(inputs, state, ids)[0] ** 2)))
+        jax.block_until_ready(run(inputs))
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            jax.block_until_ready(run(inputs))
+            times.append(time.perf_counter() - begin)
+        seconds[name] = min(times)
+    print({name: round(value, 3) for name, value in seconds.items()})
+    assert seconds["chunks"] < seconds["scan"] / 2
+
+
+# --- folders -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_published_folders_with_other_parts_load_like_text_models(one_device, tmp_path, capsys):
+    """Vision, prediction of several tokens, and fused experts."""
+    plain = MODELS / "qwen3_next"
+    tensors = load_file(plain / "model.safetensors")
+    fused = {"mtp.layers.0.weight": np.zeros(3, np.float32)}
+    for layer in range(2):
+        stem = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{stem}.{i}.{name}_proj.weight") for i in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        fused |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], 1), f"{stem}.down_proj": down}
+    cases = {plain: (tensors | fused, json.loads((plain / "config.json").read_text()))}
+    dense = MODELS / "qwen3_5"
+    values = json.loads((dense / "config.json").read_text())
+    tied = {"tie_word_embeddings": values.pop("tie_word_embeddings")}
+    whole = {"model.visual.norm.weight": np.zeros(3, np.float32)}
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        whole[name.replace("model.", "model.language_model.")] = tensor
+    cases[dense] = whole, {"model_type": "qwen3_5", "text_config": values} | tied
+    for number, (folder, (tensors, values)) in enumerate(cases.items()):
+        made = tmp_path / str(number)
+        made.mkdir()
+        save_file(tensors, made / "model.safetensors")
+        (made / "config.json").write_text(json.dumps(values))
+        config = read_config(made)
+        assert config == read_config(folder)
+        expected = load_params(folder, config, one_device)
+        jax.tree.map(np.testing.assert_array_equal, load_params(made, config, one_device), expected)
+    assert (
+        f"{made}: 1 tensors of vision, audio and other parts are skipped" in capsys.readouterr().out
+    )

@@ -1,0 +1,128 @@
+"""Layers of several shapes (Gemma 4): training, meshes, decoding, and multimodal folders."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from families_fixtures import export, stored_bytes
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file, save_file
+from test_windows import assert_decoding_equals_training
+
+from dapo_jax.config.experiment import Lora
+from dapo_jax.model.decoder import init_params, layer_stacks
+from dapo_jax.model.load_huggingface import read_config
+from dapo_jax.model.logprobs import Rows, token_logprobs
+from dapo_jax.model.mixed_layers import periods
+from dapo_jax.model.trainable import choose_trained
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.sharding import make_mesh, unbox
+
+FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/models/gemma4"
+GEMMA_4 = dataclasses.replace(  # every switch of the family
+    TINY,
+    family="gemma4_text",
+    layers=6,
+    window=3,
+    sliding=(True, False, True, False, True, False),
+    full_head_dim=2 * TINY.head_dim,
+    full_kv_heads=2,
+    keys_as_values=True,
+    value_norm=True,
+    sharing_layers=2,
+    wide_sharing_mlp=True,
+    layer_inputs=4,
+    multiplied=True,
+    logit_cap=3.0,
+    qk_norm=True,
+    out_norms=True,
+    query_scalar=1,
+    scale_embeddings=True,
+    activation="gelu_tanh",
+)
+
+
+def make_params():
+    """Return random parameters with scores of usual size; large ones amplify rounding."""
+    noise = iter(jax.random.split(jax.random.key(1), 99))
+    stacked = unbox(init_params(GEMMA_4, jax.random.key(0)))
+    stacked = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), stacked)
+    flat = flatten_dict(stacked, sep="/")
+    for path in flat:
+        flat[path] *= 0.5 if path.endswith(("query_norm/scale", "key_norm/scale")) else 1
+    return unflatten_dict(flat, sep="/")
+
+
+def gradients(config, mesh, tokens, segments, positions):
+    """Return log-probs of a batch of rows and the gradients of their sum, on a mesh."""
+
+    def loss(params):
+        rows = Rows(tokens, segments, positions)
+        logprobs, _ = token_logprobs(params, config, rows, temperature=0.8, chunk_tokens=8)
+        logprobs = jnp.where(positions > 0, logprobs, 0.0)
+        return jnp.sum(logprobs), logprobs
+
+    params = jax.device_put(make_params(), sharding.sharding(mesh))
+    with sharding.activate(mesh):
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+
+def test_packed_rows_on_eight_devices_give_the_gradients_of_separate_rows(eight_devices):
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 2, 32)
+    places = jnp.broadcast_to(jnp.arange(8), (2, 8))
+    alone = gradients(
+        GEMMA_4, make_mesh(1, 1, 1, jax.devices()[:1]), tokens, places * 0 + 1, places
+    )
+    packed = (tokens.reshape(1, 16), jnp.repeat(jnp.arange(1, 3), 8)[None], places.reshape(1, 16))
+    rows = [jnp.concatenate([row] * 4) for row in packed]
+    mesh = make_mesh(data=1, fsdp=4, tensor=2)
+    recomputed = dataclasses.replace(GEMMA_4, attention="blocked", remat="full")
+    actual = gradients(recomputed, mesh, *rows)
+    np.testing.assert_allclose(actual[1][0], alone[1].reshape(16), atol=2e-5)
+    for a, b in zip(*map(jax.tree.leaves, (actual[0], alone[0])), strict=True):
+        np.testing.assert_allclose(a / 4, b, atol=1e-4 * float(jnp.abs(b).max()) + 1e-5)
+
+
+def test_slots_pages_and_scores_equal_training_of_mixed_layers(one_device):
+    assert_decoding_equals_training(make_params(), GEMMA_4, one_device)
+
+
+def test_layers_repeat_in_periods_and_share_the_last_keys_of_their_kind():
+    assert periods("aaabaaabcccdcccd") == [(4, 2), (4, 2)]
+    assert periods("aabab") == [(1, 2), (1, 1), (1, 1), (1, 1)]
+    assert periods("abcabcaabb") == [(3, 2), (1, 2), (1, 2)]
+    assert [GEMMA_4.cache_of(number) for number in range(6)] == [0, 1, 2, 3, 2, 3]
+    assert layer_stacks(GEMMA_4) == {
+        "layers": [0, 2],
+        "full_layers": [1, 3],
+        "sharing_layers": [4],
+        "sharing_full_layers": [5],
+    }
+
+
+def test_frozen_layers_are_rejected():
+    with pytest.raises(ConfigError, match=r"model.freeze_layers = 0.5: must be 0 for policies of"):
+        choose_trained(GEMMA_4, 0.5, Lora())
+
+
+def test_a_multimodal_folder_gives_the_text_model(tmp_path, one_device, capsys):
+    shutil.copytree(FOLDER, tmp_path / "whole")
+    tensors = load_file(FOLDER / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()}
+    renamed["model.vision_tower.patch.weight"] = np.zeros((2, 2), np.float32)
+    save_file(renamed, tmp_path / "whole/model.safetensors")
+    values = json.loads((FOLDER / "config.json").read_text())
+    nested = {"model_type": "gemma4", "text_config": values, "vision_config": {"model_type": "x"}}
+    (tmp_path / "whole/config.json").write_text(json.dumps(nested))
+    config = export(tmp_path / "whole", tmp_path / "text", one_device)
+    assert config == read_config(FOLDER) == read_config(tmp_path / "text")
+    assert stored_bytes(tmp_path / "text") == stored_bytes(FOLDER)
+    skipped = "1 tensors of vision, audio and other parts are skipped"
+    assert capsys.readouterr().out.count(skipped) == 1
