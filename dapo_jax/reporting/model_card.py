@@ -46,10 +46,14 @@ SHOWN_CHARACTERS = 200
 
 
 def without_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    """Shorten paths in settings to their last names; prompts and templates are no paths."""
+    """Shorten paths in settings to their last names; defaults and prompts are no paths."""
+    defaults = {name: value for name, _, value in leaves(Config())}
     return {
         name: PATH.sub(r"\1\2", value)
-        if isinstance(value, str) and name != "data.system_prompt" and "{" not in value
+        if isinstance(value, str)
+        and name != "data.system_prompt"
+        and "{" not in value
+        and value != defaults.get(name)
         else value
         for name, value in settings.items()
     }

@@ -104,7 +104,7 @@ def read_responses(path: Folder) -> list[dict[str, Any]]:
 
 def make_reward(config: AuditConfig, run: RecordedRun) -> Reward:
     """Return the run's reward settings with the audit's verifier. Raises `ConfigError`."""
-    defaults = {name: value for name, _, value in leaves(Reward())}
+    defaults = {name: value for name, _, value in leaves(Reward()) if "." not in name}
     settings = {name: run.settings.get(f"reward.{name}", defaults[name]) for name in defaults}
     allowed = "a run whose rewards are verdicts: its reward.correct is 'spread'"
     require(settings["correct"] != "spread", "run", config.run, allowed)
