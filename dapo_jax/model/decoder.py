@@ -168,7 +168,7 @@ class DecoderConfig:
         return self.layers - self.sharing_layers
 
     def cache_of(self, number: int) -> int:
-        """Return the layer whose keys and values a layer reads."""
+        """Return the number of the layer that computes the keys and values of layer `number`."""
         kinds = self.sliding or (False,) * self.layers
         own = (i for i in range(self.cached_layers) if kinds[i] == kinds[number])
         return number if number < self.cached_layers else max(own)

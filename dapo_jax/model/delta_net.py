@@ -26,7 +26,7 @@ NORM_EPSILON = 1e-6  # of queries and keys
 
 
 class DeltaInputs(NamedTuple):
-    """What each token adds to the state and reads from it; float32."""
+    """Inputs of the gated delta rule for each token, in float32."""
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T H K"]

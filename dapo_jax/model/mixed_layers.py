@@ -21,7 +21,7 @@ SHARING = "sharing_"  # prefix of stacks that read the keys and values of others
 
 
 class Pass(NamedTuple):
-    """What all layers share: context of the tokens, recomputation, requested router records."""
+    """Settings of a pass that are the same in all layers."""
 
     context: Context
     policy: Callable | None  # of recomputation; None: nothing is recomputed
@@ -30,7 +30,7 @@ class Pass(NamedTuple):
 
 
 def _attend_kept(attend: Callable) -> Callable:
-    """Return training attention whose cache is the row's keys and values."""
+    """Return training attention that also returns keys and values, for layers that share them."""
 
     def attend_kept(
         queries, keys, values, context, cache, options: AttentionOptions = CAUSAL

@@ -98,7 +98,7 @@ def read_job(stored: Request, weights: Weights, body: bytes, key: str, limits: L
 
 
 class Decoding:
-    """A decode state of some weights, whose decoding parameters are `params`."""
+    """Slots that decode responses with one set of weights; `params` are laid out for decoding."""
 
     def __init__(self, weights: Weights, engine: ServedEngine, params: Any, tokenizer: Tokenizer):
         self.weights = weights
