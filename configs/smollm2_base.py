@@ -14,12 +14,13 @@ TASKS = {
     "calculator": OwnData("calculator_problems", template="chat", generated_examples=336),
     "gsm8k": OwnData("openai/gsm8k", template="{problem}\n"),
 }
-ROW_TOKENS = {"words": 144, "calculator": 256, "gsm8k": 512}
+ROWS = {"words": (144, 8), "calculator": (256, 8), "gsm8k": (512, 2)}  # tokens, a microbatch
 
 
 def get_config(task: str = "words") -> SftConfig:
     require(task in TASKS, "task", task, f"one of {', '.join(TASKS)}")
     data = TASKS[task]
+    row_tokens, rows = ROWS[task]
     data.heldout_examples, data.passes = 16, 1.0
     return SftConfig(
         out="runs/smollm2_base" if task == "words" else f"runs/smollm2_base_{task}",
@@ -28,5 +29,5 @@ def get_config(task: str = "words") -> SftConfig:
         data=data,
         mesh=Mesh(data=-1, fsdp=1),
         optimizer=Optimizer(learning_rate=1e-4, schedule="linear", warmup_steps=2, weight_decay=0),
-        packing=Packing(row_tokens=ROW_TOKENS[task], rows_per_microbatch=8),
+        packing=Packing(row_tokens=row_tokens, rows_per_microbatch=rows),
     )
