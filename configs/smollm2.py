@@ -4,6 +4,7 @@ dapo-jax train smollm2                      word problems of one or two steps
 dapo-jax train smollm2:random_reward        the control: a reward without information
 dapo-jax train smollm2:calculator           larger numbers, with a calculator that the policy calls
 dapo-jax train smollm2:without_calculator   the same start and problems, without it
+dapo-jax train smollm2:countdown            three numbers to a target, from reasoning-gym
 dapo-jax train smollm2:gsm8k                GSM8K, after its training solutions; hours
 
 A supervised start (configs/smollm2_base.py) is made first if it is missing. Held-out answers are
@@ -44,17 +45,20 @@ class Task:
     prompt_tokens: int
     response_tokens: int
     heldout: str = ""
+    verifier: str = "final_number"
     tool: bool = False
     control: bool = False
 
 
 WORDS = Task("smollm2_base", "word_problems", PLAIN, 72, 40)
 CALCULATOR = Task("smollm2_base_calculator", "calculator_problems", "chat", 112, 112, tool=True)
+COUNTDOWN = "gym:countdown?min_numbers=3&max_numbers=3&max_value=20&min_target=10&max_target=99"
 TASKS = {
     "words": WORDS,
     "random_reward": dataclasses.replace(WORDS, control=True),
     "calculator": CALCULATOR,
     "without_calculator": dataclasses.replace(CALCULATOR, tool=False),
+    "countdown": Task("smollm2_base_countdown", COUNTDOWN, PLAIN, 144, 32, verifier="math"),
     "gsm8k": Task("smollm2_base_gsm8k", "openai/gsm8k", PLAIN, 256, 320, heldout="openai/gsm8k"),
 }
 
@@ -72,7 +76,7 @@ def get_config(variant: str = "words") -> Config:
     environment = Environment()
     if task.tool:
         environment = Environment(name="calculator", max_turns=4, max_observation_tokens=12)
-    reward = Reward(verifier="final_number")
+    reward = Reward(verifier=task.verifier)
     if task.control:
         reward = dataclasses.replace(reward, parts="dapo_jax.rewards.functions:coin=1")
     return Config(

@@ -2,6 +2,7 @@
 
 dapo-jax sft smollm2_base              word problems, some 3 minutes on two cores
 dapo-jax sft smollm2_base:calculator   larger numbers, and calls of a calculator, in chat form
+dapo-jax sft smollm2_base:countdown    answers of reasoning-gym's countdown with three numbers
 dapo-jax sft smollm2_base:gsm8k        the training solutions of GSM8K; hours
 `dapo-jax train smollm2` runs the one that it needs first.
 """
@@ -9,12 +10,15 @@ dapo-jax sft smollm2_base:gsm8k        the training solutions of GSM8K; hours
 from dapo_jax.config.experiment import Mesh, Optimizer, OwnData, Packing, SftConfig
 from dapo_jax.runtime.settings import require
 
+COUNTDOWN = "gym:countdown?min_numbers=3&max_numbers=3&max_value=20&min_target=10&max_target=99"
 TASKS = {
     "words": OwnData("word_problems", template="{problem}\n", generated_examples=176),
     "calculator": OwnData("calculator_problems", template="chat", generated_examples=336),
+    "countdown": OwnData(COUNTDOWN, template="{problem}\n", generated_examples=496),
     "gsm8k": OwnData("openai/gsm8k", template="{problem}\n"),
 }
-ROWS = {"words": (144, 8), "calculator": (256, 8), "gsm8k": (512, 2)}  # tokens, a microbatch
+# Tokens of a row, and rows of a microbatch.
+ROWS = {"words": (144, 8), "calculator": (256, 8), "countdown": (256, 8), "gsm8k": (512, 2)}
 
 
 def get_config(task: str = "words") -> SftConfig:

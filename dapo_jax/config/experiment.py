@@ -34,6 +34,7 @@ SHAPING = ("format", "think_format", "repetition", "overlong")  # reward parts w
 SYSTEM_PROMPT = "System message for rows without one, if the template shows it; empty: none."
 
 IF_TURNS = When("environment.name environment.tools", lambda name, tools: name or tools)
+MADE_ROWS = When("data.source", lambda name: name in WORD_PROBLEMS or name.startswith("gym:"))
 BY_VALUE = When("reward.verifier", "math math_box math_label")
 PAGED = When("sampler.cache", "auto paged")
 # With carry-over, these settings decide which responses the next step gets.
@@ -225,7 +226,7 @@ class OwnData:
         "arithmetic",
         "A file, folder or glob (also gs://) of jsonl, json, csv, parquet or arrow; a bare name is "
         "looked up in `folder`. For sft also arithmetic, multi_digit_sums: generated (`examples`), "
-        "and word_problems, calculator_problems: `generated_examples` of them.",
+        "and word_problems, calculator_problems, gym:TASK: `generated_examples` of them.",
     )
     folder: str = setting("data", "Folder for a bare name.")
     fields: str = setting("", "Fields of rows: KEY=FIELD,.., as prompt=question,response=meta.x.")
@@ -233,9 +234,7 @@ class OwnData:
     template: str = setting("none", "Template of plain prompts: as for problems, no few_shot.")
     system_prompt: str = setting("", SYSTEM_PROMPT)
     heldout_examples: AutoCount = setting(-1, "Examples for evaluation; -1: 1 in 20, up to 256.")
-    generated_examples: Count = setting(
-        400, "Number of generated examples.", read=When("data.source", " ".join(WORD_PROBLEMS))
-    )
+    generated_examples: Count = setting(400, "Number of generated examples.", read=MADE_ROWS)
     passes: Positive = setting(
         3.0, "Passes over the examples.", read=When("total_steps", lambda steps: steps == 0)
     )

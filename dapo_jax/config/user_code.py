@@ -1,10 +1,12 @@
-"""User code: functions named `module:function` in the config, and their errors."""
+"""User code named in the config as `module:function`, its arguments and its errors."""
 
 import importlib
 import pathlib
 import sysconfig
 import traceback
+import urllib.parse
 from collections.abc import Callable
+from typing import Any
 
 from dapo_jax.runtime.settings import ConfigError
 
@@ -14,6 +16,15 @@ LIBRARIES = (
     str(pathlib.Path(__file__).parent.parent),
     "<",
 )
+
+
+def read_options(query: str) -> dict[str, Any]:
+    """Return the arguments in `argument=value&...`: a value is true, false, a number or text."""
+    constants = {"true": True, "false": False}
+    return {
+        key: constants.get(value, int(value) if value.isdecimal() else value)
+        for key, value in urllib.parse.parse_qsl(query)
+    }
 
 
 def short_path(file: str | pathlib.Path) -> str:

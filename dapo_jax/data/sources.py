@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import math
 import pathlib
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -188,8 +189,7 @@ def _named_rows(
 
 def _gym_problems(field: str, name: str, data: Data, heldout: bool, seed: int) -> Generated:
     """Return the problems of a reasoning-gym task; the held-out ones follow the training ones."""
-    task = name.removeprefix(gym.PREFIX)
-    items = gym.open_task(field, task, seed, data.train_problems + data.heldout_count())
+    items = gym.open_task(field, name, seed, data.train_problems + data.heldout_count())
 
     def make(index: int) -> Problem:
         number = index + (data.train_problems if heldout else 0)
@@ -217,11 +217,14 @@ def parse_sources(field: str, text: str) -> dict[str, float]:
     entries = text.split(",")
     for entry in entries:
         name, separator, number = entry.rpartition("=")
+        is_argument = "?" in name and "=" not in re.split("[?&]", name)[-1]  # of a task
+        if not separator or is_argument:
+            name, number = entry, "1"
         try:
-            weight = float(number) if separator else 1.0
+            weight = float(number)
         except ValueError:  # the = belongs to a path
             name, weight = entry, 1.0
-        weights[(name if separator else entry).strip()] = weight
+        weights[name.strip()] = weight
     require(
         len(weights) == len(entries)
         and "" not in weights

@@ -19,6 +19,7 @@ from dapo_jax.data.files import MAX_MESSAGES, MalformedRow, RowLog, find_files, 
 from dapo_jax.data.prompts.templates import Beside, check_chat, check_system, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.row_formats import Row, check_text, parse_fields, take_fields
+from dapo_jax.rewards import gym
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.structs import Problem
@@ -298,6 +299,13 @@ def _rows(data: OwnData, seed: int) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) of data.source; rows of files are read one at a time."""
     if data.source in WORD_PROBLEMS:
         yield from word_problems.make_examples(data.source, data.generated_examples, seed)
+        return
+    if data.source.startswith(gym.PREFIX):
+        items = gym.open_task("data.source", data.source, seed, data.generated_examples)
+        for index in range(data.generated_examples):
+            item = items[index]
+            answer = f"#### {item['answer']}"
+            yield f"item {index}", {"prompt": item["question"].strip(), "response": answer}
         return
     for path in find_files("data.source", data.source, data.folder, "train"):
         for place, row in read_rows(epath.Path(path)):

@@ -7,8 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.config.user_code import resolve
-from dapo_jax.environments.openenv import read_options
+from dapo_jax.config.user_code import read_options, resolve
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Observation, Problem
 

@@ -5,12 +5,11 @@ import importlib
 import json
 import random
 import typing
-import urllib.parse
 import zlib
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.config.user_code import resolve
+from dapo_jax.config.user_code import read_options, resolve
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Observation, Problem
 
@@ -57,15 +56,6 @@ class OpenEnv:
         new = whole.removeprefix(self._shown) if contents else whole
         self._shown = whole
         return (new or whole).strip()
-
-
-def read_options(query: str) -> dict[str, Any]:
-    """Return the arguments in `argument=value&...`: a value is true, false, a number or text."""
-    constants = {"true": True, "false": False}
-    return {
-        key: constants.get(value, int(value) if value.isdecimal() else value)
-        for key, value in urllib.parse.parse_qsl(query)
-    }
 
 
 def open_openenv(name: str) -> Callable[[], OpenEnv]:

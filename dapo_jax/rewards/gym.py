@@ -1,8 +1,9 @@
 """Tasks of the package reasoning-gym (an extra), with their own scorers.
 
-Answers are untrusted text. Scorers of nine tasks evaluate the answer, and two tasks are won by a
+Answers are untrusted text. Scorers of eight tasks evaluate the answer, and two tasks are won by a
 constant answer: both lists were made by reading and probing the release `RELEASE`, so no other
-release is accepted. Other scorers get only finite numbers, in a process with limits.
+release is accepted. The scorer of countdown evaluates it too, and gets only sums, products and
+quotients of whole numbers. Other scorers get only finite numbers, in a process with limits.
 
 A few tasks (isomorphic_strings, ransom_note, word_ladder, knight_swap) follow the order of Python
 sets, so their items differ between processes. Items are sent to workers whole.
@@ -17,18 +18,20 @@ import re
 import zlib
 from typing import Any, NamedTuple
 
+from dapo_jax.config.user_code import read_options
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Failure
 
 PREFIX = "gym:"
 RELEASE = "0.1.25"
 EVALUATING = frozenset(
-    "binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24 "
+    "binary_matrix intermediate_integration n_queens polynomial_multiplication puzzle24 "
     "simple_integration spiral_matrix string_insertion".split()
 )
 WON_BY_CONSTANTS = frozenset({"coin_flip", "game_of_life_halting"})
 SCORER_ERROR = "scorer_error"  # `ScoreReply.how` of an answer on which the scorer raised
 _TUPLE = "__tuple__"
+_ARITHMETIC = re.compile(r"(?:[0-9]{1,6}|(?<!/)/|(?<!\*)\*|[-+() ]){1,200}")  # no power, no name
 
 # --- answers that reach a scorer ------------------------------------------------------------
 
@@ -48,6 +51,12 @@ def is_finite(answer: str, gold: str | None) -> bool:
 
 
 # --- tasks ----------------------------------------------------------------------------------
+
+
+def split_name(name: str) -> tuple[str, dict[str, Any]]:
+    """Return task and settings of `gym:TASK?setting=value&...`."""
+    task, _, query = name.removeprefix(PREFIX).partition("?")
+    return task, read_options(query)
 
 
 def _factory(setting: str) -> Any:
@@ -77,8 +86,8 @@ def _refusal(task: str) -> str:
     return "its scorer rewards a constant answer" if task in WON_BY_CONSTANTS else ""
 
 
-def open_task(field: str, task: str, seed: int, size: int) -> Any:
-    """Return the items 0 to size - 1 of a task, at its default difficulty.
+def open_task(field: str, name: str, seed: int, size: int) -> Any:
+    """Return the items 0 to size - 1 of `gym:TASK?setting=value&...`.
 
     The package seeds item i by seed + i, so neighbouring seeds would share nearly all items. It is
     therefore given a hash of the seed.
@@ -87,19 +96,21 @@ def open_task(field: str, task: str, seed: int, size: int) -> Any:
         field: the setting that names the task.
 
     Raises:
-        ConfigError: the package is missing or has no such task, or the task is refused.
+        ConfigError: the package is missing, has no such task or setting, or the task is refused.
     """
-    setting = f"config.{field} = {PREFIX + task!r}"
+    setting = f"config.{field} = {name!r}"
+    task, options = split_name(name)
     factory = _factory(setting)
     names = factory.DATASETS.keys() - EVALUATING - WON_BY_CONSTANTS
     allowed = f"reasoning-gym has {', '.join(sorted(names))}"
     if reason := _refusal(task):
         raise ConfigError(f"{setting}: {reason}; {allowed}")
     try:
-        seed = zlib.crc32(f"{task} {seed}".encode()) // 2
-        return factory.create_dataset(task, seed=seed, size=size)
+        seed = zlib.crc32(f"{name.removeprefix(PREFIX)} {seed}".encode()) // 2
+        return factory.create_dataset(task, seed=seed, size=size, **options)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"{setting}: {error}; {allowed}") from None
+        known = "" if task in names else f"; {allowed}"
+        raise ConfigError(f"{setting}: {error}{known}") from None
 
 
 # --- items and scores, in workers -----------------------------------------------------------
@@ -147,23 +158,24 @@ def pack_item(item: dict[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _scorer(task: str) -> Any:
+def _scorer(name: str) -> Any:
+    task, options = split_name(name)
     if reason := _refusal(task):
         raise ConfigError(reason)
-    return _factory(PREFIX + task).create_dataset(task)
+    return _factory(name).create_dataset(task, **options)
 
 
-def prepare(task: str) -> None:
+def prepare(name: str) -> None:
     """Load the scorer of a task; that may take seconds."""
     with contextlib.suppress(Exception):  # the request for a score reports it
-        _scorer(task)
+        _scorer(name)
 
 
-def gym_score(task: str, metadata: str, answer: str | None) -> float:
+def gym_score(name: str, metadata: str, answer: str | None) -> float:
     """Return the score of the task's own scorer: 1 if correct, less for some other answers.
 
     Args:
-        task: the name after `gym:`.
+        name: of the source, `gym:TASK?setting=value&...`.
         metadata: `Problem.metadata` of one of its problems.
         answer: extracted from the response; None if it has none.
 
@@ -172,7 +184,9 @@ def gym_score(task: str, metadata: str, answer: str | None) -> float:
     """
     if answer is None:
         return 0.0
-    scorer = _scorer(task)
+    scorer = _scorer(name)
+    if split_name(name)[0] == "countdown" and not _ARITHMETIC.fullmatch(answer):
+        return 0.0
     item = json.loads(metadata, object_hook=_unmark_tuples)
     if not is_finite(answer, item.get("answer")):
         return 0.0

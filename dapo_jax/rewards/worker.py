@@ -65,12 +65,11 @@ def make_gym() -> Callable[[dict], dict]:
 
     def answer(job: dict) -> dict:
         request = gym.ScoreRequest(**job)
-        task = request.source.removeprefix(gym.PREFIX)
         if request.metadata is None:
-            gym.prepare(task)
+            gym.prepare(request.source)
             return gym.ScoreReply()._asdict()
         try:
-            score = gym.gym_score(task, request.metadata, request.answer)
+            score = gym.gym_score(request.source, request.metadata, request.answer)
             return gym.ScoreReply(score)._asdict()
         except (MemoryError, ConfigError) as error:
             outcome = Outcome.MEMORY if isinstance(error, MemoryError) else Outcome.USER_ERROR

@@ -52,8 +52,9 @@ def read(data: Data, count: int, seed: int = 0, start: int = 0) -> list:
 
 def test_sources_are_names_or_paths_with_weights():
     assert parse_sources("data.source", "arithmetic") == {"arithmetic": 1.0}
-    text = " a/b.parquet=0.8, gym:chain_sum , gs://x/date=2024/y=2"
+    text = " a/b.parquet=0.8, gym:chain_sum , gs://x/date=2024/y=2, gym:t?a=1&b=2, gym:t?a=1=0.5"
     found = {"a/b.parquet": 0.8, "gym:chain_sum": 1.0, "gs://x/date=2024/y": 2.0}
+    found |= {"gym:t?a=1&b=2": 1.0, "gym:t?a=1": 0.5}
     assert parse_sources("data.source", text) == found
     assert parse_sources("data.source", "gs://x/date=2024/y") == {"gs://x/date=2024/y": 1.0}
 
@@ -243,21 +244,23 @@ def test_without_the_package_a_gym_task_says_how_to_get_it(monkeypatch, settings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["leg_counting", "chain_sum", "rearc", "sudoku"])
+@pytest.mark.parametrize(
+    "task", ["leg_counting", "chain_sum", "countdown?max_numbers=4", "rearc", "sudoku"]
+)
 def test_the_real_gym_scores_its_own_answers(task, settings):
     pytest.importorskip("reasoning_gym")
     data = settings(f"gym:{task}", heldout_problems=3, train_problems=20, max_prompt_tokens=9999)
     for prompt in [*read(data, 5), *heldout_prompts(data, 0, TOKENIZER)]:
-        assert gym.gym_score(task, prompt.metadata, prompt.answer) == 1.0
-        assert gym.gym_score(task, prompt.metadata, "no answer at all") < 1.0
+        assert gym.gym_score(f"gym:{task}", prompt.metadata, prompt.answer) == 1.0
+        assert gym.gym_score(f"gym:{task}", prompt.metadata, "no answer at all") < 1.0
     assert [p.problem for p in read(data, 5)] == [p.problem for p in read(data, 5)]
 
 
 @pytest.mark.slow
 def test_a_task_whose_real_scorer_evaluates_is_refused_by_name(settings):
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(ConfigError, match="'gym:countdown': its scorer evaluates the answer"):
-        read(settings("gym:countdown", train_problems=20), 1)
+    with pytest.raises(ConfigError, match="'gym:puzzle24': its scorer evaluates the answer"):
+        read(settings("gym:puzzle24", train_problems=20), 1)
 
 
 # --- the arithmetic of the tests -----------------------------------------------------------------

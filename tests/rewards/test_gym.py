@@ -20,7 +20,7 @@ class Task:
         return 99.0
 
 class factory:
-    DATASETS = {"honest": Task, "countdown": Task, "coin_flip": Task}
+    DATASETS = {"honest": Task, "puzzle24": Task, "coin_flip": Task}
 
     def create_dataset(task, **settings):
         return Task()
@@ -37,10 +37,10 @@ def test_a_listed_task_is_rejected_by_name(task, reason, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     message = rf"config.data.source = 'gym:{task}': {reason}.*; reasoning-gym has honest$"
     with pytest.raises(ConfigError, match=message):
-        gym.open_task("data.source", task, 0, 10)
+        gym.open_task("data.source", f"gym:{task}", 0, 10)
     with pytest.raises(ConfigError, match=reason):  # in the worker too
         gym.gym_score(task, "{}", "1")
-    assert gym.open_task("data.source", "honest", 0, 10) is not None
+    assert gym.open_task("data.source", "gym:honest", 0, 10) is not None
 
 
 def test_another_release_is_rejected(tmp_path, monkeypatch):
@@ -48,7 +48,43 @@ def test_another_release_is_rejected(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     message = "'gym:honest': reasoning-gym 0.1.26 .* not reviewed: pip install 'reasoning-gym==0.1"
     with pytest.raises(ConfigError, match=message):
-        gym.open_task("data.source", "honest", 0, 10)
+        gym.open_task("data.source", "gym:honest", 0, 10)
+
+
+def test_a_task_takes_settings(tmp_path, monkeypatch):
+    source = HONEST.replace("return Task()", "return settings | {'task': task}")
+    write_package(tmp_path, source)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = gym.open_task("data.source", "gym:honest?largest=3&easy=true", 0, 10)
+    del made["seed"]
+    assert made == {"task": "honest", "largest": 3, "easy": True, "size": 10}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("(7-3) * 6/1", 99.0), ("(1 + 1)", 99.0)]
+    + [
+        (answer, 0.0)
+        for answer in (
+            "9**9",
+            "9//2",
+            "x+1",
+            "f(1)",
+            "1e9",
+            "1.5",
+            "7_0",
+            "[1]",
+            "1==1",
+            "٣",
+            "1," * 9,
+        )
+    ],
+)
+def test_only_arithmetic_reaches_the_scorer_of_countdown(answer, score, tmp_path, monkeypatch):
+    write_package(tmp_path, HONEST.replace('"honest": Task', '"honest": Task, "countdown": Task'))
+    monkeypatch.syspath_prepend(tmp_path)
+    gym._scorer.cache_clear()
+    assert gym.gym_score("gym:countdown?max_numbers=3", "{}", answer) == score
 
 
 # --- answers --------------------------------------------------------------------------------
