@@ -124,6 +124,7 @@ def test_lists_and_descriptions(client, server):
     assert not rest.list_checkpoints(model.model_id).result().checkpoints
 
 
+@pytest.mark.slow
 def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folder):
     from safetensors.numpy import load_file
 
@@ -256,6 +257,7 @@ def play_together(clients: list, steps: int, chance: random.Random) -> list[list
         return list(pool.map(run, range(len(clients))))
 
 
+@pytest.mark.slow
 def test_tenants_at_the_same_time_get_what_each_gets_alone(server, monkeypatch):
     steps = 6
     alone = [play(connect(server, monkeypatch), seed, steps) for seed in range(3)]

@@ -227,6 +227,7 @@ def soak(server: TinkerServer, names: dict[str, str], calls: int, clients: int) 
     return f"{len(seconds)} calls, {len(kinds)} kinds of wrong ones: {times}, {grown:.0f} MB more"
 
 
+@pytest.mark.slow
 def test_calls_of_clients_among_wrong_ones(server, session, model, sampler):
     soak(server, {"SESSION": session, "MODEL": model, "SAMPLER": sampler}, 40, clients=2)
 

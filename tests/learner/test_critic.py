@@ -67,6 +67,7 @@ def finished(base, tmp_path_factory):
     return run_dir, states
 
 
+@pytest.mark.slow
 def test_every_step_measures_the_critic(finished):
     rows = read_rows(finished[0])
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -94,6 +95,7 @@ def test_the_critic_learns_alone_before_the_policy_moves(finished):
         assert not equal(after["critic"].params, before["critic"].params)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_policy_and_critic_bit_for_bit(base, finished, alone, tmp_path):
     """As after a kill in the last step: the newest checkpoint is that of the step before."""
     run_dir, states = finished

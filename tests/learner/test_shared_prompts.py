@@ -129,6 +129,7 @@ def test_ratios_of_whole_responses_do_not_mix_responses(name, one_device):
     assert_same(make_policy(one_device, TINY, algorithm), make_params(TINY), algorithm)
 
 
+@pytest.mark.slow
 def test_the_critic_too(one_device, score_params):
     algorithm = algorithms.ppo()
     learner = critic_learner(algorithm, Optimizer(), scalar_config(TINY), one_device)

@@ -139,6 +139,7 @@ def test_an_export_has_the_adapters_beside_it_or_alone(run, tmp_path):
     assert not list(tmp_path.glob("alone.adapter"))
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_adapters_that_its_reference_has_too(run, tmp_path):
     config, state = run
     export(ExportConfig(run=config.run_dir, out=str(tmp_path / "old"), weights="adapter"))
@@ -170,7 +171,9 @@ def change_rotations(folder):
     (folder / "config.json").write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize("change", [flip_a_bit, change_rotations])
+@pytest.mark.parametrize(
+    "change", [pytest.param(flip_a_bit, marks=pytest.mark.slow), change_rotations]
+)
 def test_a_changed_base_is_rejected_by_every_command(change, run, tmp_path):
     config, _ = run
     folder = pathlib.Path(config.model.folder)

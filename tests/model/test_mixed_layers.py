@@ -74,6 +74,7 @@ def gradients(config, mesh, tokens, segments, positions):
         return jax.jit(jax.grad(loss, has_aux=True))(params)
 
 
+@pytest.mark.slow
 def test_packed_rows_on_eight_devices_give_the_gradients_of_separate_rows(eight_devices):
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 2, 32)
     places = jnp.broadcast_to(jnp.arange(8), (2, 8))

@@ -113,6 +113,7 @@ def test_with_an_unchanged_policy_carried_groups_equal_groups_of_one_step(
     assert continued > 5
 
 
+@pytest.mark.slow
 def test_settings_that_decide_what_is_carried_cannot_change_within_a_run(base, finished, alone):
     config = make_config(base, finished)
     config.sampler.slots = 16

@@ -120,6 +120,7 @@ def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, 
     assert record == expected_record
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_settings(base, finished):
     config = make_config(base, finished[0], seed=1)
     config.algorithm.clip_high = 0.4
