@@ -24,10 +24,8 @@ COMMANDS = {
     "doctor": "check this machine: devices, kernels, decoding, training steps, disks",
     "report": "write one or more runs as an HTML page",
     "audit": "score a run's recorded responses again with another verifier",
-    "replay": "recompute a skipped batch and find its non-finite values",
-    "completion": "print a script that completes commands and settings in bash or zsh",
 }
-WITHOUT_JAX = ("report", "configs", "completion")
+WITHOUT_JAX = ("report", "configs")
 READER_LEFT = 141  # the shell's code of a program that SIGPIPE ends
 
 # Module and function of a command; by default the module of its name and `main`.

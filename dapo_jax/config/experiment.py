@@ -704,15 +704,6 @@ class DoctorConfig:
 
 
 @section
-class ReplayConfig:
-    """A skipped update to compute again (`dapo-jax replay`)."""
-
-    folder: str = setting("", "Folder of the skipped update.")
-    step: CountOr0 = setting(0, "Checkpoint with the parameters; 0: the latest before the update.")
-    model: str = setting("", "Model folder with the parameters; empty: a checkpoint's.")
-
-
-@section
 class SamplerConfig:
     """A process that samples groups for a trainer (`dapo-jax sampler`)."""
 

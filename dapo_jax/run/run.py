@@ -150,8 +150,6 @@ class Run:
             console.group(batch.groups[0])
         for text in self._alerts.check_step(values):
             console.warn(escape(f"step {step}: {text}"))
-        if folder := self.files.write_skipped(step, record.updates, batch.groups):
-            console.say(escape(f"dapo-jax replay {folder} says more"))
         self.complete_row(values)
 
     def complete_row(self, values: dict[str, float]) -> None:
