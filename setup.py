@@ -106,8 +106,6 @@ setup(
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
         "wandb": ["wandb>=0.31"],
-        "mlflow": ["mlflow-skinny>=3.17"],
-        "trackio": ["trackio>=0.43"],
         "gguf": ["gguf>=0.19"],
         "gym": ["reasoning-gym==0.1.25"],
         "docs": [*DOCS],

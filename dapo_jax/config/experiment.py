@@ -509,8 +509,6 @@ class Log:
     console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
     wandb: str = setting("", "Weights & Biases project (needs its package); empty: none.")
-    mlflow: str = setting("", "MLflow experiment (needs its package); see MLFLOW_TRACKING_URI.")
-    trackio: str = setting("", "Trackio project (needs its package); see also TRACKIO_SPACE_ID.")
     rollouts: bool = setting(True, "Write every scored response to rollouts/ and evaluations/.")
     rollouts_keep: CountOr0 = setting(0, "Newest files of rollouts/ to keep; 0: all.", read=RECORDS)
     token_groups: CountOr0 = setting(1, "Groups per step with tokens in rollouts/.", read=RECORDS)

@@ -22,7 +22,7 @@ from dapo_jax.reporting.sinks import (
     StepLines,
     TensorBoardEvents,
 )
-from dapo_jax.reporting.trackers import Sink, open_trackers
+from dapo_jax.reporting.trackers import Sink, WandbSink
 from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, nearest, require
@@ -60,7 +60,7 @@ class RunFiles:
             return
         log = config.log
         sent = max((row.get("step", -1) for row in read_rows(folder / "metrics.jsonl")), default=-1)
-        self.sinks += open_trackers(folder, config, sent)
+        self.sinks += [WandbSink(folder, config, sent)] if config.log.wandb else []
         self._rows = MetricRows(folder, last_row, storage)
         picture = CurvesPicture(folder, self._rows, storage, reward_leads(settings_of(config)))
         self.sinks += [self._rows, picture]

@@ -142,8 +142,7 @@ def pins(*wanted: str) -> dict[str, str]:
 
 def test_every_package_of_every_extra_has_a_version_that_setup_allows_and_a_hash():
     """And all that they need in turn, as far as it is installed here."""
-    names = importlib.metadata.metadata("dapo_jax").get_all("Provides-Extra")
-    extras = [name for name in names if name != "trackio"]  # not pinned: see launch/lock.sh
+    extras = importlib.metadata.metadata("dapo_jax").get_all("Provides-Extra")
     assert pins("base", ",".join(extras))
     for extra in extras:
         pinned = pins("base", extra)
