@@ -16,6 +16,7 @@ NOTEBOOKS = [  # notebooks/build.py, and to run them
     "ipykernel>=7.4",
     "ipywidgets>=8.1",
     "jupytext>=1.19",
+    "matplotlib>=3.11",
     "nbclient>=0.11",
     "nbconvert>=7.17",
 ]
@@ -86,7 +87,6 @@ setup(
         "cloudpickle>=3.1.2",
         "jaxtyping>=0.3.11",
         "jinja2>=3.1.6",
-        "matplotlib>=3.11",
         "numpy>=2.4",
         "prometheus-client>=0.26",  # google-jetstream brings it too
         "protobuf>=7.36",  # and this

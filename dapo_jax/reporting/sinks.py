@@ -1,4 +1,4 @@
-"""Sinks for what a run reports: console, metrics.jsonl, TensorBoard, rollouts/, curves.png.
+"""Sinks for what a run reports: console, metrics.jsonl, TensorBoard, rollouts/.
 
 Failed writes are warnings and are repeated with the next row.
 """
@@ -21,7 +21,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from dapo_jax.config.experiment import Log
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.page.curves import plot_run
 from dapo_jax.reporting.records import read_rows, rollouts_name
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
 from dapo_jax.reporting.trackers import Sink
@@ -106,22 +105,6 @@ class TensorBoardEvents(Sink):
         RecordWriter(packed).write(event.SerializeToString())
         self._file.add(packed.getvalue())
         self._storage.attempt("TensorBoard's file", self._file.write)
-
-
-class CurvesPicture(Sink):
-    """The picture curves.png, drawn when the run is finished."""
-
-    def __init__(self, run_dir: Folder, rows: MetricRows, storage: Storage, reward_leads: bool):
-        self._run_dir = run_dir
-        self._rows = rows
-        self._reward_leads = reward_leads
-        self._storage = storage
-
-    def on_summary(self, summary: dict[str, Any]) -> None:
-        picture = self._run_dir / "curves.png"
-        rows = self._rows.read()
-        title, leads = str(self._run_dir), self._reward_leads
-        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, title, leads))
 
 
 class RolloutFiles(Sink):

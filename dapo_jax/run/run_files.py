@@ -12,11 +12,9 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.reporting.alerts import reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.records import describe_gaps, is_damaged, read_rows
 from dapo_jax.reporting.sinks import (
-    CurvesPicture,
     MetricRows,
     RolloutFiles,
     StepLines,
@@ -62,8 +60,7 @@ class RunFiles:
         sent = max((row.get("step", -1) for row in read_rows(folder / "metrics.jsonl")), default=-1)
         self.sinks += [WandbSink(folder, config, sent)] if config.log.wandb else []
         self._rows = MetricRows(folder, last_row, storage)
-        picture = CurvesPicture(folder, self._rows, storage, reward_leads(settings_of(config)))
-        self.sinks += [self._rows, picture]
+        self.sinks.append(self._rows)
         self.sinks += [TensorBoardEvents(folder, last_row, storage)] if log.tensorboard else []
         self.sinks += [RolloutFiles(folder, log, tokenizer, storage)] if log.rollouts else []
         self.sinks.append(StepLines(console, config.total_steps))

@@ -1,7 +1,7 @@
 """Configs by name: those that ship, from any folder, for every command that takes one."""
 
 import pytest
-from command_lines import load
+from command_lines import load, run_shown
 
 from dapo_jax.algorithms import preset
 from dapo_jax.config.experiment import Config, SftConfig

@@ -9,6 +9,7 @@ import pytest
 
 from dapo_jax.config import experiment
 from dapo_jax.runtime.settings import leaves
+from dapo_jax.runtime.sharding import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIBRARY = ROOT / "dapo_jax"
@@ -121,7 +122,7 @@ def test_every_setting_has_a_reader_and_an_explanation(kind):
     readers = set(SOURCES) - passive | {LIBRARY / "config/experiment.py"}
     nodes = [node for path in readers for node in ast.walk(tree_of(path))]
     loaded = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)]
-    attributes = {node.attr for node in loaded}
+    attributes = {node.attr for node in loaded} | {*AXES}  # `mesh_sizes` reads them by name
     # A table of thresholds names its settings.
     named = {node.value for node in nodes if isinstance(node, ast.Constant)}
     for name, field, _ in leaves(getattr(experiment, f"{kind}Config")()):
