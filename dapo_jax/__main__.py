@@ -18,7 +18,7 @@ COMMANDS = {
     "sft": "train a policy on worked examples",
     "dpo": "train a policy on pairs of a chosen and a rejected answer",
     "export": "write a checkpoint as a model folder in the Hugging Face layout",
-    "serve": "answer requests over gRPC and OpenAI's HTTP protocol",
+    "serve": "answer requests over OpenAI's HTTP protocol",
     "sampler": "sample groups for a trainer in another process",
     "plan": "estimate whether a run fits a machine, and the time of a step",
     "doctor": "check this machine: devices, kernels, decoding, training steps, disks",
