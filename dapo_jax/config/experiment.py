@@ -674,7 +674,6 @@ class InitConfig:
     question: str = setting("", "Field of the problem: a text or messages; a.b is a nested field.")
     answer: str = setting("", "Field of the answer, or of a worked solution that ends with it.")
     model: str = setting("models/Qwen2.5-0.5B-Instruct", "Model folder of the policy.")
-    lora: CountOr0 = setting(0, "Rank of the adapters to train; 0: train all parameters.")
 
 
 @section
