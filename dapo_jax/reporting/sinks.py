@@ -25,7 +25,7 @@ from dapo_jax.reporting.records import read_rows, rollouts_name
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
 from dapo_jax.reporting.trackers import Sink
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, rewind, spell
+from dapo_jax.runtime.storage.jsonl import AppendFile, rewind
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
 from dapo_jax.structs import CollectedGroups, Completion, Failure, Group, Trace
@@ -69,8 +69,7 @@ class MetricRows(Sink):
             ) from None
         if broken:
             self._storage.warn(
-                f"lines {spell(broken)} of {path} are no rows: they were moved to "
-                f"{path.name}{BROKEN}, and nothing else is lost"
+                f"{broken} lines of {path} are no rows: they were removed, and nothing else is lost"
             )
 
     def on_row(self, step: int, values: dict[str, float]) -> None:

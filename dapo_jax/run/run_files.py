@@ -13,7 +13,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.records import describe_gaps, is_damaged, read_rows
+from dapo_jax.reporting.records import read_rows
 from dapo_jax.reporting.sinks import (
     MetricRows,
     RolloutFiles,
@@ -25,6 +25,7 @@ from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, nearest, require
 from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
 
@@ -64,10 +65,9 @@ class RunFiles:
         self.sinks += [TensorBoardEvents(folder, last_row, storage)] if log.tensorboard else []
         self.sinks += [RolloutFiles(folder, log, tokenizer, storage)] if log.rollouts else []
         self.sinks.append(StepLines(console, config.total_steps))
-        for text in describe_gaps(folder, last_row, log):
-            storage.warn(text)
-        if is_damaged(folder / CONFIG):
-            self.write_settings()
+        settings = folder / CONFIG
+        if settings.exists() and read_object(settings.read_bytes()) is None:
+            self.write_settings()  # the file is damaged
 
     def __enter__(self) -> "RunFiles":
         return self
