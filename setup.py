@@ -16,6 +16,7 @@ NOTEBOOKS = [  # notebooks/build.py, and to run them
     "ipykernel>=7.4",
     "ipywidgets>=8.1",
     "jupytext>=1.19",
+    "matplotlib>=3.11",
     "nbclient>=0.11",
     "nbconvert>=7.17",
 ]
@@ -65,6 +66,7 @@ setup(
     cmdclass={"build_py": WithConfigs},
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
     package_data={
+        "dapo_jax.commands.plan": ["*.json"],
         "dapo_jax.config": ["*.txt"],
         "dapo_jax.data.policies": ["*/*"],
         "dapo_jax.reporting": ["*.md"],
@@ -86,7 +88,6 @@ setup(
         "cloudpickle>=3.1.2",
         "jaxtyping>=0.3.11",
         "jinja2>=3.1.6",
-        "matplotlib>=3.11",
         "numpy>=2.4",
         "prometheus-client>=0.26",  # google-jetstream brings it too
         "protobuf>=7.36",  # and this
@@ -106,8 +107,6 @@ setup(
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
         "wandb": ["wandb>=0.31"],
-        "mlflow": ["mlflow-skinny>=3.17"],
-        "trackio": ["trackio>=0.43"],
         "gguf": ["gguf>=0.19"],
         "gym": ["reasoning-gym==0.1.25"],
         "docs": [*DOCS],

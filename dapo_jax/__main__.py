@@ -18,16 +18,13 @@ COMMANDS = {
     "sft": "train a policy on worked examples",
     "dpo": "train a policy on pairs of a chosen and a rejected answer",
     "export": "write a checkpoint as a model folder in the Hugging Face layout",
-    "serve": "answer requests over gRPC and OpenAI's HTTP protocol",
+    "serve": "answer requests over OpenAI's HTTP protocol",
     "sampler": "sample groups for a trainer in another process",
     "plan": "estimate whether a run fits a machine, and the time of a step",
-    "doctor": "check this machine: devices, kernels, decoding, training steps, disks",
+    "doctor": "check this machine: devices, kernels, decoding, disks",
     "report": "write one or more runs as an HTML page",
-    "audit": "score a run's recorded responses again with another verifier",
-    "replay": "recompute a skipped batch and find its non-finite values",
-    "completion": "print a script that completes commands and settings in bash or zsh",
 }
-WITHOUT_JAX = ("report", "configs", "completion")
+WITHOUT_JAX = ("report", "configs")
 READER_LEFT = 141  # the shell's code of a program that SIGPIPE ends
 
 # Module and function of a command; by default the module of its name and `main`.

@@ -33,8 +33,7 @@ compile() { # FILE ARGUMENTS: what the arguments ask for, into that file
 echo setuptools >"$folder/build.in" # which launch/install.sh installs this folder with
 echo uv >"$folder/uv.in"
 echo cyclonedx-bom >"$folder/sbom.in"
-# Without trackio: it asks for an older Pillow than matplotlib does.
-extras=(cuda tpu wandb mlflow gguf gym docs notebooks test)
+extras=(cuda tpu wandb gguf gym docs notebooks test)
 compile all --generate-hashes "${extras[@]/#/--extra=}" "${keep[@]}" setup.py "$folder/build.in"
 compile uv --generate-hashes "${keep[@]}" "$folder/uv.in"
 compile sbom --generate-hashes "${keep[@]}" "$folder/sbom.in"

@@ -82,13 +82,6 @@ def check_documented(metrics: Iterable[str]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    """Leave curves.png out of runs: drawing it takes as long as the steps."""
-    if "dapo_jax.reporting.sinks" in sys.modules:
-        monkeypatch.setattr("dapo_jax.reporting.sinks.plot_run", lambda *_: None)
-
-
-@pytest.fixture(autouse=True)
 def forget_own_modules(tmp_path_factory):
     """Forgets the modules that a test wrote: those of another test may have the same names."""
     yield

@@ -4,18 +4,17 @@
     dapo-jax init my.csv --question=ask --answer=meta.gold --out=mine --model=models/small
 
 reads a jsonl, json, csv, parquet or arrow file, chooses the fields of the problem and its answer,
-measures their lengths, and chooses a learning rate for the size of the model. It replaces no file.
+and measures their lengths. It replaces no file.
 """
 
 import collections
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dapo_jax.commands import command_line
@@ -24,7 +23,6 @@ from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.structs import Problem
 
 MODEL = InitConfig().model
-MODEL_PARAMETERS = 494_032_768
 MAX_ROWS = 10_000
 MAX_SHOWN_CHARACTERS = 60
 MIN_FRACTION = 0.9  # of the rows that a choice has to fit
@@ -41,13 +39,6 @@ MIN_RESPONSE_TOKENS, MAX_RESPONSE_TOKENS = 512, 2048
 MAX_PROMPT_TOKENS = 8192  # longer prompts are dropped
 MAX_DEPTH = 4  # of nested fields
 MAX_ITEMS = 4  # of a list whose fields are listed
-SPELLED_PROBLEMS = 100  # are compared with the vocabulary
-MAX_UNSPELLED = 0.5  # of these problems
-# Smaller models need larger steps: peak learning rates by the largest number of parameters.
-LEARNING_RATES = {10**7: 2e-4, 10**8: 3e-5, 4 * 10**8: 5e-6, 10**15: 1e-6}
-ADAPTER_RATE = 20  # times the rate of all parameters
-MAX_RATE = 1e-3
-ADVISED_RANK = 32
 
 TEMPLATE = """\
 {problem}
@@ -75,7 +66,7 @@ def score(prompt: str, response: str, answer: str) -> float:
 CONFIG = '''\
 """Reinforcement learning on problems of my own."""
 
-from dapo_jax import Config, Data, Lora, Model, Optimizer, Packing, Reward, Rollout, Sampler
+from dapo_jax import Config, Data, Model, Optimizer, Packing, Reward, Rollout, Sampler
 
 
 def get_config() -> Config:
@@ -83,7 +74,6 @@ def get_config() -> Config:
         run_dir={run_dir},
         total_steps=100,
         model=Model(folder={model}),
-        lora=Lora(rank={rank}),
         data=Data(
 {data}
             max_prompt_tokens={prompt},
@@ -92,8 +82,8 @@ def get_config() -> Config:
         sampler=Sampler(max_response_tokens={response}),
         reward=Reward({reward}),
         packing=Packing(row_tokens={row}),
-        # {reason}
-        optimizer=Optimizer(learning_rate={rate}, warmup_steps=5),
+        # For all weights of 0.5 B parameters and more: smaller models and adapters need more.
+        optimizer=Optimizer(learning_rate=1e-6, warmup_steps=5),
     )
 '''
 
@@ -249,71 +239,38 @@ def _round_limit(lengths: list[int]) -> int:
     return min(-(-percentile // TOKEN_MULTIPLE) * TOKEN_MULTIPLE, MAX_PROMPT_TOKENS)
 
 
-class StartModel:
-    """The model of `--model`. Raises `ConfigError` if there is none, except for the default."""
+def token_counter(folder: str) -> Callable[[list[str]], list[int]]:
+    """Return a function that counts the tokens of texts: estimates without the default model.
 
-    def __init__(self, folder: str):
-        from dapo_jax.data.policies import model_path
-        from dapo_jax.data.prompts.tokenizer import Tokenizer
-        from dapo_jax.model.load_huggingface import Tensors, check_weights
+    Raises `ConfigError` if there is no other model.
+    """
+    from dapo_jax.data.policies import model_path
+    from dapo_jax.data.prompts.tokenizer import Tokenizer
+    from dapo_jax.model.load_huggingface import check_weights
 
-        self.parameters = MODEL_PARAMETERS
-        self.tokenizer = None
-        if folder == MODEL and not pathlib.Path(MODEL).exists():
-            return
-        allowed = f"a model folder: hf download OWNER/NAME --local-dir {folder}"
-        require(model_path(folder, "model").exists(), "model", folder, allowed)
-        self.tokenizer = Tokenizer.from_folder(folder, "model")
-        check_weights(folder, "model")
-        self.parameters = sum(map(math.prod, Tensors(folder, "model").shapes.values()))
-
-    def count_tokens(self, texts: list[str]) -> list[int]:
-        """Return token counts by the tokenizer; estimates if it is not downloaded yet."""
-        if self.tokenizer is None:
-            return [int(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
-        return [len(self.tokenizer.encode_prompt(text)) for text in texts]
-
-    def unspelled(self, text: str) -> str:
-        """Return the characters of a text that the vocabulary can't spell."""
-        return self.tokenizer.unspelled(text) if self.tokenizer else ""
-
-    def learning_rate(self, rank: int) -> tuple[str, str]:
-        """Return a peak learning rate and the reason for it."""
-        full = next(rate for size, rate in LEARNING_RATES.items() if self.parameters <= size)
-        rates = (full, min(full * ADAPTER_RATE, MAX_RATE))
-        whole, adapters = (f"{rate:.0e}".replace("e-0", "e-") for rate in rates)
-        size = f"{self.parameters:,} parameters"
-        if rank:
-            return adapters, f"The rate for adapters of {size}; without adapters: {whole}"
-        other = f"for adapters, Lora(rank={ADVISED_RANK}): {adapters}"
-        return whole, f"The rate for all {size}; {other}"
+    if folder == MODEL and not pathlib.Path(MODEL).exists():
+        return lambda texts: [int(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
+    allowed = f"a model folder: hf download OWNER/NAME --local-dir {folder}"
+    require(model_path(folder, "model").exists(), "model", folder, allowed)
+    tokenizer = Tokenizer.from_folder(folder, "model")
+    check_weights(folder, "model")
+    return lambda texts: [len(tokenizer.encode_prompt(text)) for text in texts]
 
 
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def check_spelling(flags: InitConfig, model: StartModel, problems: list[Problem]) -> None:
-    """Raise `ConfigError` if the model's vocabulary can't spell most of the problems."""
-    missing = [model.unspelled(problem.text) for problem in problems[:SPELLED_PROBLEMS]]
-    wrong = sum(map(bool, missing))
-    lacks = "".join(sorted({*"".join(missing)}))
-    allowed = f"a model that can write the problems: its vocabulary lacks {lacks!r}"
-    require(wrong <= MAX_UNSPELLED * len(missing), "model", flags.model, allowed)
-
-
 def make_files(
     flags: InitConfig, selection: Selection, folder: pathlib.Path, verifiable: bool
 ) -> dict[str, str]:
     """Return the contents of the files by name."""
-    problems, model = selection.problems, StartModel(flags.model)
-    check_spelling(flags, model, problems)
-    has_words = not model.unspelled(TEMPLATE.replace("{problem}", ""))
-    template = TEMPLATE if selection.has_answers and has_words else "{problem}\n"
+    problems, count_tokens = selection.problems, token_counter(flags.model)
+    template = TEMPLATE if selection.has_answers else "{problem}\n"
     prompts = [template.replace("{problem}", problem.text) for problem in problems]
-    lengths = model.count_tokens(prompts)
+    lengths = count_tokens(prompts)
     prompt_tokens = _round_limit(lengths)
-    solutions = model.count_tokens([problem.solution for problem in problems])
+    solutions = count_tokens([problem.solution for problem in problems])
     wanted = max(MIN_RESPONSE_TOKENS, 2 * _round_limit(solutions))
     response_tokens = min(wanted, MAX_RESPONSE_TOKENS)
     parts = _quote(f"{'.'.join(folder.parts)}.reward:score=1")
@@ -322,20 +279,15 @@ def make_files(
         data["fields"] = ",".join(f"{key}={field}" for key, field in selection.fields.items())
     if max(lengths) > prompt_tokens:
         data["overlong_prompts"] = "drop"
-    rate, reason = model.learning_rate(flags.lora)
-    verifier = "math_label" if has_words else "final_number"
     config = CONFIG.format(
         run_dir=_quote(f"runs/{folder.absolute().name}"),
         model=_quote(flags.model),
-        rank=flags.lora,
         data="\n".join(f"{' ' * 12}{name}={_quote(value)}," for name, value in data.items()),
         prompt=prompt_tokens,
         response=response_tokens,
         row=prompt_tokens + response_tokens,
         prompts=min(32, max(2, len(problems) // 2 * 2)),
-        reward=f'verifier="{verifier}"' if verifiable else f'parts={parts}, correct="threshold"',
-        reason=reason,
-        rate=rate,
+        reward='verifier="math_label"' if verifiable else f'parts={parts}, correct="threshold"',
     )
     files = {"config.py": config, "template.txt": template}
     if not verifiable:

@@ -119,8 +119,8 @@ class Compute:
         "none", "Recomputed by the backward pass; 'offload': inputs on the host.", may_change=True
     )
     scan_unroll: Count = setting(1, "Layers per iteration of the training scan.", may_change=True)
-    attention: Literal["auto", "plain", "blocked", "splash", "triton"] = setting(
-        "auto", "Attention kernel in training; 'splash': TPU, 'triton': GPU.", may_change=True
+    attention: Literal["auto", "plain", "blocked", "splash"] = setting(
+        "auto", "Attention kernel in training; 'splash': on TPU.", may_change=True
     )
     logprob_chunk_tokens: Count = setting(2048, "Tokens with logits at a time.", may_change=True)
 
@@ -508,8 +508,6 @@ class Log:
     console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
     wandb: str = setting("", "Weights & Biases project (needs its package); empty: none.")
-    mlflow: str = setting("", "MLflow experiment (needs its package); see MLFLOW_TRACKING_URI.")
-    trackio: str = setting("", "Trackio project (needs its package); see also TRACKIO_SPACE_ID.")
     rollouts: bool = setting(True, "Write every scored response to rollouts/ and evaluations/.")
     rollouts_keep: CountOr0 = setting(0, "Newest files of rollouts/ to keep; 0: all.", read=RECORDS)
     token_groups: CountOr0 = setting(1, "Groups per step with tokens in rollouts/.", read=RECORDS)
@@ -645,11 +643,8 @@ class ExportConfig:
     weights: Literal["merged", "adapter"] = setting(
         "merged", "For runs with adapters: 'merged' weights and OUT.adapter, or only the 'adapter'."
     )
-    format: Literal["huggingface", "gguf"] = setting(
-        "huggingface", "'gguf': a single file for llama.cpp.", read=IF_MERGED
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "f16", "q8_0"] = setting(
-        "auto", "Type of weights; 'auto': the model folder's; GGUF: f16, q8_0.", read=IF_MERGED
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Type of weights; 'auto': the model folder's.", read=IF_MERGED
     )
     max_shard_gb: Positive = setting(5.0, "Largest weight file, in 10^9 bytes.", read=IF_MERGED)
     base_model: str = setting("", "OWNER/NAME of the start model on the hub, for the model card.")
@@ -670,18 +665,6 @@ class ReportConfig:
 
 
 @section
-class AuditConfig:
-    """A second opinion on a run's recorded responses (`dapo-jax audit`)."""
-
-    run: str = setting("", "The run_dir of a run with rollouts/.")
-    verifier: str = setting("math", "A verifier, or your module:function.")
-    max_disagreement: Below1 = setting(0.02, "Limit of either error rate's lower end.")
-    max_steps: CountOr0 = setting(0, "Steps to score, evenly spaced; 0: all.")
-    workers: Count = setting(1, "Threads that score, with processes.")
-    timeout_seconds: Positive = setting(5.0, "A worker that needs longer is killed.")
-
-
-@section
 class InitConfig:
     """A config for a file of problems (`dapo-jax init`)."""
 
@@ -690,7 +673,6 @@ class InitConfig:
     question: str = setting("", "Field of the problem: a text or messages; a.b is a nested field.")
     answer: str = setting("", "Field of the answer, or of a worked solution that ends with it.")
     model: str = setting("models/Qwen2.5-0.5B-Instruct", "Model folder of the policy.")
-    lora: CountOr0 = setting(0, "Rank of the adapters to train; 0: train all parameters.")
 
 
 @section
@@ -700,15 +682,6 @@ class DoctorConfig:
     out: str = setting(".", "Folder of doctor.json, also timed.")
     bucket: str = setting("", "Bucket or other folder to time; empty: none.")
     short: bool = setting(False, "Check small sizes, in seconds.")
-
-
-@section
-class ReplayConfig:
-    """A skipped update to compute again (`dapo-jax replay`)."""
-
-    folder: str = setting("", "Folder of the skipped update.")
-    step: CountOr0 = setting(0, "Checkpoint with the parameters; 0: the latest before the update.")
-    model: str = setting("", "Model folder with the parameters; empty: a checkpoint's.")
 
 
 @section
@@ -731,8 +704,7 @@ class ServeConfig:
     model: str = setting("", "Folder in Hugging Face layout, or a run: its newest checkpoint.")
     served_name: str = setting("", "Model name for HTTP clients; empty: the folder's name.")
     host: str = setting("127.0.0.1", "Address to listen on; the default is this machine only.")
-    http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")
-    port: Port = setting(9000, "gRPC port; 0: any that is free.")
+    http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: any that is free.")
     metrics_port: Port = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
     max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(
         -1, "Longest prompt; 'auto' (-1): the context, or what fits into memory.", auto=-1
@@ -757,7 +729,7 @@ class ServeConfig:
     api_key_file: str = setting("", "File with the clients' key; empty: DAPO_API_KEY, if set.")
     allowed_hosts: str = setting("", "Other names of this server, comma-separated; '*': any.")
     max_body_mb: Positive = setting(1.0, "Largest body of a request, in 10^6 bytes.")
-    max_connections: Count = setting(1000, "Connections of each protocol; more are rejected.")
+    max_connections: Count = setting(1000, "Connections; more are rejected.")
     request_seconds: Positive = setting(10.0, "Seconds for a request's body to arrive.")
     idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")

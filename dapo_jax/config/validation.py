@@ -3,7 +3,6 @@
 A check is (dotted name of a setting, True if its value fits the others, what is allowed).
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -285,9 +284,8 @@ def _checks(config: Any, settings: dict[str, Any]) -> Checks:
     if isinstance(config, ServeConfig):
         yield "model", config.model != "", "a model folder: --model=FOLDER"
         yield "host", config.host != "", "an address of this machine; 0.0.0.0: all"
-        for name, other in itertools.combinations(("port", "http_port", "metrics_port"), 2):
-            port = getattr(config, other)
-            yield other, port == 0 or port != getattr(config, name), f"different from {name}"
+        fits = config.metrics_port == 0 or config.metrics_port != config.http_port
+        yield "metrics_port", fits, "different from http_port"
         yield "http_port", config.http_port > 0 or not config.tinker, "above 0 with tinker"
     elif isinstance(config, Config):
         yield from _training(config)

@@ -39,7 +39,6 @@ class UpdateRecord:
     minibatch: int  # its index in the step
     batch: TrainBatch
     microbatches: int  # number of microbatches that are not empty
-    learning_rate: float
     means: dict[str, Mean]  # by name; empty if the learning rate is 0 and nothing was updated
     token_logprobs: jax.Array | None = None  # [M, R, T] of the policy, with `log.token_ratios`
     ratio_histogram: Mean | None = None  # counts of the policy's ratios, for their quantiles
@@ -71,12 +70,12 @@ def update(
     if not batch.loss_weights.any():  # all responses were filtered
         return states, []
 
-    def record(learner: str, rate: float, outputs: UpdateOutputs) -> UpdateRecord:
+    def record(learner: str, outputs: UpdateOutputs) -> UpdateRecord:
         means, logprobs = outputs
         histogram = means.pop(RATIO_HISTOGRAM, None)
         square = means.pop(IMPORTANCE_SQUARE, None)
         return UpdateRecord(
-            learner, minibatch, batch, microbatches, rate, means, logprobs, histogram, square
+            learner, minibatch, batch, microbatches, means, logprobs, histogram, square
         )
 
     policy = states.policy
@@ -85,8 +84,8 @@ def update(
     rate, critic_rate = rates
     if rate:
         policy, outputs = programs.policy.update(policy, batch, microbatches, rate)
-    records = [record("policy", rate, outputs)]
+    records = [record("policy", outputs)]
     if programs.critic and critic:
         critic, outputs = programs.critic.update(critic, batch, microbatches, critic_rate)
-        records.append(record("critic", critic_rate, outputs))
+        records.append(record("critic", outputs))
     return LearnerStates(policy, critic), records

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from dapo_jax.model import gpu_attention
 from dapo_jax.model.caches import KVCache, PageCache, PromptCache
 from dapo_jax.model.quantisation import quantise, to_int8_by
 from dapo_jax.model.training_attention import CAUSAL, AttentionOptions, Window, grouped_attention
@@ -95,54 +94,25 @@ def at_each(array: Array, index: tuple, new: Array) -> Array:
 # --- slots -----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class SlotAttention:
-    """Attention with one token per slot over slot caches of one length.
+def attend_slots(
+    queries, keys, values, context: SlotContext, cache, options: AttentionOptions = CAUSAL
+) -> tuple[Array, KVCache]:
+    """Attend with one token per slot over slot caches of one length.
 
-    With a window the cache is a ring: a token overwrites one that is no longer visible. The GPU's
-    kernel, for layers without a window, reads only filled blocks.
+    With a window the cache is a ring: a token overwrites one that is no longer visible.
     """
-
-    mesh: jax.sharding.Mesh | None = None  # read by the kernel only
-    kernel: bool = False
-
-    def __call__(
-        self, queries, keys, values, context: SlotContext, cache, options: AttentionOptions = CAUSAL
-    ) -> tuple[Array, KVCache]:
-        window, length = options.window, cache.values.shape[2]
-        at = context.positions[:, 0]
-        if window is not None and length >= window.tokens:
-            at %= length
-        if keys is not None:
-            cache = _write_slots(cache, keys[:, 0], values[:, 0], at)
-        if window is None:
-            if self.kernel:
-                lengths = jnp.where(context.active, at + 1, 1)
-                return self._read(queries[:, 0], cache, lengths)[:, None], cache
-            mask = _visible(length, context.positions, None)
-        else:
-            cached = in_ring(length, context.positions)
-            mask = (cached >= 0) & (cached > context.positions - window.tokens)
-        return grouped_attention(queries, cache, mask[:, None], options.sinks), cache
-
-    def _read(self, queries: Array, cache: KVCache, lengths: Array) -> Array:
-        if gpu_attention.split_of(cache.values.shape[2]) is None:  # the shortest caches
-            mask = _visible(cache.values.shape[2], lengths[:, None] - 1, None)[:, None]
-            return grouped_attention(queries[:, None], cache, mask)[:, 0]
-        heads = sharding.spec("batch", "kv_heads", column=sharding.DECODING)
-        slot = sharding.spec("batch", column=sharding.DECODING)
-        mesh = cast(jax.sharding.Mesh, self.mesh)
-        interpret = mesh.devices.flat[0].platform not in gpu_attention.PLATFORMS
-        return jax.shard_map(
-            functools.partial(gpu_attention.slots_attention, interpret=interpret),
-            mesh=mesh,
-            in_specs=(heads, heads, heads, slot),
-            out_specs=heads,
-            check_vma=False,
-        )(queries, cache.keys, cache.values, lengths)
-
-
-attend_slots = SlotAttention()
+    window, length = options.window, cache.values.shape[2]
+    at = context.positions[:, 0]
+    if window is not None and length >= window.tokens:
+        at %= length
+    if keys is not None:
+        cache = _write_slots(cache, keys[:, 0], values[:, 0], at)
+    if window is None:
+        mask = _visible(length, context.positions, None)
+    else:
+        cached = in_ring(length, context.positions)
+        mask = (cached >= 0) & (cached > context.positions - window.tokens)
+    return grouped_attention(queries, cache, mask[:, None], options.sinks), cache
 
 
 def _write_slots(cache: KVCache, keys: Array, values: Array, at: Int[Array, "S"]) -> KVCache:

@@ -1,4 +1,4 @@
-"""Training attention over packed rows: plain, blockwise, by a TPU or GPU kernel.
+"""Training attention over packed rows: plain, blockwise, by a TPU kernel.
 
 `Block` calls `attend(queries, keys, values, context, cache, options)` with arrays [batch, time,
 heads, head_dim]; it returns the attention output in that shape and the cache, None in
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.model import gpu_attention
 from dapo_jax.model.blockwise_attention import RowIds, Sinks, Span, blocked_attention, visible
 from dapo_jax.model.caches import KVCache, PromptCache
 from dapo_jax.model.splash_attention import LANES, splash_attention
@@ -89,10 +88,9 @@ def packed_mask(ids: RowIds, window: Window | None = None) -> Bool[Array, "R T T
 def shares_prompts(attention: str, windows: bool) -> bool:
     """Return True if that training attention supports prompts shared by several responses.
 
-    The GPU kernel compares one number per token, and a sliding window of the TPU kernel counts
-    places in the row.
+    A sliding window of the TPU kernel counts places in the row.
     """
-    return attention != "triton" and not (attention == "splash" and windows)
+    return not (attention == "splash" and windows)
 
 
 def choose(requested: str, platform: str, row_tokens: int) -> str:
@@ -104,10 +102,7 @@ def choose(requested: str, platform: str, row_tokens: int) -> str:
         return requested
     if platform == "tpu" and (row_tokens % LANES == 0 or row_tokens > SHORT_ROW_TOKENS):
         return "splash"
-    if row_tokens <= SHORT_ROW_TOKENS:
-        return "plain"
-    kernel = platform in gpu_attention.PLATFORMS and row_tokens % gpu_attention.ROW_MULTIPLE == 0
-    return "triton" if kernel else "blocked"
+    return "plain" if row_tokens <= SHORT_ROW_TOKENS else "blocked"
 
 
 def grouped_attention(
@@ -242,30 +237,8 @@ def attend_splash(
     return _on_each_device(either, *arrays, window.slides), cache
 
 
-def attend_triton(
-    queries, keys, values, context: Context, cache, options: AttentionOptions = CAUSAL
-):
-    """Run the GPU's Triton kernel; blockwise attention for what it doesn't support.
-
-    These are windows, sinks, shared prompts, rows cut by length and head widths that are no power
-    of two.
-    """
-    _, length, _, width = queries.shape
-    target, mesh = jax.sharding.get_abstract_mesh(), sharding.active_mesh()
-    platform = jax.default_backend() if target.empty else target.abstract_device.platform
-    fits = gpu_attention.has_kernels("gpu", width) and length % gpu_attention.ROW_MULTIPLE == 0
-    cut = mesh is not None and sharding.shards(mesh, "sequence") > 1
-    special = options.window is not None or options.sinks is not None
-    if special or context.prompt_ids is not None or cut or not fits:
-        return attend_blocked(queries, keys, values, context, cache, options)
-    interpret = platform not in gpu_attention.PLATFORMS
-    kernel = functools.partial(gpu_attention.rows_attention, interpret=interpret)
-    return _on_each_device(kernel, queries, keys, values, context.ids, None), cache
-
-
 TRAINING_ATTENTION = {
     "plain": attend_plain,
     "blocked": attend_blocked,
     "splash": attend_splash,
-    "triton": attend_triton,
 }

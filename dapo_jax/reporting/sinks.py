@@ -1,4 +1,4 @@
-"""Sinks for what a run reports: console, metrics.jsonl, TensorBoard, rollouts/, curves.png.
+"""Sinks for what a run reports: console, metrics.jsonl, TensorBoard, rollouts/.
 
 Failed writes are warnings and are repeated with the next row.
 """
@@ -21,12 +21,11 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from dapo_jax.config.experiment import Log
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.page.curves import plot_run
 from dapo_jax.reporting.records import read_rows, rollouts_name
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
 from dapo_jax.reporting.trackers import Sink
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, rewind, spell
+from dapo_jax.runtime.storage.jsonl import AppendFile, rewind
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
 from dapo_jax.structs import CollectedGroups, Completion, Failure, Group, Trace
@@ -70,8 +69,7 @@ class MetricRows(Sink):
             ) from None
         if broken:
             self._storage.warn(
-                f"lines {spell(broken)} of {path} are no rows: they were moved to "
-                f"{path.name}{BROKEN}, and nothing else is lost"
+                f"{broken} lines of {path} are no rows: they were removed, and nothing else is lost"
             )
 
     def on_row(self, step: int, values: dict[str, float]) -> None:
@@ -106,22 +104,6 @@ class TensorBoardEvents(Sink):
         RecordWriter(packed).write(event.SerializeToString())
         self._file.add(packed.getvalue())
         self._storage.attempt("TensorBoard's file", self._file.write)
-
-
-class CurvesPicture(Sink):
-    """The picture curves.png, drawn when the run is finished."""
-
-    def __init__(self, run_dir: Folder, rows: MetricRows, storage: Storage, reward_leads: bool):
-        self._run_dir = run_dir
-        self._rows = rows
-        self._reward_leads = reward_leads
-        self._storage = storage
-
-    def on_summary(self, summary: dict[str, Any]) -> None:
-        picture = self._run_dir / "curves.png"
-        rows = self._rows.read()
-        title, leads = str(self._run_dir), self._reward_leads
-        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, title, leads))
 
 
 class RolloutFiles(Sink):

@@ -12,7 +12,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import KVCache, PageCache, PromptCache, StateCache
 from dapo_jax.model.decode_attention import (
     PagedAttention,
-    SlotAttention,
+    attend_slots,
     has_kernel,
     in_ring,
     interleave,
@@ -21,7 +21,6 @@ from dapo_jax.model.decode_attention import (
 )
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.delta_net import empty_state
-from dapo_jax.model.gpu_attention import has_kernels
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.rollout.page_table import Fills, PageGeometry, PageTable
 from dapo_jax.runtime import sharding
@@ -54,14 +53,14 @@ class CacheLayout:
         self._settings = settings
         self._limit = cache_tokens
         self._dtype = dtype
-        platform = mesh.devices.flat[0].platform
-        self._time_last = platform == "cpu"
+        self._time_last = mesh.devices.flat[0].platform == "cpu"
         # Pages are int8 with a scale per head that must be known beforehand.
         self.calibrated = paged and settings.cache_dtype == "int8_per_head"
         # Whether a call may insert the responses to several prompts: without pages, a replica also
         # gets the prompts of other replicas, and drops them.
         self.takes_many = paged or mesh.size == 1
         self.pages: PageTable | None = None
+        self.attend: Any = attend_slots
         if paged:
             replicas = sharding.shards(mesh, "batch", sharding.DECODING)
             full = -(-cache_tokens // settings.page_tokens)  # pages of a longest response
@@ -74,11 +73,6 @@ class CacheLayout:
             each = pages // replicas + 1
             self.pages = PageTable(PageGeometry(replicas, each, page_tokens, slots, cache_tokens))
             self.attend = PagedAttention(mesh, _read_by_kernel(config, mesh, settings, dtype))
-        else:
-            widths = {layer.head_dim for layer in config.each_layer}
-            fits = all(has_kernels(platform, width, dtype) for width in widths)
-            kernel = fits and not config.sinks
-            self.attend = SlotAttention(mesh, kernel)
 
     def window(self, needed: int) -> int:
         """Return the length of slots that hold `needed` tokens; with pages always the maximum."""

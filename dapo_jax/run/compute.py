@@ -20,7 +20,6 @@ from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.gpu_attention import PLATFORMS, ROW_MULTIPLE
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import engine_programs
 from dapo_jax.rollout.scheduler import Scheduler
@@ -81,17 +80,13 @@ def numerics(
     name = compute.attention
     platform = device.platform
     chosen = training_attention.choose(name, platform, row_tokens or 1)
-    platforms = {"splash": ("tpu",), "triton": PLATFORMS}
-    fits = platform in platforms.get(chosen, (platform,))
+    fits = chosen != "splash" or platform == "tpu"
     require(fits, "compute.attention", name, f"'auto', 'plain' or 'blocked' on {platform}")
     context = shards(mesh, "sequence")
     reasons, unit = [], 1
     if chosen == "splash":
         reasons.append(f"compute.attention = {name!r} on TPU")
         unit = training_attention.LANES
-    if chosen == "triton":
-        reasons.append(f"compute.attention = {name!r} on GPUs")
-        unit = ROW_MULTIPLE
     if context > 1:
         reasons.append(f"mesh.context = {context}, each with two pieces of a row")
         unit *= training_attention.PIECES * context

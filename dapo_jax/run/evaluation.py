@@ -33,7 +33,7 @@ from dapo_jax.run.export import newest_export
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require, with_values
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.jsonl import AppendFile, read_object, spell
+from dapo_jax.runtime.storage.jsonl import AppendFile, read_object
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
@@ -236,18 +236,18 @@ class ResponseFile:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_text(settings_path, json.dumps(settings, indent=2))
-        broken = []
+        broken = 0
         *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        for number, line in enumerate(lines, 1):
+        for line in lines:
             values = read_object(line)
             if values is None or not values.keys() >= REQUIRED_FIELDS:
-                broken.append(number)
+                broken += 1
             elif values.get("failure") is None:  # a failed verdict is sampled and scored again
                 response = Response(**{name: values[name] for name in FIELDS.keys() & values})
                 self.responses[response.index, response.sample] = response
         if broken:
             self._storage.warn(
-                f"lines {spell(broken)} of {path} are not responses: they are sampled again"
+                f"{broken} lines of {path} are not responses: they are sampled again"
             )
         self._lines = AppendFile(path)
         self.tidy()

@@ -17,7 +17,6 @@ from dapo_jax.reporting import notices
 from dapo_jax.reporting.alerts import Alerts
 from dapo_jax.reporting.console import Progress, fit
 from dapo_jax.reporting.page.page import write_own_page
-from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.group_format import (
@@ -150,8 +149,6 @@ class Run:
             console.group(batch.groups[0])
         for text in self._alerts.check_step(values):
             console.warn(escape(f"step {step}: {text}"))
-        if folder := self.files.write_skipped(step, record.updates, batch.groups):
-            console.say(escape(f"dapo-jax replay {folder} says more"))
         self.complete_row(values)
 
     def complete_row(self, values: dict[str, float]) -> None:
@@ -395,18 +392,18 @@ def finished(config: Config) -> dict[str, Any] | None:
     same_run.check_same_run(settings, record.settings)
     folder = folder_at(config.run_dir)
 
-    def read() -> tuple[dict[str, Any], list[str]]:
+    def read() -> dict[str, Any]:
         summary = None
         with suppress_storage_errors():
             summary = read_object((folder / SUMMARY).read_bytes())
-        return summary or {}, describe_gaps(folder, step, config.log)
+        return summary or {}
 
-    summary, gaps = processes.broadcast_from_host0(read, "summary")
+    summary = processes.broadcast_from_host0(read, "summary")
     # A checkpoint made before the last evaluation lacks it; the summary is written after that.
     if summary.get("steps") != step:
         return None
     progress = Progress(config.log.console)
-    for text in warnings + gaps:
+    for text in warnings:
         progress.warn(escape(text))
     notices.announce_end(config, summary, same_run.may_change("total_steps", settings), progress)
     return summary

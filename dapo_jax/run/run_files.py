@@ -1,4 +1,4 @@
-"""Files, sinks and callbacks of a run: settings, metrics, rollouts, skipped batches, summary."""
+"""Files, sinks and callbacks of a run: settings, metrics, rollouts, summary."""
 
 import contextlib
 import dataclasses
@@ -12,26 +12,22 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.learner.learners import UpdateRecord
-from dapo_jax.learner.skipped_batches import first_skipped, write_skipped
-from dapo_jax.reporting.alerts import reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.records import describe_gaps, is_damaged, read_rows
+from dapo_jax.reporting.records import read_rows
 from dapo_jax.reporting.sinks import (
-    CurvesPicture,
     MetricRows,
     RolloutFiles,
     StepLines,
     TensorBoardEvents,
 )
-from dapo_jax.reporting.trackers import Sink, open_trackers
+from dapo_jax.reporting.trackers import Sink, WandbSink
 from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, nearest, require
 from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
-from dapo_jax.structs import Group
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
@@ -63,17 +59,15 @@ class RunFiles:
             return
         log = config.log
         sent = max((row.get("step", -1) for row in read_rows(folder / "metrics.jsonl")), default=-1)
-        self.sinks += open_trackers(folder, config, sent)
+        self.sinks += [WandbSink(folder, config, sent)] if config.log.wandb else []
         self._rows = MetricRows(folder, last_row, storage)
-        picture = CurvesPicture(folder, self._rows, storage, reward_leads(settings_of(config)))
-        self.sinks += [self._rows, picture]
+        self.sinks.append(self._rows)
         self.sinks += [TensorBoardEvents(folder, last_row, storage)] if log.tensorboard else []
         self.sinks += [RolloutFiles(folder, log, tokenizer, storage)] if log.rollouts else []
         self.sinks.append(StepLines(console, config.total_steps))
-        for text in describe_gaps(folder, last_row, log):
-            storage.warn(text)
-        if is_damaged(folder / CONFIG):
-            self.write_settings()
+        settings = folder / CONFIG
+        if settings.exists() and read_object(settings.read_bytes()) is None:
+            self.write_settings()  # the file is damaged
 
     def __enter__(self) -> "RunFiles":
         return self
@@ -112,20 +106,6 @@ class RunFiles:
             path = self.folder / "evaluations" / f"step_{step:06d}.jsonl"
             lines = stamp(self._config, f"step {step}")
             self._storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
-
-    def write_skipped(self, step: int, updates: list[UpdateRecord], groups: list[Group]) -> str:
-        """Write the first batch of a step that was skipped; return its folder, or an empty string.
-
-        Every process calls it: a batch is gathered from all.
-        """
-        skipped, folders = first_skipped(updates), []
-        if skipped is not None and processes.is_first():
-
-            def write() -> None:
-                folders.append(write_skipped(self.folder, step, *skipped, groups) or "")
-
-            self._storage.attempt("skipped/", write)
-        return str(folders[0]) if folders else ""
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, and send the summary to all sinks."""

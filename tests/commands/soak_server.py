@@ -29,11 +29,10 @@ from typing import NamedTuple
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # where it is no test
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
-import grpc
 import numpy as np
 import openai
 import served
-from served import BUDGET, PROMPTS, TOKENIZER
+from served import BUDGET, PROMPTS
 
 MODEL = "policy"
 SLOT_FLAGS = ["--slots=8", "--max_prompt_tokens=20", f"--max_response_tokens={BUDGET}"]
@@ -48,7 +47,7 @@ class Wrong(Exception):
 
 
 class Case(NamedTuple):
-    """Request with a known answer. drawn: sampling fields; gRPC takes the likeliest token."""
+    """Request with a known answer. drawn: sampling fields."""
 
     prompt: str
     budget: int
@@ -72,9 +71,9 @@ class Clients:
         said: a word for every request.
     """
 
-    def __init__(self, ports: tuple[int, int], seed: int):
+    def __init__(self, port: int, seed: int):
         self.said: list[str] = []
-        self._ports, self._seed = ports, seed
+        self._port, self._seed = port, seed
         self.connect()
         twice = [{case: self._whole(case)[0] for case in CASES} for _ in range(2)]
         self.answers = twice[0]
@@ -83,20 +82,19 @@ class Clients:
         self.leave()
 
     def connect(self) -> None:
-        self._rpc, self._web = served.Client(self._ports[0]), served.make_openai(self._ports[1])
+        self._web = served.make_openai(self._port)
 
     def leave(self) -> None:
-        self._rpc.close()
         self._web.close()
 
     def ask(self, number: int) -> None:
         """Sends the request of that number. Raises `Wrong`, or an error of the connection."""
         rng = random.Random(f"{self._seed} {number}")
         case, chance = rng.choice(CASES), rng.random()
-        way = rng.choice(["whole", "several", "stream", *["text", "ids"] * (not case.drawn)])
+        way = rng.choice(["whole", "several", "stream"])
         if chance < RUDE:
             way = "rude"
-            self._give_up(case, rng.randrange(5))
+            self._give_up(case, rng.randrange(3))
         elif chance < RUDE + SLOW:
             way = "slow"
         if way != "rude" and (text := self._answer(case, way)) != self.answers[case]:
@@ -113,12 +111,6 @@ class Clients:
             case "several":
                 first, *others = self._whole(case, n=3)
                 return first if case.drawn or set(others) == {first} else f"{[first, *others]}"
-            case "text":
-                return self._rpc.ask(case.prompt, case.budget)[0]
-            case "ids":
-                return TOKENIZER.decode(
-                    self._rpc.ask(TOKENIZER.encode(case.prompt), case.budget)[1]
-                )
         text = ""
         for chunk in self._web.completions.create(**case.fields(stream=True)):
             text += chunk.choices[0].text
@@ -126,17 +118,12 @@ class Clients:
         return text
 
     def _give_up(self, case: Case, how: int) -> None:
-        if how < 2:
-            call = self._rpc.stream(case.prompt, case.budget)
-            if how:
-                next(call, None)
-            call.cancel()
-        elif how == 2:
-            with socket.create_connection(("127.0.0.1", self._ports[1])) as half:
+        if how == 0:
+            with socket.create_connection(("127.0.0.1", self._port)) as half:
                 half.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
         else:
             stream = self._web.completions.create(**case.fields(stream=True))
-            if how == 4:
+            if how == 2:
                 next(iter(stream), None)
             stream.close()
 
@@ -160,21 +147,21 @@ class Held(NamedTuple):
 
 
 @contextlib.contextmanager
-def server(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """`dapo-jax serve` in a process of its own: its id, and its ports of gRPC and HTTP.
+def server(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, int]]:
+    """`dapo-jax serve` in a process of its own: its id, and its port.
 
     Args:
         switch: interval of its threads in seconds; 0: Python's own.
     """
-    port, http_port = served.free_port(), served.free_port()
+    port = served.free_port()
     command = [sys.executable, __file__, "--serve", str(switch), f"--model={folder}", *SLOT_FLAGS]
-    command += [f"--port={port}", f"--http_port={http_port}", f"--served_name={MODEL}"]
+    command += [f"--http_port={port}", f"--served_name={MODEL}"]
     command += ["--temperature=0", *flags]
     alone = os.environ | {"XLA_FLAGS": ""}  # those of the tests make eight devices
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone)
     try:
         assert process.stdout is not None and "serving" in process.stdout.readline()
-        yield process.pid, (port, http_port)
+        yield process.pid, port
         if process.poll() is None:
             process.terminate()
         if code := process.wait(60):
@@ -237,7 +224,6 @@ def soak(
             first = first or held
         print(f"{some.stop} requests, {done / seconds:.0f}/s, the server: {held}", flush=True)
     assert first is not None
-    # gRPC makes a thread more where so many ask at once; one for each request would be a leak.
     if held.threads > first.threads + threads or held.files > first.files:
         raise Wrong(f"the server holds more and more: {first}, then {held}")
     if held.memory > first.memory + MAX_GROWTH:
@@ -245,7 +231,7 @@ def soak(
     print(f"right: {dict(Counter(clients.said))}")
 
 
-def load(ports: tuple[int, int], counts: list[int], seconds: float) -> None:
+def load(port: int, counts: list[int], seconds: float) -> None:
     """Prints latencies, tokens per second and refusals where so many clients ask at once.
 
     A client that is refused asks again after the second that `Retry-After` says.
@@ -257,7 +243,7 @@ def load(ports: tuple[int, int], counts: list[int], seconds: float) -> None:
         times, refused = [], 0
         while (began := time.monotonic()) < until:
             first, tokens = 0.0, 0
-            with contextlib.closing(served.connect(ports[1], json.dumps(asked))) as kept:
+            with contextlib.closing(served.connect(port, json.dumps(asked))) as kept:
                 answer = kept.getresponse()
                 if answer.status == 429:
                     refused += 1
@@ -306,13 +292,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         served.make_byte_folder(pathlib.Path(folder))
         try:
-            with server(folder, args.switch, args.flags) as (process, ports):
+            with server(folder, args.switch, args.flags) as (process, port):
                 if numbers := range(progress.done, args.requests):
-                    clients = Clients(ports, args.seed)
+                    clients = Clients(port, args.seed)
                     soak(process, clients, numbers, threads=args.clients, note=progress.note)
                 if args.load:
-                    load(ports, [int(count) for count in args.load.split(",")], args.seconds)
-        except (Wrong, OSError, grpc.RpcError, openai.OpenAIError) as error:
+                    load(port, [int(count) for count in args.load.split(",")], args.seconds)
+        except (Wrong, OSError, openai.OpenAIError) as error:
             print(f"failed: {type(error).__name__}: {error}")
             return 1
     return 0

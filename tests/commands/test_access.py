@@ -5,18 +5,9 @@ import json
 import resource
 import socket
 
-import grpc
 import pytest
 from row_files import read_table
-from served import (
-    Client,
-    code_and_details,
-    connect,
-    http_serving,
-    make_serve_config,
-    messages,
-    serving,
-)
+from served import connect, http_serving, make_serve_config, serving
 
 from dapo_jax.commands.serve import access, server
 from dapo_jax.runtime.settings import ConfigError
@@ -58,7 +49,7 @@ def test_a_body_that_does_not_arrive_gets_408(byte_folder, same_engine):
 
 @pytest.mark.parametrize(
     ("soft", "connections", "limit"),
-    [(10, 100, 200 + server.RESERVED_FILES), (500, 50, 500), (10, 5000, 1000)],
+    [(10, 100, 100 + server.RESERVED_FILES), (500, 50, 500), (10, 5000, 1000)],
 )
 def test_the_limit_of_open_files_is_raised_as_needed(monkeypatch, soft, connections, limit):
     limits = [(soft, 1000)]
@@ -100,14 +91,6 @@ def test_a_key_lets_in_those_who_have_it(
         assert client.with_options(api_key="s3cret").models.list().data
         with pytest.raises(Exception, match="the key is missing or wrong"):
             client.models.list()
-        assert served.client.is_live()
-        code, _ = code_and_details(served.client.stream("3+4=", 4))
-        assert code == grpc.StatusCode.UNAUTHENTICATED
-        request = messages.DecodeRequest(
-            text_content=messages.DecodeRequest.TextContent(text="3+4="), max_tokens=4
-        )
-        metadata = [("authorization", "Bearer s3cret")]
-        assert list(served.client.stub.Decode(request, metadata=metadata, timeout=60))
 
 
 @pytest.mark.parametrize("text", ["", "\n", "two\nlines", "caf\xe9"])
@@ -131,7 +114,7 @@ def test_a_server_for_all_without_a_key_warns(byte_folder, same_engine, tmp_path
         ({"host": "localhost"}, False),
     ):
         with serving(make_serve_config(byte_folder, **settings)) as served:
-            assert isinstance(served.client, Client)
+            assert served.http_port > 0
         assert (
             "warning: anyone who can reach 0.0.0.0 can use the server" in capsys.readouterr().err
         ) == warns

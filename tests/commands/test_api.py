@@ -179,7 +179,7 @@ def test_ctrl_c_in_supervised_training_saves_then_raises_keyboard_interrupt(base
         (lambda: dapo_jax.report("a", self_contained=1), "config.self_contained = 1: must be true"),
         (lambda: dapo_jax.plan(dapo_jax.Config(), topology="v7:8"), "topology = 'v7:8'"),
         (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", cost=1), "PlanSettings.cost"),
-        (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", json=True), "without search"),
+        (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", json=True), "without json"),
         (lambda: dapo_jax.evaluate(dapo_jax.Config(), top_k=1), "no argument 'top_k'; did you"),
         (lambda: dapo_jax.evaluate(dapo_jax.Config(), k=0), "samples_per_problem = 0"),
     ],

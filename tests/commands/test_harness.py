@@ -107,10 +107,10 @@ def test_the_harness_gives_the_scores_of_evaluate(base, tmp_path):
     (tokenizer / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
     with server(str(model), 0.0, ["--max_prompt_tokens=auto", "--max_response_tokens=auto"]) as (
         _,
-        ports,
+        port,
     ):
-        drawn = harness(tmp_path, tokenizer, ports[1], "sums")
-        chosen = harness(tmp_path, tokenizer, ports[1], "sums_choice")
+        drawn = harness(tmp_path, tokenizer, port, "sums")
+        chosen = harness(tmp_path, tokenizer, port, "sums_choice")
     command = [sys.executable, "-m", "dapo_jax", "evaluate", f"--model={model}", "--k=1"]
     command += [f"--config={tmp_path / 'evaluated.py'}", "--temperature=0"]
     command += [f"--out={tmp_path / 'evaluation'}"]

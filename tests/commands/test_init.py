@@ -127,29 +127,16 @@ def test_one_long_row_does_not_set_the_limit(here, monkeypatch, capsys):
     assert (data.max_prompt_tokens, data.overlong_prompts) == (64, "drop")
 
 
-@pytest.mark.parametrize(("model", "rank", "rate"), [
-    ("", 0, 1e-6), ("", 16, 2e-5), ("dapo_jax:arithmetic_base", 0, 2e-4),
-    ("dapo_jax:arithmetic_base", 8, 1e-3),
-])  # fmt: skip
-def test_learning_rate_fits_model_size_and_adapters(model, rank, rate, here, monkeypatch, capsys):
+def test_without_the_default_model_limits_are_estimates(here, monkeypatch, capsys):
     write(here / "a.jsonl", [{"question": "1+1=", "answer": "2"}])
-    flags = ["a.jsonl", f"--lora={rank}", *([f"--model={model}"] if model else [])]
-    code, output, error = run_shown("init", flags, monkeypatch, capsys)
+    code, output, error = run_shown("init", ["a.jsonl"], monkeypatch, capsys)
     assert code == 0, error
-    config = read_config(Config, "a/config.py")
-    assert (config.optimizer.learning_rate, config.lora.rank) == (rate, rank)
-    assert "# The rate for " in (here / "a/config.py").read_text()
-    assert ("does not exist yet" in output) == ("hf download" in output) == (not model)
+    assert "does not exist yet" in output and "hf download" in output
+    assert read_config(Config, "a/config.py").optimizer.learning_rate == 1e-6
 
 
-def test_a_model_without_words_gets_no_wording(here, monkeypatch, capsys):
-    write(here / "a.jsonl", [{"question": "1+1=", "answer": "2"}])
-    flags = ["a.jsonl", "--model=dapo_jax:arithmetic_base"]
-    assert run("init", flags, monkeypatch, capsys)[0] == 0
-    config = read_config(Config, "a/config.py")
-    assert (here / "a/template.txt").read_text() == "{problem}\n"
-    assert config.reward.verifier == "final_number"
-    dry = ["a/config.py", "--dry-run", "--config.optimizer.learning_rate=1"]
+def test_a_template_that_the_model_cannot_spell_is_a_warning(here, monkeypatch, capsys):
+    dry = ["arithmetic", "--dry-run", "--config.optimizer.learning_rate=1"]
     code, output, _ = run_shown("train", dry, monkeypatch, capsys)
     assert code == 0 and "vocabulary" not in output and "learning_rate = 1 is far" in output
     dry[2] = "--config.data.template=Add {problem}"

@@ -1,4 +1,4 @@
-"""The plan of a run: shapes, memory, roofline, report, search, the command, and shipped configs."""
+"""The plan of a run: shapes, memory, roofline, report, the command, and shipped configs."""
 
 import dataclasses
 import importlib.util
@@ -13,7 +13,7 @@ import pytest
 from command_lines import RL, ROOT, load, run_shown
 
 from dapo_jax.commands import checks
-from dapo_jax.commands.plan import chips, hlo_text, plan, roofline, search
+from dapo_jax.commands.plan import chips, hlo_text, plan, roofline
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.hlo_text import Times
 from dapo_jax.commands.plan.main import ONE_TURN
@@ -196,26 +196,6 @@ def test_a_program_that_does_not_fit_names_the_missing_memory_and_settings(made)
     assert "config." in line
     tiny = plan.changes(dataclasses.replace(made, limit=1, step=None))
     assert len(tiny) == len(made.measured) and "more chips, a smaller model" in tiny[0]
-
-
-def test_every_mesh_that_splits_the_policy_evenly_is_tried(config):
-    expected = [(8, 1, 1), (4, 2, 1), (4, 1, 2), (2, 4, 1), (2, 2, 2), (2, 1, 4)]
-    for slices in (1, 2):
-        topology = chips.parse("v5e:2x4", slices)
-        tried = [changed.mesh for changed in search.meshes(config, topology, kv_heads=4)]
-        assert [(mesh.fsdp, mesh.decode_tensor, mesh.tensor) for mesh in tried] == expected
-        assert {mesh.data for mesh in tried} == {slices}
-
-
-@pytest.mark.slow
-def test_the_search_finds_the_most_rows_and_slots_that_fit(config, settings, monkeypatch):
-    small = dataclasses.replace(chips.CHIPS["cpu"], hbm_gib=0.01)
-    monkeypatch.setitem(chips.CHIPS, "cpu", small)
-    alone = dataclasses.replace(settings, topology="cpu:1")
-    (best,) = search.Search(config, alone)()
-    assert best.config.mesh.fsdp == 1 and best.update_gib < 0.01 > best.decode_gib
-    batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    assert best.config.sampler.slots == batch  # more would be idle
 
 
 def test_an_update_has_the_microbatches_that_its_rows_need(config):

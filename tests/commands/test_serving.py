@@ -1,32 +1,26 @@
-"""Answers, refusals and budgets of a served policy, as clients see them over gRPC."""
+"""Ports and budgets of a served policy."""
 
 import contextlib
 import json
 import socket
 import urllib.request
 
-import grpc
 import openai
 import pytest
 from row_files import read_table
 from served import (
-    BUDGET,
     BYTES_DECODER,
-    PROMPTS,
     TOKENIZER,
-    code_and_details,
     free_port,
     http_serving,
     likeliest,
+    make_openai,
     make_serve_config,
-    messages,
-    read,
     serving,
 )
 
 from dapo_jax.commands.serve import budgets
 from dapo_jax.commands.serve import server as serve
-from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.run import memory
 from dapo_jax.runtime.settings import ConfigError
 
@@ -39,7 +33,7 @@ def metrics_port():
 @pytest.fixture(scope="module")
 def server(byte_folder, byte_engine, metrics_port):
     """Server that takes the likeliest token."""
-    config = make_serve_config(byte_folder, metrics_port=metrics_port)
+    config = make_serve_config(byte_folder, metrics_port=metrics_port, served_name="policy")
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:  # until it has started
             patch.setattr(serve, "load_served", lambda config: byte_engine)
@@ -47,87 +41,15 @@ def server(byte_folder, byte_engine, metrics_port):
         yield server
 
 
-def test_text_is_streamed_and_joins_to_the_whole(server, byte_responses):
-    for prompt, ids in byte_responses.items():
-        text, answered = server.client.ask(prompt, BUDGET)
-        assert answered == ids
-        assert text == TOKENIZER.decode(ids)
-    pieces = [r.stream_content.samples[0].text for r in server.client.stream("Tell me!", BUDGET)]
-    assert sum(piece != "" for piece in pieces) >= 8
-
-
-def test_ids_are_answered_by_ids_alone(server, byte_responses):
-    for prompt in PROMPTS:
-        text, ids = server.client.ask(TOKENIZER.encode(prompt), BUDGET)
-        assert (text, ids) == ("", byte_responses[prompt])
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 23, 24])
-def test_a_response_has_no_more_than_max_tokens(server, byte_responses, max_tokens):
-    assert server.client.ask("3+4=", max_tokens)[1] == byte_responses["3+4="][:max_tokens]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "fields", "message"),
-    [
-        *read_table(__file__, "requests"),
-        (
-            "x" * 9000,
-            {},
-            "text_content.text has 9000 bytes: must have at most 140, the most that 20",
-        ),
-    ],
-)
-def test_a_bad_request_is_refused_by_field_value_and_allowed(server, prompt, fields, message):
-    fields = {"max_tokens": 5} | fields
-    if prompt is None:
-        call = server.client.stub.Decode(messages.DecodeRequest(**fields))
-    else:
-        call = server.client.stream(prompt, **fields)
-    code, details = code_and_details(call)
-    assert code == grpc.StatusCode.INVALID_ARGUMENT and details.startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (b"\x40\x02", "field 8 = 2: is not served"),
-        (b"\x4a\x01a", "field 9 = b'a': is not served"),
-        (b"\x58\x02", "field 11 = 2: is not served"),
-        (b"\x2a" + b"x" * 1_000_000, None),
-    ],
-)
-def test_what_newer_or_broken_clients_send_is_refused_by_name(server, capfd, more, message):
-    content = messages.DecodeRequest.TextContent(text="3+4=")
-    right = messages.DecodeRequest(text_content=content, max_tokens=2).SerializeToString()
-    code, details = code_and_details(server.client.send(right + more, timeout=60))
-    if message is None:  # by the library, unread
-        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
-    else:
-        assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, message)
-    assert server.client.ask("3+4=", 2)[0]
-    assert capfd.readouterr().err == ""
-
-
-def test_what_newer_clients_say_without_asking_for_more_is_served(server, byte_responses):
-    content = messages.DecodeRequest.TextContent(text="3+4=")
-    right = messages.DecodeRequest(text_content=content, max_tokens=2).SerializeToString()
-    started_one_sample = b"\x3a\x05\x0d\x00\x00\x80\x3f" + b"\x40\x01"
-    answers = map(
-        messages.DecodeResponse.FromString, server.client.send(right + started_one_sample)
-    )
-    assert read(answers)[1] == byte_responses["3+4="][:2]
-
-
 def test_the_longest_prompt_is_answered_whole(server):
     ids = TOKENIZER.encode("0123456789abcdefghij")
-    wanted = likeliest(ids, 4)
-    assert server.client.ask("0123456789abcdefghij", 4)[1] == wanted
-    assert server.client.ask(ids, 4)[1] == wanted
+    ask = make_openai(server.http_port).completions.create
+    wanted = TOKENIZER.decode(likeliest(ids, 4))
+    for prompt in "0123456789abcdefghij", ids:
+        assert ask(model="policy", prompt=prompt, max_tokens=4).choices[0].text == wanted
 
 
 def test_health_and_metrics_on_their_own_port(server, metrics_port):
-    assert server.client.is_live()
     with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
         text = page.read().decode()
     assert "dapo_waiting_responses 0.0" in text and "dapo_response_tokens_total" in text
@@ -139,27 +61,16 @@ def test_only_this_machine_is_listened_to(server, metrics_port):
         with pytest.raises(OSError):
             socket.create_connection((address, metrics_port), timeout=2)
         with pytest.raises(OSError):
-            socket.create_connection((address, server.client.port), timeout=2)
+            socket.create_connection((address, server.http_port), timeout=2)
 
 
-@pytest.mark.parametrize("field", ["port", "http_port", "metrics_port"])
+@pytest.mark.parametrize("field", ["http_port", "metrics_port"])
 def test_a_taken_port_is_named_before_a_model_is_loaded(field, server):
-    port = server.client.port
+    port = server.http_port
     config = make_serve_config("no such folder", **{field: port})
     with pytest.raises(ConfigError, match=f"config.{field} = {port}: on 127.0.0.1: .*in use"):
         with serving(config):
             pass
-
-
-def test_sampled_responses_differ_and_a_seed_repeats_them(byte_folder, same_engine, monkeypatch):
-    runs = []
-    for _ in range(2):
-        keys = (sample_key(0, SAMPLE_FOR_SERVING, 0, i) for i in range(99))
-        monkeypatch.setattr(same_engine, "_arrival_keys", keys)
-        with serving(make_serve_config(byte_folder, temperature=1.0)) as server:
-            runs.append([server.client.ask("3+4=", 12)[1] for _ in range(6)])
-    assert runs[0] == runs[1]
-    assert len(set(map(tuple, runs[0]))) >= 5
 
 
 def test_a_start_prints_that_it_compiles(byte_folder, byte_engine, monkeypatch, capfd):
@@ -227,8 +138,6 @@ def test_prompt_and_response_share_the_context(model, monkeypatch):
             ask(model="policy", prompt=[65] * 590, max_tokens=11)
         with pytest.raises(openai.BadRequestError, match="must have from 1 to 599"):
             ask(model="policy", prompt=[65] * 600, max_tokens=1)
-        code, details = code_and_details(served.client.stream([65] * 590, 11))
-        assert code == grpc.StatusCode.INVALID_ARGUMENT and "at most 10 after a" in details
         # Caches that have grown for it give the same answers, and so do those that shrink again.
         long = ask(model="policy", prompt="3+4=", max_tokens=580, temperature=1.0, seed=3)
         again = ask(model="policy", prompt="3+4=", max_tokens=580, temperature=1.0, seed=3)

@@ -1,11 +1,8 @@
 """Configs by name: those that ship, from any folder, for every command that takes one."""
 
-import subprocess
-
 import pytest
 from command_lines import load, run_shown
 
-from dapo_jax.__main__ import COMMANDS
 from dapo_jax.algorithms import preset
 from dapo_jax.config.experiment import Config, SftConfig
 from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
@@ -65,23 +62,3 @@ def test_missing_base_names_the_command_that_makes_it():
         assert config_for_folder(SftConfig, folder) == name
     assert not config_for_folder(SftConfig, "runs/other")
     assert not config_for_folder(SftConfig, "runs/smollm2_base_other")
-
-
-@pytest.mark.parametrize(("line", "expected"), [
-    ("dapo-jax ", set(COMMANDS)),
-    ("dapo-jax tr", {"train"}),
-    ("dapo-jax train calc", {"calculator"}),
-    ("dapo-jax evaluate --config.sampler.top_k", {"--config.sampler.top_k="}),
-    ("dapo-jax sft two", {"two_strategies_base"}),
-    ("dapo-jax export --ru", {"--run="}),
-    ("dapo-jax configs show gue", {"guessing"}),
-    ("dapo-jax replay --", {"--folder=", "--step=", "--model="}),
-])  # fmt: skip
-def test_bash_completes_commands_configs_and_settings(line, expected, monkeypatch, capsys):
-    code, script, _ = run_shown("completion", ["bash"], monkeypatch, capsys)
-    assert code == 0
-    word = line.split(" ")[-1]
-    ask = f'COMP_LINE="{line}"; _dapo_jax dapo-jax "{word}" x; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    shown = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True)
-    words = {w + ("" if w.endswith("=") else " ") for w in expected}
-    assert shown.returncode == 0 and {*shown.stdout.splitlines()} - {""} == words, shown.stderr

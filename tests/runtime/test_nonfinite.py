@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import json
 import pathlib
 import shutil
 
@@ -17,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 from small_runs import make_quick_config, open_run, read_rows
 
 from dapo_jax.commands import checks
-from dapo_jax.commands.replay import replay
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer
 from dapo_jax.config.files import read_config
 from dapo_jax.learner.learners import LearnerStates
@@ -136,25 +134,6 @@ def test_a_run_that_only_skips_stops_and_keeps_the_checkpoints_from_before(stopp
     assert [row["skipped_updates"] for row in read_rows(run_dir)] == [0, 1, 1]
     assert "step 2: an update was skipped: the gradient was not finite" in said
     assert saved_steps(run_dir) == [1]
-
-
-def test_a_skipped_batch_is_replayed_and_its_tokens_are_named(stopped, alone, capsys):
-    run_dir, said, _ = stopped
-    folder = run_dir / "skipped/step_000002_policy"
-    assert f"dapo-jax replay {folder}" in said
-    assert sorted(path.name for path in folder.parent.iterdir()) == [
-        "step_000002_policy",
-        "step_000003_policy",
-    ]
-    assert not replay(folder)
-    shown = capsys.readouterr().out
-    assert "policy's update of step 2" in shown and f"{run_dir} step 1" in shown
-    lines = [line for line in shown.splitlines() if line.startswith("microbatch")]
-    record = json.loads((folder / "record.json").read_text())
-    prompts = {prompt for prompt, sample in record["responses"] if sample == 1}
-    found = {tuple(line.partition("response ")[2].partition(")")[0].split()) for line in lines}
-    assert found == {("1", "to", "prompt", prompt) for prompt in prompts}
-    assert len(lines) == len(prompts)  # of each response the last token alone
 
 
 def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(

@@ -1,4 +1,4 @@
-"""What the tests of serving share: a policy over bytes, a server in a thread, a client."""
+"""What the tests of serving share: a policy over bytes, a server in a thread, clients."""
 
 import contextlib
 import dataclasses
@@ -13,13 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
-import grpc
 import jax
 import openai
-import pytest
 from conftest import TINY
-from jetstream.core.proto import jetstream_pb2 as messages
-from jetstream.core.proto import jetstream_pb2_grpc as stubs
 from samplers import greedy_loop
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -84,7 +80,7 @@ def likeliest_responses() -> dict[str, list[int]]:
 def make_serve_config(folder: pathlib.Path, **changes) -> ServeConfig:
     """Four slots on one device, any free port, the likeliest token."""
     sizes = {"slots": 4, "max_prompt_tokens": 20, "max_response_tokens": BUDGET}
-    settings = sizes | {"port": 0, "http_port": 0, "temperature": 0.0} | changes
+    settings = sizes | {"http_port": 0, "temperature": 0.0} | changes
     config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings)
     checks.check(config)
     return config
@@ -112,42 +108,6 @@ def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
     return steps
 
 
-class Client:
-    """JetStream's published stub with short calls; `send` takes bytes as they are."""
-
-    def __init__(self, port: int):
-        self.port = port
-        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-        self.stub = stubs.OrchestratorStub(channel)
-        self.close = channel.close
-        self.send = channel.unary_stream("/jetstream_proto.Orchestrator/Decode")
-
-    def is_live(self) -> bool:
-        return self.stub.HealthCheck(messages.HealthCheckRequest()).is_live
-
-    def stream(self, prompt: str | list[int], max_tokens: int, **fields):
-        """Return the call, an iterator of responses that can be cancelled."""
-        if isinstance(prompt, str):
-            fields["text_content"] = {"text": prompt}
-        else:
-            fields["token_content"] = {"token_ids": prompt}
-        return self.stub.Decode(messages.DecodeRequest(max_tokens=max_tokens, **fields), timeout=60)
-
-    def ask(self, prompt: str | list[int], max_tokens: int) -> tuple[str, list[int]]:
-        return read(self.stream(prompt, max_tokens))
-
-
-def read(responses) -> tuple[str, list[int]]:
-    samples = [response.stream_content.samples[0] for response in responses]
-    return "".join(sample.text for sample in samples), [i for s in samples for i in s.token_ids]
-
-
-def code_and_details(call) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as raised:
-        read(call)
-    return raised.value.code(), raised.value.details()
-
-
 class Server:
     """`serve.serve` in a thread; `error` is the exception that it raised."""
 
@@ -167,8 +127,8 @@ class Server:
             self.error = error
         self._ready.set()
 
-    def _announce(self, port: int, http_port: int) -> None:
-        self.client = Client(port)
+    def _announce(self, port: int) -> None:
+        self.http_port = port
         self._ready.set()
 
     def stop(self, wait: bool = True) -> None:
@@ -198,12 +158,8 @@ def make_openai(port: int) -> openai.OpenAI:
 
 @contextlib.contextmanager
 def http_serving(folder, **changes):
-    port = free_port()
-    settings = {"http_port": port, "served_name": "policy"} | changes
-    config = make_serve_config(folder, **settings)
-    with serving(config) as server:
-        server.http_port = port
-        yield server, make_openai(port)
+    with serving(make_serve_config(folder, **{"served_name": "policy"} | changes)) as server:
+        yield server, make_openai(server.http_port)
 
 
 def connect(port: int, body: Any, **headers: str) -> http.client.HTTPConnection:

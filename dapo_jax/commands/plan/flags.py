@@ -19,7 +19,6 @@ class PlanSettings:
     topology: str = setting("", "KIND:SHAPE, as in v5p:4x4x4, v5e:2x4 or v6e:16x16.")
     slices: Count = setting(1, "Number of slices of that topology; mesh.data is a multiple of it.")
     model: str = setting("", "Folder with a config.json or a published name; empty: the config's.")
-    search: bool = setting(False, "Find mesh, rows and slots that fit, the cheapest first.")
     json: bool = setting(False, "Print one JSON object instead of tables.")
     cache: str = setting("auto", "Folder of earlier results; 'none': compile everything again.")
     price: PositiveOr0 = setting(0.0, "Dollars per chip-hour; 0: show no dollars.")

@@ -1,7 +1,6 @@
 """Plan a run for devices that this machine lacks: whether it fits, and what a step takes.
 
     dapo-jax plan dapo_qwen2p5_32b --topology=v5p:4x4x4
-    dapo-jax plan FILE --topology=v6e:2x4 --search
 
 The compiler of the device compiles the run's own programs, without the device. Exit code 0:
 everything fits; 1: something does not, with how much is missing and what to change; 2: wrong
@@ -44,13 +43,13 @@ def main() -> int:
     if settings.model:
         config.model.folder = settings.model
     from dapo_jax.commands.checks import guarded
-    from dapo_jax.commands.plan import plan, search
+    from dapo_jax.commands.plan import plan
 
     def work() -> int:
         settings.check()
         if config.environment.used:
             plan.print_progress(f"warning: {ONE_TURN}")
-        return (search.search if settings.search else plan.plan)(config, settings)
+        return plan.plan(config, settings)
 
     return guarded(work)
 

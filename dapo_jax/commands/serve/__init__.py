@@ -1,1 +1,1 @@
-"""Generation server: OpenAI's HTTP API and JetStream's gRPC API over one engine."""
+"""Generation server: OpenAI's HTTP API over the engine that samples in training."""

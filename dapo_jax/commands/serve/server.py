@@ -1,6 +1,6 @@
-"""Serve a policy: OpenAI's API over HTTP, JetStream's API over gRPC.
+"""Serve a policy by OpenAI's HTTP API.
 
-    dapo-jax serve FOLDER --http_port=8000 --port=9000
+    dapo-jax serve FOLDER --http_port=8000
     dapo-jax serve runs/arithmetic_dapo
     dapo-jax serve --tinker --model=FOLDER
 
@@ -134,8 +134,8 @@ def bind(config: ServeConfig, field: str) -> socket.socket:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Raise the soft limit of open files as far as both APIs need it and the system allows."""
-    needed = 2 * connections + RESERVED_FILES
+    """Raise the soft limit of open files as far as connections need it and the system allows."""
+    needed = connections + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < needed:
         limit = needed if hard < 0 else min(hard, needed)
@@ -153,12 +153,11 @@ async def _answer_requests(
     policy: ServedPolicy,
     key: str,
     should_stop: Callable[[], bool],
-    ready: Callable[[int, int], None],
+    ready: Callable[[int], None],
 ) -> str:
     """Answer requests until `should_stop()`; return the failure of the generator, or empty."""
     from dapo_jax.commands.serve.app import HttpApi, start_http
     from dapo_jax.commands.serve.generator import Generator
-    from dapo_jax.commands.serve.jetstream_server import Servicer, start_grpc
     from dapo_jax.commands.serve.logprobs import Scorer
     from dapo_jax.commands.serve.requests import ServedModel
     from dapo_jax.structs import SamplingRule
@@ -171,13 +170,12 @@ async def _answer_requests(
     raise_file_limit(config.max_connections)
     generator = Generator(engine, params, config.waiting)
     try:
-        stop_grpc, port = await start_grpc(Servicer(generator, model, access), config)
-        stops = [stop_grpc]
         api = HttpApi(generator, Scorer(engine.config, params), model, access)
-        for field, app in (("http_port", api), ("metrics_port", api.metrics)):
-            if getattr(config, field):
-                stops.append(start_http(app, bind(config, field), config))
-        ready(port, config.http_port)
+        listening = bind(config, "http_port")
+        stops = [start_http(api, listening, config)]
+        if config.metrics_port:
+            stops.append(start_http(api.metrics, bind(config, "metrics_port"), config))
+        ready(listening.getsockname()[1])
         while not should_stop() and not generator.failure:
             await asyncio.sleep(POLL_SECONDS)
         await asyncio.gather(*(stop() for stop in stops))
@@ -187,10 +185,10 @@ async def _answer_requests(
 
 
 def serve(
-    config: ServeConfig, *, should_stop: Callable[[], bool], ready: Callable[[int, int], None]
+    config: ServeConfig, *, should_stop: Callable[[], bool], ready: Callable[[int], None]
 ) -> None:
-    """Serve until `should_stop()`; call `ready` with the gRPC and HTTP ports once it answers."""
-    for field in ("http_port",) if config.tinker else ("port", "http_port", "metrics_port"):
+    """Serve until `should_stop()`; call `ready` with the HTTP port once it answers."""
+    for field in ("http_port",) if config.tinker else ("http_port", "metrics_port"):
         bind(config, field).close()  # report a taken port before the model is loaded
     key = read_key(config)
     if warning := exposure_warning(config, key):
@@ -202,7 +200,7 @@ def serve(
     if config.tinker:
         from dapo_jax.commands.serve.tinker.app import serve_tinker
 
-        fail_if(serve_tinker(config, key, should_stop, lambda: ready(0, config.http_port)))
+        fail_if(serve_tinker(config, key, should_stop, lambda: ready(config.http_port)))
         return
     policy = load_served(config)
     slots = policy[0].max_concurrent_decodes
@@ -222,13 +220,10 @@ def main() -> int:
     config = command_line.load(ServeConfig, __doc__)
     started = time.time()
 
-    def ready(port: int, http_port: int) -> None:
-        apis = [f"HTTP on http://{config.host}:{http_port}/v1"] if http_port else []
-        apis.append(f"gRPC on {config.host}:{port}")
-        if config.tinker:
-            apis = [f"Tinker's API on http://{config.host}:{http_port}"]
-        seconds = time.time() - started
-        print(f"serving {served_name(config)}: {', '.join(apis)} ({seconds:.0f} s)", flush=True)
+    def ready(port: int) -> None:
+        url = f"http://{config.host}:{port}"
+        api = f"Tinker's API on {url}" if config.tinker else f"HTTP on {url}/v1"
+        print(f"serving {served_name(config)}: {api} ({time.time() - started:.0f} s)", flush=True)
 
     try:
         with processes.as_command(), Signals() as signals:

@@ -1,4 +1,4 @@
-"""Models in GGUF files (llama.cpp): conversion from and to folders in the Hugging Face layout.
+"""Models in GGUF files (llama.cpp): conversion to folders in the Hugging Face layout.
 
 Weights are dequantised to float32 by the package `gguf`, an extra: import this module if needed.
 """
@@ -6,12 +6,10 @@ Weights are dequantised to float32 by the package `gguf`, an extra: import this 
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import gguf  # pyright: ignore[reportMissingImports]: an extra
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers import processors as post_processors
@@ -25,19 +23,14 @@ ARCHITECTURES = {
     "mistral": "llama",  # with sliding windows
     "qwen2": "qwen2",
     "qwen3": "qwen3",
-    "gemma3_text": "gemma3",
-    "smollm3": "smollm3",
 }
-CLASS_NAMES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # if not the capitalised type
 # Rows of queries and keys alternate between rotary halves.
-INTERLEAVED = ("llama", "mistral", "smollm3")
-NORM_OFFSETS = {"gemma3_text": 1.0}  # that a file adds to the scales of norms
+INTERLEAVED = ("llama", "mistral")
 # Modules of a Hugging Face folder; the package `gguf` knows their names in a file.
 TOP_MODULES = ["model.embed_tokens", "model.norm", "lm_head"]
 LAYER_MODULES = (
-    "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm "
-    "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj self_attn.q_norm "
-    "self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
+    "input_layernorm post_attention_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj "
+    "self_attn.o_proj self_attn.q_norm self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
 ).split()
 ROTARY_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # Keys of a file, below the name of its architecture, and their fields in config.json.
@@ -56,9 +49,8 @@ FIELDS = REQUIRED_FIELDS | {
     "rope.dimension_count": "head_dim",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
-    "rope.freq_base_swa": "rope_local_base_freq",
 }
-FLOAT_FIELDS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq")
+FLOAT_FIELDS = ("rms_norm_eps", "rope_theta")
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling, as a factor per frequency
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192  # Llama 3's own numbers, which a file does not hold
 
@@ -78,7 +70,7 @@ SPLITS = {
 WHOLE_SPLITS = ("llama-bpe", "qwen2", "tekken")
 # These take a word of the vocabulary without merges, and begin texts with the begin token.
 KNOWN_WORDS_FIRST = ("llama-bpe", "tekken")
-NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # types of tokens
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot"}
 
 
@@ -125,14 +117,6 @@ def _add_defaults(config: dict[str, Any]) -> None:
     config.setdefault("num_key_value_heads", heads)
     config.setdefault("head_dim", config["hidden_size"] // heads)
     config.setdefault("rope_theta", 1e4)
-    if config["model_type"] == "gemma3_text":
-        config.setdefault("rope_local_base_freq", 1e4)
-
-
-def _query_scalar(config: dict[str, Any]) -> int:
-    """Return Gemma 3's scale of queries: the largest model's is the width of all heads."""
-    largest = config["hidden_size"] // config["num_attention_heads"]
-    return largest if config["num_hidden_layers"] == 62 else config["head_dim"]
 
 
 def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -141,9 +125,8 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
     _require_key("general.architecture", name, dict.fromkeys(ARCHITECTURES.values()))
     kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == name]
     kind = kinds[-1 if metadata.get(f"{name}.attention.sliding_window") else 0]
-    class_name = CLASS_NAMES.get(kind, kind.capitalize())
     config = {
-        "architectures": [f"{class_name}ForCausalLM"],  # TRL and vLLM read it
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],  # TRL and vLLM read it
         "model_type": kind,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -159,11 +142,8 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
             if config.setdefault(field, value) != value:
                 raise ValueError(f"{key} = {value}: must be {config[field]}, the {field}")
     _add_defaults(config)
-    if name == "gemma3":
-        config["query_pre_attn_scalar"] = _query_scalar(config)
-    else:
-        config["attention_bias"] = name in INTERLEAVED and "blk.0.attn_q.bias" in tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    config["attention_bias"] = name in INTERLEAVED and "blk.0.attn_q.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if ROPE_FACTORS in tensors:
         config["rope_scaling"] = _read_scaling(_dequantise(tensors[ROPE_FACTORS]), config)
     scaling = metadata.get(f"{name}.rope.scaling.type", "none")
@@ -191,68 +171,6 @@ def _read_scaling(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _rope_factors(config: dict[str, Any]) -> np.ndarray:
-    """Invert `_read_scaling`."""
-    size, scaling = config["head_dim"], config["rope_scaling"]
-    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, size, 2) / size)
-    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = scaling["original_max_position_embeddings"] / waves
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
-
-
-def _load_config(folder: pathlib.Path) -> dict[str, Any]:
-    """Return the config of a folder, with the field names of older folders.
-
-    Raises ValueError for settings that llama.cpp derives, if the folder has other ones.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    model_type = config["model_type"]
-    _require_key("model_type", model_type, ARCHITECTURES)
-    rope = config.get("rope_parameters") or {}
-    scaling = rope.get("full_attention", rope) or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    config["rope_scaling"] = scaling | {"rope_type": kind}
-    config["rope_theta"] = scaling.get("rope_theta") or config.get("rope_theta") or 1e4
-    if local := rope.get("sliding_attention", {}).get("rope_theta"):
-        config["rope_local_base_freq"] = local
-    _add_defaults(config)
-    if not config.get("use_sliding_window", True):
-        config["sliding_window"] = None
-    if model_type == "qwen3" and config.get("attention_bias"):
-        raise ValueError("llama.cpp has no biases in qwen3")
-    fourth = [int(number % 4 != 0) for number in range(1, config["num_hidden_layers"] + 1)]
-    if config.get("no_rope_layers", fourth) != fourth:
-        raise ValueError("llama.cpp rotates in all but every fourth layer of smollm3")
-    window, context = config.get("sliding_window"), config["max_position_embeddings"]
-    if model_type != "gemma3_text":
-        if window and window < context:
-            allowed = f"null or at least max_position_embeddings = {context}"
-            raise ValueError(f"sliding_window = {window}: must be {allowed} in {model_type}")
-        return config
-    if config.get("query_pre_attn_scalar", config["head_dim"]) != _query_scalar(config):
-        raise ValueError("llama.cpp knows only the published models' query_pre_attn_scalar")
-    layers = range(1, config["num_hidden_layers"] + 1)
-    kinds = ["sliding_attention" if number % 6 else "full_attention" for number in layers]
-    if config.get("layer_types", kinds) != kinds:
-        raise ValueError("llama.cpp needs full attention in every sixth layer, and only there")
-    return config
-
-
-def _write_config(writer: Any, config: dict[str, Any]) -> None:
-    name = ARCHITECTURES[config["model_type"]]
-    writer.add_vocab_size(config["vocab_size"])
-    for key, field in FIELDS.items():
-        if value := config.get(field):
-            add = writer.add_float32 if field in FLOAT_FIELDS else writer.add_uint32
-            add(f"{name}.{key}", value)
-    scaling = config["rope_scaling"]
-    _require_key("rope_scaling's type", scaling["rope_type"], ("default", "linear", "llama3"))
-    if scaling["rope_type"] == "linear":
-        writer.add_string(f"{name}.rope.scaling.type", "linear")
-        writer.add_rope_scaling_factor(scaling["factor"])
-
-
 # --- weights --------------------------------------------------------------------------------------
 
 
@@ -265,21 +183,16 @@ def _modules(config: dict[str, Any]) -> dict[str, str]:
     return {name: part for part in TOP_MODULES + modules if (name := table.get_name(part))}
 
 
-def _transform(
-    array: np.ndarray, module: str, config: dict[str, Any], *, to_file: bool
-) -> np.ndarray:
-    """Return a module's float32 array in the layout of a file, or of a Hugging Face folder."""
+def _transform(array: np.ndarray, module: str, config: dict[str, Any]) -> np.ndarray:
+    """Return a module's float32 array in the layout of a Hugging Face folder."""
     part = module.rpartition(".")[2]
     if config["model_type"] in INTERLEAVED and part in ROTARY_HEADS:
         heads = config[ROTARY_HEADS[part]]
         rows = heads * config["head_dim"]
         if len(array) != rows:
             raise ValueError(f"{module} has {len(array)} rows: must have {rows}")
-        halves = (2, -1) if to_file else (-1, 2)
-        pairs = array.reshape(heads, *halves, *array.shape[1:])
+        pairs = array.reshape(heads, -1, 2, *array.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
-    if part.endswith("norm") and (offset := NORM_OFFSETS.get(config["model_type"])):
-        return array + np.float32(offset if to_file else -offset)
     return array
 
 
@@ -296,9 +209,7 @@ def _save_weights(tensors: dict[str, Any], config: dict[str, Any], folder: pathl
             if name not in modules:
                 raise ValueError(f"its tensor {tensor} is not known")
             array = _dequantise(tensors[tensor])
-            arrays[f"{modules[name]}.{kind}"] = _transform(
-                array, modules[name], config, to_file=False
-            )
+            arrays[f"{modules[name]}.{kind}"] = _transform(array, modules[name], config)
         file = f"model-{number:05d}.safetensors"
         save_file(arrays, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(arrays, file)
@@ -306,41 +217,7 @@ def _save_weights(tensors: dict[str, Any], config: dict[str, Any], folder: pathl
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _file_tensors(
-    config: dict[str, Any], folder: pathlib.Path, dtype: str
-) -> Iterator[tuple[str, np.ndarray, Any]]:
-    """Yield name, numbers or bytes, and type of every tensor of a file."""
-    matrix_type, vector_type = (gguf.GGMLQuantizationType[d] for d in (dtype.upper(), "F32"))
-    if config["rope_scaling"].get("rope_type") == "llama3":
-        yield ROPE_FACTORS, _rope_factors(config), vector_type
-    block = gguf.GGML_QUANT_SIZES[matrix_type][0]
-    names = {module: name for name, module in _modules(config).items()}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="np") as stored:
-            for tensor in stored.keys():  # noqa: SIM118
-                module, _, kind = tensor.rpartition(".")
-                if module not in names:
-                    raise ValueError(f"GGUF has no name for its tensor {tensor}")
-                array = np.asarray(stored.get_tensor(tensor), np.float32)
-                array = _transform(array, module, config, to_file=True)
-                is_plain = array.ndim == 1 or array.shape[-1] % block
-                of_type = vector_type if is_plain else matrix_type
-                yield f"{names[module]}.{kind}", gguf.quants.quantize(array, of_type), of_type
-
-
 # --- tokenizer ------------------------------------------------------------------------------------
-
-
-def _merges_by_score(vocab: dict[str, int], scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece vocabulary: every split of a token, best score first."""
-    merges = []
-    for token, score in scores.items():
-        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
-        known = [split for split in splits if split[0] in vocab and split[1] in vocab]
-        known.sort(key=lambda split: (vocab[split[0]], vocab[split[1]]))
-        merges += [(-score, split) for split in known]
-    merges.sort(key=lambda merge: merge[0])
-    return [split for _, split in merges]
 
 
 def _byte_level(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
@@ -359,31 +236,11 @@ def _byte_level(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
     return backend
 
 
-def _sentence_piece(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
-    """Return a tokenizer of SentencePiece's merges (`tokenizer.ggml.model` llama)."""
-    types = metadata["tokenizer.ggml.token_type"]
-    scored = zip(vocab, metadata["tokenizer.ggml.scores"], types, strict=True)
-    scores = {token: score for token, score, kind in scored if kind in (NORMAL, USER_DEFINED)}
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    merges = _merges_by_score(vocab, scores)
-    options = {"unk_token": [*vocab][unknown], "fuse_unk": True, "byte_fallback": True}
-    backend = Tokenizer(models.BPE(vocab, merges, **options))
-    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    spaces: list[Any] = [normalizers.Prepend("▁")] if has_prefix else []
-    backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    steps += [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    backend.decoder = decoders.Sequence(steps)
-    return backend
-
-
 def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    kinds = {"gpt2": _byte_level, "llama": _sentence_piece}
-    kind = metadata["tokenizer.ggml.model"]
-    _require_key("tokenizer.ggml.model", kind, kinds)
-    backend = kinds[kind](metadata, {token: index for index, token in enumerate(tokens)})
+    _require_key("tokenizer.ggml.model", metadata["tokenizer.ggml.model"], ("gpt2",))
+    backend = _byte_level(metadata, {token: index for index, token in enumerate(tokens)})
     types = metadata.get("tokenizer.ggml.token_type", [])
     for token, of_type in zip(tokens, types, strict=False):
         if of_type in (CONTROL, USER_DEFINED):
@@ -391,7 +248,7 @@ def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
             (backend.add_special_tokens if added.special else backend.add_tokens)([added])
     keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in SPECIAL_TOKENS.items()}
     ids = {name: metadata[key] for name, key in keys.items() if key in metadata or name == "eos"}
-    has_begin = kind == "llama" or metadata["tokenizer.ggml.pre"] in KNOWN_WORDS_FIRST
+    has_begin = metadata["tokenizer.ggml.pre"] in KNOWN_WORDS_FIRST
     if "bos" in ids and metadata.get("tokenizer.ggml.add_bos_token", has_begin):
         begin = tokens[ids["bos"]]
         backend.post_processor = post_processors.TemplateProcessing(
@@ -407,56 +264,6 @@ def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
 
 
-def _split_name(tokenizer: dict[str, Any]) -> str:
-    """Return the key of `SPLITS` for a byte-level tokenizer.json. Raises ValueError."""
-    pre = tokenizer["pre_tokenizer"]
-    steps = pre.get("pretokenizers", [pre])
-    patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    if any(step["type"] == "Digits" for step in steps):
-        return "smollm"
-    for name, pattern in SPLITS.items():
-        if patterns == [pattern] or (not pattern and not patterns):
-            return name
-    raise ValueError("GGUF export does not know the splits of its tokenizer")
-
-
-def _write_tokenizer(writer: Any, folder: pathlib.Path, config: dict[str, Any]) -> None:
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    model = tokenizer["model"]
-    known = {index: (token, NORMAL) for token, index in model["vocab"].items()}
-    for entry in tokenizer["added_tokens"]:
-        known[entry["id"]] = entry["content"], CONTROL if entry["special"] else USER_DEFINED
-    padded = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(config["vocab_size"])]
-    tokens = [token for token, _ in padded]
-    types = [kind for _, kind in padded]
-    is_sentence_piece = bool(model.get("byte_fallback"))
-    if is_sentence_piece:
-        # A token's score is the rank of its first merge.
-        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-        ranks = {m.replace(" ", "", 1): rank for rank, m in reversed([*enumerate(merges)])}
-        is_byte = [len(token) == 6 and token.startswith("<0x") for token in tokens]
-        types = [BYTE if byte else kind for byte, kind in zip(is_byte, types, strict=True)]
-        writer.add_tokenizer_model("llama")
-        writer.add_token_scores([-float(ranks.get(token, len(merges))) for token in tokens])
-        writer.add_add_space_prefix('"Prepend"' in json.dumps(tokenizer.get("normalizer")))
-    else:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_split_name(tokenizer))
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    special = gguf.SpecialVocab(folder, not is_sentence_piece, ("bos", "eos", "pad"))
-    special.add_special_token.setdefault("bos", False)
-    path = folder / "generation_config.json"
-    settings = config | (json.loads(path.read_text()) if path.exists() else {})
-    ends = settings.get("eos_token_id") or []
-    ends = ends if isinstance(ends, list) else [ends]
-    ids = {"pad": settings.get("pad_token_id"), "eos": ends[0] if ends else None}
-    ids |= special.special_token_ids
-    ids["eot"] = next((end for end in ends if end != ids["eos"]), None)
-    special.special_token_ids = {name: token for name, token in ids.items() if token is not None}
-    special.add_to_gguf(writer, quiet=True)
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -468,24 +275,3 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
     _save_tokenizer(metadata, folder)
     _save_weights(tensors, config, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2))  # last: it is complete
-
-
-def write(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
-    """Write a Hugging Face folder as a GGUF file; raises ValueError for what GGUF cannot hold.
-
-    Args:
-        dtype: of matrices, 'f16' or 'q8_0'; vectors are float32.
-    """
-    config = _load_config(folder)
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
-    writer.add_name(path.stem)
-    _write_config(writer, config)
-    _write_tokenizer(writer, folder, config)
-    for name, array, kind in _file_tensors(config, folder, dtype):
-        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for _, array, _ in _file_tensors(config, folder, dtype):  # again, to hold only one of them
-        writer.write_tensor_data(array)
-    writer.close()

@@ -7,14 +7,12 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import replacing
 
-BROKEN = ".broken"  # suffix of a file with unreadable lines
-SHOWN_STEPS = 5
 MAX_TIME_FRACTION = 0.05  # of the run, for rare appends to an object store
 
 
@@ -39,40 +37,22 @@ def objects(path: Folder, max_bytes: float = float("inf")) -> Iterator[dict[str,
                 yield value
 
 
-def rewind(path: Folder, step: int) -> list[int]:
+def rewind(path: Folder, step: int) -> int:
     """Remove the rows after `step`, and a line that a kill cut off.
 
-    Returns the numbers of other lines that are not rows; these move to a file beside it.
+    Returns the number of other lines that are not rows; these are removed too.
     """
-    content, kept, broken = path.read_bytes() if path.exists() else b"", [], {}
-    for number, line in enumerate(io.BytesIO(content), 1):
+    content, kept, broken = path.read_bytes() if path.exists() else b"", [], 0
+    for line in io.BytesIO(content):
         row = read_object(line)
         if row is not None and type(row.get("step")) is int:
             kept += [line.rstrip(b"\n") + b"\n"] if row["step"] <= step else []
         elif line.strip() and line.endswith(b"\n"):
-            broken[number] = line
-    aside = path.with_name(path.name + BROKEN)
-    if broken:
-        before = aside.read_bytes() if aside.exists() else b""
-        with replacing(aside) as file:
-            file.write(before + b"".join(broken.values()))
+            broken += 1
     if b"".join(kept) != content:
         with replacing(path) as file:
             file.write(b"".join(kept))
-    return list(broken)
-
-
-def spell(numbers: Iterable[int]) -> str:
-    """Return numbers as text, such as `1 to 3, 7, 9 to 12`."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    texts = [f"{first} to {last}" if first < last else f"{first}" for first, last in spans]
-    more = [f"{len(texts) - SHOWN_STEPS} more"] if len(texts) > SHOWN_STEPS else []
-    return ", ".join(texts[:SHOWN_STEPS] + more)
+    return broken
 
 
 class AppendFile:
