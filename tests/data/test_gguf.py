@@ -22,7 +22,8 @@ gguf_files = pytest.importorskip("dapo_jax.data.policies.gguf_files")
 gguf_writer = pytest.importorskip("gguf_writer")
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/models"
 FAMILIES = (
-    "llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 qwen2_bfloat16_sharded"
+    "gemma3 llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 "
+    "qwen2_bfloat16_sharded smollm3"
 ).split()
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
 CHANGED = {  # changes of the fixture llama3
@@ -42,18 +43,27 @@ SPECIAL = ["<|end|>", "<|user|>"]
 
 
 def train_tokenizer(kind: str) -> Tokenizer:
-    """Return a small tokenizer of a kind of `gguf_files.SPLITS`."""
+    """Return a small tokenizer of a kind of `gguf_files.SPLITS`, or of SentencePiece ('spm')."""
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
-    backend = Tokenizer(models.BPE())
-    pattern = gguf_files.SPLITS[kind]
-    own = kind in gguf_files.WHOLE_SPLITS
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if own else []
-    steps += [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    backend.normalizer = normalizers.NFC() if kind == "qwen2" else None
-    backend.decoder = decoders.ByteLevel()
-    trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if kind == "spm":
+        backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<|end|>", fuse_unk=True))
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        trainer.special_tokens = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
+        trainer.vocab_size = 600
+    else:
+        backend = Tokenizer(models.BPE())
+        pattern = gguf_files.SPLITS[kind]
+        own = kind in gguf_files.WHOLE_SPLITS
+        steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if own else []
+        steps += [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        backend.normalizer = normalizers.NFC() if kind == "qwen2" else None
+        backend.decoder = decoders.ByteLevel()
+        trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
     words = "Tom has apples and buys more, so how many apples are there in all? 1 2 3 4 5 6 7 8 9 0"
     backend.train_from_iterator([words, words.upper(), "ok naïve 你好"] * 9, trainer)
     return backend
@@ -74,6 +84,8 @@ def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> path
             tensors[name] = np.pad(tensors[name], [(0, added), (0, 0)])
         save_file(tensors, file, metadata={"format": "pt"})
     config["vocab_size"] += added
+    if family == "gemma3":  # as in the published models
+        config |= {"layer_types": ["sliding_attention"] * 3, "query_pre_attn_scalar": 16}
     config |= CHANGED.get(family, {})
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"eos_token": "<|end|>", "chat_template": "{{ messages[0]['content'] }}"}
@@ -101,7 +113,7 @@ def test_a_round_trip_changes_no_logits(family, tmp_path, one_device):
     np.testing.assert_allclose(logits[used], expected[used], atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "tekken", "smollm", "gpt-2"])
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "tekken", "smollm", "gpt-2", "spm"])
 def test_a_tokenizer_survives_the_round_trip(kind, tmp_path):
     back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
     before, after = (ModelTokenizer.from_folder(path) for path in (tmp_path / "hf", back))
@@ -367,7 +379,7 @@ def test_greedy_tokens_are_those_of_llama_cpp(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*gguf_files.SPLITS])
+@pytest.mark.parametrize("kind", [*gguf_files.SPLITS, "spm"])
 def test_tokens_of_a_text_are_those_of_llama_cpp(kind, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
     back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")

@@ -12,10 +12,12 @@ from safetensors import safe_open
 from dapo_jax.data.policies import gguf_files
 from dapo_jax.data.policies.gguf_files import (
     ARCHITECTURES,
+    BYTE,
     CONTROL,
     FIELDS,
     FLOAT_FIELDS,
     INTERLEAVED,
+    NORM_OFFSETS,
     NORMAL,
     ROPE_FACTORS,
     ROTARY_HEADS,
@@ -39,10 +41,12 @@ def _load_config(folder: pathlib.Path) -> dict[str, Any]:
     """Return the config of a folder, with the field names of older folders."""
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
-    scaling = rope or config.get("rope_scaling") or {}
+    scaling = rope.get("full_attention", rope) or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     config["rope_scaling"] = scaling | {"rope_type": kind}
     config["rope_theta"] = scaling.get("rope_theta") or config.get("rope_theta") or 1e4
+    if local := rope.get("sliding_attention", {}).get("rope_theta"):
+        config["rope_local_base_freq"] = local
     gguf_files._add_defaults(config)
     if not config.get("use_sliding_window", True):
         config["sliding_window"] = None
@@ -68,7 +72,8 @@ def _transform(array: np.ndarray, module: str, config: dict[str, Any]) -> np.nda
     if config["model_type"] in INTERLEAVED and part in ROTARY_HEADS:
         halves = array.reshape(config[ROTARY_HEADS[part]], 2, -1, *array.shape[1:])
         return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-    return array
+    offset = NORM_OFFSETS.get(config["model_type"], 0) if part.endswith("norm") else 0
+    return array + np.float32(offset)
 
 
 def _file_tensors(
@@ -103,18 +108,29 @@ def _split_name(tokenizer: dict[str, Any]) -> str:
 
 def _write_tokenizer(writer: Any, folder: pathlib.Path, config: dict[str, Any]) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    known = {index: (token, NORMAL) for token, index in vocab.items()}
+    model = tokenizer["model"]
+    known = {index: (token, NORMAL) for token, index in model["vocab"].items()}
     for entry in tokenizer["added_tokens"]:
         known[entry["id"]] = entry["content"], CONTROL if entry["special"] else USER_DEFINED
     padded = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(config["vocab_size"])]
     tokens = [token for token, _ in padded]
     types = [kind for _, kind in padded]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_split_name(tokenizer))
+    is_sentence_piece = bool(model.get("byte_fallback"))
+    if is_sentence_piece:
+        # A token's score is the rank of its first merge.
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+        ranks = {m.replace(" ", "", 1): rank for rank, m in reversed([*enumerate(merges)])}
+        is_byte = [len(token) == 6 and token.startswith("<0x") for token in tokens]
+        types = [BYTE if byte else kind for byte, kind in zip(is_byte, types, strict=True)]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([-float(ranks.get(token, len(merges))) for token in tokens])
+        writer.add_add_space_prefix('"Prepend"' in json.dumps(tokenizer.get("normalizer")))
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_split_name(tokenizer))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    special = gguf.SpecialVocab(folder, True, ("bos", "eos", "pad"))
+    special = gguf.SpecialVocab(folder, not is_sentence_piece, ("bos", "eos", "pad"))
     special.add_special_token.setdefault("bos", False)
     path = folder / "generation_config.json"
     settings = config | (json.loads(path.read_text()) if path.exists() else {})

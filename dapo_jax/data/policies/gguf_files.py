@@ -23,14 +23,19 @@ ARCHITECTURES = {
     "mistral": "llama",  # with sliding windows
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+    "smollm3": "smollm3",
 }
+CLASS_NAMES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # if not the capitalised type
 # Rows of queries and keys alternate between rotary halves.
-INTERLEAVED = ("llama", "mistral")
+INTERLEAVED = ("llama", "mistral", "smollm3")
+NORM_OFFSETS = {"gemma3_text": 1.0}  # that a file adds to the scales of norms
 # Modules of a Hugging Face folder; the package `gguf` knows their names in a file.
 TOP_MODULES = ["model.embed_tokens", "model.norm", "lm_head"]
 LAYER_MODULES = (
-    "input_layernorm post_attention_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj "
-    "self_attn.o_proj self_attn.q_norm self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
+    "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm "
+    "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj self_attn.q_norm "
+    "self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
 ).split()
 ROTARY_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # Keys of a file, below the name of its architecture, and their fields in config.json.
@@ -49,8 +54,9 @@ FIELDS = REQUIRED_FIELDS | {
     "rope.dimension_count": "head_dim",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
-FLOAT_FIELDS = ("rms_norm_eps", "rope_theta")
+FLOAT_FIELDS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq")
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling, as a factor per frequency
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192  # Llama 3's own numbers, which a file does not hold
 
@@ -70,7 +76,7 @@ SPLITS = {
 WHOLE_SPLITS = ("llama-bpe", "qwen2", "tekken")
 # These take a word of the vocabulary without merges, and begin texts with the begin token.
 KNOWN_WORDS_FIRST = ("llama-bpe", "tekken")
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # types of tokens
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot"}
 
 
@@ -117,6 +123,14 @@ def _add_defaults(config: dict[str, Any]) -> None:
     config.setdefault("num_key_value_heads", heads)
     config.setdefault("head_dim", config["hidden_size"] // heads)
     config.setdefault("rope_theta", 1e4)
+    if config["model_type"] == "gemma3_text":
+        config.setdefault("rope_local_base_freq", 1e4)
+
+
+def _query_scalar(config: dict[str, Any]) -> int:
+    """Return Gemma 3's scale of queries: the largest model's is the width of all heads."""
+    largest = config["hidden_size"] // config["num_attention_heads"]
+    return largest if config["num_hidden_layers"] == 62 else config["head_dim"]
 
 
 def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -125,8 +139,9 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
     _require_key("general.architecture", name, dict.fromkeys(ARCHITECTURES.values()))
     kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == name]
     kind = kinds[-1 if metadata.get(f"{name}.attention.sliding_window") else 0]
+    class_name = CLASS_NAMES.get(kind, kind.capitalize())
     config = {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],  # TRL and vLLM read it
+        "architectures": [f"{class_name}ForCausalLM"],  # TRL and vLLM read it
         "model_type": kind,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -142,8 +157,11 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
             if config.setdefault(field, value) != value:
                 raise ValueError(f"{key} = {value}: must be {config[field]}, the {field}")
     _add_defaults(config)
-    config["attention_bias"] = name in INTERLEAVED and "blk.0.attn_q.bias" in tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    if name == "gemma3":
+        config["query_pre_attn_scalar"] = _query_scalar(config)
+    else:
+        config["attention_bias"] = name in INTERLEAVED and "blk.0.attn_q.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if ROPE_FACTORS in tensors:
         config["rope_scaling"] = _read_scaling(_dequantise(tensors[ROPE_FACTORS]), config)
     scaling = metadata.get(f"{name}.rope.scaling.type", "none")
@@ -193,6 +211,8 @@ def _transform(array: np.ndarray, module: str, config: dict[str, Any]) -> np.nda
             raise ValueError(f"{module} has {len(array)} rows: must have {rows}")
         pairs = array.reshape(heads, -1, 2, *array.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+    if part.endswith("norm") and (offset := NORM_OFFSETS.get(config["model_type"])):
+        return array - np.float32(offset)
     return array
 
 
@@ -220,6 +240,18 @@ def _save_weights(tensors: dict[str, Any], config: dict[str, Any], folder: pathl
 # --- tokenizer ------------------------------------------------------------------------------------
 
 
+def _merges_by_score(vocab: dict[str, int], scores: dict[str, float]) -> list[tuple[str, str]]:
+    """Return the merges of a SentencePiece vocabulary: every split of a token, best score first."""
+    merges = []
+    for token, score in scores.items():
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [split for split in splits if split[0] in vocab and split[1] in vocab]
+        known.sort(key=lambda split: (vocab[split[0]], vocab[split[1]]))
+        merges += [(-score, split) for split in known]
+    merges.sort(key=lambda merge: merge[0])
+    return [split for _, split in merges]
+
+
 def _byte_level(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
     """Return a tokenizer of byte-level merges (`tokenizer.ggml.model` gpt2)."""
     pre = metadata["tokenizer.ggml.pre"]
@@ -236,11 +268,31 @@ def _byte_level(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
     return backend
 
 
+def _sentence_piece(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
+    """Return a tokenizer of SentencePiece's merges (`tokenizer.ggml.model` llama)."""
+    types = metadata["tokenizer.ggml.token_type"]
+    scored = zip(vocab, metadata["tokenizer.ggml.scores"], types, strict=True)
+    scores = {token: score for token, score, kind in scored if kind in (NORMAL, USER_DEFINED)}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    merges = _merges_by_score(vocab, scores)
+    options = {"unk_token": [*vocab][unknown], "fuse_unk": True, "byte_fallback": True}
+    backend = Tokenizer(models.BPE(vocab, merges, **options))
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces: list[Any] = [normalizers.Prepend("▁")] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps += [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
 def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    _require_key("tokenizer.ggml.model", metadata["tokenizer.ggml.model"], ("gpt2",))
-    backend = _byte_level(metadata, {token: index for index, token in enumerate(tokens)})
+    kinds = {"gpt2": _byte_level, "llama": _sentence_piece}
+    kind = metadata["tokenizer.ggml.model"]
+    _require_key("tokenizer.ggml.model", kind, kinds)
+    backend = kinds[kind](metadata, {token: index for index, token in enumerate(tokens)})
     types = metadata.get("tokenizer.ggml.token_type", [])
     for token, of_type in zip(tokens, types, strict=False):
         if of_type in (CONTROL, USER_DEFINED):
@@ -248,7 +300,7 @@ def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
             (backend.add_special_tokens if added.special else backend.add_tokens)([added])
     keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in SPECIAL_TOKENS.items()}
     ids = {name: metadata[key] for name, key in keys.items() if key in metadata or name == "eos"}
-    has_begin = metadata["tokenizer.ggml.pre"] in KNOWN_WORDS_FIRST
+    has_begin = kind == "llama" or metadata["tokenizer.ggml.pre"] in KNOWN_WORDS_FIRST
     if "bos" in ids and metadata.get("tokenizer.ggml.add_bos_token", has_begin):
         begin = tokens[ids["bos"]]
         backend.post_processor = post_processors.TemplateProcessing(
