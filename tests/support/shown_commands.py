@@ -30,7 +30,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 NOT_HERE = {"torch"}  # a package that a script of the repository needs and tests do without
 MARKERS = {"hardware", "cloud", "network"}
 KINDS = [
-    getattr(experiment, f"{kind}Config") for kind in ("", "Sft", "Dpo", "Export", "Serve", "Report")
+    getattr(experiment, f"{kind}Config")
+    for kind in ("", "Sft", "Dpo", "Export", "Serve", "Report", "Audit")
 ]
 FILE = "configs/arithmetic.py"
 PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}

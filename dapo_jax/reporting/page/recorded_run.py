@@ -143,12 +143,12 @@ def _groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def rollouts_files(run: RecordedRun, most: int) -> dict[int, Folder]:
-    """Return the rollouts files of at most `most` evenly spaced steps."""
+def rollouts_files(run: RecordedRun, most: int = 0) -> dict[int, Folder]:
+    """Return the rollouts file of each step, or of at most `most` evenly spaced steps."""
     numbers = {path: path.stem[5:] for path in (run.folder / "rollouts").glob("step_*.jsonl")}
     files = {int(number): path for path, number in numbers.items() if number.isdigit()}
     steps = sorted(files)
-    return {steps[i]: files[steps[i]] for i in spread_out(len(steps), most)}
+    return {steps[i]: files[steps[i]] for i in spread_out(len(steps), most or len(steps))}
 
 
 def sample_groups(run: RecordedRun, most: int = MAX_FILES) -> list[list[dict[str, Any]]]:
