@@ -21,7 +21,7 @@ COMMANDS = {
     "serve": "answer requests over OpenAI's HTTP protocol",
     "sampler": "sample groups for a trainer in another process",
     "plan": "estimate whether a run fits a machine, and the time of a step",
-    "doctor": "check this machine: devices, kernels, decoding, disks",
+    "doctor": "check this machine: devices, kernels, decoding, training steps, disks",
     "report": "write one or more runs as an HTML page",
     "audit": "score a run's recorded responses again with another verifier",
 }

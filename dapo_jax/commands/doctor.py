@@ -1,15 +1,16 @@
-"""Check this machine: versions, devices, kernels, decoding and disks.
+"""Check this machine: versions, devices, kernels, decoding, training steps and disks.
 
     dapo-jax doctor
     dapo-jax doctor --out=runs --bucket=gs://NAME/FOLDER
     dapo-jax doctor --short
 
 It prints a row per check and writes them to doctor.json for an issue report, without host name,
-user name and paths. It takes minutes; --short has small sizes and takes seconds.
+user name and paths. It takes at most ten minutes; --short uses a small model and takes seconds.
 Exit code 0: every check passed; 1: a check failed; 2: wrong arguments.
 """
 
 import contextlib
+import dataclasses
 import functools
 import getpass
 import importlib.metadata
@@ -32,15 +33,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.commands import command_line
-from dapo_jax.commands.plan.chips import CHIPS, Topology
-from dapo_jax.commands.plan.programs import Layout, lay_out
+from dapo_jax.commands.plan.chips import CHIPS, GIB, Chip, Topology
+from dapo_jax.commands.plan.flags import PlanSettings
+from dapo_jax.commands.plan.programs import Compiler, Layout, lay_out, programs
 from dapo_jax.commands.plan.published_shapes import config_values
+from dapo_jax.commands.plan.roofline import measure_lengths, step_costs, useful_flops
 from dapo_jax.commands.plan.simulate import (
     Costs,
     Meter,
     RolloutRecord,
     SimulatedJudge,
     SimulatedPrompts,
+    Simulation,
     Text,
 )
 from dapo_jax.commands.plan.workload import AssumedWorkload
@@ -62,6 +66,9 @@ MODEL = "Qwen2.5-0.5B"
 TINY = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"intermediate_size": 1024, "vocab_size": 512}
 PACKAGES = "dapo_jax jax jaxlib libtpu jax-cuda12-plugin flax optax orbax-checkpoint numpy".split()
+# Chips by a part of the name of their devices; the first match counts.
+KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6": "v6e", "v5": "v5p", "v4": "v4"}
+KINDS |= {"h100": "h100", "h200": "h200"}
 # Largest difference from plain attention in float32, relative to the largest number, and of
 # log-probs in nats.
 ATTENTION_LIMITS = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -76,15 +83,16 @@ Figures = dict[str, Any]
 class Sizes(NamedTuple):
     """Sizes of the checks."""
 
+    model: dict[str, int]  # changes to the shape of MODEL
+    turn_tokens: int  # of a prompt, and of a response
     row_tokens: int  # of the rows of attention
     matrix: int  # side of the matrices of a product
     file_bytes: int
 
 
-SHORT = Sizes(256, 256, 2**22)
-FULL_CPU = Sizes(1280, 2048, 2**28)
-FULL = Sizes(2048, 8192, 2**28)
-TURN_TOKENS = 64  # of a prompt, and of a response
+SHORT = Sizes(TINY, 64, 256, 256, 2**22)
+FULL_CPU = Sizes({}, 32, 1280, 2048, 2**28)
+FULL = Sizes({}, 256, 2048, 8192, 2**28)
 
 
 def seconds_of(function: Callable, *arguments: Any) -> float:
@@ -97,8 +105,11 @@ def seconds_of(function: Callable, *arguments: Any) -> float:
     return min(timeit.repeat(call, number=1, repeat=3))
 
 
-def train_random_policy(layout: Layout) -> Figures:
-    """Train random weights for a step; compare the sampler's log-probs with the forward pass's."""
+def train_random_policy(layout: Layout, steps: int) -> Figures:
+    """Train random weights and return the figures of the last step; an earlier one compiles.
+
+    Log-probs of the sampler are compared with those of the update's forward pass.
+    """
     config, decoder, learner = layout.config, layout.decoder, layout.learners.policy
 
     def init(key: jax.Array) -> Any:
@@ -111,15 +122,20 @@ def train_random_policy(layout: Layout) -> Figures:
     sampler = open_sampler(layout.engine, Text(), config.seed)
     source = RolloutSource(config, prompts, sampler, judge)
     states = LearnerStates(learner.start(params))
-    ((record, values),) = take_steps(source, layout.learners, decoder, states, 1)
+    taken = list(take_steps(source, layout.learners, decoder, states, steps))
+    record, values = taken[-1]
     if values["skipped_updates"]:
         raise ArithmeticError("the update was skipped: numbers are not finite")
     rows, (update,) = present(record.minibatches, "minibatches").rollouts, record.updates
     sampled = np.asarray(rows.response_index[0]) >= 0
     scored = np.asarray(update.token_logprobs)[sampled]
     return {
+        "first_step_seconds": taken[0][1]["seconds_step"],
+        "step_seconds": values["seconds_step"],
+        "decoded_tokens_per_second": values["sampled_tokens_per_second"],
         "difference": float(np.abs(rows.sampler_logprobs[0][sampled] - scored).max()),
         "tokens": len(scored),
+        **update_figures(layout, values["seconds_update"]),
     }
 
 
@@ -134,6 +150,35 @@ def workload(config: experiment.Config) -> AssumedWorkload:
         prompt_spread=1e-6,
         max_prompt_tokens=prompt,
     )
+
+
+def update_figures(layout: Layout, seconds: float) -> Figures:
+    """Return the figures of an update that takes `seconds`."""
+    lengths = measure_lengths(layout.config, layout.decoder, workload(layout.config))
+    tokens, pairs = lengths.responses * lengths.tokens, lengths.responses * lengths.pairs
+    possible = layout.topology.chip.flops_per_second * layout.mesh.size
+    return {
+        "update_seconds": seconds,
+        "update_tokens_per_second": tokens / seconds,
+        "update_mfu": useful_flops(layout.decoder, tokens, pairs) / (seconds * possible),
+    }
+
+
+def plan_step(layout: Layout) -> Figures:
+    """Return the plan's estimates of the figures of a step."""
+    config, decoder = layout.config, layout.decoder
+    lengths = measure_lengths(config, decoder, workload(config))
+    compiler = Compiler(layout, None)
+    wanted = {program.name: program for program in programs(layout, lengths.microbatches)}
+    measured = {name: compiler.measure(wanted[name]) for name in ("decode", "update")}
+    chip = PlanSettings().reached(layout.topology.chip)
+    costs = step_costs(layout, measured, chip, lengths)
+    step = Simulation(config, decoder, layout.sampling_mesh, workload(config), costs).step()
+    return {
+        "decoded_tokens_per_second": step.drawn_tokens / step.rollout_seconds,
+        **update_figures(layout, step.update_seconds),
+        "update_gib": measured["update"].together / GIB,
+    }
 
 
 def check_speed(folder: str, size: int) -> Figures:
@@ -187,6 +232,17 @@ class Machine:
         sizes = {"memory_gib": total / 2**30, "available_gib": memory.host_bytes() / 2**30}
         return {"cores": os.cpu_count(), **sizes, "machine": platform.machine()}
 
+    @functools.cached_property
+    def chip(self) -> tuple[str, Chip]:
+        """Name and published figures of the device, else the measured speed of products."""
+        kind = self.devices[0].device_kind.lower()
+        name = next((chip for part, chip in KINDS.items() if part in kind), "")
+        if name:
+            return name, CHIPS[name]
+        flops = 1e12 * self.rates["tflops"]
+        return "cpu", dataclasses.replace(CHIPS["cpu"], flops_per_second=flops)
+
+    @functools.cached_property
     def rates(self) -> Figures:
         """Measured speed of a device at products and copies of matrices while all devices work."""
         mesh, side = sharding.make_mesh(1, -1, 1, self.devices), self.sizes.matrix
@@ -231,12 +287,13 @@ class Machine:
         limit = ATTENTION_LIMITS[self.dtype]
         return {"difference": float(largest), "limit": limit, "call_seconds": seconds}
 
-    def lay_out(self, cache: Any) -> Layout:
-        """Return a run of the tiny shape."""
-        tokens = TURN_TOKENS
+    def lay_out(self, tiny: bool, cache: Any = "auto") -> Layout:
+        """Return a run of the tiny or the full shape."""
+        name, chip = self.chip
+        tokens = SHORT.turn_tokens if tiny else self.sizes.turn_tokens
         count, on_cpu = len(self.devices), self.platform == "cpu"
         rows = max(4, count) if on_cpu else 8 * count
-        values = (config_values(MODEL) or {}) | TINY
+        values = (config_values(MODEL) or {}) | (TINY if tiny else {})
         sampler: Any = {"slots": rows, "max_response_tokens": tokens, "prefill_prompts": 1}
         with tempfile.TemporaryDirectory() as folder:
             pathlib.Path(folder, "config.json").write_text(json.dumps(values))
@@ -251,13 +308,13 @@ class Machine:
                 optimizer=experiment.Optimizer(learning_rate=1e-6),
                 log=experiment.Log(token_ratios=True),
             )
-            layout = lay_out(config, Topology("", CHIPS["cpu"], (count,)), self.devices)
+            layout = lay_out(config, Topology(f"{name}:{count}", chip, (count,)), self.devices)
         memory.check_run_fits(config, layout.decoder, layout.mesh, layout.sampling_mesh, True)
         return layout
 
     def check_decoding(self, cache: str) -> Figures:
         """Compare the log-probs of sampled tokens with those of a forward pass."""
-        figures = train_random_policy(self.lay_out(cache))
+        figures = train_random_policy(self.lay_out(True, cache), steps=1)
         return {**figures, "limit": LOGPROB_LIMITS[self.dtype]}
 
     def attention_checks(self) -> Iterator[tuple[str, Callable[[], Figures]]]:
@@ -278,11 +335,15 @@ class Machine:
         yield "versions", self.versions
         yield "devices", self.describe
         yield "host", self.host
-        yield "matrix product and copy", self.rates
+        yield "matrix product and copy", lambda: self.rates
         yield from self.attention_checks()
         for cache in ("slots", "paged"):
             check = functools.partial(self.check_decoding, cache)
             yield f"decoding, {cache}, against forward", check
+        tiny = bool(self.sizes.model)
+        model = "a small model" if tiny else MODEL
+        yield f"plan: step of {model}", lambda: plan_step(self.lay_out(tiny))
+        yield f"measured: step of {model}", lambda: train_random_policy(self.lay_out(tiny), 2)
 
 
 class Report:

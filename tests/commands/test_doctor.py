@@ -33,6 +33,10 @@ def test_short_form_passes_and_keeps_names_and_paths_out(doctor, tmp_path):
     assert "FAILED" not in output.replace("0 FAILED", "")
     assert all(row["ok"] for row in rows.values())
     assert {*BLOCKED, "versions", "decoding, paged, against forward", "bucket"} <= set(rows)
+    measured, plan = rows["measured: step of a small model"], rows["plan: step of a small model"]
+    assert measured["update_seconds"] * measured["update_mfu"] == pytest.approx(
+        plan["update_seconds"] * plan["update_mfu"]
+    )
     assert not [*bucket.iterdir()]
     text = json.dumps(rows)
     for private in (str(tmp_path), socket.gethostname(), f"/{getpass.getuser()}"):

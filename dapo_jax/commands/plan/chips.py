@@ -24,14 +24,18 @@ class Chip:
     dcn_bytes_per_second: float = math.inf  # to other slices: its part of the host's network
 
 
-# docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; dcn: jax-ml.github.io/scaling-book, its table of
-# TPUs. cpu stands for the devices of this machine, to try a plan out; its figures are made up.
+# docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; resources.nvidia.com, data sheets of H100 SXM and
+# H200 SXM (dense; NVLink one way); dcn: jax-ml.github.io/scaling-book, its table of TPUs.
+# cpu stands for the devices of this machine, to try a plan out; its figures are made up. A plan
+# compiles for these and TPUs; the doctor compares GPUs with their peak.
 CHIPS = {
     "v4": Chip(275e12, 31.25, 1228e9, 300e9, 4, 3, "megacore", dcn_bytes_per_second=3.125e9),
     "v5e": Chip(197e12, 15.75, 819e9, 200e9, 16, 2, dcn_bytes_per_second=3.125e9),
     "v5p": Chip(459e12, 95.74, 2765e9, 600e9, 4, 3, "megacore", dcn_bytes_per_second=6.25e9),
     "v6e": Chip(918e12, 31.25, 1640e9, 400e9, 16, 2, dcn_bytes_per_second=12.5e9),
     "cpu": Chip(5e11, 4.0, 2e10, 1e10, 0, 1, platform="cpu"),
+    "h100": Chip(989e12, 79.1, 3350e9, 450e9, 0, 1, platform="cuda"),
+    "h200": Chip(989e12, 139.8, 4800e9, 450e9, 0, 1, platform="cuda"),
 }
 
 
@@ -66,7 +70,7 @@ class Topology:
 def parse(name: str, slices: int = 1) -> Topology:
     """Parse a topology such as `v5p:4x4x4`, `v6e:16x16`, `cpu:8`. Raises `ConfigError`."""
     kind, _, text = name.partition(":")
-    kinds = [*CHIPS]
+    kinds = [kind for kind, chip in CHIPS.items() if chip.platform != "cuda"]
     allowed = f"KIND:SHAPE with a KIND of {', '.join(kinds)}, as in v5p:4x4x4"
     check_flag(kind in kinds, "topology", name, allowed)
     chip = CHIPS[kind]
