@@ -28,6 +28,8 @@ KEPT_FILES = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
     "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json"
 ).split()
+# All files written into a folder; the safetensors library writes .tmp*.
+WRITTEN = ("*.unfinished", ".tmp*", "model*.safetensors", INDEX, "config.json", *KEPT_FILES)
 
 
 @functools.partial(jax.jit, static_argnames="axes")
