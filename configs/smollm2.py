@@ -45,6 +45,7 @@ class Task:
     prompt_tokens: int
     response_tokens: int
     heldout: str = ""
+    rows: int = 16  # of a microbatch
     verifier: str = "final_number"
     tool: bool = False
     control: bool = False
@@ -59,7 +60,7 @@ TASKS = {
     "calculator": CALCULATOR,
     "without_calculator": dataclasses.replace(CALCULATOR, tool=False),
     "countdown": Task("smollm2_base_countdown", COUNTDOWN, PLAIN, 144, 32, verifier="math"),
-    "gsm8k": Task("smollm2_base_gsm8k", "openai/gsm8k", PLAIN, 256, 320, heldout="openai/gsm8k"),
+    "gsm8k": Task("smollm2_base_gsm8k", "openai/gsm8k", PLAIN, 256, 320, "openai/gsm8k", rows=4),
 }
 
 
@@ -90,7 +91,7 @@ def get_config(variant: str = "words") -> Config:
         environment=environment,
         sampler=Sampler(slots=64, burst_tokens=4, max_response_tokens=task.response_tokens),
         optimizer=Optimizer(learning_rate=1e-5, warmup_steps=3, weight_decay=0.0),
-        packing=Packing(row_tokens=-1, rows_per_microbatch=16),
+        packing=Packing(row_tokens=-1, rows_per_microbatch=task.rows),
         mesh=Mesh(data=-1, fsdp=1),
         checkpoint=Checkpoint(every_steps=10),
         evaluation=Evaluation(every_steps=10, temperature=1.0, samples_per_problem=1),
