@@ -20,7 +20,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.paths import is_remote
 
 _SHAPES: dict[str, dict[str, Any]] = json.loads(
-    (importlib.resources.files(__package__) / "published_shapes.json").read_text()
+    (importlib.resources.files("dapo_jax.commands.plan") / "published_shapes.json").read_text()
 )
 NAMES = tuple(_SHAPES)
 # Parts of a name that do not change the shape: Qwen2.5-Math-7B, Meta-Llama-3.1-8B-Instruct.
