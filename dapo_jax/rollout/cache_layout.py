@@ -61,6 +61,7 @@ class CacheLayout:
         self.takes_many = paged or mesh.size == 1
         self.pages: PageTable | None = None
         self.attend: Any = attend_slots
+        self.by_kernel = False  # else attention reads a window of every slot
         if paged:
             replicas = sharding.shards(mesh, "batch", sharding.DECODING)
             full = -(-cache_tokens // settings.page_tokens)  # pages of a longest response
@@ -72,7 +73,8 @@ class CacheLayout:
             page_tokens, slots = settings.page_tokens, settings.slots
             each = pages // replicas + 1
             self.pages = PageTable(PageGeometry(replicas, each, page_tokens, slots, cache_tokens))
-            self.attend = PagedAttention(mesh, _read_by_kernel(config, mesh, settings, dtype))
+            self.by_kernel = _read_by_kernel(config, mesh, settings, dtype)
+            self.attend = PagedAttention(mesh, self.by_kernel)
 
     def window(self, needed: int) -> int:
         """Return the length of slots that hold `needed` tokens; with pages always the maximum."""
@@ -98,7 +100,7 @@ class CacheLayout:
         """Return the page table columns that attention reads for `needed` tokens of a slot."""
         if self.pages is None:
             return None
-        window = self._limit if self.attend.kernel else self._grown(needed)
+        window = self._limit if self.by_kernel else self._grown(needed)
         return -(-window // self._settings.page_tokens)
 
     def _lengths(self, window: int) -> list[int]:

@@ -291,7 +291,7 @@ def test_unaligned_heads_never_use_the_ragged_kernel(head_dim, monkeypatch, one_
     with pytest.raises(AssertionError, match="the kernel was called"):
         jax.jit(decode(one_device, kernel=True))(*slots.arrays(jnp.float32))
     assert layout(head_dim=head_dim).pages is None
-    kernel = layout("paged", head_dim=head_dim).attend.kernel
+    kernel = layout("paged", head_dim=head_dim).by_kernel
     mixed, _ = jax.jit(decode(one_device, kernel=kernel))(*slots.arrays(jnp.float32))
     np.testing.assert_allclose(mixed, slots.mixed(), atol=2e-6)
 
@@ -322,14 +322,14 @@ def test_supported_kernel_shapes_are_those_that_jax_traces(kv_heads, head_dim, d
 def test_the_layout_depends_on_the_heads_per_device():
     of_heads = {"head_dim": 128, "heads": 40, "kv_heads": 40, "dtype": jnp.bfloat16}
     assert layout(**of_heads).pages is not None
-    assert layout(**of_heads).attend.kernel
+    assert layout(**of_heads).by_kernel
     assert layout(tensor=4, **of_heads).pages is None  # 10 of each
-    assert not layout("paged", tensor=4, **of_heads).attend.kernel
+    assert not layout("paged", tensor=4, **of_heads).by_kernel
 
 
 def test_int8_pages_on_tpu_need_a_scale_per_head():
     by_head = {"cache_dtype": "int8_per_head", "head_dim": 128}
-    assert layout(**by_head).attend.kernel
+    assert layout(**by_head).by_kernel
     with pytest.raises(ConfigError, match=r"sampler.cache_dtype = 'int8_per_head'.*2, 4, 8 or"):
         layout(**by_head, kv_heads=1)  # a word has four int8
     with pytest.raises(ConfigError, match=r"sampler.cache = 'slots'.*'paged' or 'auto'"):

@@ -164,7 +164,7 @@ class SimulatedPrograms:
         self._replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         self._lengths = np.zeros(self._slots, np.int64)
         self._ends = np.zeros(self._slots, bool)
-        self._reads_window = not layout.attend.kernel
+        self._reads_window = not layout.by_kernel
 
     def resident(self) -> None: ...
 
