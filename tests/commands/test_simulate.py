@@ -95,16 +95,6 @@ def test_the_greedy_baseline_of_remax_is_one_more_response_per_group():
     assert step.drawn_tokens == (64 + 16) * 20 and step.kept_tokens == 64 * 20
 
 
-def test_gpus_read_slots_as_far_as_they_are_filled():
-    settings = {"filtered": False, "cache": "slots"}
-    shape = dataclasses.replace(SHAPE, head_dim=64)
-    by_gpu, by_tpu = (
-        make_simulation(Constant(20), shape=shape, platform=platform, **settings).step()
-        for platform in ("cuda", "tpu")
-    )
-    assert by_gpu.counts["read_token"] == 64 * sum(range(5, 25)) < by_tpu.counts["read_token"]
-
-
 def test_host_work_costs_time_unless_devices_hide_it():
     """16 groups of 4 responses of 20 tokens, with 5 of a prompt: 12 bursts of 16 slots."""
     costs = Costs(**dict.fromkeys(HOSTS, 1.0), update_token=1e-2, score_token=2e-1)
