@@ -87,7 +87,7 @@ def test_conditions_name_what_lower_packages_define():
     assert {name for name in TEMPLATES if shows({"data.template": name})} == {
         name for name in TEMPLATES if open_template(name).shows_system
     }
-    assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", *DTYPES.values()}
+    assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", "f16", "q8_0", *DTYPES.values()}
 
 
 # --- settings that nothing reads -----------------------------------------------------------------
