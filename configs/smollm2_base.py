@@ -14,7 +14,7 @@ COUNTDOWN = "gym:countdown?min_numbers=3&max_numbers=3&max_value=20&min_target=1
 TASKS = {
     "words": OwnData("word_problems", template="{problem}\n", generated_examples=176),
     "calculator": OwnData("calculator_problems", template="chat", generated_examples=336),
-    "countdown": OwnData(COUNTDOWN, template="{problem}\n", generated_examples=496),
+    "countdown": OwnData(COUNTDOWN, template="{problem}\n", generated_examples=256),
     "gsm8k": OwnData("openai/gsm8k", template="{problem}\n"),
 }
 # Tokens of a row, and rows of a microbatch.
