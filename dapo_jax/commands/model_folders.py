@@ -1,13 +1,7 @@
 """Commands that write a model folder: `dapo-jax sft`, `dapo-jax dpo`, `dapo-jax export`."""
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import (
-    GENERATED,
-    WORD_PROBLEMS,
-    DpoConfig,
-    ExportConfig,
-    SftConfig,
-)
+from dapo_jax.config.experiment import DpoConfig, ExportConfig, SftConfig
 from dapo_jax.config.validation import check_warmup
 
 SFT_USAGE = """\
@@ -46,6 +40,7 @@ The folder of adapters in PEFT's format may take the place of a run, with --mode
 def check_folder(config: SftConfig | DpoConfig) -> None:
     """Raise `ConfigError` if the folder must not be written, or the data has no file."""
     from dapo_jax.data.files import find_files
+    from dapo_jax.data.sources import is_generated
     from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, check_free
 
     check_warmup(config)
@@ -55,8 +50,7 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
         from dapo_jax.run.export import adapter_folder
 
         check_free("out", adapter_folder(config.out), kind)
-    generated = () if isinstance(config, DpoConfig) else (*GENERATED, *WORD_PROBLEMS)
-    if config.data.source not in generated:
+    if isinstance(config, DpoConfig) or not is_generated(config.data.source):
         find_files("data.source", config.data.source, config.data.folder, "train")
 
 
