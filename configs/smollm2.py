@@ -12,6 +12,7 @@ sampled at temperature 1 and top_p 0.7. Results are in docs/results.md.
 """
 
 import dataclasses
+from typing import Literal
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
@@ -46,7 +47,7 @@ class Task:
     response_tokens: int
     heldout: str = ""
     rows: int = 16  # of a microbatch
-    verifier: str = "final_number"
+    verifier: Literal["final_number", "math"] = "final_number"
     tool: bool = False
     control: bool = False
 
