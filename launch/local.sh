@@ -45,8 +45,8 @@ done
 case "$samplers" in
     "" | *[!0-9]*) echo "error: --samplers must be a whole number" >&2; exit 2 ;;
 esac
-if [ "$samplers" -gt 0 ] && { [ "$processes" -gt 1 ] || [ -z "$run_dir" ]; }; then
-    echo "error: --samplers needs --config.run_dir=FOLDER, and one process that trains" >&2
+if [ "$samplers" -gt 0 ] && [ -z "$run_dir" ]; then
+    echo "error: --samplers needs --config.run_dir=FOLDER" >&2
     exit 2
 fi
 if [ "$processes" -gt 1 ] || [ -n "$devices" ]; then
@@ -68,11 +68,11 @@ source launch/env.sh "$kind"
 train=(.venv/bin/python -m dapo_jax train "$config" "${arguments[@]+"${arguments[@]}"}")
 [ "$((processes + samplers))" -gt 1 ] || exec "${train[@]}"
 
-# Several: they meet at a port of this machine that is free now.
-free='import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])'
-port="$(.venv/bin/python -c "$free")"
+# Several: they meet at ports of this machine that are free now.
+free='import socket; s = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]; print(*(x.getsockname()[1] for x in s))'
+read -r port joined <<<"$(.venv/bin/python -c "$free")"
 [ "$samplers" -eq 0 ] || train+=(--config.rollout.remote=also "--config.sampler.port=$port")
-export DAPO_COORDINATOR="127.0.0.1:$port" DAPO_PROCESSES="$processes"
+export DAPO_COORDINATOR="127.0.0.1:$joined" DAPO_PROCESSES="$processes"
 set -m # a process group each, so that Ctrl-C comes once, from here
 children=()
 for ((i = 0; i < processes; i++)); do

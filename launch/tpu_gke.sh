@@ -8,6 +8,9 @@
 #   --type=v6e            v4, v5e, v5p, v6e or tpu7x; --chips-per-host=4 (8 on one-host v5e and v6e slices)
 #   --slices=1            of --topology= each; over 1 the gradients cross the data centre's network
 #   --tries=10            starts in all; the cluster starts all slices again after a failure or a preemption
+#   --samplers=0          machines that sample for the trainer (docs/samplers.md), each one host of --sampler-type=v6e and
+#                         --sampler-topology=2x4; --sampler-flag=--config.mesh.decode_tensor=8 is dapo-jax sampler's
+#   --sampler-spot        only the samplers on spot nodes
 #   --spot                on spot nodes; --service-account=S the Kubernetes account that may use gs://
 #   --env=NAME=VALUE      for the trainer; --secret-env=NAME=SECRET/KEY a key of a Kubernetes Secret
 #   --namespace=default   and --context= are kubectl's; --queue=Q a Kueue LocalQueue, which admits the JobSet
@@ -29,7 +32,8 @@ case "$action" in
 esac
 name="" image="" type=v6e topology="" slices=1 chips_per_host=4 tries=10 spot="" account=""
 namespace=default context="" queue="" detach="" yes="" dry="" emit=""
-environment=() secrets=() arguments=()
+samplers=0 sampler_type=v6e sampler_topology=2x4 sampler_spot=""
+environment=() secrets=() arguments=() sampler_flags=()
 while [ $# -gt 0 ]; do
     value="${1#*=}"
     case "$1" in
@@ -40,7 +44,12 @@ while [ $# -gt 0 ]; do
         --slices=*) check_number --slices "$value" && slices="$value" ;;
         --chips-per-host=*) chips_per_host="$value" ;;
         --tries=*) check_number --tries "$value" && tries="$value" ;;
-        --spot) spot=yes ;;
+        --spot) spot=yes sampler_spot=yes ;;
+        --samplers=*) check_number --samplers "$value" && samplers="$value" ;;
+        --sampler-type=*) sampler_type="$value" ;;
+        --sampler-topology=*) sampler_topology="$value" ;;
+        --sampler-spot) sampler_spot=yes ;;
+        --sampler-flag=*) sampler_flags+=("$value") ;;
         --service-account=*) account="$value" ;;
         --env=*) check_env "$value" && environment+=("$value") ;;
         --secret-env=*)
@@ -65,6 +74,17 @@ check_name
 for value in "$namespace" "${account:-a}" "${queue:-a}"; do
     [[ $value =~ ^[a-z0-9][a-z0-9-]*$ ]] || die 2 "'$value': must be a Kubernetes name"
 done
+# The flag's name, a type of TPU: sets `node`, GKE's name of it.
+find_node() {
+    case "$2" in
+        v4) node=tpu-v4-podslice ;;
+        v5e) node=tpu-v5-lite-podslice ;;
+        v5p) node=tpu-v5p-slice ;;
+        v6e) node=tpu-v6e-slice ;;
+        tpu7x) node=tpu7x ;;
+        *) die 2 "$1 = '$2': must be v4, v5e, v5p, v6e or tpu7x" ;;
+    esac
+}
 if [ "$action" = run ]; then
     [[ $image =~ ^[A-Za-z0-9][A-Za-z0-9./:@_-]*$ ]] || die 2 "--image = '$image': must be an image, as REGION-docker.pkg.dev/P/R/I:TAG"
     [[ $topology =~ ^[1-9][0-9]*x[1-9][0-9]*(x[1-9][0-9]*)?$ ]] || die 2 "--topology = '$topology': must be that of the node pools, as 4x4x4 or 16x16"
@@ -72,17 +92,19 @@ if [ "$action" = run ]; then
     chips=$((${topology//x/*}))
     [ $((chips % chips_per_host)) = 0 ] || die 2 "--topology = '$topology': its $chips chips must be a multiple of --chips-per-host = $chips_per_host"
     hosts=$((chips / chips_per_host))
-    case "$type" in
-        v4) node=tpu-v4-podslice ;;
-        v5e) node=tpu-v5-lite-podslice ;;
-        v5p) node=tpu-v5p-slice ;;
-        v6e) node=tpu-v6e-slice ;;
-        tpu7x) node=tpu7x ;;
-        *) die 2 "--type = '$type': must be v4, v5e, v5p, v6e or tpu7x" ;;
-    esac
+    find_node --sampler-type "$sampler_type" && sampler_node="$node"
+    find_node --type "$type"
     [ ${#arguments[@]} -gt 0 ] || die 2 "the trainer's arguments are missing: -- --config=configs/..."
     folder="$(run_dir "${arguments[@]}")"
     [[ $folder == gs://?* ]] || die 2 "--config.run_dir = '$folder': must be gs://..., which all pods see"
+    if [ "$samplers" -gt 0 ]; then
+        sampler_chips=0
+        [[ $sampler_topology =~ ^[1-9]x[1-9](x[1-9])?$ ]] && sampler_chips=$((${sampler_topology//x/*}))
+        [[ $sampler_chips =~ ^[1248]$ ]] || die 2 "--sampler-topology = '$sampler_topology': must be that of one host, as 2x4"
+        for word in --config.rollout.remote=also --config.sampler.host=0.0.0.0; do
+            [[ " ${arguments[*]} " == *" ${word%%=*}="* ]] || arguments+=("$word")
+        done
+    fi
     bucket="${folder#gs://}"
     if [[ " ${environment[*]}" != *" JAX_COMPILATION_CACHE_DIR="* ]]; then
         environment+=("JAX_COMPILATION_CACHE_DIR=gs://${bucket%%/*}/jax_cache") # a new pod compiles nothing again
@@ -115,9 +137,10 @@ metadata:
 YAML
     [ -z "$queue" ] || echo "  labels: {kueue.x-k8s.io/queue-name: $queue}"
     cat <<YAML
-  annotations: # a slice is a node pool, and has it alone
-    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
+YAML
+    [ "$samplers" -eq 0 ] || echo "  successPolicy: {operator: All, targetReplicatedJobs: [slice]}"
+    cat <<YAML
   failurePolicy:
     maxRestarts: $((tries - 1))
     rules: # what a pod's policy failed is final; all else starts every slice again
@@ -127,6 +150,9 @@ spec:
     - name: slice
       replicas: $slices
       template:
+        metadata:
+          annotations: # a slice is a node pool, and has it alone
+            alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
         spec:
           completions: $hosts
           parallelism: $hosts
@@ -143,19 +169,7 @@ spec:
               dnsPolicy: ClusterFirstWithHostNet
               terminationGracePeriodSeconds: 300
 YAML
-    [ -z "$account" ] || echo "              serviceAccountName: $account"
-    cat <<YAML
-              nodeSelector:
-                cloud.google.com/gke-tpu-accelerator: $node
-                cloud.google.com/gke-tpu-topology: $topology
-YAML
-    if [ -n "$spot" ]; then
-        cat <<YAML
-                cloud.google.com/gke-spot: "true"
-              tolerations:
-                - {key: cloud.google.com/gke-spot, operator: Equal, value: "true", effect: NoSchedule}
-YAML
-    fi
+    place "$node" "$topology" "$spot"
     cat <<YAML
               containers:
                 - name: trainer
@@ -179,6 +193,74 @@ YAML
     for word in "${arguments[@]}"; do
         echo "                    - $(plain "$word")"
     done
+    variables
+    [ "$samplers" -eq 0 ] || sampler_job
+}
+
+# Account, node type, topology, and spot nodes if the third word is not empty.
+place() {
+    [ -z "$account" ] || echo "              serviceAccountName: $account"
+    cat <<YAML
+              nodeSelector:
+                cloud.google.com/gke-tpu-accelerator: $1
+                cloud.google.com/gke-tpu-topology: $2
+YAML
+    [ -n "$3" ] || return 0
+    cat <<YAML
+                cloud.google.com/gke-spot: "true"
+              tolerations:
+                - {key: cloud.google.com/gke-spot, operator: Equal, value: "true", effect: NoSchedule}
+YAML
+}
+
+# Samplers come and go: none of them ends the run or starts its slices again.
+sampler_job() {
+    local word
+    cat <<YAML
+    - name: sampler
+      replicas: $samplers
+      template:
+        spec:
+          completions: 1
+          parallelism: 1
+          completionMode: Indexed
+          backoffLimit: 1000000
+          podFailurePolicy:
+            rules: # a preemption: start again at once
+              - action: Ignore
+                onPodConditions: [{type: DisruptionTarget}]
+          template:
+            spec:
+              restartPolicy: Never
+              hostNetwork: true
+              dnsPolicy: ClusterFirstWithHostNet
+YAML
+    place "$sampler_node" "$sampler_topology" "$sampler_spot"
+    cat <<YAML
+              containers:
+                - name: sampler
+                  image: $image
+                  resources: {limits: {google.com/tpu: $sampler_chips}}
+                  command:
+                    - bash
+                    - -c
+                    - |
+                      # Each sampler is a program of its own, not a slice of a larger one.
+                      unset \${!MEGASCALE_@}
+                      source launch/env.sh tpu-$sampler_type
+                      exec python -m dapo_jax sampler "\$@"
+                    - sampler
+                    - $(plain "--run=$folder")
+                    - --trainer=http://$name-slice-0-0.$name:8200
+YAML
+    for word in ${sampler_flags[@]+"${sampler_flags[@]}"}; do
+        echo "                    - $(plain "$word")"
+    done
+    variables
+}
+
+variables() {
+    local word
     [ ${#environment[@]} -gt 0 ] || [ ${#secrets[@]} -gt 0 ] || return 0
     echo "                  env:"
     for word in ${environment[@]+"${environment[@]}"}; do
@@ -271,7 +353,7 @@ interrupted() {
 
 run() {
     local code word
-    for word in "${arguments[@]}" "${environment[@]}"; do yaml "$word" >/dev/null; done # here an error ends the script
+    for word in "${arguments[@]}" "${environment[@]}" ${sampler_flags[@]+"${sampler_flags[@]}"}; do yaml "$word" >/dev/null; done # here an error ends the script
     [ -z "$emit" ] || { manifest; exit; }
     lock "gke-$name"
     [ -n "$detach" ] || trap interrupted INT TERM

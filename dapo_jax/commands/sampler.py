@@ -5,7 +5,7 @@
 reads the run's settings and the policy's weights from the folder RUN, which both processes see. It
 may start before the trainer, at any time end and start again, and there may be any number: which
 process samples a group changes nothing. It ends with exit code 0 after the run's last step, and
-after SIGTERM.
+with 143 after SIGTERM, so that a cluster starts it again.
 """
 
 import dataclasses
@@ -285,7 +285,7 @@ def main() -> int:
             require(is_url, "trainer", config.trainer, "a URL such as http://HOST:8200")
             sample(config, signals)
 
-        return checks.guarded(work)
+        return checks.guarded(work) or signals.exit_code
 
 
 if __name__ == "__main__":

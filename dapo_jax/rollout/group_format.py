@@ -53,13 +53,23 @@ def _encode(value: Any) -> Any:
     return _encode_array(value) if isinstance(value, np.ndarray) else _fields(value)
 
 
+def to_text(value: Any) -> str:
+    """Return lists, dictionaries and dataclasses of these as JSON."""
+    return json.dumps(value, default=_encode)
+
+
+def from_text(text: str | bytes) -> Any:
+    """Invert `to_text`, except that dataclasses stay dictionaries of their fields."""
+    return json.loads(text, object_hook=_decode)
+
+
 def dump(value: Any) -> bytes:
-    """Return lists, dictionaries and dataclasses of these as compressed JSON."""
-    return zlib.compress(json.dumps(value, default=_encode).encode())
+    """Return `to_text` of a value, compressed."""
+    return zlib.compress(to_text(value).encode())
 
 
 def load(content: bytes, max_bytes: int = 0) -> Any:
-    """Invert `dump`, except that dataclasses stay dictionaries of their fields.
+    """Invert `dump`, as `from_text` does.
 
     Raises ValueError if the content is no such text, or longer than `max_bytes` (0: any length).
     """
@@ -68,7 +78,7 @@ def load(content: bytes, max_bytes: int = 0) -> Any:
         text = decompressor.decompress(content, max_bytes)
         if not decompressor.eof:
             raise ValueError("it is too long, or incomplete")
-        return json.loads(text, object_hook=_decode)
+        return from_text(text)
     except (zlib.error, RecursionError, TypeError) as error:
         raise ValueError(str(error)) from None
 
@@ -80,6 +90,13 @@ def completion_from(fields: dict[str, Any]) -> Completion:
     fields["rewards"] = tuple(fields["rewards"])
     fields["failures"] = tuple(fields["failures"])
     return Completion(**fields)
+
+
+def read_counts(fields: dict[str, Any]) -> SamplerCounts:
+    """Return counts from their fields."""
+    turns = fields["turns"] and TurnCounts(**fields["turns"])
+    remote = fields["remote"] and RemoteCounts(**fields["remote"])
+    return SamplerCounts(**fields | {"turns": turns, "remote": remote})
 
 
 def _group_from(fields: dict[str, Any], prompt: Prompt) -> Group:
@@ -130,13 +147,10 @@ def unpack_rollouts(content: np.ndarray, read_prompt: ReadPrompt) -> tuple[Rollo
     rollouts = []
     for fields in load(content.tobytes()):
         groups = [_group_from(group, read_prompt(group["prompt"])) for group in fields["groups"]]
-        batch, counts = fields["batch"], fields["counts"]
+        batch = fields["batch"]
         for name in GROUP_LISTS:
             batch[name] = [groups[i] for i in batch[name]]
         batch |= {"carried": (), "reused": frozenset(), "resampled": tuple(batch["resampled"])}
-        turns = counts["turns"] and TurnCounts(**counts["turns"])
-        remote = counts["remote"] and RemoteCounts(**counts["remote"])
-        counts = SamplerCounts(**counts | {"turns": turns, "remote": remote})
-        rest = counts, fields["seconds"], fields["passed_over"]
+        rest = read_counts(fields["counts"]), fields["seconds"], fields["passed_over"]
         rollouts.append(Rollout(CollectedGroups(**batch), *rest))
     return tuple(rollouts)

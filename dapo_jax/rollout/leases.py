@@ -4,7 +4,6 @@ A group's key names all that its responses depend on, so an answer counts whoeve
 whenever. The first one is taken; a later one, or one to a group that is not wanted, is ignored.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.contracts import FinishedResponses
 from dapo_jax.rollout.group_format import completion_from
 from dapo_jax.structs import (
     Completion,
@@ -72,6 +70,9 @@ class Task:
     def from_fields(cls, fields: dict[str, Any]) -> "Task":
         session = fields["session"] | {"rule": SamplingRule(*fields["session"]["rule"])}
         return cls(Session(**session), Prompt(**fields["prompt"]), tuple(fields["samples"]))
+
+
+FinishedTask = tuple[Task, tuple[Completion, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,19 +183,12 @@ class Leases:
         with self._changed:
             self._tasks: dict[str, Task] = {}  # without an answer, in data order
             self._holders: dict[str, str] = {}  # sampler of each leased task
-            self._finished: collections.deque[FinishedResponses] = collections.deque()
+            self._finished: list[FinishedTask] = []
 
     def add(self, task: Task) -> None:
         """Want a group."""
         with self._changed:
             self._tasks[task.key] = task
-
-    @property
-    def outstanding(self) -> int:
-        """Number of responses that are wanted, or finished and not taken."""
-        with self._changed:
-            finished = sum(len(responses) for _, responses in self._finished)
-            return sum(len(task.samples) for task in self._tasks.values()) + finished
 
     def alive(self) -> list[str]:
         """Return the samplers that were heard of within `seconds`."""
@@ -265,21 +259,15 @@ class Leases:
         with self._changed:
             self._holders.pop(task.key, None)
             if self._tasks.pop(task.key, None):
-                self._finished.append((task.prompt, tuple(responses)))
+                self._finished.append((task, tuple(responses)))
                 self._changed.notify_all()
 
-    def take(self, seconds: float) -> list[FinishedResponses]:
+    def take(self, seconds: float) -> list[FinishedTask]:
         """Return the groups that have finished; wait up to `seconds` for the first."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished, seconds)
-            finished = list(self._finished)
-            self._finished.clear()
+            finished, self._finished = self._finished, []
             return finished
-
-    def wanted(self) -> list[Task]:
-        """Return the tasks without an answer, in data order."""
-        with self._changed:
-            return list(self._tasks.values())
 
     def remote_counts(self) -> SamplerCounts:
         """Return the sum of the counts that samplers have sent in this session."""

@@ -11,6 +11,7 @@ from dapo_jax.contracts import FinishedResponses, Sampler, do_nothing
 from dapo_jax.data.policies import model_path
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.load_huggingface import fingerprint
+from dapo_jax.rollout.group_format import completion_from, from_text, read_counts, to_text
 from dapo_jax.rollout.leases import LOCAL, AnswerLimits, Leases, Session, Task
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.checkpointing.same_run import may_change
@@ -18,10 +19,11 @@ from dapo_jax.run.lease_server import LeaseServer
 from dapo_jax.run.weight_versions import WeightVersions
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import LOOPBACK, read_key
-from dapo_jax.runtime.settings import leaves, require
+from dapo_jax.runtime.settings import leaves
 from dapo_jax.runtime.storage.retries import is_storage_error, reason
-from dapo_jax.structs import PartialGroup, Prompt, SamplerCounts, SamplingRule
+from dapo_jax.structs import Completion, PartialGroup, Prompt, SamplerCounts, SamplingRule
 
+Responses = tuple[Completion, ...]
 POLL_SECONDS = 0.2  # between looks at signals
 # Settings that decide what is sampled, unless a resumed run may change them.
 DECISIVE = (
@@ -57,7 +59,8 @@ class RemoteSampler:
     """A `contracts.Sampler` that leases the groups of training steps to other processes.
 
     The local sampler draws evaluations, and all that the others leave if `also` is true. It also
-    draws a step whose weights can't be written.
+    draws a step whose weights can't be written. Of several processes the first one's leases
+    decide, and all receive its finished groups.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class RemoteSampler:
         self.leases = leases
         self._local, self._write_version = local, write
         self._also, self._slots, self._warn = also, slots, warn
+        self._wanted: dict[str, Task] = {}  # by key, in data order
         self._tasks: dict[tuple[int, tuple[int, ...]], Task] = {}  # that the local sampler draws
+        self._alive = 0  # samplers at the last burst
         self._is_local = self._draws = True  # no leases at all; the local sampler draws too
         self._begun: tuple[Any, dict[str, Any]] = (None, {})  # arguments of `begin`
 
@@ -134,29 +139,35 @@ class RemoteSampler:
         if len(prompt.tokens) == 0:
             raise ValueError(f"prompt {prompt.id!r} has no tokens")
         assert self.leases.session is not None  # set by `begin`
-        self.leases.add(Task(self.leases.session, prompt, samples))
+        task = Task(self.leases.session, prompt, samples)
+        self._wanted[task.key] = task
+        self.leases.add(task)
 
     def resident(self) -> Any:
         return self._local.resident()
 
     @property
     def idle(self) -> bool:
-        return self._local.idle if self._is_local else not self.leases.outstanding
+        return self._local.idle if self._is_local else not self._wanted
+
+    @property
+    def _outstanding(self) -> int:
+        return sum(len(task.samples) for task in self._wanted.values())
 
     @property
     def room(self) -> int:
         if self._is_local:
             return self._local.room
-        samplers = len(self.leases.alive()) + self._draws
-        return self._slots * max(1, samplers) - self.leases.outstanding
+        return self._slots * max(1, self._alive + self._draws) - self._outstanding
 
     def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
         if self._is_local:
             return self._local.decode_burst(meanwhile)
-        if self.leases.unreadable:
+        unreadable, self._alive, leased = processes.broadcast_from_host0(self._look, "leases")
+        if unreadable:
             self._write(repair=True)
         if self._draws:
-            for task in self.leases.lease(LOCAL, self._local.room):
+            for task in map(self._wanted.__getitem__, leased):
                 self._tasks[task.prompt.index, task.samples] = task
                 submit(self._local, task)
             for prompt, responses in self._local.decode_burst(meanwhile):
@@ -164,28 +175,48 @@ class RemoteSampler:
                 self.leases.finish(self._tasks.pop((prompt.index, samples)), responses)
         else:
             meanwhile()
-        finished = self.leases.take(0.0 if self._draws and not self._local.idle else POLL_SECONDS)
-        total = self.leases.remote_counts() + (self._local.counts if self._draws else None)
+        answers, counts = self._take(0.0 if self._draws and not self._local.idle else POLL_SECONDS)
+        total = counts + (self._local.counts if self._draws else None)
         vars(self.counts).update(vars(total))
-        return finished
+        return [(self._wanted.pop(key).prompt, responses) for key, responses in answers]
+
+    def _look(self) -> tuple[bool, int, list[str]]:
+        """Return whether weights are damaged, the samplers alive, the local sampler's new keys."""
+        tasks = self.leases.lease(LOCAL, self._local.room) if self._draws else []
+        return self.leases.unreadable, len(self.leases.alive()), [task.key for task in tasks]
+
+    def _take(self, seconds: float) -> tuple[list[tuple[str, Responses]], SamplerCounts]:
+        """Return finished responses by key, and the counts of samplers, on every process."""
+
+        def take() -> tuple[list[tuple[str, Responses]], SamplerCounts]:
+            finished = [(task.key, responses) for task, responses in self.leases.take(seconds)]
+            return finished, self.leases.remote_counts()
+
+        if processes.count() == 1:
+            return take()
+        text = processes.broadcast_from_host0(lambda: to_text(take()), "finished groups")
+        finished, counts = from_text(text)
+        answers = [(key, tuple(map(completion_from, responses))) for key, responses in finished]
+        return answers, read_counts(counts)
 
     def suspend(self) -> list[PartialGroup]:
         """Return the groups without tokens: the samplers keep what they have drawn."""
         if self._is_local:
             return self._local.suspend()
-        prompts = {task.prompt.index: task for task in self.leases.wanted()}
+        prompts = {task.prompt.index: task for task in self._wanted.values()}
         self._clear()
         return [PartialGroup(prompts[i].prompt, prompts[i].session.step) for i in sorted(prompts)]
 
     def abandon(self) -> None:
         if self._is_local:
             return self._local.abandon()
-        self.counts.abandoned_responses += self.leases.outstanding
+        self.counts.abandoned_responses += self._outstanding
         return self._clear()
 
     def _clear(self) -> None:
         self._local.abandon()
         self._tasks.clear()
+        self._wanted.clear()
         self.leases.clear()
 
     def release(self) -> None:
@@ -201,23 +232,31 @@ def open_remote(
     local: Sampler,
     load: Callable[[Any], dict[str, Any]],
     warn: Callable[[str], None],
-) -> tuple[RemoteSampler, LeaseServer]:
-    """Return the sampler of a run, and the running server of its leases. Raises `ConfigError`."""
-    remote, settings = config.rollout.remote, config.sampler
-    require(processes.count() == 1, "rollout.remote", remote, "'none' on several processes")
+) -> tuple[RemoteSampler, LeaseServer | None]:
+    """Return the sampler of a run, and on process 0 the server of its leases.
+
+    Raises `ConfigError`.
+    """
+    settings = config.sampler
     key = read_key(settings.key_file, "sampler.key_file")
     if not key and settings.host.strip("[]") not in LOOPBACK:
         warn(f"anyone who can reach {settings.host} can send responses: there is no key")
     leases = Leases(answer_limits(config, decoder), settings.lease_seconds)
     versions = WeightVersions(config.run_dir)
-    versions.clear()
-    server = LeaseServer(leases, sampler_identity(config), settings, key, warn)
+    servers: list[LeaseServer] = []
+
+    def serve(_: int) -> None:
+        versions.clear()
+        servers.append(LeaseServer(leases, sampler_identity(config), settings, key, warn))
+
+    processes.map_over_hosts([0], serve, "server of leases")
 
     def write(version: int, params: Any, repair: bool) -> str:
         return versions.write(version, lambda: load(params), repair)
 
-    is_also = remote == "also"
-    return RemoteSampler(local, leases, write, is_also, settings.slots, warn), server
+    is_also = config.rollout.remote == "also"
+    sampler = RemoteSampler(local, leases, write, is_also, settings.slots, warn)
+    return sampler, next(iter(servers), None)
 
 
 def submit(sampler: Sampler, task: Task) -> None:

@@ -363,6 +363,15 @@ def test_this_machine_is_installed_and_flagged_for_its_devices(
     assert all(flag in given for flag in flags) and ("vmem" in given) == (words == ["--tpu=v6e"])
 
 
+def test_samplers_start_beside_several_processes_that_train(cloud):
+    run_here(cloud, "--cpu", "--processes=2", "--samplers=2", "--config.run_dir=r")
+    trainers = [start["arguments"] for start in cloud.starts()]
+    port = trainers[0][-1].removeprefix("--config.sampler.port=")
+    assert trainers[0] == trainers[1] and "--config.rollout.remote=also" in trainers[0]
+    samplers = (cloud.folder / "samplers").read_text().splitlines()
+    assert samplers == [f"--run=r --trainer=http://127.0.0.1:{port}"] * 2
+
+
 @pytest.mark.parametrize(("words", "text"), [
     (["--tpu=6e"], "--tpu=6e: must be a generation"),
     (["--tpu", "--processes=2"], "of virtual CPU devices, not of a TPU"),

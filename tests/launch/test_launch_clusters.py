@@ -46,13 +46,14 @@ def trainer_of(text: str, **values: str) -> list[str]:
     """Return the trainer's command in a script, with the given values of its variables."""
     for name, value in values.items():
         text = text.replace(f"${name}", value)
-    commands = [words for words in split_commands(text) if "dapo_jax" in words]
-    (words,) = commands
+    words = [words for words in split_commands(text) if "dapo_jax" in words][-1]
     start = words.index("-m")
     return ["python", *[word for word in words[start:] if "$" not in word]]
 
 
-def submit(machine, *words: str, expect: int = 0, restarts: int = 0) -> str:
+def submit(
+    machine, *words: str, expect: int = 0, restarts: int = 0, trainer: tuple[str, ...] = TRAINER
+) -> str:
     """Run the batch script as Slurm does on one node with two GPUs; return what it requeued."""
     variables = {
         "SLURM_SUBMIT_DIR": str(machine.tree),
@@ -63,7 +64,7 @@ def submit(machine, *words: str, expect: int = 0, restarts: int = 0) -> str:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
-        machine.call(*TRAINER, *words, script=SLURM, path=str(STUBS / "worker"), expect=expect)
+        machine.call(*trainer, *words, script=SLURM, path=str(STUBS / "worker"), expect=expect)
     record = machine.folder / "scontrol"
     return record.read_text() if record.exists() else ""
 
@@ -74,6 +75,18 @@ def test_a_slurm_job_trains_on_every_gpu_of_its_node(machine):
     assert start["arguments"] == [*TRAINER, "--config.seed=1"]
     assert start["env"]["JAX_LOCAL_DEVICE_IDS"] == "0,1"
     assert "[cuda]" in (machine.folder / "pip.log").read_text()
+
+
+def test_slurm_and_skypilot_start_samplers(machine, task):
+    words = "sampler", "--run=/shared/runs/a", "--trainer=http://host:8200"
+    assert not submit(machine, trainer=words)
+    (machine.tree / ".venv/bin").mkdir(parents=True, exist_ok=True)
+    environment = machine.environment() | {"STUB_WORKER": "0", "HOME": str(machine.folder)}
+    environment |= {"RUN_DIR": words[1][6:], "DATA": "d", "MODEL": "a/b", "TRAINER": words[2][10:]}
+    environment["PATH"] = f"{STUBS}/worker:{environment['PATH']}"
+    subprocess.run(["bash", "-c", task["run"]], cwd=machine.tree, env=environment, check=True)
+    assert (machine.folder / "samplers").read_text() == f"{words[1]} {words[2]}\n" * 2
+    assert (machine.folder / "downloads.0").exists() and not machine.starts()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +148,7 @@ def test_skypilot_starts_a_host_again_that_was_shut_down(machine, task, asked, m
     (machine.tree / ".venv/bin/python").symlink_to(STUBS / "worker/python3")
     environment = machine.environment() | {"STUB_WORKER": "0", "HOME": str(machine.folder)}
     environment["PATH"] = f"{STUBS}/worker:{environment['PATH']}"
-    environment |= {"RUN_DIR": RUN_DIR, "DATA": "gs://b/data", "MODEL": model}
+    environment |= {"RUN_DIR": RUN_DIR, "DATA": "gs://b/data", "MODEL": model, "TRAINER": ""}
     process = subprocess.Popen(["bash", "-c", task["run"]], cwd=machine.tree, env=environment)
     if asked:
         wait_for(machine.starts)

@@ -57,6 +57,39 @@ def test_a_jobset_of_two_slices_is_made_and_watched(cloud):
     assert container(cloud)["resources"] == {"limits": {"google.com/tpu": 4}}
 
 
+def test_samplers_are_a_second_job_that_never_ends_the_run(cloud):
+    words = "--samplers=4", "--sampler-spot", "--sampler-flag=--config.mesh.decode_tensor=8"
+    launch(cloud, *RUN, *words, "--secret-env=DAPO_API_KEY=s/k", "--queue=q", *TRAINER)
+    made = manifest(cloud)
+    spec = made["spec"]
+    slices, samplers = spec["replicatedJobs"]
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": [slices["name"]]}
+    assert made["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "q"}
+    # Several samplers share a node pool; a slice has its own.
+    assert "exclusive" in str(slices["template"]["metadata"])
+    assert "metadata" not in samplers["template"] and samplers["replicas"] == 4
+    job = samplers["template"]["spec"]
+    assert job["completions"] == 1 and job["backoffLimit"] > 10_000
+    assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["Ignore"]
+    pod, trainer = job["template"]["spec"], slices["template"]["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice",
+        "cloud.google.com/gke-tpu-topology": "2x4",
+        "cloud.google.com/gke-spot": "true",
+    }
+    assert pod["tolerations"] and "tolerations" not in trainer
+    (sampler,) = pod["containers"]
+    assert sampler["resources"] == {"limits": {"google.com/tpu": 8}}
+    assert sampler["command"][4:] == [
+        "--run=gs://b/r",
+        "--trainer=http://big-slice-0-0.big:8200",
+        "--config.mesh.decode_tensor=8",
+    ]
+    assert sampler["env"] == trainer["containers"][0]["env"]
+    flags = trainer["containers"][0]["command"][4:]
+    assert {"--config.rollout.remote=also", "--config.sampler.host=0.0.0.0"} <= set(flags)
+
+
 def test_the_cluster_starts_again_and_the_new_pod_is_followed(cloud):
     cloud.plays(jobset=[{"code": 75}, {"cut": 2}])
     output = launch(cloud, *RUN, *TRAINER)

@@ -2,10 +2,13 @@
 
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from small_runs import equal
 
 from dapo_jax.config.experiment import Lora, Sampler
@@ -40,6 +43,20 @@ def test_arrays_are_read_as_they_were_written(versions, tmp_path, monkeypatch):
     for name, array in ARRAYS.items():
         assert arrays[name].dtype == array.dtype
         np.testing.assert_array_equal(arrays[name], array)
+
+
+def test_each_shard_is_written_once_and_arrays_are_whole_again(versions, tmp_path):
+    """By turns of the devices that hold it, so that all processes of a trainer write."""
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"))
+    specs = {"rows": P("a"), "columns": P(None, ("b", "c")), "all": P(), "both": P("c", "a")}
+    arrays = {
+        name: jax.device_put(np.random.rand(4, 8).astype("float32"), NamedSharding(mesh, spec))
+        for name, spec in specs.items()
+    }
+    read = versions.read(0, versions.write(0, lambda: arrays))
+    assert equal(dict(read), {name: np.asarray(array) for name, array in arrays.items()})
+    size = sum(path.stat().st_size for path in files_of(tmp_path) if path.suffix == ".bin")
+    assert size == sum(array.nbytes for array in arrays.values())
 
 
 def test_of_a_run_with_adapters_only_they_are_written(versions, tiny_folder, one_device, tmp_path):

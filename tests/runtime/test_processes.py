@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from kept_groups import used, without_costs
 from row_files import read_table
+from served import free_port
 from several import (
     AT_THE_END,
     COMMAND,
@@ -15,12 +17,13 @@ from several import (
     IN_STEP_2,
     Several,
     assert_same_run,
+    final_state,
     send,
     start_training,
     train_alone,
     train_with,
 )
-from small_runs import read_rows
+from small_runs import equal, read_rows
 
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, checkpoint_folder
 from dapo_jax.runtime import processes
@@ -84,6 +87,7 @@ def work():
     me = processes.index()
     assert processes.all_gather_json("x" * (me * 5000), "long") == ["", "x" * 5000]
     assert processes.broadcast_from_host0(lambda: me, "first") == 0
+    assert processes.broadcast_from_host0(lambda: "y" * 5000, "long") == "y" * 5000
     asked = []
     def ask(i):
         asked.append(i)
@@ -206,6 +210,44 @@ def test_two_processes_use_older_policies_as_one_does(settings, of_two, base, tm
     train_with(base, tmp_path / "two", 2, patch=patch)
     assert_same_run(base, tmp_path / "two", tmp_path / "one")
     assert any(row["policy_lag"] > 0 for row in read_rows(tmp_path / "two")[1:])
+
+
+SAMPLED = (
+    STALE
+    + """
+config.checkpoint.keep_groups = True  # which compiles the same programs as samplers do
+config.rollout.remote, config.sampler.port = REMOTE, PORT
+"""
+)
+MESH = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remote", ["only", "also"])
+def test_two_processes_with_a_sampler_do_what_they_do_without(remote, base, tmp_path):
+    """Bit for bit, and what one process with a sampler does; a stopped run resumes."""
+    alone, one, two = (tmp_path / name for name in ("alone", "one", "two"))
+    train_with(base, alone, 2, patch=SAMPLED.replace("REMOTE", "'none'").replace("PORT", "0"))
+    for run_dir, count in (one, 1), (two, 2):
+        port = free_port()
+        settings = SAMPLED.replace("REMOTE", repr(remote)).replace("PORT", str(port))
+        words = "sampler", f"--run={run_dir}", f"--trainer=http://127.0.0.1:{port}", *MESH
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+        sampler = Several(tmp_path / f"sampler{count}", COMMAND, 1, *words, XLA_FLAGS=flags)
+        if count == 2:
+            stopped = settings + send(IN_STEP_2, "SIGTERM", 1)
+            train_with(base, two, 2, 143, patch=stopped)
+        train_with(base, run_dir, count, patch=settings)
+        (ended,) = sampler.wait()
+        assert ended.code == 0, ended.err
+        rows = read_rows(run_dir)[1:]
+        assert sum(row["remote_groups"] for row in rows) > 0
+    writers = {path.name[:4] for path in (two / "weights").rglob("*.bin")}
+    assert writers == {"0000", "0001"}
+    state, _ = final_state(base, two)
+    for other in alone, one:
+        assert equal(state, final_state(base, other)[0])
+        assert without_costs(two) == without_costs(other) and used(two) == used(other)
 
 
 IN_SAVE_2 = """
