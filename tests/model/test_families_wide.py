@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from mxfp4_folders import write_both
 
-from dapo_jax.model import load_huggingface
-
 pytestmark = pytest.mark.slow
 TESTS = pathlib.Path(__file__).parents[1]
 WRITER = TESTS / "fixtures/write_models.py"
@@ -44,14 +42,17 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folders, one_device)
         logits, used = families.packed_logits(folder, one_device)
         with np.load(folder / "expected.npz") as expected:
             first, wanted = int(expected["first"]), expected["logits"]
-        differences = np.abs(logits - wanted).max(axis=-1)[used]
-        difference = differences.max()
-        if load_huggingface.read_config(folder).recurrent:
-            # Reads near 0 are normed, which multiplies rounding: also that of transformers, by its
-            # distance from its own results in float64.
-            assert difference < 1e-3, folder.name
-            difference = np.quantile(differences, 0.95)
-        print(f"{folder.name}: from position {first}, largest difference {difference:.1e}")
+            exact = expected.get("exact")
+        difference = np.abs(logits - wanted).max(axis=-1)[used].max()
+        if exact is not None:
+            # Reads of delta-net layers near 0 are normed, which multiplies rounding, that of
+            # transformers too: both have the same distance from float64.
+            ours, theirs = (np.abs(x - exact).max(axis=-1)[used] for x in (logits, wanted))
+            far, allowed = (float(np.sqrt(np.mean(x**2))) for x in (ours, theirs))
+            print(f"{folder.name}: {far:.1e} from float64, transformers {allowed:.1e}")
+            assert far < 2 * allowed, folder.name
+            difference = np.median(ours)
+        print(f"{folder.name}: from position {first}, difference {difference:.1e}")
         assert difference < 2e-5, folder.name
         actual, expected_tokens = families.greedy_tokens(folder, one_device)
         assert actual == expected_tokens, folder.name

@@ -1,4 +1,4 @@
-"""Runs of newer families: carried responses, resumption, adapters, routes, export, plan's shapes."""
+"""Runs of newer families: carried responses, resumption, adapters, routes, export, shapes."""
 
 import dataclasses
 import functools
@@ -113,9 +113,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_is_exported(
     assert ("router_replaced" in rows[0]) == (name == "qwen3_next")
     export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
     assert read_config(tmp_path / "out") == read_config(folder)
-    before, after = (
-        load_file(path / "model.safetensors") for path in (folder, tmp_path / "out")
-    )
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     moved = {path for path in after if np.abs(after[path] - before[path]).max() > 0}
     norms = {path for path in moved if "norm" in path}
     assert bool(norms) != adapted and len(moved) > len(before) // 4
