@@ -18,6 +18,7 @@ from dapo_jax.config.experiment import Checkpoint, ExportConfig, Lora, Optimizer
 from dapo_jax.data.policies import gguf_files
 from dapo_jax.model import peft_adapters, save_huggingface
 from dapo_jax.model.decoder import abstract_params, init_params
+from dapo_jax.model.experts import REPLACED
 from dapo_jax.model.load_huggingface import read_config
 from dapo_jax.run.export import export
 from dapo_jax.run.run import train
@@ -110,7 +111,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_is_exported(
     assert same_run(tmp_path / "run", tmp_path / "whole") == []
     rows = read_rows(tmp_path / "run")
     assert all(np.isfinite(row["loss"]) and row["gradient_norm"] > 0 for row in rows)
-    assert ("router_replaced" in rows[0]) == (name == "qwen3_next")
+    assert (REPLACED in rows[0]) == (name == "qwen3_next")
     export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
     assert read_config(tmp_path / "out") == read_config(folder)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
