@@ -52,7 +52,8 @@ def init_stack(make_block: Callable, layer: Any, count: int, key: jax.Array) -> 
     def init(key: jax.Array) -> Any:
         return block.init(key, x, Context(ids, ids), cache, layer_input=layer_input)["params"]
 
-    boxed = jax.vmap(init)(jax.random.split(key, count))
+    # Not `vmap`: `ragged_dot` lacks it for matrices of experts that have adapters.
+    boxed = jax.lax.map(init, jax.random.split(key, count))
     return nn.meta.add_axis(boxed, 0, {nn.PARTITION_NAME: "layers"})
 
 

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from mxfp4_folders import write_both
 
-from dapo_jax.model import load_huggingface
-
 pytestmark = pytest.mark.slow
 TESTS = pathlib.Path(__file__).parents[1]
 WRITER = TESTS / "fixtures/write_models.py"
@@ -44,15 +42,15 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folders, one_device)
         logits, used = families.packed_logits(folder, one_device)
         with np.load(folder / "expected.npz") as expected:
             first, wanted = int(expected["first"]), expected["logits"]
-        differences = np.abs(logits - wanted).max(axis=-1)[used]
-        difference = differences.max()
-        if load_huggingface.read_config(folder).recurrent:
-            # Reads near 0 are normed, which multiplies rounding: also that of transformers, by its
-            # distance from its own results in float64.
-            assert difference < 1e-3, folder.name
-            difference = np.quantile(differences, 0.95)
-        print(f"{folder.name}: from position {first}, largest difference {difference:.1e}")
-        assert difference < 2e-5, folder.name
+            exact = expected.get("exact")
+        distance, allowed = np.abs(logits - wanted)[used].max(), 2e-5
+        if exact is not None:
+            # Reads of delta-net layers near 0 are normed, which multiplies rounding, that of
+            # transformers too: both have the same distance from float64.
+            ours, theirs = (np.abs(x - exact).max(axis=-1)[used] for x in (logits, wanted))
+            distance, allowed = np.sqrt(np.mean(ours**2)), 2 * np.sqrt(np.mean(theirs**2))
+        print(f"{folder.name}: from position {first}, distance {distance:.1e} of {allowed:.1e}")
+        assert distance < allowed, folder.name
         actual, expected_tokens = families.greedy_tokens(folder, one_device)
         assert actual == expected_tokens, folder.name
 

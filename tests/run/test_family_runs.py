@@ -1,0 +1,148 @@
+"""Runs of newer families: carried responses, resumption, adapters, routes, export, shapes."""
+
+import dataclasses
+import functools
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from kept_groups import make_kept, same_run
+from safetensors.numpy import load_file
+from samplers import PROMPTS, make_sampler, sample, tokens_of
+from small_runs import open_run, read_rows
+
+from dapo_jax.commands.plan import published_shapes
+from dapo_jax.config.experiment import Checkpoint, ExportConfig, Lora, Optimizer, Rollout
+from dapo_jax.data.policies import gguf_files
+from dapo_jax.model import peft_adapters, save_huggingface
+from dapo_jax.model.decoder import abstract_params, init_params
+from dapo_jax.model.experts import REPLACED
+from dapo_jax.model.load_huggingface import read_config
+from dapo_jax.run.export import export
+from dapo_jax.run.run import train
+from dapo_jax.runtime.sharding import unbox
+from dapo_jax.structs import SamplingRule
+
+MODELS = pathlib.Path(__file__).parents[1] / "fixtures/models"
+ATTENTION, DELTA = "query,key,value,out", "query,out,delta_out,delta_"
+TARGETS = {
+    "qwen3_5": f"gate,up,down,{DELTA}qkv,delta_z,delta_b,delta_a",
+    "qwen3_next": f"gate,up,down,{DELTA}qkvz,delta_ba",
+    "gemma4": f"gate,up,down,{ATTENTION}",
+    "olmo3": f"gate,up,down,{ATTENTION}",
+    "smollm3": f"gate,up,down,{ATTENTION}",
+}
+slow = pytest.mark.slow
+each_family = pytest.mark.parametrize("name", TARGETS)
+
+
+@functools.cache
+def random_policy(name):
+    """Return decoder and random parameters of a family's fixture, with 32 tokens."""
+    config = dataclasses.replace(read_config(MODELS / name), vocab=32)
+    params = unbox(init_params(config, jax.random.key(0)))
+    noise = iter(jax.random.split(jax.random.key(1), 99))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params)
+    return config, params
+
+
+@pytest.fixture
+def make_folder(tmp_path, tiny_folder):
+    def make(name):
+        config, params = random_policy(name)
+        folder = tmp_path / name
+        save_huggingface.save_folder(folder, params, config, (1,))
+        shutil.copy(tiny_folder / "tokenizer.json", folder)
+        return folder
+
+    return make
+
+
+@slow
+@each_family
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_a_suspended_response_continues_as_if_it_had_not_been(name, cache, one_device):
+    """The state of a delta-net layer is computed again from prompt and response."""
+    config, params = random_policy(name)
+    settings = {"config": config, "cache": cache, "page_tokens": 4}
+    whole = tokens_of(sample(make_sampler(one_device, **settings), params))
+    sampler, rule = make_sampler(one_device, **settings), SamplingRule()
+    sampler.begin(params, purpose=0, step=2, rule=rule)
+    for prompt in PROMPTS:
+        sampler.submit(prompt, 3)
+    done = dict((p.index, group) for p, group in sampler.decode_burst())
+    partial = sampler.suspend()
+    assert any(response.tokens.size for group in partial for response in group.begun)
+    sampler.begin(params, purpose=0, step=2, rule=rule)
+    begun = {group.prompt.index: group for group in partial}
+    for prompt in PROMPTS:
+        if prompt.index not in done:
+            sampler.submit(prompt, 3, begun.get(prompt.index))
+    while not sampler.idle:
+        done |= {p.index: group for p, group in sampler.decode_burst()}
+    assert tokens_of(done) == whole
+
+
+@slow
+@each_family
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapters"])
+def test_a_stopped_run_resumes_bit_for_bit_and_is_exported(
+    name, adapted, make_folder, score_folder, tmp_path, alone
+):
+    """Responses are carried from step to step, and experts take the sampler's routes."""
+    folder = make_folder(name)
+    changes = {
+        "replay": "sampler" if name == "qwen3_next" else "none",
+        "lora": Lora(rank=2, alpha=3.0, targets=TARGETS[name]) if adapted else Lora(),
+        "optimizer": Optimizer(learning_rate=0.02, warmup_steps=0),
+        "checkpoint": Checkpoint(every_steps=1, keep=1),
+        "rollout": Rollout(6, 4, updates_per_rollout=2, carry_over="all"),
+    }
+    make = functools.partial(make_kept, "plain", folder, score_folder, **changes)
+    train(make(tmp_path / "whole"))
+    with open_run(make(tmp_path / "run")) as run:
+        run.begin()
+        run.step()
+        assert any(group.begun for group in run.state.source.partial)
+        run.store.checkpoints.close()
+    train(make(tmp_path / "run"))
+    assert same_run(tmp_path / "run", tmp_path / "whole") == []
+    rows = read_rows(tmp_path / "run")
+    assert all(np.isfinite(row["loss"]) and row["gradient_norm"] > 0 for row in rows)
+    assert (REPLACED in rows[0]) == (name == "qwen3_next")
+    export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
+    assert read_config(tmp_path / "out") == read_config(folder)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    moved = {path for path in after if np.abs(after[path] - before[path]).max() > 0}
+    norms = {path for path in moved if "norm" in path}
+    assert bool(norms) != adapted and len(moved) > len(before) // 4
+    if adapted:
+        tensors = load_file(tmp_path / "out.adapter" / peft_adapters.WEIGHTS)
+        stems = {path.partition(".lora_")[0].removeprefix("base_model.model.") for path in tensors}
+        assert {path.removesuffix(".weight") for path in moved} == stems
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "gemma4_text", "olmo3"])
+def test_families_that_gguf_files_lack_are_rejected_by_name(kind, tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with pytest.raises(ValueError, match=f"model_type = '{kind}': must be one of"):
+        gguf_files.write(tmp_path, tmp_path / "x.gguf", "f16")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Olmo-3-7B", 7.3),
+        ("SmolLM3-3B", 3.1),
+        pytest.param("Qwen3.5-9B", 9.0, marks=slow),
+        pytest.param("Qwen3.5-35B-A3B", 34.7, marks=slow),
+        pytest.param("Qwen3-Next-80B-A3B", 79.7, marks=slow),
+        pytest.param("gemma-4-E4B", 7.5, marks=slow),
+        pytest.param("gemma-4-31B", 30.7, marks=slow),
+    ],
+)
+def test_a_published_shape_has_the_published_number_of_parameters(name, billions):
+    leaves = jax.tree.leaves(unbox(abstract_params(published_shapes.read_shape(name))))
+    assert sum(leaf.size for leaf in leaves) / 1e9 == pytest.approx(billions, rel=0.02)
