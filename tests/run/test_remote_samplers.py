@@ -102,15 +102,15 @@ def remote_scripted(count, **options):
     return scripted, remote_sampler(scripted, limits, load, slots=8, **options)
 
 
-def draw(remote, step, count, fault=lambda: None):
-    """Return the indices and tokens of the groups of a step, in the order of indices."""
+def draw(remote, step, count):
+    """Draw the groups of a step, check each, and return the counts of its leases."""
     remote.begin(float(step), purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
     for index in range(count):
         remote.submit(make_prompt(index, [3]), 2)
-    fault()
-    finished = []
+    finished, last = [], time.monotonic() + SECONDS
     while not remote.idle:
         finished += remote.decode_burst()
+        assert time.monotonic() < last
     pairs = [(prompt.index, [d.tokens.tolist() for d in done]) for prompt, done in finished]
     assert sorted(pairs) == [(i, [[5] * (1 + i % 3) + [1]] * 2) for i in range(count)]
     return remote.leases.counts
