@@ -133,7 +133,7 @@ def test_fifty_samplers_draw_each_group_once(monkeypatch):
 
 
 @pytest.mark.parametrize("passes", [0.7, 0.95])
-def test_cut_connections_change_nothing(passes):
+def test_cut_connections_lose_no_group(passes):
     rng = random.Random(0)
     proxies = []
 
@@ -141,11 +141,12 @@ def test_cut_connections_change_nothing(passes):
         proxies.append(Proxy(server.port, lambda: rng.random() < passes))
         return f"http://127.0.0.1:{proxies[0].port}"
 
-    _, opened = remote_scripted(3, seconds=1.0, route=route)
+    scripted, opened = remote_scripted(3, route=route)
     with opened as remote, contextlib.closing(proxies[0]):
         for step in range(3):
             draw(remote, step, 40)
     assert proxies[0].cuts > 3
+    assert sum(len(other.submitted) for other in scripted) == 3 * 40  # none is drawn again
 
 
 def test_clocks_off_by_a_day_end_no_lease(monkeypatch):
