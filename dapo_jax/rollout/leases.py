@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -224,10 +225,16 @@ class Leases:
         if name in self._samplers and self._samplers[name].refused >= MAX_REFUSED:
             return []
         oldest = self._clock() - self._seconds
-        for key, holder in list(self._holders.items()):
-            if holder in self._samplers and self._samplers[holder].seen < oldest:
+        silent = {n for n, sampler in self._samplers.items() if -math.inf < sampler.seen < oldest}
+        if silent:
+            ended = [key for key, holder in self._holders.items() if holder in silent]
+            self.counts.expired_leases += len(ended)
+            for key in ended:
                 del self._holders[key]
-                self.counts.expired_leases += 1
+            for other in silent:
+                self._samplers[other].seen = -math.inf  # it holds no more
+        if len(self._holders) == len(self._tasks):  # waiting samplers ask often
+            return []
         taken = []
         for key, task in self._tasks.items():
             if key not in self._holders and room > 0:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import errno
 import random
 import shutil
 import signal
@@ -10,18 +11,24 @@ import time
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
+from conftest import make_prompt
 from kept_groups import same_run
 from remote_runs import SECONDS, make_remote, processes_of
-from remote_samplers import IDENTITY, url_of
+from remote_samplers import IDENTITY, Proxy, remote_sampler, url_of
+from toy_sampler import ScriptedSampler
 
 from dapo_jax.commands import sampler
 from dapo_jax.config.experiment import Sampler, SamplerConfig
 from dapo_jax.rollout import group_format
 from dapo_jax.rollout.leases import AnswerLimits, Leases
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
+from dapo_jax.run import weight_versions
 from dapo_jax.run.lease_server import EXCHANGE, LeaseServer
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import SamplingRule
 
 # --- messages ------------------------------------------------------------------------------------
 
@@ -82,6 +89,116 @@ def test_a_message_that_is_none_is_refused(name, server, monkeypatch):
     with pytest.raises(urllib.error.HTTPError) as refused:
         opener.open(request, timeout=30)
     assert refused.value.code == 400 and len(server.warnings) == 1
+
+
+# --- faults, with samplers that need no model -----------------------------------------------------
+
+
+def remote_scripted(count, **options):
+    """A sampler whose groups `count` scripted samplers draw; the first one is the trainer's."""
+    scripted = [ScriptedSampler(lambda index: 1 + index % 3, slots=8) for _ in range(count + 1)]
+    load = lambda params: {"kernel": np.full(1000, params, np.float32)}  # noqa: E731
+    limits = AnswerLimits(20, 6)
+    return scripted, remote_sampler(scripted, limits, load, slots=8, **options)
+
+
+def draw(remote, step, count):
+    """Draw the groups of a step, check each, and return the counts of its leases."""
+    remote.begin(float(step), purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
+    for index in range(count):
+        remote.submit(make_prompt(index, [3]), 2)
+    finished, last = [], time.monotonic() + SECONDS
+    while not remote.idle:
+        finished += remote.decode_burst()
+        assert time.monotonic() < last
+    pairs = [(prompt.index, [d.tokens.tolist() for d in done]) for prompt, done in finished]
+    assert sorted(pairs) == [(i, [[5] * (1 + i % 3) + [1]] * 2) for i in range(count)]
+    return remote.leases.counts
+
+
+def test_fifty_samplers_draw_each_group_once(monkeypatch):
+    """Three of them are silent once they hold leases: others draw their groups."""
+    scripted, opened = remote_scripted(50, seconds=3.0)
+    ended = threading.Event()
+    for silent in scripted[1:4]:
+        monkeypatch.setattr(silent, "decode_burst", lambda: ended.wait() and [])
+    monkeypatch.setattr(sampler.TrainerClient, "_renew", lambda client: None)
+    with opened as remote, contextlib.ExitStack() as stack:
+        stack.callback(ended.set)
+        counts = draw(remote, 0, 300)
+    drawn = collections.Counter(i for other in scripted[4:] for i in other.submitted)
+    assert set(drawn) == set(range(300)) and counts.groups == 300
+    assert 0 < counts.expired_leases >= drawn.total() - 300
+    assert all(other.submitted for other in scripted[1:])
+
+
+@pytest.mark.parametrize("passes", [0.7, 0.95])
+def test_cut_connections_lose_no_group(passes):
+    rng = random.Random(0)
+    proxies = []
+
+    def route(server):
+        proxies.append(Proxy(server.port, lambda: rng.random() < passes))
+        return f"http://127.0.0.1:{proxies[0].port}"
+
+    scripted, opened = remote_scripted(3, route=route)
+    with opened as remote, contextlib.closing(proxies[0]):
+        for step in range(3):
+            draw(remote, step, 40)
+    assert proxies[0].cuts > 3
+    assert sum(len(other.submitted) for other in scripted) == 3 * 40  # none is drawn again
+
+
+def test_clocks_off_by_a_day_end_no_lease(monkeypatch):
+    """Only the trainer's monotonic clock counts."""
+    real, rng = time.time, random.Random(0)
+    monkeypatch.setattr(time, "time", lambda: real() + rng.choice((-1, 1)) * 86_400)
+    _, opened = remote_scripted(3)
+    with opened as remote:
+        counts = draw(remote, 0, 40)
+    assert counts.groups == 40 and counts.expired_leases == 0
+
+
+def test_a_full_disk_makes_the_trainer_sample_the_step(monkeypatch, capsys):
+    write = weight_versions._write_arrays
+
+    def fail(path, arrays):
+        write(path, arrays)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    scripted, opened = remote_scripted(2)
+    with opened as remote:
+        drawn = []
+        for step, writer in enumerate((write, fail, write)):
+            monkeypatch.setattr(weight_versions, "_write_arrays", writer)
+            counts = draw(remote, step, 20)
+            drawn.append((counts.groups, len(scripted[0].submitted)))
+    assert drawn == [(20, 0), (0, 20), (20, 20)]
+    assert capsys.readouterr().out == (
+        "the weights of step 1 can't be written: No space left on device\n"
+    )
+
+
+@pytest.mark.parametrize("kind", ["deleted", "flipped", "torn"])
+def test_a_version_that_is_damaged_under_samplers_is_written_again(kind, monkeypatch):
+    _, opened = remote_scripted(2)
+    read, is_damaged = weight_versions.WeightVersions.read, threading.Event()
+
+    def damage_first(versions, version, digest):
+        if not is_damaged.is_set():
+            is_damaged.set()
+            folder = versions._path(version)
+            content = (folder / "00000.bin").read_bytes()
+            if kind == "deleted":
+                folder.rmtree()
+            else:
+                content = content[:-3] if kind == "torn" else b"?" + content[1:]
+                (folder / "00000.bin").write_bytes(content)
+        return read(versions, version, digest)
+
+    monkeypatch.setattr(weight_versions.WeightVersions, "read", damage_first)
+    with opened as remote:
+        assert draw(remote, 0, 20).groups == 20
 
 
 # --- runs in this process -----------------------------------------------------------------------
@@ -171,43 +288,58 @@ def test_any_number_of_samplers_makes_the_same_run(
     assert same_run(tmp_path / "run", whole(setting, staleness)) == []
 
 
-@pytest.mark.slow
-def test_kills_stops_and_damage_change_nothing(folders, tmp_path):
-    """Samplers are killed and replaced, one is frozen beyond its lease, the trainer is killed.
+ACTIONS = 60
 
-    Files of weights are cut, changed and deleted under the samplers.
+
+@pytest.mark.slow
+def test_kills_stops_cuts_and_damage_change_nothing(folders, tmp_path):
+    """Samplers are killed and replaced, or frozen beyond their lease; the trainer is killed.
+
+    A proxy cuts connections; files of weights are cut, changed and deleted under the samplers.
+    After each kill of the trainer a group has to be scored, so that the run ends.
     """
     config = make_remote(folders, tmp_path / "run", total_steps=12)
     rng = random.Random(0)
     done = collections.Counter()
+    stopped_at = 0
     with processes_of(config) as processes:
+        proxy = Proxy(config.sampler.port, lambda: rng.random() < 0.98)
+        port = proxy.port
         trainer = processes.train()
         for _ in range(3):
-            processes.add_sampler()
+            processes.add_sampler(port)
         while trainer.poll() is None:
-            time.sleep(rng.uniform(2, 20))
+            time.sleep(rng.uniform(1, 8))
             running = [child for child in processes.samplers if child.poll() is None]
-            action = rng.choice(("kill", "stop", "trainer", "damage"))
-            if trainer.poll() is not None or not running or done.total() == 60:
+            if trainer.poll() is not None or not running or done.total() == ACTIONS:
                 continue
+            action = rng.choice(("kill", "kill", "stop", "trainer", "damage"))
             if action == "kill":
                 rng.choice(running).kill()
-                processes.add_sampler()
+                processes.add_sampler(port)
             elif action == "stop":
                 stop_for(rng.choice(running), 2 * config.sampler.lease_seconds)
-            elif action == "trainer":
+            elif action == "damage":
+                damage(tmp_path / "run" / "weights", rng)
+            elif (progress := written(tmp_path / "run")) != stopped_at:
+                stopped_at = progress
                 trainer.kill()
                 trainer.wait()
                 trainer = processes.train()
-            else:
-                damage(tmp_path / "run" / "weights", rng)
             done[action] += 1
+        proxy.close()
         assert trainer.wait() == 0, processes.output()
-    print(done)
+    print(done, proxy.cuts, "cut")
     alone = make_remote(folders, tmp_path / "alone", remote="none", total_steps=12)
     with processes_of(alone) as processes:
         assert processes.train().wait(SECONDS) == 0
     assert same_run(tmp_path / "run", tmp_path / "alone") == []
+
+
+def written(run_dir) -> int:
+    """Return a number that changes with every step and every file of scored groups."""
+    groups = sorted(path.name for path in run_dir.glob("groups/*/*"))
+    return hash((*groups, *sorted(path.name for path in run_dir.glob("checkpoints/*"))))
 
 
 def stop_for(child, seconds: float) -> None:

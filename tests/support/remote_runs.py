@@ -52,9 +52,10 @@ class Processes:
     def train(self) -> subprocess.Popen:
         return self.start("train", str(self.file))
 
-    def add_sampler(self, *flags: str) -> subprocess.Popen:
-        trainer = f"--trainer=http://127.0.0.1:{self.config.sampler.port}"
-        self.samplers.append(self.start("sampler", f"--run={self.run_dir}", trainer, *flags))
+    def add_sampler(self, port: int = 0) -> subprocess.Popen:
+        """Start a sampler; `port` is the trainer's or leads to it."""
+        trainer = f"--trainer=http://127.0.0.1:{port or self.config.sampler.port}"
+        self.samplers.append(self.start("sampler", f"--run={self.run_dir}", trainer))
         return self.samplers[-1]
 
     def output(self) -> str:

@@ -1,10 +1,11 @@
 """A trainer's sampler with leases, and samplers that work for it in threads of this process."""
 
 import contextlib
-import pathlib
+import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from dapo_jax.commands.sampler import SamplingLoop, TrainerClient
 from dapo_jax.config.experiment import Sampler, SamplerConfig
@@ -22,41 +23,92 @@ def url_of(server: LeaseServer) -> str:
 
 
 @contextlib.contextmanager
-def working(loop: SamplingLoop) -> Iterator[None]:
-    """A thread that samples for a trainer."""
+def working(loops: Sequence[SamplingLoop]) -> Iterator[None]:
+    """Threads that sample for a trainer, one per loop."""
     stopped = threading.Event()
 
-    def work():
+    def work(loop):
         while not stopped.is_set():
             loop.step()
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    threads = [threading.Thread(target=work, args=[loop]) for loop in loops]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         stopped.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
+
+
+def remote_scheduler(schedulers: Sequence[Scheduler]):
+    """A `RemoteSampler` of the first scheduler; the others work for it over HTTP."""
+    engine = schedulers[0]._engine
+    limits = AnswerLimits(engine.config.vocab, engine.max_response_tokens)
+    load = engine.programs.weights.load_trained
+    return remote_sampler(schedulers, limits, load, engine.max_concurrent_decodes)
 
 
 @contextlib.contextmanager
-def remote_scheduler(schedulers: Sequence[Scheduler], seconds: float = 60.0, **options):
-    """A `RemoteSampler` of the first scheduler; the others work for it over HTTP."""
-    local, *others = schedulers
-    engine = local._engine
-    slots = engine.max_concurrent_decodes
-    leases = Leases(AnswerLimits(engine.config.vocab, engine.max_response_tokens), seconds)
+def remote_sampler(
+    samplers: Sequence[Any],
+    limits: AnswerLimits,
+    load: Callable[[Any], dict[str, Any]],
+    slots: int,
+    seconds: float = 60.0,
+    route: Callable[[LeaseServer], str] = url_of,  # a URL that leads to the server
+):
+    """A `RemoteSampler` of the first sampler; the others work for it over HTTP."""
+    local, *others = samplers
+    leases = Leases(limits, seconds)
     server = LeaseServer(leases, IDENTITY, Sampler(port=0), "", print)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         stack.callback(server.close)
-        versions = WeightVersions(pathlib.Path(folder))
-        load = engine.programs.weights.load_trained
+        versions = WeightVersions(folder)
+        url = route(server)
 
         def write(version, params, repair):
             return versions.write(version, lambda: load(params), repair)
 
-        for scheduler in others:
-            client = TrainerClient(SamplerConfig(trainer=url_of(server)), IDENTITY, seconds)
+        loops = []
+        for other in others:
+            client = TrainerClient(SamplerConfig(trainer=url), IDENTITY, seconds)
             stack.callback(client.close)
-            stack.enter_context(working(SamplingLoop(client, scheduler, versions.read, slots)))
+            loops.append(SamplingLoop(client, other, versions.read, slots))
+        stack.enter_context(working(loops))
         yield RemoteSampler(local, leases, write, False, slots, print)
+
+
+class Proxy:
+    """Forwards TCP connections to a port; `may_pass()` False cuts one, whatever it holds."""
+
+    def __init__(self, port: int, may_pass: Callable[[], bool]):
+        self._target, self._may_pass = ("127.0.0.1", port), may_pass
+        self.cuts = 0
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                ends = [self._listening.accept()[0]]
+                with contextlib.suppress(ConnectionError):
+                    ends.append(socket.create_connection(self._target))
+                for pair in (ends, ends[::-1]):
+                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket | None = None) -> None:
+        with contextlib.suppress(OSError):
+            while target and (data := source.recv(1 << 16)):
+                if not self._may_pass():
+                    self.cuts += 1
+                    break
+                target.sendall(data)
+        for end in filter(None, (source, target)):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
