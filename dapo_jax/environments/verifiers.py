@@ -168,6 +168,7 @@ class Verifiers:
             ValueError: the environment changed the conversation or its tools.
             RuntimeError: the episode failed.
         """
+        text = text.encode("utf-8", "replace").decode()  # a lone surrogate has no UTF-8
         content, calls = read_calls(text, self._tools)
         for number, call in enumerate(calls):  # the same ids in a repeated step
             call["id"] = f"{len(self._messages):06}{number:03}"
@@ -212,17 +213,17 @@ class Verifiers:
 def tool_schemas(name: str) -> list[dict[str, Any]]:
     """Return the schemas of a package's tools, named as its agents see them."""
     package = open_package("environment.name", name)
-    servers = importlib.import_module("mcp.server.mcpserver")
+    tools = importlib.import_module("mcp.server.mcpserver.tools")
     config = package.config.taskset
     kind = package.loaders.taskset_class(config.id)
     schemas = []
     for toolset in [*kind.toolsets(config), *kind.task_type().toolsets(config.task)]:
-        server = servers.MCPServer(toolset.server_name or type(toolset).__name__)
-        toolset.register(server)
+        manager = tools.ToolManager()
+        toolset.register(manager)
         prefix = f"{toolset.server_name}_" if toolset.server_name else ""
-        for tool in asyncio.run(server.list_tools()):
+        for tool in manager.list_tools():
             function = {"name": prefix + tool.name, "description": tool.description or ""}
-            function["parameters"] = tool.input_schema
+            function["parameters"] = tool.parameters
             schemas.append({"type": "function", "function": function})
     return schemas
 
