@@ -3,7 +3,7 @@
     python tests/benchmarks/difficulty.py --folder runs/difficulty
 
 The embedded task with few problems, so that they repeat: a third have two terms, which the base
-mostly solves. Arms: every problem; problems of a measured difficulty; dynamic sampling; pools with
+mostly fails. Arms: every problem; problems of a measured difficulty; dynamic sampling; pools with
 dynamic sampling; all three. Finished runs are used again.
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
         folder=pathlib.Path("runs/difficulty"),
         seeds=1,
         steps=12,
-        target=0.9,
+        target=0.6,
     )
     root = options.folder
     root.mkdir(parents=True, exist_ok=True)

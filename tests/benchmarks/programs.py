@@ -28,7 +28,8 @@ TRAIN = (
 )
 SFT = (
     "data.heldout_examples=16 examples_per_step=32 packing.row_tokens=128 "
-    "optimizer.learning_rate=3e-3 optimizer.warmup_steps=10 packing.rows_per_microbatch=16"
+    "optimizer.learning_rate=3e-3 optimizer.schedule=linear optimizer.warmup_steps=10 "
+    "packing.rows_per_microbatch=16"
 )
 
 
