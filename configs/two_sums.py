@@ -1,4 +1,4 @@
-"""A package of verifiers (`pip install verifiers`): two sums in turn, each scored by its last digit.
+"""A package of verifiers (`pip install verifiers`): two sums in turn; only last digits count.
 
 PYTHONPATH=tests/support dapo-jax train --config=configs/two_sums.py
 """

@@ -73,11 +73,8 @@ def main() -> None:
         save_huggingface.save_folder(start, params, decoder, served.TOKENIZER.end_ids)
         served.TOKENIZER.backend.save(str(start / "tokenizer.json"))
     source = f"start={start} data.source={write(root / 'examples.jsonl', examples)}"
-    base = bench.sft(
-        root / "base",
-        f"--config={bench.SFT}",
-        *bench.flags(f"{source} {SFT} total_steps={options.sft_steps}"),
-    )
+    settings = bench.flags(f"{source} {SFT} total_steps={options.sft_steps}")
+    base = bench.sft(root / "base", *settings)
     data = f"model.folder={base} data.source={training} data.heldout_source={heldout}"
     often = f"total_steps={options.steps} evaluation.every_steps={options.steps // 2}"
     given = bench.flags(f"{data} {TRAIN} {often}")
