@@ -122,6 +122,7 @@ class _Host:
     async def end(self, episode: _Episode) -> None:
         """Cancel what is left of an episode, and wait for its clean-up."""
         if episode.task is not None:
+            episode.replies.put_nowait({"role": "assistant", "content": ""})  # for a late request
             episode.task.cancel()
             await asyncio.gather(episode.task, return_exceptions=True)
         for identity in [key for key, value in self._episodes.items() if value is episode]:
@@ -138,6 +139,8 @@ class Verifiers:
 
     def __init__(self, name: str):
         self._name = name
+        self._host: Any = None
+        self._episode: Any = None
         self._messages: list[dict[str, Any]] = []
         self._tools: list[dict[str, Any]] = []
 
@@ -194,7 +197,8 @@ class Verifiers:
 
     def close(self) -> None:
         """End the episode, with its servers."""
-        self._host.run(self._host.end(self._episode))
+        if self._episode is not None:
+            self._host.run(self._host.end(self._episode))
 
     def _next(self) -> dict[str, Any] | None:
         return self._host.run(self._episode.requests.get())

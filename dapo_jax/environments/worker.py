@@ -102,8 +102,11 @@ class Sessions:
         """Return a new environment and its prompt; None for the problem's own."""
         takes_seed = "seed" in inspect.signature(self._factory).parameters
         environment = self._factory(seed=seed) if takes_seed else self._factory()
-        reset = getattr(environment, "reset", None)
-        return environment, None if reset is None else reset(problem)
+        try:
+            return environment, getattr(environment, "reset", lambda _: None)(problem)
+        except BaseException:
+            _close(environment)
+            raise
 
     def answer(self, request: Request) -> Reply:
         """Return the reply to a request. Raises whatever the environment raises."""

@@ -22,7 +22,7 @@ INPUTS = 0, 1, 7
 TRAIN = (
     "data.template=none data.max_prompt_tokens=8 data.heldout_problems=-1 reward.verifier=code "
     "sampler.max_response_tokens=44 sampler.slots=64 rollout.prompts_per_step=8 "
-    "rollout.samples_per_prompt=8 rollout.updates_per_rollout=1 optimizer.learning_rate=5e-4 "
+    "rollout.samples_per_prompt=8 rollout.updates_per_rollout=1 optimizer.learning_rate=1e-3 "
     "optimizer.warmup_steps=1 evaluation.samples_per_problem=4 packing.row_tokens=128 "
     "checkpoint.every_steps=0 log.report=false compute.scan_unroll=2"
 )
@@ -46,7 +46,7 @@ def main() -> None:
     import served
 
     options, extra = bench.read_arguments(
-        __doc__, others=True, folder=pathlib.Path("runs/programs"), sft_steps=200, steps=8
+        __doc__, others=True, folder=pathlib.Path("runs/programs"), sft_steps=200, steps=24
     )
     root = options.folder
     root.mkdir(parents=True, exist_ok=True)
