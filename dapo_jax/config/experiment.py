@@ -183,8 +183,8 @@ class Data:
     source: str = setting(
         "arithmetic",
         "NAME or NAME=WEIGHT, comma-separated: arithmetic, multi_digit_sums, word_problems, "
-        "gym:TASK, or a file, folder or glob (also gs://) of jsonl, json, csv (.gz too), parquet "
-        "or arrow; a bare name or the hub's OWNER/NAME is looked up in `folder`.",
+        "gym:TASK, verifiers:ID, or a file, folder or glob (also gs://) of jsonl, json, csv (.gz "
+        "too), parquet or arrow; a bare name or the hub's OWNER/NAME is looked up in `folder`.",
     )
     heldout_source: str = setting("", "Held-out problems, all of them; empty: some of `source`.")
     fields: str = setting("", "Fields of rows: KEY=FIELD,.., as problem=question,answer=meta.x.")
@@ -290,7 +290,9 @@ class Environment:
     """The environment that answers the policy between its turns; none: responses of one turn."""
 
     name: str = setting(
-        "", "calculator, guessing, second_try, openenv:module:Class, gymnasium:ID, module:Class."
+        "",
+        "calculator, guessing, second_try, openenv:module:Class, gymnasium:ID, verifiers:ID, "
+        "module:Class.",
     )
     tools: str = setting("", "Tools of the policy: module:function, comma-separated.")
     max_turns: Count = setting(8, "Limit of turns of a trajectory.")

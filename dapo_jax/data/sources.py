@@ -37,6 +37,8 @@ from dapo_jax.data.row_formats import (
     parse_fields,
     read_row,
 )
+from dapo_jax.data.verifiers_tasks import PREFIX as VERIFIERS_PREFIX
+from dapo_jax.data.verifiers_tasks import read_tasks
 from dapo_jax.rewards import gym
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require
@@ -213,6 +215,8 @@ def is_generated(name: str) -> bool:
 
 def parse_sources(field: str, text: str) -> dict[str, float]:
     """Return the weights of a list of sources by name, 1 by default; may raise `ConfigError`."""
+    if text.startswith(VERIFIERS_PREFIX):  # its JSON may have commas; no other source fits
+        return {text: 1.0}
     weights: dict[str, float] = {}
     entries = text.split(",")
     for entry in entries:
@@ -243,7 +247,7 @@ def check_sources(data: Data) -> None:
         ("data.heldout_source", data.heldout_source, "test"),
     ):
         for name in parse_sources(field, text) if text else ():
-            if not is_generated(name):
+            if not (is_generated(name) or name.startswith(VERIFIERS_PREFIX)):
                 find_files(field, name, data.folder, split)
 
 
@@ -272,6 +276,9 @@ class Sources:
 
     def _read(self, field: str, name: str, split: str) -> Source:
         data = self._data
+        if name.startswith(VERIFIERS_PREFIX):
+            tasks = read_tasks(field, name, data.train_problems + data.heldout_count())
+            return Source(name, tasks, counts=Counter(rows=len(tasks)))
         paths = find_files(field, name, data.folder, split)
         short, _ = split_suffix(pathlib.PurePath(name).name.removeprefix(GIVEN_PREFIX))
         with naming(field, name):

@@ -9,6 +9,7 @@ from typing import Any
 from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.contracts import Environment as Contract
+from dapo_jax.data.verifiers_tasks import PREFIX as VERIFIERS_PREFIX
 from dapo_jax.environments.builtin import Calculator, Guessing, SecondTry
 from dapo_jax.environments.tools import ToolUse, tool_schema
 from dapo_jax.runtime.settings import require
@@ -48,13 +49,17 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Contract
         from dapo_jax.environments.gymnasium import open_gymnasium
 
         return open_gymnasium(name)
+    if name.startswith(VERIFIERS_PREFIX):
+        from dapo_jax.environments.verifiers import open_verifiers
+
+        return open_verifiers(name)
     builtin, _, arguments = name.partition("?")
     if builtin in BUILTIN_ENVIRONMENTS:
         options = dict(urllib.parse.parse_qsl(arguments))
         return functools.partial(BUILTIN_ENVIRONMENTS[builtin], **options)
     allowed = (
-        f"{', '.join(BUILTIN_ENVIRONMENTS)}, {OPENENV_PREFIX}module:Class, {GYMNASIUM_PREFIX}ID "
-        "or module:Class"
+        f"{', '.join(BUILTIN_ENVIRONMENTS)}, {OPENENV_PREFIX}module:Class, {GYMNASIUM_PREFIX}ID, "
+        f"{VERIFIERS_PREFIX}ID or module:Class"
     )
     require(":" in name, "environment.name", name, allowed)
     factory = _find("environment.name", name)
@@ -78,5 +83,9 @@ def tool_names(settings: Environment) -> list[str]:
 
 def tool_schemas(settings: Environment) -> list[dict[str, Any]] | None:
     """Return the schemas of the tools for the chat template; None if there are no tools."""
+    if settings.name.startswith(VERIFIERS_PREFIX):
+        from dapo_jax.environments import verifiers
+
+        return verifiers.tool_schemas(settings.name) or None
     schemas = [tool_schema(_find("environment.tools", name)) for name in tool_names(settings)]
     return schemas or None

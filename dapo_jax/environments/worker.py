@@ -83,6 +83,10 @@ def _check_observation(value: Any) -> Observation:
     return dataclasses.replace(value, messages=messages, reward=reward, done=bool(value.done))
 
 
+def _close(environment: Environment) -> None:
+    getattr(environment, "close", lambda: None)()
+
+
 class Sessions:
     """Environments of running trajectories, ordered by their last use.
 
@@ -98,24 +102,35 @@ class Sessions:
         """Return a new environment and its prompt; None for the problem's own."""
         takes_seed = "seed" in inspect.signature(self._factory).parameters
         environment = self._factory(seed=seed) if takes_seed else self._factory()
-        reset = getattr(environment, "reset", None)
-        return environment, None if reset is None else reset(problem)
+        try:
+            return environment, getattr(environment, "reset", lambda _: None)(problem)
+        except BaseException:
+            _close(environment)
+            raise
 
     def answer(self, request: Request) -> Reply:
         """Return the reply to a request. Raises whatever the environment raises."""
         if not request.turns:
-            return Reply(prompt=self._start(request.problem, 0)[1])
+            environment, prompt = self._start(request.problem, 0)
+            _close(environment)
+            return Reply(prompt=prompt)
         *before, last = request.turns
         environment, steps = self._live.pop(request.session, (None, 0))
         if environment is None or steps != len(before):
             environment, _ = self._start(request.problem, request.seed)
             for text in before:
                 environment.step(text)
-        observation = _check_observation(environment.step(last))
-        if not observation.done:
+        try:
+            observation = _check_observation(environment.step(last))
+        except BaseException:
+            _close(environment)
+            raise
+        if observation.done:
+            _close(environment)
+        else:
             self._live[request.session] = environment, len(request.turns)
-        while len(self._live) > MAX_LIVE:
-            self._live.popitem(last=False)
+        while len(self._live) > getattr(environment, "MAX_LIVE", MAX_LIVE):
+            _close(self._live.popitem(last=False)[1][0])
         texts = [str(message.get("content", "")) for message in observation.messages]
         if sum(map(len, [observation.text, *texts])) <= MAX_CHARACTERS:
             return Reply(observation=observation)

@@ -287,6 +287,9 @@ def open_prompts(
     columns = wanted_columns(functions.values())
     if config.reward.verifier == CODE:
         columns = with_tests(columns)
+    tools = tool_schemas(config.environment)
+    template = config.data.template
+    require(not tools or template == "chat", "data.template", template, "chat, which shows tools")
     return PromptStream(
         config.data,
         config.seed,
@@ -295,7 +298,7 @@ def open_prompts(
         columns=columns,
         training=training,
         opening=environments.open if environments else lambda problem: problem,
-        tools=tool_schemas(config.environment),
+        tools=tools,
     )
 
 

@@ -1,0 +1,82 @@
+"""Samples until an accuracy, with and without a choice of problems by difficulty.
+
+    python tests/benchmarks/difficulty.py --folder runs/difficulty
+
+The embedded task with few problems, so that they repeat: a third have two terms, which the base
+mostly fails. Arms: every problem; problems of a measured difficulty; dynamic sampling; pools with
+dynamic sampling; all three. Finished runs are used again.
+"""
+
+import json
+import pathlib
+
+import bench
+
+from dapo_jax.data.arithmetic import make_problem
+
+BASE = "dapo_jax:arithmetic_base"
+TERMS = (2, 5, 8)
+STEP = "outcomes/right", "outcomes/wrong", "outcomes/no_answer"
+SETTINGS = (
+    "data.heldout_problems=-1 rollout.prompts_per_step=8 rollout.samples_per_prompt=8 "
+    "rollout.updates_per_rollout=1 evaluation.samples_per_problem=2 data.max_terms=8 "
+    "sampler.slots=64 checkpoint.every_steps=0 log.report=false"
+)
+DYNAMIC, POOLS = "algorithm.dynamic_sampling=true", "rollout.curriculum=pools"
+
+
+def write_rows(path: pathlib.Path, split: str, count: int) -> pathlib.Path:
+    """Write a file of problems with 2, 5 and 8 terms in turn."""
+    rows = {}
+    for index in range(count):
+        terms = TERMS[index % len(TERMS)]
+        problem = make_problem(split, index, index, min_terms=terms, max_terms=terms)
+        rows[problem.text] = {"problem": problem.text, "answer": problem.answer}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    return path
+
+
+def main() -> None:
+    options, extra = bench.read_arguments(
+        __doc__,
+        others=True,
+        folder=pathlib.Path("runs/difficulty"),
+        seeds=1,
+        steps=12,
+        target=0.6,
+    )
+    root = options.folder
+    root.mkdir(parents=True, exist_ok=True)
+    training = write_rows(root / "training.jsonl", "train", 96)
+    heldout = write_rows(root / "heldout.jsonl", "heldout", 96)
+    rates = root / "rates.jsonl"
+    scored = bench.flags(f"{SETTINGS} data.heldout_source={training}")
+    scored += [f"--model={BASE}", "--k=8", f"--write_difficulty={rates}"]
+    bench.evaluate(root / "rates", *scored, *extra)
+    rated = f"data.difficulty=0.05..0.95 data.difficulty_file={rates}"
+    arms = {
+        "none": "algorithm.dynamic_sampling=false",
+        "offline range": f"algorithm.dynamic_sampling=false {rated}",
+        "dynamic sampling": DYNAMIC,
+        "pools": f"{DYNAMIC} {POOLS}",
+        "range and pools": f"{DYNAMIC} {POOLS} {rated}",
+    }
+    data = f"data.source={training} data.heldout_source={heldout}"
+    bench.print_table(["arm", "seed", "before", "after", "samples", f"until {options.target}"])
+    for seed in range(options.seeds):
+        often = f"seed={seed} total_steps={options.steps} evaluation.every_steps=2"
+        for arm, settings in arms.items():
+            folder = root / f"{arm.replace(' ', '_')}_{seed}"
+            given = bench.flags(f"{SETTINGS} {data} {often} {settings}")
+            before, *rows = bench.train(folder, "grpo", *given, *extra)
+            drawn, reached = 0.0, "not reached"
+            for row in rows:
+                drawn += sum(row[name] for name in STEP)
+                if row.get("heldout_accuracy", 0) >= options.target and reached == "not reached":
+                    reached = f"{drawn:.0f}"
+            scores = (f"{row['heldout_accuracy']:.3f}" for row in (before, rows[-1]))
+            bench.print_row([arm, seed, *scores, f"{drawn:.0f}", reached])
+
+
+if __name__ == "__main__":
+    main()
