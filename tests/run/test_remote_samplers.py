@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 from conftest import make_prompt
 from kept_groups import same_run
@@ -97,7 +97,7 @@ def test_a_message_that_is_none_is_refused(name, server, monkeypatch):
 def remote_scripted(count, **options):
     """A sampler whose groups `count` scripted samplers draw; the first one is the trainer's."""
     scripted = [ScriptedSampler(lambda index: 1 + index % 3, slots=8) for _ in range(count + 1)]
-    load = lambda params: {"kernel": np.full(1000, params, np.float32)}  # noqa: E731
+    load = lambda params: {"kernel": jnp.full(1000, params)}  # noqa: E731
     limits = AnswerLimits(20, 6)
     return scripted, remote_sampler(scripted, limits, load, slots=8, **options)
 
