@@ -116,7 +116,7 @@ def test_slurm_runs_the_trainer_and_signals_it_in_time():
     assert f" {code} | 143) again=yes" in text and int(seconds) == 300
     # Slurm ignores options behind the first command.
     assert text.rindex("#SBATCH") < text.index("\nset ")
-    assert not what_is_wrong([*trainer_of(text), *TRAINER])
+    assert "set -- train" in text and not what_is_wrong([*trainer_of(text), "train", *TRAINER])
 
 
 def test_slurm_script_passes_shellcheck(tmp_path):

@@ -7,8 +7,9 @@ ids), on the real one.
 import jax
 import numpy as np
 import pytest
+from jetstream.core.proto import jetstream_pb2 as messages
 from orchestrated import Driver, orchestrate
-from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages
+from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config
 
 from dapo_jax.commands.serve import server
 from dapo_jax.data.prompts.tokenizer import TextStream

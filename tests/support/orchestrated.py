@@ -6,7 +6,6 @@ import threading
 
 import jax
 from jetstream.core import orchestrator
-from served import read
 
 # JAX removed jax.tree_map in 0.4.26; JetStream calls it after every insert.
 jax.tree_map = jax.tree.map
@@ -17,6 +16,11 @@ logging.getLogger().removeHandler(orchestrator.handler)
 logging.getLogger().setLevel(logging.WARNING)
 
 Driver = orchestrator.Driver
+
+
+def read(responses) -> tuple[str, list[int]]:
+    samples = [response.stream_content.samples[0] for response in responses]
+    return "".join(sample.text for sample in samples), [i for s in samples for i in s.token_ids]
 
 
 def orchestrate(driver: Driver, *requests) -> list[tuple[str, list[int]]]:
