@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -164,7 +165,8 @@ def test_killed_runs_repeat_the_uninterrupted_one(staleness, tiny_folder, score_
     def start(name: str) -> subprocess.Popen:
         folders = map(str, (tiny_folder, score_folder, tmp_path / name))
         arguments = [sys.executable, "-c", code, *folders, str(staleness)]
-        return subprocess.Popen(arguments, cwd=ROOT)
+        path = os.pathsep.join(sys.path)
+        return subprocess.Popen(arguments, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
 
     assert start("whole").wait() == 0
     rng = random.Random(staleness)
