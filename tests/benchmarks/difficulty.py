@@ -44,6 +44,7 @@ def main() -> None:
         seeds=1,
         steps=12,
         target=0.6,
+        arms=["none", "offline range", "dynamic sampling", "pools", "range and pools"],
     )
     root = options.folder
     root.mkdir(parents=True, exist_ok=True)
@@ -65,9 +66,9 @@ def main() -> None:
     bench.print_table(["arm", "seed", "before", "after", "samples", f"until {options.target}"])
     for seed in range(options.seeds):
         often = f"seed={seed} total_steps={options.steps} evaluation.every_steps=2"
-        for arm, settings in arms.items():
+        for arm in options.arms:
             folder = root / f"{arm.replace(' ', '_')}_{seed}"
-            given = bench.flags(f"{SETTINGS} {data} {often} {settings}")
+            given = bench.flags(f"{SETTINGS} {data} {often} {arms[arm]}")
             before, *rows = bench.train(folder, "grpo", *given, *extra)
             drawn, reached = 0.0, "not reached"
             for row in rows:

@@ -34,7 +34,7 @@ def accuracy(folder: pathlib.Path, name: str, staleness: int, seed: int, options
     given = bench.flags(f"{SETTING} {settings} {late} {CORRECTIONS[name]}")
     rows = bench.train(run, "dapo", *given)
     scores = [row["heldout_accuracy"] for row in rows if "heldout_accuracy" in row]
-    late_kl = statistics.mean(row["kl_sampler_trainer"] for row in rows[-3:])
+    late_kl = statistics.mean([row["kl_sampler_trainer"] for row in rows[1:]][-3:])
     line = {"correction": name, "staleness": staleness, "seed": seed, "rate": options.rate}
     print(json.dumps(line | {"heldout_accuracy": scores, "kl": round(late_kl, 4)}), flush=True)
     return statistics.mean(scores[-2:])

@@ -160,6 +160,31 @@ def test_growth_is_measured_and_drawn(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+def test_accuracy_is_measured_against_staleness(run_here, tmp_path):
+    picture = tmp_path / "staleness.png"
+    sizes = ("--folder", tmp_path, "--staleness", 0, "--steps", 1, "--plot", picture)
+    output = run_here("staleness", *sizes)
+    assert output.count("heldout_accuracy") == 1 and "| old_logprobs=sampler |" in output
+    assert picture.stat().st_size > 10_000
+
+
+def test_samples_are_counted_until_an_accuracy(run_here, tmp_path):
+    sizes = ("--folder", tmp_path, "--steps", 2, "--target", 0.01, "--arms", "pools")
+    (row,) = [line for line in run_here("difficulty", *sizes).splitlines() if "| pools |" in line]
+    *_, samples, until, _ = row.split("|")
+    assert 0 < int(until) <= int(samples)
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+def test_a_policy_over_bytes_writes_programs(run_here, tmp_path):
+    output = run_here("programs", "--folder", tmp_path, "--sft_steps", 12, "--steps", 2)
+    assert [line.split("|")[1].strip() for line in output.splitlines() if "0." in line] == [
+        "0",
+        "1",
+        "2",
+    ]
+
+
 def test_seconds_go_to_kinds_of_operations():
     output = run("benchmarks/ours.py", "--profile", "--only", "rollout", "--workload", "smoke")
     assert "| matrix products |" in output and "| waiting |" in output
