@@ -232,7 +232,7 @@ class Run:
             console.say(f"[bold]{change}[/] after {self.state.step} steps in {seconds}")
         if config.log.report:
             write_own_page(self.files.folder, console)
-        console.say(f"metrics, rollouts and report.html are in {escape(str(self.files.folder))}")
+        console.say(f"metrics and rollouts are in {escape(str(self.files.folder))}")
         return summary
 
 
