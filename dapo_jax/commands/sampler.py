@@ -39,7 +39,8 @@ REFUSED = (401, 409)  # another key, another identity: trying again is no use
 class TrainerClient:
     """Connection to a trainer, with the leases that this process holds.
 
-    A thread tells the trainer that this process is alive while it decodes, compiles or reads.
+    A thread tells the trainer that this process is alive while it decodes, compiles or reads, but
+    not for longer than `stall_seconds`: an engine that hangs loses its leases.
     """
 
     def __init__(self, config: SamplerConfig, identity: dict[str, Any], lease_seconds: float):
@@ -49,6 +50,8 @@ class TrainerClient:
         self.counts: Any = None
         self.unreadable = ""  # digest of weights that this process could not read
         self.refusal = ""
+        self.moved_at = time.monotonic()  # when the last burst began
+        self._stall_seconds = config.stall_seconds
         self._url = config.trainer.rstrip("/")
         self._key = read_key(config.key_file, "key_file")
         self._identity = identity
@@ -106,6 +109,8 @@ class TrainerClient:
 
     def _renew(self) -> None:
         while not self._stopped.wait(self._seconds):
+            if time.monotonic() - self.moved_at > self._stall_seconds:
+                continue
             try:
                 self.exchange(0)
             except ConfigError as error:
@@ -130,6 +135,7 @@ class SamplingLoop:
     def step(self) -> bool:
         """Exchange messages, and decode a burst; return False if there was nothing to do."""
         client = self._client
+        client.moved_at = time.monotonic()
         room = self._slots - sum(len(samples) for _, samples in self._submitted)
         is_reached = client.exchange(max(room, 0)) if client.answers or room > 0 else True
         if client.refusal:
@@ -200,6 +206,7 @@ def read_run(config: SamplerConfig, should_stop: Callable[[], bool]) -> Config |
     run = read_config(Config, config.run)
     run.model.folder = config.model or run.model.folder
     run.sampler.slots = config.slots or run.sampler.slots
+    run.sampler.pages = config.pages or run.sampler.pages
     run.mesh = Mesh(**dataclasses.asdict(config.mesh))
     run.rollout.remote = "also"  # as the trainer, whatever it was started with at first
     run.run_dir = config.run

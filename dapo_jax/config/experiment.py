@@ -710,6 +710,10 @@ class SamplerConfig:
     model: str = setting("", "Its model folder; empty: the run's.")
     key_file: str = setting("", "File with the trainer's key; empty: DAPO_API_KEY, if set.")
     slots: CountOr0 = setting(0, "Responses decoded in parallel; 0: as the trainer.")
+    pages: CountOr0 = setting(0, "Cache pages; 0: as the trainer.")
+    stall_seconds: Positive = setting(
+        1800.0, "Time in one burst, compiling included, after which its leases end."
+    )
     engine: str = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
     mesh: OneMesh = part(OneMesh)
 

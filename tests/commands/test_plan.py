@@ -96,6 +96,26 @@ def test_every_program_of_the_run_is_compiled(made):
     assert made.fits and made.step.kept == 8
 
 
+def test_a_plan_with_samplers_compiles_theirs_and_overlaps_sampling_with_the_update(
+    config, settings, made
+):
+    rollout = dataclasses.replace(config.rollout, remote="only", staleness=1)
+    theirs = {"samplers": 3, "sampler_topology": "cpu:2", "sampler_price": 1.0, "sampler_slots": 8}
+    settings = dataclasses.replace(settings, **theirs, preemptions=600.0)
+    planned = plan.make(dataclasses.replace(config, rollout=rollout), settings)
+    assert list(planned.sampler.measured) == ["prefill", "insert", "decode"]
+    assert planned.sampler.layout.sampling_mesh.shape["tensor"] == 2
+    record = plan.record(planned, settings)
+    step, longest = record["step"], max(planned.step.rollout_seconds, planned.step.update_seconds)
+    assert step["seconds_step"] == longest and step["kept_groups"] == made.step.kept
+    hours = longest / 3600
+    assert step["dollars_step"] == pytest.approx(hours * (8 * 2.0 + 6 * 1.0))
+    text = "\n\n".join(plan.tables(planned, settings, record))
+    assert "3 samplers, each: " in text and "| samplers " in text
+    with pytest.raises(ConfigError, match="rollout.remote = 'none': must be 'only'"):
+        plan.make(config, settings)
+
+
 def test_memory_by_part_adds_up_to_the_peak(made):
     update = made.measured["update"]
     state = {"parameters", "optimizer", "reference", "critic", "critic's optimizer"}

@@ -14,7 +14,15 @@ from small_runs import make_quick_config, open_run
 from dapo_jax import algorithms
 from dapo_jax.commands.plan import simulate
 from dapo_jax.commands.plan.flags import PlanSettings
-from dapo_jax.commands.plan.simulate import HOSTS, Costs, Simulation
+from dapo_jax.commands.plan.fleet import Fleet, Times
+from dapo_jax.commands.plan.simulate import (
+    HOSTS,
+    Costs,
+    Meter,
+    RolloutRecord,
+    Simulation,
+    simulate_sampler,
+)
 from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     Drawn,
@@ -59,6 +67,7 @@ def make_simulation(
     shape=SHAPE,
     platform="tpu",
     preset="dapo",
+    fleet=None,
     **sampler,
 ):
     algorithm = algorithms.PRESETS[preset]()
@@ -71,7 +80,12 @@ def make_simulation(
         sampler=Sampler(**sizes | sampler),
     )
     mesh = named_mesh(Mesh(fsdp=replicas), platform, replicas)
-    return Simulation(config, shape, mesh, workload, costs)
+    if fleet:
+        count, times = fleet
+        records = [RolloutRecord(workload, Meter(costs)) for _ in range(count)]
+        opened = [simulate_sampler(config, shape, mesh, record) for record in records]
+        fleet = Fleet(opened, config.sampler.slots, times)
+    return Simulation(config, shape, mesh, workload, costs, fleet)
 
 
 def test_responses_of_one_length_take_the_steps_counted_by_hand():
@@ -86,6 +100,38 @@ def test_responses_of_one_length_take_the_steps_counted_by_hand():
     # A row of 256 tokens holds ten responses of 25; each of 4 updates has 16, so 2 of 16 rows.
     assert step.rows == 4 * 2 and math.isclose(step.fill, 64 * 25 / (4 * 16 * 256))
     assert math.isclose(step.update_seconds, 4 * 16 * 256 * 1e-5)
+
+
+def test_samplers_share_a_step_and_wait_for_the_weights():
+    """64 responses of 20 tokens: four samplers of 16 slots take a quarter of the time of one."""
+    costs, times = dataclasses.replace(COSTS, response=0.0), Times(write=2.0, read=3.0)
+    alone, one, four = (
+        make_simulation(Constant(20), costs, filtered=False, fleet=n and (n, times))
+        for n in (0, 1, 4)
+    )
+    steps = [[simulation.step() for _ in range(2)] for simulation in (alone, one, four)]
+    for step, of_one, of_four in zip(*steps, strict=True):
+        decode = step.rollout_seconds
+        assert math.isclose(of_one.seconds["samplers"], 5.0 + decode)
+        assert math.isclose(of_four.seconds["samplers"], 5.0 + decode / 4)
+        assert step.sampled.tokens == of_one.sampled.tokens == of_four.sampled.tokens
+        assert step.update_seconds == of_four.update_seconds and of_four.kept == 16
+
+
+def test_groups_of_preempted_samplers_are_sampled_again_by_others():
+    """A sampler lives for a minute on average; a step takes 5 s without preemptions, or more."""
+    costs = Costs(decode_step=20e-3)
+    times = Times(read=1.0, lease=3.0, restart=5.0)
+    stable = make_simulation(WORKLOAD, costs, fleet=(3, times))
+    times = dataclasses.replace(times, preemptions=60.0)
+    spot = make_simulation(WORKLOAD, costs, fleet=(3, times))
+    pairs = [(stable.step(), spot.step()) for _ in range(20)]
+    assert spot.sampler.preemptions > 3 and stable.sampler.preemptions == 0
+    assert [a.kept for a, _ in pairs] == [b.kept for _, b in pairs]
+    assert [a.kept_tokens for a, _ in pairs] == [b.kept_tokens for _, b in pairs]
+    lost = sum(b.drawn_tokens - a.drawn_tokens for a, b in pairs)
+    late = sum(b.rollout_seconds - a.rollout_seconds for a, b in pairs)
+    assert lost > 0 and late > 0
 
 
 def test_the_greedy_baseline_of_remax_is_one_more_response_per_group():

@@ -117,12 +117,11 @@ def draw(remote, step, count):
 
 
 def test_fifty_samplers_draw_each_group_once(monkeypatch):
-    """Three of them are silent once they hold leases: others draw their groups."""
-    scripted, opened = remote_scripted(50, seconds=3.0)
+    """Engines of three hang once they hold leases: others draw their groups."""
+    scripted, opened = remote_scripted(50, seconds=3.0, stall_seconds=1.0)
     ended = threading.Event()
-    for silent in scripted[1:4]:
-        monkeypatch.setattr(silent, "decode_burst", lambda: ended.wait() and [])
-    monkeypatch.setattr(sampler.TrainerClient, "_renew", lambda client: None)
+    for hanging in scripted[1:4]:
+        monkeypatch.setattr(hanging, "decode_burst", lambda: ended.wait() and [])
     with opened as remote, contextlib.ExitStack() as stack:
         stack.callback(ended.set)
         counts = draw(remote, 0, 300)

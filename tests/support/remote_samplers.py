@@ -58,6 +58,7 @@ def remote_sampler(
     slots: int,
     seconds: float = 60.0,
     route: Callable[[LeaseServer], str] = url_of,  # a URL that leads to the server
+    stall_seconds: float = 60.0,
 ):
     """A `RemoteSampler` of the first sampler; the others work for it over HTTP."""
     local, *others = samplers
@@ -73,7 +74,8 @@ def remote_sampler(
 
         loops = []
         for other in others:
-            client = TrainerClient(SamplerConfig(trainer=url), IDENTITY, seconds)
+            settings = SamplerConfig(trainer=url, stall_seconds=stall_seconds)
+            client = TrainerClient(settings, IDENTITY, seconds)
             stack.callback(client.close)
             loops.append(SamplingLoop(client, other, versions.read, slots))
         stack.enter_context(working(loops))

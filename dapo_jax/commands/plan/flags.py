@@ -6,7 +6,7 @@ from typing import Annotated
 from dapo_jax.commands.plan.chips import Chip
 from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config
-from dapo_jax.runtime.rules import Count, Positive, PositiveOr0, Range, Share
+from dapo_jax.runtime.rules import Count, CountOr0, Positive, PositiveOr0, Range, Share
 from dapo_jax.runtime.settings import ConfigError, check_types, check_values, section, setting
 
 MEDIAN_FRACTION = 0.145  # of the limit: with a spread of 0.9, 1.6 % of responses reach it
@@ -22,6 +22,15 @@ class PlanSettings:
     json: bool = setting(False, "Print one JSON object instead of tables.")
     cache: str = setting("auto", "Folder of earlier results; 'none': compile everything again.")
     price: PositiveOr0 = setting(0.0, "Dollars per chip-hour; 0: show no dollars.")
+    samplers: CountOr0 = setting(0, "Number of `dapo-jax sampler` processes; 0: none.")
+    sampler_topology: str = setting("", "Topology of each, one host, as in v6e:2x4.")
+    sampler_tensor: CountOr0 = setting(0, "Its mesh.tensor; 0: all its chips.")
+    sampler_slots: CountOr0 = setting(0, "Its --slots; 0: as the trainer.")
+    sampler_pages: CountOr0 = setting(0, "Its --pages; 0: as the trainer.")
+    sampler_price: PositiveOr0 = setting(0.0, "Dollars per chip-hour of samplers.")
+    preemptions: PositiveOr0 = setting(0.0, "Preemptions of a sampler in an hour.")
+    restart_seconds: PositiveOr0 = setting(300.0, "Assumed time from one to the next start.")
+    storage: Positive = setting(2.0, "Assumed 10^9 bytes/s between a host and the run's folder.")
     flops: Share = setting(0.75, "Assumed fraction of peak FLOP/s; MFU is it x useful / executed.")
     hbm: Share = setting(0.8, "Assumed fraction of peak memory bandwidth.")
     ici: Share = setting(0.7, "Assumed fraction of peak bandwidth between chips and slices.")

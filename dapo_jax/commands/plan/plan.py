@@ -6,16 +6,20 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from dapo_jax.commands.command_line import check_flag
 from dapo_jax.commands.plan.chips import GIB, parse
 from dapo_jax.commands.plan.flags import PlanSettings
+from dapo_jax.commands.plan.fleet import Fleet
 from dapo_jax.commands.plan.programs import (
     SAMPLING,
     CompiledProgram,
     Compiler,
     Layout,
+    Program,
+    decoding_programs,
     lay_out,
     limit,
     programs,
@@ -28,11 +32,13 @@ from dapo_jax.commands.plan.roofline import (
     step_costs,
     training_mfu,
 )
+from dapo_jax.commands.plan.samplers import lay_out_sampler, open_fleet
 from dapo_jax.commands.plan.simulate import HOSTS, Costs, Simulation, Step
 from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 
 PHASES = {  # the simulator's costs in each phase of a step
+    "samplers": ("samplers",),
     "load the decoding weights": ("load",),
     "prefill": ("prefill_token",),
     "decode: keys and values": ("read_token",),
@@ -52,6 +58,8 @@ TRAINING_ADVICE = (
     "config.mesh.tensor"
 )
 
+PREEMPTED_STEPS = 5  # simulated if samplers are preempted
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -64,10 +72,17 @@ class Plan:
     step: Step | None = None  # the second of a run; None if not everything fits
     mfu: float = 0.0
     seconds: float = 0.0  # that planning took on this machine
+    sampler: "Plan | None" = None  # of one in another process
 
     @property
     def fits(self) -> bool:
-        return all(program.fits(self.limit) for program in self.measured.values())
+        own = all(program.fits(self.limit) for program in self.measured.values())
+        return own and (not self.sampler or self.sampler.fits)
+
+    def costs(self, settings: PlanSettings) -> Costs:
+        """Return the simulator's costs by the roofline."""
+        chip = settings.reached(self.layout.topology.chip)
+        return step_costs(self.layout, self.measured, chip, self.lengths)
 
 
 def print_progress(text: str) -> None:
@@ -88,29 +103,49 @@ def make_compiler(layout: Layout, settings: PlanSettings) -> Compiler:
     return Compiler(layout, folder)
 
 
-def simulate_step(layout: Layout, workload: Workload, costs: Costs) -> Step:
-    """Simulate the second step of a run; the first lacks an estimate of the kept groups."""
+def simulate_step(
+    layout: Layout, workload: Workload, costs: Costs, fleet: Fleet | None, steps: int
+) -> Step:
+    """Return the simulated step of median sampling time, after a step without an estimate."""
     print_progress("simulating a step")
-    simulation = Simulation(layout.config, layout.decoder, layout.sampling_mesh, workload, costs)
+    model = layout.decoder, layout.sampling_mesh
+    simulation = Simulation(layout.config, *model, workload, costs, fleet)
     simulation.step()
-    return simulation.step()
+    made = [simulation.step() for _ in range(steps)]
+    return sorted(made, key=lambda step: step.rollout_seconds)[steps // 2]
+
+
+def compile_all(
+    layout: Layout, wanted: Iterable[Program], settings: PlanSettings
+) -> dict[str, CompiledProgram]:
+    """Compile programs of a layout; return them by name."""
+    compiler, measured = make_compiler(layout, settings), {}
+    for program in wanted:
+        compiled = measured[program.name] = compiler.measure(program)
+        peak = f"{compiled.needs / GIB:.2f} GiB" if compiled.peak is not None else "does not fit"
+        print_progress(f"compiled {program.name}: {peak}, {compiled.compile_seconds:.0f} s")
+    return measured
 
 
 def make(config: Config, settings: PlanSettings) -> Plan:
     """Make the plan of a config."""
     started, topology = time.perf_counter(), parse(settings.topology, settings.slices)
     workload = settings.make_workload(config)
-    layout = lay_out(config, topology)
+    layout, sampler = lay_out(config, topology), None
+    other = lay_out_sampler(config, settings) if settings.samplers else None
     lengths = measure_lengths(config, layout.decoder, workload)
-    compiler, measured = make_compiler(layout, settings), {}
-    for program in programs(layout, lengths.microbatches):
-        compiled = measured[program.name] = compiler.measure(program)
-        peak = f"{compiled.needs / GIB:.2f} GiB" if compiled.peak is not None else "does not fit"
-        print_progress(f"compiled {program.name}: {peak}, {compiled.compile_seconds:.0f} s")
-    plan = Plan(layout, lengths, measured, limit(layout))
+    measured = compile_all(layout, programs(layout, lengths.microbatches), settings)
+    if other:
+        theirs = compile_all(other, decoding_programs(other, {}), settings)
+        sampler = Plan(other, lengths, theirs, limit(other))
+    plan = Plan(layout, lengths, measured, limit(layout), sampler=sampler)
     if plan.fits:
-        costs = step_costs(layout, measured, settings.reached(topology.chip), lengths)
-        step = simulate_step(layout, workload, costs)
+        costs, fleet, steps = plan.costs(settings), None, 1
+        if sampler:
+            law = sampler.costs(settings), settings, topology.hosts, workload
+            fleet = open_fleet(sampler.layout, *law)
+            steps = PREEMPTED_STEPS if settings.preemptions else 1
+        step = simulate_step(layout, workload, costs, fleet, steps)
         plan = dataclasses.replace(plan, step=step, mfu=training_mfu(layout, lengths, costs))
     return dataclasses.replace(plan, seconds=time.perf_counter() - started)
 
@@ -152,13 +187,19 @@ def _step_record(plan: Plan, settings: PlanSettings) -> dict[str, Any] | None:
     rollout, update = step.rollout_seconds, step.update_seconds
     # `plan.mfu` is for the rows of one sampled update; the step's rows have another fill.
     mfu_of_full_rows = plan.mfu / plan.lengths.fill
-    overlap = config.rollout.staleness and plan.layout.sampling_mesh is not plan.layout.mesh
+    separate = plan.sampler or plan.layout.sampling_mesh is not plan.layout.mesh
+    overlap = config.rollout.staleness and separate
     seconds = max(rollout, update) if overlap else rollout + update
     hours = chips * seconds / 3600
+    theirs = 0.0
+    if plan.sampler:
+        theirs = settings.samplers * plan.sampler.layout.topology.chips * seconds / 3600
+    dollars = settings.price * hours + settings.sampler_price * theirs
     return {
         "phases": {
             name: sum(step.seconds.get(part, 0.0) for part in parts)
             for name, parts in PHASES.items()
+            if any(part in step.seconds for part in parts)
         },
         "seconds_step": seconds,
         "update_mfu": mfu_of_full_rows * step.fill,
@@ -171,8 +212,9 @@ def _step_record(plan: Plan, settings: PlanSettings) -> dict[str, Any] | None:
         "chip_hours_step": hours,
         "chip_hours": hours * config.total_steps,
         "hours": seconds * config.total_steps / 3600,
-        "dollars_step": settings.price * hours,
-        "dollars": settings.price * hours * config.total_steps,
+        "sampler_chip_hours_step": theirs,
+        "dollars_step": dollars,
+        "dollars": dollars * config.total_steps,
     }
 
 
@@ -193,6 +235,7 @@ def record(plan: Plan, settings: PlanSettings) -> dict[str, Any]:
             name: _program_record(plan, program, settings)
             for name, program in plan.measured.items()
         },
+        "sampler": record(plan.sampler, settings) if plan.sampler else None,
         "step": _step_record(plan, settings),
         "changes": changes(plan),
         "settings": vars(settings),
@@ -215,6 +258,8 @@ def changes(plan: Plan) -> list[str]:
         if not program.fits(plan.limit):
             missing = (program.together - plan.limit) / GIB
             lines.append(f"- {name}: {missing:.2f} GiB too much; {advice}")
+    if plan.sampler:
+        lines += [f"- a sampler's {line[2:]}" for line in changes(plan.sampler)]
     return lines
 
 
@@ -263,9 +308,13 @@ def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str
     rows = [[name, f"{value:,.1f}"] for name, value in step["phases"].items()]
     rows.append(["a step", f"{step['seconds_step']:,.1f}"])
     config = plan.layout.config
-    price = ""
+    price, others = "", ""
+    if plan.sampler:
+        others = f" of the trainer and {step['sampler_chip_hours_step']:,.2f} of the samplers"
     if settings.price:
-        price = f"; at {settings.price:g} dollars a chip-hour {step['dollars_step']:,.2f} a step "
+        price = f"; at {settings.price:g}"
+        price += f" and {settings.sampler_price:g}" if plan.sampler else ""
+        price += f" dollars a chip-hour {step['dollars_step']:,.2f} a step "
         price += f"and {step['dollars']:,.0f} in all"
     lines = [
         f"MFU of the update {step['update_mfu']:.0%}, of full rows "
@@ -274,7 +323,7 @@ def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str
         f"slots {step['slot_utilisation']:.0%} busy; {step['asked_groups']} groups asked for "
         f"{step['kept_groups']} kept; {step['sampled_to_kept_tokens']:.2f} tokens drawn for "
         f"each that is trained on",
-        f"{step['chip_hours_step']:,.2f} chip-hours a step, {step['chip_hours']:,.0f} for "
+        f"{step['chip_hours_step']:,.2f} chip-hours{others} a step, {step['chip_hours']:,.0f} for "
         f"{config.total_steps:,} steps ({step['hours']:,.1f} hours){price}",
         f"assumed: {settings.flops:.0%} of a chip's peak FLOP/s, {settings.hbm:.0%} of its memory's"
         f" and {settings.ici:.0%} of its links' rate; responses of {plan.lengths.response:,.0f} "
@@ -299,4 +348,9 @@ def tables(plan: Plan, settings: PlanSettings, figures: dict[str, Any]) -> list[
     last = "It does not fit:\n\n" + "\n".join(figures["changes"])
     if figures["step"]:
         last = _step_table(plan, settings, figures["step"])
-    return [_headline(plan), _memory_table(figures), _roofline_table(figures), last]
+    parts = [_headline(plan), _memory_table(figures), _roofline_table(figures)]
+    if plan.sampler:
+        title = f"{settings.samplers} samplers, each: {_headline(plan.sampler)}"
+        theirs = figures["sampler"]
+        parts += [title, _memory_table(theirs), _roofline_table(theirs)]
+    return [*parts, last]

@@ -177,15 +177,28 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 def sampling_programs(layout: Layout) -> Iterator[Program]:
     """Yield the engine's programs; the trainer's state stays on the chips meanwhile."""
-    engine, trained = layout.engine, layout.learners.policy.abstract_state.params
-    compiled = cast(EnginePrograms, engine.programs)
-    held = compiled.weights.load_frozen.abstract(layout.frozen) if layout.frozen else {}
-    weights = held | compiled.weights.load_trained.abstract(trained)
-    params = decoders.for_decoding(weights, engine.config)
+    trained, params = layout.learners.policy.abstract_state.params, decoding_weights(layout)
+    weights = cast(EnginePrograms, layout.engine.programs).weights
     shared = layout.sampling_mesh is layout.mesh
     loading = _resident(layout) | ({"decoding weights": params} if shared else {})
-    yield Program("load", lambda: compiled.weights.load_trained.lower(trained), loading)
-    alive = (_resident(layout) if shared else {}) | {"decoding weights": params}
+    yield Program("load", lambda: weights.load_trained.lower(trained), loading)
+    yield from decoding_programs(layout, _resident(layout) if shared else {})
+
+
+def decoding_weights(layout: Layout) -> Any:
+    """Return the shapes of the weights that decode."""
+    trained, weights = layout.learners.policy.abstract_state.params, layout.engine.programs.weights
+    held = weights.load_frozen.abstract(layout.frozen) if layout.frozen else {}
+    return decoders.for_decoding(
+        held | weights.load_trained.abstract(trained), layout.engine.config
+    )
+
+
+def decoding_programs(layout: Layout, alive: dict[str, Any]) -> Iterator[Program]:
+    """Yield the programs that sample, all that `dapo-jax sampler` runs, beside arrays `alive`."""
+    engine, params = layout.engine, decoding_weights(layout)
+    compiled = cast(EnginePrograms, engine.programs)
+    alive = alive | {"decoding weights": params}
     window = engine.layout.window(engine.cache_tokens)  # caches of full length
     empty = jax.eval_shape(functools.partial(compiled.empty, window=window))
     state = _placed(empty, compiled.state_shardings)

@@ -19,6 +19,7 @@ import numpy as np
 from dapo_jax.commands.plan.workload import Drawn, Workload
 from dapo_jax.config.algorithm import OF_GREEDY
 from dapo_jax.config.experiment import Config, Reward
+from dapo_jax.contracts import Sampler
 from dapo_jax.learner.minibatches import choose_packing, split_groups
 from dapo_jax.learner.packing import assign_rows, prompt_groups
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache, StateCache
@@ -337,8 +338,21 @@ class Step:
         return self.sampled.drawn_tokens
 
 
+def simulate_sampler(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, record: RolloutRecord
+) -> tuple[Sampler, SimulatedPrograms]:
+    """Return a run's sampler on a mesh, and its programs, which write to `record`."""
+    samples = config.rollout.samples_per_prompt
+    programs = functools.partial(SimulatedPrograms, record=record, samples=samples)
+    engine = open_engine(config, decoder, mesh, mesh, Text(), programs=programs)
+    return open_sampler(engine, Text(), config.seed), cast(SimulatedPrograms, engine.programs)
+
+
 class Simulation:
-    """Run of simulated steps; the devices of its mesh need only names."""
+    """Run of simulated steps; the devices of its mesh need only names.
+
+    `remote` is a sampler that samples instead of these devices, such as a `fleet.Fleet`.
+    """
 
     def __init__(
         self,
@@ -347,14 +361,16 @@ class Simulation:
         mesh: jax.sharding.Mesh,
         workload: Workload,
         costs: Costs,
+        remote: Any = None,
     ):
         self._config, self._workload, self._costs = config, workload, costs
         self._decoder = decoder
-        record, samples = RolloutRecord(workload, Meter(costs)), config.rollout.samples_per_prompt
-        programs = functools.partial(SimulatedPrograms, record=record, samples=samples)
-        engine = open_engine(config, decoder, mesh, mesh, Text(), programs=programs)
-        self._programs = cast(SimulatedPrograms, engine.programs)
-        self.sampler = open_sampler(engine, Text(), config.seed)
+        self._slots = config.sampler.slots
+        if remote:
+            self.sampler, self._programs, self._slots = remote, remote, remote.slots
+        else:
+            record = RolloutRecord(workload, Meter(costs))
+            self.sampler, self._programs = simulate_sampler(config, decoder, mesh, record)
         self._prompts, self._carried = SimulatedPrompts(workload), ()
         self._number, self._kept_fraction = 0, INITIAL_KEPT_FRACTION
 
@@ -418,7 +434,7 @@ class Simulation:
             seconds=dict(record.meter.seconds),
             counts=dict(record.meter.counts),
             sampled=counts,
-            slots=self._config.sampler.slots,
+            slots=self._slots,
             bursts=record.bursts,
         )
 
