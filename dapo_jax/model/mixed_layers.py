@@ -102,33 +102,39 @@ def run_stacks(
         arguments = {"params": params}, x, shared.context, cache
         return block.apply(*arguments, mutable=list(shared.record), **inputs)
 
-    def run_period(period: Sequence[tuple[str, Any]], kept: Any, carry: Any, slices: Any) -> Any:
-        (x, changed), (params, inputs) = carry, slices
-        records, used = [], collections.Counter()
-        for i, (name, layer) in enumerate(period):
-            own = jax.tree.map(lambda leaf, at=used[name]: leaf[at], params[name])
-            used[name] += 1
+    def run(layers: Sequence[tuple[str, Any]], kept: Any, x: Array, params: Any, inputs: Any):
+        """Return stream, keys and values of each stack's last layer, and records [L, ...]."""
+        names = [name for name, _ in layers]
+        if len(layers) == 1:
+            [(name, layer)] = layers
+            own, more = jax.tree.map(lambda leaf: leaf[0], (params[name], inputs))
             cache = kept[name.removeprefix(SHARING)] if name.startswith(SHARING) else None
             call = functools.partial(apply, layer)
             if shared.policy is not None:
                 call = jax.checkpoint(call, policy=shared.policy, prevent_cse=False)
-            (x, row), record = call(own, x, cache, {key: array[i] for key, array in inputs.items()})
-            changed = changed | {name: row} if name in changed else changed
-            records.append(record)
-        return (x, changed), jax.tree.map(lambda *layers: jnp.stack(layers), *records)
+            (x, row), record = call(own, x, cache, more)
+            changed = {name: row} if name in kept else {}
+            return x, kept | changed, jax.tree.map(lambda leaf: leaf[None], record)
 
-    records, first, done = [], 0, collections.Counter()
-    for length, count in periods(names):
-        period = layers[first : first + length]
-        sizes = collections.Counter(name for name, _ in period)
-        params = {name: _cut(stacks[name], done[name], count, n) for name, n in sizes.items()}
-        slices = params, _cut(inputs, first, count, length)
-        step = functools.partial(run_period, period, kept)
-        carry = x, {name: kept[name] for name in sizes if name in kept}
-        unroll = max(1, shared.unroll // length)
-        (x, changed), record = jax.lax.scan(step, carry, slices, unroll=unroll)
-        kept = kept | changed
-        records.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), record))
-        first += count * length
-        done.update({name: count * n for name, n in sizes.items()})
-    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *records)
+        records, first, done = [], 0, collections.Counter()
+        for length, count in periods(names):
+            period = layers[first : first + length]
+            sizes = collections.Counter(name for name, _ in period)
+
+            def step(carry: Any, slices: Any, period: Any = period, kept: Any = kept) -> Any:
+                x, after, record = run(period, kept | carry[1], carry[0], *slices)
+                return (x, {name: after[name] for name in carry[1]}), record
+
+            slices = {name: _cut(params[name], done[name], count, n) for name, n in sizes.items()}
+            carry = x, {name: kept[name] for name in sizes if name in kept}
+            unroll = min(count, max(1, shared.unroll // length))
+            slices = slices, _cut(inputs, first, count, length)
+            (x, changed), record = jax.lax.scan(step, carry, slices, unroll=unroll)
+            kept = kept | changed
+            records.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), record))
+            first += count * length
+            done.update({name: count * n for name, n in sizes.items()})
+        return x, kept, jax.tree.map(lambda *parts: jnp.concatenate(parts), *records)
+
+    x, _, records = run(layers, kept, x, stacks, inputs)
+    return x, records

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from test_windows import assert_decoding_equals_training
 
 from dapo_jax.config.experiment import Lora
-from dapo_jax.model.decoder import init_params, layer_stacks
+from dapo_jax.model.decoder import Decoder, abstract_params, init_params, layer_stacks
 from dapo_jax.model.load_huggingface import read_config
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.model.mixed_layers import periods
@@ -106,6 +106,17 @@ def test_layers_repeat_in_periods_and_share_the_last_keys_of_their_kind():
         "sharing_layers": [4],
         "sharing_full_layers": [5],
     }
+
+
+def test_equal_consecutive_layers_are_in_the_program_once():
+    def products(period):
+        kinds = dataclasses.replace(GEMMA_4, sharing_layers=0, layers=6, sliding=period)
+        params = unbox(abstract_params(kinds))
+        ids = jnp.zeros((1, 8), jnp.int32)
+        run = jax.jit(lambda params: Decoder(kinds).apply({"params": params}, ids, ids, ids))
+        return run.lower(params).as_text().count("dot_general")
+
+    assert products((True, True, False) * 2) == products((True, False) * 3)
 
 
 def test_frozen_layers_are_rejected():
