@@ -31,8 +31,8 @@ class WithConfigs(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for path in [*sorted(HERE.glob("configs/*.py")), HERE / "launch/env.sh"]:
-                folder = pathlib.Path(self.build_lib, "dapo_jax", path.parent.name)
+            for path in [*sorted(HERE.glob("configs/**/*.py")), HERE / "launch/env.sh"]:
+                folder = pathlib.Path(self.build_lib, "dapo_jax", path.parent.relative_to(HERE))
                 self.mkpath(str(folder))
                 self.copy_file(str(path), str(folder / path.name))
 

@@ -1,7 +1,10 @@
 """A package of verifiers (`pip install verifiers`): two sums in turn; only last digits count.
 
-PYTHONPATH=tests/support dapo-jax train --config=configs/two_sums.py
+dapo-jax train --config=configs/two_sums.py
 """
+
+import pathlib
+import sys
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
@@ -20,10 +23,13 @@ from dapo_jax.config.experiment import (
 )
 
 STEPS = 10
-PACKAGE = "verifiers:two_sums"  # tests/support/two_sums.py
+PACKAGE = "verifiers:two_sums"
+# Installed packages need no path.
+PACKAGES = str(pathlib.Path(__file__).parent / "environments")
 
 
 def get_config() -> Config:
+    sys.path += [PACKAGES] * (PACKAGES not in sys.path)
     return Config(
         run_dir="runs/two_sums",
         total_steps=STEPS,
