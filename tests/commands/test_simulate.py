@@ -125,8 +125,8 @@ def test_groups_of_preempted_samplers_are_sampled_again_by_others():
     stable = make_simulation(WORKLOAD, costs, fleet=(3, times))
     times = dataclasses.replace(times, preemptions=60.0)
     spot = make_simulation(WORKLOAD, costs, fleet=(3, times))
-    pairs = [(stable.step(), spot.step()) for _ in range(20)]
-    assert spot.sampler.preemptions > 3 and stable.sampler.preemptions == 0
+    pairs = [(stable.step(), spot.step()) for _ in range(8)]
+    assert spot.sampler.preemptions > 1 and stable.sampler.preemptions == 0
     assert [a.kept for a, _ in pairs] == [b.kept for _, b in pairs]
     assert [a.kept_tokens for a, _ in pairs] == [b.kept_tokens for _, b in pairs]
     lost = sum(b.drawn_tokens - a.drawn_tokens for a, b in pairs)

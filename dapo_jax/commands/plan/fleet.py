@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.commands.plan.simulate import Meter, RolloutRecord, SimulatedPrograms
-from dapo_jax.contracts import FinishedResponses, Sampler, do_nothing
-from dapo_jax.structs import PartialGroup, Prompt, SamplerCounts
+from dapo_jax.structs import Completion, PartialGroup, Prompt, SamplerCounts
+
+Finished = list[tuple[Prompt, tuple[Completion, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class _Task:
 class _Machine:
     """A sampler's process: its clock, its leases and the moments when it is preempted."""
 
-    def __init__(self, sampler: Sampler, programs: SimulatedPrograms, rng: np.random.Generator):
+    def __init__(self, sampler: Any, programs: SimulatedPrograms, rng: np.random.Generator):
         self.sampler, self.programs, self._rng = sampler, programs, rng
         self.now = 0.0  # when it can decode its next burst
         self.preempted_at = 0.0
@@ -61,7 +62,7 @@ class _Machine:
         else:
             self.sampler.submit_each(task.prompt, task.samples)
 
-    def burst(self) -> list[FinishedResponses]:
+    def burst(self) -> Finished:
         meter = self.programs.record.meter
         before = meter.now
         finished = self.sampler.decode_burst()
@@ -83,7 +84,7 @@ class Fleet:
 
     def __init__(
         self,
-        opened: Sequence[tuple[Sampler, SimulatedPrograms]],
+        opened: Sequence[tuple[Any, SimulatedPrograms]],
         slots: int,
         times: Times,
         seed: int = 0,
@@ -132,7 +133,7 @@ class Fleet:
     def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
         self._queue += [_Task(prompt, (sample,), self._now) for sample in samples]
 
-    def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
+    def decode_burst(self, meanwhile: Callable[[], None] = lambda: None) -> Finished:
         meanwhile()
         if self.idle:
             return []
@@ -160,7 +161,7 @@ class Fleet:
                 self._queue.remove(task)
                 machine.lease(task)
 
-    def _preempt(self, machine: _Machine) -> list[FinishedResponses]:
+    def _preempt(self, machine: _Machine) -> Finished:
         moment, times = machine.preempted_at, self._times
         lost = [dataclasses.replace(t, since=moment + times.lease) for t in machine.tasks]
         self._queue = sorted(self._queue + lost, key=lambda task: task.prompt.index)

@@ -19,7 +19,6 @@ import numpy as np
 from dapo_jax.commands.plan.workload import Drawn, Workload
 from dapo_jax.config.algorithm import OF_GREEDY
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.contracts import Sampler
 from dapo_jax.learner.minibatches import choose_packing, split_groups
 from dapo_jax.learner.packing import assign_rows, prompt_groups
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache, StateCache
@@ -340,7 +339,7 @@ class Step:
 
 def simulate_sampler(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, record: RolloutRecord
-) -> tuple[Sampler, SimulatedPrograms]:
+) -> tuple[Any, SimulatedPrograms]:
     """Return a run's sampler on a mesh, and its programs, which write to `record`."""
     samples = config.rollout.samples_per_prompt
     programs = functools.partial(SimulatedPrograms, record=record, samples=samples)
