@@ -40,7 +40,7 @@ def tried(path, name, count):
 
 answers = []
 for path in sorted(pathlib.Path(sys.argv[1]).glob("*.py")):
-    scope = {"__name__": path.stem}
+    scope = {"__name__": path.stem, "__file__": str(path)}
     exec(compile(path.read_text(), path, "exec"), scope)
     for count in json.loads(sys.argv[3]):
         for name in ["", *(n for n in scope.get("VARIANTS", {}) if n.endswith(f"_{count}"))]:

@@ -52,10 +52,10 @@ class Processes:
     def train(self) -> subprocess.Popen:
         return self.start("train", str(self.file))
 
-    def add_sampler(self, port: int = 0) -> subprocess.Popen:
+    def add_sampler(self, port: int = 0, *arguments: str) -> subprocess.Popen:
         """Start a sampler; `port` is the trainer's or leads to it."""
         trainer = f"--trainer=http://127.0.0.1:{port or self.config.sampler.port}"
-        self.samplers.append(self.start("sampler", f"--run={self.run_dir}", trainer))
+        self.samplers.append(self.start("sampler", f"--run={self.run_dir}", trainer, *arguments))
         return self.samplers[-1]
 
     def output(self) -> str:
