@@ -20,7 +20,7 @@ Finished = list[tuple[Prompt, tuple[Completion, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What samplers wait for, in seconds, and how often they are preempted."""
+    """Waiting times of samplers in seconds, and the rate of their preemptions."""
 
     write: float = 0.0  # of a version of the policy, by the trainer
     read: float = 0.0  # of a version, by each sampler

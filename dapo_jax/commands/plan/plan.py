@@ -311,7 +311,7 @@ def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str
     price, others = "", ""
     if plan.sampler:
         others = f" of the trainer and {step['sampler_chip_hours_step']:,.2f} of the samplers"
-    if settings.price:
+    if step["dollars_step"]:
         price = f"; at {settings.price:g}"
         price += f" and {settings.sampler_price:g}" if plan.sampler else ""
         price += f" dollars a chip-hour {step['dollars_step']:,.2f} a step "

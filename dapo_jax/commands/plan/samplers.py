@@ -40,7 +40,7 @@ def version_bytes(layout: Layout) -> int:
 def open_fleet(
     layout: Layout, costs: Costs, settings: PlanSettings, hosts: int, law: Workload
 ) -> Fleet:
-    """Return the simulated samplers of a run, whose trainer has a number of hosts."""
+    """Return the simulated samplers of a run; `hosts` are the trainer's."""
     config, read = layout.config, version_bytes(layout) / (settings.storage * 1e9)
     times = Times(
         write=read / hosts,
