@@ -35,6 +35,7 @@ KINDS = [
 ]
 FILE = "configs/arithmetic.py"
 PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}
+PLACEHOLDERS |= {"mine/config.py": FILE, "my/config.py": FILE}  # `dapo-jax init` writes them
 # If flags stand alone, one of these commands has to take them.
 BASES = (
     f"train --config={FILE}",
