@@ -57,6 +57,10 @@ class Sampler(Protocol):
         """Number of responses that could start now in addition to those submitted."""
         ...
 
+    def prepare(self, params: Any, policy_step: int) -> None:
+        """Load a policy for the next `begin`, ahead of an update that keeps the devices busy."""
+        ...
+
     def begin(
         self,
         params: Any,

@@ -95,10 +95,14 @@ class Scheduler:
         self._tokenizer = tokenizer
         self._seed = seed
         self._decoding = Decoding()
+        self._prepared: tuple[int, Any] = (-1, None)  # step and weights of a policy
         self._waiting: collections.deque[PendingResponses] = collections.deque()
         self._prefix_ids = itertools.count()
         self._slots = Slots(engine.max_concurrent_decodes)
         self._trajectories = Trajectories(None, engine.max_response_tokens)
+
+    def prepare(self, params: Any, policy_step: int) -> None:
+        self._prepared = policy_step, self._engine.load_params(params)
 
     def begin(
         self,
@@ -112,13 +116,15 @@ class Scheduler:
         """Load the trainer's parameters and empty the slots."""
         self.release()
         engine = self._engine
+        policy_step = step if policy_step is None else policy_step
+        (prepared, loaded), self._prepared = self._prepared, (-1, None)
         self._decoding = Decoding(
-            params=engine.load_params(params),
+            params=loaded if prepared == policy_step else engine.load_params(params),
             state=engine.init_decode_state(),
             rule=rule,
             purpose=purpose,
             step=step,
-            policy_step=step if policy_step is None else policy_step,
+            policy_step=policy_step,
         )
         self._slots.generated[:] = 0
         key = self._seed, purpose

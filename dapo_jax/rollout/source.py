@@ -112,7 +112,10 @@ class RolloutSource:
             state = self._extend(state, params, step, policy_step=step)
         rollout, *ahead = state.ahead
         behaviour = self.copy_behaviour(params) if self.copy_behaviour else None
-        return dataclasses.replace(state, ahead=tuple(ahead), behaviour=behaviour), rollout
+        state = dataclasses.replace(state, ahead=tuple(ahead), behaviour=behaviour)
+        if behaviour is not None and self._missing_step(state, step):
+            self.sampler.prepare(params, step)
+        return state, rollout
 
     @timed("ahead")
     def prefetch(self, state: SourceState, step: int) -> SourceState:

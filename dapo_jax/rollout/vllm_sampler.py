@@ -85,6 +85,9 @@ class VllmSampler:
     def room(self) -> int:
         return self._server.slots - len(self._running)
 
+    def prepare(self, params: Any, policy_step: int) -> None:
+        """Do nothing: the server loads adapters when nothing runs."""
+
     def begin(
         self,
         params: Any,

@@ -67,9 +67,10 @@ class RemoteSampler:
         self,
         local: Sampler,
         leases: Leases,
-        # Writes a version of parameters, again if it is damaged and the third argument is true;
+        load: Callable[[Any], dict[str, Any]],  # decoding weights of parameters
+        # Writes a version of weights, again if it is damaged and the third argument is true;
         # returns its digest.
-        write: Callable[[int, Any, bool], str],
+        write: Callable[[int, Callable[[], dict[str, Any]], bool], str],
         also: bool,
         slots: int,
         warn: Callable[[str], None],
@@ -77,13 +78,19 @@ class RemoteSampler:
         self.environments = local.environments
         self.counts = SamplerCounts()
         self.leases = leases
-        self._local, self._write_version = local, write
+        self._local, self._load, self._write_version = local, load, write
+        self._prepared: tuple[int, Any] = (-1, None)  # step and weights of a policy
         self._also, self._slots, self._warn = also, slots, warn
         self._wanted: dict[str, Task] = {}  # by key, in data order
         self._tasks: dict[tuple[int, tuple[int, ...]], Task] = {}  # that the local sampler draws
         self._alive = 0  # samplers at the last burst
         self._is_local = self._draws = True  # no leases at all; the local sampler draws too
         self._begun: tuple[Any, dict[str, Any]] = (None, {})  # arguments of `begin`
+
+    def prepare(self, params: Any, policy_step: int) -> None:
+        self._prepared = policy_step, self._load(params)
+        if self._also:
+            self._local.prepare(params, policy_step)
 
     def begin(
         self,
@@ -112,8 +119,10 @@ class RemoteSampler:
         params, keyed = self._begun
         step = keyed["policy_step"]
         self.leases.unreadable = False
+        (prepared, loaded), self._prepared = self._prepared, (-1, None)
+        load = (lambda: loaded) if prepared == step else (lambda: self._load(params))
         try:
-            return self._write_version(step, params, repair)
+            return self._write_version(step, load, repair)
         except Exception as error:
             if not is_storage_error(error):
                 raise
@@ -251,11 +260,8 @@ def open_remote(
 
     processes.map_over_hosts([0], serve, "server of leases")
 
-    def write(version: int, params: Any, repair: bool) -> str:
-        return versions.write(version, lambda: load(params), repair)
-
     is_also = config.rollout.remote == "also"
-    sampler = RemoteSampler(local, leases, write, is_also, settings.slots, warn)
+    sampler = RemoteSampler(local, leases, load, versions.write, is_also, settings.slots, warn)
     return sampler, next(iter(servers), None)
 
 

@@ -167,6 +167,23 @@ def test_the_step_of_the_policy_is_recorded(begin):
         assert [done.policy_step for done in groups[2]] == [expected] * SAMPLES
 
 
+def test_prepared_weights_are_those_of_the_next_session_alone(
+    begin, open_sampler, tiny_params, request
+):
+    if request.node.callspec.params["open_sampler"] in (*WITHOUT_WEIGHTS, "vllm"):
+        return  # it loads nothing onto devices
+    sampler = open_sampler()
+    expected = finish_groups(begin())
+    sampler.prepare(tiny_params, 7)
+    zeros = jax.tree.map(np.zeros_like, tiny_params)
+    groups = []
+    for policy_step in (7, 8):
+        sampler.begin(zeros, purpose=0, step=2, rule=SamplingRule(), policy_step=policy_step)
+        groups.append(finish_groups(sampler))
+    assert_same(groups[0], expected)
+    assert not equal(groups[1][2][0].tokens, expected[2][0].tokens)
+
+
 def test_suspended_groups_resume_with_the_same_tokens(begin):
     expected = finish_groups(begin())
     sampler = begin()

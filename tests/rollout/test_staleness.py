@@ -18,6 +18,7 @@ from small_runs import ROOT, make_quick_config, open_run, read_rollouts, read_ro
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
+from dapo_jax.learner import learners
 from dapo_jax.rollout import source
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.run.run import train
@@ -54,9 +55,18 @@ def test_responses_are_one_policy_old_from_the_second_step_on(finished):
     assert [row["policy_lag"] for row in read_rows(finished)[1:]] == [0, 1, 1, 1]
 
 
-def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(base, tmp_path):
+def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(
+    base, tmp_path, monkeypatch
+):
+    loaded = []  # for which step, when an update begins: later it would wait for the update
     with open_run(make_config(base, tmp_path / "run")) as run:
         before = jax.tree.map(np.asarray, run.state.learners.policy.params)
+
+        def note(*arguments):
+            loaded.append(run.components.sampler._prepared[0])
+            return learners.update(*arguments)
+
+        monkeypatch.setattr("dapo_jax.train.update", note)
         run.step()
         changed = jax.tree.leaves(
             jax.tree.map(lambda a, b: (a != b).any(), before, run.state.learners.policy.params)
@@ -71,6 +81,7 @@ def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(base, 
         for groups in (ahead.groups, now.groups)
     ]
     assert any(changed) and tokens[0] == tokens[1] != []
+    assert loaded == [0, 0]
 
 
 def interrupt(run, interrupted) -> None:

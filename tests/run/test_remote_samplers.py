@@ -287,7 +287,8 @@ def test_any_number_of_samplers_makes_the_same_run(
     assert same_run(tmp_path / "run", whole(setting, staleness)) == []
 
 
-ACTIONS = 60
+# What happens to the run, in random order; the last "freeze" is as long as a minute.
+ACTIONS = {"kill": 50, "kill the trainer": 20, "freeze": 8, "damage": 12}
 
 
 @pytest.mark.slow
@@ -299,6 +300,8 @@ def test_kills_stops_cuts_and_damage_change_nothing(folders, tmp_path):
     """
     config = make_remote(folders, tmp_path / "run", total_steps=12)
     rng = random.Random(0)
+    actions = [name for name, count in ACTIONS.items() for _ in range(count)]
+    rng.shuffle(actions)
     done = collections.Counter()
     stopped_at = 0
     with processes_of(config) as processes:
@@ -308,27 +311,35 @@ def test_kills_stops_cuts_and_damage_change_nothing(folders, tmp_path):
         for _ in range(3):
             processes.add_sampler(port)
         while trainer.poll() is None:
-            time.sleep(rng.uniform(1, 8))
+            time.sleep(rng.uniform(1, 5))
             running = [child for child in processes.samplers if child.poll() is None]
-            if trainer.poll() is not None or not running or done.total() == ACTIONS:
+            if trainer.poll() is not None or not running or not actions:
                 continue
-            action = rng.choice(("kill", "kill", "stop", "trainer", "damage"))
-            if action == "kill":
-                rng.choice(running).kill()
-                processes.add_sampler(port)
-            elif action == "stop":
-                stop_for(rng.choice(running), 2 * config.sampler.lease_seconds)
-            elif action == "damage":
-                damage(tmp_path / "run" / "weights", rng)
-            elif (progress := written(tmp_path / "run")) != stopped_at:
-                stopped_at = progress
-                trainer.kill()
-                trainer.wait()
-                trainer = processes.train()
+            progress = written(tmp_path / "run")
+            if actions[-1] == "kill the trainer" and progress == stopped_at:
+                if set(actions) == {"kill the trainer"}:
+                    continue
+                actions.insert(0, actions.pop())
+            match action := actions.pop():
+                case "kill":
+                    rng.choice(running).kill()
+                    processes.add_sampler(port)
+                case "freeze":
+                    last = done[action] == ACTIONS[action] - 1
+                    seconds = 60 if last else 2 * config.sampler.lease_seconds
+                    stop_for(rng.choice(running), seconds)
+                case "damage":
+                    damage(tmp_path / "run" / "weights", rng)
+                case _:
+                    stopped_at = progress
+                    trainer.kill()
+                    trainer.wait()
+                    trainer = processes.train()
             done[action] += 1
         proxy.close()
         assert trainer.wait() == 0, processes.output()
     print(done, proxy.cuts, "cut")
+    assert done == ACTIONS
     alone = make_remote(folders, tmp_path / "alone", remote="none", total_steps=12)
     with processes_of(alone) as processes:
         assert processes.train().wait(SECONDS) == 0

@@ -69,9 +69,6 @@ def remote_sampler(
         versions = WeightVersions(folder)
         url = route(server)
 
-        def write(version, params, repair):
-            return versions.write(version, lambda: load(params), repair)
-
         loops = []
         for other in others:
             settings = SamplerConfig(trainer=url, stall_seconds=stall_seconds)
@@ -79,7 +76,7 @@ def remote_sampler(
             stack.callback(client.close)
             loops.append(SamplingLoop(client, other, versions.read, slots))
         stack.enter_context(working(loops))
-        yield RemoteSampler(local, leases, write, False, slots, print)
+        yield RemoteSampler(local, leases, load, versions.write, False, slots, print)
 
 
 class Proxy:

@@ -28,11 +28,16 @@ class ToySampler:
 
     def __init__(self, config, end_ids: tuple[int, ...], seed: int, limit=20, rows=8):
         self.seed, self.end_ids, self.limit, self.rows = seed, end_ids, limit, rows
+        self.prepared = {}
         self.next_tokens = jax.jit(functools.partial(next_tokens, config), static_argnames="rule")
 
+    def prepare(self, params, policy_step):
+        self.prepared = {policy_step: params}
+
     def begin(self, params, *, purpose, step, rule, policy_step=None):
-        self.params, self.purpose, self.step, self.rule = params, purpose, step, rule
+        self.purpose, self.step, self.rule = purpose, step, rule
         self.policy_step = step if policy_step is None else policy_step
+        self.params = self.prepared.pop(self.policy_step, params)
         self.requests, self.counts = [], SamplerCounts()
 
     idle = property(lambda self: not self.requests)
