@@ -47,6 +47,7 @@ class TrainerClient:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.tasks: dict[str, Any] = {}  # by key, in data order
         self.answers: dict[str, Any] = {}  # that the trainer has not confirmed
+        self.room = 0  # responses that could start in addition to those of the leases
         self.counts: Any = None
         self.unreadable = ""  # digest of weights that this process could not read
         self.refusal = ""
@@ -66,10 +67,10 @@ class TrainerClient:
         self._stopped.set()
         self._thread.join()
         self.tasks.clear()
-        self.exchange(0)
+        self.exchange(asks=False)
 
-    def exchange(self, room: int) -> bool:
-        """Send answers, renew leases and ask for more; return False if nobody answers.
+    def exchange(self, asks: bool) -> bool:
+        """Send answers, renew leases, and ask for more if told; return False if nobody answers.
 
         Raises `ConfigError` if the trainer refuses this process.
         """
@@ -83,7 +84,8 @@ class TrainerClient:
                 "sampler": self.name,
                 "identity": self._identity,
                 "held": list(self.tasks),
-                "room": room,
+                "room": self.room,
+                "asks": asks,
                 "answers": list(sent.items()),
                 "counts": self.counts,
                 "unreadable": self.unreadable,
@@ -103,8 +105,9 @@ class TrainerClient:
             for key in [*sent, *reply["ended"]]:
                 self.answers.pop(key, None)
                 self.tasks.pop(key, None)
-            tasks = map(Task.from_fields, reply["leases"])
+            tasks = list(map(Task.from_fields, reply["leases"]))
             self.tasks |= {task.key: task for task in tasks}
+            self.room -= sum(len(task.samples) for task in tasks)
             return True
 
     def _renew(self) -> None:
@@ -112,7 +115,7 @@ class TrainerClient:
             if time.monotonic() - self.moved_at > self._stall_seconds:
                 continue
             try:
-                self.exchange(0)
+                self.exchange(asks=False)
             except ConfigError as error:
                 self.refusal = str(error)
 
@@ -136,8 +139,8 @@ class SamplingLoop:
         """Exchange messages, and decode a burst; return False if there was nothing to do."""
         client = self._client
         client.moved_at = time.monotonic()
-        room = self._slots - sum(len(samples) for _, samples in self._submitted)
-        is_reached = client.exchange(max(room, 0)) if client.answers or room > 0 else True
+        client.room = self._sampler.room if self._session else self._slots
+        is_reached = client.exchange(asks=True) if client.answers or client.room > 0 else True
         if client.refusal:
             raise ConfigError(client.refusal)
         try:

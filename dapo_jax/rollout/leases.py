@@ -147,6 +147,7 @@ def counts_from(fields: Any) -> SamplerCounts:
 @dataclasses.dataclass
 class _Sampler:
     seen: float  # time of its last message
+    room: int = 0  # responses that it could start
     refused: int = 0
     counts: SamplerCounts = dataclasses.field(default_factory=SamplerCounts)
 
@@ -191,18 +192,27 @@ class Leases:
         with self._changed:
             self._tasks[task.key] = task
 
-    def alive(self) -> list[str]:
-        """Return the samplers that were heard of within `seconds`."""
+    def room(self) -> int:
+        """Return how many more responses samplers could start now, if more were wanted."""
         oldest = self._clock() - self._seconds
         with self._changed:
-            return [name for name, sampler in self._samplers.items() if sampler.seen >= oldest]
+            heard = [sampler for sampler in self._samplers.values() if sampler.seen >= oldest]
+            free = sum(max(0, sampler.room) for sampler in heard if sampler.refused < MAX_REFUSED)
+            waiting = self._tasks.keys() - self._holders.keys()
+            return free - sum(len(self._tasks[key].samples) for key in waiting)
 
-    def hear(self, name: str, held: Collection[str], counts: SamplerCounts) -> list[str]:
-        """Note that a sampler works on the tasks `held`; return those that nobody wants."""
+    def hear(
+        self, name: str, held: Collection[str], counts: SamplerCounts, room: int = 0
+    ) -> list[str]:
+        """Note that a sampler works on the tasks `held`, and could start `room` more responses.
+
+        Return the tasks that nobody wants from it.
+        """
         with self._changed:
             sampler = self._samplers.setdefault(name, _Sampler(0.0))
             sampler.seen = self._clock()
             sampler.counts = counts
+            sampler.room = room
             for key in [k for k, holder in self._holders.items() if holder == name]:
                 if key not in held:  # it has started again, or could not do it
                     del self._holders[key]
@@ -216,6 +226,8 @@ class Leases:
         with self._changed:
             taken = self._free(name, room)
             self._holders |= dict.fromkeys((task.key for task in taken), name)
+            if name in self._samplers:
+                self._samplers[name].room -= sum(len(task.samples) for task in taken)
             return taken
 
     def _free(self, name: str, room: int) -> list[Task]:

@@ -1,7 +1,8 @@
 """HTTP server of leases: samplers of other processes fetch groups here and return them.
 
-A message to `/v1/exchange` holds who sends it, the leases that it works on, its answers, and the
-number of responses that it has room for. The reply holds new leases, and those that have ended.
+A message to `/v1/exchange` holds who sends it, the leases that it works on, its answers, the number
+of responses that it has room for, and whether it asks for them. The reply holds new leases, and
+those that have ended.
 """
 
 import asyncio
@@ -98,14 +99,15 @@ class LeaseServer:
             return PlainTextResponse(differences, 409)
         if message.get("unreadable") and self._leases.session:
             self._leases.unreadable |= message["unreadable"] == self._leases.session.weights
-        ended = self._leases.hear(name, held, counts_from(message.get("counts")))
+        ended = self._leases.hear(name, held, counts_from(message.get("counts")), room)
+        asks = room > 0 and bool(message.get("asks"))
         for key, answer in answers.items():
             try:
                 self._leases.answer(name, key, answer)
             except WrongAnswer as error:
                 self._warn(f"an answer of sampler {name} is refused: {error}")
-        tasks = self._leases.lease(name, room)
-        for _ in range(int(WAIT_SECONDS / LOOK_SECONDS) * (room > 0 and not held)):
+        tasks = self._leases.lease(name, room * asks)
+        for _ in range(int(WAIT_SECONDS / LOOK_SECONDS) * (asks and not held)):
             if tasks:
                 break
             await asyncio.sleep(LOOK_SECONDS)

@@ -83,7 +83,7 @@ class RemoteSampler:
         self._also, self._slots, self._warn = also, slots, warn
         self._wanted: dict[str, Task] = {}  # by key, in data order
         self._tasks: dict[tuple[int, tuple[int, ...]], Task] = {}  # that the local sampler draws
-        self._alive = 0  # samplers at the last burst
+        self._room = 0  # of the samplers, by the last burst
         self._is_local = self._draws = True  # no leases at all; the local sampler draws too
         self._begun: tuple[Any, dict[str, Any]] = (None, {})  # arguments of `begin`
 
@@ -113,6 +113,7 @@ class RemoteSampler:
         if self._is_local or self._draws:
             self._local.begin(params, **keyed)
         self.counts = self._local.counts if self._is_local else SamplerCounts()
+        self._room = self._slots  # until the first burst asks
 
     def _write(self, repair: bool = False) -> str:
         """Write the version of `begin`; if that fails, this process samples all groups itself."""
@@ -150,6 +151,7 @@ class RemoteSampler:
         assert self.leases.session is not None  # set by `begin`
         task = Task(self.leases.session, prompt, samples)
         self._wanted[task.key] = task
+        self._room -= len(samples)
         self.leases.add(task)
 
     def resident(self) -> Any:
@@ -167,12 +169,12 @@ class RemoteSampler:
     def room(self) -> int:
         if self._is_local:
             return self._local.room
-        return self._slots * max(1, self._alive + self._draws) - self._outstanding
+        return self._room + (self._local.room if self._draws else 0)
 
     def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
         if self._is_local:
             return self._local.decode_burst(meanwhile)
-        unreadable, self._alive, leased = processes.broadcast_from_host0(self._look, "leases")
+        unreadable, leased = processes.broadcast_from_host0(self._look, "leases")
         if unreadable:
             self._write(repair=True)
         if self._draws:
@@ -184,29 +186,31 @@ class RemoteSampler:
                 self.leases.finish(self._tasks.pop((prompt.index, samples)), responses)
         else:
             meanwhile()
-        answers, counts = self._take(0.0 if self._draws and not self._local.idle else POLL_SECONDS)
+        answers, counts, self._room = self._take(
+            0.0 if self._draws and not self._local.idle else POLL_SECONDS
+        )
         total = counts + (self._local.counts if self._draws else None)
         vars(self.counts).update(vars(total))
         return [(self._wanted.pop(key).prompt, responses) for key, responses in answers]
 
-    def _look(self) -> tuple[bool, int, list[str]]:
-        """Return whether weights are damaged, the samplers alive, the local sampler's new keys."""
+    def _look(self) -> tuple[bool, list[str]]:
+        """Return whether weights are damaged, and the local sampler's new keys."""
         tasks = self.leases.lease(LOCAL, self._local.room) if self._draws else []
-        return self.leases.unreadable, len(self.leases.alive()), [task.key for task in tasks]
+        return self.leases.unreadable, [task.key for task in tasks]
 
-    def _take(self, seconds: float) -> tuple[list[tuple[str, Responses]], SamplerCounts]:
-        """Return finished responses by key, and the counts of samplers, on every process."""
+    def _take(self, seconds: float) -> tuple[list[tuple[str, Responses]], SamplerCounts, int]:
+        """Return finished responses by key, counts and room of samplers, on every process."""
 
-        def take() -> tuple[list[tuple[str, Responses]], SamplerCounts]:
+        def take() -> tuple[list[tuple[str, Responses]], SamplerCounts, int]:
             finished = [(task.key, responses) for task, responses in self.leases.take(seconds)]
-            return finished, self.leases.remote_counts()
+            return finished, self.leases.remote_counts(), self.leases.room()
 
         if processes.count() == 1:
             return take()
         text = processes.broadcast_from_host0(lambda: to_text(take()), "finished groups")
-        finished, counts = from_text(text)
+        finished, counts, room = from_text(text)
         answers = [(key, tuple(map(completion_from, responses))) for key, responses in finished]
-        return answers, read_counts(counts)
+        return answers, read_counts(counts), room
 
     def suspend(self) -> list[PartialGroup]:
         """Return the groups without tokens: the samplers keep what they have drawn."""

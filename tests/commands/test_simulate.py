@@ -118,6 +118,16 @@ def test_samplers_share_a_step_and_wait_for_the_weights():
         assert step.update_seconds == of_four.update_seconds and of_four.kept == 16
 
 
+def test_a_sampler_starts_responses_before_the_groups_of_others_end():
+    """A slot is free when its response ends, not when the longest one of its group does."""
+    alone, one = (
+        sum(simulation.step().rollout_seconds for _ in range(8))
+        for fleet in (None, (1, Times()))
+        for simulation in [make_simulation(WORKLOAD, fleet=fleet, prefill_prompts=1)]
+    )
+    assert math.isclose(alone, one, rel_tol=0.1)
+
+
 def test_groups_of_preempted_samplers_are_sampled_again_by_others():
     """A sampler lives for a minute on average; a step takes 5 s without preemptions, or more."""
     costs = Costs(decode_step=20e-3)

@@ -109,6 +109,20 @@ def test_the_trainer_may_finish_a_group_that_a_late_sampler_has_answered(leases,
     assert leases.lease(LOCAL, 2) == tasks[1:2] and ask(leases, "a", room=2)[0] == tasks[2:3]
 
 
+def test_the_room_of_samplers_is_what_they_said_last_less_new_leases_and_waiting_tasks(
+    leases, clock
+):
+    assert leases.room() == -10  # five tasks of two responses wait for a sampler
+    leases.hear("a", [], SamplerCounts(), room=5)
+    assert leases.room() == 5 - 10
+    leases.lease("a", 5)
+    leases.hear("b", [], SamplerCounts(), room=9)
+    assert leases.room() == 0 + 9 - 4  # one has taken more than its room: that is no debt of others
+    clock.now = 11.0
+    leases.hear("b", [], SamplerCounts(), room=9)
+    assert leases.room() == 9 - 4
+
+
 def test_a_sampler_that_starts_again_gives_back_what_it_forgot(leases, tasks):
     ask(leases, "a")
     assert ask(leases, "a", held=[tasks[0].key], room=2)[0] == tasks[1:2]

@@ -296,30 +296,35 @@ def test_kills_stops_cuts_and_damage_change_nothing(folders, tmp_path):
     """Samplers are killed and replaced, or frozen beyond their lease; the trainer is killed.
 
     A proxy cuts connections; files of weights are cut, changed and deleted under the samplers.
-    After each kill of the trainer a group has to be scored, so that the run ends.
+    The proxy also spreads the actions over the steps: it lets no more steps pass.
     """
-    config = make_remote(folders, tmp_path / "run", total_steps=12)
+    steps = 12
+    config = make_remote(folders, tmp_path / "run", total_steps=steps)
     rng = random.Random(0)
     actions = [name for name, count in ACTIONS.items() for _ in range(count)]
     rng.shuffle(actions)
     done = collections.Counter()
     stopped_at = 0
     with processes_of(config) as processes:
-        proxy = Proxy(config.sampler.port, lambda: rng.random() < 0.98)
+
+        def may_pass() -> bool:
+            share = done.total() / sum(ACTIONS.values())
+            early = finished_steps(tmp_path / "run") > (steps - 4) * share  # the last need samplers
+            return not (actions and early) and rng.random() < 0.98
+
+        proxy = Proxy(config.sampler.port, may_pass)
         port = proxy.port
         trainer = processes.train()
         for _ in range(3):
             processes.add_sampler(port)
         while trainer.poll() is None:
-            time.sleep(rng.uniform(1, 5))
+            time.sleep(rng.uniform(1, 8))
             running = [child for child in processes.samplers if child.poll() is None]
             if trainer.poll() is not None or not running or not actions:
                 continue
             progress = written(tmp_path / "run")
             if actions[-1] == "kill the trainer" and progress == stopped_at:
-                if set(actions) == {"kill the trainer"}:
-                    continue
-                actions.insert(0, actions.pop())
+                actions.insert(0, actions.pop())  # later, so that the run ends
             match action := actions.pop():
                 case "kill":
                     rng.choice(running).kill()
@@ -340,10 +345,15 @@ def test_kills_stops_cuts_and_damage_change_nothing(folders, tmp_path):
         assert trainer.wait() == 0, processes.output()
     print(done, proxy.cuts, "cut")
     assert done == ACTIONS
-    alone = make_remote(folders, tmp_path / "alone", remote="none", total_steps=12)
+    alone = make_remote(folders, tmp_path / "alone", remote="none", total_steps=steps)
     with processes_of(alone) as processes:
         assert processes.train().wait(SECONDS) == 0
     assert same_run(tmp_path / "run", tmp_path / "alone") == []
+
+
+def finished_steps(run_dir) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def written(run_dir) -> int:

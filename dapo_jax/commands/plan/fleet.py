@@ -111,8 +111,8 @@ class Fleet:
 
     @property
     def room(self) -> int:
-        tasks = self._queue + [task for machine in self._machines for task in machine.tasks]
-        return self.slots * len(self._machines) - sum(len(task.samples) for task in tasks)
+        free = sum(max(0, machine.sampler.room) for machine in self._machines)
+        return free - sum(len(task.samples) for task in self._queue)
 
     def begin(self, params: Any, *, step: int, **keyed: Any) -> None:
         """Write the version of a step, and let all samplers read it."""
