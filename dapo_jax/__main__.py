@@ -50,8 +50,8 @@ def usage() -> str:
     return (
         "usage: dapo-jax COMMAND [ARGUMENTS]\n\n"
         f"{lines}\n\n"
-        "dapo-jax COMMAND --help explains a command; its --help-all every setting, and its\n"
-        "--help=WORD the settings with that word. Here both are those of train."
+        "dapo-jax COMMAND --help explains a command, --help-all shows all its settings, and\n"
+        "--help=WORD those that contain the word. Without COMMAND they show the settings of train."
     )
 
 

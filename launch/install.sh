@@ -22,7 +22,7 @@ mark=".venv/installed-${extras:-base}"
 wanted="$(cat setup.py launch/versions.txt | cksum)"
 fit='import sys, pip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'
 if [ "$(cat "$mark" 2>/dev/null)" != "$wanted" ]; then
-    echo "installing dapo_jax${extras:+[$extras]} into .venv (once) ..."
+    echo "installing dapo_jax${extras:+[$extras]} into .venv: once, in one to three minutes ..."
     # A half-made environment, or one of another Python, is made anew.
     .venv/bin/python -c "$fit" 2>/dev/null || "$python" -m venv --clear .venv
     # All packages, with hashes, are in launch/versions.txt. This folder has none: it is installed by itself.

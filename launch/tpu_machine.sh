@@ -7,13 +7,13 @@ save_seconds="${DAPO_LAUNCH_SAVE_SECONDS:-300}" # for a run that was told to sto
 found="" state="" queue_state="" workers=0 owner="" request="" request_owner="" why="" final=""
 pretended=ABSENT # the machine of a dry run
 
-# What another try can't mend: who asks, what they may, and what they ask for.
+# Errors that another try can't fix: who asks, what they may, and what they ask for.
 never='UNAUTHENTICATED|invalid authentication|invalid_grant|auth login|active account|reauthentication'
 never+='|PERMISSION_DENIED|have permission|permission denied on|SERVICE_DISABLED|has not been used in project'
 never+='|billing|INVALID_ARGUMENT|invalid value|invalid choice|unrecognized arguments|could not be found'
 add_key="an agent with gcloud's key is needed for several workers: eval \"\$(ssh-agent)\" && ssh-add ~/.ssh/google_compute_engine"
 
-# The reason of the command that failed last, for people; sets $final where another try can't mend it.
+# The reason of the command that failed last, for people; sets $final where another try can't fix it.
 told_by_gcloud() {
     local text limit
     text="$(grep -E 'ERROR|message|rror:' "$errors" 2>/dev/null | tail -n 1)"

@@ -267,8 +267,8 @@ run() {
         esac
         say "try $try of $tries: $why"
         if [ -n "$final" ]; then
-            [ -n "$made" ] || [ "$found" = ready ] || die 1 "another try can't mend that"
-            say "another try can't mend that"
+            [ -n "$made" ] || [ "$found" = ready ] || die 1 "another try can't fix that"
+            say "another try can't fix that"
             finish 1
         elif [ "$try" -ge "$tries" ]; then
             say "no tries are left"

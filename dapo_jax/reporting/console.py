@@ -366,7 +366,7 @@ class Progress:
             if event == LOWERED:
                 stack = contextlib.ExitStack()
                 working = self.working(
-                    f"compiling {program}: longer the first time",
+                    f"compiling {program} (kept for later runs)",
                     shown_after=SHOWN_SECONDS,
                     slow_after=COMPILING_SECONDS,
                 )

@@ -291,7 +291,7 @@ def test_an_account_that_may_not_look_is_not_asked_again(cloud):
     error = "There was a problem refreshing your current auth tokens: invalid_grant"
     cloud.plays(unreachable=[error])
     output = cloud.runs(expect=1)
-    assert error in output and "another try can't mend that" in output
+    assert error in output and "another try can't fix that" in output
     assert len(cloud.calls("tpu-vm", "describe")) == 1 and "costs money" not in output
 
 
@@ -311,7 +311,7 @@ def test_a_key_that_no_agent_has_is_said_in_gclouds_words_and_ends_at_once(cloud
     cloud.plays(workers=16, ssh=[AGENT])
     output = cloud.runs(expect=1)
     assert output.count(AGENT) == 2 and "ssh-add ~/.ssh/google_compute_engine" in output
-    assert "no answer of worker 0 1 2 3" in output and "can't mend that" in output
+    assert "no answer of worker 0 1 2 3" in output and "can't fix that" in output
     assert len(cloud.calls("tpu-vm", "ssh")) == 1 and not cloud.exists()  # nothing is left to pay
 
 

@@ -18,7 +18,7 @@ PAGES = sorted(
     + [ROOT / "tests/benchmarks/README.md"]
 )
 # One runs in test_packaging.py, one names commands of the past, one a command without its config.
-UNCHECKED = {"quickstart.md", "CHANGELOG.md", "pods.md"}
+UNCHECKED = {"quickstart.md", "CHANGELOG.md"}
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 

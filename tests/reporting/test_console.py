@@ -249,7 +249,7 @@ def test_a_closed_console_ends_nothing(reader, tmp_path):
 
 def test_loading_and_compiling_are_named_with_their_seconds(piped):
     _, out, _ = piped
-    assert "loading " in out and "compiling the update: longer the first time ..." in out
+    assert "loading " in out and "compiling the update (kept for later runs) ..." in out
     missing = [one for one in PROGRAMS.values() if f"compiled {one} in " not in out]
     assert not missing
 
