@@ -4,7 +4,6 @@ dapo-jax train --config=configs/two_sums.py
 """
 
 import pathlib
-import sys
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
@@ -23,13 +22,11 @@ from dapo_jax.config.experiment import (
 )
 
 STEPS = 10
-PACKAGE = "verifiers:two_sums"
 # Installed packages need no path.
-PACKAGES = str(pathlib.Path(__file__).parent / "environments")
+PACKAGE = f"verifiers:{pathlib.Path(__file__).parent}/environments/two_sums"
 
 
 def get_config() -> Config:
-    sys.path += [PACKAGES] * (PACKAGES not in sys.path)
     return Config(
         run_dir="runs/two_sums",
         total_steps=STEPS,

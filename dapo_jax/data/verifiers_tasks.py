@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import os
 import sys
 import types
 from typing import Any, NamedTuple
@@ -79,14 +80,17 @@ def _chat_harness(library: Any) -> types.ModuleType:
 def open_package(field: str, name: str) -> Package:
     """Return the package of `verifiers:ENV_ID?JSON`; the JSON is the library's environment config.
 
-    An agent without a harness or runtime of its own gets a chat loop in this process.
+    `FOLDER/ENV_ID` is a package that is not installed. An agent without a harness or runtime of its
+    own gets a chat loop in this process.
 
     Raises:
         ConfigError: the library or the package is missing, the config is invalid, or the policy
             would play several agents.
     """
     setting = f"config.{field} = {name!r}"
-    identity, _, text = name.removeprefix(PREFIX).partition("?")
+    path, _, text = name.removeprefix(PREFIX).partition("?")
+    *folders, identity = path.rsplit("/", 1)
+    sys.path += {*map(os.path.abspath, folders)} - {*sys.path}
     try:
         library = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")

@@ -167,10 +167,10 @@ __all__ = ["Env", "Set"]
 
 
 @pytest.mark.slow
-def test_a_package_that_breaks_gives_no_reward(folder, tmp_path, monkeypatch):
-    (tmp_path / "hostile_package.py").write_text(HOSTILE)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = "verifiers:hostile_package"
+def test_a_package_that_breaks_gives_no_reward(folder, tmp_path):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/hostile_package.py").write_text(HOSTILE)
+    name = "verifiers:packages/hostile_package"
     problems = read_tasks("data.source", name, 0)
     sessions = Sessions(open_factory(name))
     words = ["", "reward is nan", "the episode failed", "no score", "second", "in the middle"]
