@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import pathlib
 import shutil
 import sys
@@ -12,12 +11,10 @@ import forked
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-ONE_DEVICE = " --xla_force_host_platform_device_count=1"  # the last such flag counts
 
 
 def run(script: str, *arguments: object) -> str:
-    flags = os.environ["XLA_FLAGS"] + ONE_DEVICE
-    done = forked.run(ROOT / "tests" / script, *arguments, XLA_FLAGS=flags)
+    done = forked.run(ROOT / "tests" / script, *arguments, XLA_FLAGS=forked.one_device())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 

@@ -1,13 +1,12 @@
 """The whole loop on a policy made on the spot: it learns, stops, is killed, and repeats itself."""
 
 import json
-import signal
 
-import forked
 import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
+from kills import DURING_SAVE_2, IN_STEP_3, assert_same_bits, run_killed
 from several import final_state
 from small_runs import STEPS, learn, make_config, read_rollouts, read_rows, start
 
@@ -69,28 +68,7 @@ def test_one_device_and_eight_train_alike(base, finished, alone, tmp_path):
     np.testing.assert_allclose(one["gradient_norm"], eight["gradient_norm"], rtol=1e-3)
 
 
-# Patches run inside the child: a process that kills itself at a chosen place.
-KILL_AFTER_STEP = """
-from dapo_jax.reporting.console import Progress
-show = Progress.step
-def step(self, number, *rest):
-    show(self, number, *rest)
-    if number == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-Progress.step = step
-"""
-KILL_DURING_SAVE = """
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-save = Checkpoints.save
-def save_and_die(self, record, states):
-    save(self, record, states)
-    if record.step == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-Checkpoints.save = save_and_die
-"""
 CHILD = """
-import os, signal, sys
-import conftest
 from small_runs import make_config
 from dapo_jax.run.run import train
 {patch}
@@ -100,19 +78,16 @@ train(make_config({base!r}, {run_dir!r}))
 
 @pytest.mark.parametrize(
     ("patch", "resumed_after"),
-    [pytest.param(KILL_AFTER_STEP, 2, marks=pytest.mark.slow), (KILL_DURING_SAVE, 1)],
+    [pytest.param(IN_STEP_3, 2, marks=pytest.mark.slow), (DURING_SAVE_2, 1)],
     ids=["step", "save"],
 )
 def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, tmp_path, capsys):
     expected_dir, _ = finished
     code = CHILD.format(patch=patch, base=str(base), run_dir=str(tmp_path))
-    killed = forked.run(code)
-    assert killed.returncode == -signal.SIGKILL
+    run_killed(code)
     train(make_config(base, tmp_path))
     assert f"after step {resumed_after}" in " ".join(capsys.readouterr().out.split())
-    assert read_rows(tmp_path) == read_rows(expected_dir)
-    for folder in "rollouts", "evaluations":
-        assert read_rollouts(tmp_path, folder) == read_rollouts(expected_dir, folder)
+    assert_same_bits(tmp_path, expected_dir)
     state, record = final_state(base, tmp_path)
     expected, expected_record = final_state(base, expected_dir)
     jax.tree.map(np.testing.assert_array_equal, state, expected)

@@ -18,6 +18,11 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["small_runs"])
 
 
+def one_device() -> str:
+    """Return the value of XLA_FLAGS with which a program has one virtual device."""
+    return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"  # the last counts
+
+
 class Child:
     """A running program; its output and errors go to two files."""
 
