@@ -6,7 +6,6 @@ values read those of the last layer of their kind before them.
 """
 
 import collections
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -73,10 +72,67 @@ def periods(names: Sequence[str]) -> list[tuple[int, int]]:
     return found
 
 
-def _cut(tree: Any, first: int, count: int, length: int) -> Any:
-    """Return `count` parts of `length` layers each, from layer `first` on."""
-    part = slice(first, first + count * length)
-    return jax.tree.map(lambda leaf: leaf[part].reshape(count, length, *leaf.shape[1:]), tree)
+def _cut(tree: Any, first: int, parts: tuple[int, int], total: int) -> Any:
+    """Return parts of layers, [count, length, ...], from layer `first` of `total` on.
+
+    Axes of size 1 are missing, here and in `tree`. A whole tree of single layers is not changed: a
+    scan keeps its inputs for the backward pass, but copies what an iteration computes of them.
+    """
+    size = parts[0] * parts[1]
+    axes = [number for number in parts if number > 1]
+
+    def cut(leaf: Array) -> Array:
+        leaf = leaf if size == total else leaf[first : first + size]
+        return leaf.reshape(*axes, *leaf.shape[total > 1 :])
+
+    return jax.tree.map(cut, tree)
+
+
+def _run(
+    apply: Callable,
+    layers: Sequence[tuple[str, Any]],
+    carry: tuple[Array, dict[str, Any]],
+    slices: tuple[dict[str, Any], dict[str, Array]],  # parameters and inputs, see `_cut`
+    unroll: int,
+    looped: bool = True,  # whether a scan iterates over this run
+) -> tuple[tuple[Array, dict[str, Any]], Any]:
+    """Return stream, keys and values of each stack's last layer, and records [L, ...]."""
+    (x, kept), (params, inputs) = carry, slices
+    names = [name for name, _ in layers]
+    if len(layers) == 1:
+        [(name, layer)] = layers
+        cache = kept[name.removeprefix(SHARING)] if name.startswith(SHARING) else None
+        (x, row), record = apply(layer, looped, params[name], x, cache, inputs)
+        changed = {name: row} if name in kept else {}
+        return (x, kept | changed), jax.tree.map(lambda leaf: leaf[None], record)
+
+    records, first, done, totals = [], 0, collections.Counter(), collections.Counter(names)
+    for length, count in periods(names):
+        period = layers[first : first + length]
+        sizes = collections.Counter(name for name, _ in period)
+        parts = {
+            name: _cut(params[name], done[name], (count, n), totals[name])
+            for name, n in sizes.items()
+        }
+        parts = parts, _cut(inputs, first, (count, length), len(layers))
+        first += count * length
+        done.update({name: count * n for name, n in sizes.items()})
+        if count == 1:
+            (x, kept), record = _run(apply, period, (x, kept), parts, unroll, looped)
+            records.append(record)
+            continue
+
+        def step(carry: Any, slices: Any, period: Any = period, kept: Any = kept) -> Any:
+            full = carry[0], kept | carry[1]
+            (x, after), record = _run(apply, period, full, slices, unroll)
+            return (x, {name: after[name] for name in carry[1]}), record
+
+        carry = x, {name: kept[name] for name in sizes if name in kept}
+        number = min(count, max(1, unroll // length))
+        (x, changed), record = jax.lax.scan(step, carry, parts, unroll=number)
+        kept = kept | changed
+        records.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), record))
+    return (x, kept), jax.tree.map(lambda *parts: jnp.concatenate(parts), *records)
 
 
 def run_stacks(
@@ -96,45 +152,24 @@ def run_stacks(
             row = jnp.zeros((*x.shape[:2], layer.kv_heads, layer.head_dim), x.dtype)
             kept.setdefault(name.removeprefix(SHARING), (row, row))
 
-    def apply(layer: Any, params: Any, x: Array, cache: Any, inputs: dict[str, Array]) -> Any:
+    def apply(
+        layer: Any, looped: bool, params: Any, x: Array, cache: Any, inputs: dict[str, Array]
+    ) -> Any:
         attend = TRAINING_ATTENTION[layer.attention]
         block = make_block(layer, _attend_kept(attend) if shares else attend)
-        arguments = {"params": params}, x, shared.context, cache
-        return block.apply(*arguments, mutable=list(shared.record), **inputs)
 
-    def run(layers: Sequence[tuple[str, Any]], kept: Any, x: Array, params: Any, inputs: Any):
-        """Return stream, keys and values of each stack's last layer, and records [L, ...]."""
-        names = [name for name, _ in layers]
-        if len(layers) == 1:
-            [(name, layer)] = layers
-            own, more = jax.tree.map(lambda leaf: leaf[0], (params[name], inputs))
-            cache = kept[name.removeprefix(SHARING)] if name.startswith(SHARING) else None
-            call = functools.partial(apply, layer)
-            if shared.policy is not None:
-                call = jax.checkpoint(call, policy=shared.policy, prevent_cse=False)
-            (x, row), record = call(own, x, cache, more)
-            changed = {name: row} if name in kept else {}
-            return x, kept | changed, jax.tree.map(lambda leaf: leaf[None], record)
+        def call(params: Any, x: Array, cache: Any, inputs: dict[str, Array]) -> Any:
+            arguments = {"params": params}, x, shared.context, cache
+            return block.apply(*arguments, mutable=list(shared.record), **inputs)
 
-        records, first, done = [], 0, collections.Counter()
-        for length, count in periods(names):
-            period = layers[first : first + length]
-            sizes = collections.Counter(name for name, _ in period)
+        if shared.policy is not None:
+            call = jax.checkpoint(call, policy=shared.policy, prevent_cse=not looped)
+        return call(params, x, cache, inputs)
 
-            def step(carry: Any, slices: Any, period: Any = period, kept: Any = kept) -> Any:
-                x, after, record = run(period, kept | carry[1], carry[0], *slices)
-                return (x, {name: after[name] for name in carry[1]}), record
+    def without_axis(tree: Any, total: int) -> Any:
+        return jax.tree.map(lambda leaf: leaf[0], tree) if total == 1 else tree
 
-            slices = {name: _cut(params[name], done[name], count, n) for name, n in sizes.items()}
-            carry = x, {name: kept[name] for name in sizes if name in kept}
-            unroll = min(count, max(1, shared.unroll // length))
-            slices = slices, _cut(inputs, first, count, length)
-            (x, changed), record = jax.lax.scan(step, carry, slices, unroll=unroll)
-            kept = kept | changed
-            records.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), record))
-            first += count * length
-            done.update({name: count * n for name, n in sizes.items()})
-        return x, kept, jax.tree.map(lambda *parts: jnp.concatenate(parts), *records)
-
-    x, _, records = run(layers, kept, x, stacks, inputs)
+    stacks = {name: without_axis(stack, names.count(name)) for name, stack in stacks.items()}
+    slices = stacks, without_axis(inputs, len(layers))
+    (x, _), records = _run(apply, layers, (x, kept), slices, shared.unroll, looped=False)
     return x, records

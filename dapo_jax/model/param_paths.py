@@ -101,7 +101,8 @@ def published_names(path: str, config: DecoderConfig) -> list[str]:
 
 def matrix_names(path: str, config: DecoderConfig) -> list[str]:
     """Return the names of a parameter's matrices for PEFT, the prefixes of its adapters' names."""
-    return _names(FAMILIES[config.family].adapter_tensors, path, config)
+    family = FAMILIES[config.family]
+    return _names(family.adapter_tensors or family.tensors, path, config)
 
 
 def _names(tensors: Mapping[str, str], path: str, config: DecoderConfig) -> list[str]:

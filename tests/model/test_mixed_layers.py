@@ -1,6 +1,7 @@
 """Layers of several shapes (Gemma 4): training, meshes, decoding, and multimodal folders."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from conftest import TINY
 from families_fixtures import export, stored_bytes
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.extend.core import jaxprs_in_params
 from safetensors.numpy import load_file, save_file
 from test_windows import assert_decoding_equals_training
 
@@ -117,6 +119,35 @@ def test_equal_consecutive_layers_are_in_the_program_once():
         return run.lower(params).as_text().count("dot_general")
 
     assert products((True, True, False) * 2) == products((True, False) * 3)
+
+
+def scanned(jaxpr):
+    """Return the shapes that scans of a program stack up, those inside of scans included."""
+    shapes = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            stacked = equation.outvars[equation.params["num_carry"] :]
+            shapes |= {variable.aval.shape for variable in stacked}
+        for inner in jaxprs_in_params(equation.params):
+            shapes |= scanned(inner)
+    return shapes
+
+
+def test_the_forward_pass_keeps_the_parameters_of_layers_without_copies():
+    config = dataclasses.replace(
+        GEMMA_4, sharing_layers=0, layers=8, sliding=(True, True, True, False) * 2, remat="full"
+    )
+    params = unbox(abstract_params(config))
+    ids = jnp.zeros((1, 8), jnp.int32)
+
+    def residuals(params):
+        apply = functools.partial(Decoder(config).apply, mutable=False)
+        return jax.tree.leaves(jax.vjp(lambda p: apply({"params": p}, ids, ids, ids), params)[1])
+
+    stacked = scanned(jax.make_jaxpr(residuals)(params).jaxpr)
+    up = params["layers"]["up"]["kernel"].shape[1:]
+    assert (2, 3, 1, 8, config.embed) in stacked  # the layers' inputs
+    assert not [shape for shape in stacked if shape[-2:] == up]
 
 
 def test_frozen_layers_are_rejected():

@@ -74,6 +74,15 @@ def test_names_and_shapes_are_those_of_peft(folder):
     assert (folder / WEIGHTS).stat().st_mode & 0o777 == 0o644
 
 
+@pytest.mark.parametrize("family", ["gemma4", "qwen3_5"])  # with more matrices than others
+def test_adapters_are_read_back(family, tmp_path):
+    decoder = load_huggingface.read_config(ROOT / "fixtures/models" / family)
+    config = choose_trained(decoder, 0.0, LORA)
+    adapters = random_adapters(config)
+    actual = peft_adapters.read_adapters(str(save(tmp_path / "adapter", adapters, config)), config)
+    jax.tree.map(np.testing.assert_array_equal, actual, adapters)
+
+
 def test_the_published_product_equals_the_merged_change(folder):
     """alpha / r B A of the file, [out, in], layer by layer."""
     tensors, adapters = load_file(folder / WEIGHTS), random_adapters(DECODER)

@@ -10,7 +10,7 @@ import math
 import re
 from typing import NamedTuple
 
-VERSION = 4  # of the reader; cached results of another version are ignored
+VERSION = 5  # of the reader; cached results of another version are ignored
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Operations without memory of their own.
@@ -163,24 +163,41 @@ def _updated(lines: dict[str, Line], line: Line, *, in_memory: bool) -> int:
     return sum(_sizes(update.shapes, in_memory=in_memory)) if update else 0
 
 
+def _passed_on(line: Line) -> set[int]:
+    """Return the results of a fusion that are buffers of an exchange in the background.
+
+    All fusions that run meanwhile take and return them, in a loop in every iteration.
+    """
+    aliases = re.search(r"output_to_operand_aliasing=(.*) calls=%async_collective", line.rest)
+    return set(map(int, re.findall(r"\{(\d+)\}: ", aliases[1]))) if aliases else set()
+
+
 def _written(hlo: HloText, computation: str, line: Line) -> int:
-    """Return the bytes that an instruction writes to memory."""
+    """Return the bytes that an instruction writes to memory.
+
+    One that starts a copy lists the copy's source too; the one that ends it has the result alone.
+    """
+    if line.operation.endswith("-start"):
+        return 0
     if line.operation == "dynamic-update-slice":
         return _updated(hlo.computations[computation], line, in_memory=True)
     if line.operation != "fusion":
         return sum(_sizes(line.shapes, in_memory=True))
     called = next((hlo.computations[name] for role, name in line.called if role == "calls"), {})
     root = next((inner for inner in called.values() if inner.root), line)
-    total, in_place = 0, False  # in-place updates at the fusion's end
-    for name in root.operands if root.operation == "tuple" else [root.name]:
+    passed = _passed_on(line)
+    total, in_place = 0, bool(passed)  # in-place updates at the fusion's end
+    results = [match[0] for match in ARRAY.finditer(line.shapes)]
+    ends = root.operands if root.operation == "tuple" else [root.name]
+    for number, (name, shapes) in enumerate(zip(ends, results, strict=False)):
         end = called.get(name)
         while end is not None and end.operation in ("bitcast", "convert", "copy"):
             end = called.get(end.operands[0])
         if end is not None and end.operation == "dynamic-update-slice":
             in_place = True
             total += _updated(called, end, in_memory=False)
-        elif end is not None:
-            total += sum(_sizes(end.shapes, in_memory=True))
+        elif end is not None and number not in passed:
+            total += sum(_sizes(shapes, in_memory=True))
     return total if in_place else sum(_sizes(line.shapes, in_memory=True))
 
 

@@ -84,4 +84,4 @@ class Family:
     partial_rotary: float = 1.0  # default of `partial_rotary_factor`
     # Published names of a layer's tensors, and those that PEFT derives names of adapters from.
     tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
-    adapter_tensors: dict[str, str] = dataclasses.field(default_factory=lambda: LAYER_TENSORS)
+    adapter_tensors: dict[str, str] | None = None  # None: `tensors`

@@ -58,7 +58,6 @@ QWEN3_5 = Family(
     delta_interval=4,
     partial_rotary=0.25,
     tensors=LAYER_TENSORS | _DELTA_TENSORS | _SEPARATE,
-    adapter_tensors=LAYER_TENSORS | _DELTA_TENSORS | _SEPARATE,
 )
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
@@ -71,7 +70,6 @@ QWEN3_5_MOE = Family(
     delta_interval=4,
     partial_rotary=0.25,
     tensors=_QWEN3_5_MOE,
-    adapter_tensors=_QWEN3_5_MOE,
 )
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
@@ -84,5 +82,4 @@ QWEN3_NEXT = Family(
     delta_interval=4,
     partial_rotary=0.25,
     tensors=_QWEN3_NEXT,
-    adapter_tensors=_QWEN3_NEXT,
 )

@@ -17,5 +17,4 @@ QWEN3_MOE = Family(
     required={"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
     windows=Windows(switch=True),
     tensors=EXPERT_TENSORS,
-    adapter_tensors=EXPERT_TENSORS,
 )
