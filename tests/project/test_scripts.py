@@ -183,6 +183,19 @@ def test_a_policy_over_bytes_writes_programs(run_here, tmp_path):
     ]
 
 
+def test_the_judge_of_a_benchmark_reads_the_numbers_to_compare_as_one_token(tmp_path):
+    judged = importlib.import_module("judged")
+    rows = [judged.make_row(index) for index in range(64)]
+    assert {json.loads(row["messages"][-1]["content"])["score"] for row in rows} == {0, 1}
+    judged.write_start(tmp_path, rows)
+    tokenizer = judged.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for index, row in enumerate(rows):
+        text = row["messages"][1]["content"]
+        compared = [piece for piece in tokenizer.encode(text).tokens if '"reference' in piece]
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+        assert [piece[:5] == "#### " for piece in compared] == [index % 8 > 0]  # else cut off
+
+
 @pytest.mark.slow
 def test_a_policy_learns_from_a_judge_alone(run_here, tmp_path):
     sizes = ("--folder", tmp_path, "--steps", 2)
