@@ -1,6 +1,8 @@
 """User code named in the config as `module:function`, its arguments and its errors."""
 
+import contextlib
 import importlib
+import json
 import pathlib
 import sysconfig
 import traceback
@@ -19,12 +21,18 @@ LIBRARIES = (
 
 
 def read_options(query: str) -> dict[str, Any]:
-    """Return the arguments in `argument=value&...`: a value is true, false, a number or text."""
+    """Return the arguments in `argument=value&...`.
+
+    A value is true, false, a whole number, a JSON list or text.
+    """
     constants = {"true": True, "false": False}
-    return {
-        key: constants.get(value, int(value) if value.isdecimal() else value)
-        for key, value in urllib.parse.parse_qsl(query)
-    }
+    options: dict[str, Any] = {}
+    for key, value in urllib.parse.parse_qsl(query):
+        options[key] = constants.get(value, int(value) if value.isdecimal() else value)
+        if value.startswith("["):
+            with contextlib.suppress(ValueError):
+                options[key] = json.loads(value)
+    return options
 
 
 def short_path(file: str | pathlib.Path) -> str:

@@ -74,6 +74,14 @@ def blackjack(observation: Any, info: dict[str, Any]) -> str:
     return f"{own}+{dealer}="
 
 
+def frozen_lake(observation: Any, info: dict[str, Any]) -> str:
+    """Return a place on a map of nine fields as a sum that the embedded policy often gets wrong.
+
+    Without errors it would try no other steps.
+    """
+    return f"9+{observation}="
+
+
 def open_gymnasium(name: str) -> Callable[[], Gymnasium]:
     """Return the function that makes `gymnasium:ID?argument=value&...`.
 

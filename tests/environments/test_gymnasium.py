@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from dapo_jax.config.user_code import read_options
 from dapo_jax.environments.registry import open_factory
 from dapo_jax.environments.worker import Request, Sessions
 from dapo_jax.runtime.settings import ConfigError
@@ -17,6 +18,12 @@ def test_a_missing_package_names_its_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ConfigError, match="needs gymnasium: pip install gymnasium"):
         open_factory("gymnasium:FrozenLake-v1")
+
+
+def test_arguments_are_numbers_lists_or_text():
+    options = read_options('desc=["SF","HG"]&size=04&wrap=true&mode=[a&slippery=false')
+    expected = {"desc": ["SF", "HG"], "size": 4, "wrap": True, "mode": "[a", "slippery": False}
+    assert options == expected
 
 
 @pytest.fixture
