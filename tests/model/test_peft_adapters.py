@@ -184,7 +184,7 @@ def assert_logits_alike(base: pathlib.Path, adapters: pathlib.Path, lora: Lora, 
     ours, used = families.packed_logits(base, mesh, config=config, params=params)
     theirs = np.load(adapters / "logits.npy")
     print(f"{base.name}: largest difference {np.abs(ours - theirs)[used].max():.1e}")
-    np.testing.assert_allclose(ours[used], theirs[used], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(ours[used], theirs[used], atol=2e-5, rtol=0)  # float32, both
     with np.load(base / "expected.npz") as expected:
         assert np.abs(theirs - expected["logits"])[used].max() > 0.1
 
