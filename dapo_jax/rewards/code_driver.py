@@ -75,7 +75,7 @@ def take_channel():
 
 
 class Server:
-    """Solution whose functions and objects are called by name or number."""
+    """The solution: calls its functions by name and its objects by number."""
 
     def __init__(self):
         self.module = types.ModuleType("solution")

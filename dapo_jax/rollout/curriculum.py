@@ -55,7 +55,7 @@ class RestingPrompts:
         self._prompts.position = value
 
     def __next__(self) -> Prompt:
-        """Return the next prompt that is active, or whose turn is not passed over."""
+        """Return the next active prompt, or a resting one whose turn has come."""
         prompt = next(self._prompts)
         for _ in range(MAX_PASSED_OVER):
             if prompt.id not in self._pools or self._is_requested(prompt):

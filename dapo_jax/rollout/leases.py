@@ -36,7 +36,7 @@ class WrongAnswer(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What all groups between `begin` and `release` have in common."""
+    """Settings that the groups between `begin` and `release` share."""
 
     purpose: int
     step: int

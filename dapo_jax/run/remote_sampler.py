@@ -1,4 +1,4 @@
-"""The sampler of a run whose groups other processes draw (`dapo-jax sampler`), under leases."""
+"""Remote sampler: leases the groups of a run to other processes (`dapo-jax sampler`)."""
 
 import hashlib
 from collections.abc import Callable, Sequence

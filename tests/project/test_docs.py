@@ -17,7 +17,7 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
     + [ROOT / "tests/benchmarks/README.md"]
 )
-# One runs in test_packaging.py, one names commands of the past, one a command without its config.
+# One runs in test_packaging.py, the other names commands of the past.
 UNCHECKED = {"quickstart.md", "CHANGELOG.md"}
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
