@@ -184,7 +184,8 @@ def assert_logits_alike(base: pathlib.Path, adapters: pathlib.Path, lora: Lora, 
     ours, used = families.packed_logits(base, mesh, config=config, params=params)
     theirs = np.load(adapters / "logits.npy")
     print(f"{base.name}: largest difference {np.abs(ours - theirs)[used].max():.1e}")
-    np.testing.assert_allclose(ours[used], theirs[used], atol=2e-5, rtol=0)  # float32, both
+    atol = 5e-5 if config.recurrent else 2e-5  # both are float32, and a state sums its rounding
+    np.testing.assert_allclose(ours[used], theirs[used], atol=atol, rtol=0)
     with np.load(base / "expected.npz") as expected:
         assert np.abs(theirs - expected["logits"])[used].max() > 0.1
 
@@ -194,9 +195,11 @@ def assert_logits_alike(base: pathlib.Path, adapters: pathlib.Path, lora: Lora, 
 def test_logits_of_an_adapter_of_ours_are_those_of_peft(targets, tmp_path, one_device):
     lora, pairs = Lora(rank=5, alpha=8.0, targets=targets), {}
     for base in MODELS:
-        if base.name == "gpt_oss" and "up" in targets:
+        decoder = load_huggingface.read_config(base)
+        # PEFT 0.21 drops adapters of a shared expert: it takes their names for the fused experts'.
+        if (base.name == "gpt_oss" or decoder.shared_mlp) and "up" in targets:
             continue
-        config = choose_trained(load_huggingface.read_config(base), 0.0, lora)
+        config = choose_trained(decoder, 0.0, lora)
         pairs[base] = save(tmp_path / base.name, random_adapters(config), config)
     run_peft("logits", pairs)
     for base, adapters in pairs.items():
@@ -208,10 +211,8 @@ def test_an_adapter_that_peft_saved_is_read(tmp_path, one_device):
     pairs = {base: tmp_path / base.name for base in MODELS}
     run_peft("write", pairs)
     for base, adapters in pairs.items():
-        lora = Lora(rank=4, alpha=6.0)
-        if load_huggingface.read_config(base).experts:
-            lora.targets = "query,key,value,out"
-        assert_logits_alike(base, adapters, lora, one_device)
+        settings = peft_adapters.read_settings(str(adapters), load_huggingface.read_config(base))
+        assert_logits_alike(base, adapters, Lora(**settings), one_device)
 
 
 # --- adapters of experts -------------------------------------------------------------------------
