@@ -124,6 +124,7 @@ setup(
             "openai>=3.54",
             "gguf>=0.19",
             "tinker==0.38.0",
+            "trustme>=1.2",
         ],
     },
     classifiers=[

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import pathlib
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -51,6 +52,7 @@ class TrainerClient:
         self.counts: Any = None
         self.unreadable = ""  # digest of weights that this process could not read
         self.refusal = ""
+        self._trouble = ""  # why the last message has no answer
         self.moved_at = time.monotonic()  # when the last burst began
         self._stall_seconds = config.stall_seconds
         self._url = config.trainer.rstrip("/")
@@ -100,8 +102,14 @@ class TrainerClient:
                     return False
                 text = error.read(MAX_ERROR_BYTES).decode(errors="replace")
                 raise ConfigError(f"the trainer refuses this sampler: {text}") from None
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
+                    raise ConfigError(f"{self._url}: {error}; see SSL_CERT_FILE") from None
+                if str(error) != self._trouble:
+                    processes.print_error(f"no answer from {self._url}, trying again: {error}")
+                self._trouble = str(error)
                 return False
+            self._trouble = ""
             for key in [*sent, *reply["ended"]]:
                 self.answers.pop(key, None)
                 self.tasks.pop(key, None)

@@ -359,6 +359,12 @@ class Sampler:
     key_file: str = setting(
         "", "File with the samplers' key; empty: DAPO_API_KEY.", read=IF_REMOTE, may_change=True
     )
+    tls_file: str = setting(
+        "",
+        "PEM file with certificate and private key; empty: messages are not encrypted.",
+        read=IF_REMOTE,
+        may_change=True,
+    )
     lease_seconds: Positive = setting(
         60.0, "Silence that ends a sampler's leases.", read=IF_REMOTE, may_change=True
     )

@@ -64,7 +64,14 @@ class LeaseServer:
         self.port = listening.getsockname()[1]
         app = Starlette(routes=[Route(EXCHANGE, self._answer, methods=["POST"])])
         options: dict[str, Any] = {"limit_concurrency": MAX_CONNECTIONS, "log_config": None}
-        config = uvicorn.Config(app, lifespan="off", ws="none", log_level="critical", **options)
+        options |= {"lifespan": "off", "ws": "none", "log_level": "critical"}
+        config = uvicorn.Config(app, ssl_certfile=settings.tls_file or None, **options)
+        try:
+            config.load()
+        except OSError as error:  # also what `ssl` raises
+            listening.close()
+            text = f"config.sampler.tls_file = {settings.tls_file!r}: can't be used: {error}"
+            raise ConfigError(text, "sampler.tls_file") from None
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([listening],), daemon=True)
         self._thread.start()

@@ -13,6 +13,7 @@ import urllib.request
 
 import jax.numpy as jnp
 import pytest
+import trustme
 from conftest import make_prompt
 from kept_groups import same_run
 from remote_runs import SECONDS, make_remote, processes_of
@@ -65,6 +66,36 @@ def test_a_sampler_is_refused_by_name_and_without_the_key(server, tmp_path):
     with client_of(server, tmp_path, key="b key") as client:
         with pytest.raises(ConfigError, match="the key is missing or wrong"):
             client.exchange(0)
+
+
+def test_messages_are_encrypted_for_samplers_that_trust_the_certificate(tmp_path, monkeypatch):
+    authority, pem = trustme.CA(), tmp_path / "server.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(pem)
+    leases = Leases(AnswerLimits(20, 6), seconds=60.0)
+    server = LeaseServer(leases, IDENTITY, Sampler(port=0, tls_file=str(pem)), "", print)
+    address = f"127.0.0.1:{server.port}"
+    clients = []
+    for scheme in ("https", "https", "http"):
+        config = SamplerConfig(trainer=f"{scheme}://{address}")
+        clients.append(sampler.TrainerClient(config, IDENTITY, lease_seconds=3600.0))
+    unknown, known, plain = clients
+    with pytest.raises(ConfigError, match=f"https://{address}: .*SSL_CERT_FILE"):
+        unknown.exchange(0)
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
+    assert known.exchange(0) and not plain.exchange(0)
+    for client in clients:
+        client._stopped.set()
+    server.close()
+
+
+@pytest.mark.parametrize("text", [None, "no certificate"])
+def test_a_file_without_a_certificate_is_named(text, tmp_path):
+    pem = tmp_path / "server.pem"
+    if text:
+        pem.write_text(text)
+    with pytest.raises(ConfigError, match="config.sampler.tls_file = '.*pem': can't be used"):
+        LeaseServer(None, IDENTITY, Sampler(port=0, tls_file=str(pem)), "", print)
 
 
 LIMIT = 10_000
