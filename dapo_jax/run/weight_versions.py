@@ -3,7 +3,8 @@
 The arrays are those that `weight_transfer.Loader` makes: cast or quantised, layer by layer, and
 only trained ones, so that a run of adapters writes adapters. Each process of a trainer writes the
 shards of its devices. A list of checksums, which is written last, completes a version; its digest
-is the version's identity.
+is the version's identity. A resumed trainer writes the same files, so that answers to its killed
+predecessor count; those of Orbax's default format differ from save to save.
 """
 
 import collections
