@@ -100,9 +100,12 @@ def help_text(config: Any, usage: str, topic: str, short_names: Mapping[str, str
         if value != defaults[name]:
             shown += f"  (default {defaults[name]!r})"
         entries[name] = f"{shown}\n{_wrap(explain(field), ' ' * 6)}"
-        width = COLUMNS - max(NAME_COLUMNS, len(flag) + 1)
-        text = textwrap.shorten(field.metadata["explanation"], width, placeholder="...")
-        lines[name] = f"{flag:<{NAME_COLUMNS - 1}} {text}"
+        lines[name] = textwrap.fill(
+            field.metadata["explanation"],
+            COLUMNS,
+            initial_indent=f"{flag:<{NAME_COLUMNS - 1}} ",
+            subsequent_indent=" " * NAME_COLUMNS,
+        )
     short_first = flags if any("." in name for name in flags) else ()
     # A config of one section has its settings in the order of their importance.
     most = CHANGED_MOST if len(sections) > 1 else ()
