@@ -8,6 +8,7 @@ process samples a group changes nothing. It ends with exit code 0 after the run'
 with 143 after SIGTERM, so that a cluster starts it again.
 """
 
+import concurrent.futures
 import dataclasses
 import os
 import pathlib
@@ -51,6 +52,7 @@ class TrainerClient:
         self.room = 0  # responses that could start in addition to those of the leases
         self.counts: Any = None
         self.unreadable = ""  # digest of weights that this process could not read
+        self.following: Any = None  # step and digest of the next session's weights
         self.refusal = ""
         self._trouble = ""  # why the last message has no answer
         self.moved_at = time.monotonic()  # when the last burst began
@@ -113,6 +115,7 @@ class TrainerClient:
             for key in [*sent, *reply["ended"]]:
                 self.answers.pop(key, None)
                 self.tasks.pop(key, None)
+            self.following = reply["following"]
             tasks = list(map(Task.from_fields, reply["leases"]))
             self.tasks |= {task.key: task for task in tasks}
             self.room -= sum(len(task.samples) for task in tasks)
@@ -141,6 +144,8 @@ class SamplingLoop:
         self._client, self._sampler, self._read, self._slots = client, sampler, read, slots
         self._session: Any = None
         self._weights: tuple[str, Any] = ("", None)  # digest and arrays of the newest version
+        self._ahead: tuple[str, Any] = ("", None)  # digest and future arrays of the next one
+        self._reader = concurrent.futures.ThreadPoolExecutor(1)
         self._submitted: dict[tuple[int, tuple[int, ...]], str] = {}  # keys of running tasks
 
     def step(self) -> bool:
@@ -151,6 +156,9 @@ class SamplingLoop:
         is_reached = client.exchange(asks=True) if client.answers or client.room > 0 else True
         if client.refusal:
             raise ConfigError(client.refusal)
+        if client.following and client.following[1] not in (self._weights[0], self._ahead[0]):
+            step, digest = client.following
+            self._ahead = digest, self._reader.submit(self._read, step, digest)
         try:
             if self._work():
                 return True
@@ -193,7 +201,11 @@ class SamplingLoop:
         digest, arrays = self._weights
         if digest != session.weights:
             self._client.unreadable = session.weights  # the trainer writes it again
-            arrays = self._read(session.policy_step, session.weights)
+            (ahead, arrays), self._ahead = self._ahead, ("", None)
+            if ahead == session.weights:
+                arrays = arrays.result()
+            else:
+                arrays = self._read(session.policy_step, session.weights)
         self._weights, self._client.unreadable = (session.weights, arrays), ""
         keyed = {"purpose": session.purpose, "step": session.step, "rule": session.rule}
         self._session = None

@@ -169,6 +169,7 @@ class Leases:
         self._changed = threading.Condition()
         self._samplers: dict[str, _Sampler] = {}
         self.unreadable = False  # a sampler could not read this session's weights
+        self.following: tuple[int, str] | None = None  # step and digest of the next weights
         self.open(None)
 
     def open(self, session: Session | None) -> None:

@@ -47,7 +47,7 @@ from dapo_jax.run.compute import (
 )
 from dapo_jax.run.lease_server import LeaseServer
 from dapo_jax.run.memory import check_run_fits
-from dapo_jax.run.remote_sampler import open_remote
+from dapo_jax.run.remote_sampler import RemoteSampler, open_remote
 from dapo_jax.run.teacher import has_teacher, load_teacher, open_programs
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
@@ -123,6 +123,8 @@ class Components:
     def trainer(self, **options: Any) -> Trainer:
         """Return the trainer of a run; `options` are other fields of `RolloutSource`."""
         copy = self.learners.policy.copy if self.config.rollout.staleness else None
+        if isinstance(self.sampler, RemoteSampler):
+            options |= {"announce": self.sampler.announce}
         source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 

@@ -1,8 +1,8 @@
 """HTTP server of leases: samplers of other processes fetch groups here and return them.
 
 A message to `/v1/exchange` holds who sends it, the leases that it works on, its answers, the number
-of responses that it has room for, and whether it asks for them. The reply holds new leases, and
-those that have ended.
+of responses that it has room for, and whether it asks for them. The reply holds new leases, those
+that have ended, and the next version of the policy, if it is there.
 """
 
 import asyncio
@@ -120,5 +120,5 @@ class LeaseServer:
             await asyncio.sleep(LOOK_SECONDS)
             tasks = self._leases.lease(name, room)
         fields = [task.fields() for task in tasks]
-        reply = {"leases": fields, "ended": ended}
+        reply = {"leases": fields, "ended": ended, "following": self._leases.following}
         return Response(await asyncio.to_thread(group_format.dump, reply))

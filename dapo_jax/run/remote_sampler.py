@@ -80,6 +80,8 @@ class RemoteSampler:
         self.leases = leases
         self._local, self._load, self._write_version = local, load, write
         self._prepared: tuple[int, Any] = (-1, None)  # step and weights of a policy
+        self._announced: tuple[int, Any] = (-1, None)  # step and parameters of the next policy
+        self._written = -1  # step of the newest version
         self._also, self._slots, self._warn = also, slots, warn
         self._wanted: dict[str, Task] = {}  # by key, in data order
         self._tasks: dict[tuple[int, tuple[int, ...]], Task] = {}  # that the local sampler draws
@@ -88,9 +90,19 @@ class RemoteSampler:
         self._begun: tuple[Any, dict[str, Any]] = (None, {})  # arguments of `begin`
 
     def prepare(self, params: Any, policy_step: int) -> None:
-        self._prepared = policy_step, self._load(params)
+        self._announced = -1, None  # the next update consumes it
+        if self._written != policy_step:
+            self._prepared = policy_step, self._load(params)
         if self._also:
             self._local.prepare(params, policy_step)
+
+    def announce(self, params: Any, policy_step: int) -> None:
+        """Write a policy once its update has ended, so that samplers read it while they sample.
+
+        Not if this process samples too: the memory holds the weights of one policy.
+        """
+        if not self._also:
+            self._announced = policy_step, params
 
     def begin(
         self,
@@ -118,20 +130,27 @@ class RemoteSampler:
     def _write(self, repair: bool = False) -> str:
         """Write the version of `begin`; if that fails, this process samples all groups itself."""
         params, keyed = self._begun
-        step = keyed["policy_step"]
         self.leases.unreadable = False
+        digest = self._write_policy(params, keyed["policy_step"], repair)
+        if not digest:
+            if repair and not self._draws:
+                self._local.begin(params, **keyed)
+            self._draws = True
+        return digest
+
+    def _write_policy(self, params: Any, step: int, repair: bool = False) -> str:
+        """Write a version unless it is there; return its digest, or "" if the storage fails."""
         (prepared, loaded), self._prepared = self._prepared, (-1, None)
         load = (lambda: loaded) if prepared == step else (lambda: self._load(params))
         try:
-            return self._write_version(step, load, repair)
+            digest = self._write_version(step, load, repair)
         except Exception as error:
             if not is_storage_error(error):
                 raise
             self._warn(f"the weights of step {step} can't be written: {reason(error)}")
-            if repair and not self._draws:
-                self._local.begin(params, **keyed)
-            self._draws = True
             return ""
+        self._written = step
+        return digest
 
     def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
         if self._is_local:
@@ -174,9 +193,13 @@ class RemoteSampler:
     def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
         if self._is_local:
             return self._local.decode_burst(meanwhile)
-        unreadable, leased = processes.broadcast_from_host0(self._look, "leases")
+        unreadable, updated, leased = processes.broadcast_from_host0(self._look, "leases")
         if unreadable:
             self._write(repair=True)
+        if updated:
+            (step, params), self._announced = self._announced, (-1, None)
+            if digest := self._write_policy(params, step):
+                self.leases.following = step, digest
         if self._draws:
             for task in map(self._wanted.__getitem__, leased):
                 self._tasks[task.prompt.index, task.samples] = task
@@ -193,10 +216,12 @@ class RemoteSampler:
         vars(self.counts).update(vars(total))
         return [(self._wanted.pop(key).prompt, responses) for key, responses in answers]
 
-    def _look(self) -> tuple[bool, list[str]]:
-        """Return whether weights are damaged, and the local sampler's new keys."""
+    def _look(self) -> tuple[bool, bool, list[str]]:
+        """Return if weights are damaged, if an update has ended, and the local sampler's keys."""
         tasks = self.leases.lease(LOCAL, self._local.room) if self._draws else []
-        return self.leases.unreadable, [task.key for task in tasks]
+        params = jax.tree.leaves(self._announced[1])
+        updated = bool(params) and all(leaf.is_ready() for leaf in params)
+        return self.leases.unreadable, updated, [task.key for task in tasks]
 
     def _take(self, seconds: float) -> tuple[list[tuple[str, Responses]], SamplerCounts, int]:
         """Return finished responses by key, counts and room of samplers, on every process."""

@@ -116,6 +116,10 @@ def test_samplers_share_a_step_and_wait_for_the_weights():
         assert math.isclose(of_four.seconds["samplers"], 5.0 + decode / 4)
         assert step.sampled.tokens == of_one.sampled.tokens == of_four.sampled.tokens
         assert step.update_seconds == of_four.update_seconds and of_four.kept == 16
+    ahead = dataclasses.replace(times, ahead=True)
+    behind = make_simulation(Constant(20), costs, filtered=False, fleet=(1, ahead)).step()
+    assert math.isclose(behind.seconds["samplers"], steps[0][0].rollout_seconds)
+    assert math.isclose(behind.update_seconds, 5.0 + steps[0][0].update_seconds)
 
 
 def test_a_sampler_starts_responses_before_the_groups_of_others_end():

@@ -231,6 +231,28 @@ def test_a_version_that_is_damaged_under_samplers_is_written_again(kind, monkeyp
         assert draw(remote, 0, 20).groups == 20
 
 
+def test_the_next_version_is_read_while_samplers_still_sample(monkeypatch):
+    reads: list[int] = []
+    read = weight_versions.WeightVersions.read
+
+    def note(versions, version, digest):
+        reads.append(version)
+        return read(versions, version, digest)
+
+    monkeypatch.setattr(weight_versions.WeightVersions, "read", note)
+    _, opened = remote_scripted(2)
+    with opened as remote:
+        remote.announce(jnp.float32(1.0), 1)
+        draw(remote, 0, 40)
+        last = time.monotonic() + SECONDS
+        while reads.count(1) < 2:
+            assert time.monotonic() < last
+        remote.prepare(1.0, 1)  # writes and loads nothing again
+        assert remote._prepared == (-1, None)
+        draw(remote, 1, 40)
+    assert sorted(reads) == [0, 0, 1, 1]
+
+
 # --- runs in this process -----------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ class Times:
 
     write: float = 0.0  # of a version of the policy, by the trainer
     read: float = 0.0  # of a version, by each sampler
+    ahead: bool = False  # versions are read while their predecessors sample
     lease: float = 60.0  # silence that ends a sampler's leases
     restart: float = 0.0  # from a preemption to the successor's start
     preemptions: float = 0.0  # of a sampler in an hour
@@ -120,6 +121,8 @@ class Fleet:
         waits = 0.0
         if step != self._step:  # else a second session of the step, with the same weights
             waits = self._times.write + self._times.read
+            if self._times.ahead:
+                self.record.meter.seconds["version"], waits = waits, 0.0
             self._started, self._step = self._now, step
         for machine in self._machines:
             machine.tasks.clear()
@@ -174,7 +177,8 @@ class Fleet:
 
     def _advance(self, moment: float) -> None:
         self._now = max(self._now, moment)
-        self.record.meter.wait("samplers", self._now - self._started)
+        meter = self.record.meter
+        meter.wait("samplers", self._now - self._started + meter.seconds["version"])
 
     def abandon(self) -> None:
         self._queue.clear()

@@ -48,6 +48,7 @@ PHASES = {  # the simulator's costs in each phase of a step
     "decode: overhead": ("burst", "decode_step", "slot_step", "response"),
     "score": ("score_token",),
     "update": ("update", "update_token"),
+    "version of the policy": ("version",),
     "hosts": HOSTS,
 }
 SAMPLING_ADVICE = (

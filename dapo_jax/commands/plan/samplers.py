@@ -45,6 +45,7 @@ def open_fleet(
     times = Times(
         write=read / hosts,
         read=read,
+        ahead=config.rollout.staleness > 0,
         lease=config.sampler.lease_seconds,
         restart=settings.restart_seconds,
         preemptions=settings.preemptions,

@@ -72,7 +72,7 @@ class Costs:
     host_measured: float = 0.0  # the same, beside the updates
 
 
-LEARNING = "score_token update update_token host_packed host_weighed host_measured".split()
+LEARNING = "score_token update update_token host_packed host_weighed host_measured version".split()
 HOSTS = ("host_slot", "host_packed", "host_weighed", "host_measured")
 
 # Seconds of host work, fitted to `python tests/benchmarks/hosts.py`, a step of 8,192 responses of
@@ -322,7 +322,7 @@ class Step:
 
     @property
     def update_seconds(self) -> float:
-        """Seconds of score passes and updates."""
+        """Seconds of score passes, updates, and of a version for samplers that read it ahead."""
         return sum(self.seconds.get(name, 0.0) for name in LEARNING)
 
     @property
