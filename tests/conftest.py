@@ -29,7 +29,7 @@ from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.runtime.kept_programs import forget_programs
+from dapo_jax.runtime import kept_programs
 from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.structs import Completion, Prompt
 
@@ -38,6 +38,8 @@ pytest_plugins = ["durations"]
 # Imports and tracing make many objects and few cycles: each search for those takes long.
 gc.freeze()
 gc.set_threshold(20_000, 10, 10)
+
+kept_programs.MAX_KEPT = 32  # files of tests share them
 
 # Helpers stand in support/; processes that tests start find them too.
 TESTS = pathlib.Path(__file__).parent
@@ -97,9 +99,9 @@ def forget_own_modules(tmp_path_factory):
 @pytest.fixture
 def fresh_programs():
     """No program that another test has traced is used, and none of this one's by another."""
-    forget_programs()
+    kept_programs.forget_programs()
     yield
-    forget_programs()
+    kept_programs.forget_programs()
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +117,7 @@ def eight_devices():
 @pytest.fixture(scope="session")
 def tiny_params():
     """Random parameters whose distributions are neither flat nor a single token."""
-    params = nn.unbox(init_params(TINY, jax.random.key(0)))
+    params = nn.unbox(jax.jit(init_params, static_argnums=0)(TINY, jax.random.key(0)))
     return params | {"embedding": params["embedding"] * 20}
 
 
@@ -136,7 +138,7 @@ MOE = dataclasses.replace(
 @pytest.fixture(scope="session")
 def moe_folder(tmp_path_factory, tiny_folder):
     folder = tmp_path_factory.mktemp("moe")
-    params = nn.unbox(init_params(MOE, jax.random.key(0)))
+    params = nn.unbox(jax.jit(init_params, static_argnums=0)(MOE, jax.random.key(0)))
     params["embedding"] *= 20
     save_huggingface.save_folder(folder, params, MOE, (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import random
 import re
 import subprocess
@@ -33,12 +32,15 @@ types = pytest.importorskip("tinker.types")
 WORDS = [list(b"3+4=7."), list(b"Tell me!"), list(b"one, two, three")]
 ADAM = types.AdamParams(learning_rate=1e-2)
 PROMPT = types.ModelInput.from_ints(WORDS[1])
+KEY = "tml-secret"
 
 
 @pytest.fixture(scope="module")
 def server(byte_folder, tmp_path_factory):
-    state = tmp_path_factory.mktemp("tinker") / "state"
-    server = TinkerServer(byte_folder, state)
+    folder = tmp_path_factory.mktemp("tinker")
+    state, key = folder / "state", folder / "key"
+    key.write_text(KEY)
+    server = TinkerServer(byte_folder, state, f"--api_key_file={key}")
     server.state = state
     yield server
     assert server.stop() == 0
@@ -50,7 +52,7 @@ def client(server, monkeypatch):
 
 
 def connect(server: TinkerServer, monkeypatch) -> "tinker.ServiceClient":
-    monkeypatch.setenv("TINKER_API_KEY", "tml-none")
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     return tinker.ServiceClient(base_url=server.url)
 
@@ -157,7 +159,7 @@ def test_saved_weights_are_sampled_through_openais_api(client, server):
     model = client.create_lora_training_client(base_model=NAME, rank=4).result()
     train(model, 3)
     path = model.save_weights_for_sampler("v1").result().path
-    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="tml-none")
+    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
     assert {NAME, path} <= {model.id for model in api.models.list()}
     greedy = types.SamplingParams(max_tokens=12, temperature=0)
     ask = {"prompt": WORDS[1], "max_tokens": 12, "temperature": 0}
@@ -273,7 +275,7 @@ def test_fifty_interleavings_of_two_tenants(server, monkeypatch):
         assert play_together(clients, 3, random.Random(number)) == alone, number
 
 
-def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=2):
+def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=1):
     """Raw requests, since the SDK hides the order of acknowledgements."""
     state = tmp_path / "state"
     server = TinkerServer(byte_folder, state)
@@ -341,7 +343,8 @@ def without_names(result: dict) -> dict:
     return {key: re.sub("s-[0-9a-f]{16}", "", str(value)) for key, value in result.items()}
 
 
-def test_the_loop_of_the_docs_runs(server, byte_folder, tmp_path):
+def test_the_loop_of_the_docs_runs(server, byte_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
     page = (ROOT / "docs/tinker.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(code.splitlines()) <= 60
@@ -354,18 +357,12 @@ def test_the_loop_of_the_docs_runs(server, byte_folder, tmp_path):
     assert "step 1" in done.stdout
 
 
-def test_a_key_is_asked_for(byte_folder, tmp_path, monkeypatch):
-    path = pathlib.Path(tmp_path, "key")
-    path.write_text("tml-secret")
-    server = TinkerServer(byte_folder, tmp_path / "state", f"--api_key_file={path}")
-    try:
-        status, answer = server.post("client/config", SDK, x_api_key="tml-other")
+def test_a_key_is_asked_for(server):
+    """By this server, from all the tests' clients."""
+    for key in ({"x_api_key": "tml-other"}, {}):
+        status, answer = server.post("client/config", SDK, **key)
         assert status == 401 and "key is missing or wrong" in answer["error"]["message"]
-        monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
-        client = tinker.ServiceClient(base_url=server.url)
-        assert client.create_sampling_client(base_model=NAME).result().get_base_model() == NAME
-    finally:
-        server.kill()
+    assert server.post("client/config", SDK, x_api_key=KEY)[0] == 200
 
 
 def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):

@@ -117,8 +117,22 @@ def test_splash_skips_blocks_of_other_segments(window, monkeypatch, one_device):
         assert np.isnan(actual[:, 128:384]).all()
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 4, 2)])
-@pytest.mark.parametrize("name", ["blocked", "splash"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("blocked", (2, 2, 1, 2)),
+        ("blocked", (1, 1, 4, 2)),
+        ("splash", (1, 2, 2, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("blocked", (1, 2, 2, 2)),
+                ("splash", (2, 2, 1, 2)),
+                ("splash", (1, 1, 4, 2)),
+            )
+        ),
+    ],
+)
 def test_each_device_attends_with_its_own_rows_and_heads(name, sizes, monkeypatch, by_plain):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 128)
     data, fsdp, decode_tensor, tensor = sizes
@@ -231,8 +245,7 @@ CONTEXT_LENGTH = 48
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("tokens", [None, 7])
-@pytest.mark.parametrize(("tensor", "context"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize(("tensor", "context", "tokens"), [(2, 2, 7), (1, 4, None)])
 def test_attention_over_cut_rows_equals_plain(tensor, context, tokens, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 5)  # divides no piece
     arrays, ids = inputs(CONTEXT_LENGTH), ragged_ids(CONTEXT_LENGTH)

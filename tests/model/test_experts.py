@@ -1,6 +1,7 @@
 """Mixture of experts against a loop over tokens, on one device and on eight; routes replayed."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -35,7 +36,7 @@ from dapo_jax.runtime.sharding import make_mesh, unbox
 MOE = dataclasses.replace(MOE, experts_per_token=3, normalise_experts=True)
 SILU = ACTIVATIONS["silu"]
 RNG = np.random.default_rng(0)
-TOKENS, PER_TOKEN, EXPERTS, WIDTH, INNER = 12, 3, 8, 6, 5
+TOKENS, PER_TOKEN, EXPERTS, WIDTH, INNER = 6, 3, 8, 6, 5
 SHAPES = [(EXPERTS, WIDTH, INNER), (EXPERTS, WIDTH, INNER), (EXPERTS, INNER, WIDTH)]
 
 
@@ -114,7 +115,8 @@ def test_int8_experts_have_a_scale_for_each_of_their_channels():
         whole[name], whole[name + SCALE] = quantise(jnp.asarray(matrix), jnp.int8, axis)
         rounded[name] = whole[name] * jnp.expand_dims(whole[name + SCALE], axis)
     assert whole[NAMES[2] + SCALE].shape == (EXPERTS, WIDTH)
-    mixed, expected = (mix(x, weights, chosen, m, SILU) for m in (whole, rounded))
+    run = jax.jit(lambda matrices: mix(jnp.asarray(x), weights, chosen, matrices, SILU))
+    mixed, expected = run(whole), run(rounded)
     np.testing.assert_allclose(mixed, expected, atol=1e-4)
     assert scaled_axes("layers/moe/router/kernel") == ()
 
@@ -208,15 +210,19 @@ def test_the_gradient_by_matrices_is_a_kernel_on_tpu():
 # --- routes --------------------------------------------------------------------------------------
 
 ROWS, LENGTH = 2, 12
-ROUTES_TOKENS = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 2, 32)
-SEGMENTS = jnp.repeat(jnp.array([[1] * 6 + [2] * 4 + [0] * 2]), ROWS, axis=0)
-PLACES = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-PARAMS = unbox(init_params(MOE, jax.random.key(0)))
+ROUTES_TOKENS = RNG.integers(2, 32, (ROWS, LENGTH)).astype(np.int32)
+SEGMENTS = np.array([[1] * 6 + [2] * 4 + [0] * 2] * ROWS, np.int32)
+PLACES = np.array([range(LENGTH)] * ROWS, np.int32)
 
 
-def run(params=PARAMS, config=MOE, routes=None, record=()):
+@functools.cache  # not while tests are collected
+def make_params():
+    return unbox(jax.jit(init_params, static_argnums=0)(MOE, jax.random.key(0)))
+
+
+def run(params=None, config=MOE, routes=None, record=()):
     rows = Rows(ROUTES_TOKENS, SEGMENTS, PLACES, routes)
-    return jax.jit(lambda p: hidden_states(p, config, rows, record))(params)
+    return jax.jit(lambda p: hidden_states(p, config, rows, record))(params or make_params())
 
 
 def record(*arguments):
@@ -239,9 +245,9 @@ def test_replayed_routes_of_the_same_parameters_change_no_bit():
 
 
 def test_frozen_layers_record_and_replay_theirs():
-    apart = jax.tree.map(lambda x: x[:1], PARAMS["layers"])
-    rest = jax.tree.map(lambda x: x[1:], PARAMS["layers"])
-    params = PARAMS | {"frozen_layers": apart, "layers": rest}
+    layers = jax.device_get(make_params()["layers"])
+    apart, rest = jax.tree.map(lambda x: x[:1], layers), jax.tree.map(lambda x: x[1:], layers)
+    params = make_params() | {"frozen_layers": apart, "layers": rest}
     frozen = dataclasses.replace(MOE, frozen_layers=1)
     _, whole = record()
     np.testing.assert_array_equal(record(params, frozen)[1], whole)
@@ -261,34 +267,35 @@ def test_unknown_routes_are_the_routers_own_and_known_ones_are_taken():
 
 @pytest.mark.parametrize("normalise", [True, False])
 def test_weights_of_replayed_experts_are_their_probabilities_with_a_gradient(normalise):
-    logits = jax.random.normal(jax.random.key(2), (1, 4, 8))
-    given = np.asarray(logits)  # no tracer
-    replayed = jnp.array([[[0, 5], [7, 1], [-1, -1], [3, 3]]], jnp.int8)
+    given = RNG.normal(size=(1, 4, 8)).astype("f")
+    logits = jnp.asarray(given)
+    replayed = np.array([[[0, 5], [7, 1], [-1, -1], [3, 3]]], np.int8)
 
     def by_loop(logits):
         rows = []
         for token in range(4):
             chances = jax.nn.softmax(logits[0, token])
-            own = np.argsort(-np.asarray(given[0, token]))[:2]
-            taken = chances[own if token == 2 else np.asarray(replayed[0, token])]
+            own = np.argsort(-given[0, token])[:2]
+            taken = chances[own if token == 2 else replayed[0, token]]
             rows.append(taken / taken.sum() if normalise else taken)
         return jnp.stack(rows)
 
-    np.testing.assert_allclose(route(logits, 2, normalise, replayed)[0][0], by_loop(logits), 1e-6)
-    found, expected = (
-        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(3 * f(x))))(logits)
-        for f in (lambda x: route(x, 2, normalise, replayed)[0][0], by_loop)
+    (value, slope), (expected, wanted) = (
+        gradients(lambda x, f=f: 3 * f(x), logits)
+        for f in (lambda x: route(x, 2, normalise, jnp.asarray(replayed))[0][0], by_loop)
     )
-    assert np.abs(expected).max() > 1e-3
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert np.abs(wanted[0]).max() > 1e-3
+    np.testing.assert_allclose(value, expected, 1e-6)
+    np.testing.assert_allclose(slope[0], wanted[0], atol=1e-6)
 
 
 def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
-    layer = jax.tree.map(lambda x: x[0], PARAMS["layers"]["moe"])
-    x = jax.random.normal(jax.random.key(3), (ROWS, LENGTH, MOE.embed))
+    layer = jax.tree.map(lambda x: x[0], jax.device_get(make_params()["layers"]["moe"]))
+    x = RNG.normal(size=(ROWS, LENGTH, MOE.embed)).astype("f")
 
+    @jax.jit
     def balance(layer):
-        arguments = {"params": layer}, x, Context(PLACES, SEGMENTS)
+        arguments = {"params": layer}, jnp.asarray(x), Context(PLACES, SEGMENTS)
         return Experts(MOE).apply(*arguments, mutable=[BALANCE])[1][BALANCE]["layer"]
 
     real, logits = np.asarray(SEGMENTS) > 0, x @ layer["router"]["kernel"]
@@ -296,7 +303,7 @@ def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
     share = [np.mean((taken == expert).any(axis=1)) / 3 for expert in range(8)]
     expected = 8 * np.sum(share * np.asarray(jax.nn.softmax(logits)[real].mean(axis=0)))
     np.testing.assert_allclose(balance(layer)[real].mean(), expected, rtol=1e-5)
-    even = layer | {"router": {"kernel": jnp.zeros((MOE.embed, 8))}}
+    even = layer | {"router": {"kernel": np.zeros((MOE.embed, 8), "f")}}
     np.testing.assert_allclose(balance(even), 1, atol=1e-6)
 
 
@@ -309,7 +316,7 @@ def test_replay_is_the_same_on_a_mesh(sizes):
     with sharding.activate(make_mesh(**({"data": 1} | sizes))):
         arrays = ROUTES_TOKENS, SEGMENTS, PLACES, others(routes)
         rows = Rows(*(jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) for x in arrays))
-        found, records = jax.jit(lambda p: hidden_states(p, MOE, rows, recorded))(PARAMS)
+        found, records = jax.jit(lambda p: hidden_states(p, MOE, rows, recorded))(make_params())
     np.testing.assert_allclose(found[:ROWS], expected, atol=1e-5)
     np.testing.assert_array_equal(records.routes[:ROWS], wanted.routes)
     np.testing.assert_allclose(records.replaced[:, :ROWS], wanted.replaced, atol=1e-5)

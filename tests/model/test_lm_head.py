@@ -14,11 +14,11 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
 
 ROWS, LENGTH, WIDTH, VOCAB = 8, 7, 16, 48
-KEYS = jax.random.split(jax.random.key(5), 5)
-HIDDEN = jax.random.normal(KEYS[0], (ROWS, LENGTH, WIDTH))
-HEAD = jax.random.normal(KEYS[1], (WIDTH, VOCAB))
-TARGETS = jax.random.randint(KEYS[2], (ROWS, LENGTH), 0, VOCAB)
-WEIGHTS = jax.random.normal(KEYS[3], (2, ROWS, LENGTH))
+RNG = np.random.default_rng(5)
+HIDDEN = RNG.normal(size=(ROWS, LENGTH, WIDTH)).astype("f")
+HEAD = RNG.normal(size=(WIDTH, VOCAB)).astype("f")
+TARGETS = RNG.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+WEIGHTS = RNG.normal(size=(2, ROWS, LENGTH)).astype("f")
 MESHES = [(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8)]
 
 
@@ -73,7 +73,7 @@ def test_sharding_does_not_change_the_results(sizes, chunk_tokens):
 
 def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks():
     mesh = make_mesh(2, 2, 2)
-    head = jax.device_put(HEAD.astype(jnp.float32), sharding.sharding(mesh, "embed", "vocab"))
+    head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
     hidden = sharding.put(mesh, HIDDEN.astype(jnp.bfloat16), "batch")
     with sharding.activate(mesh):
         lowered = with_gradients(head_logprobs, Scale(), 2).lower(hidden, head)
@@ -105,9 +105,10 @@ def test_a_frozen_head_costs_no_gradient():
 
 # --- divergence of two heads -------------------------------------------------------------------
 
-TEACHER = jax.random.normal(KEYS[4], (ROWS, LENGTH, 24))
-TEACHER_HEAD = jax.random.normal(KEYS[2], (24, VOCAB)) / 4
-COUNTED = WEIGHTS[0].at[2, 1:3].set(0.0)
+TEACHER = RNG.normal(size=(ROWS, LENGTH, 24)).astype("f")
+TEACHER_HEAD = RNG.normal(size=(24, VOCAB)).astype("f") / 4
+COUNTED = WEIGHTS[0].copy()
+COUNTED[2, 1:3] = 0
 KINDS = [Divergence(beta, k, 0.7) for beta in (0.0, 0.5, 1.0) for k in (0, 5)]
 
 

