@@ -31,6 +31,7 @@ from dapo_jax.data.supervised import (
     Example,
     Examples,
     Forms,
+    Turns,
     endless_order,
     read_examples,
 )
@@ -68,7 +69,7 @@ from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, UNFINISHED, claim, replace
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
-from dapo_jax.structs import Completion, Interrupted, Prompt, Turn
+from dapo_jax.structs import Completion, Interrupted, Prompt
 
 # Metrics of an update that have a meaning without sampling.
 MEASURED = ("policy_nll", "entropy", "mean_probability", "gradient_norm", "skipped_updates")
@@ -476,44 +477,30 @@ def write_policy(start: Start, kind: str, folder: pathlib.Path | None, params: A
         (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_SETTINGS, indent=2))
 
 
-def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:
+def generated_examples(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Example]:
     """Return the worked examples of one step; example i depends on (seed, i) alone.
 
-    An example that exceeds the budget is cut, so it has no end token.
+    Every second turn is observed, the others end in an end token and are trained. An example that
+    exceeds the budget is cut, so it has no end token.
     """
-    segments, examples = [], config.examples
-    for i in range(config.examples_per_step):
-        index = step * config.examples_per_step + i
+    examples, budget = [], config.max_response_tokens
+    for index in range(step * config.examples_per_step, (step + 1) * config.examples_per_step):
         if config.data.source == "multi_digit_sums":
-            text, turns = arithmetic.make_worked_sum(config.seed, index, examples)
+            text, turns = arithmetic.make_worked_sum(config.seed, index, config.examples)
         else:
-            text, worked = arithmetic.make_worked_example(config.seed, index, examples)
+            text, worked = arithmetic.make_worked_example(config.seed, index, config.examples)
             turns = [worked]
-        prompt_tokens = np.asarray(tokenizer.encode_prompt(text), np.int32)
-        prompt = Prompt(index, str(index), text, prompt_tokens, "", config.data.source)
-        completion = _worked(turns, tokenizer, config.max_response_tokens)
-        segments.append(Segment(prompt, completion, i))
-    return segments
-
-
-def _worked(turns: Sequence[str], tokenizer: Tokenizer, budget: int) -> Completion:
-    """Return a response of turns; every second one is observed, the others have an end token."""
-    parts: list[Turn] = []
-    tokens: list[int] = []
-    for number, text in enumerate(turns):
-        is_sampled = number % 2 == 0
-        ids = [*tokenizer.encode(text), *tokenizer.end_ids[:1] * is_sampled]
-        ids = ids[: budget - len(tokens)]
-        parts.append(Turn(is_sampled, len(ids), text))
-        tokens += ids
-    return Completion(
-        np.asarray(tokens, np.int32),
-        np.zeros(len(tokens)),
-        tokens[-1] not in tokenizer.end_ids,
-        0,
-        "",
-        turns=tuple(parts) if len(parts) > 1 else (),
-    )
+        tokens: list[int] = []
+        trained: list[bool] = []
+        for number, turn in enumerate(turns):
+            is_trained = number % 2 == 0
+            ids = [*tokenizer.encode(turn), *tokenizer.end_ids[:1] * is_trained]
+            tokens += ids
+            trained += [is_trained] * len(ids)
+        prompt = np.asarray(tokenizer.encode_prompt(text), np.int32)
+        response = np.asarray(tokens[:budget], np.int32)
+        examples.append(Example(text, (Turns(prompt, response, np.asarray(trained[:budget])),)))
+    return examples
 
 
 def supervised_batch(
@@ -537,14 +524,14 @@ def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
     labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
     packing = config.packing
 
-    def make_task(steps: int, segments: Callable[[int], list[Segment]], **fields: Any) -> Task:
+    def make_task(steps: int, taken: Callable[[int], list[Example]], **fields: Any) -> Task:
         def batch(step: int, _: Any) -> Batch:
-            return *imitation_batch(segments(step), packing), {}
+            return *imitation_batch(own_segments(taken(step)), packing), {}
 
         return Task(steps, start.load, batch, labels, **fields)
 
     if config.data.source in GENERATED:
-        generate = functools.partial(example_segments, config, start.tokenizer)
+        generate = functools.partial(generated_examples, config, start.tokenizer)
         return make_task(config.total_steps, generate)
     examples, steps, numbers = open_examples(config, start.tokenizer, EXAMPLES, "examples_per_step")
 
@@ -560,7 +547,7 @@ def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
 
     return make_task(
         steps,
-        lambda step: own_segments([examples.training[i] for i in numbers(step)]),
+        lambda step: [examples.training[i] for i in numbers(step)],
         digests={"data": examples.digest()},
         measure_heldout=heldout_nll,
     )

@@ -8,14 +8,14 @@ groups, which others get once its leases have ended.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from dapo_jax.commands.plan.simulate import Meter, RolloutRecord, SimulatedPrograms
-from dapo_jax.structs import Completion, PartialGroup, Prompt, SamplerCounts
-
-Finished = list[tuple[Prompt, tuple[Completion, ...]]]
+from dapo_jax.contracts import FinishedResponses, do_nothing
+from dapo_jax.run.remote_sampler import submit
+from dapo_jax.structs import PartialGroup, Prompt, SamplerCounts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +56,7 @@ class _Machine:
         meter = Meter(self.programs.record.meter.costs)
         self.programs.record = dataclasses.replace(record, meter=meter)
 
-    def lease(self, task: _Task) -> None:
-        self.tasks.append(task)
-        if task.samples == tuple(range(len(task.samples))):
-            self.sampler.submit(task.prompt, len(task.samples))
-        else:
-            self.sampler.submit_each(task.prompt, task.samples)
-
-    def burst(self) -> Finished:
+    def burst(self) -> list[FinishedResponses]:
         meter = self.programs.record.meter
         before = meter.now
         finished = self.sampler.decode_burst()
@@ -136,7 +129,7 @@ class Fleet:
     def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
         self._queue += [_Task(prompt, (sample,), self._now) for sample in samples]
 
-    def decode_burst(self, meanwhile: Callable[[], None] = lambda: None) -> Finished:
+    def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
         meanwhile()
         if self.idle:
             return []
@@ -146,7 +139,9 @@ class Fleet:
             return self._preempt(machine)
         self._lease(machine)
         finished = machine.burst()
-        self._advance(machine.now)
+        self._now = max(self._now, machine.now)
+        meter = self.record.meter
+        meter.wait("samplers", self._now - self._started + meter.seconds["version"])
         return finished
 
     def _next_moment(self, machine: _Machine) -> float:
@@ -162,9 +157,10 @@ class Fleet:
                 return
             if task.since <= machine.now:
                 self._queue.remove(task)
-                machine.lease(task)
+                machine.tasks.append(task)
+                submit(machine.sampler, cast(Any, task))
 
-    def _preempt(self, machine: _Machine) -> Finished:
+    def _preempt(self, machine: _Machine) -> list[FinishedResponses]:
         moment, times = machine.preempted_at, self._times
         lost = [dataclasses.replace(t, since=moment + times.lease) for t in machine.tasks]
         self._queue = sorted(self._queue + lost, key=lambda task: task.prompt.index)
@@ -175,11 +171,6 @@ class Fleet:
         self.preemptions += 1
         return []
 
-    def _advance(self, moment: float) -> None:
-        self._now = max(self._now, moment)
-        meter = self.record.meter
-        meter.wait("samplers", self._now - self._started + meter.seconds["version"])
-
     def abandon(self) -> None:
         self._queue.clear()
         for machine in self._machines:
@@ -189,8 +180,7 @@ class Fleet:
     def suspend(self) -> list[PartialGroup]:
         raise NotImplementedError("groups of samplers are not carried over")
 
-    def release(self) -> None:
-        self.abandon()
+    release = abandon
 
     def resident(self) -> Any:
         return None

@@ -17,13 +17,13 @@ from starlette.routing import Route
 
 from dapo_jax.commands.serve.access import Access
 from dapo_jax.commands.serve.app import ERRORS, answer_error, read_body
-from dapo_jax.commands.serve.errors import QueueFull, RequestError
+from dapo_jax.commands.serve.errors import QueueFull, RequestError, need
 from dapo_jax.commands.serve.server import run_apps
 from dapo_jax.commands.serve.tinker import openai
 from dapo_jax.commands.serve.tinker.messages import CONTENT_TYPE
 from dapo_jax.commands.serve.tinker.models import CHECKPOINT_KINDS, find_checkpoint
 from dapo_jax.commands.serve.tinker.policies import Policies
-from dapo_jax.commands.serve.tinker.requests import TEXT, need, parse_loss_message, read
+from dapo_jax.commands.serve.tinker.requests import TEXT, parse_loss_message, read
 from dapo_jax.commands.serve.tinker.store import Entry, Request, State, Store
 from dapo_jax.commands.serve.tinker.worker import SAMPLE_KIND, Worker
 from dapo_jax.config.experiment import ServeConfig

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 from safetensors.numpy import load_file, save
 
-from dapo_jax.commands.serve.errors import RequestError
+from dapo_jax.commands.serve.errors import RequestError, need
 from dapo_jax.commands.serve.tinker.losses import LossBatch
 from dapo_jax.commands.serve.tinker.messages import forward_backward_output
 from dapo_jax.commands.serve.tinker.policies import ROW_TOKENS, Policies
@@ -23,7 +23,6 @@ from dapo_jax.commands.serve.tinker.requests import (
     Datum,
     LossRequest,
     ModelShape,
-    need,
     read,
     read_adam,
     read_loss_request,
