@@ -49,15 +49,9 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import add_up, feedback_metrics
 from dapo_jax.reporting.notices import rate_warnings
 from dapo_jax.reporting.sinks import MetricRows
+from dapo_jax.run import components
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
-from dapo_jax.run.components import (
-    check_processes,
-    check_same_model,
-    load_frozen,
-    load_trained,
-    load_whole,
-)
 from dapo_jax.run.compute import check_divisible, numerics, open_mesh
 from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.runtime import processes
@@ -151,11 +145,11 @@ def open_start(config: SftConfig | DpoConfig) -> Start:
     tokenizer.check_fits(decoder.vocab, "start", folder)
 
     def load() -> Any:
-        return load_trained(folder, decoder, mesh, config.seed, adapters, field="start")
+        return components.load_trained(folder, decoder, mesh, config.seed, adapters, field="start")
 
     if adapters:
         peft_adapters.read_adapters(adapters, decoder)  # raises before the base is loaded
-    frozen = load_frozen(folder, decoder, mesh, "start")
+    frozen = components.load_frozen(folder, decoder, mesh, "start")
     return Start(config, decoder, tokenizer, mesh, load, frozen)
 
 
@@ -228,7 +222,7 @@ def train_supervised(
         ConfigError: settings, files and folders don't fit together.
         NotFinite: too many updates in a row were skipped.
     """
-    check_processes(config)
+    components.check_processes(config)
     with signals or Signals() as signals:
         try:
             _train(config, signals)
@@ -595,13 +589,15 @@ def _open_dpo(start: Start, learner: Learner, signals: Signals) -> Task:
     config: DpoConfig = start.config
     size, packing, algorithm = config.pairs_per_step, config.packing, algorithm_of(config)
     if config.reference:
-        check_same_model("reference", config.reference, config.start, lambda shape: shape)
+        components.check_same_model(
+            "reference", config.reference, config.start, lambda shape: shape
+        )
     pairs, steps, numbers = open_examples(config, start.tokenizer, PAIRS, "pairs_per_step")
     digests = {"data": pairs.digest()}
     params = reference = start.load()
     if config.reference:
         digests[config.reference] = fingerprint(config.reference)
-        reference = load_whole(
+        reference = components.load_whole(
             config.reference, start.decoder, start.mesh, config.seed, field="reference"
         )
 
