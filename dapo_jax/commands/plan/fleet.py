@@ -13,9 +13,10 @@ from typing import Any, cast
 import numpy as np
 
 from dapo_jax.commands.plan.simulate import Meter, RolloutRecord, SimulatedPrograms
-from dapo_jax.contracts import FinishedResponses, do_nothing
 from dapo_jax.run.remote_sampler import submit
-from dapo_jax.structs import PartialGroup, Prompt, SamplerCounts
+from dapo_jax.structs import Completion, PartialGroup, Prompt, SamplerCounts
+
+Finished = list[tuple[Prompt, tuple[Completion, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _Machine:
         meter = Meter(self.programs.record.meter.costs)
         self.programs.record = dataclasses.replace(record, meter=meter)
 
-    def burst(self) -> list[FinishedResponses]:
+    def burst(self) -> Finished:
         meter = self.programs.record.meter
         before = meter.now
         finished = self.sampler.decode_burst()
@@ -129,7 +130,7 @@ class Fleet:
     def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
         self._queue += [_Task(prompt, (sample,), self._now) for sample in samples]
 
-    def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
+    def decode_burst(self, meanwhile: Callable[[], None] = lambda: None) -> Finished:
         meanwhile()
         if self.idle:
             return []
@@ -160,7 +161,7 @@ class Fleet:
                 machine.tasks.append(task)
                 submit(machine.sampler, cast(Any, task))
 
-    def _preempt(self, machine: _Machine) -> list[FinishedResponses]:
+    def _preempt(self, machine: _Machine) -> Finished:
         moment, times = machine.preempted_at, self._times
         lost = [dataclasses.replace(t, since=moment + times.lease) for t in machine.tasks]
         self._queue = sorted(self._queue + lost, key=lambda task: task.prompt.index)
