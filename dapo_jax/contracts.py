@@ -5,7 +5,8 @@
     Environment  replies to the policy between the turns of a trajectory
     RunSink      shows or stores what a run reports: console, files, trackers
 
-Each is a `typing.Protocol`: a class satisfies it by having its members, without inheriting from it.
+The first three are `typing.Protocol`s: a class satisfies one by having its members. A sink inherits
+from `RunSink`.
 """
 
 from __future__ import annotations
@@ -169,29 +170,24 @@ class Environment(Protocol):
         ...
 
 
-class RunSink(Protocol):
+class RunSink:
     """A receiver of what a run reports. Only the first process calls it.
 
     A sink must not stop training: it reports failures of its storage or service as warnings. A
-    callback of `dapo_jax.train` may; it needs only some of these methods.
+    callback of `dapo_jax.train` may. Its methods do nothing: a sink has those it needs.
     """
 
     def on_row(self, step: int, values: dict[str, float]) -> None:
         """Receive the metrics of a finished step (0: before training)."""
-        ...
 
     def on_rollouts(self, step: int, collected: CollectedGroups) -> None:
         """Receive the scored groups of a step."""
-        ...
 
     def on_evaluation(self, step: int, responses: Sequence[Any]) -> None:
         """Receive the scored responses to the held-out problems."""
-        ...
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         """Receive the result of the finished run."""
-        ...
 
     def close(self, failed: bool) -> None:
         """Flush and disconnect."""
-        ...

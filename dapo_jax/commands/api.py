@@ -45,18 +45,30 @@ def load(config: Any, kind: type[T]) -> T:
     return config
 
 
-def read_metrics(folder: File) -> "pyarrow.Table":
-    """Return the table of a folder's metrics.jsonl, a row per step; None: not measured."""
-    import pyarrow
+class _Trained(os.PathLike[str]):
+    """Metrics and policy of a folder that training wrote."""
 
-    text = (pathlib.Path(folder) / "metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
-    names = dict.fromkeys(name for row in rows for name in row)
-    return pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+    @functools.cached_property
+    def metrics(self) -> "pyarrow.Table":
+        """Table with a row per step (docs/metrics.md); step 0 is the policy before training.
+
+        None: not measured. `.to_pandas()` converts it if pandas is installed.
+        """
+        import pyarrow
+
+        text = (pathlib.Path(self) / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """Policy of the folder, of a run that of the latest checkpoint, loaded at first use."""
+        return Policy(self)
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Result(_Trained):
     """Result of a training run.
 
     Attributes:
@@ -71,22 +83,12 @@ class Result:
     summary: dict[str, Any] | None
     stopped: str = ""
 
-    @functools.cached_property
-    def metrics(self) -> "pyarrow.Table":
-        """Table with a row per step (docs/metrics.md); step 0 is the policy before training.
-
-        None: not measured. `.to_pandas()` converts it if pandas is installed.
-        """
-        return read_metrics(self.run_dir)
-
-    @functools.cached_property
-    def policy(self) -> Policy:
-        """Policy of the latest checkpoint, loaded at first use."""
-        return Policy(self.run_dir)
+    def __fspath__(self) -> str:
+        return self.run_dir
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelFolder:
+class ModelFolder(_Trained):
     """Model folder that `sft` or `dpo` wrote; `str` returns its path.
 
     Attributes:
@@ -103,16 +105,6 @@ class ModelFolder:
 
     def __fspath__(self) -> str:
         return self.path
-
-    @functools.cached_property
-    def metrics(self) -> "pyarrow.Table":
-        """Table with a row per step; `.to_pandas()` converts it if pandas is installed."""
-        return read_metrics(self.path)
-
-    @functools.cached_property
-    def policy(self) -> Policy:
-        """Policy of the folder, loaded at first use."""
-        return Policy(self.path)
 
 
 def _with_objects(

@@ -17,7 +17,6 @@ from dapo_jax.data.supervised import EXAMPLES, PAIRS, read_fields
 from dapo_jax.reporting.trackers import check_tracker
 from dapo_jax.rewards.functions import find_functions
 from dapo_jax.runtime import limits, processes
-from dapo_jax.runtime.nonfinite import EXIT_CODE, NotFinite
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.storage.output_folder import RUN, check_free
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
@@ -123,17 +122,14 @@ def check_models(config: Any) -> None:
 def guarded(work: Callable[[], int | None]) -> int:
     """Return the exit code of `work`, which returns one or None (0).
 
-    Print errors of settings, numbers, buckets and resource limits as one line.
+    Print as one line what has an exit code of its own, and errors of buckets and resource limits.
     """
     try:
         return work() or 0
-    except ConfigError as error:
-        processes.print_error(f"error: {error}")
-        return 2
-    except NotFinite as error:
-        processes.print_error(f"error: {error}")
-        return EXIT_CODE
     except Exception as error:
+        if code := getattr(error, "exit_code", 0):  # ConfigError, Starved, NotFinite
+            processes.print_error(f"error: {error}")
+            return code
         if line := limits.resource_error_message(error):
             processes.print_error(f"error: {line}")
             return os.EX_OSERR

@@ -20,14 +20,7 @@ from dapo_jax.environments.sessions import Environments, TokenizedReply
 from dapo_jax.reporting.notices import setting_warnings
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.run import memory
-from dapo_jax.run.components import (
-    check_lengths,
-    open_decoder,
-    open_environments,
-    open_prompts,
-    open_tokenizer,
-)
+from dapo_jax.run import components, memory
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
@@ -55,13 +48,13 @@ def dry_run(config: Config) -> int:
     Raises:
         ConfigError: the run would stop at its start, or a reward function fails on every answer.
     """
-    decoder, mesh, sampling_mesh = open_decoder(config, training=True)
-    tokenizer = open_tokenizer(config, decoder)
+    decoder, mesh, sampling_mesh = components.open_decoder(config, training=True)
+    tokenizer = components.open_tokenizer(config, decoder)
     with contextlib.ExitStack() as stack:
-        environments = open_environments(config, tokenizer)
+        environments = components.open_environments(config, tokenizer)
         if environments:
             stack.callback(environments.close)
-        prompts = open_prompts(config, tokenizer, environments)
+        prompts = components.open_prompts(config, tokenizer, environments)
         _print([f"data: {prompts.describe()}"])
         warnings = [*prompts.warnings(), *setting_warnings(config, prompts.sources)]
         _print(f"warning: {complaint}" for complaint in warnings)
@@ -81,7 +74,7 @@ def dry_run(config: Config) -> int:
         _print(describe_lengths(config, tokenizer, prompts, problems))
         needs = memory.run_bytes(config, decoder, mesh, sampling_mesh, training=True)
         _print(describe_memory(needs, mesh))
-        check_lengths(config, prompts.lengths)
+        components.check_lengths(config, prompts.lengths)
         check_rewards(config, groups)
         _print(["nothing was compiled or written; without --dry-run this trains"])
     return 0

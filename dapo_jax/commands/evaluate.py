@@ -51,15 +51,10 @@ def main() -> int:
         from dapo_jax.runtime import processes
 
         with Progress(config.log.console).working("loading the libraries"):
-            from dapo_jax.rollout.dynamic_sampling import Starved
             from dapo_jax.run.evaluation import evaluate
             from dapo_jax.runtime.signals import Signals
         signals = Signals(config.checkpoint.leave_seconds)
-        try:
-            scores = evaluate(config, from_folder=from_folder, signals=signals)
-        except Starved as error:
-            processes.print_error(f"stopped: {error}")
-            return 3
+        scores = evaluate(config, from_folder=from_folder, signals=signals)
         if scores is None:
             return signals.exit_code
         if processes.is_first():

@@ -65,15 +65,11 @@ def work(config: Config) -> int:
 
     # JetStream imports TensorFlow, which takes seconds.
     with Progress(config.log.console).working("loading the libraries"):
-        from dapo_jax.rollout.dynamic_sampling import Starved
         from dapo_jax.run.run import train
         from dapo_jax.runtime.signals import Signals
     signals = Signals(config.checkpoint.leave_seconds)
     try:
         summary = train(config, signals=signals)
-    except Starved as error:
-        processes.print_error(f"stopped: {error}")
-        return 3
     except NotSaved as error:
         processes.print_error(
             f"error: config.run_dir = {config.run_dir!r}: the last checkpoint could not be "

@@ -18,16 +18,8 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.config.experiment import GENERATED, WORD_PROBLEMS, Data
-from dapo_jax.data import arithmetic, word_problems
+from dapo_jax.data import arithmetic, files, word_problems
 from dapo_jax.data.difficulty import parse_range, read_rates, within
-from dapo_jax.data.files import (
-    GIVEN_PREFIX,
-    MAX_MESSAGES,
-    RowLog,
-    find_files,
-    read_rows,
-    split_suffix,
-)
 from dapo_jax.data.row_formats import (
     FIELDS,
     KNOWN,
@@ -137,7 +129,7 @@ def read_problems(
             these fields, and then every row must; else by its own format.
         columns: columns of the rows that reward functions take.
     """
-    log = RowLog(bad_rows_limit)
+    log = files.RowLog(bad_rows_limit)
     counts = log.counts
     problems: dict[Hashable, Problem] = {}
     conflicting: set[Hashable] = set()
@@ -171,7 +163,7 @@ def read_problems(
     # It is unknown which of several answers is correct, and a wrong one would be rewarded.
     counts["conflicts"] += len(conflicting)
     kept = tuple(problem for key, problem in problems.items() if key not in conflicting)
-    messages = tuple(log.messages[:MAX_MESSAGES])
+    messages = tuple(log.messages[: files.MAX_MESSAGES])
     return Source(source, kept, counts=counts, messages=messages, named=any_named)
 
 
@@ -180,7 +172,7 @@ def _named_rows(
 ) -> Iterator[tuple[str, Any, dict[str, str]]]:
     """Yield (file and line, row, fields to read it by: `fields` or none)."""
     for path in paths:
-        rows = read_rows(epath.Path(path))
+        rows = files.read_rows(epath.Path(path))
         first = list(itertools.islice(rows, FIRST_ROWS))
         named = any(
             all(look_up(row, field) is not MISSING for field in fields.values()) for _, row in first
@@ -248,7 +240,7 @@ def check_sources(data: Data) -> None:
     ):
         for name in parse_sources(field, text) if text else ():
             if not (is_generated(name) or name.startswith(VERIFIERS_PREFIX)):
-                find_files(field, name, data.folder, split)
+                files.find_files(field, name, data.folder, split)
 
 
 def every_problem(sources: Sequence[Source]) -> list[Problem]:
@@ -279,8 +271,8 @@ class Sources:
         if name.startswith(VERIFIERS_PREFIX):
             tasks = read_tasks(field, name, data.train_problems + data.heldout_count())
             return Source(name, tasks, counts=Counter(rows=len(tasks)))
-        paths = find_files(field, name, data.folder, split)
-        short, _ = split_suffix(pathlib.PurePath(name).name.removeprefix(GIVEN_PREFIX))
+        paths = files.find_files(field, name, data.folder, split)
+        short, _ = files.split_suffix(pathlib.PurePath(name).name.removeprefix(files.GIVEN_PREFIX))
         with naming(field, name):
             loaded = read_problems(
                 paths,

@@ -18,7 +18,7 @@ from dapo_jax.reporting.alerts import reward_leads
 from dapo_jax.reporting.page.comparison import from_defaults, from_preset
 from dapo_jax.reporting.page.curves import value_at
 from dapo_jax.reporting.page.recorded_run import RecordedRun, sort_rows, spread_out
-from dapo_jax.reporting.records import read_rows
+from dapo_jax.reporting.sinks import read_rows
 from dapo_jax.runtime.settings import leaves
 from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import folder_at

@@ -19,13 +19,12 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dapo_jax.config.experiment import Log
+from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.records import read_rows, rollouts_name
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
-from dapo_jax.reporting.trackers import Sink
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.jsonl import AppendFile, rewind
+from dapo_jax.runtime.storage.jsonl import AppendFile, objects, rewind
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
 from dapo_jax.structs import CollectedGroups, Completion, Failure, Group, Trace
@@ -33,7 +32,17 @@ from dapo_jax.structs import CollectedGroups, Completion, Failure, Group, Trace
 TOKEN_DECIMALS = 3
 
 
-class StepLines(Sink):
+def rollouts_name(step: int) -> str:
+    """Return the name of a step's file in rollouts/."""
+    return f"step_{step:06d}.jsonl"
+
+
+def read_rows(path: Folder) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl; none if there is no file."""
+    return list(objects(path)) if path.exists() else []
+
+
+class StepLines(RunSink):
     """The console lines of each step."""
 
     def __init__(self, progress: Progress, total_steps: int):
@@ -45,7 +54,7 @@ class StepLines(Sink):
             self._progress.step(step, self._total_steps, values)
 
 
-class MetricRows(Sink):
+class MetricRows(RunSink):
     """The rows of metrics.jsonl.
 
     Args:
@@ -83,7 +92,7 @@ class MetricRows(Sink):
         return read_rows(self._file.path)
 
 
-class TensorBoardEvents(Sink):
+class TensorBoardEvents(RunSink):
     """An event file of TensorBoard in `tensorboard/`."""
 
     def __init__(self, run_dir: Folder, last_row: int, storage: Storage | None = None):
@@ -106,7 +115,7 @@ class TensorBoardEvents(Sink):
         self._storage.attempt("TensorBoard's file", self._file.write)
 
 
-class RolloutFiles(Sink):
+class RolloutFiles(RunSink):
     """The files of rollouts/, written in the background."""
 
     def __init__(self, run_dir: Folder, log: Log, tokenizer: Tokenizer, storage: Storage):

@@ -4,30 +4,15 @@ import dataclasses
 import importlib.util
 import pathlib
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Log
+from dapo_jax.contracts import RunSink
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.paths import Folder, is_remote
-from dapo_jax.structs import CollectedGroups
 
 FORBIDDEN_CHARACTERS = "/\\#?%:"  # in names of projects
 MAX_CHARACTERS = 128
-
-
-class Sink:
-    """A `contracts.RunSink` that ignores everything: a sink overrides what it uses."""
-
-    def on_row(self, step: int, values: dict[str, float]) -> None: ...
-
-    def on_rollouts(self, step: int, collected: CollectedGroups) -> None: ...
-
-    def on_evaluation(self, step: int, responses: Sequence[Any]) -> None: ...
-
-    def on_summary(self, summary: dict[str, Any]) -> None: ...
-
-    def close(self, failed: bool) -> None: ...
 
 
 def check_tracker(log: Log) -> None:
@@ -46,7 +31,7 @@ def check_tracker(log: Log) -> None:
         require(is_installed, field, project, allowed)
 
 
-class WandbSink(Sink):
+class WandbSink(RunSink):
     """The rows of a run in the W&B project `config.log.wandb`.
 
     It sends each row once, under an identity that a resumed run keeps.

@@ -49,6 +49,8 @@ def recall(finished: FinishedGroups, prompt: Prompt) -> Group | None:
 class Starved(RuntimeError):
     """Too few groups carried signal, and the config asks to stop; or too many rewards failed."""
 
+    exit_code = 3  # of a command that it ends
+
 
 def carries_signal(group: Group, reward: Reward) -> bool:
     """Return True if 0 < correct < G, or raw rewards differ; the shaped reward is not used."""

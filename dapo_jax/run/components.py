@@ -20,15 +20,8 @@ from dapo_jax.environments.sessions import Environments
 from dapo_jax.learner.critic import RewardModel, scalar_config
 from dapo_jax.learner.learners import LearnerPrograms
 from dapo_jax.learner.minibatches import TokenWeights
-from dapo_jax.model import load_huggingface, peft_adapters
+from dapo_jax.model import load_huggingface, peft_adapters, trainable
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.trainable import (
-    choose_trained,
-    fresh_adapters,
-    is_trained,
-    join,
-    without_adapters,
-)
 from dapo_jax.reporting.alerts import reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MAX_CUT, fitting
@@ -37,14 +30,7 @@ from dapo_jax.rewards.functions import find_functions, wanted_columns
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.source import RolloutSource
-from dapo_jax.run.compute import (
-    check_divisible,
-    choose_recording,
-    numerics,
-    open_engine,
-    open_meshes,
-    open_sampler,
-)
+from dapo_jax.run import compute
 from dapo_jax.run.lease_server import LeaseServer
 from dapo_jax.run.memory import check_run_fits
 from dapo_jax.run.remote_sampler import RemoteSampler, open_remote
@@ -162,8 +148,8 @@ def load_trained(
     if decoder.adapters and adapters:
         return peft_adapters.load_adapters(adapters, decoder, mesh)
     if decoder.adapters:
-        return fresh_adapters(decoder, mesh, seed)
-    options["wanted"] = lambda path: is_trained(path, decoder)
+        return trainable.fresh_adapters(decoder, mesh, seed)
+    options["wanted"] = lambda path: trainable.is_trained(path, decoder)
     return load_huggingface.load_params(folder, decoder, mesh, **options)
 
 
@@ -173,8 +159,8 @@ def load_frozen(
     """Return the untrained parameters of a folder; read nothing if all are trained."""
     if not decoder.adapters and not decoder.frozen_layers:
         return {}
-    base = without_adapters(decoder)
-    options: dict[str, Any] = {"wanted": lambda path: not is_trained(path, decoder)}
+    base = trainable.without_adapters(decoder)
+    options: dict[str, Any] = {"wanted": lambda path: not trainable.is_trained(path, decoder)}
     return load_huggingface.load_params(folder, base, mesh, field=field, cast=True, **options)
 
 
@@ -193,7 +179,7 @@ def load_reference(
         check_same_model(field, folder, policy, lambda shape: shape)
         return load_whole(folder, decoder, mesh, config.seed, field)
     trained = load_trained(policy, decoder, mesh, config.seed, config.lora.folder, cast=True)
-    return join(frozen, trained)
+    return trainable.join(frozen, trained)
 
 
 def load_whole(
@@ -204,7 +190,7 @@ def load_whole(
     If the policy has adapters, those of this model have no effect.
     """
     frozen = load_frozen(folder, decoder, mesh, field)
-    return join(frozen, load_trained(folder, decoder, mesh, seed, field=field, cast=True))
+    return trainable.join(frozen, load_trained(folder, decoder, mesh, seed, field=field, cast=True))
 
 
 def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | None:
@@ -214,9 +200,9 @@ def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | 
         return None
     field = "reward.model_folder"
     check_same_model(field, folder, config.model.folder)
-    numbers = numerics(config.compute, mesh, config.rows().row_tokens)
+    numbers = compute.numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = load_huggingface.read_config(folder, field=field, **numbers)
-    check_divisible(decoder, mesh)
+    compute.check_divisible(decoder, mesh)
     decoder = scalar_config(decoder)
     params = load_huggingface.load_params(folder, decoder, mesh, field=field, cast=True)
     rows = config.packing.rows_per_microbatch
@@ -245,14 +231,16 @@ def open_decoder(
 
     Raises `ConfigError` if they don't fit together, or into the devices' memory.
     """
-    mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
+    mesh, sampling_mesh = compute.open_meshes(
+        config.mesh, config.packing.rows_per_microbatch, training
+    )
     processes.exchange_on(sampling_mesh.devices.flat)  # updates keep the others busy
     folder = config.model.folder
-    numbers = numerics(config.compute, mesh, config.rows().row_tokens)
+    numbers = compute.numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = load_huggingface.read_config(folder, **numbers)
-    decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
-    decoder = choose_recording(config.algorithm, decoder, training)
-    check_divisible(decoder, mesh)
+    decoder = trainable.choose_trained(decoder, config.model.freeze_layers, config.lora)
+    decoder = compute.choose_recording(config.algorithm, decoder, training)
+    compute.check_divisible(decoder, mesh)
     if training and has_teacher(config):
         check_same_model("teacher.folder", config.teacher.folder, folder, lambda shape: None)
     check_run_fits(config, decoder, mesh, sampling_mesh, training)
@@ -318,7 +306,7 @@ def build(
         prompts = open_prompts(config, tokenizer, environments, training)
         check_lengths(config, prompts.lengths)
         frozen = load_frozen(config.model.folder, decoder, mesh)
-        engine = open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
+        engine = compute.open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
         if config.critic.folder:
             check_same_model(
                 "critic.folder", config.critic.folder, config.model.folder, scalar_config
@@ -328,7 +316,7 @@ def build(
         reference = load_reference(config, decoder, mesh, frozen) if training else None
         pool = RewardPool(config.reward, tokenizer.split)
         model = load_reward_model(config, mesh)
-        sampler = open_sampler(engine, tokenizer, config.seed, environments)
+        sampler = compute.open_sampler(engine, tokenizer, config.seed, environments)
         lease_server = None
         if training and config.rollout.remote != "none":
 

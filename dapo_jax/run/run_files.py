@@ -13,14 +13,14 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.records import read_rows
 from dapo_jax.reporting.sinks import (
     MetricRows,
     RolloutFiles,
     StepLines,
     TensorBoardEvents,
+    read_rows,
 )
-from dapo_jax.reporting.trackers import Sink, WandbSink
+from dapo_jax.reporting.trackers import WandbSink
 from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, nearest, require
@@ -124,7 +124,7 @@ def _check_callback(field: str, callback: Any) -> None:
             raise ConfigError(f"{field}.{name}: there is no such event{hint}", field)
 
 
-class Callbacks(Sink):
+class Callbacks(RunSink):
     """The sink that calls a user's callbacks, on the first process only.
 
     If a callback returns True or raises, the run stops at the next safe point and saves;

@@ -31,6 +31,7 @@ from dapo_jax.data.supervised import (
     Example,
     Examples,
     Forms,
+    Turns,
     endless_order,
     read_examples,
 )
@@ -48,15 +49,9 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import add_up, feedback_metrics
 from dapo_jax.reporting.notices import rate_warnings
 from dapo_jax.reporting.sinks import MetricRows
+from dapo_jax.run import components
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
-from dapo_jax.run.components import (
-    check_processes,
-    check_same_model,
-    load_frozen,
-    load_trained,
-    load_whole,
-)
 from dapo_jax.run.compute import check_divisible, numerics, open_mesh
 from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.runtime import processes
@@ -68,7 +63,7 @@ from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, UNFINISHED, claim, replace
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
-from dapo_jax.structs import Completion, Interrupted, Prompt, Turn
+from dapo_jax.structs import Completion, Interrupted, Prompt
 
 # Metrics of an update that have a meaning without sampling.
 MEASURED = ("policy_nll", "entropy", "mean_probability", "gradient_norm", "skipped_updates")
@@ -150,11 +145,11 @@ def open_start(config: SftConfig | DpoConfig) -> Start:
     tokenizer.check_fits(decoder.vocab, "start", folder)
 
     def load() -> Any:
-        return load_trained(folder, decoder, mesh, config.seed, adapters, field="start")
+        return components.load_trained(folder, decoder, mesh, config.seed, adapters, field="start")
 
     if adapters:
         peft_adapters.read_adapters(adapters, decoder)  # raises before the base is loaded
-    frozen = load_frozen(folder, decoder, mesh, "start")
+    frozen = components.load_frozen(folder, decoder, mesh, "start")
     return Start(config, decoder, tokenizer, mesh, load, frozen)
 
 
@@ -227,7 +222,7 @@ def train_supervised(
         ConfigError: settings, files and folders don't fit together.
         NotFinite: too many updates in a row were skipped.
     """
-    check_processes(config)
+    components.check_processes(config)
     with signals or Signals() as signals:
         try:
             _train(config, signals)
@@ -476,44 +471,30 @@ def write_policy(start: Start, kind: str, folder: pathlib.Path | None, params: A
         (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_SETTINGS, indent=2))
 
 
-def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:
+def generated_examples(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Example]:
     """Return the worked examples of one step; example i depends on (seed, i) alone.
 
-    An example that exceeds the budget is cut, so it has no end token.
+    Every second turn is observed, the others end in an end token and are trained. An example that
+    exceeds the budget is cut, so it has no end token.
     """
-    segments, examples = [], config.examples
-    for i in range(config.examples_per_step):
-        index = step * config.examples_per_step + i
+    examples, budget = [], config.max_response_tokens
+    for index in range(step * config.examples_per_step, (step + 1) * config.examples_per_step):
         if config.data.source == "multi_digit_sums":
-            text, turns = arithmetic.make_worked_sum(config.seed, index, examples)
+            text, turns = arithmetic.make_worked_sum(config.seed, index, config.examples)
         else:
-            text, worked = arithmetic.make_worked_example(config.seed, index, examples)
+            text, worked = arithmetic.make_worked_example(config.seed, index, config.examples)
             turns = [worked]
-        prompt_tokens = np.asarray(tokenizer.encode_prompt(text), np.int32)
-        prompt = Prompt(index, str(index), text, prompt_tokens, "", config.data.source)
-        completion = _worked(turns, tokenizer, config.max_response_tokens)
-        segments.append(Segment(prompt, completion, i))
-    return segments
-
-
-def _worked(turns: Sequence[str], tokenizer: Tokenizer, budget: int) -> Completion:
-    """Return a response of turns; every second one is observed, the others have an end token."""
-    parts: list[Turn] = []
-    tokens: list[int] = []
-    for number, text in enumerate(turns):
-        is_sampled = number % 2 == 0
-        ids = [*tokenizer.encode(text), *tokenizer.end_ids[:1] * is_sampled]
-        ids = ids[: budget - len(tokens)]
-        parts.append(Turn(is_sampled, len(ids), text))
-        tokens += ids
-    return Completion(
-        np.asarray(tokens, np.int32),
-        np.zeros(len(tokens)),
-        tokens[-1] not in tokenizer.end_ids,
-        0,
-        "",
-        turns=tuple(parts) if len(parts) > 1 else (),
-    )
+        tokens: list[int] = []
+        trained: list[bool] = []
+        for number, turn in enumerate(turns):
+            is_trained = number % 2 == 0
+            ids = [*tokenizer.encode(turn), *tokenizer.end_ids[:1] * is_trained]
+            tokens += ids
+            trained += [is_trained] * len(ids)
+        prompt = np.asarray(tokenizer.encode_prompt(text), np.int32)
+        response = np.asarray(tokens[:budget], np.int32)
+        examples.append(Example(text, (Turns(prompt, response, np.asarray(trained[:budget])),)))
+    return examples
 
 
 def supervised_batch(
@@ -537,14 +518,14 @@ def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
     labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
     packing = config.packing
 
-    def make_task(steps: int, segments: Callable[[int], list[Segment]], **fields: Any) -> Task:
+    def make_task(steps: int, taken: Callable[[int], list[Example]], **fields: Any) -> Task:
         def batch(step: int, _: Any) -> Batch:
-            return *imitation_batch(segments(step), packing), {}
+            return *imitation_batch(own_segments(taken(step)), packing), {}
 
         return Task(steps, start.load, batch, labels, **fields)
 
     if config.data.source in GENERATED:
-        generate = functools.partial(example_segments, config, start.tokenizer)
+        generate = functools.partial(generated_examples, config, start.tokenizer)
         return make_task(config.total_steps, generate)
     examples, steps, numbers = open_examples(config, start.tokenizer, EXAMPLES, "examples_per_step")
 
@@ -560,7 +541,7 @@ def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
 
     return make_task(
         steps,
-        lambda step: own_segments([examples.training[i] for i in numbers(step)]),
+        lambda step: [examples.training[i] for i in numbers(step)],
         digests={"data": examples.digest()},
         measure_heldout=heldout_nll,
     )
@@ -608,13 +589,15 @@ def _open_dpo(start: Start, learner: Learner, signals: Signals) -> Task:
     config: DpoConfig = start.config
     size, packing, algorithm = config.pairs_per_step, config.packing, algorithm_of(config)
     if config.reference:
-        check_same_model("reference", config.reference, config.start, lambda shape: shape)
+        components.check_same_model(
+            "reference", config.reference, config.start, lambda shape: shape
+        )
     pairs, steps, numbers = open_examples(config, start.tokenizer, PAIRS, "pairs_per_step")
     digests = {"data": pairs.digest()}
     params = reference = start.load()
     if config.reference:
         digests[config.reference] = fingerprint(config.reference)
-        reference = load_whole(
+        reference = components.load_whole(
             config.reference, start.decoder, start.mesh, config.seed, field="reference"
         )
 

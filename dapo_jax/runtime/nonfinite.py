@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-EXIT_CODE = 4
 MAX_SHOWN = 3  # arrays that an error names
 # Causes of a skipped update, by metric.
 REASONS = {
@@ -21,6 +20,8 @@ PREFIXES = ("", "value_")  # of the metrics of the policy and of the critic
 
 class NotFinite(RuntimeError):
     """Raised for parameters or moments that hold NaN or infinity, and updates that would."""
+
+    exit_code = 4  # of a command that it ends
 
 
 @jax.jit

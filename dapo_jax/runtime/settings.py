@@ -55,6 +55,8 @@ def part(kind: Callable[[], T], *, read: When | None = None, may_change: bool = 
 class ConfigError(ValueError):
     """An invalid setting (`field` is its dotted name) or combination of settings."""
 
+    exit_code = 2  # of a command that it ends
+
     def __init__(self, message: str, field: str = ""):
         super().__init__(message)
         self.field = field

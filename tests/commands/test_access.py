@@ -9,7 +9,8 @@ import pytest
 from row_files import read_table
 from served import connect, http_serving, make_serve_config, serving
 
-from dapo_jax.commands.serve import access, server
+from dapo_jax.commands.serve import server
+from dapo_jax.runtime.keys import read_key
 from dapo_jax.runtime.settings import ConfigError
 
 ASKED = {"model": "policy", "prompt": "3+4=", "max_tokens": 4}
@@ -98,11 +99,11 @@ def test_a_key_that_is_none_is_refused_and_not_shown(tmp_path, text):
     (tmp_path / "key").write_text(text)
     config = make_serve_config(tmp_path, api_key_file=str(tmp_path / "key"))
     with pytest.raises(ConfigError, match="must hold a key: one line") as refused:
-        access.read_key(config)
+        read_key(config.api_key_file, "api_key_file")
     assert text.strip() == "" or text.strip() not in str(refused.value)
     config.api_key_file = str(tmp_path / "none")
     with pytest.raises(ConfigError, match="config.api_key_file = .*: can't be read"):
-        access.read_key(config)
+        read_key(config.api_key_file, "api_key_file")
 
 
 def test_a_server_for_all_without_a_key_warns(byte_folder, same_engine, tmp_path, capsys):

@@ -154,12 +154,6 @@ def test_errors_of_a_run_follow_the_report(dry_run):
     assert "of 32 are cut at their beginning" in row(output, "prompts")
 
 
-def test_template_with_characters_unknown_to_the_tokenizer_warns(dry_run):
-    shipped = "--config.model.folder=dapo_jax:arithmetic_base"
-    code, output, _ = dry_run(ROWS, shipped, "--config.data.template=Ask {problem}")
-    assert code == 0 and output.count("warning: the model's vocabulary lacks") == 1
-
-
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_every_verifier_finds_an_answer_in_its_form(verifier):
     assert FORMS.keys() == {*VERIFIERS, "code"}

@@ -15,7 +15,6 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.page import page
 from dapo_jax.reporting.page.curves import read_curves
 from dapo_jax.reporting.sinks import token_fields
-from dapo_jax.reporting.trackers import Sink
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 
@@ -97,7 +96,7 @@ def test_tokens_are_written_short(base, tmp_path):
 # --- sinks ---------------------------------------------------------------------------------------
 
 
-class Recorder(Sink):
+class Recorder(RunSink):
     def __init__(self):
         self.rows = {}
         self.groups = []

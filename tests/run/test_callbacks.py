@@ -7,7 +7,7 @@ from small_runs import make_quick_config, read_rows
 
 import dapo_jax
 from dapo_jax.config.experiment import Checkpoint, Data, Evaluation
-from dapo_jax.reporting.trackers import Sink
+from dapo_jax.contracts import RunSink
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
 from dapo_jax.run.run_files import Callbacks
 from dapo_jax.runtime import processes
@@ -37,7 +37,7 @@ class Recorder:
         self.events.append(("checkpoint", step))
 
 
-class Rows(Sink):
+class Rows(RunSink):
     def __init__(self):
         self.rows, self.summary, self.closed = [], None, None
 

@@ -109,10 +109,11 @@ def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
 
 
 class Server:
-    """`serve.serve` in a thread; `error` is the exception that it raised."""
+    """`serve.serve` in a thread: the exception that it raised, or the failure that it returned."""
 
     def __init__(self, config: ServeConfig):
         self.error: Exception | None = None
+        self.failure = ""
         self._leave, self._ready = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(config,))
         self._thread.start()
@@ -122,7 +123,7 @@ class Server:
 
     def _run(self, config: ServeConfig) -> None:
         try:
-            serve.serve(config, should_stop=self._leave.is_set, ready=self._announce)
+            self.failure = serve.serve(config, should_stop=self._leave.is_set, ready=self._announce)
         except Exception as error:
             self.error = error
         self._ready.set()

@@ -8,11 +8,12 @@ groups, which others get once its leases have ended.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from dapo_jax.commands.plan.simulate import Meter, RolloutRecord, SimulatedPrograms
+from dapo_jax.run.remote_sampler import submit
 from dapo_jax.structs import Completion, PartialGroup, Prompt, SamplerCounts
 
 Finished = list[tuple[Prompt, tuple[Completion, ...]]]
@@ -55,13 +56,6 @@ class _Machine:
         """Take part in the step of a record, with a meter of its own."""
         meter = Meter(self.programs.record.meter.costs)
         self.programs.record = dataclasses.replace(record, meter=meter)
-
-    def lease(self, task: _Task) -> None:
-        self.tasks.append(task)
-        if task.samples == tuple(range(len(task.samples))):
-            self.sampler.submit(task.prompt, len(task.samples))
-        else:
-            self.sampler.submit_each(task.prompt, task.samples)
 
     def burst(self) -> Finished:
         meter = self.programs.record.meter
@@ -146,7 +140,9 @@ class Fleet:
             return self._preempt(machine)
         self._lease(machine)
         finished = machine.burst()
-        self._advance(machine.now)
+        self._now = max(self._now, machine.now)
+        meter = self.record.meter
+        meter.wait("samplers", self._now - self._started + meter.seconds["version"])
         return finished
 
     def _next_moment(self, machine: _Machine) -> float:
@@ -162,7 +158,8 @@ class Fleet:
                 return
             if task.since <= machine.now:
                 self._queue.remove(task)
-                machine.lease(task)
+                machine.tasks.append(task)
+                submit(machine.sampler, cast(Any, task))
 
     def _preempt(self, machine: _Machine) -> Finished:
         moment, times = machine.preempted_at, self._times
@@ -175,11 +172,6 @@ class Fleet:
         self.preemptions += 1
         return []
 
-    def _advance(self, moment: float) -> None:
-        self._now = max(self._now, moment)
-        meter = self.record.meter
-        meter.wait("samplers", self._now - self._started + meter.seconds["version"])
-
     def abandon(self) -> None:
         self._queue.clear()
         for machine in self._machines:
@@ -189,8 +181,7 @@ class Fleet:
     def suspend(self) -> list[PartialGroup]:
         raise NotImplementedError("groups of samplers are not carried over")
 
-    def release(self) -> None:
-        self.abandon()
+    release = abandon
 
     def resident(self) -> Any:
         return None

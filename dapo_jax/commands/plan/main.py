@@ -52,7 +52,3 @@ def main() -> int:
         return plan.plan(config, settings)
 
     return guarded(work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,13 +5,7 @@ from urllib.parse import urlsplit
 
 from dapo_jax.commands.serve.errors import RequestError
 from dapo_jax.config.experiment import ServeConfig
-from dapo_jax.runtime import keys
-from dapo_jax.runtime.keys import KEY_VARIABLE, LOOPBACK
-
-
-def read_key(config: ServeConfig) -> str:
-    """Return the API key from `api_key_file` or the environment; empty: no key is required."""
-    return keys.read_key(config.api_key_file, "api_key_file")
+from dapo_jax.runtime.keys import KEY_VARIABLE, LOOPBACK, has_key
 
 
 def exposure_warning(config: ServeConfig, key: str) -> str:
@@ -33,10 +27,6 @@ class Access:
         self._hosts = {*LOOPBACK, config.host.strip("[]").lower(), *allowed} - {""}
         self._key = key
 
-    def has_key(self, authorization: str) -> bool:
-        """Return True if an `authorization` header holds the key, or no key is required."""
-        return keys.has_key(authorization, self._key)
-
     def _check_host(self, field: str, value: str, local_address: str) -> None:
         """Raise `RequestError` unless `HOST:PORT` or an origin names this server."""
         try:
@@ -56,7 +46,7 @@ class Access:
         self._check_host("host", headers.get("host", ""), local_address)
         if "origin" in headers:
             self._check_host("origin", headers["origin"], local_address)
-        if not self.has_key(headers.get("authorization", "")):
+        if not has_key(headers.get("authorization", ""), self._key):
             message = "the key is missing or wrong: send the header Authorization: Bearer KEY"
             raise RequestError(message, status=401, code="invalid_api_key")
         kind = headers.get("content-type", "")

@@ -1,5 +1,6 @@
 """Errors of requests, and their form in OpenAI's API."""
 
+import reprlib
 from typing import Any
 
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error"}
@@ -29,3 +30,9 @@ class QueueFull(RequestError):
     def __init__(self):
         message = "the queue of waiting responses is full; try again later"
         super().__init__(message, status=429, code="rate_limit_exceeded")
+
+
+def need(fits: bool, field: str, value: Any, allowed: str) -> None:
+    """Raise `RequestError` for a wrong value."""
+    if not fits:
+        raise RequestError(f"{field} = {reprlib.repr(value)}: must be {allowed}", field)

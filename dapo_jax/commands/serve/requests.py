@@ -3,12 +3,11 @@
 import dataclasses
 import json
 import reprlib
-import time
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, TypeGuard
 
 from dapo_jax.commands.serve.budgets import AUTO
-from dapo_jax.commands.serve.errors import RequestError
+from dapo_jax.commands.serve.errors import RequestError, need
 from dapo_jax.commands.serve.generator import ResponseRequest, ResponseSampling
 from dapo_jax.commands.serve.logprobs import MAX_LIKELIEST
 from dapo_jax.config.experiment import ServeConfig
@@ -115,10 +114,6 @@ CHAT_RULES = RULES | {
 }
 
 
-def _reject(field: str, value: Any, allowed: str) -> NoReturn:
-    raise RequestError(f"{field} = {reprlib.repr(value)}: must be {allowed}", field)
-
-
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
     """Served model, with the limits of requests."""
@@ -137,19 +132,11 @@ class ServedModel:
         if budget is None:
             default = self.config.default_max_tokens
             return largest if default == AUTO else min(default, largest)
-        if not 0 < budget <= limit:
-            raise RequestError(f"{field} = {budget}: must be from 1 to {limit}", field)
+        need(0 < budget <= limit, field, budget, f"from 1 to {limit}")
         if budget > largest:
             allowed = f"at most {largest} after a prompt of {prompt} tokens"
             raise RequestError(f"{field} = {budget}: must be {allowed}", field, code=TOO_LONG)
         return budget
-
-    def log(self, request: str, prompt: int, response: int, start: float, ending: str = "") -> None:
-        """Print a line about a request that has ended, unless `log_requests` is off."""
-        if self.config.log_requests:
-            seconds = time.monotonic() - start
-            tokens = f"{prompt} prompt tokens, {response} response tokens"
-            print(f"{request}: {tokens}, {seconds:.2f} s{ending}", flush=True)
 
     def prompt_ids(self, field: str, prompt: str | list[int]) -> list[int]:
         """Return the token ids of a prompt. Raise `RequestError` if it is too long or wrong."""
@@ -209,8 +196,8 @@ def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRe
         raise RequestError(message, "model", 404, "model_not_found")
     stop = fields.get("stop", [])
     options = fields.get("stream_options")
-    if options is not None and not fields.get("stream"):
-        _reject("stream_options", options, "omitted unless stream is true")
+    is_streamed = fields.get("stream", False)
+    need(options is None or is_streamed, "stream_options", options, "omitted unless stream is true")
     tools = [] if fields.get("tool_choice") == "none" else fields.get("tools", [])
     prompts = _chat_prompt(fields, model, tools) if chat else _prompts(fields, model)
     n = fields.get("n", 1)
@@ -232,12 +219,17 @@ def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRe
     )
 
 
-def _read_fields(body: bytes, rules: dict[str, Callable[[Any], str]]) -> dict[str, Any]:
-    """Return the non-null fields of a body. Raise `RequestError` for a wrong or unserved one."""
+def parse_json(body: bytes) -> Any:
+    """Return the value of a body. Raise `RequestError` if it is not JSON."""
     try:
-        fields = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
+
+
+def _read_fields(body: bytes, rules: dict[str, Callable[[Any], str]]) -> dict[str, Any]:
+    """Return the non-null fields of a body. Raise `RequestError` for a wrong or unserved one."""
+    fields = parse_json(body)
     if not isinstance(fields, dict):
         raise RequestError("the body must be a JSON object")
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -271,11 +263,9 @@ def _likeliest(fields: dict[str, Any], chat: bool) -> int | None:
     if not chat:
         return fields.get("logprobs")
     count = fields.get("top_logprobs", 0)
-    if fields.get("logprobs"):
-        return count
-    if count:
-        _reject("top_logprobs", count, "omitted unless logprobs is true")
-    return None
+    has_logprobs = fields.get("logprobs", False)
+    need(has_logprobs or not count, "top_logprobs", count, "omitted unless logprobs is true")
+    return count if has_logprobs else None
 
 
 def _prompts(fields: dict[str, Any], model: ServedModel) -> list[list[int]]:
@@ -319,9 +309,8 @@ def _chat_prompt(fields: dict[str, Any], model: ServedModel, tools: list) -> lis
 
 def _message(field: str, value: Any) -> dict[str, Any]:
     """Return a message for the chat template. Raise `RequestError` naming `field`."""
-    role = value.get("role") if isinstance(value, dict) else None
-    if not isinstance(role, str) or role not in ROLES:
-        _reject(f"{field}.role", role, "one of " + ", ".join(ROLES))
+    role: Any = value.get("role") if isinstance(value, dict) else None
+    need(role in list(ROLES), f"{field}.role", role, "one of " + ", ".join(ROLES))
     message = {key: item for key, item in value.items() if item is not None and key != "refusal"}
     for key in message:
         if key not in ("role", "content", *ROLES[role]):
@@ -332,8 +321,8 @@ def _message(field: str, value: Any) -> dict[str, Any]:
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) == len(content) and all(_is_text(part.get("text")) for part in parts):
             content = "".join(part["text"] for part in parts)
-    if not _is_text(content):
-        _reject(f"{field}.content", content, "text, or a list of parts of type 'text'")
+    allowed = "text, or a list of parts of type 'text'"
+    need(_is_text(content), f"{field}.content", content, allowed)
     return message | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
@@ -351,5 +340,5 @@ def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
             function = {"name": function["name"], "arguments": arguments}
             parsed.append({"type": "function", "function": function})
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        _reject(field, calls, "a list of functions with a name and a JSON object of arguments")
+        need(False, field, calls, "a list of functions with a name and a JSON object of arguments")
     return parsed

@@ -181,15 +181,16 @@ class CompletionResponse:
         return {"index": index, **fields, **ends}
 
     def _log(self) -> None:
-        has_ended = all(choice.finish_reason for choice in self._choices)
+        """Print a line about the request, unless `log_requests` is off."""
+        if not self._model.config.log_requests:
+            return
+        ending = "" if all(choice.finish_reason for choice in self._choices) else ", not finished"
         usage = self._usage()
-        self._model.log(
-            self._header["id"],
-            usage["prompt_tokens"],
-            usage["completion_tokens"],
-            self._start,
-            "" if has_ended else ", not finished",
+        tokens = (
+            f"{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} response tokens"
         )
+        seconds = time.monotonic() - self._start
+        print(f"{self._header['id']}: {tokens}, {seconds:.2f} s{ending}", flush=True)
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self._request.prompts))

@@ -14,26 +14,22 @@ import dataclasses
 import os
 import resource
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dapo_jax.commands import checks, command_line
-from dapo_jax.commands.serve.access import Access, exposure_warning, read_key
+from dapo_jax.commands.serve.access import Access, exposure_warning
 from dapo_jax.config.experiment import Compute, ServeConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.keys import read_key
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.signals import Signals
 
 POLL_SECONDS = 0.1
 RESERVED_FILES = 128  # open files other than connections
 BACKLOG = 2048
-
-
-class ServingFailed(RuntimeError):
-    """Failure of the decoding thread."""
 
 
 class ServedPolicy(NamedTuple):
@@ -156,7 +152,7 @@ async def _answer_requests(
     ready: Callable[[int], None],
 ) -> str:
     """Answer requests until `should_stop()`; return the failure of the generator, or empty."""
-    from dapo_jax.commands.serve.app import HttpApi, start_http
+    from dapo_jax.commands.serve.app import HttpApi
     from dapo_jax.commands.serve.generator import Generator
     from dapo_jax.commands.serve.logprobs import Scorer
     from dapo_jax.commands.serve.requests import ServedModel
@@ -167,30 +163,48 @@ async def _answer_requests(
     rule = SamplingRule(config.temperature, config.top_p, config.top_k)
     model = ServedModel(served_name(config), config, engine, tokenizer, rule, prompt_bytes)
     access = Access(config, key)
-    raise_file_limit(config.max_connections)
     generator = Generator(engine, params, config.waiting)
+    api = HttpApi(generator, Scorer(engine.config, params), model, access)
+    apps = {"http_port": api} | ({"metrics_port": api.metrics} if config.metrics_port else {})
+    return await run_apps(apps, generator, config, should_stop, ready)
+
+
+async def run_apps(
+    apps: dict[str, Any],
+    worker: Any,
+    config: ServeConfig,
+    should_stop: Callable[[], bool],
+    ready: Callable[[int], None],
+) -> str:
+    """Run applications, by the setting of their port, until `should_stop()` or a failure.
+
+    `worker` is the thread that they use; it is closed. Returns its failure, or empty.
+    """
+    from dapo_jax.commands.serve.app import start_http
+
+    raise_file_limit(config.max_connections)
     try:
-        api = HttpApi(generator, Scorer(engine.config, params), model, access)
-        listening = bind(config, "http_port")
-        stops = [start_http(api, listening, config)]
-        if config.metrics_port:
-            stops.append(start_http(api.metrics, bind(config, "metrics_port"), config))
-        ready(listening.getsockname()[1])
-        while not should_stop() and not generator.failure:
+        sockets = {field: bind(config, field) for field in apps}
+        stops = [start_http(app, sockets[field], config) for field, app in apps.items()]
+        ready(sockets["http_port"].getsockname()[1])
+        while not should_stop() and not worker.failure:
             await asyncio.sleep(POLL_SECONDS)
         await asyncio.gather(*(stop() for stop in stops))
     finally:
-        await asyncio.to_thread(generator.close)  # its thread writes to the event loop
-    return generator.failure
+        await asyncio.to_thread(worker.close)  # its thread writes to the event loop
+    return worker.failure
 
 
 def serve(
     config: ServeConfig, *, should_stop: Callable[[], bool], ready: Callable[[int], None]
-) -> None:
-    """Serve until `should_stop()`; call `ready` with the HTTP port once it answers."""
+) -> str:
+    """Serve until `should_stop()`; call `ready` with the HTTP port once it answers.
+
+    Returns the failure of the thread that samples, or empty.
+    """
     for field in ("http_port",) if config.tinker else ("http_port", "metrics_port"):
         bind(config, field).close()  # report a taken port before the model is loaded
-    key = read_key(config)
+    key = read_key(config.api_key_file, "api_key_file")
     if warning := exposure_warning(config, key):
         processes.print_error(warning)
     from dapo_jax.run.export import newest_export
@@ -200,19 +214,12 @@ def serve(
     if config.tinker:
         from dapo_jax.commands.serve.tinker.app import serve_tinker
 
-        fail_if(serve_tinker(config, key, should_stop, lambda: ready(config.http_port)))
-        return
+        return serve_tinker(config, key, should_stop, ready)
     policy = load_served(config)
     slots = policy[0].max_concurrent_decodes
     processes.print_error(f"compiling for {slots} slots: seconds for a small model, else minutes")
     warm_up(policy[0], policy[1])
-    fail_if(asyncio.run(_answer_requests(config, policy, key, should_stop, ready)))
-
-
-def fail_if(failure: str) -> None:
-    """Raise `ServingFailed` with a message that is not empty."""
-    if failure:
-        raise ServingFailed(failure)
+    return asyncio.run(_answer_requests(config, policy, key, should_stop, ready))
 
 
 def main() -> int:
@@ -225,13 +232,10 @@ def main() -> int:
         api = f"Tinker's API on {url}" if config.tinker else f"HTTP on {url}/v1"
         print(f"serving {served_name(config)}: {api} ({time.time() - started:.0f} s)", flush=True)
 
-    try:
-        with processes.as_command(), Signals() as signals:
-            return checks.guarded(lambda: serve(config, should_stop=signals, ready=ready))
-    except ServingFailed as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
+    def work() -> int:
+        if failure := serve(config, should_stop=signals, ready=ready):
+            processes.print_error(f"stopped: {failure}")
+        return int(bool(failure))
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with processes.as_command(), Signals() as signals:
+        return checks.guarded(work)

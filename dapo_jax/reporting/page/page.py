@@ -19,24 +19,8 @@ from dapo_jax.config.experiment import ReportConfig
 from dapo_jax.config.user_code import describe_error
 from dapo_jax.reporting.alerts import check_run, reward_leads
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.page.comparison import (
-    Experiment,
-    differences,
-    differing_settings,
-    experiments,
-    from_defaults,
-    from_preset,
-    headlines,
-)
+from dapo_jax.reporting.page import comparison, recorded_run
 from dapo_jax.reporting.page.curves import asset, read_curves, value_at
-from dapo_jax.reporting.page.recorded_run import (
-    MAX_FILES,
-    SHOWN_CHARACTERS,
-    RecordedRun,
-    read_run,
-    sample_groups,
-    spread_out,
-)
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import write_text
 
@@ -61,7 +45,7 @@ def _round(values: np.ndarray) -> list[float | None]:
     return [float(f"{x:.{DIGITS}g}") if np.isfinite(x) else None for x in values.tolist()]
 
 
-def _table(experiment: Experiment, name: str, steps: list[int]) -> np.ndarray:
+def _table(experiment: comparison.Experiment, name: str, steps: list[int]) -> np.ndarray:
     """Return the values of a metric, [runs, steps]; NaN if a run has none."""
     values = np.full((len(experiment.runs), len(steps)), np.nan)
     place = {step: i for i, step in enumerate(steps)}
@@ -77,15 +61,16 @@ def _mean(table: np.ndarray) -> np.ndarray:
     return np.where(counts, np.nansum(table, 0) / np.maximum(counts, 1), np.nan)
 
 
-def _curves_of(experiment: Experiment) -> dict[str, Any]:
+def _curves_of(experiment: comparison.Experiment) -> dict[str, Any]:
     """Return the charted metrics over steps, minutes and tokens: mean, and range over seeds.
 
     At most a quarter of the points are those of evaluations.
     """
     steps = sorted({row["step"] for run in experiment.runs for row in run.rows})
     evaluated = np.flatnonzero(np.isfinite(_mean(_table(experiment, "heldout_accuracy", steps))))
-    rare = evaluated[spread_out(len(evaluated), MAX_POINTS // 4)]
-    places = np.union1d(spread_out(len(steps), MAX_POINTS - len(rare)), rare).astype(int)
+    rare = evaluated[recorded_run.spread_out(len(evaluated), MAX_POINTS // 4)]
+    even = recorded_run.spread_out(len(steps), MAX_POINTS - len(rare))
+    places = np.union1d(even, rare).astype(int)
     lines: dict[str, Any] = {}
     for name in (metric for curve in read_curves() for metric in curve.metrics):
         table = _table(experiment, name, steps)[:, places]
@@ -147,36 +132,38 @@ def _show_interval(interval: Sequence[float | None], form: str = "number") -> st
 # --- the page -------------------------------------------------------------------------------
 
 
-def _sample(shown: list[Experiment]) -> tuple[list[dict[str, Any]], str]:
+def _sample(shown: list[comparison.Experiment]) -> tuple[list[dict[str, Any]], str]:
     """Return groups of the rollouts, fewer of each run if there are several, and a text on them."""
     runs = [run for experiment in shown for run in experiment.runs]
-    files = max(1, MAX_FILES // len(runs))
+    files = max(1, recorded_run.MAX_FILES // len(runs))
     groups = [
         group | {"run": number}
         for number, run in enumerate(runs)
-        for step in sample_groups(run, files)
+        for step in recorded_run.sample_groups(run, files)
         for group in step
     ]
     if not groups:
         return [], "No rollouts are stored (config.log.rollouts)."
     return groups, (
         f"{len(groups)} groups from at most {files} evenly spaced steps of each run. Texts above "
-        f"{SHOWN_CHARACTERS:,} characters are cut in the middle. All groups are in rollouts/ of "
-        "the run's folder."
+        f"{recorded_run.SHOWN_CHARACTERS:,} characters are cut in the middle. All groups are in "
+        "rollouts/ of the run's folder."
     )
 
 
-def _describe(experiment: Experiment, first: Experiment, preset: str) -> dict[str, Any]:
+def _describe(
+    experiment: comparison.Experiment, first: comparison.Experiment, preset: str
+) -> dict[str, Any]:
     """Return the texts and numbers of an experiment, compared with the first experiment."""
-    nearest, changed = from_preset(experiment.settings, preset)
+    nearest, changed = comparison.from_preset(experiment.settings, preset)
     return {
         "name": experiment.name,
         "runs": [run.name for run in experiment.runs],
-        "headlines": headlines(experiment),
-        "differences": differences(experiment, first) if experiment is not first else {},
+        "headlines": comparison.headlines(experiment),
+        "differences": comparison.differences(experiment, first) if experiment is not first else {},
         "preset": nearest,
         "from_preset": changed,
-        "from_defaults": from_defaults(experiment.settings),
+        "from_defaults": comparison.from_defaults(experiment.settings),
         "settings": sorted(experiment.settings.items()),
         "curves": _curves_of(experiment),
     }
@@ -195,7 +182,7 @@ def _plotly() -> tuple[str, str]:
 
 
 def _values(
-    shown: list[Experiment], described: list[dict[str, Any]], self_contained: bool
+    shown: list[comparison.Experiment], described: list[dict[str, Any]], self_contained: bool
 ) -> dict[str, Any]:
     """Return the values of the template except the data."""
     names = ", ".join(experiment.name for experiment in shown[:NAMED])
@@ -216,7 +203,7 @@ def _values(
         "code": code,
         "experiments": described,
         "headline_names": list(dict.fromkeys(line["name"] for line in lines)),
-        "differing": differing_settings(shown),
+        "differing": comparison.differing_settings(shown),
         "warnings": [
             f"{run.name}: {text}" if len(runs) > 1 else text
             for run in runs
@@ -235,9 +222,9 @@ def _render(values: dict[str, Any]) -> str:
     return environment.from_string(asset("page.html")).render(values)
 
 
-def page(runs: Sequence[RecordedRun], settings: ReportConfig) -> str:
+def page(runs: Sequence[recorded_run.RecordedRun], settings: ReportConfig) -> str:
     """Return the HTML of the report. Raises `ConfigError` if there is no such preset."""
-    shown = experiments(runs)
+    shown = comparison.experiments(runs)
     described = [_describe(experiment, shown[0], settings.preset) for experiment in shown]
     leads = all(reward_leads(experiment.settings) for experiment in shown)
     values = _values(shown, described, settings.self_contained)
@@ -270,7 +257,7 @@ def write_own_page(folder: Folder, progress: Progress) -> None:
     """
     try:
         with progress.working(f"writing {PAGE}"):
-            text = page([read_run(str(folder))], ReportConfig())
+            text = page([recorded_run.read_run(str(folder))], ReportConfig())
             write_page(folder / PAGE, text, self_contained=False)
     except Exception as error:  # of files, disk or a library
         progress.warn(f"{PAGE} was not written: {escape(describe_error(error))}")

@@ -382,12 +382,11 @@ class Checkpoints:
 class SavedPolicy:
     """Policy of one checkpoint (0: the newest), read parameter by parameter while the run goes on.
 
-    A critic is another `entry`. Raises `ConfigError` if `run_dir` has no such checkpoint.
+    Raises `ConfigError` if `run_dir` has no such checkpoint.
     """
 
-    def __init__(self, run_dir: str | os.PathLike, step: int = 0, entry: str = "state"):
+    def __init__(self, run_dir: str | os.PathLike, step: int = 0):
         steps = saved_steps(run_dir)
-        self._entry = entry
         require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
         self.step = step or latest_valid(run_dir, field="run") or 0
         listed = ", ".join(map(str, steps))
@@ -404,7 +403,7 @@ class SavedPolicy:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its path (`layers/query/kernel`)."""
-        tree = self._handler.metadata(self._folder / self._entry).tree["params"]
+        tree = self._handler.metadata(self._folder / "state").tree["params"]
         return {path: leaf.shape for path, leaf in flatten(tree).items()}
 
     def read(self, path: str) -> np.ndarray:
@@ -418,5 +417,5 @@ class SavedPolicy:
             restore_args=only(ocp.RestoreArgs(restore_type=np.ndarray)),
             partial_restore=True,
         )
-        params = self._handler.restore(self._folder / self._entry, args=args)["params"]
+        params = self._handler.restore(self._folder / "state", args=args)["params"]
         return flatten(params)[path]

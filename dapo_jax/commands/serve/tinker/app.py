@@ -16,14 +16,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dapo_jax.commands.serve.access import Access
-from dapo_jax.commands.serve.app import ERRORS, answer_error, read_body, start_http
-from dapo_jax.commands.serve.errors import QueueFull, RequestError
-from dapo_jax.commands.serve.server import POLL_SECONDS, bind, raise_file_limit
+from dapo_jax.commands.serve.app import ERRORS, answer_error, read_body
+from dapo_jax.commands.serve.errors import QueueFull, RequestError, need
+from dapo_jax.commands.serve.server import run_apps
 from dapo_jax.commands.serve.tinker import openai
 from dapo_jax.commands.serve.tinker.messages import CONTENT_TYPE
 from dapo_jax.commands.serve.tinker.models import CHECKPOINT_KINDS, find_checkpoint
 from dapo_jax.commands.serve.tinker.policies import Policies
-from dapo_jax.commands.serve.tinker.requests import TEXT, need, parse_loss_message, read
+from dapo_jax.commands.serve.tinker.requests import TEXT, parse_loss_message, read
 from dapo_jax.commands.serve.tinker.store import Entry, Request, State, Store
 from dapo_jax.commands.serve.tinker.worker import SAMPLE_KIND, Worker
 from dapo_jax.config.experiment import ServeConfig
@@ -352,27 +352,16 @@ class TinkerApi:
 
 
 def serve_tinker(
-    config: ServeConfig, key: str, should_stop: Callable[[], bool], ready: Callable[[], None]
+    config: ServeConfig, key: str, should_stop: Callable[[], bool], ready: Callable[[int], None]
 ) -> str:
     """Serve until `should_stop()`; return the failure of the worker, or empty."""
     policies = Policies(config)
-    raise_file_limit(config.max_connections)
 
     async def answer(store: Store) -> str:
         worker = Worker(policies, store)
-        try:
-            api = TinkerApi(policies, worker, store, Access(config, key))
-            app = Starlette(
-                routes=api.routes, exception_handlers=dict.fromkeys(ERRORS, answer_error)
-            )
-            stop = start_http(app, bind(config, "http_port"), config)
-            ready()
-            while not should_stop() and not worker.failure:
-                await asyncio.sleep(POLL_SECONDS)
-            await stop()
-        finally:
-            await asyncio.to_thread(worker.close)  # its thread writes to the event loop
-        return worker.failure
+        api = TinkerApi(policies, worker, store, Access(config, key))
+        app = Starlette(routes=api.routes, exception_handlers=dict.fromkeys(ERRORS, answer_error))
+        return await run_apps({"http_port": app}, worker, config, should_stop, ready)
 
     with claim("tinker_dir", config.tinker_dir, TINKER) as folder:
         store = Store(pathlib.Path(str(folder)))

@@ -13,22 +13,11 @@ import numpy as np
 from etils import epath
 from safetensors.numpy import load_file, save
 
-from dapo_jax.commands.serve.errors import RequestError
+from dapo_jax.commands.serve.errors import RequestError, need
+from dapo_jax.commands.serve.tinker import requests
 from dapo_jax.commands.serve.tinker.losses import LossBatch
 from dapo_jax.commands.serve.tinker.messages import forward_backward_output
 from dapo_jax.commands.serve.tinker.policies import ROW_TOKENS, Policies
-from dapo_jax.commands.serve.tinker.requests import (
-    NAME,
-    AdamParams,
-    Datum,
-    LossRequest,
-    ModelShape,
-    need,
-    read,
-    read_adam,
-    read_loss_request,
-    read_shape,
-)
 from dapo_jax.commands.serve.tinker.store import CHANGES, Entry, Request, State, Store
 from dapo_jax.learner.batches import TrainState
 from dapo_jax.learner.packing import Segment, pack
@@ -60,7 +49,7 @@ class Model:
         unsaved: number of such requests since its state was written.
     """
 
-    shape: ModelShape
+    shape: requests.ModelShape
     state: TrainState
     gradient: Any = None
     done: int = 0
@@ -75,7 +64,7 @@ class Packed:
     microbatches: int  # that are not empty
     order: np.ndarray  # flat positions of the tokens of all data, in order
 
-    def take(self, values: np.ndarray, data: Sequence[Datum]) -> list[np.ndarray]:
+    def take(self, values: np.ndarray, data: Sequence[requests.Datum]) -> list[np.ndarray]:
         """Return the values [n, K] of each datum from those of the rows."""
         flat = values.reshape(-1, values.shape[-1])[self.order]
         ends = np.cumsum([len(datum.tokens) for datum in data])
@@ -84,7 +73,7 @@ class Packed:
         return [part[:, :size] for part, size in zip(parts, sizes, strict=True)]
 
 
-def pack_data(data: Sequence[Datum], loss: str, row_shards: int) -> Packed:
+def pack_data(data: Sequence[requests.Datum], loss: str, row_shards: int) -> Packed:
     """Pack the data of a request. The shapes depend on this request only.
 
     Rows are as long as the longest datum, rounded up to a power of two.
@@ -117,7 +106,7 @@ def pack_data(data: Sequence[Datum], loss: str, row_shards: int) -> Packed:
     return Packed(LossBatch(packed, inputs, loss), microbatches, order)
 
 
-def run_loss(learner: Learner, model: Model, request: LossRequest) -> bytes:
+def run_loss(learner: Learner, model: Model, request: requests.LossRequest) -> bytes:
     """Run `forward` or `forward_backward`, add up the gradient, and return the response."""
     packed = pack_data(request.data, request.loss, shards(learner.mesh, "batch"))
     params: Any = model.state.params
@@ -134,7 +123,7 @@ def run_loss(learner: Learner, model: Model, request: LossRequest) -> bytes:
     return forward_backward_output(values, shapes, {"loss:sum": float(loss)})
 
 
-def run_step(policies: Policies, model: Model, adam: AdamParams) -> dict[str, float]:
+def run_step(policies: Policies, model: Model, adam: requests.AdamParams) -> dict[str, float]:
     """Take an optimizer step with the gradient since the last one, and return its metrics."""
     if model.gradient is None:
         raise RequestError("optim_step: there is no gradient: send forward_backward first")
@@ -156,7 +145,9 @@ def save_model(path: pathlib.Path, model: Model) -> None:
         file.write(save({jax.tree_util.keystr(at): to_host(leaf) for at, leaf in leaves}))
 
 
-def load_model(path: pathlib.Path, learner: Learner, shape: ModelShape, optimizer: bool) -> Model:
+def load_model(
+    path: pathlib.Path, learner: Learner, shape: requests.ModelShape, optimizer: bool
+) -> Model:
     """Return a model as `save_model` wrote it, or only its parameters, with a new optimizer."""
     tensors = load_file(path)
     abstract = {"state": learner.abstract_state, "gradient": learner.abstract_state.params}
@@ -194,9 +185,9 @@ def _answer(**fields: Any) -> Result:
     return State.ANSWERED, json.dumps(fields).encode()
 
 
-def shape_of(entry: Entry) -> ModelShape:
+def shape_of(entry: Entry) -> requests.ModelShape:
     """Return the trained parameters of a model or checkpoint from its entry."""
-    return ModelShape(entry.fields["rank"], tuple(entry.fields["targets"]))
+    return requests.ModelShape(entry.fields["rank"], tuple(entry.fields["targets"]))
 
 
 def find_checkpoint(store: Store, path: str, kind: str) -> Entry:
@@ -223,7 +214,7 @@ class Operations:
         """Run a request, and store its result."""
         body = self._store.body(request.id)
         if request.kind in CHECKPOINT_KINDS:
-            self._store.finish(request, *self._save_weights(request, read(body)))
+            self._store.finish(request, *self._save_weights(request, requests.read(body)))
             return
         makes = request.kind in ("create_model", "load_weights")
         model = None if makes else self._model(request.owner)
@@ -248,16 +239,16 @@ class Operations:
         """Return a model after a request, and the result."""
         policies = self._policies
         if request.kind == "create_model":
-            model, result = self._create(request, read(body))
+            model, result = self._create(request, requests.read(body))
         elif request.kind == "load_weights":
-            model, result = self._load_weights(request, read(body))
+            model, result = self._load_weights(request, requests.read(body))
         elif request.kind == "optim_step":
             model = present(model, "the model")
-            adam = read_adam(read(body, "adam_params"))
+            adam = requests.read_adam(requests.read(body, "adam_params"))
             result = _answer(metrics=run_step(policies, model, adam))
         else:
             model = present(model, "the model")
-            loss = read_loss_request(body, policies.limits)
+            loss = requests.read_loss_request(body, policies.limits)
             result = State.DONE, run_loss(policies.learner(model.shape), model, loss)
         if request.kind in CHANGES:
             model.done = request.number
@@ -266,7 +257,7 @@ class Operations:
 
     def _create(self, request: Request, fields: dict[str, Any]) -> tuple[Model, Result]:
         policies = self._policies
-        shape, seed = read_shape(fields.get("lora_config"))
+        shape, seed = requests.read_shape(fields.get("lora_config"))
         if seed is None:  # it depends on the number of the model in its session
             seed = policies.config.seed + int(request.owner.rpartition(":")[2])
         model = Model(shape, policies.learner(shape).start(policies.first_params(shape, seed)))
@@ -288,7 +279,7 @@ class Operations:
             self._put_model(request.owner, shape, fields)
         return model, _answer(path=path, model_id=request.owner, type=request.kind)
 
-    def _put_model(self, model_id: str, shape: ModelShape, fields: dict[str, Any]) -> None:
+    def _put_model(self, model_id: str, shape: requests.ModelShape, fields: dict[str, Any]) -> None:
         described = shape._asdict() | {"user_metadata": fields.get("user_metadata")}
         self._store.put("model", model_id, "", described)
 
@@ -338,7 +329,7 @@ class Operations:
     def _save_weights(self, request: Request, fields: dict[str, Any]) -> Result:
         """Write a checkpoint: a state to load, or weights for sampling."""
         kind, name = CHECKPOINT_KINDS[request.kind], fields.get("path")
-        need(not (name and NAME(name)), "path", name, "letters, digits, _, -, . or :")
+        need(not (name and requests.NAME(name)), "path", name, "letters, digits, _, -, . or :")
         path = f"tinker://{request.owner}/{kind}/{name or f'unnamed-{request.number}'}"
         known = self._store.get("checkpoint", path)
         may_overwrite = kind == "weights" and fields.get("overwrite", False)

@@ -1,7 +1,6 @@
 """Parsing and validation of requests to Tinker's API."""
 
 import dataclasses
-import json
 import math
 import re
 import reprlib
@@ -12,8 +11,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from scipy.sparse import csr_array  # a dependency of jax
 
-from dapo_jax.commands.serve.errors import RequestError
-from dapo_jax.commands.serve.requests import FLAG, LIKELIEST, RULES, rule, whole
+from dapo_jax.commands.serve.errors import RequestError, need
+from dapo_jax.commands.serve.requests import FLAG, LIKELIEST, RULES, parse_json, rule, whole
 from dapo_jax.commands.serve.tinker.losses import CLIP_HIGH, CLIP_LOW, CROSS_ENTROPY, OPTIONS
 from dapo_jax.commands.serve.tinker.messages import FLOAT32, INT64, MESSAGES
 
@@ -100,19 +99,9 @@ CHUNK: Rules = {
 CHUNKS: Rules = {"chunks": rule(lambda x: isinstance(x, list), "a list")}
 
 
-def need(fits: bool, field: str, value: Any, allowed: str) -> None:
-    """Raise `RequestError` for a wrong value."""
-    if not fits:
-        raise RequestError(f"{field} = {reprlib.repr(value)}: must be {allowed}", field)
-
-
 def read(values: Any, *required: str, rules: Rules = FIELDS, prefix: str = "") -> dict[str, Any]:
     """Return the fields with rules that a JSON object, or a body, has; null counts as missing."""
-    if isinstance(values, bytes):
-        try:
-            values = json.loads(values)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body is not JSON: {error}") from None
+    values = parse_json(values) if isinstance(values, bytes) else values
     need(isinstance(values, dict), prefix.rstrip(".") or "the body", values, "a JSON object")
     fields = {name: values[name] for name in rules if values.get(name) is not None}
     for name, value in fields.items():

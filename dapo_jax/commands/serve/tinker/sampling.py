@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.commands.serve.budgets import prefill_tokens
+from dapo_jax.commands.serve.errors import need
 from dapo_jax.commands.serve.generator import ResponseSampling, ServedEngine
 from dapo_jax.commands.serve.logprobs import Scorer
 from dapo_jax.commands.serve.tinker.messages import MESSAGES, STOPPED, TRUNCATED, topk_logprobs
@@ -19,7 +20,6 @@ from dapo_jax.commands.serve.tinker.requests import (
     Limits,
     ModelShape,
     check_tokens,
-    need,
     read,
 )
 from dapo_jax.commands.serve.tinker.store import Request

@@ -11,10 +11,9 @@ import threading
 import time
 import traceback
 
-from dapo_jax.commands.serve.errors import RequestError
+from dapo_jax.commands.serve.errors import RequestError, need
 from dapo_jax.commands.serve.tinker.models import Operations, find_checkpoint, shape_of
 from dapo_jax.commands.serve.tinker.policies import Policies
-from dapo_jax.commands.serve.tinker.requests import need
 from dapo_jax.commands.serve.tinker.sampling import Decoding, SampleJob, Weights, read_job, render
 from dapo_jax.commands.serve.tinker.store import Request, State, Store
 
