@@ -130,7 +130,6 @@ def choose_packing(
     """Return the cheapest rows for these segments, of the configured shape if there is one."""
     windows = any(reach is not None for reach in decoder.reaches)
     shared = config.packing.share_prompts and shares_prompts(decoder.attention, windows)
-    shared &= not decoder.recurrent  # whose states start at each segment
     shapes = [dataclasses.replace(config.rows(), share_prompts=shared)]
     if config.packing.row_tokens < 0:
         longest = SHORT_ROW_TOKENS if decoder.attention == "plain" else sys.maxsize

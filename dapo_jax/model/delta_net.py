@@ -3,12 +3,15 @@
 A head's state S [key, value] follows S <- exp(g) S + k (beta (v - exp(g) k^T S))^T, and a query
 reads q^T S. Rows are computed in chunks: inside a chunk all tokens at once, by one triangular
 system (arXiv 2406.06484, section 3); from chunk to chunk only the state is carried. A short causal
-convolution precedes queries, keys and values. State and convolution start again at each segment.
+convolution precedes queries, keys and values. State and convolution start again at each segment, or
+continue from the end of a shared prompt. The path of a token is what it continues: the tokens of
+its prompt and those before it in its segment.
 
 Dimension letters: H key heads, G value heads per key head, K key and V value dimension, C tokens of
-a chunk, W tokens of the convolution.
+a chunk, W tokens of the convolution, S kept states.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -55,8 +58,8 @@ def unit_inverse(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
     return jnp.broadcast_to(inverse, lower.shape)
 
 
-def _product(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+_exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def _inverse_forward(lower: Array) -> tuple[Array, Array]:
@@ -73,53 +76,74 @@ unit_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _chunk(
-    state: Float[Array, "B H G K V"], chunk: tuple[DeltaInputs, Int[Array, "B C"]]
-) -> tuple[Array, Float[Array, "B H G C V"]]:
-    """Return the state after a chunk, with arrays [B H (G) C ...], and what its queries read."""
-    (queries, keys, values, decay, beta), starts = chunk
-    segment = jnp.cumsum(starts, axis=1)  # 0: that of the chunk before
-    last = segment[:, -1:]
-    same = (segment[:, :, None] == segment[:, None])[:, None, None]
-    total = jnp.cumsum(decay, axis=-1)
-    seen = same & jnp.tril(jnp.ones(same.shape[-2:], bool))
-    weights = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
-    enter = jnp.where((segment == 0)[:, None, None], jnp.exp(total), 0)  # weight of `state`
-    leave = jnp.where((segment == last)[:, None, None], jnp.exp(total[..., -1:] - total), 0)
+    states: tuple[Float[Array, "B H G K V"], ...],
+    chunk: tuple[DeltaInputs, Int[Array, "B C S"], Int[Array, "B S"]],
+) -> tuple[tuple[Array, ...], Float[Array, "B H G C V"]]:
+    """Return the states after a chunk, with arrays [B H (G) C ...], and what its queries read.
+
+    The first state is that after the last token, the second that after the last token of its
+    prompt. `ids` and `before` are those of the tokens and of the token before the chunk.
+    """
+    (queries, keys, values, decay, beta), ids, before = chunk
+    size, segments = ids.shape[1], ids[..., 0]
+    ends = jnp.stack([ids[:, -1], jnp.broadcast_to(ids[:, -1, -1:], before.shape)], axis=1)
+    ids = jnp.concatenate([ids, ends[:, : len(states)]], axis=1)  # as tokens that read the states
+    seen = jnp.any(ids[:, :, None] == segments[:, None, :, None], axis=-1)
+    seen &= jnp.tril(jnp.ones(seen.shape[1:], bool))
+    total = _exact("bij,bhgj->bhgi", seen.astype(jnp.float32), decay)
+    between = total[..., :, None] - total[..., None, :size]
+    weights, leave = jnp.split(
+        jnp.exp(jnp.where(seen[:, None, None], between, -jnp.inf)), [size], -2
+    )
+    same = ids == before[:, None]
+    first = jnp.moveaxis(same & (jnp.cumsum(same, axis=-1) == 1), -1, 0)  # state of each path
+    enter, kept = jnp.split(jnp.where(first[:, :, None, None], jnp.exp(total), 0), [size], -1)
+
+    def read_states(x: Float[Array, "B H C K"]) -> Float[Array, "B H G C V"]:
+        parts = (jnp.einsum("bhck,bhgkv->bhgcv", x, state) for state in states)
+        return sum(part * weight[..., None] for part, weight in zip(parts, enter, strict=True))
 
     overlap = jnp.einsum("bhik,bhjk->bhij", keys, keys)[:, :, None]
     lower = jnp.tril(beta[..., None] * overlap * weights, -1)
-    known = jnp.einsum("bhck,bhgkv->bhgcv", keys, state) * enter[..., None]
-    added = unit_inverse(lower) @ (beta[..., None] * (values - known))
+    added = unit_inverse(lower) @ (beta[..., None] * (values - read_states(keys)))
     scores = jnp.einsum("bhik,bhjk->bhij", queries, keys)[:, :, None] * weights
-    read = jnp.einsum("bhck,bhgkv->bhgcv", queries, state) * enter[..., None] + scores @ added
-    kept = state * enter[..., -1, None, None]
-    return kept + jnp.einsum("bhck,bhgc,bhgcv->bhgkv", keys, leave, added), read
+    read = read_states(queries) + scores @ added
+
+    # No sum over an axis of states: arrays of 7 axes crash XLA on CPUs.
+    def keep(number: int) -> Float[Array, "B H G K V"]:
+        weights = (part[..., number, None, None] for part in kept)
+        old = sum(state * weight for state, weight in zip(states, weights, strict=True))
+        return old + jnp.einsum("bhck,bhgc,bhgcv->bhgkv", keys, leave[..., number, :], added)
+
+    return tuple(map(keep, range(len(states)))), read
 
 
 def delta_rule(
     inputs: DeltaInputs,
-    state: Float[Array, "B H G K V"],
-    starts: Bool[Array, "B T"],  # tokens at which a segment starts from an empty state
-    chunk_tokens: int = CHUNK_TOKENS,
+    state: Float[Array, "B H G K V"],  # before the first token
+    ids: Int[Array, "B T S"],  # as `_ids` returns
 ) -> tuple[Float[Array, "B T H G V"], Float[Array, "B H G K V"]]:
     """Return what queries read, and the last state.
 
-    The backward pass computes a chunk again from the state before it.
+    The backward pass computes a chunk again from the states before it.
     """
-    length = starts.shape[1]
-    size = min(chunk_tokens, 1 << (length - 1).bit_length())
-    pad = -length % size
-
-    def chunks(array: Array) -> Array:  # [N, B, (H, G), C, ...]
-        array = jnp.pad(array, [(0, 0), (0, pad), *[(0, 0)] * (array.ndim - 2)])
-        return array.reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
-
+    length = ids.shape[1]
+    size = min(CHUNK_TOKENS, 1 << (length - 1).bit_length())
+    chunks = functools.partial(_cut, size=size)
     heads = {"queries": 1, "keys": 1, "values": 2, "decay": 2, "beta": 2}
     cut = {name: jnp.moveaxis(chunks(getattr(inputs, name)), 2, 2 + n) for name, n in heads.items()}
+    before = chunks(jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1))[:, :, 0]
     body = jax.checkpoint(_chunk, prevent_cse=False)
-    state, read = jax.lax.scan(body, state, (DeltaInputs(**cut), chunks(starts.astype(jnp.int32))))
+    arrays = DeltaInputs(**cut), chunks(ids, mode="edge"), before
+    (state, *_), read = jax.lax.scan(body, (state,) * ids.shape[2], arrays)
     read = jnp.moveaxis(read, 4, 2).swapaxes(0, 1)
-    return read.reshape(len(starts), -1, *read.shape[3:])[:, :length], state
+    return read.reshape(len(ids), -1, *read.shape[3:])[:, :length], state
+
+
+def _cut(array: Array, size: int, mode: str = "constant") -> Array:
+    """Return rows [B, T, ...] as chunks [N, B, size, ...], padded on the right."""
+    pad = [(0, 0), (0, -array.shape[1] % size), *[(0, 0)] * (array.ndim - 2)]
+    return jnp.pad(array, pad, mode).reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
 
 
 def delta_step(
@@ -148,32 +172,66 @@ def _real(context: Any) -> Bool[Array, "B T"] | None:
     return None
 
 
-def _starts(context: Any) -> Bool[Array, "B T"]:
-    """Return the tokens at which a segment of a packed row starts; none in decoding."""
+def _ids(context: Any) -> Int[Array, "B T S"]:
+    """Return segments and prompts of packed tokens; in decoding all are of one segment."""
     segments = getattr(context, "segment_ids", None)
     if segments is None:
-        return jnp.zeros(context.positions.shape, bool)
-    return jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+        return jnp.zeros((*context.positions.shape, 1), jnp.int32)
+    return jnp.stack([segments] + [context.prompt_ids] * (context.prompt_ids is not None), axis=-1)
 
 
 def convolve(
     x: Float[Array, "B T H X"],
     kernel: Float[Array, "H X W"],
     window: Float[Array, "B W-1 H X"],  # inputs of the tokens before
-    starts: Bool[Array, "B T"],
+    ids: Int[Array, "B T S"],
 ) -> Float[Array, "B T H X"]:
-    """Return the causal convolution of each channel over its segment; float32."""
-    length, width = x.shape[1], kernel.shape[-1]
+    """Return the causal convolution of each channel along a token's path; float32."""
+    length, reach = x.shape[1], kernel.shape[-1] - 1
     padded = jnp.concatenate([window.astype(x.dtype), x], axis=1).astype(jnp.float32)
+    segments = jnp.pad(ids[..., 0], ((0, 0), (reach, 0)), "edge")
     kernel = kernel.astype(x.dtype).astype(jnp.float32)
-    out = padded[:, width - 1 :] * kernel[..., -1]
-    reaches = jnp.ones(starts.shape, bool)  # whether the token at this distance is of the segment
-    for distance in range(1, width):
-        begun = jnp.pad(starts, ((0, 0), (distance - 1, 0)))[:, :length]
-        reaches = reaches & ~begun
-        past = padded[:, width - 1 - distance : width - 1 - distance + length]
-        out += jnp.where(reaches[..., None, None], past * kernel[..., -1 - distance], 0)
-    return out
+    out, crossing = padded[:, reach:] * kernel[..., -1], 0.0
+    for distance in range(1, reach + 1):
+        part = slice(reach - distance, reach - distance + length)
+        same = ids == segments[:, part, None]
+        past = padded[:, part] * kernel[..., -1 - distance]
+        out += jnp.where(same[..., :1, None], past, 0)
+        crossing += jnp.where((same[..., -1:] & ~same[..., :1])[..., None], past, 0)
+    if ids.shape[-1] == 1:
+        return out
+    return out + _repeat_for_responses(crossing.astype(x.dtype), ids, reach).astype(jnp.float32)
+
+
+def _repeat_for_responses(
+    crossing: Float[Array, "B T H X"], ids: Int[Array, "B T 2"], reach: int
+) -> Float[Array, "B T H X"]:
+    """Return `crossing` of the `reach` tokens behind each prompt for each response's first tokens.
+
+    Products with matrices of 0 and 1 select them in each chunk, since a gather of every token would
+    be a scatter of every token in the backward pass. They lie in the same chunk, or behind the
+    prompt of the chunk's first token.
+    """
+    (batch, length), size = ids.shape[:2], CHUNK_TOKENS
+    segments, prompts = ids[..., 0], ids[..., 1]
+    place, responds = jnp.arange(length), prompts != segments
+
+    def latest(mask: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+        return jax.lax.cummax(jnp.where(mask, place, 0), axis=1)
+
+    offset = place - latest(jnp.diff(segments, axis=1, prepend=-1) != 0)
+    behind = latest(~responds) + 1  # the token behind a response's prompt
+    first = responds & (offset < reach)
+    before = jnp.where(responds, prompts, -1)[:, ::size]
+    far = jnp.repeat(before, size, axis=1)[:, :length] == prompts
+    index = jnp.where(far, offset, reach + (behind + offset) % size)
+    index = _cut(jnp.where(first, index, -1), size)
+    select = jax.nn.one_hot(index, reach + size, dtype=crossing.dtype)
+    places = behind[:, ::size, None] + jnp.arange(reach)
+    take = jax.vmap(lambda row, at: row.at[at].get(mode="clip"), out_axes=1)  # stays on its device
+    sources = jnp.concatenate([take(crossing, places), _cut(crossing, size)], axis=2)
+    out = jnp.einsum("nbis,nbshx->nbihx", select, sources, precision="highest")
+    return out.swapaxes(0, 1).reshape(batch, -1, *crossing.shape[2:])[:, :length]
 
 
 def _last_inputs(
@@ -228,13 +286,13 @@ class GatedDeltaNet(nn.Module):
         init = named(nn.initializers.normal(c.delta_kernel**-0.5), ("heads", "head_dim", None))
         kernel = self.param("conv", init, (heads, mixed.shape[-1], c.delta_kernel))
         before = cache or empty_state(c, len(h))
-        starts, real = _starts(context), _real(context)
-        channels = nn.silu(convolve(mixed, kernel, before.window, starts)).astype(c.dtype)
+        ids, real = _ids(context), _real(context)
+        channels = nn.silu(convolve(mixed, kernel, before.window, ids)).astype(c.dtype)
         inputs = self._inputs(channels, beta, rate, real)
         if isinstance(context, SlotContext):
             read, state = delta_step(inputs, before.state)
         else:
-            read, state = delta_rule(inputs, before.state, starts)
+            read, state = delta_rule(inputs, before.state, ids)
         if not hasattr(context, "segment_ids"):
             cache = StateCache(state, _last_inputs(mixed, before.window, real))
         out = self._gated_norm(read, gates.reshape(read.shape))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MOE, TINY, make_prompt
+from conftest import DELTA, MOE, TINY, make_prompt
 from learners import BUDGET, assert_close
 
 from dapo_jax import algorithms
@@ -17,7 +17,7 @@ from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.minibatches import choose_packing, make_batch
 from dapo_jax.learner.packing import Segment, pack, pack_updates, take_tokens
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.model import blockwise_attention, splash_attention
+from dapo_jax.model import blockwise_attention, delta_net, splash_attention
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.layers import Adapters
 from dapo_jax.model.training_attention import shares_prompts
@@ -104,10 +104,12 @@ CONFIGS = {
     "window-blocked": dataclasses.replace(TINY, attention="blocked", window=7, sinks=True),
     "adapters": dataclasses.replace(TINY, adapters=Adapters(4, 8.0, ("query", "down"))),
     "experts": MOE,
+    "delta": DELTA,
+    "delta-remat": dataclasses.replace(DELTA, remat="full", attention="blocked"),
 }
 
 
-SLOW = ("splash", "splash-sinks", "window", "window-blocked", "adapters")
+SLOW = ("splash", "splash-sinks", "window", "window-blocked", "adapters", "delta", "delta-remat")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,7 @@ SLOW = ("splash", "splash-sinks", "window", "window-blocked", "adapters")
 def test_loss_gradient_and_scores_are_those_of_separate_prompts(name, one_device, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 32)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
+    monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 16)
     config = CONFIGS[name]
     algorithm = dataclasses.replace(algorithms.dapo(), router_balance_coefficient=0.1)
     assert_same(make_policy(one_device, config, algorithm), make_params(config), algorithm)
@@ -143,6 +146,12 @@ def test_rows_and_lengths_cut_over_devices(context, monkeypatch):
     mesh = make_mesh(2, 4 // (2 * context), 2, context=context)
     algorithm = algorithms.dapo()
     assert_same(make_policy(mesh, config, algorithm), make_params(config), algorithm, SEGMENTS, 8)
+
+
+@pytest.mark.slow
+def test_states_of_prompts_over_devices():
+    mesh, algorithm = make_mesh(2, 2, 2), algorithms.dapo()
+    assert_same(make_policy(mesh, DELTA, algorithm), make_params(DELTA), algorithm, SEGMENTS, 8)
 
 
 @pytest.mark.slow
@@ -191,6 +200,7 @@ def test_prompts_are_shared_if_that_is_less_work_and_attention_supports_it():
     long = [s for s in SEGMENTS if len(s.prompt.tokens) > 20]
     short = [s for s in SEGMENTS if s.prompt.index == 4]
     assert choose_packing(config, TINY, 1, [long]).share_prompts
+    assert choose_packing(config, DELTA, 1, [long]).share_prompts
     assert not choose_packing(config, TINY, 1, [short]).share_prompts
     off = dataclasses.replace(config, packing=Packing(ROW_TOKENS, 4, False))
     assert not choose_packing(off, TINY, 1, [long]).share_prompts

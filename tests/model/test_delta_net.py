@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -18,14 +19,14 @@ from samplers import GREEDY, PROMPTS, greedy_loop, make_sampler, place, sample, 
 from test_peft_adapters import random_adapters, save
 from test_windows import LENGTH, TOKENS, unstacked
 
-from dapo_jax.config.experiment import Config, Lora, Sampler
-from dapo_jax.learner.minibatches import choose_packing
-from dapo_jax.model import inference, param_paths, peft_adapters
+from dapo_jax.config.experiment import Lora, Sampler
+from dapo_jax.model import delta_net, inference, param_paths, peft_adapters
 from dapo_jax.model.caches import KVCache, PageCache, StateCache
 from dapo_jax.model.decode_attention import SlotContext, attend_slots
 from dapo_jax.model.decoder import Decoder, head_kernel, init_params
 from dapo_jax.model.delta_net import (
     DeltaInputs,
+    convolve,
     delta_rule,
     delta_step,
     empty_state,
@@ -65,36 +66,87 @@ def random_inputs(length, heads=2, groups=2, key=8, value=6, rows=2):
     return DeltaInputs(normal(key), keys, normal(groups, value), *rates)
 
 
-def scan_tokens(inputs, state, starts):
-    """Reads and last state, token by token."""
+# Segments, prompts and tokens of each: prompts longer and shorter than a chunk of 16 and than the
+# convolution, responses of one token, segments that share nothing.
+LAYOUTS = (
+    ([1, 2, 3, 4, 5, 6, 7], [1, 1, 1, 1, 5, 5, 7], [37, 3, 19, 1, 2, 5, 3]),
+    ([1, 2, 3, 4, 5, 6, 0], [1, 1, 3, 3, 3, 3, 0], [14, 2, 6, 9, 1, 30, 8]),
+)
 
-    def feed(state, token):
-        *arrays, start = token
-        state = jnp.where(start[:, None, None, None, None], 0, state)
+
+def row_ids(layouts=LAYOUTS):
+    """Segments and prompts [B, T, 2]."""
+    rows = [np.repeat(np.stack([s, p], axis=-1), counts, axis=0) for s, p, counts in layouts]
+    return jnp.asarray(np.stack(rows))
+
+
+def path_matrices(ids):
+    """[W, B, T, T]: 1 if the second token is at this distance before the first one on its path."""
+    ids = np.asarray(ids)
+    matrices = np.zeros((4, *ids.shape[:2], ids.shape[1]), np.float32)
+    for row, (segments, prompts) in enumerate(np.moveaxis(ids, -1, 1)):
+        for token in range(ids.shape[1]):
+            on_path = np.isin(segments[: token + 1], [segments[token], prompts[token]])
+            for distance, before in enumerate(np.flatnonzero(on_path)[::-1][:4]):
+                matrices[distance, row, token, before] = 1
+    return jnp.asarray(matrices)
+
+
+def scan_tokens(inputs, state, ids):
+    """Reads and last state, token by token; each prompt's state is kept for its responses."""
+    before = jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
+
+    def feed(states, token):
+        *arrays, ids, before = token
+        same, later = (x[:, None, None, None, None] for x in (
+            ids[:, 0] == before[:, 0], (ids[:, -1] == before[:, -1])
+        ))  # fmt: skip
+        state = jnp.where(same, states[0], jnp.where(later, states[1], 0))
         read, state = delta_step(DeltaInputs(*(array[:, None] for array in arrays)), state)
-        return state, read[:, 0]
+        prompt = (ids[:, 0] == ids[:, -1])[:, None, None, None, None]
+        return (state, jnp.where(prompt, state, states[1])), read[:, 0]
 
-    by_token = (jnp.moveaxis(array, 1, 0) for array in (*inputs, starts))
-    state, read = jax.lax.scan(feed, state, tuple(by_token))
+    by_token = (jnp.moveaxis(array, 1, 0) for array in (*inputs, ids, before))
+    (state, _), read = jax.lax.scan(feed, (state, state), tuple(by_token))
     return jnp.moveaxis(read, 0, 1), state
 
 
-def test_chunks_equal_a_scan_over_tokens_with_gradients():
+def test_chunks_equal_a_scan_over_tokens_with_gradients(monkeypatch):
+    monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 16)
     inputs, state = random_inputs(70), jnp.ones((2, 2, 2, 8, 6))
-    starts = jnp.zeros((2, 70), bool).at[0, 10].set(True).at[0, 66].set(True).at[1, 64].set(True)
     weights = random_inputs(70).values
 
     def loss(rule, *arrays):
-        read, last = rule(DeltaInputs(*arrays[:-1]), arrays[-1], starts)
+        read, last = rule(DeltaInputs(*arrays[:-1]), arrays[-1], row_ids())
         return jnp.sum(read * weights) + jnp.sum(last**2)
 
     expected, actual = (
         jax.jit(jax.value_and_grad(functools.partial(loss, rule), argnums=range(6)))(*inputs, state)
-        for rule in (scan_tokens, functools.partial(delta_rule, chunk_tokens=16))
+        for rule in (scan_tokens, delta_rule)
     )
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
     for ours, reference in zip(actual[1], expected[1], strict=True):
         np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max())
+
+
+def test_the_convolution_follows_paths_with_gradients(monkeypatch):
+    monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 16)
+    ids, x = row_ids(), random_inputs(70).queries
+    kernel, weights = random_inputs(4).keys[0].transpose(1, 2, 0), random_inputs(70).keys
+    paths = path_matrices(ids)
+
+    def ours(x, kernel):
+        return jnp.sum(convolve(x, kernel, jnp.zeros((2, 3, 2, 8)), ids) * weights)
+
+    def reference(x, kernel):
+        by_distance = jnp.einsum("dbij,bjhx,hxd->bihx", paths, x, kernel[..., ::-1])
+        return jnp.sum(by_distance * weights)
+
+    expected, actual = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, kernel) for f in (reference, ours)
+    )
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
 def test_the_inverse_is_exact_for_equal_keys():
@@ -115,47 +167,61 @@ def sizes_of(jaxpr):
 def test_no_array_holds_pairs_of_tokens_or_a_state_per_token():
     length = 4096
     inputs = jax.tree.map(lambda x: x[:1], random_inputs(length, key=16, value=16))
+    ids = jnp.zeros((1, length, 2), jnp.int32)
 
     def loss(inputs):
-        return delta_rule(inputs, jnp.zeros((1, 2, 2, 16, 16)), jnp.zeros((1, length), bool))[
-            0
-        ].sum()
+        x = convolve(inputs.queries, jnp.ones((2, 16, 4)), jnp.zeros((1, 3, 2, 16)), ids)
+        read, _ = delta_rule(inputs._replace(queries=x), jnp.zeros((1, 2, 2, 16, 16)), ids)
+        return read.sum()
 
     largest = max(sizes_of(jax.make_jaxpr(jax.grad(loss))(inputs).jaxpr))
-    assert largest == length * 4 * 16  # values, and pairs of tokens within chunks of 64
+    assert largest == length * (64 + 3)  # a chunk and a prompt's end; values are smaller
 
 
 # --- layers --------------------------------------------------------------------------------------
 
 
 @jax.jit
-def logits(params, *rows):
+def logits(params, tokens, segments, places, prompts):
+    rows = tokens, segments, places, None, prompts
     return Decoder(DELTA).apply({"params": params}, *rows) @ head_kernel(params)
 
 
 @functools.cache
 def packed_logits():
-    """Logits of a packed row of segments of 5, 1, 2 and 4 tokens, of each one alone, of a whole."""
+    """Logits of a row of segments of 5, 1, 2 and 4 tokens, of each one alone, and of one segment.
+
+    Row 0: nothing is shared; 1: the first segment is the prompt of the others. Rows 2 to 5: each
+    alone; 6 to 8: behind the prompt.
+    """
     lengths = 5, 1, 2, 4
-    tokens, segments, places = np.zeros((3, 6, LENGTH), np.int32)
-    tokens[[0, 5]], segments[5], places[5] = TOKENS, 1, np.arange(LENGTH)
-    first = 0
+    first = np.cumsum([0, *lengths])
+    tokens, segments, places = np.zeros((3, 10, LENGTH), np.int32)
+    tokens[[0, 1, 9]], segments[9], places[9] = TOKENS, 1, np.arange(LENGTH)
     for number, length in enumerate(lengths, 1):
-        part = slice(first, first + length)
-        segments[0, part], places[0, part] = number, np.arange(length)
-        tokens[number, :length], segments[number, :length] = TOKENS[0, part], 1
-        places[number, :length] = np.arange(length)
-        first += length
-    return logits(random_params(), tokens, segments, places), lengths
+        part = slice(first[number - 1], first[number])
+        segments[:2, part], places[0, part] = number, np.arange(length)
+        places[1, part] = np.arange(length) + (5 if number > 1 else 0)
+        tokens[1 + number, :length], segments[1 + number, :length] = TOKENS[0, part], 1
+        places[1 + number, :length] = np.arange(length)
+        if number > 1:
+            tokens[4 + number, : 5 + length] = np.r_[TOKENS[0, :5], TOKENS[0, part]]
+            segments[4 + number, : 5 + length] = 1
+            places[4 + number, : 5 + length] = np.arange(5 + length)
+    prompts = segments.copy()
+    prompts[1] = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta_net, "CHUNK_TOKENS", 4)
+        return logits(random_params(), tokens, segments, places, prompts), first
 
 
-def test_segments_of_a_packed_row_do_not_see_each_other():
-    (packed, *alone, _), lengths = packed_logits()
-    first = 0
-    for separate, length in zip(alone, lengths, strict=True):
-        part = slice(first, first + length)
-        np.testing.assert_allclose(packed[part], separate[:length], rtol=1e-5, atol=1e-4)  # of 10
-        first += length
+def test_segments_of_a_packed_row_see_themselves_and_their_shared_prompt():
+    (apart, shared, *alone, _), first = packed_logits()
+    for number, (start, end) in enumerate(itertools.pairwise(first)):
+        separate = alone[number][: end - start]
+        np.testing.assert_allclose(apart[start:end], separate, rtol=1e-5, atol=1e-4)  # of 10
+        behind = alone[number + 3][5 : 5 + end - start] if number else separate
+        np.testing.assert_allclose(shared[start:end], behind, rtol=1e-5, atol=1e-4)
 
 
 def test_decoding_and_scoring_equal_training_and_inactive_slots_keep_their_states():
@@ -296,14 +362,13 @@ def test_unsupported_settings_are_rejected(eight_devices):
         check_divisible(DELTA, make_mesh(1, 2, 2, context=2))
     with pytest.raises(ConfigError, match="delta_key_heads = 2"):
         check_divisible(dataclasses.replace(DELTA, heads=4, kv_heads=4), make_mesh(1, 2, 4))
-    assert not choose_packing(Config(), DELTA, 1, []).share_prompts
 
 
 @pytest.mark.slow
 def test_chunks_are_faster_than_a_scan_over_tokens():
     """Forward and backward pass of the rule in the proportions of Qwen3.5-9B, an eighth as wide."""
     inputs = random_inputs(2048, heads=2, groups=2, key=128, value=128, rows=1)
-    ids, state = jnp.zeros((1, 2048), bool), jnp.zeros((1, 2, 2, 128, 128))
+    ids, state = jnp.zeros((1, 2048, 1), int), jnp.zeros((1, 2, 2, 128, 128))
     seconds = {}
     for name, rule in {"scan": scan_tokens, "chunks": delta_rule}.items():
         run = jax.jit(jax.grad(lambda inputs, rule=rule: jnp.sum(rule(inputs, state, ids)[0] ** 2)))
