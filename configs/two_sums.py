@@ -3,7 +3,7 @@
 dapo-jax train --config=configs/two_sums.py
 """
 
-import pathlib
+import os
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
@@ -22,8 +22,8 @@ from dapo_jax.config.experiment import (
 )
 
 STEPS = 10
-# Installed packages need no path.
-PACKAGE = f"verifiers:{pathlib.Path(__file__).parent}/environments/two_sums"
+# Installed packages need no path. A relative one lets a moved checkout resume its runs.
+PACKAGE = f"verifiers:{os.path.relpath(os.path.dirname(__file__))}/environments/two_sums"
 
 
 def get_config() -> Config:

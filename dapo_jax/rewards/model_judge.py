@@ -101,7 +101,7 @@ class ModelJudge:
         request: dict[str, Any] = {"model": settings.model, "messages": messages}
         request |= {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         request |= {"response_format": FORMAT} if settings.structured else {}
-        place = hashlib.sha256(json.dumps([settings.url, request]).encode()).hexdigest()
+        place = hashlib.sha256(json.dumps(request).encode()).hexdigest()
         path = epath.Path(settings.cache) / place[:2] / f"{place}.json" if settings.cache else None
         calls = tokens_in = tokens_out = 0
         reply, error = _read(path), ""

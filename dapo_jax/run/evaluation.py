@@ -270,11 +270,12 @@ class ResponseFile:
 # Settings that determine responses and verdicts, in addition to policy and problems.
 DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
-    "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
-    "reward.percent reward.correct reward.threshold reward.parts reward.model_folder "
-    "reward.judge.model reward.judge.rubric reward.judge.highest reward.judge.temperature "
-    "algorithm.reward_correct algorithm.reward_wrong algorithm.overlong_punishment "
-    "algorithm.overlong_buffer_share"
+    "compute.dtype sampler.cache_dtype sampler.weights_dtype environment.name environment.tools "
+    "environment.max_turns environment.max_drawn_tokens environment.max_observation_tokens "
+    "environment.rewards reward.verifier reward.unfinished reward.percent reward.correct "
+    "reward.threshold reward.parts reward.model_folder reward.judge.model reward.judge.rubric "
+    "reward.judge.highest reward.judge.temperature algorithm.reward_correct "
+    "algorithm.reward_wrong algorithm.overlong_punishment algorithm.overlong_buffer_share"
 ).split()
 
 

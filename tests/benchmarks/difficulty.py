@@ -1,10 +1,11 @@
 """Samples until an accuracy, with and without a choice of problems by difficulty.
 
     python tests/benchmarks/difficulty.py --folder runs/difficulty
+    python tests/benchmarks/difficulty.py --folder runs/calculator_difficulty --task calculator
 
-The embedded task with few problems, so that they repeat: a third have two terms, which the base
-mostly fails. Arms: every problem; problems of a measured difficulty; dynamic sampling; pools with
-dynamic sampling; all three. Finished runs are used again.
+Few problems, so that they repeat. In the embedded task a third have two terms, which the base
+mostly fails; the other is the config `calculator`. Arms: every problem; problems of a measured
+difficulty; dynamic sampling; pools with dynamic sampling; all three. Finished runs are used again.
 """
 
 import json
@@ -12,9 +13,8 @@ import pathlib
 
 import bench
 
-from dapo_jax.data.arithmetic import make_problem
+from dapo_jax.data.arithmetic import make_problem, make_sum
 
-BASE = "dapo_jax:arithmetic_base"
 TERMS = (2, 5, 8)
 STEP = "outcomes/right", "outcomes/wrong", "outcomes/no_answer"
 SETTINGS = (
@@ -22,15 +22,22 @@ SETTINGS = (
     "rollout.updates_per_rollout=1 evaluation.samples_per_problem=2 data.max_terms=8 "
     "sampler.slots=64 checkpoint.every_steps=0 log.report=false"
 )
+CALCULATOR = (
+    "environment.name=calculator environment.max_turns=3 environment.max_observation_tokens=8 "
+    "sampler.burst_tokens=4 sampler.max_response_tokens=48"
+)
 DYNAMIC, POOLS = "algorithm.dynamic_sampling=true", "rollout.curriculum=pools"
 
 
-def write_rows(path: pathlib.Path, split: str, count: int) -> pathlib.Path:
-    """Write a file of problems with 2, 5 and 8 terms in turn."""
+def write_rows(path: pathlib.Path, task: str, split: str, count: int) -> pathlib.Path:
+    """Write a file of multi-digit sums, or of problems with 2, 5 and 8 terms in turn."""
     rows = {}
     for index in range(count):
         terms = TERMS[index % len(TERMS)]
-        problem = make_problem(split, index, index, min_terms=terms, max_terms=terms)
+        if task == "calculator":
+            problem = make_sum(split, index, index)
+        else:
+            problem = make_problem(split, index, index, min_terms=terms, max_terms=terms)
         rows[problem.text] = {"problem": problem.text, "answer": problem.answer}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
     return path
@@ -41,6 +48,7 @@ def main() -> None:
         __doc__,
         others=True,
         folder=pathlib.Path("runs/difficulty"),
+        task="arithmetic",
         seeds=1,
         steps=12,
         target=0.6,
@@ -48,11 +56,15 @@ def main() -> None:
     )
     root = options.folder
     root.mkdir(parents=True, exist_ok=True)
-    training = write_rows(root / "training.jsonl", "train", 96)
-    heldout = write_rows(root / "heldout.jsonl", "heldout", 96)
-    rates = root / "rates.jsonl"
-    scored = bench.flags(f"{SETTINGS} data.heldout_source={training}")
-    scored += [f"--model={BASE}", "--k=8", f"--write_difficulty={rates}"]
+    training = write_rows(root / "training.jsonl", options.task, "train", 96)
+    heldout = write_rows(root / "heldout.jsonl", options.task, "heldout", 96)
+    settings, rates = SETTINGS, root / "rates.jsonl"
+    base: str | pathlib.Path = "dapo_jax:arithmetic_base"
+    if options.task == "calculator":
+        base = bench.sft(root / "base", "--config=configs/calculator_base.py")
+        settings = f"{SETTINGS} {CALCULATOR} model.folder={base}"
+    scored = bench.flags(f"{settings} data.heldout_source={training}")
+    scored += [f"--model={base}", "--k=8", f"--write_difficulty={rates}"]
     bench.evaluate(root / "rates", *scored, *extra)
     rated = f"data.difficulty=0.05..0.95 data.difficulty_file={rates}"
     arms = {
@@ -68,7 +80,7 @@ def main() -> None:
         often = f"seed={seed} total_steps={options.steps} evaluation.every_steps=2"
         for arm in options.arms:
             folder = root / f"{arm.replace(' ', '_')}_{seed}"
-            given = bench.flags(f"{SETTINGS} {data} {often} {arms[arm]}")
+            given = bench.flags(f"{settings} {data} {often} {arms[arm]}")
             before, *rows = bench.train(folder, "grpo", *given, *extra)
             drawn, reached = 0.0, "not reached"
             for row in rows:

@@ -12,6 +12,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import bench
 import flax.linen as nn
@@ -57,14 +58,14 @@ def make_row(index: int) -> dict[str, list[dict[str, str]]]:
     return {"messages": [*write_messages(JUDGE, problem, response, answer, ""), reply]}
 
 
-def write_start(folder: pathlib.Path, rows: list[dict]) -> None:
-    """Write a small model with random weights, whose tokens are digits and texts between digits."""
+def write_start(folder: pathlib.Path, rows: list[dict], splits: Any = PIECES) -> None:
+    """Write a small model with random weights, whose tokens are the pieces of the rows' texts."""
     texts = [message["content"] + "\n" for row in rows for message in row["messages"]]
-    pieces = {piece for text in texts for piece, _ in PIECES.pre_tokenize_str(text)}
+    pieces = {piece for text in texts for piece, _ in splits.pre_tokenize_str(text)}
     vocab = {piece: index for index, piece in enumerate([END, "[unknown]", *sorted(pieces)])}
     backend = Tokenizer(models.WordLevel(vocab, "[unknown]"))
     backend.add_special_tokens([END])
-    backend.pre_tokenizer, backend.decoder = PIECES, decoders.Fuse()
+    backend.pre_tokenizer, backend.decoder = splits, decoders.Fuse()
     sizes = {"layers": 2, "embed": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 128}
     decoder = DecoderConfig(vocab=len(vocab), **sizes, rope_theta=100.0)
     params = nn.unbox(init_params(decoder, jax.random.key(0)))

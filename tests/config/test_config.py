@@ -191,6 +191,16 @@ def test_a_shipped_config_is_found_by_its_name(line):
     assert load(Config, *line) == expected
 
 
+def test_a_moved_checkout_reads_the_same_config(tmp_path, monkeypatch):
+    read = []
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        shutil.copy(ROOT / "configs/two_sums.py", tmp_path / name)
+        read.append(read_config(Config, str(tmp_path / name / "two_sums.py")))
+    assert read[0] == read[1] and read[0].environment.name == read[0].data.source
+
+
 def test_each_shipped_config_has_one_kind():
     configs, examples = shipped_configs(Config), shipped_configs(SftConfig)
     assert {"arithmetic", "two_strategies"} <= set(configs) and "arithmetic_base" in examples

@@ -3,6 +3,7 @@
 import importlib
 import json
 import pathlib
+import random
 import re
 import shutil
 import sys
@@ -166,8 +167,11 @@ def test_accuracy_is_measured_against_staleness(run_here, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_samples_are_counted_until_an_accuracy(run_here, tmp_path):
-    sizes = ("--folder", tmp_path, "--steps", 2, "--target", 0.01, "--arms", "pools")
+@pytest.mark.parametrize(("task", "target"), [("arithmetic", 0.01), ("calculator", 0)])
+def test_samples_are_counted_until_an_accuracy(run_here, tmp_path, task, target):
+    (tmp_path / "base").symlink_to(ROOT / "dapo_jax/data/policies/arithmetic_base")
+    sizes = ("--task", task, "--folder", tmp_path, "--steps", 2)
+    sizes += ("--target", target, "--arms", "pools")
     (row,) = [line for line in run_here("difficulty", *sizes).splitlines() if "| pools |" in line]
     *_, samples, until, _ = row.split("|")
     assert 0 < int(until) <= int(samples)
@@ -181,6 +185,31 @@ def test_a_policy_over_bytes_writes_programs(run_here, tmp_path):
         "1",
         "2",
     ]
+
+
+def test_half_of_the_answers_that_a_start_for_a_package_learns_from_are_wrong():
+    packages = importlib.import_module("packages")
+    random.seed(0)
+    names = ["AnnaBell", "BobClark"]
+    info = {"user_turns": ["Sort", "Sort all"], "ground_truths": [names[:1], names]}
+    tasks = [{"prompt": "2143", "answer": "3412", "system_prompt": "Reverse"}]
+    tasks += [{"prompt": None, "info": info, "system_prompt": None}]
+    for task in tasks:
+        kept = json.dumps(task)
+        answers = [packages.solve(json.loads(kept))[-1]["content"] for _ in range(400)]
+        right = max({*answers}, key=answers.count)
+        assert "3412" in right or f"{names[0]}\n{names[1]}" in right
+        assert 160 < answers.count(right) < 240
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["reverse_text", "alphabet_sort"])
+def test_a_policy_is_trained_by_a_package_of_verifiers(run_here, tmp_path, package):
+    pytest.importorskip("verifiers.v1")
+    sizes = ("--package", package, "--folder", tmp_path, "--examples", 640, "--steps", 2)
+    output = run_here("packages", *sizes, "--config.data.heldout_problems=8")
+    rows = [line.split("|")[1].strip() for line in output.splitlines() if " to " in line]
+    assert rows == ["0", "1", "2"]
 
 
 def test_the_judge_of_a_benchmark_reads_the_numbers_to_compare_as_one_token(tmp_path):

@@ -130,9 +130,13 @@ def test_a_judge_that_repeats_the_response_is_asked_again_and_counted(tmp_path, 
     with judging(lambda _: next(replies)) as (url, asked):
         rubric = json.dumps({"rubric": "Is it short?"})
         (first,) = score(Settings(url=url, **settings), HONEST, columns=rubric)
-        (second,) = score(Settings(url=url, **settings), HONEST, columns=rubric)
+    with judging(lambda _: 500) as (
+        other_url,
+        others,
+    ):  # the judge has moved; its model is the same
+        (second,) = score(Settings(url=other_url, **settings), HONEST, columns=rubric)
     assert first.parts["judge"] == second.parts["judge"] == 0.5
-    assert first.parts["judge_calls"] == 3 and first.parts["judge_tokens"] == 220
+    assert first.parts["judge_calls"] == 3 and first.parts["judge_tokens"] == 220 and not others
     assert first.parts["judge_cost"] == pytest.approx((200 * 1 + 20 * 10) / 1e6)
     assert second.parts["judge_calls"] == 0 and len(asked) == 3
     assert "Is it short?" in asked[0]["messages"][1]["content"]

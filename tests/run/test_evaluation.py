@@ -12,7 +12,7 @@ import pytest
 from small_runs import PROBLEMS, ROOT, SAMPLES, make_evaluation, run_evaluation
 
 from dapo_jax.commands.evaluate import main
-from dapo_jax.config.experiment import Data, Evaluation
+from dapo_jax.config.experiment import Data, Environment, Evaluation
 from dapo_jax.run.evaluation import ResponseFile
 from dapo_jax.runtime.settings import ConfigError
 
@@ -133,6 +133,9 @@ def test_other_settings_are_rejected_and_nothing_is_lost(whole, base, tiny_folde
     into = Evaluation(samples_per_problem=SAMPLES, top_p=0.9, out=str(folder))
     with pytest.raises(ConfigError, match="policy_digest"):
         run_evaluation(make_evaluation(tiny_folder, tmp_path, evaluation=into))
+    tool = Environment(name="calculator", max_turns=3, max_observation_tokens=4)
+    with pytest.raises(ConfigError, match="environment.name: 'calculator'.* begun with ''"):
+        run_evaluation(make_evaluation(base, tmp_path, evaluation=into, environment=tool))
     problems = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=PROBLEMS - 1)
     with pytest.raises(ConfigError, match="problems: 11.* begun with 12"):
         run_evaluation(make_evaluation(base, tmp_path, evaluation=into, data=problems))
