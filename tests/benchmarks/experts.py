@@ -55,12 +55,14 @@ MAX_DIFFERENCE = 0.01
 
 
 def base_policy(root: pathlib.Path, steps: int, unroll: int) -> pathlib.Path:
-    """Return the folder of a trained policy with experts; train it if it is missing."""
+    """Return the folder of a policy with experts; train it if it is missing and has steps."""
     start = root / "random"
     if not start.exists():
         params = unbox(init_params(SHAPE, jax.random.key(0)))
         save_huggingface.save_folder(start, params, SHAPE, TOKENIZER.end_ids)
         TOKENIZER.backend.save(str(start / "tokenizer.json"))
+    if not steps:
+        return start
     given = f"start={start} total_steps={steps} optimizer.warmup_steps={min(50, steps // 2)} "
     given += f"compute.scan_unroll={unroll} "
     given += "architecture.rope_theta=10000"  # unused: the folder has its own

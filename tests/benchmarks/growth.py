@@ -12,6 +12,7 @@ everything runs.
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import resource
@@ -95,12 +96,23 @@ def measure_grid(most: int, smoke: bool) -> None:
         print(json.dumps(line), flush=True)
 
 
+def measure_point(axis: str, size: int, smoke: bool) -> None:
+    if axis == "grid":
+        measure_grid(size, smoke)
+    else:
+        measure(axis, size, smoke)
+
+
 def in_a_process(axis: str, size: int, smoke: bool) -> list[dict]:
-    """Return the JSON lines of a point, or of the grid, measured in a separate process."""
+    """Return the JSON lines of a point, or of the grid, in a separate process unless `smoke`."""
+    if smoke:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            measure_point(axis, size, smoke)
+        return [json.loads(line) for line in output.getvalue().splitlines()]
     devices = size if axis == "devices" else 2
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={devices}"  # the last such flag counts
-    command = [sys.executable, __file__, "--point", axis, str(size), *["--smoke"] * smoke]
+    command = [sys.executable, __file__, "--point", axis, str(size)]
     return bench.json_lines(command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
 
 
@@ -144,12 +156,7 @@ def main() -> None:
     parser.add_argument("--point", nargs=2, metavar=("AXIS", "SIZE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.point:
-        axis, size = args.point[0], int(args.point[1])
-        if axis == "grid":
-            measure_grid(size, args.smoke)
-        else:
-            measure(axis, size, args.smoke)
-        return
+        return measure_point(args.point[0], int(args.point[1]), args.smoke)
     points = {}
     bench.print_table(["", "", *COLUMNS.values()])
     for axis in (axis for axis in args.axes if axis != "grid"):

@@ -3,9 +3,9 @@
     python tests/benchmarks/staleness.py --plot docs/staleness.png
 
 trains the shipped policy once for each staleness, correction and seed; finished runs in the folder
-are used again, and a stopped one resumes. It prints a JSON line per run and a table of means. An
-older policy without a correction is rejected; importance weights between 1 and 1.0001 correct
-nothing.
+are used again, and a stopped one resumes. Other arguments go to the trainer. It prints a JSON line
+per run and a table of means. An older policy without a correction is rejected; importance weights
+between 1 and 1.0001 correct nothing.
 """
 
 import json
@@ -26,13 +26,13 @@ SETTING = """rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.up
 Points = dict[tuple[str, int], list[float]]
 
 
-def accuracy(folder: pathlib.Path, name: str, staleness: int, seed: int, options) -> float:
+def accuracy(name: str, staleness: int, seed: int, options, extra: list[str]) -> float:
     """Train unless the run is finished; return its accuracy, the mean of the last two scores."""
-    run = folder / f"{name}_{staleness}_{seed}"
+    run = options.folder / f"{name}_{staleness}_{seed}"
     settings = f"seed={seed} total_steps={options.steps} optimizer.learning_rate={options.rate}"
     late = f"evaluation.every_steps={max(1, options.steps // 3)} rollout.staleness={staleness}"
     given = bench.flags(f"{SETTING} {settings} {late} {CORRECTIONS[name]}")
-    rows = bench.train(run, "dapo", *given)
+    rows = bench.train(run, "dapo", *given, *extra)
     scores = [row["heldout_accuracy"] for row in rows if "heldout_accuracy" in row]
     late_kl = statistics.mean([row["kl_sampler_trainer"] for row in rows[1:]][-3:])
     line = {"correction": name, "staleness": staleness, "seed": seed, "rate": options.rate}
@@ -62,8 +62,9 @@ def plot(points: Points, path: str) -> None:
 
 
 def main() -> None:
-    options = bench.read_arguments(
+    options, extra = bench.read_arguments(
         __doc__,
+        others=True,
         folder=pathlib.Path("runs/staleness"),
         staleness=[0, 1, 2, 4, 8],
         seeds=1,
@@ -76,7 +77,7 @@ def main() -> None:
         for staleness in options.staleness:
             # On policy, corrections differ by rounding: one run.
             for name in list(CORRECTIONS)[: None if staleness else 1]:
-                score = accuracy(options.folder, name, staleness, seed, options)
+                score = accuracy(name, staleness, seed, options, extra)
                 for arm in [name] if staleness else CORRECTIONS:
                     points.setdefault((arm, staleness), []).append(score)
     bench.print_table(["correction", *map(str, options.staleness)])

@@ -21,6 +21,12 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
+FEW = (  # replaces what a benchmark sets itself
+    "evaluation.samples_per_problem=1 compute.scan_unroll=1 rollout.prompts_per_step=4 "
+    "rollout.samples_per_prompt=4"
+)
+
+
 @pytest.fixture
 def run_here(monkeypatch, capsys, alone):
     monkeypatch.chdir(ROOT)
@@ -162,7 +168,7 @@ def test_growth_is_measured_and_drawn(tmp_path):
 def test_accuracy_is_measured_against_staleness(run_here, tmp_path):
     picture = tmp_path / "staleness.png"
     sizes = ("--folder", tmp_path, "--staleness", 0, "--steps", 1, "--plot", picture)
-    output = run_here("staleness", *sizes)
+    output = run_here("staleness", *sizes, *bench.flags(FEW))
     assert output.count("heldout_accuracy") == 1 and "| old_logprobs=sampler |" in output
     assert picture.stat().st_size > 10_000
 
@@ -179,7 +185,8 @@ def test_samples_are_counted_until_an_accuracy(run_here, tmp_path, task, target)
 
 @pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
 def test_a_policy_over_bytes_writes_programs(run_here, tmp_path):
-    output = run_here("programs", "--folder", tmp_path, "--sft_steps", 12, "--steps", 2)
+    sizes = ("--folder", tmp_path, "--sft_steps", 12, "--steps", 2)
+    output = run_here("programs", *sizes, *bench.flags(FEW))
     assert [line.split("|")[1].strip() for line in output.splitlines() if "0." in line] == [
         "0",
         "1",
@@ -248,7 +255,7 @@ def test_rollouts_of_several_turns_are_timed():
 
 
 def test_router_replay_is_measured(tmp_path, run_here):
-    sizes = ("--base_steps", 2, "--prompts", 1, "--unroll", 1, "--arithmetic", "float32")
+    sizes = ("--base_steps", 0, "--prompts", 1, "--unroll", 1, "--arithmetic", "float32")
     output = run_here("experts", "--folder", tmp_path, *sizes)
     assert output.splitlines()[-1].startswith("| float32 | 0.00 % | 0.00 % | 0.00 % |")
 
