@@ -49,13 +49,15 @@ def microbatches_of(row_tokens: int, rows: int) -> int:
 def loop_loss(params, algorithm):
     """DAPO's equation 8 or its released code's mean; response by response, unpacked."""
     terms, groups = [], []
-    for segment, advantage in zip(SEGMENTS, ADVANTAGES, strict=True):
+    whole = [np.append(s.prompt.tokens, s.completion.tokens).astype(np.int32) for s in SEGMENTS]
+    rows = np.stack([np.pad(tokens, (0, 24 - len(tokens))) for tokens in whole])
+    alone = jax.vmap(logprobs_alone, (None, 0, 0))
+    every = alone(params, rows, np.array([len(tokens) for tokens in whole]))
+    for segment, own, advantage in zip(SEGMENTS, every, ADVANTAGES, strict=True):
         prompt, response = segment.prompt.tokens, segment.completion.tokens
         if len(response) == 0 or (segment.completion.truncated and algorithm.overlong_filtering):
             continue
-        length = len(prompt) + len(response)
-        row = np.pad(np.concatenate([prompt, response]), (0, 24 - length))
-        logprobs = logprobs_alone(params, row, length)[len(prompt) : length]
+        logprobs = own[len(prompt) : len(prompt) + len(response)]
         ratio = jnp.exp(logprobs - segment.completion.sampler_logprobs)
         clipped = jnp.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
         objective = jnp.minimum(ratio * advantage, clipped * advantage)

@@ -154,8 +154,7 @@ MORE = pytest.mark.slow  # other signals in the same code
     "name",
     [
         "SIGINT",
-        "SIGQUIT",
-        *(pytest.param(n, marks=MORE) for n in ("SIGTERM", "SIGHUP", "SIGUSR1")),
+        *(pytest.param(n, marks=MORE) for n in ("SIGQUIT", "SIGTERM", "SIGHUP", "SIGUSR1")),
     ],
 )
 def test_a_program_saves_and_then_ends_as_the_signal_asks(name):
