@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_completion, make_prompt
+from conftest import TINY, make_completion, make_prompt
 from learners import (
     ADVANTAGES,
     SEGMENTS,
     assert_close,
-    logprobs_alone,
     make_batch,
     make_learner,
     make_segments,
@@ -38,6 +37,7 @@ from dapo_jax.learner.packing import (
 )
 from dapo_jax.learner.ratios import EDGES, RATIO_HISTOGRAM
 from dapo_jax.learner.update import learning_rate
+from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
 
@@ -50,9 +50,10 @@ def loop_loss(params, algorithm):
     """DAPO's equation 8 or its released code's mean; response by response, unpacked."""
     terms, groups = [], []
     whole = [np.append(s.prompt.tokens, s.completion.tokens).astype(np.int32) for s in SEGMENTS]
-    rows = np.stack([np.pad(tokens, (0, 24 - len(tokens))) for tokens in whole])
-    alone = jax.vmap(logprobs_alone, (None, 0, 0))
-    every = alone(params, rows, np.array([len(tokens) for tokens in whole]))
+    tokens = jnp.stack([np.pad(row, (0, 24 - len(row))) for row in whole])
+    segments = jnp.stack([np.arange(24) < len(row) for row in whole]).astype(jnp.int32)
+    rows = Rows(tokens, segments, jnp.broadcast_to(jnp.arange(24), tokens.shape))
+    every = token_logprobs(params, TINY, rows, temperature=1.0, chunk_tokens=10**6)[0]
     for segment, own, advantage in zip(SEGMENTS, every, ADVANTAGES, strict=True):
         prompt, response = segment.prompt.tokens, segment.completion.tokens
         if len(response) == 0 or (segment.completion.truncated and algorithm.overlong_filtering):
