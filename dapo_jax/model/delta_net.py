@@ -100,8 +100,8 @@ def _chunk(
     enter, kept = jnp.split(jnp.where(first[:, :, None, None], jnp.exp(total), 0), [size], -1)
 
     def read_states(x: Float[Array, "B H C K"]) -> Float[Array, "B H G C V"]:
-        parts = (jnp.einsum("bhck,bhgkv->bhgcv", x, state) for state in states)
-        return sum(part * weight[..., None] for part, weight in zip(parts, enter, strict=True))
+        parts = [jnp.einsum("bhck,bhgkv->bhgcv", x, state) for state in states]
+        return functools.reduce(jnp.add, map(jnp.multiply, parts, enter[..., None]))
 
     overlap = jnp.einsum("bhik,bhjk->bhij", keys, keys)[:, :, None]
     lower = jnp.tril(beta[..., None] * overlap * weights, -1)
@@ -109,10 +109,10 @@ def _chunk(
     scores = jnp.einsum("bhik,bhjk->bhij", queries, keys)[:, :, None] * weights
     read = read_states(queries) + scores @ added
 
-    # No sum over an axis of states: arrays of 7 axes crash XLA on CPUs.
+    # A tuple of states: jaxlib 0.10.2 crashes on CPUs in a sum over an axis of an array of 7.
     def keep(number: int) -> Float[Array, "B H G K V"]:
-        weights = (part[..., number, None, None] for part in kept)
-        old = sum(state * weight for state, weight in zip(states, weights, strict=True))
+        weights = kept[..., number, None, None]
+        old = functools.reduce(jnp.add, map(jnp.multiply, states, weights))
         return old + jnp.einsum("bhck,bhgc,bhgcv->bhgkv", keys, leave[..., number, :], added)
 
     return tuple(map(keep, range(len(states)))), read
@@ -191,7 +191,7 @@ def convolve(
     padded = jnp.concatenate([window.astype(x.dtype), x], axis=1).astype(jnp.float32)
     segments = jnp.pad(ids[..., 0], ((0, 0), (reach, 0)), "edge")
     kernel = kernel.astype(x.dtype).astype(jnp.float32)
-    out, crossing = padded[:, reach:] * kernel[..., -1], 0.0
+    out, crossing = padded[:, reach:] * kernel[..., -1], jnp.zeros(())
     for distance in range(1, reach + 1):
         part = slice(reach - distance, reach - distance + length)
         same = ids == segments[:, part, None]
@@ -206,11 +206,10 @@ def convolve(
 def _repeat_for_responses(
     crossing: Float[Array, "B T H X"], ids: Int[Array, "B T 2"], reach: int
 ) -> Float[Array, "B T H X"]:
-    """Return `crossing` of the `reach` tokens behind each prompt for each response's first tokens.
+    """Return for the first tokens of each response `crossing` of the tokens behind its prompt.
 
-    Products with matrices of 0 and 1 select them in each chunk, since a gather of every token would
-    be a scatter of every token in the backward pass. They lie in the same chunk, or behind the
-    prompt of the chunk's first token.
+    Those are in the response's chunk, or behind the prompt of the chunk's first token. Products
+    with matrices of 0 and 1 select them: the backward pass of a gather is a scatter.
     """
     (batch, length), size = ids.shape[:2], CHUNK_TOKENS
     segments, prompts = ids[..., 0], ids[..., 1]
