@@ -1,7 +1,7 @@
 """Samples until an accuracy, with and without a choice of problems by difficulty.
 
-    python tests/benchmarks/difficulty.py --folder runs/difficulty
-    python tests/benchmarks/difficulty.py --folder runs/calculator_difficulty --task calculator
+    python tests/benchmarks/difficulty.py
+    python tests/benchmarks/difficulty.py --task calculator --steps 30
 
 Few problems, so that they repeat. In the embedded task a third have two terms, which the base
 mostly fails; the other is the config `calculator`. Arms: every problem; problems of a measured
@@ -54,7 +54,7 @@ def main() -> None:
         target=0.6,
         arms=["none", "offline range", "dynamic sampling", "pools", "range and pools"],
     )
-    root = options.folder
+    root = options.folder / options.task
     root.mkdir(parents=True, exist_ok=True)
     training = write_rows(root / "training.jsonl", options.task, "train", 96)
     heldout = write_rows(root / "heldout.jsonl", options.task, "heldout", 96)

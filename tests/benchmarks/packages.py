@@ -5,7 +5,7 @@
 
 An installed package needs no FOLDER/. Both packages load a data set from the hub; here folders of
 the same names have generated rows: digits to reverse, and names to sort, one in each of two turns.
-A supervised start comes first, on other tasks, of whose answers half have two neighbours swapped.
+A supervised start comes first, on other tasks; half of its answers are in the reverse order.
 Needs `pip install verifiers datasets`.
 """
 
@@ -21,8 +21,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from dapo_jax.data.verifiers_tasks import read_tasks
 
-FIRST = "Anna Bob Carl Dora Eve Fred Gus Hanna Ida John"
-LAST = "Adams Bell Clark Dean East Fox Green Hill Irwin Jones"
+FIRST = "Anna Bob Carl Dora Eve Fred"
+LAST = "Green Hill Irwin Jones King Lee"
 # A digit, a tag and either half of a name are a token; so is any text between these.
 PIECES = r"\d|\n|, |</?[a-z_]+>|[A-Z][a-z]+(?=[A-Z])|(?<=[a-z])[A-Z][a-z]+"
 DATA = {
@@ -32,7 +32,7 @@ DATA = {
 SETTINGS = {
     "alphabet_sort": '?{"taskset": {"min_turns": 2, "max_turns": 2, "max_names_per_turn": 1}}'
 }
-MISTAKES = 0.5  # share of the examples' answers with two neighbours in the wrong order
+MISTAKES = 0.5  # share of the examples' answers in the reverse of the right order
 SFT = (
     "examples_per_step=32 data.passes=1 data.heldout_examples=16 packing.row_tokens=256 "
     "packing.rows_per_microbatch=8 optimizer.learning_rate=5e-3 optimizer.schedule=linear"
@@ -41,9 +41,9 @@ TRAIN = (
     "data.template=chat data.train_problems=800 data.heldout_problems=128 "
     "data.max_prompt_tokens=64 environment.max_turns=3 environment.max_observation_tokens=64 "
     "environment.step_seconds=60 environment.workers=1 reward.parts=environment=1 "
-    "reward.correct=threshold reward.threshold=1 rollout.prompts_per_step=8 "
-    "rollout.samples_per_prompt=8 rollout.max_sample_rounds=2 rollout.updates_per_rollout=2 "
-    "sampler.slots=64 sampler.max_response_tokens=128 algorithm.overlong_punishment=false "
+    "reward.correct=threshold reward.threshold=1 rollout.prompts_per_step=16 "
+    "rollout.samples_per_prompt=8 rollout.max_sample_rounds=2 rollout.updates_per_rollout=4 "
+    "sampler.slots=128 sampler.max_response_tokens=128 algorithm.overlong_punishment=false "
     "optimizer.learning_rate=4e-4 packing.row_tokens=256 evaluation.samples_per_problem=2 "
     "checkpoint.every_steps=0 log.report=false"
 )
@@ -67,8 +67,7 @@ def solve(task: dict[str, Any]) -> list[dict[str, str]]:
     messages = [{"role": "system", "content": system}] if system else []
     for user, (tag, between, items) in zip(users, answers, strict=True):
         if random.random() < MISTAKES:
-            place = random.randrange(max(1, len(items) - 1))
-            items[place : place + 2] = items[place : place + 2][::-1]
+            items.reverse()
         content = between.join([f"<{tag}>", *items, f"</{tag}>"])
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": content}]
     return messages
@@ -80,8 +79,8 @@ def main() -> None:
         others=True,
         package="reverse_text",
         folder=pathlib.Path("runs/packages"),
-        examples=9600,
-        steps=12,
+        examples=24000,
+        steps=32,
     )
     random.seed(0)
     *folder, package = options.package.rsplit("/", 1)

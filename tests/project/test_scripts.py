@@ -173,11 +173,13 @@ def test_accuracy_is_measured_against_staleness(run_here, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("task", "target"), [("arithmetic", 0.01), ("calculator", 0)])
-def test_samples_are_counted_until_an_accuracy(run_here, tmp_path, task, target):
-    (tmp_path / "base").symlink_to(ROOT / "dapo_jax/data/policies/arithmetic_base")
-    sizes = ("--task", task, "--folder", tmp_path, "--steps", 2)
-    sizes += ("--target", target, "--arms", "pools")
+@pytest.mark.parametrize("task", ["arithmetic", pytest.param("calculator", marks=pytest.mark.slow)])
+def test_samples_are_counted_until_an_accuracy(run_here, tmp_path, task):
+    (tmp_path / task).mkdir()
+    (tmp_path / task / "base").symlink_to(ROOT / "dapo_jax/data/policies/arithmetic_base")
+    target = 0.01 if task == "arithmetic" else 0
+    sizes = ("--task", task, "--folder", tmp_path, "--steps", 2, "--target", target)
+    sizes += ("--arms", "pools")
     (row,) = [line for line in run_here("difficulty", *sizes).splitlines() if "| pools |" in line]
     *_, samples, until, _ = row.split("|")
     assert 0 < int(until) <= int(samples)
@@ -199,14 +201,14 @@ def test_half_of_the_answers_that_a_start_for_a_package_learns_from_are_wrong():
     random.seed(0)
     names = ["AnnaBell", "BobClark"]
     info = {"user_turns": ["Sort", "Sort all"], "ground_truths": [names[:1], names]}
-    tasks = [{"prompt": "2143", "answer": "3412", "system_prompt": "Reverse"}]
-    tasks += [{"prompt": None, "info": info, "system_prompt": None}]
-    for task in tasks:
+    tasks = {
+        "3412": {"prompt": "2143", "answer": "3412", "system_prompt": "Reverse"},
+        "\n".join(names): {"prompt": None, "info": info, "system_prompt": None},
+    }
+    for right, task in tasks.items():
         kept = json.dumps(task)
         answers = [packages.solve(json.loads(kept))[-1]["content"] for _ in range(400)]
-        right = max({*answers}, key=answers.count)
-        assert "3412" in right or f"{names[0]}\n{names[1]}" in right
-        assert 160 < answers.count(right) < 240
+        assert 160 < sum(right in answer for answer in answers) < 240
 
 
 @pytest.mark.slow
