@@ -399,7 +399,8 @@ def test_a_step_takes_little_more_than_one_of_training(tmp_path, monkeypatch, ca
     old, advantages = np.full(rows.shape[1] - 1, tinker_update.OLD_LOGPROB), 1 / rows[:, 1:].size
     policy = {"logprobs": old.tolist(), "advantages": [advantages] * len(old)}
     data = [datum(row.tolist(), **policy) for row in rows]
-    server = TinkerServer(folder, tmp_path / "state", "--max_body_mb=8", "--max_prompt_tokens=128")
+    flags = "--max_body_mb=8", "--max_prompt_tokens=128"
+    server = TinkerServer(folder, tmp_path / "state", *flags, xla="")
     trainer = subprocess.Popen(
         [sys.executable, tinker_update.__file__, str(folder)],
         cwd=ROOT,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+from forked import one_device
 from served import free_port
 from small_runs import ROOT
 
@@ -21,9 +22,15 @@ NAME = "policy"
 
 
 class TinkerServer:
-    """`dapo-jax serve --tinker` of a model folder, which may be killed and started again."""
+    """`dapo-jax serve --tinker` of a model folder, which may be killed and started again.
 
-    def __init__(self, folder: pathlib.Path, state: pathlib.Path, *flags: str):
+    Like the tests it compiles fast and not well, unless other flags of XLA are given.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, state: pathlib.Path, *flags: str, xla: str | None = None
+    ):
+        self._xla = one_device() if xla is None else xla
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         names = {"model": folder, "tinker_dir": state, "http_port": self.port, "served_name": NAME}
@@ -33,7 +40,7 @@ class TinkerServer:
         self.start()
 
     def start(self) -> None:
-        environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+        environment = os.environ | {"XLA_FLAGS": self._xla, "JAX_PLATFORMS": "cpu"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dapo_jax", "serve", "--tinker", *self._flags],
             cwd=ROOT,
