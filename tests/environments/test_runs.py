@@ -8,10 +8,10 @@ import re
 import jax
 import pytest
 from row_files import read_table
-from small_runs import equal, make_config, make_quick_config, open_run, read_rollouts, read_rows
+from small_runs import equal, make_quick_config, open_run, read_rollouts, read_rows
 
 import dapo_jax
-from dapo_jax.config.experiment import Environment, Log, Reward, Rollout, Sampler
+from dapo_jax.config.experiment import Data, Environment, Log, Reward, Rollout, Sampler
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.environments.builtin import Guessing
 from dapo_jax.run.evaluation import evaluate
@@ -21,14 +21,22 @@ from dapo_jax.runtime.settings import ConfigError
 STEPS = 2
 
 
+@pytest.fixture(scope="module", autouse=True)
+def first_device():
+    devices = jax.devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+        yield
+
+
 def make_game(base, run_dir, **changes):
-    config = make_config(base, run_dir)
     fields = {
-        "total_steps": STEPS,
         "environment": Environment(name="guessing", max_turns=3, max_observation_tokens=4),
         "reward": Reward(parts="environment=1", correct="spread"),
+        "data": Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=8),
+        "log": Log(0, tensorboard=False, report=False),
     }
-    return dataclasses.replace(config, **fields | changes)
+    return dataclasses.replace(make_quick_config(base, run_dir), **fields | changes)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +142,7 @@ def responses(run_dir) -> list[dict]:
 @pytest.mark.parametrize(
     ("cache", "rounds", "but"), [("slots", 10, OF_THE_SCHEDULE), ("paged", 1, "")]
 )
-def test_silence_changes_no_bit_of_a_run(cache, rounds, but, base, tmp_path, write_module, alone):
+def test_silence_changes_no_bit_of_a_run(cache, rounds, but, base, tmp_path, write_module):
     write_module("silence", SILENT)
     states = []
     for run_dir, environment in (

@@ -72,12 +72,13 @@ FUNCTIONS = named, every, waits, group_of, by_tokens, plain
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-def test_functions_receive_columns_of_any_json_type(in_process):
+def test_functions_receive_columns_of_any_json_type(in_process, capsys):
     names = register(*FUNCTIONS, in_process=in_process)
     group = judge_group(names)
     assert not group.failed
     values = [group.reward_parts[name].tolist() for name in names]
     assert values == [[5.5, 5.5], [1, 1], [13, 13], [6, 7], [0.5, 1.0], [0.25, 0.25]]
+    assert "waiting" not in capsys.readouterr().err  # rewards came soon
 
 
 def test_an_object_as_answer_arrives_as_an_object():
@@ -129,8 +130,3 @@ def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):
     assert 1 <= len(lines) <= 7  # each after twice the time of the last
     assert lines[0].startswith("warning: waiting 1 s for rewards, 2 responses left: given:hangs")
     assert "given:hangs_too is running (reward.workers = 1, reward.timeout_seconds" in lines[0]
-
-
-def test_rewards_that_come_soon_print_nothing(capsys):
-    judge_group(register(plain))
-    assert "waiting" not in capsys.readouterr().err

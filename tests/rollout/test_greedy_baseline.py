@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from samplers import greedy_loop
@@ -12,10 +13,14 @@ from dapo_jax import algorithms
 from dapo_jax.structs import Failure, Interrupted, Outcome
 
 
-@pytest.fixture
-def run(base, alone, tmp_path):
-    with open_run(make_quick_config(base, tmp_path / "run", "remax")) as run:
-        yield run
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    devices = jax.devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+        config = make_quick_config(base, tmp_path_factory.mktemp("remax") / "run", "remax")
+        with open_run(config) as run:
+            yield run
 
 
 def sample(run, **changes):
