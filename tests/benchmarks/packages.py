@@ -87,7 +87,7 @@ def main() -> None:
     root = options.folder.absolute() / package
     source = "/".join([*map(os.path.abspath, folder), package]) + SETTINGS.get(package, "")
     name = f"verifiers:{source}"
-    tasks = {"solved": range(options.examples), "tasks": range(-1000, 0)}
+    tasks = {"solved": range(options.examples), "tasks": range(1000, 0, -1)}
     for part, rows in tasks.items():
         file = root / part / DATA[package] / "train.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +96,7 @@ def main() -> None:
     for part in tasks:
         os.chdir(root / part)  # where the library looks for the data set
         read[part] = read_tasks("package", name, len(tasks[part]))
+    # The rows of tasks are among those of the start, and other rows may be equal: none is solved.
     trained = {task.text for task in read["tasks"]}
     solved = [json.loads(task.metadata) for task in read["solved"] if task.text not in trained]
     rows = [{"messages": solve(task)} for task in solved]

@@ -215,7 +215,7 @@ def test_half_of_the_answers_that_a_start_for_a_package_learns_from_are_wrong():
 @pytest.mark.parametrize("package", ["reverse_text", "alphabet_sort"])
 def test_a_policy_is_trained_by_a_package_of_verifiers(run_here, tmp_path, package):
     pytest.importorskip("verifiers.v1")
-    sizes = ("--package", package, "--folder", tmp_path, "--examples", 640, "--steps", 2)
+    sizes = ("--package", package, "--folder", tmp_path, "--examples", 1640, "--steps", 2)
     output = run_here("packages", *sizes, "--config.data.heldout_problems=8")
     rows = [line.split("|")[1].strip() for line in output.splitlines() if " to " in line]
     assert rows == ["0", "1", "2"]
