@@ -235,7 +235,7 @@ def test_decoding_and_scoring_equal_training_and_inactive_slots_keep_their_state
     @jax.jit
     def step(caches, position):
         context = SlotContext(jnp.full((2, 1), position), active, None)
-        fed = jnp.repeat(TOKENS[0, position], 2)
+        fed = jnp.repeat(jnp.asarray(TOKENS)[0, position], 2)
         return inference.decode_step(params, DELTA, attend_slots, fed, context, caches)[:2]
 
     caches = (state, slots)
