@@ -300,6 +300,7 @@ def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_pat
         model = run.components.decoder, run.components.learners.policy.mesh
         workload = draw_all(run, config.rollout.prompts_per_step * config.rollout.max_sample_rounds)
         run.step()
+        run.store.storage.drain()  # rollouts are written in the background
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
     step = Simulation(config, *model, workload, Costs()).step()
     sampled = step.sampled
