@@ -36,6 +36,8 @@ SLOW_SECONDS = 3.0  # a slow activity is printed after this time
 COMPILING_SECONDS = 1.0  # a program in the cache takes less
 ETA_STEPS = 10  # the ETA assumes the mean duration of this many steps
 PROGRAMS = {
+    "jit(_empty)": "the empty cache",
+    "jit(_fresh_state)": "the optimizer's state",
     "jit(_generate)": "the decode step",
     "jit(_prefill)": "the prefill",
     "jit(_score_fn)": "the score pass",
@@ -164,7 +166,7 @@ def _group_table(group: Group, reward_leads: bool) -> Table:
     answer = escape(_tail(group.prompt.answer, ANSWER_TAIL))
     table = Table(title=f"{prompt}  (answer {answer})", title_justify="left")
     turns = r" \[environment]" * any(completion.turns for completion in group.completions)
-    table.add_column(f"answer tail{turns}")
+    table.add_column(f"end of response{turns}")
     for name in ("verdict",) * (not reward_leads) + ("reward", "tokens", "cut"):
         table.add_column(name, justify="right")
     for completion, correct, reward in zip(
@@ -355,7 +357,7 @@ class Progress:
             if event not in (LOWERED, COMPILED):
                 return
             fun_name = str(about.get("fun_name", ""))
-            program = PROGRAMS.get(fun_name, fun_name)
+            program = PROGRAMS.get(fun_name, "a small program")
             if fun_name in compiling:
                 stack, activity = compiling.pop(fun_name)
                 stack.close()

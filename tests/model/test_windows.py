@@ -63,7 +63,7 @@ def decode(params, caches, attend, tables, config):
 
     def feed(caches, place):
         context = SlotContext(place[None, None], jnp.array([True]), tables)
-        fed = params, config, attend, TOKENS[0, place][None], context, caches
+        fed = params, config, attend, jnp.asarray(TOKENS)[:, place], context, caches
         logits, caches, _ = inference.decode_step(*fed)
         return caches, logits[0]
 

@@ -152,7 +152,7 @@ def test_a_trajectory_shows_who_said_what(capsys):
     )
     Progress().group(group)
     output = capsys.readouterr().out
-    assert "answer tail [environment]" in output and "\x1b" not in output
+    assert "end of response [environment]" in output and "\x1b" not in output
     assert "1+2= | [3\\x1b[] | [red]3 " in output
     assert "\u2502 [red]3 " in output and "long long] | [red]3 " in output
     console = Console(force_terminal=True, file=io.StringIO())
