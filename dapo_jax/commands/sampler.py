@@ -187,7 +187,7 @@ class SamplingLoop:
         for task in tasks:
             if task.key not in running.values():
                 running[task.prompt.index, task.samples] = task.key
-                submit(self._sampler, task)
+                submit(self._sampler, task.prompt, task.samples)
         for prompt, responses in self._sampler.decode_burst():
             samples = tuple(response.sample for response in responses)
             key = running.pop((prompt.index, samples))

@@ -229,7 +229,7 @@ def _repeat_for_responses(
     places = behind[:, ::size, None] + jnp.arange(reach)
     take = jax.vmap(lambda row, at: row.at[at].get(mode="clip"), out_axes=1)  # stays on its device
     sources = jnp.concatenate([take(crossing, places), _cut(crossing, size)], axis=2)
-    out = jnp.einsum("nbis,nbshx->nbihx", select, sources, precision="highest")
+    out = _exact("nbis,nbshx->nbihx", select, sources)
     return out.swapaxes(0, 1).reshape(batch, -1, *crossing.shape[2:])[:, :length]
 
 

@@ -203,7 +203,7 @@ class RemoteSampler:
         if self._draws:
             for task in map(self._wanted.__getitem__, leased):
                 self._tasks[task.prompt.index, task.samples] = task
-                submit(self._local, task)
+                submit(self._local, task.prompt, task.samples)
             for prompt, responses in self._local.decode_burst(meanwhile):
                 samples = tuple(response.sample for response in responses)
                 self.leases.finish(self._tasks.pop((prompt.index, samples)), responses)
@@ -294,9 +294,9 @@ def open_remote(
     return sampler, next(iter(servers), None)
 
 
-def submit(sampler: Sampler, task: Task) -> None:
-    """Request the responses of a task."""
-    if task.samples == tuple(range(len(task.samples))):
-        sampler.submit(task.prompt, len(task.samples))
+def submit(sampler: Sampler, prompt: Prompt, samples: tuple[int, ...]) -> None:
+    """Request the responses of a task: a whole group together, or each sample alone."""
+    if samples == tuple(range(len(samples))):
+        sampler.submit(prompt, len(samples))
     else:
-        sampler.submit_each(task.prompt, task.samples)
+        sampler.submit_each(prompt, samples)

@@ -130,10 +130,7 @@ def test_a_judge_that_repeats_the_response_is_asked_again_and_counted(tmp_path, 
     with judging(lambda _: next(replies)) as (url, asked):
         rubric = json.dumps({"rubric": "Is it short?"})
         (first,) = score(Settings(url=url, **settings), HONEST, columns=rubric)
-    with judging(lambda _: 500) as (
-        other_url,
-        others,
-    ):  # the judge has moved; its model is the same
+    with judging(lambda _: 500) as (other_url, others):  # it has moved; its model is the same
         (second,) = score(Settings(url=other_url, **settings), HONEST, columns=rubric)
     assert first.parts["judge"] == second.parts["judge"] == 0.5
     assert first.parts["judge_calls"] == 3 and first.parts["judge_tokens"] == 220 and not others

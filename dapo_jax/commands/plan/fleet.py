@@ -8,7 +8,7 @@ groups, which others get once its leases have ended.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -159,7 +159,7 @@ class Fleet:
             if task.since <= machine.now:
                 self._queue.remove(task)
                 machine.tasks.append(task)
-                submit(machine.sampler, cast(Any, task))
+                submit(machine.sampler, task.prompt, task.samples)
 
     def _preempt(self, machine: _Machine) -> Finished:
         moment, times = machine.preempted_at, self._times
