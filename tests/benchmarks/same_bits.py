@@ -1,6 +1,6 @@
 """Record what short runs compute, and compare two records bit for bit.
 
-python tests/benchmarks/same_bits.py record FOLDER [NAME ...]     one JSON file per run (`presets`: all)
+python tests/benchmarks/same_bits.py record FOLDER [NAME ...]     a JSON file per run, or `presets`
 python tests/benchmarks/same_bits.py compare OLD NEW              exits 1 if a run differs
 
 A record holds the rows of metrics.jsonl (without times), the recorded responses and the SHA-256 of
