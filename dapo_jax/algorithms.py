@@ -194,7 +194,6 @@ pass_at_k = _changed(  # 2508.10751
     _grpo_without_kl, **_TOKEN_GRPO, advantage="pass_at_k", clip_high=0.28
 )
 best_minus_second = _changed(reinforce, advantage="best_minus_second")  # 2503.19595
-remax = _changed(reinforce, advantage="greedy_baseline")  # 2310.10505
 otb = _changed(reinforce, advantage="token_baseline")  # 2602.07078
 # Tokens of high covariance, 2505.22617; the paper's fraction for KL-Cov on 7B is 2e-3.
 clip_cov = _changed(_grpo_without_kl, **_TOKEN_GRPO, covariance="clip")
@@ -220,7 +219,7 @@ _NAMES = (
     "reinforce ppo grpo dapo dr_grpo rloo reinforce_pp reinforce_pp_baseline gspo vapo sft "
     "rft dpo cispo dppo_tv dppo_kl prime_rl ipo sapo gmpo luspo gspo_token vespo topr dro "
     "gpg tis sequence_tis icepop sequence_mis worst_token_mis deepseek_v3p2 lite_ppo maxrl "
-    "opo gdpo pass_at_k best_minus_second remax otb clip_cov kl_cov "
+    "opo gdpo pass_at_k best_minus_second otb clip_cov kl_cov "
     "on_policy_distillation gkd"
 )
 PRESETS: dict[str, Callable[[], Algorithm]] = {name: globals()[name] for name in _NAMES.split()}

@@ -284,7 +284,6 @@ class Group:
     raw_rewards: np.ndarray  # [G] float64, without shaping parts
     correct: np.ndarray  # [G] bool, by the verifier or the raw reward
     failed: tuple[FailedResponse, ...] = ()
-    baseline: float | None = None  # reward of a greedy response, if the advantage reads it
 
     @functools.cached_property
     def token_rewards(self) -> tuple[np.ndarray, ...] | None:

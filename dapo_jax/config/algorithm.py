@@ -22,15 +22,13 @@ from dapo_jax.runtime.rules import (
 from dapo_jax.runtime.settings import section, setting
 
 # Keys of advantages.ESTIMATORS, and what an estimator needs: the rewards of a 'group', a 'centred'
-# scale, an estimate 'per token', the critic's 'values', 'energies' of tokens, the reward of a
-# 'greedy' response, or 'no reward'.
+# scale, an estimate 'per token', the critic's 'values', 'energies' of tokens, or 'no reward'.
 ESTIMATOR_TRAITS = {
     "group_zscore": "group",
     "group_centre": "group centred",
     "leave_one_out": "group centred",
     "length_weighted_centre": "group centred",
     "token_baseline": "group per_token energies",
-    "greedy_baseline": "greedy",
     "reward_parts": "group",
     "pass_at_k": "group",
     "best_minus_second": "group",
@@ -56,7 +54,6 @@ def _if_advantage(trait: str) -> When:
 GROUP_ESTIMATORS = _estimators("group")
 OF_VALUES = _estimators("values")
 OF_ENERGIES = _estimators("energies")
-OF_GREEDY = _estimators("greedy")
 REWARD_FREE_ESTIMATORS = _estimators("no_reward")
 AGGREGATES = Choices(  # keys of losses.LOSS_WEIGHTS
     "token_mean token_mean_per_group sequence_mean sequence_sum token_sum_over_budget "

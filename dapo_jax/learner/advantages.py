@@ -169,7 +169,6 @@ class Feedback:
     part_weights: Float[np.ndarray, "K"] | None = None
     reference_log_ratios: Float[np.ndarray, "B"] | None = None  # old - reference, by response
     teacher_log_ratios: Float[np.ndarray, "*M R T"] | None = None  # teacher - old
-    baselines: Float[np.ndarray, "B"] | None = None  # reward of the group's greedy response
     energies: Float[np.ndarray, "*M R T"] | None = None  # by `logprobs.energies_of`
 
     @property
@@ -363,12 +362,6 @@ def token_baseline(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     return place_tokens([values - np.where(several, baselines, 0.0)], index)
 
 
-def greedy_baseline(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
-    """Return R minus the reward of the prompt's greedy response (ReMax, 2310.10505, eq. 6)."""
-    advantages = feedback.rewards - present(feedback.baselines, "baselines")
-    return broadcast_to_tokens(advantages, feedback.response_index)
-
-
 def generalised_advantages(
     algorithm: Algorithm, feedback: Feedback, lambdas: np.ndarray | float
 ) -> np.ndarray:
@@ -432,7 +425,6 @@ ESTIMATORS: dict[str, Estimator] = {
     "leave_one_out": _per_response(leave_one_out),
     "length_weighted_centre": length_weighted_centre,
     "token_baseline": token_baseline,
-    "greedy_baseline": greedy_baseline,
     "reward_parts": reward_parts,
     "pass_at_k": pass_at_k,
     "best_minus_second": _per_response(best_minus_second),

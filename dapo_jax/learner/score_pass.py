@@ -102,7 +102,6 @@ def make_feedback(
         teacher = to_host(scored.teacher_logprobs - present(old, "old_logprobs"))
     trained = trained_tokens(minibatches.responses(), algorithm)
     sizes = [len(group.rewards) for group in groups]
-    baselines = [group.baseline for group in groups if group.baseline is not None]
     return gather_feedback(
         index,
         rewards,
@@ -112,7 +111,6 @@ def make_feedback(
         reward_parts=np.array([np.concatenate(part) for part in parts]),
         part_weights=np.array([weights.get(name, 1.0) for name in groups[0].reward_parts]),
         groups=np.repeat(np.arange(len(groups)), sizes),
-        baselines=np.repeat(baselines, sizes) if baselines else None,
         energies=None if scored.energies is None else to_host(scored.energies),
         correct=np.concatenate([group.correct for group in groups]),
         trained=place_tokens(trained, index) > 0,

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dapo_jax.config.algorithm import OF_GREEDY
 from dapo_jax.config.experiment import Config
-from dapo_jax.contracts import FinishedResponses, Sampler
+from dapo_jax.contracts import Sampler
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.rollout.carry_over import open_collection
 from dapo_jax.rollout.curriculum import Pools, RestingPrompts, update_pools
@@ -178,26 +177,5 @@ class RolloutSource:
             finished = self.journal.begin(step)
             batch = collect(collection, prompts, sampler, self.judge, hooks, finished)
         counts = dataclasses.replace(sampler.counts)
-        if self.config.algorithm.advantage in OF_GREEDY and batch.groups:
-            sampler.begin(params, rule=SamplingRule(temperature=0.0), **keyed)
-            batch = dataclasses.replace(batch, groups=self._with_baselines(batch.groups))
-            counts = counts + sampler.counts
         sampler.release()  # an update may need the memory of the caches
         return Rollout(batch, counts, time.perf_counter() - start, prompts.passed_over)
-
-    def _with_baselines(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups with the rewards of greedy responses, without those that have none."""
-        for group in groups:
-            self.sampler.submit(group.prompt, 1)
-        ended: list[FinishedResponses] = []
-        while not self.sampler.idle and not self.interrupted():
-            ended += self.sampler.decode_burst()
-        greedy = self.judge.groups([self.judge.submit(*response) for response in ended])
-        if self.interrupted():  # a resumed step samples the same responses again
-            raise Interrupted
-        rewards = {done.prompt.index: float(done.rewards[0]) for done in greedy if not done.failed}
-        return [
-            dataclasses.replace(group, baseline=rewards[group.prompt.index])
-            for group in groups
-            if group.prompt.index in rewards
-        ]

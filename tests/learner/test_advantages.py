@@ -38,7 +38,6 @@ def draws(scale=1.0):
     return [[float(x) for x in RNG.normal(0, scale, n)] for n in LENGTHS]
 
 
-BASELINES = np.array([0.5, -1.0, 0.25])[np.unique(GROUPS, return_inverse=True)[1]]
 INDEX = placed([[i] * n for i, n in enumerate(LENGTHS)], -1)
 PENALTIES, VALUES, LOG_RATIOS = draws(0.3), draws(), draws(3.0)
 ENERGIES = [[abs(x) for x in own] for own in draws()]
@@ -108,15 +107,6 @@ def test_a_response_has_the_papers_advantage_on_all_its_tokens(name, penalties):
     rewards = loop_returns(penalties)
     expected = [[loop_response_advantage(name, rewards, i)] * LENGTHS[i] for i in ALL]
     actual = estimated(name, feedback(penalties))
-    np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
-
-
-@pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["bare", "with KL in the reward"])
-def test_remax_subtracts_the_reward_of_the_greedy_response(penalties):
-    """2310.10505, equation 6: r(x, y) - r(x, greedy)."""
-    rewards = loop_returns(penalties)
-    expected = [[rewards[i] - BASELINES[i]] * LENGTHS[i] for i in ALL]
-    actual = estimated("greedy_baseline", feedback(penalties, baselines=BASELINES))
     np.testing.assert_allclose(actual, placed(expected, 0.0), **EXACT)
 
 
@@ -303,8 +293,8 @@ def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
 
     def known(fill):
         log_ratios = placed(LOG_RATIOS, fill)
-        known = {"baselines": BASELINES, "energies": placed(ENERGIES, fill)}
-        return feedback(PENALTIES, VALUES, rubbish=fill, log_ratios=log_ratios, **known)
+        energies = placed(ENERGIES, fill)
+        return feedback(PENALTIES, VALUES, rubbish=fill, log_ratios=log_ratios, energies=energies)
 
     np.testing.assert_array_equal(known(rubbish).rewards, known(0.0).rewards)
     for name in ESTIMATORS:

@@ -68,7 +68,6 @@ def make_update(algorithm, shape=(1, 16, 20), near=None, spread_of_old=0.3):
         part_weights=np.array([1.0, -0.5]),
         trained=place_tokens(trained_tokens(SEGMENTS, algorithm), index) > 0,
         values=values,
-        baselines=np.repeat(np.arange(len(SEGMENTS) / 2), 2) - 2,
         energies=place_tokens([np.abs(own) for own in noise(7, 1.0)], index),
     )
     estimates = estimate(algorithm, feedback)
