@@ -651,11 +651,8 @@ class ExportConfig:
     weights: Literal["merged", "adapter"] = setting(
         "merged", "For runs with adapters: 'merged' weights and OUT.adapter, or only the 'adapter'."
     )
-    format: Literal["huggingface", "gguf"] = setting(
-        "huggingface", "'gguf': a single file for llama.cpp.", read=IF_MERGED
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "f16", "q8_0"] = setting(
-        "auto", "Type of weights; 'auto': the model folder's; GGUF: f16, q8_0.", read=IF_MERGED
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Type of weights; 'auto': the model folder's.", read=IF_MERGED
     )
     max_shard_gb: Positive = setting(5.0, "Largest weight file, in 10^9 bytes.", read=IF_MERGED)
     base_model: str = setting("", "OWNER/NAME of the start model on the hub, for the model card.")

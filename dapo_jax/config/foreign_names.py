@@ -11,6 +11,10 @@ ADVICE = dict.fromkeys(
     ("preset", "algorithm", "algorithm.name", "loss"),
     "write the preset behind the config: FILE:grpo or NAME:grpo",
 )
+# Settings of earlier versions, and what to do instead.
+ADVICE |= {
+    "format": "export writes Hugging Face folders; llama.cpp's convert_hf_to_gguf.py reads them",
+}
 
 
 @functools.cache

@@ -79,35 +79,6 @@ def adapter_folder(out: str) -> str:
     return f"{pathlib.Path(out)}.adapter"
 
 
-def _stored_dtype(config: ExportConfig, source: str) -> str:
-    """Return the dtype of the safetensors files; a GGUF file is made of float32."""
-    is_gguf = config.format == "gguf"
-    allowed = {"auto", "f16", "q8_0"} if is_gguf else {"auto", "float32", "bfloat16", "float16"}
-    names = " or ".join(sorted(allowed))
-    require(config.dtype in allowed, "dtype", config.dtype, f"{names} with {config.format}")
-    if is_gguf:
-        return "float32"
-    return load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
-
-
-def _replace_by_gguf(folder: pathlib.Path, config: ExportConfig) -> None:
-    """Write the exported folder as one GGUF file, and remove the files that it contains."""
-    files = list(folder.iterdir())
-    dtype = "f16" if config.dtype == "auto" else config.dtype
-    name = pathlib.Path(config.out).absolute().name
-    try:
-        from dapo_jax.data.policies import gguf_files
-
-        gguf_files.write(folder, folder / f"{name}.{dtype}.gguf", dtype)
-    except ImportError:
-        raise ConfigError("config.format = 'gguf': pip install 'dapo_jax[gguf]'") from None
-    except ValueError as error:
-        raise ConfigError(f"config.format = 'gguf': {error}") from None
-    for file in files:
-        if any(file.match(pattern) for pattern in save_huggingface.WRITTEN):
-            file.unlink()
-
-
 def export(config: ExportConfig) -> pathlib.Path:
     """Write the model folder with its card, and return its path.
 
@@ -127,7 +98,7 @@ def export(config: ExportConfig) -> pathlib.Path:
     merged = config.weights == "merged"
     allowed = "'merged': the run trained no adapters"
     require(merged or bool(decoder.adapters), "weights", config.weights, allowed)
-    dtype = _stored_dtype(config, source)
+    dtype = load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     out = pathlib.Path(config.out).absolute()
     is_source = out.exists() and os.path.samefile(out, model_path(source))
     allowed = "another folder than the model's, which the run needs"
@@ -143,16 +114,12 @@ def export(config: ExportConfig) -> pathlib.Path:
             layers = policy_layers(trained, policy.read, decoder, source)
             save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
             save_huggingface.save_settings_of(source, folder, dtype)
-            if config.format == "gguf":
-                _replace_by_gguf(folder, config)
         else:
             peft_adapters.save_adapters(folder, trained, policy.read, decoder, base)
         run = model_card.recorded(config.run, settings, policy.step)
         model_card.write_card(folder, config, run, policy.step, base)
-    files = [*out.glob("*.safetensors"), *out.glob("*.gguf")]
-    size = sum(path.stat().st_size for path in files)
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     kind = dtype if merged else "float32"
-    kind = files[0].suffixes[-2][1:] if config.format == "gguf" and merged else kind
     print(f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {kind} written to {config.out}")
     return out
 
@@ -167,14 +134,12 @@ def _merge_adapters(config: ExportConfig) -> pathlib.Path:
     lora = Lora(**peft_adapters.read_settings(config.run, decoder))
     decoder = choose_trained(decoder, 0.0, lora)
     adapters = peft_adapters.read_adapters(config.run, decoder)
-    dtype = _stored_dtype(config, source)
+    dtype = load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     with replace("out", config.out, EXPORTED) as folder:
         folder = present(folder, "folder")  # the command runs in one process
         layers = policy_layers(adapters, adapters.__getitem__, decoder, source)
         save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
         save_huggingface.save_settings_of(source, folder, dtype)
-        if config.format == "gguf":
-            _replace_by_gguf(folder, config)
     print(f"{config.run}: merged into {source}, written to {config.out}")
     return pathlib.Path(config.out).absolute()
 

