@@ -23,7 +23,6 @@ COMMANDS = {
     "plan": "estimate whether a run fits a machine, and the time of a step",
     "doctor": "check this machine: devices, kernels, decoding, training steps, disks",
     "report": "write one or more runs as an HTML page",
-    "audit": "score a run's recorded responses again with another verifier",
 }
 WITHOUT_JAX = ("report", "configs")
 READER_LEFT = 141  # the shell's code of a program that SIGPIPE ends

@@ -673,18 +673,6 @@ class ReportConfig:
 
 
 @section
-class AuditConfig:
-    """A second opinion on a run's recorded responses (`dapo-jax audit`)."""
-
-    run: str = setting("", "The run_dir of a run with rollouts/.")
-    verifier: str = setting("math", "A verifier, or your module:function.")
-    max_disagreement: Below1 = setting(0.02, "Limit of either error rate's lower end.")
-    max_steps: CountOr0 = setting(0, "Steps to score, evenly spaced; 0: all.")
-    workers: Count = setting(1, "Threads that score, with processes.")
-    timeout_seconds: Positive = setting(5.0, "A worker that needs longer is killed.")
-
-
-@section
 class InitConfig:
     """A config for a file of problems (`dapo-jax init`)."""
 

@@ -40,7 +40,7 @@ def tree_of(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-KINDS = ["", "Sft", "Dpo", "Export", "Init", "Doctor", "Serve", "Report", "Audit"]
+KINDS = ["", "Sft", "Dpo", "Export", "Init", "Doctor", "Serve", "Report"]
 KINDS += ["Sampler"]
 
 

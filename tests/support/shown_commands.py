@@ -31,7 +31,7 @@ NOT_HERE = {"torch"}  # a package that a script of the repository needs and test
 MARKERS = {"hardware", "cloud", "network"}
 KINDS = [
     getattr(experiment, f"{kind}Config")
-    for kind in ("", "Sft", "Dpo", "Export", "Serve", "Report", "Audit")
+    for kind in ("", "Sft", "Dpo", "Export", "Serve", "Report")
 ]
 FILE = "configs/arithmetic.py"
 PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}
