@@ -1,11 +1,10 @@
 """The command line: `dapo-jax COMMAND`, or `python -m dapo_jax COMMAND`."""
 
-import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 
+from dapo_jax import registry
 from dapo_jax.runtime.limits import check_limits
 from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.runtime.streams import BrokenPipeSafeStream, has_reader
@@ -27,25 +26,15 @@ COMMANDS = {
 WITHOUT_JAX = ("report", "configs")
 READER_LEFT = 141  # the shell's code of a program that SIGPIPE ends
 
-# Module and function of a command; by default the module of its name and `main`.
-ENTRIES = {
-    "sft": ("model_folders", "sft"),
-    "dpo": ("model_folders", "dpo"),
-    "export": ("model_folders", "export"),
-    "serve": ("serve.server", "main"),
-    "plan": ("plan.main", "main"),
-}
-
-
-def entry(name: str) -> Callable[[], int]:
-    """Return the function of a command; it reads `sys.argv` and returns the exit code."""
-    module, function = ENTRIES.get(name, (name, "main"))
-    return getattr(importlib.import_module(f"dapo_jax.commands.{module}"), function)
-
 
 def usage() -> str:
     """Return the help text: every command with one line."""
-    lines = "\n".join(f"  {name:<12}{line}" for name, line in COMMANDS.items())
+    others = {
+        name: f"of the package {package}"
+        for name in registry.names("commands")
+        if (package := registry.owner("commands", name))
+    }
+    lines = "\n".join(f"  {name:<12}{line}" for name, line in (COMMANDS | others).items())
     return (
         "usage: dapo-jax COMMAND [ARGUMENTS]\n\n"
         f"{lines}\n\n"
@@ -83,8 +72,9 @@ def run_command() -> int:
 
         print(f"dapo-jax {__version__}")
         return 0
-    if name not in COMMANDS:
-        hint = nearest(name, COMMANDS, cutoff=0.6)
+    known = registry.names("commands")
+    if name not in known:
+        hint = nearest(name, known, cutoff=0.6)
         wrong = f"error: {name!r}: there is no such command{hint} (--help lists all)"
         print(wrong if name else usage(), file=sys.stderr)
         return 2
@@ -97,7 +87,7 @@ def run_command() -> int:
     sys.argv = [f"dapo-jax {name}", *sys.argv[2:]]
     if os.getcwd() not in sys.path:  # import user modules as `python -m` does
         sys.path.insert(0, os.getcwd())
-    return entry(name)()
+    return registry.find("commands", name)()
 
 
 if __name__ == "__main__":

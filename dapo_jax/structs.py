@@ -120,7 +120,7 @@ class WantedColumns(NamedTuple):
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     every: bool = False  # `**columns` takes all there are
-    run_as_tests: bool = False  # the column `tests` is for `reward.verifier = code`
+    check: Callable[[dict[str, Any]], Any] | None = None  # raises ValueError for a bad row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dapo_jax.commands import checks
 from dapo_jax.commands.command_line import find_preset
 from dapo_jax.commands.evaluate import SHORT_NAMES
-from dapo_jax.commands.model_folders import check_folder
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config
+from dapo_jax.registry import feature
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import (
     ConfigError,
@@ -262,13 +262,13 @@ def evaluate(
 
 def _train_folder(config: SftConfig | DpoConfig) -> ModelFolder:
     checks.check(config)
-    check_folder(config)
+    supervised = feature("supervised")
+    supervised.check_folder(config)
     processes.set_compilation_cache()
-    from dapo_jax.run.supervised import train_supervised
     from dapo_jax.runtime.signals import Signals
 
     signals = Signals()
-    folder = train_supervised(config, signals)
+    folder = supervised.train(config, signals)
     return ModelFolder(config.out, "" if folder else signals.received)
 
 
@@ -341,18 +341,15 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
 
     Raises `ConfigError` for settings that don't fit together, or a topology without a compiler.
     """
-    from dapo_jax.commands.plan.flags import PlanSettings
-
+    planning = feature("plan")
     config = load(config, Config)
-    settings = PlanSettings(topology=topology, **flags)
+    settings = planning.PlanSettings(topology=topology, **flags)
     if settings.model:
         config = with_values(config, "model", folder=settings.model)
     checks.check(config)
     settings.check()
     require(not settings.json, "(flags)", flags, "without json: it prints")
-    from dapo_jax.commands.plan.plan import make, record
-
-    return record(make(config, settings), settings)
+    return planning.record(planning.make(config, settings), settings)
 
 
 def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.Path:
@@ -365,11 +362,9 @@ def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.P
 
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """
-    from dapo_jax.commands.report import report as write
-
     names = "\n".join(os.fspath(run) for run in runs)
     config = ReportConfig(run=names, out=os.fspath(out), **settings)
     check_types(config)
     check_values(config)
-    write(config)
+    feature("report_command").report(config)
     return pathlib.Path(config.out)

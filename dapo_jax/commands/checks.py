@@ -13,9 +13,10 @@ from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
-from dapo_jax.data.supervised import EXAMPLES, PAIRS, read_fields
+from dapo_jax.registry import feature
 from dapo_jax.reporting.trackers import check_tracker
 from dapo_jax.rewards.functions import find_functions
+from dapo_jax.rewards.verifying import find_verifier
 from dapo_jax.runtime import limits, processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.storage.output_folder import RUN, check_free
@@ -42,7 +43,7 @@ def check(config: Any) -> None:
     """Raise `ConfigError` for every mistake that needs no file or folder to be found."""
     validate(config)
     if isinstance(config, SftConfig | DpoConfig):
-        read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
+        feature("supervised").check_fields(config)
     if isinstance(config, Config):
         limit = WORKERS_PER_CORE * (os.cpu_count() or 1)
         workers = config.reward.workers
@@ -53,6 +54,7 @@ def check(config: Any) -> None:
         check_tracker(config.log)
         _check_data(config.data)
         template, verifier = config.data.template, config.reward.verifier
+        find_verifier(verifier)
         readers = VERIFIERS_OF.get(template, (verifier,))
         allowed = f"{' or '.join(readers)}: what data.template = {template!r} asks for"
         require(verifier in readers, "reward.verifier", verifier, allowed)

@@ -20,14 +20,12 @@ from dapo_jax.environments.sessions import Environments, TokenizedReply
 from dapo_jax.reporting.notices import setting_warnings
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.run import components, memory
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
 from dapo_jax.structs import Completion, Group, Problem, Prompt
-from dapo_jax.verifier.gold_reading import in_form, read_gold
-from dapo_jax.verifier.normalisation import normalise
-from dapo_jax.verifier.numerals import read_number
 
 SHOWN_PROMPTS = 3
 MAX_MEASURED, MAX_GENERATED = 10_000, 500  # problems of a source that are measured
@@ -120,7 +118,7 @@ def _describe_reader(config: Config, prompt: Prompt) -> str:
         return ", for the reward functions alone"
     if prompt.metadata:
         return ", which the task's own scorer reads"
-    reading = read_gold(config.reward.verifier, prompt.answer)
+    reading = open_verifier(config.reward).read_gold(prompt.answer)
     return f", which {config.reward.verifier} reads as {reading.kind}: {_short(reading.shown)}"
 
 
@@ -128,12 +126,12 @@ def describe_golds(config: Config, problems: Sequence[Problem]) -> Iterator[str]
     """Yield the number of golds by their reading, and examples of those that can't be read."""
     if not config.reward.needs_answer():
         return
-    kinds: collections.Counter[str] = collections.Counter()
+    verifier, kinds = open_verifier(config.reward), collections.Counter[str]()
     examples: dict[str, Problem] = {}
     for problem in problems:
         kind = "scored by the task"
         if not problem.metadata:
-            kind = read_gold(config.reward.verifier, problem.answer).kind
+            kind = verifier.read_gold(problem.answer).kind
         kinds[kind] += 1
         examples.setdefault(kind, problem)
     counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
@@ -149,15 +147,8 @@ def describe_golds(config: Config, problems: Sequence[Problem]) -> Iterator[str]
 
 def make_trial(config: Config, environments: Environments | None, prompt: Prompt) -> Trial:
     """Return answers to a prompt, and the environment's replies to them as first turns."""
-    verifier, gold = config.reward.verifier, prompt.answer
-    answers = {}
-    if gold:
-        number = read_number(normalise(gold))
-        answers["gold in its form"] = in_form(verifier, gold)
-        answers["gold alone"] = gold
-        answers["a wrong number"] = in_form(verifier, str(-1 if number is None else number + 1))
-        if number is not None and number.denominator == 1:
-            answers["gold, not worked out"] = in_form(verifier, f"{number + 1}-1")
+    gold = prompt.answer
+    answers = dict(open_verifier(config.reward).responses_to(gold)) if gold else {}
     answers |= {"the problem again": prompt.problem, "nothing": ""}
     if environments is None:
         return Trial(prompt, answers, [])
@@ -257,7 +248,8 @@ def describe_lengths(
     texts = [problem.solution for problem in problems if problem.solution]
     if not texts:
         name = "golds, nothing else"
-        texts = [in_form(config.reward.verifier, problem.answer) for problem in problems]
+        verifier = open_verifier(config.reward)
+        texts = [next(iter(verifier.responses_to(p.answer).values())) for p in problems]
     lengths = [len(tokenizer.encode(text)) + 1 for text in texts]  # with the end token
     yield _quantiles(name, lengths, config.sampler.max_response_tokens, "longer than a response")
 

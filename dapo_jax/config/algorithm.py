@@ -204,6 +204,11 @@ class Algorithm:
     overlong_buffer_share: Share = setting(0.2, "Punished fraction of the limit.", read=PUNISHES)
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 
+    @property
+    def distils(self) -> bool:
+        """Whether the policy learns from a teacher."""
+        return self.distillation != "none"
+
     def scored_minibatches(self, updates: int) -> range:
         """Return the minibatches that a forward pass scores with the policy before the `updates`.
 

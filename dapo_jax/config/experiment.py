@@ -6,6 +6,7 @@ A file in `configs/` returns an experiment; the command line overrides its setti
 import dataclasses
 from typing import Annotated, Literal
 
+from dapo_jax import registry
 from dapo_jax.config.algorithm import IF_CRITIC, IF_TEACHER, Algorithm
 from dapo_jax.runtime.rules import (
     AutoCount,
@@ -213,6 +214,10 @@ class Data:
         "refuse", "If a resumed run has other problems: 'refuse' or 'allow'.", may_change=True
     )
 
+    def count(self, split: str) -> int:
+        """Return the number of generated problems of a split, 'train' or 'heldout'."""
+        return self.heldout_count() if split == "heldout" else self.train_problems
+
     def heldout_count(self) -> int:
         """Return the number of problems to hold out, if there are enough."""
         return DEFAULT_HELDOUT if self.heldout_problems < 0 else self.heldout_problems
@@ -399,8 +404,10 @@ class ModelJudge:
 class Reward:
     """Rewards of a response, and the processes that compute them."""
 
-    verifier: Literal["final_number", "math", "math_box", "math_label", "dapo", "code"] = setting(
-        "final_number", "How answers are read and compared; 'code': run with the row's tests."
+    verifier: str = setting(
+        "final_number",
+        "How answers are read and compared: final_number, math, math_box, math_label, dapo, code "
+        "(run with the row's tests), or your module:function.",
     )
     unfinished: Literal["wrong", "right"] = setting(
         "wrong", "A correct value that is not worked out, as 102^2-98^2 for 800.", read=BY_VALUE
@@ -435,7 +442,8 @@ class Reward:
     def needs_answer(self) -> bool:
         """Return True if responses are compared with the gold answer."""
         decides = self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
-        return decides and self.verifier != "code"
+        plugin = registry.find("verifiers", self.verifier)
+        return decides and getattr(plugin, "reads_answers", True)
 
     def reads_verdicts(self) -> bool:
         """Return True if a reward or the choice of groups depends on the verifier."""

@@ -4,15 +4,16 @@ import functools
 import pathlib
 
 # Arguments that no setting replaces, and what to do instead.
-ADVICE = dict.fromkeys(
-    ("resume", "resume_from_checkpoint", "trainer.resume_mode"),
-    "the same command resumes a stopped run",
-) | dict.fromkeys(
-    ("preset", "algorithm", "algorithm.name", "loss"),
-    "write the preset behind the config: FILE:grpo or NAME:grpo",
-)
-# Settings of earlier versions, and what to do instead.
-ADVICE |= {
+ADVICE: dict[str, str] = {
+    **dict.fromkeys(
+        ("resume", "resume_from_checkpoint", "trainer.resume_mode"),
+        "the same command resumes a stopped run",
+    ),
+    **dict.fromkeys(
+        ("preset", "algorithm", "algorithm.name", "loss"),
+        "write the preset behind the config: FILE:grpo or NAME:grpo",
+    ),
+    # Settings of earlier versions.
     "format": "export writes Hugging Face folders; llama.cpp's convert_hf_to_gguf.py reads them",
 }
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from dapo_jax.data.files import MalformedRow, NoAnswer
 from dapo_jax.data.prompts.templates import DAPO
-from dapo_jax.rewards.code import read_tests
+from dapo_jax.registry import feature
 from dapo_jax.runtime.settings import require
 from dapo_jax.structs import Problem, WantedColumns
-from dapo_jax.verifier.extraction import extract
 
 Row = dict[str, Any]
 
@@ -108,9 +107,10 @@ def _select_columns(row: Row, wanted: WantedColumns) -> Row:
     return {name: value for name, value in row.items() if name in names}
 
 
-def _check_tests(columns: Row) -> None:
+def _check_columns(columns: Row, wanted: WantedColumns) -> None:
     try:
-        read_tests(columns)
+        if wanted.check:
+            wanted.check(columns)
     except (ValueError, SyntaxError) as error:
         raise MalformedRow(str(error)) from None
 
@@ -239,7 +239,7 @@ def _olympiad_bench(row: Row) -> dict[str, Any]:
 
 def _answer_of_solution(solution: str) -> str | None:
     """Return the answer in the last box of a worked solution, else after its `####`."""
-    box = extract(solution, "box").text
+    box = feature("extraction").extract(solution, "box").text
     if box is not None or "####" not in solution:
         return _answer(box)
     answer = _answer(solution.rpartition("####")[2])
@@ -305,8 +305,7 @@ def read_row(
     by_name = {name.lower(): value for name, value in row.items()}
     named = by_name | {fields[key]: value for key, value in values.items()}
     taken = _select_columns(row | {k: values[k] for k in values if k == "tests"}, columns)
-    if columns.run_as_tests:
-        _check_tests(taken)
+    _check_columns(taken, columns)
     name = fields.get("answer", "answer")
     if _holds_object(named.get(name)) and not needs_answer:
         taken["answer"] = named.pop(name)

@@ -12,14 +12,16 @@ import math
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from etils import epath
 
-from dapo_jax.config.experiment import GENERATED, WORD_PROBLEMS, Data
-from dapo_jax.data import arithmetic, files, word_problems
+from dapo_jax import registry
+from dapo_jax.config.experiment import GENERATED, Data
+from dapo_jax.data import arithmetic, files
 from dapo_jax.data.difficulty import parse_range, read_rates, within
+from dapo_jax.data.generated import Generated
 from dapo_jax.data.row_formats import (
     FIELDS,
     KNOWN,
@@ -29,9 +31,6 @@ from dapo_jax.data.row_formats import (
     parse_fields,
     read_row,
 )
-from dapo_jax.data.verifiers_tasks import PREFIX as VERIFIERS_PREFIX
-from dapo_jax.data.verifiers_tasks import read_tasks
-from dapo_jax.rewards import gym
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.structs import Problem, WantedColumns
@@ -41,22 +40,6 @@ from dapo_jax.verifier.numerals import read_number
 FIRST_ROWS = 100  # are checked for the fields that `data.fields` names
 DIGEST_PROBLEMS = 8  # of a generated source
 HELDOUT_SHARE = 5  # by default at most one in 5 problems of a file is held out
-
-
-@dataclasses.dataclass(frozen=True)
-class Generated:
-    """Random-access problems that are made on demand."""
-
-    length: int
-    make: Callable[[int], Problem]
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        return self.make(int(index))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,33 +164,19 @@ def _named_rows(
             yield f"{path} {place}", row, fields if named else {}
 
 
-def _gym_problems(field: str, name: str, data: Data, heldout: bool, seed: int) -> Generated:
-    """Return the problems of a reasoning-gym task; the held-out ones follow the training ones."""
-    items = gym.open_task(field, name, seed, data.train_problems + data.heldout_count())
-
-    def make(index: int) -> Problem:
-        number = index + (data.train_problems if heldout else 0)
-        item = items[number]
-        return Problem(
-            id=f"{name}-{number}",
-            text=item["question"].strip(),
-            answer=str(item["answer"]),
-            source=name,
-            subject=items.category,
-            metadata=gym.pack_item(item),
-        )
-
-    return Generated(data.heldout_count() if heldout else data.train_problems, make)
+def plugin_of(name: str) -> Any:
+    """Return the plug-in of a source's name, as of `gym:TASK`, or None."""
+    return registry.find("sources", re.split("[:?]", name)[0])
 
 
 def is_generated(name: str) -> bool:
-    """Return True for the name of a generated source."""
-    return name.startswith(gym.PREFIX) or name in (*GENERATED, *WORD_PROBLEMS)
+    """Return True for the name of a source that reads no files."""
+    return name in GENERATED or plugin_of(name) is not None
 
 
 def parse_sources(field: str, text: str) -> dict[str, float]:
     """Return the weights of a list of sources by name, 1 by default; may raise `ConfigError`."""
-    if text.startswith(VERIFIERS_PREFIX):  # its JSON may have commas; no other source fits
+    if re.match(r"\w+:[^,]*\?\{", text):  # its JSON may have commas; no other source fits
         return {text: 1.0}
     weights: dict[str, float] = {}
     entries = text.split(",")
@@ -239,7 +208,7 @@ def check_sources(data: Data) -> None:
         ("data.heldout_source", data.heldout_source, "test"),
     ):
         for name in parse_sources(field, text) if text else ():
-            if not (is_generated(name) or name.startswith(VERIFIERS_PREFIX)):
+            if not is_generated(name):
                 files.find_files(field, name, data.folder, split)
 
 
@@ -268,9 +237,10 @@ class Sources:
 
     def _read(self, field: str, name: str, split: str) -> Source:
         data = self._data
-        if name.startswith(VERIFIERS_PREFIX):
-            tasks = read_tasks(field, name, data.train_problems + data.heldout_count())
-            return Source(name, tasks, counts=Counter(rows=len(tasks)))
+        if is_generated(name):
+            problems = self._generate(field, name, data, split) or ()
+            rows = {"rows": len(problems)} if isinstance(problems, tuple) else {}
+            return Source(name, problems, counts=Counter(rows))
         paths = files.find_files(field, name, data.folder, split)
         short, _ = files.split_suffix(pathlib.PurePath(name).name.removeprefix(files.GIVEN_PREFIX))
         with naming(field, name):
@@ -293,20 +263,20 @@ class Sources:
         problem = f"none of its first {rows:,} rows is a problem: {reason}"
         raise ConfigError(f"config.{field} = {name!r}: {problem if rows else 'holds no rows'}")
 
-    def _generate(self, field: str, name: str, data: Data, split: str) -> Generated:
+    def _generate(
+        self, field: str, name: str, data: Data, split: str
+    ) -> tuple[Problem, ...] | Generated | None:
+        """Return the problems of a source without files; None: none are held out by themselves."""
         taken = ", ".join(sorted(self._columns.required))
         allowed = f"rows with the columns that reward.parts takes ({taken}); it generates problems"
         require(not taken, field, name, allowed)
-        heldout, seed = split == "heldout", self._seed
-        if name.startswith(gym.PREFIX):
-            return _gym_problems(field, name, data, heldout, seed)
-        make = functools.partial(arithmetic.make_sum, split, seed)
-        if name in WORD_PROBLEMS:
-            make = functools.partial(word_problems.make_problem, name, split, seed)
+        if name not in GENERATED:
+            return plugin_of(name).open_problems(field, name, data, self._seed, split)
+        make = functools.partial(arithmetic.make_sum, split, self._seed)
         if name == "arithmetic":
             terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
-            make = functools.partial(arithmetic.make_problem, split, seed, **terms)
-        return Generated(data.heldout_count() if heldout else data.train_problems, make)
+            make = functools.partial(arithmetic.make_problem, split, self._seed, **terms)
+        return Generated(data.count(split), make)
 
     def heldout(self) -> list[Source]:
         """Return the sources that are evaluated and never trained on.
@@ -325,10 +295,11 @@ class Sources:
         ]
         sources = []
         for name, start, end in zip(weights, [0, *ends], ends, strict=False):
-            if is_generated(name):
-                part = dataclasses.replace(data, heldout_problems=end - start)
-                sources.append(Source(name, self._generate(field, name, part, "heldout")))
-            elif is_shared:
+            part = dataclasses.replace(data, heldout_problems=end - start)
+            own = self._generate(field, name, part, "heldout") if is_generated(name) else None
+            if own is not None:
+                sources.append(Source(name, own))
+            elif is_shared or is_generated(name):
                 sources.append(self._split_off(self._load(field, name, "train"), end - start))
             else:
                 sources.append(self._load(field, name, "test"))
@@ -356,13 +327,12 @@ class Sources:
         sources = []
         taken = set(heldout)
         for name, weight in parse_sources(field, self._data.source).items():
-            if is_generated(name):
+            source = self._load(field, name, "train")
+            if source.generated:
                 allowed = f"empty with {name}, whose problems no file lists"
                 require(not self._range, "data.difficulty", self._data.difficulty, allowed)
-                generated = self._generate(field, name, self._data, "train")
-                sources.append(Source(name, generated, weight))
+                sources.append(dataclasses.replace(source, weight=weight))
                 continue
-            source = self._load(field, name, "train")
             prints = {problem: problem.fingerprint for problem in every_problem([source])}
             problems = tuple(problem for problem, own in prints.items() if own not in taken)
             if not problems:

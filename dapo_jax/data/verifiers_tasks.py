@@ -8,6 +8,7 @@ import sys
 import types
 from typing import Any, NamedTuple
 
+from dapo_jax.config.experiment import Data
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
 
@@ -140,3 +141,12 @@ def read_tasks(field: str, name: str, limit: int) -> tuple[Problem, ...]:
         allowed = f"{type(error).__name__}: {error!s:.300}"
         raise ConfigError(f"config.{field} = {name!r}: its tasks: {allowed}") from None
     return tuple(problems)
+
+
+def open_problems(
+    field: str, name: str, data: Data, seed: int, split: str
+) -> tuple[Problem, ...] | None:
+    """Return the tasks of a package; held-out ones are taken from them."""
+    if split == "heldout":
+        return None
+    return read_tasks(field, name, data.train_problems + data.heldout_count())

@@ -15,12 +15,15 @@ The key (seed, split, index) alone decides a problem. Held-out problems share no
 story and numbers with the others.
 """
 
+import functools
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dapo_jax.config.experiment import Data
+from dapo_jax.data.generated import Generated
 from dapo_jax.structs import Problem
 
 HELDOUT_SHARE = 8  # 1 of 8 combinations of story and numbers is held out
@@ -171,3 +174,8 @@ def make_examples(source: str, count: int, seed: int) -> Iterator[tuple[str, dic
         ]
         response = messages if calls else turns[0]
         yield f"example {index}", {"prompt": problem.text, "response": response}
+
+
+def open_problems(field: str, name: str, data: Data, seed: int, split: str) -> Generated:
+    """Return the problems of a split."""
+    return Generated(data.count(split), functools.partial(make_problem, name, split, seed))

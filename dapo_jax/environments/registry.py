@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
+import re
 import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dapo_jax import registry
 from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.contracts import Environment as Contract
-from dapo_jax.data.verifiers_tasks import PREFIX as VERIFIERS_PREFIX
 from dapo_jax.environments.builtin import Calculator, Guessing, SecondTry
 from dapo_jax.environments.tools import ToolUse, tool_schema
 from dapo_jax.runtime.settings import require
@@ -20,8 +21,11 @@ BUILTIN_ENVIRONMENTS: dict[str, Callable[..., Contract]] = {
     "guessing": Guessing,
     "second_try": SecondTry,
 }
-OPENENV_PREFIX = "openenv:"
-GYMNASIUM_PREFIX = "gymnasium:"
+
+
+def _plugin(name: str) -> Any:
+    """Return the plug-in of an environment's name, as of `gymnasium:ID`, or None."""
+    return registry.find("environments", re.split("[:?]", name)[0])
 
 
 def _find(field: str, name: str) -> Callable:
@@ -41,26 +45,14 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Contract
         allowed = f"functions of different names; there are {', '.join(names)}"
         require(len({*names}) == len(names), "environment.tools", ",".join(tools), allowed)
         return functools.partial(ToolUse, functions)
-    if name.startswith(OPENENV_PREFIX):
-        from dapo_jax.environments.openenv import open_openenv
-
-        return open_openenv(name)
-    if name.startswith(GYMNASIUM_PREFIX):
-        from dapo_jax.environments.gymnasium import open_gymnasium
-
-        return open_gymnasium(name)
-    if name.startswith(VERIFIERS_PREFIX):
-        from dapo_jax.environments.verifiers import open_verifiers
-
-        return open_verifiers(name)
     builtin, _, arguments = name.partition("?")
-    if builtin in BUILTIN_ENVIRONMENTS:
-        options = dict(urllib.parse.parse_qsl(arguments))
-        return functools.partial(BUILTIN_ENVIRONMENTS[builtin], **options)
-    allowed = (
-        f"{', '.join(BUILTIN_ENVIRONMENTS)}, {OPENENV_PREFIX}module:Class, {GYMNASIUM_PREFIX}ID, "
-        f"{VERIFIERS_PREFIX}ID or module:Class"
-    )
+    plugin: Any = BUILTIN_ENVIRONMENTS.get(builtin) or _plugin(name)
+    if plugin and hasattr(plugin, "step"):
+        return functools.partial(plugin, **dict(urllib.parse.parse_qsl(arguments)))
+    if plugin:  # it makes the factory of a name
+        return plugin(name)
+    others = ", ".join(f"{kind}:..." for kind in registry.names("environments"))
+    allowed = f"{', '.join(BUILTIN_ENVIRONMENTS)}, {others} or module:Class"
     require(":" in name, "environment.name", name, allowed)
     factory = _find("environment.name", name)
     allowed = "a class whose instances have the method step(text)"
@@ -83,9 +75,7 @@ def tool_names(settings: Environment) -> list[str]:
 
 def tool_schemas(settings: Environment) -> list[dict[str, Any]] | None:
     """Return the schemas of the tools for the chat template; None if there are no tools."""
-    if settings.name.startswith(VERIFIERS_PREFIX):
-        from dapo_jax.environments import verifiers
-
-        return verifiers.tool_schemas(settings.name) or None
+    if schemas := getattr(_plugin(settings.name), "tool_schemas", None):
+        return schemas(settings.name) or None
     schemas = [tool_schema(_find("environment.tools", name)) for name in tool_names(settings)]
     return schemas or None

@@ -236,3 +236,6 @@ def open_verifiers(name: str) -> Callable[[], Verifiers]:
     """Return the function that makes `verifiers:ENV_ID?JSON`. Raises ConfigError."""
     open_package("environment.name", name)
     return functools.partial(Verifiers, name)
+
+
+open_verifiers.tool_schemas = tool_schemas  # pyright: ignore[reportFunctionMemberAccess]

@@ -28,10 +28,10 @@ from dapo_jax.learner.losses import (
 from dapo_jax.learner.ratios import RATIO_HISTOGRAM, histogram
 from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.divergence import Divergence
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.lm_head import Scale
-from dapo_jax.model.logprobs import divergences_of, energies_of, hidden_states, logprobs_of
+from dapo_jax.model.logprobs import energies_of, hidden_states, logprobs_of
+from dapo_jax.registry import feature
 from dapo_jax.structs import present
 
 IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size
@@ -180,11 +180,7 @@ def policy_learner(
     algorithm = settings.algorithm
     chunk_tokens = settings.compute.logprob_chunk_tokens
     scale = Scale(settings.temperature, config.logit_cap)
-    kind = Divergence(
-        algorithm.distillation_beta,
-        algorithm.distillation_top_k,
-        algorithm.distillation_temperature,
-    )
+    distilled = feature("divergence") if settings.teacher else None
     recorded: list[str] = []  # names of the `experts.RECORDS` that an update reads
     if config.experts:
         recorded = [BALANCE] if algorithm.router_replay == "none" else [BALANCE, REPLACED]
@@ -208,10 +204,12 @@ def policy_learner(
         rows = batch.scored.rollouts
         hidden, logprobs, entropy, records = run(params, rows, recorded)
         divergence = None
-        if settings.teacher:
+        if distilled and settings.teacher:
             teacher = params[TEACHER]
             teacher_hidden, _ = hidden_states(teacher, settings.teacher, rows.inputs)
-            divergence = divergences_of(params, hidden, teacher, teacher_hidden, kind, chunk_tokens)
+            kind = distilled.divergence_of(algorithm)
+            pair = params, hidden, teacher, teacher_hidden
+            divergence = distilled.divergences_of(*pair, kind, chunk_tokens)
         value, metrics = policy_objective(algorithm, batch, logprobs, entropy, divergence)
         if recorded:
             balance, router_means = router_terms(batch, records)

@@ -5,7 +5,7 @@ import reprlib
 from typing import Any
 
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.families import FAMILIES
+from dapo_jax.model.families import family_names, family_of
 from dapo_jax.model.families.family import Family, Windows
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.rules import Range
@@ -360,10 +360,10 @@ def decoder_from_json(
     try:
         values = text_part(values)
         kind = values.get("model_type")
-        if not isinstance(kind, str) or kind not in FAMILIES:
-            allowed = " or ".join(FAMILIES)
+        if not isinstance(kind, str) or kind not in family_names():
+            allowed = " or ".join(family_names())
             raise ValueError(f"model_type {reprlib.repr(kind)}: must be {allowed}")
-        family = FAMILIES[kind]
+        family = family_of(kind)
         values = family.prepare(values)
         _check_supported(values, family)
         defaults = DEFAULTS | family.defaults
@@ -393,7 +393,7 @@ def decoder_from_json(
 
 def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of a config.json for a decoder that was not read from a folder."""
-    family, scaling = FAMILIES[config.family], config.rope_scaling
+    family, scaling = family_of(config.family), config.rope_scaling
     name = f"{family.class_name}ForCausalLM"  # of the class in `transformers`
     if config.scalar_head:
         name = f"{family.classifier_name or family.class_name}ForSequenceClassification"

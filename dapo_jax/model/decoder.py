@@ -17,13 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
-from dapo_jax.model.delta_net import GatedDeltaNet
 from dapo_jax.model.experts import RECORDS, Experts
-from dapo_jax.model.layer_inputs import LayerInputs
 from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, look_up, named, projection
-from dapo_jax.model.mixed_layers import Pass, init_stack, run_stacks
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
+from dapo_jax.registry import feature
 from dapo_jax.runtime.sharding import constrain
 
 LAYER_INPUT = "layer_input"
@@ -348,7 +346,7 @@ class Block(nn.Module):
         x = checkpoint_name(x, LAYER_INPUT)
         h = self._whole("attention_norm", x)
         if c.is_recurrent:
-            out, cache = GatedDeltaNet(c, name="delta")(h, context, cache)
+            out, cache = feature("delta_net").GatedDeltaNet(c, name="delta")(h, context, cache)
         else:
             out, cache = self._attention(h, context, cache, slides, rotates)
         x = self._add(x, rms_norm(c, "attention_out_norm")(out) if c.out_norms else out)
@@ -448,16 +446,17 @@ class Decoder(nn.Module):
         block = functools.partial(Block, parent=None)
         inputs = {} if routes is None else {"routes": jnp.moveaxis(routes, 2, 0)}
         if c.layer_inputs:
+            LayerInputs = feature("layer_inputs").LayerInputs
             inputs["layer_input"] = LayerInputs(c, name="layer_inputs")(tokens, x)
-        stacks = {}
+        stacks, mixed = {}, feature("mixed_layers")
         for name, numbers in layer_stacks(c).items():
-            init = functools.partial(init_stack, block, c.of_layer(numbers[0]), len(numbers))
+            init = functools.partial(mixed.init_stack, block, c.of_layer(numbers[0]), len(numbers))
             # At `apply`, `self.param` would trace `init` again, inside of the mesh.
             stacks[name] = self.param(name, init) if starts else self.get_variable("params", name)
         layers = [(stack_of(c, number), c.of_layer(number)) for number in range(c.layers)]
         record = [r for r in RECORDS if not starts and self.is_mutable_collection(r)]
-        shared = Pass(context, REMAT_POLICIES.get(c.remat), c.scan_unroll, record)
-        x, records = run_stacks(block, layers, stacks, x, inputs, shared)
+        shared = mixed.Pass(context, REMAT_POLICIES.get(c.remat), c.scan_unroll, record)
+        x, records = mixed.run_stacks(block, layers, stacks, x, inputs, shared)
         for name in record:
             self.put_variable(name, "layers", records[name])
         return x

@@ -6,12 +6,14 @@ Both output heads are applied in chunks of tokens, so no [R, T, V] ever exists.
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.model.decoder import head_kernel
 from dapo_jax.model.lm_head import HeadShard, Scale, add_up, cut_chunks, logits_of, sharded, uncut
 
 MIN_REST = 1e-30  # probability of all tokens but the likeliest
@@ -49,6 +51,12 @@ class Divergence(NamedTuple):
         if self.beta in (0, 1):
             return p if self.beta else q
         return jnp.logaddexp(math.log(self.beta) + p, math.log1p(-self.beta) + q)
+
+
+def divergence_of(algorithm: Algorithm) -> Divergence:
+    """Return the divergence that an algorithm's settings choose."""
+    a = algorithm
+    return Divergence(a.distillation_beta, a.distillation_top_k, a.distillation_temperature)
 
 
 def _log_softmax(shard: HeadShard, logits: Float[Array, "n v"]) -> Float[Array, "n v"]:
@@ -133,3 +141,19 @@ def _gradients_of_divergence(divergence, chunk_tokens, kept, upstream):
 
 
 head_divergence.defvjp(_keep_divergence, _gradients_of_divergence)
+
+
+def divergences_of(
+    params: Any,
+    hidden: Float[Array, "R T D"],
+    teacher_params: Any,
+    teacher_hidden: Float[Array, "R T E"],
+    divergence: Divergence,
+    chunk_tokens: int,
+) -> Float[Array, "R T"]:
+    """Return, at t, the divergence of the distributions of tokens[t]; float32, in nats."""
+    head, teacher_head = head_kernel(params), head_kernel(teacher_params)
+    divergences = head_divergence(
+        hidden, head, teacher_hidden, teacher_head, divergence, chunk_tokens
+    )
+    return jnp.roll(cast(Array, divergences), 1, axis=1)

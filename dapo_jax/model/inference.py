@@ -20,11 +20,10 @@ from dapo_jax.model.decoder import (
     rms_norm,
     scaled_embeddings,
 )
-from dapo_jax.model.delta_net import empty_state
 from dapo_jax.model.experts import ROUTES, route_dtype
-from dapo_jax.model.layer_inputs import LayerInputs
 from dapo_jax.model.layers import SCALE
 from dapo_jax.model.lm_head import Scale
+from dapo_jax.registry import feature
 
 
 def _run_layers(
@@ -39,7 +38,8 @@ def _run_layers(
     x = scaled_embeddings(params["embedding"][tokens].astype(config.dtype), config)
     inputs: Any = [None] * config.layers
     if config.layer_inputs:
-        inputs = LayerInputs(config).apply({"params": params["layer_inputs"]}, tokens, x, False)
+        module = feature("layer_inputs").LayerInputs(config)
+        inputs = module.apply({"params": params["layer_inputs"]}, tokens, x, False)
     new_caches: list[Any] = []
     routes: list[Any] = []
     mutable = [ROUTES] if config.records_routes else []
@@ -108,7 +108,7 @@ def _empty_caches(
 
     def empty(layer: DecoderConfig) -> PromptCache | StateCache:
         if layer.is_recurrent:
-            return empty_state(layer, shape[0])
+            return feature("delta_net").empty_state(layer, shape[0])
         rows = jnp.zeros((*shape, layer.kv_heads, layer.head_dim), layer.dtype)
         return PromptCache(rows, rows)
 

@@ -25,7 +25,7 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
 from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.families import FAMILIES
+from dapo_jax.model.families import family_of
 from dapo_jax.model.param_paths import TensorPart, forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
@@ -154,7 +154,7 @@ class Tensors:
 
     def split_experts(self, config: DecoderConfig) -> None:
         """Name the experts of fused tensors one by one, if the family's files do so."""
-        if "{}" not in FAMILIES[config.family].tensors.get("moe/expert_up/kernel", ""):
+        if "{}" not in family_of(config.family).tensors.get("moe/expert_up/kernel", ""):
             return
         for name in list(self.shapes):
             if (match := FUSED_EXPERTS.fullmatch(name)) is None:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel
-from dapo_jax.model.divergence import Divergence, head_divergence
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.lm_head import Scale, head_logprobs
 
@@ -83,22 +82,6 @@ def energies_of(
     sharper, _ = logprobs_of(params, hidden, tokens, half, chunk_tokens)
     squares = jnp.exp(2 * logprobs - sharper)
     return jnp.maximum(1 - 2 * jnp.exp(logprobs) + squares, 0.0)
-
-
-def divergences_of(
-    params: Any,
-    hidden: Float[Array, "R T D"],
-    teacher_params: Any,
-    teacher_hidden: Float[Array, "R T E"],
-    divergence: Divergence,
-    chunk_tokens: int,
-) -> Float[Array, "R T"]:
-    """Return, at t, the divergence of the distributions of tokens[t]; float32, in nats."""
-    head, teacher_head = head_kernel(params), head_kernel(teacher_params)
-    divergences = head_divergence(
-        hidden, head, teacher_hidden, teacher_head, divergence, chunk_tokens
-    )
-    return jnp.roll(cast(Array, divergences), 1, axis=1)
 
 
 def token_values(params: Any, config: DecoderConfig, rows: Rows) -> Float[Array, "R T"]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, layer_stacks
-from dapo_jax.model.families import FAMILIES
+from dapo_jax.model.families import family_of
 from dapo_jax.runtime.sharding import flatten, unbox
 
 TOP_TENSORS = {  # published names of parameters outside layers
@@ -96,12 +96,12 @@ def stacked_axes(path: str) -> int:
 
 def published_names(path: str, config: DecoderConfig) -> list[str]:
     """Return the names of a parameter's published tensors by layer; fused ones repeat."""
-    return _names(FAMILIES[config.family].tensors, path, config)
+    return _names(family_of(config.family).tensors, path, config)
 
 
 def matrix_names(path: str, config: DecoderConfig) -> list[str]:
     """Return the names of a parameter's matrices for PEFT, the prefixes of its adapters' names."""
-    family = FAMILIES[config.family]
+    family = family_of(config.family)
     return _names(family.adapter_tensors or family.tensors, path, config)
 
 
@@ -117,7 +117,7 @@ def _names(tensors: Mapping[str, str], path: str, config: DecoderConfig) -> list
 def is_fused(path: str, config: DecoderConfig) -> bool:
     """Return True if one published tensor holds the parameter of all experts of a layer."""
     below = below_stack(path)
-    return has_experts(path) and "{}" not in FAMILIES[config.family].tensors[below or ""]
+    return has_experts(path) and "{}" not in family_of(config.family).tensors[below or ""]
 
 
 def fused_paths(path: str, config: DecoderConfig) -> list[str]:
@@ -125,7 +125,7 @@ def fused_paths(path: str, config: DecoderConfig) -> list[str]:
     if not is_fused(path, config):
         return [path]
     stack, _, below = path.partition("/")
-    tensors = FAMILIES[config.family].tensors
+    tensors = family_of(config.family).tensors
     return [f"{stack}/{other}" for other, name in tensors.items() if name == tensors[below]]
 
 

@@ -18,7 +18,7 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
 from dapo_jax.model.config_json import decoder_to_json, text_part
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.families import FAMILIES
+from dapo_jax.model.families import family_of
 from dapo_jax.model.load_huggingface import INDEX, Layers
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
@@ -162,7 +162,7 @@ def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: st
     values = json.loads((source / "config.json").read_text())
     if "text_config" in values:  # only the text model is written
         values = text_part(values)
-        family = FAMILIES[values["model_type"]]
+        family = family_of(values["model_type"])
         values["architectures"] = [f"{family.class_name}ForCausalLM"]
     values.pop("_name_or_path", None)  # a local path of its author
     values.pop("quantization_config", None)  # the written weights are not quantised

@@ -8,8 +8,8 @@ from rich.markup import escape
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.sources import Source
-from dapo_jax.reporting.alerts import reads_answers, reward_leads, settings_of
 from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.correctness import reads_answers, reward_leads, settings_of
 from dapo_jax.reporting.scores import Response
 
 MANY_WITHOUT_ANSWER = 0.5

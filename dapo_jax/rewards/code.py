@@ -14,16 +14,18 @@ import pathlib
 import shlex
 import subprocess
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dapo_jax.rewards.functions import make_failure
-from dapo_jax.rewards.group_rewards import GYM, TESTS
+from dapo_jax.config.experiment import Reward
+from dapo_jax.rewards.functions import ResponseCall, make_failure
+from dapo_jax.rewards.group_rewards import TESTS
+from dapo_jax.rewards.verifying import Verifying, Workers
 from dapo_jax.runtime import sandbox
 from dapo_jax.runtime.sandbox import Process, Program
 from dapo_jax.structs import SLOW, Failure, Outcome, Verdict, WantedColumns
-from dapo_jax.verifier.extraction import LONGEST_ANSWER
 
-CODE = "code"  # the verifier's name
+LONGEST_ANSWER = 10_000  # characters of a program that a verdict keeps
 MAX_OUTPUT_BYTES = 1 << 20  # more than what is expected
 WALL_FACTOR = 2  # wall time of all tests, relative to the CPU time of a process
 FENCE = "```"
@@ -87,7 +89,7 @@ def read_tests(columns: dict[str, Any]) -> Tests:
 def with_tests(wanted: WantedColumns) -> WantedColumns:
     """Add the columns that `read_tests` reads."""
     required, optional = wanted.required | {"tests"}, wanted.optional | {"command", "entry_point"}
-    return wanted._replace(required=required, optional=optional, run_as_tests=True)
+    return wanted._replace(required=required, optional=optional, check=read_tests)
 
 
 def last_block(response: str) -> str | None:
@@ -119,7 +121,7 @@ def judge_code(response: str, columns: str, seconds: float, every: bool) -> Verd
     """
     code = last_block(response)
     if code is None:
-        return Verdict(False, None, None, {GYM: 0.0, TESTS: 0.0}, decided="no_marker")
+        return Verdict(False, None, None, {TESTS: 0.0}, decided="no_marker")
     try:
         tests = read_tests(json.loads(columns))
         passed, late = run_code(code, tests, seconds, every)
@@ -129,8 +131,9 @@ def judge_code(response: str, columns: str, seconds: float, every: bool) -> Verd
         return Verdict(False, None, Failure(Outcome.USER_ERROR, f"the row's tests: {error}"))
     share = sum(passed) / len(tests.inputs)
     correct = share == 1 and not late
-    parts = {GYM: float(correct), TESTS: share}
-    return Verdict(correct, code[:LONGEST_ANSWER], None, parts, decided=SLOW * late or "direct")
+    return Verdict(
+        correct, code[:LONGEST_ANSWER], None, {TESTS: share}, decided=SLOW * late or "direct"
+    )
 
 
 def run_code(code: str, tests: Tests, seconds: float, every: bool) -> Result:
@@ -240,3 +243,24 @@ def _is_same(value: Any, expected: Any) -> bool:
     if isinstance(value, float) and isinstance(expected, float):
         return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
     return type(value) is type(expected) and value == expected
+
+
+class CodeVerifying(Verifying):
+    """`code`: a response is correct if its program passes all tests of its row."""
+
+    reads_answers = False
+
+    def __init__(self, reward: Reward):
+        super().__init__(reward)
+        self._every = TESTS in reward.weights()
+        sandbox.find_python()  # fails here, not in a thread
+
+    def verify(self, workers: Workers, calls: Sequence[ResponseCall]) -> list[Verdict]:
+        seconds = self.reward.timeout_seconds
+        return [judge_code(call.response, call.columns, seconds, self._every) for call in calls]
+
+    def columns(self, wanted: WantedColumns) -> WantedColumns:
+        return with_tests(wanted)
+
+    def responses_to(self, gold: str) -> dict[str, str]:
+        return {"gold in its form": f"{FENCE}\n{gold}\n{FENCE}", "gold alone": gold}

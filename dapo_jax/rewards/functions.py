@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from dapo_jax.config.experiment import ModelJudge as ModelJudgeSettings
+from dapo_jax import registry
+from dapo_jax.config.experiment import Reward
 from dapo_jax.config.user_code import describe_error, resolve
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS
-from dapo_jax.rewards.model_judge import ModelJudge, Score
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.workers.pickled_functions import find_registered
 from dapo_jax.structs import Failure, Outcome, WantedColumns
@@ -102,7 +102,6 @@ def think_format(prompt: str, response: str, answer: str) -> float:
     return float(match is not None and all(text.strip() for text in match.groups()))
 
 
-JUDGE = "judge"
 BUILTIN_FUNCTIONS: dict[str, Callable] = {"think_format": think_format}
 
 
@@ -112,27 +111,28 @@ def coin(prompt: str, response: str, answer: str) -> float:
 
 
 def find_functions(
-    names: Sequence[str], field: str = "reward.parts", judge: ModelJudgeSettings | None = None
+    names: Sequence[str], field: str = "reward.parts", reward: Reward | None = None
 ) -> dict[str, Callable]:
     """Return the functions of the named parts, without the parts that the trainer computes.
 
     Args:
         field: the setting that names them, for errors.
-        judge: settings of the part `judge`.
+        reward: settings of the parts that are plug-ins.
 
     Raises:
         ConfigError: a name is no part, can't be imported, or can't be called as one.
     """
-    builtin = BUILTIN_FUNCTIONS | {JUDGE: ModelJudge(judge or ModelJudgeSettings())}
-    known = (*TRAINER_PARTS, *builtin)
+    known = (*TRAINER_PARTS, *BUILTIN_FUNCTIONS, *registry.names("parts"))
     allowed = ", ".join(known) + " or module:function"
     functions = {}
     for name in names:
         require(name in known or ":" in name, field, name, allowed)
         if name in TRAINER_PARTS:
             continue
-        function = builtin.get(name) or find_registered(field, name)
-        functions[name] = function or resolve(field, name)
+        function = BUILTIN_FUNCTIONS.get(name) or registry.find("parts", name)
+        if isinstance(function, type):  # it needs settings
+            function = function(reward or Reward())
+        functions[name] = function or find_registered(field, name) or resolve(field, name)
     for name, function in functions.items():
         try:
             names = (*arguments(function), *column_names(function).required)
@@ -373,7 +373,7 @@ def compute(
     for (i, name, _), value in zip(jobs, values, strict=True):
         try:
             replies[i].parts[name] = _check(value, calls[i])
-            replies[i].parts.update(value.counts if isinstance(value, Score) else {})
+            replies[i].parts.update(getattr(value, "counts", {}))
         except (Exception, asyncio.CancelledError) as error:
             text = f"{name}: {describe_error(error)}"
             failure = replies[i].failure or make_failure(error, Outcome.USER_ERROR, text)

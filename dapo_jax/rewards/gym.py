@@ -16,11 +16,13 @@ import json
 import math
 import re
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
+from dapo_jax.config.experiment import Data
 from dapo_jax.config.user_code import read_options
+from dapo_jax.data.generated import Generated
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Failure
+from dapo_jax.structs import Problem
 
 PREFIX = "gym:"
 RELEASE = "0.1.25"
@@ -29,7 +31,6 @@ EVALUATING = frozenset(
     "simple_integration spiral_matrix string_insertion".split()
 )
 WON_BY_CONSTANTS = frozenset({"coin_flip", "game_of_life_halting"})
-SCORER_ERROR = "scorer_error"  # `ScoreReply.how` of an answer on which the scorer raised
 _TUPLE = "__tuple__"
 _ARITHMETIC = re.compile(r"(?:[0-9]{1,6}|(?<!/)/|(?<!\*)\*|[-+() ]){1,200}")  # no power, no name
 
@@ -113,28 +114,26 @@ def open_task(field: str, name: str, seed: int, size: int) -> Any:
         raise ConfigError(f"{setting}: {error}{known}") from None
 
 
+def open_problems(field: str, name: str, data: Data, seed: int, split: str) -> Generated:
+    """Return the problems of a task; the held-out ones follow the training ones."""
+    items = open_task(field, name, seed, data.train_problems + data.heldout_count())
+
+    def make(index: int) -> Problem:
+        number = index + (data.train_problems if split == "heldout" else 0)
+        item = items[number]
+        return Problem(
+            id=f"{name}-{number}",
+            text=item["question"].strip(),
+            answer=str(item["answer"]),
+            source=name,
+            subject=items.category,
+            metadata=pack_item(item),
+        )
+
+    return Generated(data.count(split), make)
+
+
 # --- items and scores, in workers -----------------------------------------------------------
-
-
-class ScoreRequest(NamedTuple):
-    """An answer to score; without metadata, only the task's scorer is loaded."""
-
-    source: str
-    metadata: str | None = None
-    answer: str | None = None
-
-
-class ScoreReply(NamedTuple):
-    """The score of an answer and how it was decided, or why there is none."""
-
-    score: float = 0.0
-    how: str = "scorer"
-    failure: Failure | None = None
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "ScoreReply":
-        known: dict[str, Any] = fields | {"failure": Failure.from_json(fields["failure"])}
-        return cls(**known)
 
 
 def _mark_tuples(value: Any) -> Any:
@@ -171,7 +170,7 @@ def prepare(name: str) -> None:
         _scorer(name)
 
 
-def gym_score(name: str, metadata: str, answer: str | None) -> float:
+def score(name: str, metadata: str, answer: str | None) -> float:
     """Return the score of the task's own scorer: 1 if correct, less for some other answers.
 
     Args:
@@ -190,5 +189,5 @@ def gym_score(name: str, metadata: str, answer: str | None) -> float:
     item = json.loads(metadata, object_hook=_unmark_tuples)
     if not is_finite(answer, item.get("answer")):
         return 0.0
-    score = float(scorer.score_answer(answer, item))
-    return score if math.isfinite(score) else 0.0
+    value = float(scorer.score_answer(answer, item))
+    return value if math.isfinite(value) else 0.0

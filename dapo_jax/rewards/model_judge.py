@@ -19,6 +19,7 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.config.experiment import ModelJudge as Settings
+from dapo_jax.config.experiment import Reward
 from dapo_jax.runtime.storage.retries import suppress_storage_errors, write_text
 from dapo_jax.structs import JudgeUnavailable
 
@@ -85,9 +86,9 @@ def read_score(text: str, highest: int) -> float:
 class ModelJudge:
     """Reward function that asks a judge. A row's column `rubric` replaces the configured one."""
 
-    def __init__(self, settings: Settings):
-        self._settings = settings
-        self._threads = concurrent.futures.ThreadPoolExecutor(settings.concurrency)
+    def __init__(self, reward: Reward):
+        self._settings = reward.judge
+        self._threads = concurrent.futures.ThreadPoolExecutor(reward.judge.concurrency)
 
     async def __call__(self, prompt: str, response: str, answer: str, rubric: str = "") -> Score:
         """Return the score of a response. Raises JudgeUnavailable."""

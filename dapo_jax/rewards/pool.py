@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards.code import CODE, judge_code
 from dapo_jax.rewards.functions import (
     TOKENS,
     Call,
@@ -30,9 +29,9 @@ from dapo_jax.rewards.functions import (
     place_rewards,
     sees_group,
 )
-from dapo_jax.rewards.group_rewards import GYM, TESTS
-from dapo_jax.rewards.gym import ScoreReply, ScoreRequest
-from dapo_jax.runtime import sandbox
+from dapo_jax.rewards.group_rewards import GYM
+from dapo_jax.rewards.scoring import SCORE_SECONDS, ScoreReply, ScoreRequest, scores
+from dapo_jax.rewards.verifying import WORKER, Workers, open_verifier
 from dapo_jax.runtime.workers.parent import (
     BUSY_FACTOR,
     LATE_FACTOR,
@@ -43,49 +42,14 @@ from dapo_jax.runtime.workers.parent import (
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool
 from dapo_jax.structs import SLOW, Completion, Failure, Outcome, Prompt, Verdict, present
-from dapo_jax.verifier.algebra_process import WORKER as ALGEBRA_WORKER
-from dapo_jax.verifier.algebra_process import verify
-from dapo_jax.verifier.verifier import Question, Settings
 
-WORKER = "dapo_jax.rewards.worker"
 MAX_CONCURRENT_CALLS = 64  # of async functions
-MAX_JUDGED_TOGETHER = 64  # responses of one exchange with the verifier's process
-SCORE_SECONDS = 2.0  # of CPU time for one score of a gym task
 GRACE_SECONDS = 2.0  # for a worker to report that calls were late
 
 Place = Callable[[list], np.ndarray]  # from a list that a function returned to rewards of tokens
 
 
-# --- verifiers ------------------------------------------------------------------------------
-
-
-def _verify(
-    worker: RestartingWorker, reward: Reward, calls: Sequence[ResponseCall]
-) -> list[Verdict]:
-    settings = Settings(reward.verifier, reward.percent, reward.unfinished)
-    questions = [Question(call.response, call.answer, call.prompt) for call in calls]
-    results = verify(worker, settings, questions, reward.timeout_seconds)
-    return [_read_result(result) for result in results]
-
-
-def _read_result(result: tuple | Exception) -> Verdict:
-    if isinstance(result, ComputedTooLong):  # the text's own fault
-        return Verdict(False, None, decided=SLOW)
-    if isinstance(result, Exception):
-        return Verdict(False, None, make_failure(result, Outcome.CRASH))
-    correct, extracted, decided = result
-    return Verdict(correct, extracted, None, {GYM: float(correct)}, decided=decided)
-
-
 # --- reward functions -----------------------------------------------------------------------
-
-
-class _Workers(NamedTuple):
-    """Processes of one thread."""
-
-    algebra: RestartingWorker
-    gym: RestartingWorker
-    parts: RestartingWorker
 
 
 class _Parts:
@@ -94,8 +58,8 @@ class _Parts:
     def __init__(self, reward: Reward):
         self._seconds = reward.timeout_seconds
         # Fails here, not in a worker.
-        functions = find_functions(list(reward.weights()), judge=reward.judge)
-        self._judge_settings = json.dumps(vars(reward.judge))
+        functions = find_functions(list(reward.weights()), reward=reward)
+        self._settings = json.dumps(dataclasses.asdict(reward))
         self._in_process = {n: f for n, f in functions.items() if n.startswith(IN_PROCESS_PREFIX)}
         in_workers = [name for name in functions if name not in self._in_process]
         self._async_names = [name for name in in_workers if is_async(functions[name])]
@@ -114,7 +78,7 @@ class _Parts:
 
     def open_worker(self, names: list[str]) -> RestartingWorker:
         """Return a process for these functions."""
-        settings = (self._copies.path, str(self._seconds), self._judge_settings)
+        settings = (self._copies.path, str(self._seconds), self._settings)
         return RestartingWorker(WORKER, "parts", *settings, *names)
 
     @property
@@ -228,6 +192,11 @@ class _Job(NamedTuple):
     metadata: str
     verdict: Future[Verdict]
 
+    @property
+    def scored(self) -> bool:
+        """Whether the problem's source scores the answer itself."""
+        return bool(self.metadata) and scores(self.source)
+
 
 class RewardPool:
     """Verdicts and rewards of responses, computed while decoding continues.
@@ -241,9 +210,7 @@ class RewardPool:
 
     def __init__(self, reward: Reward, split: Callable[[Sequence[int]], list[str]] | None = None):
         self._reward = reward
-        self._runs_code = reward.verifier == CODE
-        if self._runs_code:
-            sandbox.find_python()  # fails here, not in a thread
+        self.verifier = open_verifier(reward)
         self._split = split
         self._weights = reward.weights()
         self._parts = _Parts(reward)
@@ -252,12 +219,10 @@ class RewardPool:
         self._lock = threading.Lock()
         self._pool = WorkerPool(reward.workers, self._open_workers, "reward")
 
-    def _open_workers(self) -> _Workers:
-        return _Workers(
-            RestartingWorker(ALGEBRA_WORKER),
-            RestartingWorker(WORKER, "gym"),
-            self._parts.open_worker(self._parts.names),
-        )
+    def _open_workers(self) -> Workers:
+        """Return the processes of one thread: of parts, of scores, of the verifier."""
+        parts = self._parts.open_worker(self._parts.names)
+        return (parts, RestartingWorker(WORKER, "scores"), *self.verifier.open())
 
     @property
     def kills(self) -> int:
@@ -338,7 +303,7 @@ class RewardPool:
                 }
                 replies.set_result(shared)
 
-            reply = self._pool.submit(lambda workers: self._parts.compute(call, workers.parts))
+            reply = self._pool.submit(lambda workers: self._parts.compute(call, workers[0]))
             _when_done([reply, *self._parts.submit_async(call)], share_out)
 
         def add(i: int, results: list) -> Verdict:
@@ -368,44 +333,39 @@ class RewardPool:
             prompt.columns,
         )
 
-    def _judge_queue(self, workers: _Workers) -> None:
+    def _judge_queue(self, workers: Workers) -> None:
         """Judge a fair part of the responses that no other thread has taken, in one exchange."""
         with self._lock:
             share = math.ceil(len(self._queue) / self._reward.workers)
-            limit = 1 if self._runs_code else MAX_JUDGED_TOGETHER
-            jobs = [self._queue.popleft() for _ in range(min(share, limit))]
+            jobs = [self._queue.popleft() for _ in range(min(share, self.verifier.together))]
         if jobs:
             with contextlib.suppress(RuntimeError):  # the pool was closed
                 self._judge(workers, jobs)
 
-    def _judge(self, workers: _Workers, jobs: list[_Job]) -> None:
-        if self._runs_code:
-            seconds, every = self._reward.timeout_seconds, TESTS in self._weights
-            calls = [(job.call.response, job.call.columns) for job in jobs]
-            verdicts = [judge_code(*call, seconds, every) for call in calls]
-        else:
-            verdicts = _verify(workers.algebra, self._reward, [job.call for job in jobs])
+    def _judge(self, workers: Workers, jobs: list[_Job]) -> None:
+        verdicts = self.verifier.verify(workers[2:], [job.call for job in jobs])
         for job, verdict in zip(jobs, verdicts, strict=True):
             if not self._reads_verdicts:
                 verdict = dataclasses.replace(verdict, failure=None)
-            if job.metadata or self._parts.any_of_response:  # these may be slow: one at a time
+            verdict = dataclasses.replace(
+                verdict, parts={GYM: float(verdict.correct)} | verdict.parts
+            )
+            if job.scored or self._parts.any_of_response:  # these may be slow: one at a time
                 scored = self._pool.submit(self._score, job, verdict)
                 scored.add_done_callback(functools.partial(_cancel_with, job.verdict))
             else:
                 job.verdict.set_result(verdict)
 
-    def _score(self, workers: _Workers, job: _Job, verdict: Verdict) -> None:
+    def _score(self, workers: Workers, job: _Job, verdict: Verdict) -> None:
         try:
-            if job.metadata:
-                verdict = self._score_with_task(workers.gym, verdict, job.source, job.metadata)
+            if job.scored:
+                verdict = self._score_with_task(workers[1], verdict, job.source, job.metadata)
             if not self._reads_verdicts:
                 verdict = dataclasses.replace(verdict, failure=None)
             if verdict.failure:
                 job.verdict.set_result(verdict)
                 return
-            parts = {GYM: float(verdict.correct)} | verdict.parts
-            verdict = dataclasses.replace(verdict, parts=parts)
-            reply = self._parts.compute(job.call, workers.parts)
+            reply = self._parts.compute(job.call, workers[0])
             job.verdict.set_result(self._add(verdict, reply, place=job.place))
         except Exception as error:
             job.verdict.set_exception(error)

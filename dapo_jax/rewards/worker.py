@@ -1,11 +1,10 @@
 """Worker process of rewards.
 
-python -m dapo_jax.rewards.worker parts FILE SECONDS JUDGE NAMES   reward functions, also the user's
-python -m dapo_jax.rewards.worker gym                              scorers of reasoning-gym
+python -m dapo_jax.rewards.worker parts FILE SECONDS REWARD NAMES  reward functions, also the user's
+python -m dapo_jax.rewards.worker scores                           scorers of the problems' sources
+python -m dapo_jax.rewards.worker verifier NAME                    a verifier that is a function
 """
 
-import contextlib
-import importlib
 import json
 import os
 import sys
@@ -16,17 +15,18 @@ from dapo_jax.runtime.workers.child import discard_output, limit_process, serve
 NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def make_parts(file: str, seconds: str, judge: str, *names: str) -> Callable[[dict], dict]:
+def make_parts(file: str, seconds: str, reward: str, *names: str) -> Callable[[dict], dict]:
     """Return the function that answers `{"calls"}` with `{"replies"}` of the named parts.
 
     Args:
         file: `FunctionCopies.path`.
         seconds: limit of an async call.
-        judge: JSON of the settings of the part `judge`.
+        reward: JSON of the settings of rewards.
     """
-    from dapo_jax.config.experiment import ModelJudge
+    from dapo_jax.config.experiment import Reward
     from dapo_jax.config.user_code import describe_error
     from dapo_jax.rewards.functions import PartsReply, compute, find_functions, read_call
+    from dapo_jax.runtime.settings import from_dict
     from dapo_jax.runtime.workers.pickled_functions import load_copies
     from dapo_jax.structs import Failure, Outcome
 
@@ -34,7 +34,7 @@ def make_parts(file: str, seconds: str, judge: str, *names: str) -> Callable[[di
     failure = None
     try:
         load_copies(file)
-        functions = find_functions(names, judge=ModelJudge(**json.loads(judge)))
+        functions = find_functions(names, reward=from_dict(Reward, json.loads(reward), "reward."))
     except Exception as error:  # a module that the trainer finds, and the worker does not
         text = f"{names[0]}: in a worker: {describe_error(error)}"
         failure = PartsReply({}, Failure(Outcome.USER_ERROR, text))
@@ -47,43 +47,63 @@ def make_parts(file: str, seconds: str, judge: str, *names: str) -> Callable[[di
     return answer
 
 
-def make_gym() -> Callable[[dict], dict]:
+def make_scores() -> Callable[[dict], dict]:
     """Return the function that answers a `ScoreRequest` with a `ScoreReply`.
 
     The process has limits on memory and files, and its output is discarded.
     """
     # Each thread of numpy's libraries would reserve a part of the address space.
     os.environ |= dict.fromkeys(NUMPY_THREADS, "1")
-    from dapo_jax.rewards import gym
+    from dapo_jax.rewards.scoring import SCORER_ERROR, ScoreReply, ScoreRequest, find_source
     from dapo_jax.runtime.settings import ConfigError
     from dapo_jax.structs import Failure, Outcome
 
     limit_process()
     discard_output()
-    with contextlib.suppress(ImportError):  # each job reports it
-        importlib.import_module("reasoning_gym")  # it takes longer than the limit of a job
 
     def answer(job: dict) -> dict:
-        request = gym.ScoreRequest(**job)
+        request = ScoreRequest(**job)
+        source = find_source(request.source)
         if request.metadata is None:
-            gym.prepare(request.source)
-            return gym.ScoreReply()._asdict()
+            source.prepare(request.source)
+            return ScoreReply()._asdict()
         try:
-            score = gym.gym_score(request.source, request.metadata, request.answer)
-            return gym.ScoreReply(score)._asdict()
+            score = source.score(request.source, request.metadata, request.answer)
+            return ScoreReply(score)._asdict()
         except (MemoryError, ConfigError) as error:
             outcome = Outcome.MEMORY if isinstance(error, MemoryError) else Outcome.USER_ERROR
-            return gym.ScoreReply(failure=Failure(outcome, repr(error)[:200]))._asdict()
+            return ScoreReply(failure=Failure(outcome, repr(error)[:200]))._asdict()
         except Exception:  # some scorers raise if an answer can't be parsed: it is wrong
-            return gym.ScoreReply(how=gym.SCORER_ERROR)._asdict()
+            return ScoreReply(how=SCORER_ERROR)._asdict()
 
     return answer
+
+
+def make_verifier(name: str) -> Callable[[dict], dict]:
+    """Return the function that answers the arguments of a verifier with its result."""
+    from dapo_jax.config.user_code import describe_error
+    from dapo_jax.contracts import VerifierResult
+    from dapo_jax.rewards.verifying import find_verifier
+
+    verifier = find_verifier(name)
+
+    def answer(job: dict) -> dict:
+        try:
+            result = verifier(**job)
+        except Exception as error:  # another package's code may raise anything
+            return {"error": describe_error(error)}
+        return {"result": result if isinstance(result, tuple) else VerifierResult(result, None)}
+
+    return answer
+
+
+KINDS = {"parts": make_parts, "scores": make_scores, "verifier": make_verifier}
 
 
 def main() -> None:
     """Serve the kind of job that the command line names."""
     kind, *rest = sys.argv[1:]
-    serve(lambda: make_gym() if kind == "gym" else make_parts(*rest))
+    serve(lambda: KINDS[kind](*rest))
 
 
 if __name__ == "__main__":

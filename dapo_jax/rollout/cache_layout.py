@@ -20,8 +20,8 @@ from dapo_jax.model.decode_attention import (
     rounded,
 )
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.delta_net import empty_state
 from dapo_jax.model.quantisation import quantise
+from dapo_jax.registry import feature
 from dapo_jax.rollout.page_table import Fills, PageGeometry, PageTable
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
@@ -128,7 +128,10 @@ class CacheLayout:
 
     def empty(self, window: int) -> Caches:
         """Return zeroed caches of every layer with space for `window` tokens per slot."""
-        states = functools.partial(empty_state, batch=self._settings.slots)
+
+        def states(layer: DecoderConfig) -> StateCache:
+            return feature("delta_net").empty_state(layer, self._settings.slots)
+
         pages, slots = functools.cache(self._empty_pages), functools.cache(self._empty_slots)
         return self._by_layer(states, pages, slots, self.window(window))
 

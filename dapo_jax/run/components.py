@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from rich.markup import escape
 
+from dapo_jax import registry
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
-from dapo_jax.contracts import Sampler
+from dapo_jax.contracts import Sampler, do_nothing
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import check_chat, open_template
@@ -22,19 +23,17 @@ from dapo_jax.learner.learners import LearnerPrograms
 from dapo_jax.learner.minibatches import TokenWeights
 from dapo_jax.model import load_huggingface, peft_adapters, trainable
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.reporting.alerts import reward_leads, settings_of
+from dapo_jax.registry import feature
 from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.correctness import reward_leads, settings_of
 from dapo_jax.reporting.notices import MAX_CUT, fitting
-from dapo_jax.rewards.code import CODE, with_tests
 from dapo_jax.rewards.functions import find_functions, wanted_columns
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run import compute
-from dapo_jax.run.lease_server import LeaseServer
 from dapo_jax.run.memory import check_run_fits
-from dapo_jax.run.remote_sampler import RemoteSampler, open_remote
-from dapo_jax.run.teacher import has_teacher, load_teacher, open_programs
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.train import Trainer
@@ -104,13 +103,13 @@ class Components:
     environments: Environments | None
     token_weights: TokenWeights | None  # user function
     decoder: DecoderConfig
-    lease_server: LeaseServer | None = None  # with `rollout.remote`
+    close_sampler: Callable[[], None] = do_nothing
 
     def trainer(self, **options: Any) -> Trainer:
         """Return the trainer of a run; `options` are other fields of `RolloutSource`."""
         copy = self.learners.policy.copy if self.config.rollout.staleness else None
-        if isinstance(self.sampler, RemoteSampler):
-            options |= {"announce": self.sampler.announce}
+        if announce := getattr(self.sampler, "announce", None):
+            options |= {"announce": announce}
         source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 
@@ -128,10 +127,9 @@ class Components:
         return load_huggingface.load_params(folder, shape, mesh, field=field, fresh_score=True)
 
     def close(self) -> None:
-        """Stop the worker processes, and the server of samplers."""
+        """Stop the worker processes, and what the sampler serves."""
         self.judge.close()
-        if self.lease_server:
-            self.lease_server.close()
+        self.close_sampler()
         if self.environments:
             self.environments.close()
 
@@ -241,7 +239,7 @@ def open_decoder(
     decoder = trainable.choose_trained(decoder, config.model.freeze_layers, config.lora)
     decoder = compute.choose_recording(config.algorithm, decoder, training)
     compute.check_divisible(decoder, mesh)
-    if training and has_teacher(config):
+    if training and config.algorithm.distils:
         check_same_model("teacher.folder", config.teacher.folder, folder, lambda shape: None)
     check_run_fits(config, decoder, mesh, sampling_mesh, training)
     return decoder, mesh, sampling_mesh
@@ -274,9 +272,7 @@ def open_prompts(
 ) -> PromptStream:
     """Return the prompts of the config's problems, as environments open them."""
     functions = find_functions(list(config.reward.weights()))
-    columns = wanted_columns(functions.values())
-    if config.reward.verifier == CODE:
-        columns = with_tests(columns)
+    columns = open_verifier(config.reward).columns(wanted_columns(functions.values()))
     tools = tool_schemas(config.environment)
     template = config.data.template
     require(not tools or template == "chat", "data.template", template, "chat, which shows tools")
@@ -311,20 +307,24 @@ def build(
             check_same_model(
                 "critic.folder", config.critic.folder, config.model.folder, scalar_config
             )
-        teacher = load_teacher(config, decoder, mesh) if training else None
-        learners = open_programs(config, decoder, mesh, frozen, teacher)
+        learners = compute.open_learners(config, decoder, mesh, frozen)
+        if training and config.algorithm.distils:
+            distilled = feature("teacher")
+            teacher = distilled.load_teacher(config, decoder, mesh)
+            learners = distilled.open_programs(config, decoder, mesh, frozen, teacher)
         reference = load_reference(config, decoder, mesh, frozen) if training else None
         pool = RewardPool(config.reward, tokenizer.split)
         model = load_reward_model(config, mesh)
         sampler = compute.open_sampler(engine, tokenizer, config.seed, environments)
-        lease_server = None
+        close_sampler = do_nothing
         if training and config.rollout.remote != "none":
 
             def warn(text: str) -> None:
                 progress.warn(escape(text))
 
             load = engine.programs.weights.load_trained
-            sampler, lease_server = open_remote(config, decoder, sampler, load, warn)
+            open_remote = registry.find("samplers", "remote")
+            sampler, close_sampler = open_remote(config, decoder, sampler, load, warn)
         return Components(
             config=config,
             tokenizer=tokenizer,
@@ -337,5 +337,5 @@ def build(
             frozen=frozen,
             token_weights=token_weights,
             decoder=decoder,
-            lease_server=lease_server,
+            close_sampler=close_sampler,
         )

@@ -16,8 +16,8 @@ from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
 from dapo_jax.contracts import Sampler
 from dapo_jax.data.prompts.tokenizer import Decodes, Ends
 from dapo_jax.learner.critic import critic_learner, scalar_config
+from dapo_jax.learner.learners import LearnerPrograms
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.learner.update import Learner
 from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.engine import PolicyEngine
@@ -175,8 +175,8 @@ def open_learners(
     mesh: jax.sharding.Mesh,
     frozen: Any,
     teacher: DecoderConfig | None = None,
-) -> tuple[Learner, Learner | None]:
-    """Return the learner of the policy, and of the critic if the algorithm has one."""
+) -> LearnerPrograms:
+    """Return the programs of the policy, and of the critic if the algorithm has one."""
     algorithm, compute = config.algorithm, config.compute
     temperature = config.sampler.temperature
     critic = None
@@ -185,4 +185,4 @@ def open_learners(
         critic = keep(critic_learner, algorithm, settings, scalar_config(decoder), mesh)
     score = PolicySettings(algorithm, compute, temperature, config.log.token_ratios, teacher)
     policy = keep(policy_learner, score, config.optimizer, decoder, mesh, frozen=frozen)
-    return policy, critic
+    return LearnerPrograms(policy, critic)

@@ -24,6 +24,7 @@ from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report,
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rewards.judge import Pending
+from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
@@ -38,7 +39,6 @@ from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
 from dapo_jax.structs import Completion, Group, Interrupted, Prompt, SamplingRule
-from dapo_jax.verifier.algebra_process import same_answer
 
 # Means over responses in a report.
 MEANS = (
@@ -106,7 +106,7 @@ def check_scored(responses: Sequence[Response]) -> None:
 
 def report_on(responses: Sequence[Response], config: Config) -> Report:
     """Return the report on responses; the config's seed is that of the bootstrap."""
-    return make_report(responses, same_answer, config.seed)
+    return make_report(responses, open_verifier(config.reward).same_answer, config.seed)
 
 
 def heldout_metrics(report: Report) -> dict[str, float]:

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.delta_net import empty_state
 from dapo_jax.model.param_paths import forward_dtype
 from dapo_jax.model.trainable import is_trained
-from dapo_jax.run.teacher import has_teacher, teacher_bytes
+from dapo_jax.registry import feature
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, require
 
@@ -55,7 +54,7 @@ def state_bytes(decoder: DecoderConfig, pieces: float) -> float:
     """Return the bytes of a slot's states in all delta-net layers, on one of `pieces` devices."""
     if not decoder.recurrent:
         return 0.0
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: empty_state(decoder, 1)))
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: feature("delta_net").empty_state(decoder, 1)))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     return sum(decoder.recurrent) * size / pieces
 
@@ -124,8 +123,8 @@ def resident_bytes(
     if training:
         held["optimizer"] = 2 * trained
         held["reference"] = count(True, forward=True) * config.algorithm.reference
-        if has_teacher(config):
-            held["teacher"] = teacher_bytes(config, decoder, mesh)
+        if config.algorithm.distils:
+            held["teacher"] = feature("teacher").teacher_bytes(config, decoder, mesh)
         held["policy before the update"] = trained * bool(config.rollout.staleness)
         if config.algorithm.critic:
             held["critic and optimizer"] = 3 * params_bytes(scalar_config(decoder), mesh)

@@ -270,8 +270,8 @@ def open_remote(
     local: Sampler,
     load: Callable[[Any], dict[str, Any]],
     warn: Callable[[str], None],
-) -> tuple[RemoteSampler, LeaseServer | None]:
-    """Return the sampler of a run, and on process 0 the server of its leases.
+) -> tuple[RemoteSampler, Callable[[], None]]:
+    """Return the sampler of a run, and a function that ends the server of its leases.
 
     Raises `ConfigError`.
     """
@@ -291,7 +291,12 @@ def open_remote(
 
     is_also = config.rollout.remote == "also"
     sampler = RemoteSampler(local, leases, load, versions.write, is_also, settings.slots, warn)
-    return sampler, next(iter(servers), None)
+
+    def close() -> None:
+        for server in servers:  # on process 0
+            server.close()
+
+    return sampler, close
 
 
 def submit(sampler: Sampler, prompt: Prompt, samples: tuple[int, ...]) -> None:

@@ -13,10 +13,9 @@ from rich.markup import escape
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.load_huggingface import fingerprint
+from dapo_jax.registry import feature
 from dapo_jax.reporting import notices
-from dapo_jax.reporting.alerts import Alerts
 from dapo_jax.reporting.console import Progress, fit
-from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.group_format import (
@@ -74,7 +73,7 @@ class Run:
     signals: Signals
 
     def __post_init__(self):
-        self._alerts = Alerts(self.components.config, self.files.rows())
+        self._alerts = feature("alerts").Alerts(self.components.config, self.files.rows())
         self._heldout = self.components.prompts.heldout_prompts()
         self._started = time.perf_counter() - self.progress.seconds
 
@@ -231,7 +230,7 @@ class Run:
             seconds = f"{progress.seconds:.0f} s"
             console.say(f"[bold]{change}[/] after {self.state.step} steps in {seconds}")
         if config.log.report:
-            write_own_page(self.files.folder, console)
+            feature("report").write_own_page(self.files.folder, console)
         console.say(f"metrics and rollouts are in {escape(str(self.files.folder))}")
         return summary
 

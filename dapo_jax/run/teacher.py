@@ -34,11 +34,6 @@ class Teacher(NamedTuple):
     params: Any
 
 
-def has_teacher(config: Config) -> bool:
-    """Return True if the algorithm distils a teacher."""
-    return config.algorithm.distillation != "none"
-
-
 def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any) -> DecoderConfig:
     """Return the shape of the folder. Raises `ConfigError` if it does not fit policy or mesh."""
     settings = config.teacher
@@ -94,13 +89,11 @@ def teacher_bytes(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
-def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> Teacher | None:
-    """Return the teacher, sharded like the policy, or None if the algorithm has none.
+def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> Teacher:
+    """Return the teacher, sharded like the policy.
 
     Rows of its vocabulary beyond the policy's are padding and are dropped. Raises `ConfigError`.
     """
-    if not has_teacher(config):
-        return None
     folder = config.teacher.folder
     whole = _shape_in_folder(config, policy, mesh, READ)
     params = load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
@@ -120,19 +113,17 @@ def open_programs(
     decoder: DecoderConfig,
     mesh: jax.sharding.Mesh,
     frozen: Any,
-    teacher: Teacher | None,
+    teacher: Teacher,
 ) -> LearnerPrograms:
-    """Return the programs of policy and critic, and of the teacher if there is one."""
+    """Return the programs of policy and teacher, and of the critic if there is one."""
     scorer = shape = None
-    if teacher and config.algorithm.distillation == "jsd":
+    if config.algorithm.distillation == "jsd":
         frozen, shape = {**(frozen or {}), TEACHER: teacher.params}, teacher.decoder
-    elif teacher:
+    else:
         settings = PolicySettings(config.algorithm, config.compute, config.sampler.temperature)
         scorer = keep(policy_learner, settings, config.optimizer, teacher.decoder, mesh)
     programs = open_learners(config, decoder, mesh, frozen, shape)
-    return LearnerPrograms(
-        *programs, teacher=scorer, teacher_params=teacher.params if teacher else None
-    )
+    return dataclasses.replace(programs, teacher=scorer, teacher_params=teacher.params)
 
 
 def _convert(path: str, leaf: jax.Array, targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:

@@ -1,7 +1,6 @@
 """Readings of gold answers: what a verifier makes of one, in words, before a run depends on it."""
 
-from typing import NamedTuple
-
+from dapo_jax.rewards.verifying import Reading
 from dapo_jax.verifier.answer_shape import read
 from dapo_jax.verifier.equivalence import LONGEST_COMPARED, gold_answer
 from dapo_jax.verifier.expression_tree import Refused
@@ -16,25 +15,11 @@ from dapo_jax.verifier.verifier import BY_VALUE
 # Texts in which each verifier looks for an answer.
 FORMS = {
     "final_number": "#### {}",
-    "code": "```\n{}\n```",
     "math": r"\boxed{{{}}}",
     "math_box": r"\boxed{{{}}}",
     "math_label": "Answer: {}",
     "dapo": "Answer: {}",
 }
-
-
-class Reading(NamedTuple):
-    """Reading of a gold answer.
-
-    Attributes:
-        kind: number, integer, list, expression, words, ...; unreadable: no response is ever right;
-            text: none is but the same text.
-        shown: what was read.
-    """
-
-    kind: str
-    shown: str
 
 
 def in_form(verifier: str, answer: str) -> str:

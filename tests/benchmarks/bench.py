@@ -71,14 +71,14 @@ def flags(settings: str) -> list[str]:
 
 def command(module: str, *arguments: object) -> str:
     """Run a command of the project in this process, which compiles once for all commands."""
-    from dapo_jax.__main__ import entry
+    from dapo_jax import registry
 
     arguments_before, output = sys.argv, io.StringIO()
     sys.argv = [f"dapo-jax {module}", *map(str, arguments)]
     print("$", *sys.argv, file=sys.stderr, flush=True)
     try:
         with contextlib.redirect_stdout(output):
-            code = entry(module)()
+            code = registry.find("commands", module)()
     finally:
         sys.argv = arguments_before
     if code:

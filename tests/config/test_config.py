@@ -9,7 +9,7 @@ import pytest
 from command_lines import BASE, RL, ROOT, load, run
 from row_files import read_table
 
-from dapo_jax.__main__ import entry
+from dapo_jax import registry
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, ServeConfig, SftConfig
 from dapo_jax.config.files import read_config, shipped_configs
@@ -109,7 +109,7 @@ def test_help_begins_with_what_is_changed_most_and_fits_80_columns(
 ):
     monkeypatch.setattr(sys, "argv", [command, flag])
     with pytest.raises(SystemExit) as stopped:
-        entry(command)()
+        registry.find("commands", command)()
     shown = capsys.readouterr().out
     # Commands with few settings list them in order of importance.
     title = "Settings" if command in ("export", "serve") else "Changed most"

@@ -230,9 +230,9 @@ def test_gym_tasks_bring_problems_and_their_own_score(monkeypatch, settings):
     assert not held & {p.problem for p in prompts} and sum(p.skipped for p in prompts) > 0
     prompt = prompts[0]
     assert (prompt.source, prompt.subject) == ("gym:numbers", "counting")
-    assert gym.gym_score("numbers", prompt.metadata, prompt.answer) == 1.0
-    assert gym.gym_score("numbers", prompt.metadata, "8") == 0.1
-    assert gym.gym_score("numbers", prompt.metadata, None) == 0.0
+    assert gym.score("numbers", prompt.metadata, prompt.answer) == 1.0
+    assert gym.score("numbers", prompt.metadata, "8") == 0.1
+    assert gym.score("numbers", prompt.metadata, None) == 0.0
     with pytest.raises(ConfigError, match="data.source = 'gym:letters': .*not registered.*numbers"):
         PromptStream(settings("gym:letters"), 0, TOKENIZER)
 
@@ -251,8 +251,8 @@ def test_the_real_gym_scores_its_own_answers(task, settings):
     pytest.importorskip("reasoning_gym")
     data = settings(f"gym:{task}", heldout_problems=3, train_problems=20, max_prompt_tokens=9999)
     for prompt in [*read(data, 5), *heldout_prompts(data, 0, TOKENIZER)]:
-        assert gym.gym_score(f"gym:{task}", prompt.metadata, prompt.answer) == 1.0
-        assert gym.gym_score(f"gym:{task}", prompt.metadata, "no answer at all") < 1.0
+        assert gym.score(f"gym:{task}", prompt.metadata, prompt.answer) == 1.0
+        assert gym.score(f"gym:{task}", prompt.metadata, "no answer at all") < 1.0
     assert [p.problem for p in read(data, 5)] == [p.problem for p in read(data, 5)]
 
 

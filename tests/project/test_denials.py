@@ -10,7 +10,7 @@ from test_from_peers import TRL, VERL, codes
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, DpoConfig, ServeConfig, SftConfig
 from dapo_jax.environments.registry import BUILTIN_ENVIRONMENTS
-from dapo_jax.model.families import FAMILIES
+from dapo_jax.model.families import family_names
 from dapo_jax.runtime.rules import Choices
 from dapo_jax.runtime.settings import rules
 
@@ -40,7 +40,7 @@ NEGATION = re.compile(r"\b(?:no|not|without|neither|lacks|has none)\b[^.;,:|()]*
 
 def names_in_library() -> set[str]:
     """Return settings with and without their section, their choices, presets and families."""
-    names = {*PRESETS, *FAMILIES, *BUILTIN_ENVIRONMENTS}
+    names = {*PRESETS, *family_names(), *BUILTIN_ENVIRONMENTS}
     for kind in KINDS:
         for name, rule in rules(kind).items():
             names |= {name, name.rpartition(".")[2]}

@@ -10,6 +10,7 @@ from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards import gym
 from dapo_jax.rewards import pool as pool_module
 from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.scoring import SCORER_ERROR
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import WorkerProcess
 from dapo_jax.structs import SLOW, Outcome
@@ -39,7 +40,7 @@ def test_a_listed_task_is_rejected_by_name(task, reason, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=message):
         gym.open_task("data.source", f"gym:{task}", 0, 10)
     with pytest.raises(ConfigError, match=reason):  # in the worker too
-        gym.gym_score(task, "{}", "1")
+        gym.score(task, "{}", "1")
     assert gym.open_task("data.source", "gym:honest", 0, 10) is not None
 
 
@@ -84,7 +85,7 @@ def test_only_arithmetic_reaches_the_scorer_of_countdown(answer, score, tmp_path
     write_package(tmp_path, HONEST.replace('"honest": Task', '"honest": Task, "countdown": Task'))
     monkeypatch.syspath_prepend(tmp_path)
     gym._scorer.cache_clear()
-    assert gym.gym_score("gym:countdown?max_numbers=3", "{}", answer) == score
+    assert gym.score("gym:countdown?max_numbers=3", "{}", answer) == score
 
 
 # --- answers --------------------------------------------------------------------------------
@@ -96,8 +97,8 @@ def test_an_answer_that_is_not_finite_reaches_no_scorer(answer, gold, tmp_path, 
     write_package(tmp_path, HONEST)
     monkeypatch.syspath_prepend(tmp_path)
     item = gym.pack_item({"answer": gold})
-    assert gym.gym_score("honest", item, answer) == 0.0
-    assert gym.gym_score("honest", item, "7") == 99.0
+    assert gym.score("honest", item, answer) == 0.0
+    assert gym.score("honest", item, "7") == 99.0
 
 
 @pytest.mark.parametrize(("answer", "gold"), read_table(__file__, "fit"))
@@ -159,7 +160,7 @@ def test_a_scorer_that_hangs_or_dies_costs_its_own_response(tmp_path, monkeypatc
         "leave": Outcome.CRASH,
     }
     # What computes without end, or can't be parsed, is wrong.
-    assert (verdicts[1].decided, verdicts[3].decided) == (SLOW, gym.SCORER_ERROR)
+    assert (verdicts[1].decided, verdicts[3].decided) == (SLOW, SCORER_ERROR)
     assert pool.kills in (5, 6) and verdicts[-2].parts == {"gym": 0.5}
 
 
@@ -220,7 +221,7 @@ def test_an_answer_that_computes_without_end_costs_seconds_once(slow_pool, monke
 
 
 def test_the_scorers_process_is_limited():
-    worker = WorkerProcess("dapo_jax.rewards.worker", "gym")
+    worker = WorkerProcess("dapo_jax.rewards.worker", "scores")
     try:
         job = {"source": "gym:", "metadata": "{}", "answer": "1"}
         assert worker.ask(job, time.monotonic() + 60)["score"] == 0.0

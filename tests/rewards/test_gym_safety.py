@@ -60,7 +60,7 @@ def score(dataset, answer: str, item: dict) -> bool:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_right_answers_score_1(seed):
-    worker = WorkerProcess("dapo_jax.rewards.worker", "gym")
+    worker = WorkerProcess("dapo_jax.rewards.worker", "scores")
     lower = []
     for task in TASKS:
         dataset = gym.open_task("data.source", task, seed, 50)

@@ -66,7 +66,7 @@ def judging(replies):
 def score(settings: Settings, *responses: str, columns: str = "") -> list[PartsReply]:
     """Return the replies of the part `judge` on responses, as its worker does."""
     calls = [ResponseCall("6*7?", text, "42", None, columns) for text in responses]
-    return compute(find_functions(["judge"], judge=settings), calls, 60.0)
+    return compute(find_functions(["judge"], reward=Reward(judge=settings)), calls, 60.0)
 
 
 HONEST = "Six times seven is 42"

@@ -86,7 +86,7 @@ def test_a_second_run_compiles_nothing_and_has_the_bits_of_a_first_one(base, tmp
 
 def test_a_config_that_changes_afterwards_changes_no_program(tiny_params, one_device):
     def learner(config: Config):
-        return open_learners(config, TINY, one_device, None)[0]
+        return open_learners(config, TINY, one_device, None).policy
 
     def gradient(one):
         batch, used = make_batch()

@@ -4,7 +4,7 @@ import pathlib
 import sys
 from unittest import mock
 
-from dapo_jax.__main__ import entry
+from dapo_jax import registry
 from dapo_jax.commands import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def run_shown(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[
     """Return exit code, standard output and standard error of a command."""
     monkeypatch.setattr(sys, "argv", [command, *arguments])
     try:
-        code = entry(command)()
+        code = registry.find("commands", command)()
     except SystemExit as stopped:
         code = stopped.code
     return code, *capsys.readouterr()

@@ -11,7 +11,7 @@ import jax
 from conftest import TINY
 
 from dapo_jax import algorithms
-from dapo_jax.commands import model_folders, train
+from dapo_jax.commands import export, supervised, train
 from dapo_jax.commands.evaluate import main as evaluate_main
 from dapo_jax.config.experiment import Checkpoint, Compute, Config, Model, Optimizer
 from dapo_jax.learner.policy import PolicySettings, policy_learner
@@ -28,12 +28,12 @@ MODEL = "--model=dapo_jax:arithmetic_base"
 PAIRS = f"--config.data.source={ROOT}/tests/verifier/verifier_cases.jsonl"
 # What each command is called with, the folder to write last.
 COMMANDS = {
-    "sft": (model_folders.sft, [f"--config={ROOT}/configs/arithmetic_base.py"], "--config.out="),
-    "dpo": (model_folders.dpo, ["--config.start=nowhere", PAIRS], "--config.out="),
+    "sft": (supervised.sft, [f"--config={ROOT}/configs/arithmetic_base.py"], "--config.out="),
+    "dpo": (supervised.dpo, ["--config.start=nowhere", PAIRS], "--config.out="),
     "train": (train.main, [RL], "--config.run_dir="),
     "evaluate": (evaluate_main, [RL, MODEL], "--out="),
     "evaluate_below": (evaluate_main, [RL, MODEL], "--config.run_dir="),
-    "export": (model_folders.export, ["--run=RUN"], "--out="),
+    "export": (export.main, ["--run=RUN"], "--out="),
 }
 KINDS = {"sft": TRAINED, "dpo": PREFERRING}
 

@@ -21,7 +21,8 @@ from _pytest.mark.expression import Expression
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from dapo_jax.__main__ import COMMANDS, entry
+from dapo_jax import registry
+from dapo_jax.__main__ import COMMANDS
 from dapo_jax.commands import command_line
 from dapo_jax.config import experiment
 from dapo_jax.runtime.settings import leaves
@@ -30,8 +31,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 NOT_HERE = {"torch"}  # a package that a script of the repository needs and tests do without
 MARKERS = {"hardware", "cloud", "network"}
 KINDS = [
-    getattr(experiment, f"{kind}Config")
-    for kind in ("", "Sft", "Dpo", "Export", "Serve", "Report")
+    getattr(experiment, f"{kind}Config") for kind in ("", "Sft", "Dpo", "Export", "Serve", "Report")
 ]
 FILE = "configs/arithmetic.py"
 PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}
@@ -132,11 +132,11 @@ def check_command(words: list[str]) -> str:
     if name in ("configs", "completion"):  # they only print
 
         def prints() -> None:
-            if entry(name)() == 0:
+            if registry.find("commands", name)() == 0:
                 raise Accepted
 
         return refusal(arguments, command_line, "", prints)
-    return refusal(arguments, command_line, "load", entry(name))
+    return refusal(arguments, command_line, "load", registry.find("commands", name))
 
 
 def check_flags(words: list[str]) -> str:

@@ -31,15 +31,16 @@ from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, join, without
+from dapo_jax.registry import feature
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms, Starts
 from dapo_jax.run.compute import (
     check_divisible,
     numerics,
     open_engine,
+    open_learners,
     open_meshes,
 )
-from dapo_jax.run.teacher import abstract_teacher, has_teacher, open_programs
 from dapo_jax.runtime import sharding
 from dapo_jax.structs import SamplingRule
 
@@ -99,11 +100,14 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
     frozen = _abstract(decoder, mesh, lambda path: not is_trained(path, decoder))
-    teacher = abstract_teacher(config, decoder, mesh, read_shape) if has_teacher(config) else None
     reference = None
     if config.algorithm.reference:
         reference = join(frozen, _abstract(decoder, mesh, lambda path: is_trained(path, decoder)))
-    learners = open_programs(config, decoder, mesh, frozen, teacher)
+    learners = open_learners(config, decoder, mesh, frozen)
+    if config.algorithm.distils:
+        distilled = feature("teacher")
+        teacher = distilled.abstract_teacher(config, decoder, mesh, read_shape)
+        learners = distilled.open_programs(config, decoder, mesh, frozen, teacher)
     engine = open_engine(config, decoder, mesh, sampling_mesh, Text(), frozen)
     return Layout(
         config, topology, decoder, mesh, sampling_mesh, learners, engine, frozen, reference

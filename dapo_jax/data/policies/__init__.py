@@ -5,6 +5,7 @@ import pathlib
 
 from filelock import FileLock
 
+from dapo_jax.registry import feature
 from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.runtime.storage.downloads import cached_model, local_folder
 from dapo_jax.runtime.storage.paths import is_remote
@@ -78,9 +79,7 @@ def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
     with FileLock(folder.parent / "lock"):
         if not (folder / "config.json").exists():
             try:
-                from dapo_jax.data.policies import gguf_files
-
-                gguf_files.convert(path, folder)
+                feature("gguf").convert(path, folder)
             except ImportError:
                 problem = "needs the package gguf: pip install 'dapo_jax[gguf]'"
                 raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None

@@ -1,8 +1,11 @@
-"""Commands that write a model folder: `dapo-jax sft`, `dapo-jax dpo`, `dapo-jax export`."""
+"""Training on examples or pairs: `dapo-jax sft`, `dapo-jax dpo`."""
+
+import pathlib
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import DpoConfig, ExportConfig, SftConfig
+from dapo_jax.config.experiment import DpoConfig, SftConfig
 from dapo_jax.config.validation import check_warmup
+from dapo_jax.runtime.signals import Signals
 
 SFT_USAGE = """\
 Train a policy on examples: your own, or generated ones of the built-in task.
@@ -25,16 +28,13 @@ writes a model folder in the Hugging Face layout. A row of the file has prompt, 
 (texts, or lists of messages ending with the answer), or only chosen and rejected: two conversations
 with the same beginning.
 """
-EXPORT_USAGE = """\
-Write the policy of a run as a model folder in the Hugging Face layout.
 
-    dapo-jax export runs/arithmetic_dapo --out=FOLDER
 
-exports the latest checkpoint of any mesh, and needs no accelerator. The folder has config.json,
-tokenizer and generation settings of the run's initial model, so `transformers` and inference
-servers load it in the same way. README.md is its model card; `hf upload NAME FOLDER` publishes it.
-The folder of adapters in PEFT's format may take the place of a run, with --model=BASE.
-"""
+def check_fields(config: SftConfig | DpoConfig) -> None:
+    """Raise `ConfigError` for a wrong `data.fields`."""
+    from dapo_jax.data.supervised import EXAMPLES, PAIRS, read_fields
+
+    read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
 
 
 def check_folder(config: SftConfig | DpoConfig) -> None:
@@ -54,13 +54,17 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
         find_files("data.source", config.data.source, config.data.folder, "train")
 
 
+def train(config: SftConfig | DpoConfig, signals: Signals) -> pathlib.Path | None:
+    """Train; return the folder, or None if a signal stopped it."""
+    from dapo_jax.run.supervised import train_supervised
+
+    return train_supervised(config, signals)
+
+
 def exit_code(config: SftConfig | DpoConfig) -> int:
     """Train; return 0, or after a signal 128 + its number, as shells do."""
-    from dapo_jax.run.supervised import train_supervised
-    from dapo_jax.runtime.signals import Signals
-
     signals = Signals()
-    return 0 if train_supervised(config, signals) else signals.exit_code
+    return 0 if train(config, signals) else signals.exit_code
 
 
 def sft() -> int:
@@ -71,14 +75,3 @@ def sft() -> int:
 def dpo() -> int:
     """Run `dapo-jax dpo`, with the exit codes of `sft`."""
     return command_line.run(DpoConfig, DPO_USAGE, exit_code, check_output=check_folder)
-
-
-def export() -> int:
-    """Run `dapo-jax export`. Exit code 0: done; 2: wrong settings."""
-
-    def work(config: ExportConfig) -> None:
-        from dapo_jax.run.export import export
-
-        export(config)
-
-    return command_line.run(ExportConfig, EXPORT_USAGE, work, single_process="dapo-jax export")

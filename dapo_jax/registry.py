@@ -1,0 +1,119 @@
+"""Plug-ins by kind and name: the one way in which the core reaches an extra.
+
+A name is looked up in `OURS`, then among the entry points of the group `dapo_jax.KIND`, which
+installed packages declare. This module imports nothing of the package.
+
+    verifiers      decide whether a response is correct
+    parts          rewards besides a verifier's
+    sources        problems: `data.source=NAME:...`
+    environments   partners of a dialogue: `environment.name=NAME:...`
+    samplers       sample responses in place of this process
+    families       model families by `model_type` of config.json
+    sinks          receive what a run reports
+    commands       `dapo-jax NAME`
+    features       modules that a setting asks for
+"""
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+# An object, or a module if there is no colon.
+OURS: dict[str, dict[str, str]] = {
+    "verifiers": {
+        **dict.fromkeys(
+            ("final_number", "math", "math_box", "math_label", "dapo"),
+            "dapo_jax.verifier.plugin:MathVerifying",
+        ),
+        "code": "dapo_jax.rewards.code:CodeVerifying",
+    },
+    "parts": {"judge": "dapo_jax.rewards.model_judge:ModelJudge"},
+    "sources": {
+        "gym": "dapo_jax.rewards.gym",
+        "verifiers": "dapo_jax.data.verifiers_tasks",
+        "word_problems": "dapo_jax.data.word_problems",
+        "calculator_problems": "dapo_jax.data.word_problems",
+    },
+    "environments": {
+        "openenv": "dapo_jax.environments.openenv:open_openenv",
+        "gymnasium": "dapo_jax.environments.gymnasium:open_gymnasium",
+        "verifiers": "dapo_jax.environments.verifiers:open_verifiers",
+    },
+    "samplers": {"remote": "dapo_jax.run.remote_sampler:open_remote"},
+    "families": {
+        "gemma4_text": "dapo_jax.model.families.gemma4:GEMMA4",
+        "gemma4_unified_text": "dapo_jax.model.families.gemma4:GEMMA4_UNIFIED",
+        "qwen3_5_text": "dapo_jax.model.families.qwen3_5:QWEN3_5",
+        "qwen3_5_moe_text": "dapo_jax.model.families.qwen3_5:QWEN3_5_MOE",
+        "qwen3_next": "dapo_jax.model.families.qwen3_5:QWEN3_NEXT",
+    },
+    "sinks": {},
+    "commands": {
+        "doctor": "dapo_jax.commands.doctor:main",
+        "dpo": "dapo_jax.commands.supervised:dpo",
+        "evaluate": "dapo_jax.commands.evaluate:main",
+        "export": "dapo_jax.commands.export:main",
+        "configs": "dapo_jax.commands.configs:main",
+        "init": "dapo_jax.commands.init:main",
+        "plan": "dapo_jax.commands.plan.main:main",
+        "report": "dapo_jax.commands.report:main",
+        "sampler": "dapo_jax.commands.sampler:main",
+        "serve": "dapo_jax.commands.serve.server:main",
+        "sft": "dapo_jax.commands.supervised:sft",
+        "train": "dapo_jax.commands.train:main",
+    },
+    "features": {
+        "alerts": "dapo_jax.reporting.alerts",
+        "delta_net": "dapo_jax.model.delta_net",
+        "divergence": "dapo_jax.model.divergence",
+        "extraction": "dapo_jax.verifier.extraction",
+        "gguf": "dapo_jax.data.policies.gguf_files",
+        "layer_inputs": "dapo_jax.model.layer_inputs",
+        "mixed_layers": "dapo_jax.model.mixed_layers",
+        "plan": "dapo_jax.commands.plan.plan",
+        "report": "dapo_jax.reporting.page.page",
+        "report_command": "dapo_jax.commands.report",
+        "supervised": "dapo_jax.commands.supervised",
+        "teacher": "dapo_jax.run.teacher",
+    },
+}
+
+
+@functools.cache
+def _installed(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
+    return {
+        point.name: point for point in importlib.metadata.entry_points(group=f"dapo_jax.{kind}")
+    }
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """Return the known names of a kind, ours first."""
+    return tuple(dict.fromkeys([*OURS[kind], *sorted(_installed(kind))]))
+
+
+def owner(kind: str, name: str) -> str:
+    """Return the installed package that a name belongs to, or "" if it is ours or unknown."""
+    point = None if name in OURS[kind] else _installed(kind).get(name)
+    return point.dist.name if point and point.dist else ""
+
+
+def find(kind: str, name: str) -> Any:
+    """Return the plug-in of this name, or None if there is none.
+
+    Raises:
+        ImportError: the plug-in, or what it needs, can't be imported.
+    """
+    path = OURS[kind].get(name)
+    if path is None:
+        point = _installed(kind).get(name)
+        return point.load() if point else None
+    module, _, attribute = path.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
+
+
+def feature(name: str) -> Any:
+    """Return the module of a feature."""
+    return find("features", name)
