@@ -66,11 +66,11 @@ setup(
     cmdclass={"build_py": WithConfigs},
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
     package_data={
-        "dapo_jax.commands.plan": ["*.json"],
+        "dapo_jax.extras.plan": ["*.json"],
         "dapo_jax.config": ["*.txt"],
         "dapo_jax.data.policies": ["*/*"],
         "dapo_jax.reporting": ["*.md"],
-        "dapo_jax.reporting.page": ["page.*"],
+        "dapo_jax.extras.report": ["page.*"],
     },
     entry_points={"console_scripts": ["dapo-jax = dapo_jax.__main__:main"]},
     install_requires=[

@@ -20,7 +20,7 @@ from dapo_jax.config.experiment import (
 )
 
 STEPS = 24
-GAME = "gymnasium:Blackjack-v1?wrap=true&formatter=dapo_jax.environments.gymnasium:blackjack"
+GAME = "gymnasium:Blackjack-v1?wrap=true&formatter=dapo_jax.extras.environments.gymnasium:blackjack"
 
 
 def get_config() -> Config:

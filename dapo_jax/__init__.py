@@ -18,7 +18,6 @@ explains the settings.
 import importlib
 import signal
 import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -34,9 +33,9 @@ _DEFINED_IN = {
     "Algorithm": "algorithms",
     "preset": "algorithms",
     "presets": "algorithms:PRESETS",
-    "JudgeUnavailable": "structs",
-    "Observation": "structs",
-    "is_equivalent": "verifier.algebra_process",
+    "JudgeUnavailable": "types.structs",
+    "Observation": "types.structs",
+    "is_equivalent": "extras.math.algebra_process",
     "overlong_punishment": "rewards.group_rewards",
     "ConfigError": "runtime.settings",
     "sample": "commands.policy",
@@ -96,11 +95,11 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         Teacher,
         Watch,
     )
+    from dapo_jax.extras.math.algebra_process import is_equivalent
     from dapo_jax.learner import advantages, losses
     from dapo_jax.rewards.group_rewards import overlong_punishment
     from dapo_jax.runtime.settings import ConfigError
-    from dapo_jax.structs import JudgeUnavailable, Observation
-    from dapo_jax.verifier.algebra_process import is_equivalent
+    from dapo_jax.types.structs import JudgeUnavailable, Observation
 
 
 def __getattr__(name: str) -> Any:
@@ -114,18 +113,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-class _Package(types.ModuleType):
-    """Module type that keeps the function `dapo_jax.train` when train.py is imported.
-
-    Importing a module makes it an attribute of its package, which would replace the function;
-    `from dapo_jax.train import ...` does not need that attribute.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _DEFINED_IN and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -31,7 +31,7 @@ from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.runtime import kept_programs
 from dapo_jax.runtime.sharding import make_mesh
-from dapo_jax.structs import Completion, Prompt
+from dapo_jax.types.structs import Completion, Prompt
 
 pytest_plugins = ["durations"]
 
@@ -205,7 +205,7 @@ def byte_engine(byte_folder):
     """As served: an engine that takes the likeliest token, its parameters, its tokenizer."""
     from served import make_serve_config
 
-    from dapo_jax.commands.serve import server
+    from dapo_jax.extras.serve import server
 
     devices = jax.devices
     with pytest.MonkeyPatch.context() as patch:
@@ -226,7 +226,7 @@ def byte_responses():
 @pytest.fixture
 def same_engine(byte_engine, monkeypatch):
     """Servers of the test use the engine that is compiled already; the test may change it."""
-    from dapo_jax.commands.serve import server
+    from dapo_jax.extras.serve import server
 
     monkeypatch.setattr(server, "load_served", lambda config: byte_engine)
     monkeypatch.setattr(server, "warm_up", lambda *args: None)

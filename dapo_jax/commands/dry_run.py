@@ -25,7 +25,7 @@ from dapo_jax.run import components, memory
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
-from dapo_jax.structs import Completion, Group, Problem, Prompt
+from dapo_jax.types.structs import Completion, Group, Problem, Prompt
 
 SHOWN_PROMPTS = 3
 MAX_MEASURED, MAX_GENERATED = 10_000, 500  # problems of a source that are measured

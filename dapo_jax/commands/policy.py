@@ -22,7 +22,7 @@ from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
     from dapo_jax.environments.sessions import Environments
-    from dapo_jax.structs import Completion, Prompt
+    from dapo_jax.types.structs import Completion, Prompt
 
 File = str | os.PathLike
 Messages = Sequence[Mapping[str, str]]
@@ -119,7 +119,7 @@ class Policy:
     ) -> "Prompt":
         """Return a prompt in tokens, as the environment opens it. Raises `ConfigError`."""
         from dapo_jax.environments.registry import tool_schemas
-        from dapo_jax.structs import Problem, Prompt, present
+        from dapo_jax.types.structs import Problem, Prompt, present
 
         problem = ""
         if not isinstance(prompt, str):
@@ -156,7 +156,7 @@ class Policy:
         """Sample responses to each prompt; arguments as for `dapo_jax.sample`."""
         from dapo_jax.environments.sessions import Environments
         from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule
-        from dapo_jax.structs import with_texts
+        from dapo_jax.types.structs import with_texts
 
         require(type(samples) is int and samples > 0, "samples", samples, "a whole number above 0")
         sampling = experiment.ServeConfig(temperature=temperature, top_p=top_p, top_k=top_k)

@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 from dapo_jax.config.experiment import Examples
-from dapo_jax.structs import Problem
+from dapo_jax.types.structs import Problem
 
 LARGEST_DIGITS = (3, 6, 9)
 # Probability that a worked example gets `a + digit` wrong, by the digit.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from etils import epath
 
 from dapo_jax.runtime.settings import ConfigError, require
-from dapo_jax.structs import Problem
+from dapo_jax.types.structs import Problem
 
 
 def text_digest(text: str) -> str:

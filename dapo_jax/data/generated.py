@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from dapo_jax.structs import Problem
+from dapo_jax.types.structs import Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dapo_jax.data.files import MalformedRow, NoAnswer
 from dapo_jax.data.prompts.templates import DAPO
 from dapo_jax.registry import feature
 from dapo_jax.runtime.settings import require
-from dapo_jax.structs import Problem, WantedColumns
+from dapo_jax.types.structs import Problem, WantedColumns
 
 Row = dict[str, Any]
 

@@ -31,11 +31,11 @@ from dapo_jax.data.row_formats import (
     parse_fields,
     read_row,
 )
+from dapo_jax.extras.math.normalisation import normalise
+from dapo_jax.extras.math.numerals import read_number
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require
-from dapo_jax.structs import Problem, WantedColumns
-from dapo_jax.verifier.normalisation import normalise
-from dapo_jax.verifier.numerals import read_number
+from dapo_jax.types.structs import Problem, WantedColumns
 
 FIRST_ROWS = 100  # are checked for the fields that `data.fields` names
 DIGEST_PROBLEMS = 8  # of a generated source

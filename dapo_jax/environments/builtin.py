@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.structs import Observation, Problem
+from dapo_jax.types.structs import Observation, Problem
 
 if TYPE_CHECKING:
     from dapo_jax.rewards.pool import RewardPool

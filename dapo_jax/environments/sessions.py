@@ -16,7 +16,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import LATE_FACTOR, Limits, RestartingWorker
 from dapo_jax.runtime.workers.pickled_functions import FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool, gather_results
-from dapo_jax.structs import Interrupted, Observation, Problem, Prompt
+from dapo_jax.types.structs import Interrupted, Observation, Problem, Prompt
 
 WORKER = "dapo_jax.environments.worker"
 MAX_ERROR_CHARACTERS = 200

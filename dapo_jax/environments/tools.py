@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dapo_jax.runtime.tool_calls import OPEN_CALL, read_calls
-from dapo_jax.structs import Observation, Problem
+from dapo_jax.types.structs import Observation, Problem
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
 TYPES |= {dict: "object", tuple: "array", type(None): "null"}

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from dapo_jax.contracts import Environment
 from dapo_jax.runtime.workers.child import discard_output, serve
-from dapo_jax.structs import Observation, Problem
+from dapo_jax.types.contracts import Environment
+from dapo_jax.types.structs import Observation, Problem
 
 MAX_LIVE = 512  # environments that a process keeps between steps
 MAX_CHARACTERS = 1 << 16  # of an observation; the limit in tokens is far below

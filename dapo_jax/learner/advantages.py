@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.packing import place_tokens, take_tokens
-from dapo_jax.structs import present
+from dapo_jax.types.structs import present
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8

@@ -1,4 +1,4 @@
-"""Arrays of a training step, packed into rows; `structs.py` has the dimension letters."""
+"""Arrays of a training step, packed into rows; `types/structs.py` has the dimension letters."""
 
 from typing import Any
 

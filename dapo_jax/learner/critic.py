@@ -22,7 +22,7 @@ from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import scalars_after, token_values
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import Completion, Prompt, present
+from dapo_jax.types.structs import Completion, Prompt, present
 
 
 def critic_objective(

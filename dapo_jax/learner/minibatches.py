@@ -31,7 +31,7 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import shards, to_host
-from dapo_jax.structs import Group, present
+from dapo_jax.types.structs import Group, present
 
 TokenWeights = Callable[[Group, int], Sequence[float]]  # user function: group, sample -> [n]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import Packing
 from dapo_jax.learner.batches import PackedRows
-from dapo_jax.structs import Completion, Prompt
+from dapo_jax.types.structs import Completion, Prompt
 
 # Row shapes that `choose_rows` tries.
 ROW_FACTORS = (1, 2, 3, 4)  # times the shortest row that holds the longest response

@@ -32,7 +32,7 @@ from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.lm_head import Scale
 from dapo_jax.model.logprobs import energies_of, hidden_states, logprobs_of
 from dapo_jax.registry import feature
-from dapo_jax.structs import present
+from dapo_jax.types.structs import present
 
 IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size
 TEACHER = "teacher"  # key of its parameters among the frozen ones

@@ -12,7 +12,7 @@ from dapo_jax.learner.batches import NOT_SCORED, Mean, TrainBatch
 from dapo_jax.learner.losses import policy_loss
 from dapo_jax.learner.packing import take_tokens
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Trace, present
+from dapo_jax.types.structs import Trace, present
 
 RATIO_HISTOGRAM = "ratio_histogram"
 QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}

@@ -17,7 +17,7 @@ from dapo_jax.learner.packing import place_tokens, tree_index
 from dapo_jax.learner.update import Learner
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Group, present
+from dapo_jax.types.structs import Group, present
 
 
 @timed("score")

@@ -24,7 +24,7 @@ from dapo_jax.reporting.scores import Estimate, Report, Response
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
-from dapo_jax.structs import Completion, Group, SamplerCounts, Turn
+from dapo_jax.types.structs import Completion, Group, SamplerCounts, Turn
 
 WIDTH = 80  # columns of the lines of a step
 ANSWER_TAIL = 38  # characters of a response shown in a table

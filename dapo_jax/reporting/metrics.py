@@ -12,7 +12,7 @@ from dapo_jax.learner.advantages import Feedback, preference_margins
 from dapo_jax.learner.batches import Mean
 from dapo_jax.reporting.scores import REFLECTION
 from dapo_jax.runtime.nonfinite import is_reason
-from dapo_jax.structs import (
+from dapo_jax.types.structs import (
     FAILURES,
     CollectedGroups,
     Group,

@@ -14,10 +14,10 @@ from typing import Any
 from flax.traverse_util import unflatten_dict
 
 from dapo_jax.config.experiment import Config, ExportConfig
+from dapo_jax.extras.report.comparison import from_defaults, from_preset
+from dapo_jax.extras.report.curves import value_at
+from dapo_jax.extras.report.recorded_run import RecordedRun, sort_rows, spread_out
 from dapo_jax.reporting.correctness import reward_leads
-from dapo_jax.reporting.page.comparison import from_defaults, from_preset
-from dapo_jax.reporting.page.curves import value_at
-from dapo_jax.reporting.page.recorded_run import RecordedRun, sort_rows, spread_out
 from dapo_jax.reporting.sinks import read_rows
 from dapo_jax.runtime.settings import leaves
 from dapo_jax.runtime.storage.jsonl import read_object

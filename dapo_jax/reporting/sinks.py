@@ -19,7 +19,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dapo_jax.config.experiment import Log
-from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
@@ -27,7 +26,8 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import AppendFile, objects, rewind
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
-from dapo_jax.structs import CollectedGroups, Completion, Failure, Group, Trace
+from dapo_jax.types.contracts import RunSink
+from dapo_jax.types.structs import CollectedGroups, Completion, Failure, Group, Trace
 
 TOKEN_DECIMALS = 3
 

@@ -7,9 +7,9 @@ import secrets
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.contracts import RunSink
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.paths import Folder, is_remote
+from dapo_jax.types.contracts import RunSink
 
 FORBIDDEN_CHARACTERS = "/\\#?%:"  # in names of projects
 MAX_CHARACTERS = 128

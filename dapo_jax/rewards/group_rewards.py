@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dapo_jax.config.experiment import SHAPING, Config
-from dapo_jax.structs import (
+from dapo_jax.types.structs import (
     Completion,
     FailedResponse,
     Failure,

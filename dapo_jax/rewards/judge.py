@@ -12,7 +12,7 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.pool import gather_results
-from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict, with_texts
+from dapo_jax.types.structs import Completion, Group, Interrupted, Prompt, Verdict, with_texts
 
 NOTICE_SECONDS = 20.0  # of waiting for rewards until a line names the function
 # Returns float32 scores of each group's responses, such as `learner.critic.RewardModel.score`.

@@ -41,7 +41,7 @@ from dapo_jax.runtime.workers.parent import (
 )
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool
-from dapo_jax.structs import SLOW, Completion, Failure, Outcome, Prompt, Verdict, present
+from dapo_jax.types.structs import SLOW, Completion, Failure, Outcome, Prompt, Verdict, present
 
 MAX_CONCURRENT_CALLS = 64  # of async functions
 GRACE_SECONDS = 2.0  # for a worker to report that calls were late

@@ -4,7 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 from dapo_jax import registry
-from dapo_jax.structs import Failure
+from dapo_jax.types.structs import Failure
 
 SCORE_SECONDS = 2.0  # of CPU time for one score
 SCORER_ERROR = "scorer_error"  # `ScoreReply.how` of an answer on which the scorer raised

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeAlias
 from dapo_jax import registry
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.user_code import resolve
-from dapo_jax.contracts import VerifierResult
 from dapo_jax.rewards.functions import ResponseCall, make_failure
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.workers.parent import (
@@ -15,7 +14,8 @@ from dapo_jax.runtime.workers.parent import (
     Limits,
     RestartingWorker,
 )
-from dapo_jax.structs import SLOW, Outcome, Verdict, WantedColumns
+from dapo_jax.types.contracts import VerifierResult
+from dapo_jax.types.structs import SLOW, Outcome, Verdict, WantedColumns
 
 WORKER = "dapo_jax.rewards.worker"
 Workers: TypeAlias = tuple[RestartingWorker, ...]

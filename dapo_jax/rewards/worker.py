@@ -28,7 +28,7 @@ def make_parts(file: str, seconds: str, reward: str, *names: str) -> Callable[[d
     from dapo_jax.rewards.functions import PartsReply, compute, find_functions, read_call
     from dapo_jax.runtime.settings import from_dict
     from dapo_jax.runtime.workers.pickled_functions import load_copies
-    from dapo_jax.structs import Failure, Outcome
+    from dapo_jax.types.structs import Failure, Outcome
 
     functions = {}
     failure = None
@@ -56,7 +56,7 @@ def make_scores() -> Callable[[dict], dict]:
     os.environ |= dict.fromkeys(NUMPY_THREADS, "1")
     from dapo_jax.rewards.scoring import SCORER_ERROR, ScoreReply, ScoreRequest, find_source
     from dapo_jax.runtime.settings import ConfigError
-    from dapo_jax.structs import Failure, Outcome
+    from dapo_jax.types.structs import Failure, Outcome
 
     limit_process()
     discard_output()
@@ -82,8 +82,8 @@ def make_scores() -> Callable[[dict], dict]:
 def make_verifier(name: str) -> Callable[[dict], dict]:
     """Return the function that answers the arguments of a verifier with its result."""
     from dapo_jax.config.user_code import describe_error
-    from dapo_jax.contracts import VerifierResult
     from dapo_jax.rewards.verifying import find_verifier
+    from dapo_jax.types.contracts import VerifierResult
 
     verifier = find_verifier(name)
 

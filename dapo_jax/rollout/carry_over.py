@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Sequence, Set
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.contracts import Sampler
 from dapo_jax.rollout.dynamic_sampling import Collection, Judge
-from dapo_jax.structs import CollectedGroups, Group, PartialGroup
+from dapo_jax.types.contracts import Sampler
+from dapo_jax.types.structs import CollectedGroups, Group, PartialGroup
 
 
 class CarryOverCollection(Collection):

@@ -13,7 +13,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rollout.dynamic_sampling import Prompts, carries_signal
-from dapo_jax.structs import Group, Prompt
+from dapo_jax.types.structs import Group, Prompt
 
 MAX_PASSED_OVER = 10_000  # in a row; then the next prompt is requested
 PURPOSE = zlib.crc32(b"curriculum")

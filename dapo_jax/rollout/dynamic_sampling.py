@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.contracts import FinishedResponses, Sampler
-from dapo_jax.structs import CollectedGroups, Completion, Group, Interrupted, Prompt
+from dapo_jax.types.contracts import FinishedResponses, Sampler
+from dapo_jax.types.structs import CollectedGroups, Completion, Group, Interrupted, Prompt
 
 INITIAL_KEPT_FRACTION = 0.5  # estimate before any group is scored
 MIN_KEPT_FRACTION = 1 / 16  # bounds how many prompts a pessimistic estimate requests

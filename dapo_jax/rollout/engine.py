@@ -15,23 +15,23 @@ from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
-from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
-from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.cache_layout import choose_layout, with_scales
-from dapo_jax.rollout.engine_programs import EnginePrograms, EngineShape, Starts, engine_programs
-from dapo_jax.rollout.jetstream_api import (
+from dapo_jax.extras.jetstream import (
     NO_TOKEN,
     Engine,
     JetStreamTokenizer,
     ResultTokens,
     TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
 )
+from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.rollout.cache_layout import choose_layout, with_scales
+from dapo_jax.rollout.engine_programs import EnginePrograms, EngineShape, Starts, engine_programs
 from dapo_jax.rollout.requests import SlotOutput
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.rollout.weight_transfer import TrainerWeights
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 
 class Pace:

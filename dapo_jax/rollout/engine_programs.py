@@ -13,19 +13,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
+from dapo_jax.extras.jetstream import ResultTokens, result_tokens
 from dapo_jax.model import decoder, inference
 from dapo_jax.model.caches import DecodeState, Prefix, PromptCache, StateCache
 from dapo_jax.model.decode_attention import SlotContext, at_each, interleave
 from dapo_jax.model.inference import empty_routes, prefill
 from dapo_jax.model.quantisation import to_int8
 from dapo_jax.rollout.cache_layout import CacheLayout, choose_layout
-from dapo_jax.rollout.jetstream_api import ResultTokens, result_tokens
 from dapo_jax.rollout.page_table import Fills
 from dapo_jax.rollout.sampling import repeat_rule, sample_tokens, sample_tokens_by_slot
 from dapo_jax.rollout.weight_transfer import DecodingWeights, TrainerWeights
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.kept_programs import keep
-from dapo_jax.structs import SamplingRule, present
+from dapo_jax.types.structs import SamplingRule, present
 
 CALIBRATION_ROWS = 4
 CALIBRATION_TOKENS = 256

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.rollout.source import Rollout
-from dapo_jax.structs import (
+from dapo_jax.types.structs import (
     CollectedGroups,
     Completion,
     FailedResponse,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.model.caches import Prefix
-from dapo_jax.structs import Completion, PartialGroup, Prompt, Turn, TurnCounts
+from dapo_jax.types.structs import Completion, PartialGroup, Prompt, Turn, TurnCounts
 
 MIN_BUCKET_TOKENS = 16
 RESUMED_BUCKET_FACTOR = 4  # resumed responses have many lengths: use fewer, larger buckets

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 BLOCK = 128
 MIN_TOP_P = 1e-6  # below, float32 could leave no token; the most likely one is kept

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.contracts import FinishedResponses, do_nothing
 from dapo_jax.data.prompts.tokenizer import Decodes
 from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.engine import PolicyEngine
@@ -25,7 +24,8 @@ from dapo_jax.rollout.requests import (
 )
 from dapo_jax.rollout.sampling import sample_keys
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import (
+from dapo_jax.types.contracts import FinishedResponses, do_nothing
+from dapo_jax.types.structs import (
     Completion,
     PartialGroup,
     Prompt,

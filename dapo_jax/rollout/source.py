@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.contracts import Sampler
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.rollout.carry_over import open_collection
 from dapo_jax.rollout.curriculum import Pools, RestingPrompts, update_pools
@@ -30,7 +29,8 @@ from dapo_jax.rollout.dynamic_sampling import (
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.settings import require
-from dapo_jax.structs import (
+from dapo_jax.types.contracts import Sampler
+from dapo_jax.types.structs import (
     CollectedGroups,
     Group,
     Interrupted,

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
-from dapo_jax.contracts import Sampler
 from dapo_jax.data.prompts.tokenizer import Decodes, Ends
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.learners import LearnerPrograms
@@ -27,6 +26,7 @@ from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.sampler_devices import open_sampling_mesh, split_devices
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.sharding import AXES, DECODING, TRAINING, make_mesh, shards
+from dapo_jax.types.contracts import Sampler
 
 HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
 # Fields of the decoder that are also names of logical axes.

@@ -38,7 +38,7 @@ from dapo_jax.runtime.storage.jsonl import AppendFile, read_object
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
-from dapo_jax.structs import Completion, Group, Interrupted, Prompt, SamplingRule
+from dapo_jax.types.structs import Completion, Group, Interrupted, Prompt, SamplingRule
 
 # Means over responses in a report.
 MEANS = (

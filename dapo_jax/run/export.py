@@ -27,7 +27,7 @@ from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, check_values, read_json, require
 from dapo_jax.runtime.storage.output_folder import EXPORTED, MARK, check_free, replace
-from dapo_jax.structs import present
+from dapo_jax.types.structs import present
 
 EXPORTS = "exported"  # in run_dir: exports of checkpoints that were used as models
 

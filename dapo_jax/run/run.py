@@ -43,8 +43,8 @@ from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.output_folder import RUN, claim
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
-from dapo_jax.structs import Interrupted, Prompt, SamplingRule
-from dapo_jax.train import Trainer, TrainerState, train_step
+from dapo_jax.step import Trainer, TrainerState, train_step
+from dapo_jax.types.structs import Interrupted, Prompt, SamplingRule
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems
 SHOWN_FAILED_GROUPS = 3

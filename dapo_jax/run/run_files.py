@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.sinks import (
@@ -28,6 +27,7 @@ from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
+from dapo_jax.types.contracts import RunSink
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"

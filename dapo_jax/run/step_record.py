@@ -17,8 +17,8 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics, speed_metrics
 from dapo_jax.rollout.source import RolloutSource, SourceState
 from dapo_jax.runtime.clock import Clock
-from dapo_jax.structs import Trace
-from dapo_jax.train import StepRecord, Trainer, TrainerState, train_step
+from dapo_jax.step import StepRecord, Trainer, TrainerState, train_step
+from dapo_jax.types.structs import Trace
 
 
 def take_steps(

@@ -10,11 +10,11 @@ from unittest import mock
 
 import bench
 
-from dapo_jax.verifier.algebra_worker import RememberedAlgebra
-from dapo_jax.verifier.verifier import Settings, make_verifier
+from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
+from dapo_jax.extras.math.verifier import Settings, make_verifier
 
 LISTS = pathlib.Path(__file__).parents[1] / "verifier"
-HOME = "dapo_jax.verifier."
+HOME = "dapo_jax.extras.math."
 ALGEBRA = HOME + "algebra_worker.TreeAlgebra."
 MODES = ("right", "wrong")
 CACHES = (

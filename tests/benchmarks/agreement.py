@@ -15,11 +15,11 @@ import time
 import bench
 
 from dapo_jax.data.sources import read_problems
-from dapo_jax.verifier import sympy_stage
-from dapo_jax.verifier.algebra_worker import RememberedAlgebra
-from dapo_jax.verifier.verifier import Settings, make_verifier
+from dapo_jax.extras.math import sympy_stage
+from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
+from dapo_jax.extras.math.verifier import Settings, make_verifier
 
-CASES = pathlib.Path(__file__).parents[1] / "verifier/verifier_cases.jsonl"
+CASES = pathlib.Path(__file__).parents[1] / "extras/math/verifier_cases.jsonl"
 Pair = tuple[str, str, bool]  # response, gold answer, whether they are equivalent
 
 

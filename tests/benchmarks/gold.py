@@ -11,9 +11,9 @@ import sys
 import bench
 
 from dapo_jax.data.sources import read_problems
-from dapo_jax.structs import Problem
-from dapo_jax.verifier import is_equivalent
-from dapo_jax.verifier.extraction import extract
+from dapo_jax.extras.math import is_equivalent
+from dapo_jax.extras.math.extraction import extract
+from dapo_jax.types.structs import Problem
 
 SHAPES = ("itself", "boxed", "solution")
 

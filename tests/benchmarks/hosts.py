@@ -11,7 +11,7 @@ workload. With several processes this one is the first; it makes the messages of
 does not count, and no network carries them. Devices wait for some parts; others overlap a burst
 (texts), scores and updates (feedback, weights, metrics, traces) or run in a thread of process 0
 (files). A bucket's delay for each file is left out.
-Prints a table, and a JSON line with the costs of `commands/plan/simulate.py`.
+Prints a table, and a JSON line with the costs of `extras/plan/simulate.py`.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from named_meshes import named_mesh
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from dapo_jax.commands.plan import simulate
-from dapo_jax.commands.plan.published_shapes import read_shape
-from dapo_jax.commands.plan.simulate import Costs, Meter
-from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.plan import simulate
+from dapo_jax.extras.plan.published_shapes import read_shape
+from dapo_jax.extras.plan.simulate import Costs, Meter
+from dapo_jax.extras.plan.workload import AssumedWorkload
 from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.minibatches import make_minibatches, make_train_batches
@@ -55,8 +55,8 @@ from dapo_jax.run.step_record import measure, trace
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.storage.retries import Storage
-from dapo_jax.structs import Completion, Prompt, SamplingRule, with_texts
-from dapo_jax.train import StepRecord
+from dapo_jax.step import StepRecord
+from dapo_jax.types.structs import Completion, Prompt, SamplingRule, with_texts
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHIPS, VOCAB, END = 64, 16_384, "<end>"

@@ -21,9 +21,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from dapo_jax.config.experiment import Examples, ModelJudge
 from dapo_jax.data.arithmetic import make_worked_example
+from dapo_jax.extras.judge import write_messages
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.rewards.model_judge import write_messages
 
 END = "<|end|>"
 TURN = "{{ m.content }}{{ '" + END + "' if m.role == 'assistant' else '\n' }}"

@@ -54,8 +54,8 @@ from dapo_jax.rollout.source import SourceState
 from dapo_jax.run import step_record
 from dapo_jax.run.components import build
 from dapo_jax.runtime.clock import Clock
-from dapo_jax.structs import Completion, Prompt
-from dapo_jax.train import TrainerState, train_step
+from dapo_jax.step import TrainerState, train_step
+from dapo_jax.types.structs import Completion, Prompt
 
 VOCAB, GROUP, PROMPT_TOKENS, SLOTS = 512, 8, 32, 64
 END, OTHER = VOCAB - 1, 2

@@ -19,7 +19,7 @@ import bench
 import judged
 from tokenizers import Regex, pre_tokenizers
 
-from dapo_jax.data.verifiers_tasks import read_tasks
+from dapo_jax.extras.environments.verifiers_tasks import read_tasks
 
 FIRST = "Anna Bob Carl Dora Eve Fred"
 LAST = "Green Hill Irwin Jones King Lee"

@@ -23,10 +23,10 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
 from hlo_arrays import contents
 
-from dapo_jax.commands.plan.chips import GIB, parse
-from dapo_jax.commands.plan.programs import Compiler, Layout, lay_out, limit, programs
-from dapo_jax.commands.plan.published_shapes import config_values
 from dapo_jax.config import experiment as settings
+from dapo_jax.extras.plan.chips import GIB, parse
+from dapo_jax.extras.plan.programs import Compiler, Layout, lay_out, limit, programs
+from dapo_jax.extras.plan.published_shapes import config_values
 
 TINY = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 128}
 TINY |= {"num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 8192}

@@ -72,7 +72,7 @@ class Ours:
         from dapo_jax.learner.learners import LearnerStates
         from dapo_jax.rollout.source import SourceState
         from dapo_jax.run.components import build
-        from dapo_jax.train import TrainerState
+        from dapo_jax.step import TrainerState
 
         with contextlib.closing(build(self.config)) as parts:
             self.write_rows(parts.prompts)
@@ -92,7 +92,7 @@ class Ours:
 
         from dapo_jax.run import step_record
         from dapo_jax.runtime.clock import Clock
-        from dapo_jax.train import train_step
+        from dapo_jax.step import train_step
 
         clock = Clock()
         with clock.running():
@@ -106,7 +106,7 @@ class Ours:
 
     def write_rows(self, prompts: Any) -> None:
         """Write training prompts for TRL, and the held-out problems of the config."""
-        from dapo_jax.data import word_problems
+        from dapo_jax.extras import words as word_problems
 
         steps = max(self.args.learn, self.args.repeats + WARM_UP)
         rows = [next(prompts) for _ in range(self.args.prompts * steps)]

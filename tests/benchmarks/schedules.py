@@ -29,12 +29,12 @@ import numpy as np
 from named_meshes import named_mesh
 
 from dapo_jax import algorithms
-from dapo_jax.commands.plan.simulate import Costs, Simulation, Step
-from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config, Data, Mesh, Packing, Rollout, Sampler
+from dapo_jax.extras.plan.simulate import Costs, Simulation, Step
+from dapo_jax.extras.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.learner.packing import Segment, choose_rows, fill, pack_updates, row_shapes
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.structs import Completion, Prompt
+from dapo_jax.types.structs import Completion, Prompt
 
 SHAPE = DecoderConfig(  # only the cache's shape counts
     vocab=2, layers=1, embed=128, heads=8, kv_heads=8, head_dim=128, mlp=1, dtype=jnp.bfloat16

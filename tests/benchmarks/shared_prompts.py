@@ -26,7 +26,7 @@ from dapo_jax.learner.packing import Segment, choose_rows, pack_updates, row_sha
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.runtime.sharding import make_mesh, unbox
-from dapo_jax.structs import Completion, Prompt
+from dapo_jax.types.structs import Completion, Prompt
 
 SMOLLM2 = DecoderConfig(
     49_152, layers=30, embed=576, heads=9, kv_heads=3, head_dim=64, mlp=1536, qkv_bias=False

@@ -22,9 +22,9 @@ import jax
 import numpy as np
 import scipy.optimize  # comes with jax
 
-from dapo_jax.commands.plan.simulate import Costs, Counts, Simulation, Step
-from dapo_jax.commands.plan.workload import PROMPT, Drawn
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Model
+from dapo_jax.extras.plan.simulate import Costs, Counts, Simulation, Step
+from dapo_jax.extras.plan.workload import PROMPT, Drawn
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.run.compute import numerics, open_mesh

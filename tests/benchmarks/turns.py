@@ -23,7 +23,7 @@ from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Data, Environment, Log, Model, Rollout, Sampler
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.run.components import build
-from dapo_jax.structs import Prompt, SamplerCounts
+from dapo_jax.types.structs import Prompt, SamplerCounts
 
 HEADS = "a step,bursts,caches,busy while work waits,whole,waited,again,rollout".split(",")
 

@@ -173,7 +173,7 @@ def server(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, 
 
 def serve(switch: str, arguments: list[str]) -> int:
     """Runs the command with a switch interval of threads, in seconds."""
-    from dapo_jax.commands.serve import server as serve
+    from dapo_jax.extras.serve import server as serve
 
     if float(switch):
         sys.setswitchinterval(float(switch))

@@ -9,7 +9,7 @@ import pytest
 from row_files import read_table
 from served import connect, http_serving, make_serve_config, serving
 
-from dapo_jax.commands.serve import server
+from dapo_jax.extras.serve import server
 from dapo_jax.runtime.keys import read_key
 from dapo_jax.runtime.settings import ConfigError
 

@@ -17,7 +17,7 @@ from supervised_runs import pair_rows, settings
 
 import dapo_jax
 from dapo_jax.commands import api
-from dapo_jax.commands.plan.published_shapes import config_values
+from dapo_jax.extras.plan.published_shapes import config_values
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers import pickled_functions
 
@@ -56,7 +56,7 @@ def test_import_loads_no_heavy_module():
         "assert not heavy, heavy\n"
         "import dapo_jax.train\n"
         "assert callable(dapo_jax.train) and callable(dapo_jax.evaluate)\n"
-        "from dapo_jax.train import train_step\n"
+        "from dapo_jax.step import train_step\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -83,7 +83,7 @@ def test_type_checkers_see_the_same_names():
         "dapo_jax.commands.policy",
         "dapo_jax.learner.losses",
         "dapo_jax.learner.advantages",
-        "dapo_jax.verifier.algebra_process",
+        "dapo_jax.extras.math.algebra_process",
         "dapo_jax.algorithms",
     ],
 )

@@ -8,10 +8,10 @@ import pytest
 from command_lines import ROOT, run_shown
 from row_files import read_table
 
+from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
+from dapo_jax.extras.math.gold_reading import FORMS, in_form, read_gold
+from dapo_jax.extras.math.verifier import VERIFIERS, Settings, make_verifier
 from dapo_jax.model import load_huggingface
-from dapo_jax.verifier.algebra_worker import RememberedAlgebra
-from dapo_jax.verifier.gold_reading import FORMS, in_form, read_gold
-from dapo_jax.verifier.verifier import VERIFIERS, Settings, make_verifier
 
 ROWS = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(40)]
 REWARDS = """\

@@ -23,9 +23,9 @@ from served import (
     serving,
 )
 
-from dapo_jax.commands.serve import server
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, UntilStop
+from dapo_jax.extras.serve import server
 
 CHAT = ChatTemplate(
     "{% if messages[0].role == 'assistant' %}{{ raise_exception('who speaks first?') }}{% endif %}"

@@ -13,10 +13,10 @@ import pytest
 from row_files import read_table
 from served import BUDGET, BYTES_DECODER, END, TOKENIZER, http_serving, make_byte_params
 
-from dapo_jax.commands.serve import server
-from dapo_jax.commands.serve.logprobs import CHUNK_TOKENS, Scorer
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.serve import server
+from dapo_jax.extras.serve.logprobs import CHUNK_TOKENS, Scorer
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime.tool_calls import read_calls
 
@@ -185,7 +185,7 @@ def test_calls_are_read_and_what_is_none_stays_text(text, rest, calls):
 
 
 def test_tools_are_written_by_the_template_and_calls_come_as_such(client, monkeypatch):
-    from dapo_jax.commands.serve import responses
+    from dapo_jax.extras.serve import responses
 
     request = {"model": "policy", "messages": [{"role": "user", "content": "3+4="}]}
     plain = client.chat.completions.create(**request)

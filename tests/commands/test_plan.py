@@ -13,15 +13,15 @@ import pytest
 from command_lines import RL, ROOT, load, run_shown
 
 from dapo_jax.commands import checks
-from dapo_jax.commands.plan import chips, hlo_text, plan, roofline
-from dapo_jax.commands.plan.flags import PlanSettings
-from dapo_jax.commands.plan.hlo_text import Times
-from dapo_jax.commands.plan.main import ONE_TURN
-from dapo_jax.commands.plan.programs import Compiler, lay_out, missing_memory, training_programs
-from dapo_jax.commands.plan.published_shapes import NAMES, config_values, read_shape
-from dapo_jax.commands.plan.roofline import DRAW_PASSES, estimate, forward_flops, measure_lengths
-from dapo_jax.commands.plan.targets import compiler_options
 from dapo_jax.config.experiment import Config
+from dapo_jax.extras.plan import chips, hlo_text, plan, roofline
+from dapo_jax.extras.plan.flags import PlanSettings
+from dapo_jax.extras.plan.hlo_text import Times
+from dapo_jax.extras.plan.main import ONE_TURN
+from dapo_jax.extras.plan.programs import Compiler, lay_out, missing_memory, training_programs
+from dapo_jax.extras.plan.published_shapes import NAMES, config_values, read_shape
+from dapo_jax.extras.plan.roofline import DRAW_PASSES, estimate, forward_flops, measure_lengths
+from dapo_jax.extras.plan.targets import compiler_options
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime.settings import ConfigError

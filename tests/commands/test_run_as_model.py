@@ -15,8 +15,8 @@ from served import http_serving
 from small_runs import make_evaluation, run_evaluation
 
 from dapo_jax.__main__ import entry
-from dapo_jax.commands.serve import server
 from dapo_jax.config.experiment import Config
+from dapo_jax.extras.serve import server
 from dapo_jax.model import load_huggingface
 from dapo_jax.run import export
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy, checkpoint_folder

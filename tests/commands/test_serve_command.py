@@ -13,7 +13,7 @@ from small_runs import ROOT
 
 from dapo_jax.config.experiment import Architecture, Examples, Mesh, Optimizer, Packing, SftConfig
 from dapo_jax.data.arithmetic import make_problem
-from dapo_jax.run.supervised import train_supervised
+from dapo_jax.extras.sft.training import train_supervised
 
 TESTS = (
     "rollout/test_jetstream commands/test_http commands/test_http_trouble commands/test_serving "
@@ -27,7 +27,7 @@ def command(*flags: str) -> list[str]:
 
 @pytest.mark.parametrize(("flag", "message"), read_table(__file__, "settings"))
 def test_a_wrong_setting_is_one_line(flag, message, monkeypatch, capsys):
-    from dapo_jax.commands.serve import server
+    from dapo_jax.extras.serve import server
 
     monkeypatch.setattr(sys, "argv", ["serve", "--model=x", flag])
     try:

@@ -19,8 +19,8 @@ from served import (
     serving,
 )
 
-from dapo_jax.commands.serve import budgets
-from dapo_jax.commands.serve import server as serve
+from dapo_jax.extras.serve import budgets
+from dapo_jax.extras.serve import server as serve
 from dapo_jax.run import memory
 from dapo_jax.runtime.settings import ConfigError
 

@@ -12,10 +12,11 @@ from simulate import RecordedWorkload, calibrate, replay
 from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
-from dapo_jax.commands.plan import simulate
-from dapo_jax.commands.plan.flags import PlanSettings
-from dapo_jax.commands.plan.fleet import Fleet, Times
-from dapo_jax.commands.plan.simulate import (
+from dapo_jax.config.experiment import Config, Data, Log, Mesh, Rollout, Sampler
+from dapo_jax.extras.plan import simulate
+from dapo_jax.extras.plan.flags import PlanSettings
+from dapo_jax.extras.plan.fleet import Fleet, Times
+from dapo_jax.extras.plan.simulate import (
     HOSTS,
     Costs,
     Meter,
@@ -23,17 +24,16 @@ from dapo_jax.commands.plan.simulate import (
     Simulation,
     simulate_sampler,
 )
-from dapo_jax.commands.plan.workload import (
+from dapo_jax.extras.plan.workload import (
     AssumedWorkload,
     Drawn,
     beta_from_kept,
     kept_fraction,
 )
-from dapo_jax.config.experiment import Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 SHAPE = DecoderConfig(
     vocab=2, layers=1, embed=128, heads=2, kv_heads=2, head_dim=128, mlp=1, dtype=jnp.bfloat16

@@ -10,18 +10,18 @@ import pytest
 from conftest import TINY
 
 from dapo_jax.algorithms import preset
-from dapo_jax.commands.serve.errors import RequestError
-from dapo_jax.commands.serve.tinker.losses import OPTIONS, loss_learner
-from dapo_jax.commands.serve.tinker.models import Model, pack_data, run_loss
-from dapo_jax.commands.serve.tinker.requests import Datum, Limits, LossRequest, read_loss_request
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
+from dapo_jax.extras.serve.errors import RequestError
+from dapo_jax.extras.tinker.losses import OPTIONS, loss_learner
+from dapo_jax.extras.tinker.models import Model, pack_data, run_loss
+from dapo_jax.extras.tinker.requests import Datum, Limits, LossRequest, read_loss_request
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import apply_gradient, make_optimizer
 from dapo_jax.model.decoder import Decoder, head_kernel
-from dapo_jax.structs import Completion, Prompt
+from dapo_jax.types.structs import Completion, Prompt
 
 LENGTHS = (5, 9, 3, 12)
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from dapo_jax.commands.serve.tinker import store as stores
-from dapo_jax.commands.serve.tinker.store import Request, State, Store
+from dapo_jax.extras.tinker import store as stores
+from dapo_jax.extras.tinker.store import Request, State, Store
 
 
 def request(owner: str, number: int, kind: str = "optim_step") -> Request:

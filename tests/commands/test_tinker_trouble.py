@@ -14,7 +14,7 @@ import pytest
 from row_files import read_table
 from tinker_served import NAME, SDK, TinkerServer, as_bytes, loss_message
 
-from dapo_jax.commands.serve.tinker.messages import MESSAGES
+from dapo_jax.extras.tinker.messages import MESSAGES
 
 TOKENS = [1, 2, 3, 4]
 POLICY = {"target_tokens": TOKENS, "logprobs": [-1.0] * 4, "advantages": [1.0] * 4}

@@ -20,8 +20,8 @@ ADAPT = "arithmetic arithmetic_base arithmetic_sft".split()
 LAY_OUT = """
 import json, pathlib, sys
 import jax
-from dapo_jax.commands.plan.chips import parse
-from dapo_jax.commands.plan.programs import lay_out
+from dapo_jax.extras.plan.chips import parse
+from dapo_jax.extras.plan.programs import lay_out
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
 from dapo_jax.run.compute import open_mesh

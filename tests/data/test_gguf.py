@@ -18,7 +18,7 @@ from dapo_jax.model import load_huggingface
 from dapo_jax.runtime.settings import ConfigError
 
 gguf = pytest.importorskip("gguf")
-gguf_files = pytest.importorskip("dapo_jax.data.policies.gguf_files")
+gguf_files = pytest.importorskip("dapo_jax.extras.gguf")
 gguf_writer = pytest.importorskip("gguf_writer")
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/models"
 FAMILIES = (

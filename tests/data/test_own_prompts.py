@@ -20,7 +20,7 @@ from dapo_jax.reporting.notices import announce_data
 from dapo_jax.run.components import check_lengths
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Problem
+from dapo_jax.types.structs import Problem
 
 PROBLEM = Problem("p", "1+1?", "2", "", "algebra", "3", turns=(("user", "Hi"), ("assistant", "Ho")))
 MESSAGES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -18,9 +18,9 @@ from dapo_jax.data import arithmetic
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.sources import Sources, parse_sources
-from dapo_jax.rewards import gym
+from dapo_jax.extras import gym
+from dapo_jax.extras.math.verifier import final_number
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.verifier.verifier import final_number
 
 TOKENIZER = arithmetic_tokenizer()
 

@@ -11,7 +11,7 @@ from dapo_jax.data.files import MalformedRow
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.data.supervised import EXAMPLES, PAIRS, Writer, endless_order, read_examples
+from dapo_jax.extras.sft.rows import EXAMPLES, PAIRS, Writer, endless_order, read_examples
 from dapo_jax.runtime.settings import ConfigError
 
 PLAIN_CHAT = (

@@ -17,7 +17,7 @@ from dapo_jax.data.prompts.templates import (
 )
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Problem
+from dapo_jax.types.structs import Problem
 
 EXAMPLES = (
     Problem("1", "What is 1+1?", "2", "x", solution="One and one: $\\boxed{2}$"),

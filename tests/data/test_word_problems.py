@@ -18,10 +18,10 @@ from dapo_jax.config.experiment import (
     SftConfig,
 )
 from dapo_jax.config.files import read_config
-from dapo_jax.data.word_problems import make_examples, make_problem, make_word_problem
 from dapo_jax.environments.builtin import Calculator
+from dapo_jax.extras.sft.training import train_supervised
+from dapo_jax.extras.words import make_examples, make_problem, make_word_problem
 from dapo_jax.rewards.functions import coin, find_functions
-from dapo_jax.run.supervised import train_supervised
 from dapo_jax.runtime.settings import ConfigError
 
 

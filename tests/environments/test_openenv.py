@@ -11,7 +11,7 @@ from row_files import read_table
 
 from dapo_jax.environments.registry import open_factory
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Problem
+from dapo_jax.types.structs import Problem
 
 GAME = (
     "openenv:textarena_env.server.environment:TextArenaEnvironment"

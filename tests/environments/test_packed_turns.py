@@ -15,7 +15,7 @@ from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.packing import Segment, pack, place_tokens, take_tokens
 from dapo_jax.learner.policy import policy_objective
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.structs import Completion, Turn, Verdict
+from dapo_jax.types.structs import Completion, Turn, Verdict
 
 RNG = np.random.default_rng(11)
 # Tokens of each trajectory's turns: drawn, observed, drawn, ...

@@ -8,7 +8,7 @@ from chat_families import TAGGED
 
 from dapo_jax.environments.tools import MAX_CALLS, MAX_ERROR_CHARACTERS, ToolUse, tool_schema
 from dapo_jax.environments.worker import MAX_CHARACTERS, Request, Sessions
-from dapo_jax.structs import Problem
+from dapo_jax.types.structs import Problem
 
 if typing.TYPE_CHECKING:
     pass

@@ -15,7 +15,7 @@ from dapo_jax.model.decoder import init_params
 from dapo_jax.rollout.group_format import pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.sharding import unbox
-from dapo_jax.structs import PartialGroup, SamplingRule, with_texts
+from dapo_jax.types.structs import PartialGroup, SamplingRule, with_texts
 
 # One that ends often, so that a tiny policy has many turns.
 TOKENIZER = Tokenizer(arithmetic_tokenizer().backend, end_ids=(1, 2, 3, 4), pad_id=0)

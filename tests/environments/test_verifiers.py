@@ -12,11 +12,11 @@ import pytest
 
 from dapo_jax.config.experiment import Data, Environment
 from dapo_jax.data.sources import Sources, parse_sources
-from dapo_jax.data.verifiers_tasks import read_tasks
 from dapo_jax.environments.registry import open_factory, tool_schemas
 from dapo_jax.environments.worker import Request, Sessions
+from dapo_jax.extras.environments.verifiers_tasks import read_tasks
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Observation, Problem, present
+from dapo_jax.types.structs import Observation, Problem, present
 
 AUTHORS = "kalomaze/alphabetic-arxiv-authors-it1"
 NAMES = "AnnaBell CarlDore EveFox GusHill IdaJones KimLee MaxNash OlaPark QuinRoss SamTodd UmaVance"

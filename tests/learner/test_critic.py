@@ -23,8 +23,8 @@ from dapo_jax.run.checkpointing.same_run import check_same_run, with_defaults
 from dapo_jax.run.components import build
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError, leaves
-from dapo_jax.structs import Verdict
-from dapo_jax.train import TrainerState
+from dapo_jax.step import TrainerState
+from dapo_jax.types.structs import Verdict
 
 STEPS, ALONE = 3, 1
 VALUE_METRICS = ("value_loss", "value_gradient_norm", "value_clip_fraction", "explained_variance")

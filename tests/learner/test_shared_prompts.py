@@ -11,18 +11,19 @@ from learners import BUDGET, assert_close
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Config, Optimizer, Packing
+from dapo_jax.extras.families import delta_net
 from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import NOT_SCORED, ScoredBatch
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.minibatches import choose_packing, make_batch
 from dapo_jax.learner.packing import Segment, pack, pack_updates, take_tokens
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.model import blockwise_attention, delta_net, splash_attention
+from dapo_jax.model import blockwise_attention, splash_attention
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.layers import Adapters
 from dapo_jax.model.training_attention import shares_prompts
 from dapo_jax.runtime.sharding import make_mesh, unbox
-from dapo_jax.structs import Completion
+from dapo_jax.types.structs import Completion
 
 RNG = np.random.default_rng(3)
 ROW_TOKENS = 128

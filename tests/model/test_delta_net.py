@@ -20,11 +20,8 @@ from test_peft_adapters import random_adapters, save
 from test_windows import LENGTH, TOKENS, unstacked
 
 from dapo_jax.config.experiment import Lora, Sampler
-from dapo_jax.model import delta_net, inference, param_paths, peft_adapters
-from dapo_jax.model.caches import KVCache, PageCache, StateCache
-from dapo_jax.model.decode_attention import SlotContext, attend_slots
-from dapo_jax.model.decoder import Decoder, head_kernel, init_params
-from dapo_jax.model.delta_net import (
+from dapo_jax.extras.families import delta_net
+from dapo_jax.extras.families.delta_net import (
     DeltaInputs,
     convolve,
     delta_rule,
@@ -32,6 +29,10 @@ from dapo_jax.model.delta_net import (
     empty_state,
     unit_inverse,
 )
+from dapo_jax.model import inference, param_paths, peft_adapters
+from dapo_jax.model.caches import KVCache, PageCache, StateCache
+from dapo_jax.model.decode_attention import SlotContext, attend_slots
+from dapo_jax.model.decoder import Decoder, head_kernel, init_params
 from dapo_jax.model.load_huggingface import load_params, read_config
 from dapo_jax.model.trainable import choose_trained, merge
 from dapo_jax.run import memory

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from teachers import divergence_by_definition
 
-from dapo_jax.model.divergence import Divergence, head_divergence
+from dapo_jax.extras.distillation.divergence import Divergence, head_divergence
 from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh

@@ -18,10 +18,10 @@ from safetensors.numpy import load_file, save_file
 from test_windows import assert_decoding_equals_training
 
 from dapo_jax.config.experiment import Lora
+from dapo_jax.extras.families.mixed_layers import periods
 from dapo_jax.model.decoder import Decoder, abstract_params, init_params, layer_stacks
 from dapo_jax.model.load_huggingface import read_config
 from dapo_jax.model.logprobs import Rows, token_logprobs
-from dapo_jax.model.mixed_layers import periods
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError

@@ -14,7 +14,7 @@ from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies
 from dapo_jax.model.training_attention import choose
 from dapo_jax.rollout.sampling import sample_tokens
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 TOKENS = np.random.default_rng(1).integers(2, 32, (2, 12)).astype(np.int32)
 SEGMENTS = np.array([[1] * 5 + [2] * 6 + [0]] * 2, np.int32)

@@ -13,12 +13,12 @@ from command_lines import RL, run
 from shipped import FOLDER, MADE_BY, NAME, ROOT, machine, recipe_digest, weights_digest
 
 import dapo_jax
-from dapo_jax.commands.plan.published_shapes import read_shape
-from dapo_jax.commands.serve.server import served_name
 from dapo_jax.config.experiment import Examples, ServeConfig
 from dapo_jax.data.arithmetic import make_worked_example
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.plan.published_shapes import read_shape
+from dapo_jax.extras.serve.server import served_name
 from dapo_jax.model import load_huggingface
 from dapo_jax.runtime.settings import ConfigError
 

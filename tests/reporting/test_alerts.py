@@ -12,12 +12,12 @@ from small_runs import make_quick_config, open_run
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, Reward, Rollout, Watch
-from dapo_jax.reporting.alerts import ALERTS, Alerts, check_run, settings_of
+from dapo_jax.extras.alerts import ALERTS, Alerts, check_run, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import outcome_metrics, response_metrics, verdict_counts
 from dapo_jax.reporting.notices import warn_about_answers
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.structs import Failure, Group, Outcome, Verdict
+from dapo_jax.types.structs import Failure, Group, Outcome, Verdict
 
 
 def make_group(verdicts: list[Verdict], tokens: int = 10) -> Group:

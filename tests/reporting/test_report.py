@@ -13,11 +13,11 @@ from reports import HOSTILE, Scripts, data_of, response, row
 from row_files import read_table
 
 from dapo_jax.algorithms import PRESETS
-from dapo_jax.commands import command_line, report
+from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Optimizer, ReportConfig, Reward
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.page import page, recorded_run
-from dapo_jax.reporting.page.comparison import (
+from dapo_jax.extras.report import command as report
+from dapo_jax.extras.report import page, recorded_run
+from dapo_jax.extras.report.comparison import (
     differences,
     differing_settings,
     experiments,
@@ -27,12 +27,13 @@ from dapo_jax.reporting.page.comparison import (
     mean_interval,
     welch_interval,
 )
-from dapo_jax.reporting.page.curves import asset
-from dapo_jax.reporting.page.recorded_run import (
+from dapo_jax.extras.report.curves import asset
+from dapo_jax.extras.report.recorded_run import (
     SHOWN_CHARACTERS,
     read_run,
     sample_groups,
 )
+from dapo_jax.reporting.console import Progress
 from dapo_jax.runtime.settings import ConfigError
 
 

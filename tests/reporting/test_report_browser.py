@@ -8,9 +8,9 @@ import pytest
 from browser import CHROMIUM, browser
 from reports import HOSTILE, response, row
 
-from dapo_jax.commands import report
 from dapo_jax.config.experiment import Optimizer, ReportConfig
-from dapo_jax.reporting.page.curves import read_curves
+from dapo_jax.extras.report import command as report
+from dapo_jax.extras.report.curves import read_curves
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,13 +10,13 @@ from reports import data_of
 from small_runs import make_config, make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax.config.experiment import Log, Optimizer, Rollout
-from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.reporting.page import page
-from dapo_jax.reporting.page.curves import read_curves
+from dapo_jax.extras.report import page
+from dapo_jax.extras.report.curves import read_curves
 from dapo_jax.reporting.sinks import token_fields
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.contracts import RunSink
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import pytest
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.data.row_formats import MalformedRow, read_row
-from dapo_jax.rewards.code import judge_code, last_block, read_tests, run_code, with_tests
+from dapo_jax.extras.code import sandbox
+from dapo_jax.extras.code.verifier import judge_code, last_block, read_tests, run_code, with_tests
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.runtime import sandbox
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Outcome, WantedColumns
+from dapo_jax.types.structs import Outcome, WantedColumns
 
 SECONDS = 1.0
 SLACK = 10.0  # of a busy machine

@@ -7,13 +7,13 @@ from gym_items import write_package
 from row_files import read_table
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards import gym
+from dapo_jax.extras import gym
 from dapo_jax.rewards import pool as pool_module
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.scoring import SCORER_ERROR
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import WorkerProcess
-from dapo_jax.structs import SLOW, Outcome
+from dapo_jax.types.structs import SLOW, Outcome
 
 HONEST = """
 class Task:

@@ -14,11 +14,11 @@ import pytest
 from gym_items import CONSTANTS, QUESTION, WITHOUT_ANSWER, every_task, gold
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards import gym
-from dapo_jax.rewards.gym import EVALUATING, WON_BY_CONSTANTS, is_finite
+from dapo_jax.extras import gym
+from dapo_jax.extras.gym import EVALUATING, WON_BY_CONSTANTS, is_finite
+from dapo_jax.extras.math.extraction import LONGEST_ANSWER
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers.parent import WorkerProcess
-from dapo_jax.verifier.extraction import LONGEST_ANSWER
 
 pytestmark = pytest.mark.slow
 factory = pytest.importorskip("reasoning_gym").factory

@@ -27,6 +27,7 @@ from dapo_jax.algorithms import grpo
 from dapo_jax.config.experiment import Config, Environment, Packing, Reward, Rollout, Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.environments.sessions import Environments
+from dapo_jax.extras.math import algebra_process
 from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import policy_loss
@@ -37,8 +38,7 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers import parent as process_module
-from dapo_jax.structs import FAILURES, SLOW, Completion, Group, Outcome
-from dapo_jax.verifier import algebra_process
+from dapo_jax.types.structs import FAILURES, SLOW, Completion, Group, Outcome
 
 FRAGILE = """
 import os, signal, time, urllib.request

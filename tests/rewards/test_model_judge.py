@@ -10,11 +10,11 @@ import pytest
 
 from dapo_jax.config.experiment import ModelJudge as Settings
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards import model_judge
+from dapo_jax.extras import judge as model_judge
+from dapo_jax.extras.judge import read_score
 from dapo_jax.rewards.functions import PartsReply, ResponseCall, compute, find_functions
-from dapo_jax.rewards.model_judge import read_score
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.structs import Outcome
+from dapo_jax.types.structs import Outcome
 
 # What a chat template's tokenizer reads as the begin of another message.
 CONTROL = re.compile(r"<\|im_start\|>\w+|\[INST\]|<start_of_turn>\w+|</response>|<s>")

@@ -19,7 +19,7 @@ from dapo_jax.rollout.dynamic_sampling import carries_signal
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.pickled_functions import register_function
-from dapo_jax.structs import Group, Outcome, Turn, Verdict, repetition
+from dapo_jax.types.structs import Group, Outcome, Turn, Verdict, repetition
 
 OWN = """
 import os, sys, time

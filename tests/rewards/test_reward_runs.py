@@ -28,7 +28,7 @@ from dapo_jax.run.checkpointing.rollout_journal import FOLDER
 from dapo_jax.run.evaluation import check_scored, make_responses, report_on
 from dapo_jax.run.run import train
 from dapo_jax.run.step_record import trace
-from dapo_jax.structs import Failure, Group, Outcome
+from dapo_jax.types.structs import Failure, Group, Outcome
 
 OWN = """
 def picky(prompt, response, answer):

@@ -10,11 +10,11 @@ from row_files import read_table
 
 from dapo_jax.algorithms import dapo, grpo
 from dapo_jax.config.experiment import Config, Reward, Sampler
+from dapo_jax.extras.math.verifier import final_number
 from dapo_jax.rewards.group_rewards import overlong_punishment, reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers import parent as process_module
-from dapo_jax.structs import Outcome, Verdict
-from dapo_jax.verifier.verifier import final_number
+from dapo_jax.types.structs import Outcome, Verdict
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers.pickled_functions import register_function
-from dapo_jax.structs import Failure, Group, Outcome, Verdict
+from dapo_jax.types.structs import Failure, Group, Outcome, Verdict
 
 OWN = """
 import json

@@ -22,7 +22,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     collect,
     next_kept_fraction,
 )
-from dapo_jax.structs import Failure, Interrupted, Outcome, Verdict
+from dapo_jax.types.structs import Failure, Interrupted, Outcome, Verdict
 
 LOST = Verdict(False, None, Failure(Outcome.CRASH, "the worker died"))
 

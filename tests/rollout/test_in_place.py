@@ -9,9 +9,9 @@ from hlo_arrays import instructions
 from row_files import read_table
 from samplers import make_engine
 
-from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size
+from dapo_jax.extras.plan.hlo_text import COLLECTIVES, group_size
 from dapo_jax.runtime.sharding import make_mesh
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 WINDOW = 416
 WRITES = ("scatter", "dynamic-update-slice")

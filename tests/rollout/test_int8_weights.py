@@ -15,8 +15,8 @@ from served import make_serve_config
 from small_runs import make_quick_config, read_rows
 
 from dapo_jax import algorithms
-from dapo_jax.commands.serve import server
 from dapo_jax.config.experiment import Sampler
+from dapo_jax.extras.serve import server
 from dapo_jax.model import inference
 from dapo_jax.model.decode_attention import PromptContext, attend_prompt
 from dapo_jax.model.decoder import abstract_params, for_decoding

@@ -11,8 +11,8 @@ from jetstream.core.proto import jetstream_pb2 as messages
 from orchestrated import Driver, orchestrate
 from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config
 
-from dapo_jax.commands.serve import server
 from dapo_jax.data.prompts.tokenizer import TextStream
+from dapo_jax.extras.serve import server
 
 # --- the engine, by JetStream's calls alone -------------------------------------------------
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 
-from dapo_jax.rollout import group_format
-from dapo_jax.rollout.leases import (
+from dapo_jax.extras.samplers.leases import (
     LOCAL,
     MAX_REFUSED,
     AnswerLimits,
@@ -17,7 +16,8 @@ from dapo_jax.rollout.leases import (
     WrongAnswer,
     counts_from,
 )
-from dapo_jax.structs import SamplerCounts, SamplingRule, Turn, TurnCounts
+from dapo_jax.rollout import group_format
+from dapo_jax.types.structs import SamplerCounts, SamplingRule, Turn, TurnCounts
 
 SESSION = Session(0, 3, 1, SamplingRule(), "digest")
 LIMITS = AnswerLimits(vocab=20, response_tokens=6)

@@ -40,7 +40,7 @@ from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run import memory
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 
 def test_greedy_decoding_equals_a_full_forward_loop(tiny_params, one_device):

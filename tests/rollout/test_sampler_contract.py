@@ -14,16 +14,16 @@ from samplers import END, TOKENIZER, make_engine
 from small_runs import equal, make_quick_config
 from toy_sampler import ScriptedSampler, ToySampler
 
-from dapo_jax.commands.plan.simulate import Costs, Simulation
-from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
+from dapo_jax.extras.plan.simulate import Costs, Simulation
+from dapo_jax.extras.plan.workload import AssumedWorkload
+from dapo_jax.extras.samplers.remote_sampler import RemoteSampler
+from dapo_jax.extras.vllm import VllmSampler, VllmServer
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.rollout.vllm_sampler import VllmSampler, VllmServer
 from dapo_jax.run.components import build
-from dapo_jax.run.remote_sampler import RemoteSampler
 from dapo_jax.run.run import first_state
-from dapo_jax.structs import SamplingRule
-from dapo_jax.train import train_step
+from dapo_jax.step import train_step
+from dapo_jax.types.structs import SamplingRule
 
 # The tokens of a simulated prompt are its position in the data.
 PROMPTS = [make_prompt(i, [i] * (3 + i % 4)) for i in range(2, 9)]

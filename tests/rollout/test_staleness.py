@@ -24,7 +24,7 @@ from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.run.run import train
 from dapo_jax.runtime.sampler_devices import split_devices
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Interrupted
+from dapo_jax.types.structs import Interrupted
 
 
 def make_config(base, run_dir, staleness=1, **changes) -> Config:

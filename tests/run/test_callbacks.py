@@ -7,12 +7,12 @@ from small_runs import make_quick_config, read_rows
 
 import dapo_jax
 from dapo_jax.config.experiment import Checkpoint, Data, Evaluation
-from dapo_jax.contracts import RunSink
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
 from dapo_jax.run.run_files import Callbacks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.signals import Signals
+from dapo_jax.types.contracts import RunSink
 
 DATA = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4)
 

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from samplers import PROMPTS, make_sampler, sample, tokens_of
 from small_runs import open_run, read_rows
 
-from dapo_jax.commands.plan import published_shapes
 from dapo_jax.config.experiment import Checkpoint, ExportConfig, Lora, Optimizer, Rollout
+from dapo_jax.extras.plan import published_shapes
 from dapo_jax.model import peft_adapters, save_huggingface
 from dapo_jax.model.decoder import abstract_params, init_params
 from dapo_jax.model.experts import REPLACED
@@ -22,7 +22,7 @@ from dapo_jax.model.load_huggingface import read_config
 from dapo_jax.run.export import export
 from dapo_jax.run.run import train
 from dapo_jax.runtime.sharding import unbox
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 MODELS = pathlib.Path(__file__).parents[1] / "fixtures/models"
 ATTENTION, DELTA = "query,key,value,out", "query,out,delta_out,delta_"

@@ -20,16 +20,16 @@ from remote_runs import SECONDS, make_remote, processes_of
 from remote_samplers import IDENTITY, Proxy, remote_sampler, url_of
 from toy_sampler import ScriptedSampler
 
-from dapo_jax.commands import sampler
 from dapo_jax.config.experiment import Sampler, SamplerConfig
+from dapo_jax.extras.samplers import command as sampler
+from dapo_jax.extras.samplers import weight_versions
+from dapo_jax.extras.samplers.lease_server import EXCHANGE, LeaseServer
+from dapo_jax.extras.samplers.leases import AnswerLimits, Leases
 from dapo_jax.rollout import group_format
-from dapo_jax.rollout.leases import AnswerLimits, Leases
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.run import weight_versions
-from dapo_jax.run.lease_server import EXCHANGE, LeaseServer
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 # --- messages ------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_that_is_none_is_refused(name, server, monkeypatch):
-    monkeypatch.setattr("dapo_jax.run.lease_server.MAX_BYTES", LIMIT)
+    monkeypatch.setattr("dapo_jax.extras.samplers.lease_server.MAX_BYTES", LIMIT)
     headers = {"Authorization": "Bearer a key"}
     request = urllib.request.Request(url_of(server) + EXCHANGE, MESSAGES[name], headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -23,7 +23,7 @@ from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,13 @@ from dapo_jax import algorithms
 from dapo_jax.__main__ import entry
 from dapo_jax.config.experiment import Compute, DpoConfig, Lora, Mesh, Optimizer, Packing, SftConfig
 from dapo_jax.config.validation import validate
-from dapo_jax.data.supervised import Example, Turns
+from dapo_jax.extras.sft import training as supervised
+from dapo_jax.extras.sft.rows import Example, Turns
+from dapo_jax.extras.sft.training import imitation_batch, train_supervised
 from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.packing import pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.run import supervised
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
-from dapo_jax.run.supervised import imitation_batch, train_supervised
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import to_host

@@ -18,7 +18,7 @@ from dapo_jax.run.components import build
 from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError, leaves
-from dapo_jax.structs import Verdict
+from dapo_jax.types.structs import Verdict
 
 
 @pytest.fixture(scope="module")

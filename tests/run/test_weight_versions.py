@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from small_runs import equal
 
 from dapo_jax.config.experiment import Lora, Sampler
+from dapo_jax.extras.samplers.weight_versions import KEPT, NoVersion, WeightVersions
 from dapo_jax.model.trainable import choose_trained, fresh_adapters
 from dapo_jax.rollout.weight_transfer import DecodingWeights, TrainerWeights
 from dapo_jax.run.components import load_frozen
-from dapo_jax.run.weight_versions import KEPT, NoVersion, WeightVersions
 from dapo_jax.runtime.sharding import flatten
 
 ARRAYS = {
@@ -35,7 +35,7 @@ def files_of(tmp_path) -> list[pathlib.Path]:
 
 
 def test_arrays_are_read_as_they_were_written(versions, tmp_path, monkeypatch):
-    monkeypatch.setattr("dapo_jax.run.weight_versions.SHARD_BYTES", 8)  # a file each
+    monkeypatch.setattr("dapo_jax.extras.samplers.weight_versions.SHARD_BYTES", 8)  # a file each
     digest = versions.write(4, lambda: ARRAYS)
     assert len(files_of(tmp_path)) == 4  # two files of arrays, their index, checksums
     arrays = WeightVersions(str(tmp_path)).read(4, digest)

@@ -9,9 +9,9 @@ import pytest
 from conftest import TINY
 from samplers import place
 
-from dapo_jax.commands.serve.generator import ServedEngine
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.extras.serve.generator import ServedEngine
 from dapo_jax.model import decoder
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.run.compute import check_divisible, open_mesh, open_meshes

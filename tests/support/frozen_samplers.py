@@ -4,7 +4,7 @@ import samplers
 from conftest import make_prompt
 
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 RULE = SamplingRule()
 PROMPTS = [make_prompt(i, [2 + i, 7, 9]) for i in range(3)]

@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 from safetensors import safe_open
 
-from dapo_jax.data.policies import gguf_files
-from dapo_jax.data.policies.gguf_files import (
+from dapo_jax.extras import gguf as gguf_files
+from dapo_jax.extras.gguf import (
     ARCHITECTURES,
     BYTE,
     CONTROL,

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from dapo_jax.rewards.gym import RELEASE
+from dapo_jax.extras.gym import RELEASE
 
 # Fields of the metadata that hold an example if the item has no answer.
 EXAMPLES = ("example_answer", "example_correct_answer")

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import jax
 
-from dapo_jax.commands.plan import hlo_text
-from dapo_jax.commands.plan.hlo_text import COLLECTIVES, HloText
-from dapo_jax.commands.plan.programs import SAMPLING, Layout, Program
+from dapo_jax.extras.plan import hlo_text
+from dapo_jax.extras.plan.hlo_text import COLLECTIVES, HloText
+from dapo_jax.extras.plan.programs import SAMPLING, Layout, Program
 from dapo_jax.runtime.sharding import DECODING, TRAINING, shards
 
 

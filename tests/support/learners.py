@@ -15,7 +15,7 @@ from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime.kept_programs import keep
-from dapo_jax.structs import Completion
+from dapo_jax.types.structs import Completion
 
 RNG = np.random.default_rng(1)
 BUDGET = 14

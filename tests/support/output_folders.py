@@ -11,9 +11,10 @@ import jax
 from conftest import TINY
 
 from dapo_jax import algorithms
-from dapo_jax.commands import export, supervised, train
+from dapo_jax.commands import export, train
 from dapo_jax.commands.evaluate import main as evaluate_main
 from dapo_jax.config.experiment import Checkpoint, Compute, Config, Model, Optimizer
+from dapo_jax.extras.sft import commands as supervised
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints

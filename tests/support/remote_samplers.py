@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dapo_jax.commands.sampler import SamplingLoop, TrainerClient
 from dapo_jax.config.experiment import Sampler, SamplerConfig
-from dapo_jax.rollout.leases import AnswerLimits, Leases
+from dapo_jax.extras.samplers.command import SamplingLoop, TrainerClient
+from dapo_jax.extras.samplers.lease_server import LeaseServer
+from dapo_jax.extras.samplers.leases import AnswerLimits, Leases
+from dapo_jax.extras.samplers.remote_sampler import RemoteSampler
+from dapo_jax.extras.samplers.weight_versions import WeightVersions
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.run.lease_server import LeaseServer
-from dapo_jax.run.remote_sampler import RemoteSampler
-from dapo_jax.run.weight_versions import WeightVersions
 
 IDENTITY = {"dapo_jax's code": "that of these tests"}
 

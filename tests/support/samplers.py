@@ -12,7 +12,7 @@ from dapo_jax.model.decoder import Decoder, abstract_params
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule
 
 END = 1
 TOKENIZER = arithmetic_tokenizer()

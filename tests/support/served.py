@@ -21,9 +21,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dapo_jax.commands import checks
-from dapo_jax.commands.serve import server as serve
 from dapo_jax.config.experiment import Mesh, ServeConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.serve import server as serve
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
 

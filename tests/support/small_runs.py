@@ -27,6 +27,7 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
+from dapo_jax.extras.sft.training import train_supervised
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import source
@@ -34,11 +35,10 @@ from dapo_jax.run import evaluation
 from dapo_jax.run import run as runs
 from dapo_jax.run.components import Components
 from dapo_jax.run.step_record import measure
-from dapo_jax.run.supervised import train_supervised
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, Verdict
-from dapo_jax.train import StepRecord, TrainerState, train_step
+from dapo_jax.step import StepRecord, TrainerState, train_step
+from dapo_jax.types.structs import CollectedGroups, Group, SamplerCounts, Verdict
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 4

@@ -14,7 +14,7 @@ from forked import one_device
 from served import free_port
 from small_runs import ROOT
 
-from dapo_jax.commands.serve.tinker.messages import MESSAGES
+from dapo_jax.extras.tinker.messages import MESSAGES
 
 SDK = {"sdk_version": "0.38.0"}
 FLAGS = ("--slots=4", "--max_prompt_tokens=64", "--max_response_tokens=32")

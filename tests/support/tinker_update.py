@@ -18,7 +18,7 @@ from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.run.compute import mesh_sizes, numerics
 from dapo_jax.runtime.sharding import make_mesh
-from dapo_jax.structs import Completion, Prompt
+from dapo_jax.types.structs import Completion, Prompt
 
 ROWS, TOKENS, OLD_LOGPROB = 64, 128, -5.0
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dapo_jax.model.decoder import Decoder
 from dapo_jax.rollout.sampling import sample_key, sample_tokens
-from dapo_jax.structs import Completion, PartialGroup, Prompt, SamplerCounts
+from dapo_jax.types.structs import Completion, PartialGroup, Prompt, SamplerCounts
 
 WIDTH = 48  # tokens of prompt and response
 

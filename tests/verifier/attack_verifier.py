@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from dapo_jax.extras.math.algebra_process import WORKER, verify
+from dapo_jax.extras.math.verifier import Question, Settings
 from dapo_jax.runtime.workers.parent import RestartingWorker
-from dapo_jax.verifier.algebra_process import WORKER, verify
-from dapo_jax.verifier.verifier import Question, Settings
 
 SECONDS = 60.0  # of a verdict, after which its worker is killed
 RESTATED = pathlib.Path(__file__).with_name("unfinished_answers.jsonl")

@@ -17,7 +17,7 @@ import time
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dapo_jax.verifier import is_equivalent
+from dapo_jax.extras.math import is_equivalent
 
 HERE = pathlib.Path(__file__).parent
 MARKER = pathlib.Path(tempfile.gettempdir()) / "dapo_jax_fuzz_marker"

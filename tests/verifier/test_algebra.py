@@ -11,11 +11,11 @@ import sympy
 from flint import fmpq
 from row_files import read_table
 
-from dapo_jax.verifier import sympy_stage
-from dapo_jax.verifier.algebra import proportional, same_expression
-from dapo_jax.verifier.algebra_worker import WORK, TreeAlgebra
-from dapo_jax.verifier.ball_arithmetic import Undefined, enclose, sign, with_bits
-from dapo_jax.verifier.expression_tree import (
+from dapo_jax.extras.math import sympy_stage
+from dapo_jax.extras.math.algebra import proportional, same_expression
+from dapo_jax.extras.math.algebra_worker import WORK, TreeAlgebra
+from dapo_jax.extras.math.ball_arithmetic import Undefined, enclose, sign, with_bits
+from dapo_jax.extras.math.expression_tree import (
     Budget,
     Refused,
     Tree,
@@ -25,9 +25,9 @@ from dapo_jax.verifier.expression_tree import (
     number,
     substitute,
 )
-from dapo_jax.verifier.expressions import parse
-from dapo_jax.verifier.normalisation import normalise
-from dapo_jax.verifier.sample_points import sample_points
+from dapo_jax.extras.math.expressions import parse
+from dapo_jax.extras.math.normalisation import normalise
+from dapo_jax.extras.math.sample_points import sample_points
 
 ATOMS = r"2 3 \frac{1}{2} \pi e 5 x n \sqrt{2} \sqrt[3]{5}".split()
 ONE_ARGUMENT = (

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-import dapo_jax.verifier
+import dapo_jax.extras.math
 from dapo_jax.environments import builtin
+from dapo_jax.extras.math import units
 from dapo_jax.rewards import functions
-from dapo_jax.verifier import units
 
 SHORT, LONG = 100, 800  # repeats of a piece; some 1,600 characters
 ALLOWED_SECONDS = 0.001  # below it, a clock says nothing
@@ -39,8 +39,8 @@ def patterns(value) -> Iterator[re.Pattern]:
 def modules() -> Iterator:
     yield functions
     yield builtin
-    for module in pkgutil.iter_modules(dapo_jax.verifier.__path__):
-        yield importlib.import_module(f"dapo_jax.verifier.{module.name}")
+    for module in pkgutil.iter_modules(dapo_jax.extras.math.__path__):
+        yield importlib.import_module(f"dapo_jax.extras.math.{module.name}")
 
 
 PATTERNS = {

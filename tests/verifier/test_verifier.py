@@ -21,13 +21,13 @@ import pytest
 from row_files import read_table
 
 from dapo_jax.config.experiment import Reward
+from dapo_jax.extras.math import algebra_process, is_equivalent
+from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
+from dapo_jax.extras.math.answer_conventions import as_percentage, is_unfinished
+from dapo_jax.extras.math.extraction import extract
+from dapo_jax.extras.math.numerals import read_number
+from dapo_jax.extras.math.verifier import Settings, dapo, make_verifier
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.verifier import algebra_process, is_equivalent
-from dapo_jax.verifier.algebra_worker import RememberedAlgebra
-from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
-from dapo_jax.verifier.extraction import extract
-from dapo_jax.verifier.numerals import read_number
-from dapo_jax.verifier.verifier import Settings, dapo, make_verifier
 
 HERE = pathlib.Path(__file__).parent
 LONGEST_SECONDS = 5.0
@@ -152,7 +152,7 @@ def test_a_worker_killed_from_outside_costs_nothing():
 
 FORKING = r"""
 import os
-from dapo_jax.verifier import is_equivalent
+from dapo_jax.extras.math import is_equivalent
 assert is_equivalent(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
 child = os.fork()
 fine = is_equivalent(r"\boxed{\sqrt{50}}", r"5\sqrt{2}")
@@ -187,7 +187,7 @@ def test_a_stopped_worker_is_killed_and_its_verdict_computed_again(monkeypatch):
 
 def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp_path):
     code = (
-        "from dapo_jax.verifier import is_equivalent\n"
+        "from dapo_jax.extras.math import is_equivalent\n"
         "is_equivalent(r'\\sqrt{8}', '1'); print(flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -12,7 +12,7 @@ from etils import epath
 
 from dapo_jax.data.prompts import sandbox
 from dapo_jax.runtime.settings import ConfigError, check_utf8, read_file, read_json, require
-from dapo_jax.structs import Problem, present
+from dapo_jax.types.structs import Problem, present
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 

@@ -15,7 +15,7 @@ from dapo_jax.rollout.source import Journal
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, replacing, suppress_storage_errors
-from dapo_jax.structs import Group, PartialGroup, Prompt
+from dapo_jax.types.structs import Group, PartialGroup, Prompt
 
 FOLDER = "groups"
 

@@ -1,0 +1,266 @@
+"""Verifier of programs: the last fenced block of a response, run with the tests of its row.
+
+Programs run in `runtime.sandbox`. What is expected stays outside: the output of a program or of its
+functions is compared in this process, and asserts run in a sandbox without the program.
+"""
+
+import ast
+import contextlib
+import functools
+import json
+import math
+import os
+import pathlib
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dapo_jax.config.experiment import Reward
+from dapo_jax.extras.code import sandbox
+from dapo_jax.extras.code.sandbox import Process, Program
+from dapo_jax.rewards.functions import ResponseCall, make_failure
+from dapo_jax.rewards.group_rewards import TESTS
+from dapo_jax.rewards.verifying import Verifying, Workers
+from dapo_jax.types.structs import SLOW, Failure, Outcome, Verdict, WantedColumns
+
+LONGEST_ANSWER = 10_000  # characters of a program that a verdict keeps
+MAX_OUTPUT_BYTES = 1 << 20  # more than what is expected
+WALL_FACTOR = 2  # wall time of all tests, relative to the CPU time of a process
+FENCE = "```"
+DRIVER = pathlib.Path(__file__).with_name("code_driver.py").read_bytes()
+FORMS = (
+    'pairs {"input", "output"}, {"inputs": [...], "outputs": [...]}, the same with "fn_name" and '
+    "lists of arguments, or Python texts with asserts"
+)
+
+
+class Tests(NamedTuple):
+    """Tests of a program.
+
+    Attributes:
+        inputs: texts for standard input; of a function, lists of arguments; or Python texts.
+        outputs: what is expected, by input; none for Python texts.
+        function: called with each input; else the program itself runs.
+        command: command line of the program in another language than Python.
+    """
+
+    inputs: list[Any]
+    outputs: list[Any]
+    function: str = ""
+    command: tuple[str, ...] = ()
+
+
+class Result(NamedTuple):
+    """Result of a program: whether each test passed, and whether it took too long."""
+
+    passed: list[bool]
+    late: bool = False
+
+
+def read_tests(columns: dict[str, Any]) -> Tests:
+    """Return the tests of a row's columns. Raises ValueError, SyntaxError for other forms."""
+    tests, command = columns["tests"], columns.get("command") or ()
+    words = tuple(shlex.split(command) if isinstance(command, str) else map(str, command))
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
+        tests = json.loads(tests)
+    if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
+        tests = {f"{name}s": [test.get(name) for test in tests] for name in ("input", "output")}
+    if isinstance(tests, dict):
+        inputs, outputs = (list(tests.get(name) or ()) for name in ("inputs", "outputs"))
+        function = str(tests.get("fn_name") or "")
+        kind = list if function else str
+        fits = all(isinstance(given, kind) for given in inputs) and not (function and words)
+        fits = fits and (function or all(isinstance(text, str) for text in outputs))
+        if fits and inputs and len(inputs) == len(outputs):
+            return Tests(inputs, outputs, function, words)
+    elif tests and not words:
+        texts = [tests] if isinstance(tests, str) else tests
+        if isinstance(texts, list) and all(isinstance(t, str) and t.strip() for t in texts):
+            entry = columns.get("entry_point")
+            if entry and "def check(" in texts[-1]:
+                texts = [*texts[:-1], f"{texts[-1]}\ncheck({entry})"]
+            ast.parse("\n".join(texts))
+            return Tests(texts, [])
+    raise ValueError(f"tests must be {FORMS}; with a command, pairs of texts: not {tests!r:.80}")
+
+
+def with_tests(wanted: WantedColumns) -> WantedColumns:
+    """Add the columns that `read_tests` reads."""
+    required, optional = wanted.required | {"tests"}, wanted.optional | {"command", "entry_point"}
+    return wanted._replace(required=required, optional=optional, check=read_tests)
+
+
+def last_block(response: str) -> str | None:
+    """Return the last fenced block after a response's thoughts, or None if it has no complete one.
+
+    CommonMark 0.31, section 4.5, with backticks.
+    """
+    if "<think>" in response and "</think>" not in response:
+        return None
+    block, fence, lines = None, "", []
+    for line in response.rpartition("</think>")[2].split("\n"):
+        bare = line.strip()
+        ticks = bare[: len(bare) - len(bare.lstrip("`"))]
+        if fence and ticks == bare and len(ticks) >= len(fence):
+            block, fence = "\n".join(lines), ""
+        elif fence:
+            lines.append(line)
+        elif len(ticks) >= len(FENCE) and "`" not in bare[len(ticks) :]:
+            fence, lines = ticks, []
+    return block
+
+
+def judge_code(response: str, columns: str, seconds: float, every: bool) -> Verdict:
+    """Return the verdict on the program in a response; with a failure if its sandbox failed.
+
+    Args:
+        columns: JSON of the row's columns.
+        seconds, every: as of `run_code`.
+    """
+    code = last_block(response)
+    if code is None:
+        return Verdict(False, None, None, {TESTS: 0.0}, decided="no_marker")
+    try:
+        tests = read_tests(json.loads(columns))
+        passed, late = run_code(code, tests, seconds, every)
+    except OSError as error:
+        return Verdict(False, None, make_failure(error, Outcome.CRASH))
+    except (ValueError, SyntaxError) as error:
+        return Verdict(False, None, Failure(Outcome.USER_ERROR, f"the row's tests: {error}"))
+    share = sum(passed) / len(tests.inputs)
+    correct = share == 1 and not late
+    return Verdict(
+        correct, code[:LONGEST_ANSWER], None, {TESTS: share}, decided=SLOW * late or "direct"
+    )
+
+
+def run_code(code: str, tests: Tests, seconds: float, every: bool) -> Result:
+    """Return which tests a program passes.
+
+    Args:
+        seconds: CPU time of a process; all tests together have twice as much wall time.
+        every: run also the tests after one that failed.
+
+    Raises:
+        SandboxError, ConfigError: a sandbox failed.
+    """
+    run = _Run({"program": code.encode("utf-8", "replace")}, seconds)
+    if not tests.outputs:
+        return run.asserts(tests.inputs)
+    return run.calls(tests) if tests.function else run.outputs(tests, every)
+
+
+class _Run:
+    """Sandboxes of one program, with a common deadline."""
+
+    def __init__(self, files: dict[str, bytes], seconds: float):
+        self._files, self._seconds = files, seconds
+        self._python = sandbox.find_python()
+        self._open = functools.partial(
+            Process, python=self._python, deadline=time.monotonic() + WALL_FACTOR * seconds
+        )
+
+    def _driver(self, role: str, files: dict[str, bytes]) -> Program:
+        command = ["python", "/code/driver", role]
+        return Program(command, files | {"driver": DRIVER}, self._seconds)
+
+    def _feed(self, program: Program, given: bytes, limit: int) -> tuple[bytes, Process]:
+        """Return a program's output on an input, and its ended process."""
+        descriptor = sandbox.sealed_file(given)
+        try:
+            with self._open(program, stdin=descriptor, stdout=subprocess.PIPE) as process:
+                return process.read(limit), process
+        finally:
+            os.close(descriptor)
+
+    def outputs(self, tests: Tests, every: bool) -> Result:
+        """Run the program once per input, and compare what it prints."""
+        command = tests.command or ("python", "/code/program")
+        program = Program(command, self._files, self._seconds, forks=bool(tests.command))
+        passed: list[bool] = []
+        for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+            limit = len(expected) + MAX_OUTPUT_BYTES
+            output, process = self._feed(program, given.encode(), limit)
+            if process.is_late:
+                return Result([*passed, False], late=True)
+            is_same = _lines(output) == _lines(expected.encode())
+            passed.append(is_same and not process.is_flooded)
+            if not (passed[-1] or every):
+                break
+        return Result(passed)
+
+    def calls(self, tests: Tests) -> Result:
+        """Call a function of the program with each input, and compare what it returns."""
+        lines = [json.dumps([tests.function, None, inputs, {}]) + "\n" for inputs in tests.inputs]
+        limit = len(json.dumps(tests.outputs)) + MAX_OUTPUT_BYTES
+        program = self._driver("serve", self._files)
+        output, process = self._feed(program, "".join(lines).encode(), limit)
+        pairs = zip(output.split(b"\n")[:-1], tests.outputs, strict=False)
+        return Result([_is_value(reply, value) for reply, value in pairs], process.is_late)
+
+    def asserts(self, texts: list[str]) -> Result:
+        """Run asserts in one sandbox, and the program that they call in another one."""
+        tester = self._driver("test", {"tests": json.dumps(texts).encode()})
+        solution = self._driver("serve", self._files)
+        with contextlib.ExitStack() as stack:
+            ends = [stack.enter_context(open(end, "rb")) for _ in range(2) for end in os.pipe()]
+            served = stack.enter_context(self._open(solution, stdin=ends[0], stdout=ends[3]))
+            streams = {"stdin": ends[2], "stdout": ends[1], "stderr": subprocess.PIPE}
+            process = stack.enter_context(self._open(tester, **streams))
+            for end in ends:
+                end.close()
+            output = process.read(MAX_OUTPUT_BYTES)
+            served.check_started()
+        return Result([line == b"1" for line in output.split(b"\n")[:-1]], process.is_late)
+
+
+def _lines(output: bytes) -> list[bytes]:
+    """Return the lines without blanks at their ends, and without empty lines at the end."""
+    return [line.rstrip() for line in output.rstrip().split(b"\n")]
+
+
+def _is_value(reply: bytes, expected: Any) -> bool:
+    try:
+        return _is_same(json.loads(reply)["value"], expected)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    """Test the JSON of a value for equality; tuples are lists, and floats agree to 9 digits."""
+    if isinstance(value, dict):
+        ((name, content),) = value.items()
+        if name == "dict" and isinstance(expected, dict):
+            texts = {key if isinstance(key, str) else json.dumps(key): v for key, v in content}
+            same = len(texts) == len(content) and texts.keys() == expected.keys()
+            return same and all(_is_same(texts[key], expected[key]) for key in expected)
+        return name == "tuple" and _is_same(content, expected)
+    if isinstance(value, list) and isinstance(expected, list):
+        pairs = zip(value, expected, strict=False)
+        return len(value) == len(expected) and all(_is_same(a, b) for a, b in pairs)
+    if isinstance(value, float) and isinstance(expected, float):
+        return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
+    return type(value) is type(expected) and value == expected
+
+
+class CodeVerifying(Verifying):
+    """`code`: a response is correct if its program passes all tests of its row."""
+
+    reads_answers = False
+
+    def __init__(self, reward: Reward):
+        super().__init__(reward)
+        self._every = TESTS in reward.weights()
+        sandbox.find_python()  # fails here, not in a thread
+
+    def verify(self, workers: Workers, calls: Sequence[ResponseCall]) -> list[Verdict]:
+        seconds = self.reward.timeout_seconds
+        return [judge_code(call.response, call.columns, seconds, self._every) for call in calls]
+
+    def columns(self, wanted: WantedColumns) -> WantedColumns:
+        return with_tests(wanted)
+
+    def responses_to(self, gold: str) -> dict[str, str]:
+        return {"gold in its form": f"{FENCE}\n{gold}\n{FENCE}", "gold alone": gold}

@@ -1,0 +1,1 @@
+"""Distillation of a teacher: its parameters, the divergence from it."""

@@ -1,0 +1,1 @@
+"""Newer model families, and the layers that only they have."""

@@ -1,0 +1,96 @@
+"""Verdicts from a process that can be killed, and `is_equivalent` on top of it."""
+
+from collections.abc import Sequence
+
+from dapo_jax.extras.math.verifier import BATCH_SECONDS, LOAD, Question, Settings
+from dapo_jax.runtime.workers.parent import BUSY_FACTOR, Limits, RestartingWorker
+from dapo_jax.types.contracts import VerifierResult
+
+WORKER = "dapo_jax.extras.math.algebra_worker"
+SECONDS = 2.0  # limit of one verdict of `is_equivalent`, without a worker's start
+MODES = {"any": "math", "box": "math_box", "label": "math_label", "dapo": "dapo"}
+
+
+def verify(
+    worker: RestartingWorker, settings: Settings, questions: Sequence[Question], seconds: float
+) -> list[VerifierResult | Exception]:
+    """Return the results of a verifier in a worker process, or why there is none.
+
+    A late worker is killed, and each question is asked again alone; a worker that died is replaced.
+    A question that is late alone is asked once more, with a longer limit. `ComputedTooLong` says
+    that its text is the cause, since it used up the time limit as CPU time.
+
+    Args:
+        worker: a process of `algebra_worker`.
+        seconds: limit of one verdict, without a worker's start.
+    """
+    # On an idle core the limit of CPU time comes first, and says that the text is the cause.
+    first = Limits(seconds + BATCH_SECONDS, computing=seconds)
+    limits = first._replace(late_seconds=BUSY_FACTOR * seconds)
+    results: list[VerifierResult | Exception] = []
+    while len(results) < len(questions):
+        left = questions[len(results) :]
+        job = {"settings": settings, "questions": left}
+        try:
+            replies = worker.ask(job, limits if len(left) == 1 else first)["replies"]
+        except Exception as error:
+            if len(questions) == 1:
+                return [error]
+            alone = [verify(worker, settings, [question], seconds) for question in left]
+            return results + [result for (result,) in alone]
+        for question, reply in zip(left, replies, strict=False):
+            if isinstance(reply, dict):
+                reply = _load_and_ask(
+                    worker, {"settings": settings, "questions": [question]}, limits
+                )
+            results.append(_read_reply(reply))
+    return results
+
+
+def _load_and_ask(worker: RestartingWorker, job: dict, limits: Limits) -> list | str | Exception:
+    """Repeat a question after a job outside the limit of time, once in a process."""
+    try:
+        (reply,) = worker.ask(job, limits, first=LOAD)["replies"]
+    except Exception as error:
+        return error
+    return reply
+
+
+def _read_reply(reply: list | str | Exception) -> VerifierResult | Exception:
+    if isinstance(reply, Exception):
+        return reply
+    if isinstance(reply, str):
+        return MemoryError(reply) if reply.startswith("MemoryError") else RuntimeError(reply)
+    return VerifierResult(*reply)
+
+
+_worker = RestartingWorker(WORKER)
+
+
+def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
+    """Test the mathematical equivalence of answer and gold answer; never raise for texts.
+
+    >>> is_equivalent(r"... so \\boxed{\\tfrac{3}{4}}.", "0.75")
+    True
+    >>> is_equivalent("Answer: 3.14", r"\\pi", require="label")  # no tolerance
+    False
+
+    Args:
+        prediction: a model's response, or just its answer. Hostile: it is never evaluated, and
+            it is read in a process with a limit on memory and time.
+        answer: trusted.
+        require: which markers of the response count, 'any', 'box' or 'label'; 'dapo' is the
+            scorer of DAPO's released code.
+    """
+    return _is_right(Settings(MODES[require]), Question(prediction, answer))
+
+
+def same_answer(mine: str, other: str) -> bool:
+    """Test the mathematical equivalence of two answers that were already extracted."""
+    return mine == other or _is_right(Settings("answer"), Question(mine, other))
+
+
+def _is_right(settings: Settings, question: Question) -> bool:
+    (result,) = verify(_worker, settings, [question], SECONDS)
+    # Late, dead or not understood: not known to be the same.
+    return isinstance(result, VerifierResult) and result.correct

@@ -1,0 +1,249 @@
+"""Outer shape of an answer: list, set, tuple, interval, union, matrix, relation, or a value.
+
+Only brackets and separators are read here; what stands between them stays text.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+from dapo_jax.extras.math.normalisation import unwrap
+
+DEEPEST = 8  # nested sets, tuples and matrices
+
+
+class Node(NamedTuple):
+    """Shape and its parts.
+
+    kind: 'value' (text), 'list' (items; mark 'or', 'and' or ','), 'set' (items), 'tuple' (items;
+    mark: its two brackets), 'union' / 'intersection' / 'difference' (items), 'matrix' /
+    'determinant' / 'norm' (items: rows of kind 'tuple'), 'relation' (items; marks: the operators
+    between them).
+    """
+
+    kind: str
+    text: str
+    items: tuple["Node", ...] = ()
+    marks: tuple[str, ...] = ()
+
+
+_OPEN, _CLOSE = "([{", ")]}"
+_TOKEN = re.compile(r"\\begin\{[a-z*]+\}|\\end\{[a-z*]+\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
+_PAIRS = {r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_ENDS = set(_PAIRS.values())
+RELATIONS = {
+    "=": "=",
+    "<": "<",
+    ">": ">",
+    r"\le": "<=",
+    r"\ge": ">=",
+    r"\ne": "!=",
+    r"\in": "in",
+    r"\equiv": "=",
+    r"\approx": "~",
+}
+_WORD_SEPARATOR = re.compile(
+    r"\\text\{ ?,? ?(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])|\\(land|lor)(?![A-Za-z])"
+)
+_ASCII_RELATIONS = ((">=", r"\ge "), ("<=", r"\le "), ("!=", r"\ne "), ("==", "="))
+_REAL_VARIABLE = re.compile(r"[A-Za-z](?: ?\\in ?\\mathbb ?\{?R\}?)?")
+_WITHOUT = re.compile(r"(\\mathbb\{R\}|[)\]]) ?- ?(?=\\\{)")
+_UNION_LETTER = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])")
+_CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
+_CONDITION = re.compile(r" ?(?:\\text\{ ?)?,? ?(?:if|for|when|where)\b ?(?:\} ?)?")
+_OTHERWISE = re.compile(r" ?(?:\\text\{ ?)?(?:otherwise|else)(?: ?\})?[,. ]*")
+_MATRIX = re.compile(
+    r"\\begin\{((?:[pbBvV]|small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL
+)
+_MATRIX_BRACKETS = {"": "", "(": ")", "[": "]", "|": "|", r"\|": r"\|"}
+_SIGN = re.compile(r"\\([pm])(?:m|p)(?![A-Za-z])")  # plus-minus, minus-plus
+_FRENCH = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")
+
+
+def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | None:
+    """Split text at the separators outside all brackets; return None if unbalanced."""
+    parts, marks, start, closers = [], [], 0, []
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token.startswith(r"\begin"):
+            closers.append(r"\end" + token[6:])
+        elif token.startswith(r"\end"):
+            if not closers or closers.pop() != token:
+                return None
+        elif token in _PAIRS:
+            closers.append(_PAIRS[token])
+        elif token in _ENDS:
+            if not closers or closers.pop() != token:
+                return None
+        elif token in _OPEN:
+            closers.append("}" if token == "{" else ")]")
+        elif token in _CLOSE:
+            if not closers or token not in closers.pop():
+                return None
+        elif token in separators and not closers:
+            parts.append(text[start : match.start()])
+            marks.append(token)
+            start = match.end()
+    return None if closers else ([*parts, text[start:]], marks)
+
+
+def split(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
+    """Return the pieces of `_pieces`, with unbalanced text as one piece."""
+    is_one = not any(separator in text for separator in separators)
+    return ([text], []) if is_one else _pieces(text, separators) or ([text], [])
+
+
+_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+
+
+def _split_list(text: str) -> tuple[list[str], str]:
+    """Return the members of a bare list, and how they are joined."""
+    words = [next(filter(None, m.groups())) for m in _WORD_SEPARATOR.finditer(text)]
+    words = [{"land": "and", "lor": "or"}.get(word, word) for word in words]
+    if len(set(words)) > 1:  # which of them binds the other is not said
+        return [text], ","
+    joined = words[0] if words else ","
+    text = _WORD_SEPARATOR.sub(" ; ", text)
+    # Commas inside numerals stay, unless every comma could be one and a space says otherwise.
+    text = _THOUSANDS.sub(lambda m: m[0].replace(",", "\0"), text)
+    parts, _ = split(text, {",", ";"})
+    parts = [part.replace("\0", ",").strip() for part in parts]
+    if len(parts) > 1:
+        parts = [part for part in parts if part]
+    return parts, joined
+
+
+def _inside(text: str, start: str, ends: tuple[str, ...]) -> str | None:
+    """Return the content if one pair of brackets encloses the whole text."""
+    for end in ends:
+        if not (text.startswith(start) and text.endswith(end)):
+            continue
+        content = text[len(start) : len(text) - len(end)]
+        if start == r"\{" and content.endswith("\\"):
+            continue
+        if _pieces(content, set()) is not None:
+            return content
+    return None
+
+
+def _members(content: str, depth: int) -> tuple[Node, ...]:
+    parts, _ = split(content, {",", ";"})
+    return tuple(read(part, depth + 1) for part in parts if content.strip())
+
+
+def _read_cases(text: str, depth: int) -> Node | None:
+    """Return the list of (value, condition) of a function by cases."""
+    match = _CASES.fullmatch(text.strip())
+    if match is None:
+        return None
+    rows = []
+    for row in split(match[1], {r"\\"})[0]:
+        cells = split(row, {"&"})[0] if "&" in row else split(row, {","})[0]
+        if len(cells) != 2:
+            return None
+        condition = _CONDITION.sub("", cells[1].strip(" ,.;"), count=1)
+        if condition.count("}") > condition.count("{"):  # \text{if x > 0}
+            condition = condition.removesuffix("}")
+        condition = "otherwise" if _OTHERWISE.fullmatch(condition) else condition.strip(" ,.;")
+        items = read(cells[0].strip(" ,;"), depth + 1), read(condition, depth + 1)
+        rows.append(Node("tuple", row, items, ("&", "&")))
+    return Node("list", text, tuple(rows), (",",))
+
+
+def _read_matrix(text: str, depth: int) -> Node | None:
+    bracket, begin, _ = text.partition(r"\begin{")
+    end = _MATRIX_BRACKETS.get(bracket.strip())
+    if not begin or end is None or not text.endswith(end):
+        return None
+    match = _MATRIX.fullmatch(text[len(bracket) : len(text) - len(end)].strip())
+    if match is None:
+        return None
+    if _SIGN.search(text):
+        return _with_signs(text, depth)
+    bars = bracket.strip() or {"v": "|", "V": r"\|"}.get(match[1][0], "")
+    kind = {"|": "determinant", r"\|": "norm"}.get(bars, "matrix")
+    rows = [row for row in split(match[2].replace(r"\hline", " "), {r"\\"})[0] if row.strip()]
+    cells = [tuple(read(cell, depth + 1) for cell in split(row, {"&"})[0]) for row in rows]
+    nodes = (Node("tuple", *row, ("&", "&")) for row in zip(rows, cells, strict=True))
+    return Node(kind, text, tuple(nodes))
+
+
+def _read_brackets(text: str, depth: int) -> Node | None:
+    """Return a set, tuple or interval; None if no pair of brackets encloses the text."""
+    content = _inside(text, r"\{", (r"\}",))
+    if content is not None:
+        condition, marks = split(content, {":", "|", r"\colon"})
+        if len(marks) == 1:  # {x : x > 2}, and nothing but a real variable before the colon
+            real = _REAL_VARIABLE.fullmatch(condition[0].strip())
+            kept = read(condition[1], depth + 1) if real else None
+            whole = kept is not None and kept.kind in ("relation", "list")
+            return kept if whole else Node("value", text)
+        return Node("set", text, _members(content, depth))
+    for start, ends in (("(", (")", "]")), ("[", ("]", ")")), (r"\langle", (r"\rangle",))):
+        content = _inside(text, start, ends)
+        if content is None:
+            continue
+        if len(split(content, {",", ";"})[0]) > 1:
+            if _SIGN.search(text):
+                return _with_signs(text, depth)
+            brackets = (start, r"\rangle" if start[0] == "\\" else text[-1])
+            return Node("tuple", text, _members(content, depth), brackets)
+        if start == "(" and text[-1] == ")":
+            return read(content, depth + 1)
+    return None
+
+
+def _with_signs(text: str, depth: int) -> Node:
+    """Return the two answers that plus-minus signs give, all upper or all lower ones."""
+    both = (_SIGN.sub(lambda m, signs=signs: signs[m[1] == "m"], text) for signs in ("+-", "-+"))
+    return Node("list", text, tuple(read(each, depth + 1) for each in both), (",",))
+
+
+def _round(match: re.Match) -> str:
+    """Return an interval with its brackets turned outwards, ]0,1[, as (0,1)."""
+    start, content, end = match.groups()
+    if start + end == "[]" or r"\cup" in content or content.lstrip()[0] in ",;":
+        return match[0]
+    return ("(" if start == "]" else "[") + content + (")" if end == "[" else "]")
+
+
+@functools.lru_cache(maxsize=256)
+def read(text: str, depth: int = 0) -> Node:
+    """Return the shape of a normalised answer. Text without a readable shape is a value."""
+    text = unwrap(text)
+    for written, command in _ASCII_RELATIONS:
+        text = text.replace(written, command)
+    if depth >= DEEPEST:
+        return Node("value", text)
+    text = _WITHOUT.sub(r"\1\\setminus ", text)
+    text = _FRENCH.sub(_round, _UNION_LETTER.sub(r"\\cup ", text))
+    matrix = _read_cases(text, depth) or _read_matrix(text, depth)
+    if matrix is not None:
+        return matrix
+    parts, joined = _split_list(text)
+    if len(parts) > 1:
+        items = tuple(read(part, depth + 1) for part in parts)
+        named = {item.items[0].text for item in items if item.kind == "relation"}
+        if len(named) > 1 and _SIGN.search(text):
+            return _with_signs(text, depth)
+        return Node("list", text, items, (joined,))
+    text = parts[0] if parts else text
+    members, operators = split(text, set(RELATIONS))
+    if operators:
+        items = tuple(read(member, depth + 1) for member in members)
+        return Node("relation", text, items, tuple(RELATIONS[o] for o in operators))
+    for command, kind in ((r"\cup", "union"), (r"\cap", "intersection")):
+        sets, marks = split(text, {command})
+        if marks:
+            return Node(kind, text, tuple(read(part, depth + 1) for part in sets))
+    sets, marks = split(text, {r"\setminus", r"\backslash"})
+    if len(marks) == 1:
+        return Node("difference", text, tuple(read(part, depth + 1) for part in sets))
+    node = _read_brackets(text, depth)
+    if node is not None:
+        return node
+    if _SIGN.search(text):
+        return _with_signs(text, depth)
+    if text.strip() == r"\emptyset":
+        return Node("set", text)
+    return Node("value", text)

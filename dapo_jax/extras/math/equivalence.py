@@ -1,0 +1,352 @@
+"""Comparison of two answers: by shape first, then value by value.
+
+Everything that strings and exact numerals can decide is decided here, in time linear in short
+texts. What needs algebra is asked of `Algebra`, which lives in a process that can be killed.
+"""
+
+import functools
+import re
+from fractions import Fraction
+from typing import Protocol
+
+from dapo_jax.extras.math import names
+from dapo_jax.extras.math.answer_shape import Node, read
+from dapo_jax.extras.math.expressions import parse
+from dapo_jax.extras.math.extraction import extract
+from dapo_jax.extras.math.normalisation import FORBIDDEN, normalise
+from dapo_jax.extras.math.numerals import read_integer, read_number
+from dapo_jax.extras.math.units import split_unit
+from dapo_jax.extras.math.written_form import value_at
+
+LONGEST_COMPARED, MAX_ITEMS = 2_000, 64  # characters; members of a set
+_INEQUALITIES = {"<", ">", "<=", ">=", "!="}
+_REGIONS = {"union", "intersection", "difference"}
+REALS = r"\mathbbR"  # compact
+_DECIMAL = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
+_CODE = re.compile(r"(?=.*[A-Z])[A-Z\d]{2,}(?:_\{?\d+\}?)?", re.ASCII)
+_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)", re.ASCII)
+_POWER_OF_TEN = re.compile(r"[\d.]+e[-+]\d+", re.ASCII)  # or a multiple of e and a number
+_DATE = re.compile(r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}", re.ASCII)
+_PROGRAMMED = re.compile(r"0(?:[xX][\dA-Fa-f]+|[bB][01]+|[oO][0-7]+)", re.ASCII)
+_ROUNDED = re.compile(r"-?\d*\.(\d+)", re.ASCII)
+_E = re.compile(r"(?<![\\A-Za-z])e(?![A-Za-z])")
+_COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
+_RATIO = re.compile(rf"\d{{1,30}}(?:{_COLON.pattern}\d{{1,30}})+", re.ASCII)
+_PRODUCT = re.compile(r".*[\d)}] [A-Za-z]", re.DOTALL)  # or a measured value
+_FUNCTION_OF = re.compile(r"([A-Za-z])\(([A-Za-z])\)")
+CENTS = 100
+_CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
+_CHOICE_AND_VALUE = re.compile(
+    r"(?:\\text\{ ?(?:\(([A-J])\)|([A-J])[).:]) ?\}|([A-J])(?:\)|[.:] )"
+    r"|\(([A-J])\) (?![-+*/^=<>!_(\[])) ?((?:(?!(?<![A-Za-z\\])[A-J](?![A-Za-z])).)+)"
+)
+
+
+class Algebra(Protocol):
+    """Decisions of one verdict that strings can't make, on the normalised texts of two answers."""
+
+    def same(self, kind: str, prediction: str, answer: str) -> bool:
+        """Test the equality as `kind` says: 'value', 'equation', 'region' or 'cases'."""
+        ...
+
+    def describe(self, correct: bool) -> str:
+        """Return how the verdict was decided."""
+        ...
+
+
+class _Comparison:
+    def __init__(self, algebra: Algebra):
+        self._algebra = algebra
+
+    def same(self, mine: Node, gold: Node) -> bool:
+        if names.compact(mine.text) == names.compact(gold.text):
+            return True
+        mine, gold = _spread(_without_membership(mine)), _spread(_without_membership(gold))
+        if is_by_cases(mine) or is_by_cases(gold):
+            if self._algebra.same("cases", mine.text, gold.text):
+                return True
+        if _is_region(mine) or _is_region(gold):
+            return self._algebra.same("region", mine.text, gold.text)
+        if "relation" in (mine.kind, gold.kind):
+            return self._same_relation(mine, gold)
+        if {mine.kind, gold.kind} == {"list", "tuple"} and ("(", ")") in (mine.marks, gold.marks):
+            named = mine if mine.kind == "list" else gold
+            is_named = named.marks != ("or",) and len(_names(named)) == len(named.items)
+            return is_named and self._in_order(mine.items, gold.items)  # x = 1, y = 2 and (1, 2)
+        if {"matrix", "determinant", "norm", "tuple"} & {mine.kind, gold.kind}:
+            alike = mine.kind == gold.kind and mine.marks == gold.marks
+            return alike and self._in_order(mine.items, gold.items)
+        if mine.kind == gold.kind == "value":
+            return self._same_value(mine.text, gold.text)
+        if mine.kind == "value" and gold.kind == "list" and "," in mine.text:
+            mine = Node("list", mine.text, tuple(map(read, mine.text.split(","))))  # 100,200
+        named, wanted = _names(mine), _names(gold)
+        if len(named) != len(wanted) and max(len(named), len(wanted)) > 1:
+            # m = 2, n = 3 is not 3, 2; nor is x = 2, 3 any of them
+            return not (named and wanted) and self._in_order(mine.items, gold.items)
+        return self._same_members(mine, gold)
+
+    def _in_order(self, mine: tuple[Node, ...], gold: tuple[Node, ...]) -> bool:
+        return len(mine) == len(gold) and all(map(self.same, mine, gold))
+
+    def _same_members(self, mine: Node, gold: Node) -> bool:
+        """Test the equality of members, as often as they are written unless gold is a set."""
+        ours, theirs = _items(mine), _items(gold)
+        if max(len(ours), len(theirs)) > MAX_ITEMS:
+            return False
+        if gold.kind == "set":
+            is_known = all(any(self._same_member(item, other) for other in theirs) for item in ours)
+            return is_known and all(
+                any(self._same_member(item, other) for item in ours) for other in theirs
+            )
+        for item in ours:
+            match = next((other for other in theirs if self._same_member(item, other)), None)
+            if match is None:
+                return False
+            theirs.remove(match)
+        return not theirs
+
+    def _same_member(self, mine: Node, gold: Node) -> bool:
+        return (mine.kind == "set") == (gold.kind == "set") and self.same(mine, gold)
+
+    def _same_relation(self, mine: Node, gold: Node) -> bool:
+        mine, gold = _without_rounded(mine), names.without_approximation(gold)
+        if mine.kind == gold.kind == "relation":
+            named, wanted = names.assigned(mine), names.assigned(gold)
+            if named and wanted:
+                named = _with_variable_of(named, wanted)
+                if names.compact(named[0]) == names.compact(wanted[0]):
+                    return self.same(named[1], wanted[1])
+            if wanted and _FUNCTION_OF.fullmatch(names.compact(wanted[0])):
+                return False  # not solved for the function
+            if len(mine.items) == len(gold.items) == 2:
+                return self._algebra.same("equation", mine.text, gold.text)
+            return False
+        if mine.kind != "relation" and gold.kind != "relation":
+            return self.same(mine, gold)
+        relation, other = (mine, gold) if mine.kind == "relation" else (gold, mine)
+        named = names.assigned(relation)
+        if named is None:
+            first, *_, last = relation.items
+            if not (first.kind == last.kind == "value" and self._same_value(first.text, last.text)):
+                return False
+            named = "", last
+        return self.same(named[1], other) if mine is relation else self.same(other, named[1])
+
+    def _same_value(self, mine: str, gold: str) -> bool:
+        for pattern in (_DATE, _PROGRAMMED):
+            if pattern.fullmatch(mine) or pattern.fullmatch(gold):
+                return _same_fields(mine, gold)
+        mine_number, gold_number = read_number(mine), read_number(gold)
+        if mine_number is not None and gold_number is not None:
+            return mine_number == gold_number
+        whole, wanted = read_integer(mine), read_integer(gold)
+        if whole and wanted:  # longer than a numeral may be
+            return whole == wanted
+        choice = _CHOICE.fullmatch(gold)
+        if choice and choice[1].isupper() and (own := _CHOICE.fullmatch(mine)):
+            return own[1].upper() == choice[1]
+        if (same := _same_ratio(mine, gold)) is not None:
+            return same
+        if _CODE.fullmatch(mine) and _CODE.fullmatch(gold):
+            return re.sub("[{}]", "", mine) == re.sub("[{}]", "", gold)
+        if split_unit(mine)[1] or split_unit(gold, trusted=True)[1]:
+            return self._same_measure(mine, gold)
+        if names.has_words(mine) or names.has_words(gold):
+            return names.same_words(names.words_of(mine), names.words_of(gold))
+        # What reads as a numeral is that number here too: 1e3 is 1000, never 3 times e.
+        texts = _as_read(mine, mine_number, gold), _as_read(gold, gold_number, "")
+        return self._algebra.same("value", *texts)
+
+    def _same_measure(self, mine: str, gold: str) -> bool:
+        """Compare values if at least one has a unit."""
+        mine_value, mine_unit = split_unit(mine)
+        gold_value, gold_unit = split_unit(gold, trusted=True)
+        if not mine_unit:  # the gold answer says what may stand here
+            mine_value, mine_unit = split_unit(mine, trusted=True)
+        if not mine_unit and _PRODUCT.fullmatch(gold):  # 2 m may be twice m
+            return self._algebra.same("value", mine, gold)
+        if split_unit(mine_value)[1] or split_unit(gold_value)[1]:  # one behind another
+            return False
+        units = {mine_unit, gold_unit}
+        if units == {"dollar", "cent"}:
+            ours, theirs = read_number(mine_value), read_number(gold_value)
+            scales = (1 if mine_unit == "cent" else CENTS), (1 if gold_unit == "cent" else CENTS)
+            if ours is None or theirs is None:
+                return False
+            return ours * scales[0] == theirs * scales[1]
+        if mine_unit and gold_unit and mine_unit != gold_unit:
+            return False
+        if units == {"degree", ""} and r"\pi" in mine + gold:
+            return self._algebra.same("value", mine, gold)
+        return self.same(read(mine_value), read(gold_value))
+
+
+def _same_fields(mine: str, gold: str) -> bool:
+    """Compare dates, or numerals of programmers, as they are written."""
+    ours, theirs = (
+        [field.lstrip("0") for field in re.split("([-/])", text.lower())] for text in (mine, gold)
+    )
+    return ours == theirs
+
+
+def _without_rounded(node: Node) -> Node:
+    """Return b of a ~ b if a is b rounded, and b is no decimal; else a."""
+    rounded = _ROUNDED.fullmatch(node.items[0].text) if node.marks == ("~",) else None
+    if rounded is None:
+        return names.without_approximation(node)
+    try:
+        exact = value_at(parse(node.items[1].text, folds=False), 0)
+    except (ValueError, ArithmeticError, LookupError, TypeError):
+        return names.without_approximation(node)
+    is_rounded = abs(exact - float(rounded[0])) <= 0.5 * 10.0 ** -len(rounded[1]) * (1 + 1e-9)
+    decimal = _ROUNDED.fullmatch(node.items[1].text)
+    return node.items[1] if is_rounded and not decimal else names.without_approximation(node)
+
+
+def _as_read(text: str, number: Fraction | None, other: str) -> str:
+    if number is None or _POWER_OF_TEN.fullmatch(text) and _E.search(other):  # 2e-3 beside 3+2e
+        return text
+    return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
+def _same_ratio(mine: str, gold: str) -> bool | None:
+    """Test the equality of a ratio, as 1:2:3, with a ratio or a fraction; else return None."""
+    ours, theirs = (
+        [int(n) for n in _COLON.split(t)] if _RATIO.fullmatch(t) else [] for t in (mine, gold)
+    )
+    if theirs and _CLOCK.fullmatch(gold):
+        return ours == theirs if ours else None
+    for terms, other in ((ours, gold), (theirs, mine)):
+        if len(terms) == 2 and terms[1] and ("/" in other or r"\frac" in other):
+            number = read_number(other)
+            return None if number is None else Fraction(*terms) == number
+    if len(ours) != len(theirs) or not all(ours + theirs):
+        return False if ours and theirs else None
+    return len({Fraction(*pair) for pair in zip(ours, theirs, strict=True)}) == 1 if ours else None
+
+
+def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
+    """Read f(t) = 2t as f(x) = 2x if gold has f(x): the letter is free to choose."""
+    named, wanted = (
+        _FUNCTION_OF.fullmatch(names.compact(mine[0])),
+        _FUNCTION_OF.fullmatch(names.compact(gold[0])),
+    )
+    if not (named and wanted and named[1] == wanted[1] and named[2] != wanted[2]):
+        return mine
+    text, letters = mine[1].text, r"(?<![\\A-Za-z]){}(?![A-Za-z])"
+    if re.search(wanted[2], re.sub(r"\\[A-Za-z]+", "", text)):
+        return mine
+    renamed = re.sub(letters.format(named[2]), wanted[2], text)
+    return gold[0], read(renamed)
+
+
+def _items(node: Node) -> list[Node]:
+    """Return the members; those of a set once."""
+    members = [
+        inner
+        for member in (node.items if node.kind in ("list", "set") else (node,))
+        for inner in (member.items if member.kind == "list" and not _names(member) else (member,))
+    ]
+    if node.kind == "set":
+        return list({names.compact(member.text): member for member in members}.values())
+    return members
+
+
+def _without_membership(node: Node) -> Node:
+    inside = node.kind == "relation" and node.marks == ("in",)
+    return node.items[1] if inside and names.is_variable(node.items[0]) else node
+
+
+def _spread(node: Node) -> Node:
+    """Return the assignments x = 1, y = 2 of (x, y) = (1, 2)."""
+    sides = node.items if node.kind == "relation" and node.marks == ("=",) else ()
+    if {(side.kind, side.marks) for side in sides} != {("tuple", ("(", ")"))}:
+        return node
+    pairs = list(zip(*(side.items for side in sides), strict=False))
+    if len({len(side.items) for side in sides}) > 1 or not all(
+        names.is_variable(name) for name, _ in pairs
+    ):
+        return node
+    each = (Node("relation", f"{pair[0].text}={pair[1].text}", pair, ("=",)) for pair in pairs)
+    return Node("list", node.text, tuple(each), (",",))
+
+
+def _names(node: Node) -> set[str]:
+    """Return the variables that the members of a list are the values of."""
+    assignments = [names.assigned(item) for item in node.items if item.kind == "relation"]
+    return {names.compact(assignment[0]) for assignment in assignments if assignment}
+
+
+def is_by_cases(node: Node) -> bool:
+    """Test for a function by cases: a list of values and conditions."""
+    return node.kind == "list" and {item.marks for item in node.items} == {("&", "&")}
+
+
+def _is_region(node: Node) -> bool:
+    if node.kind in _REGIONS or node.kind == "relation" and _INEQUALITIES & set(node.marks):
+        return True
+    if node.kind == "value":
+        return names.compact(node.text) == REALS
+    return node.kind == "list" and all(_is_region(item) for item in node.items)
+
+
+def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
+    """Test the equivalence of two extracted answers.
+
+    Args:
+        prediction: hostile text.
+        answer: trusted text.
+
+    Raises:
+        Exception: whatever `algebra` raises.
+    """
+    if prediction == answer:
+        return True
+    if len(prediction) > LONGEST_COMPARED:
+        mine, gold = read_integer(prediction.strip()), read_integer(answer.strip())
+        return mine is not None and mine == gold
+    mine, gold = prediction.strip(" $"), answer.strip(" $")
+    if mine == gold:
+        return True
+    if _DECIMAL.fullmatch(mine) and _DECIMAL.fullmatch(gold):  # most answers; nothing to normalise
+        return read_number(mine) == read_number(gold)
+    mine, gold = normalise(prediction), _read_gold(answer)
+    if FORBIDDEN in mine or not mine or not gold.text or len(mine) > LONGEST_COMPARED:
+        return False
+    comparison = _Comparison(algebra)
+    return comparison.same(read(mine), gold) or _same_choice(comparison, mine, gold)
+
+
+def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
+    """Compare by letter or value if an answer is a choice with its value, `C) 12`."""
+    (ours, value), (theirs, wanted) = choice_and_value(mine), choice_and_value(gold.text)
+    if not (value and wanted):
+        letter, other = (ours, gold.text) if value else (theirs, mine)
+        choice = _CHOICE.fullmatch(other) if letter else None
+        if choice:
+            return (choice[1] if value else choice[1].upper()) == letter
+    elif ours != theirs:
+        return False
+    return bool(value or wanted) and comparison.same(read(value or mine), read(wanted or gold.text))
+
+
+def choice_and_value(text: str) -> tuple[str, str]:
+    """Return the letter and the value of a choice, `C) 12`; both empty for anything else."""
+    match = _CHOICE_AND_VALUE.fullmatch(text)
+    if match is None or (names.DENIALS | {"or", "and"}) & set(names.words_of(text).lower().split()):
+        return "", ""
+    *letters, value = match.groups()
+    return next(filter(None, letters)), value
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_gold(answer: str) -> Node:
+    """Return the shape of a gold answer, kept since many responses are compared with it."""
+    return read(normalise(answer))
+
+
+@functools.lru_cache(maxsize=4096)
+def gold_answer(answer: str) -> str:
+    """Return the answer inside a gold text: behind its box or marker, or the text itself."""
+    return extract(answer).text or answer

@@ -1,0 +1,436 @@
+"""Bounded recursive-descent parser: LaTeX-like text to a `Tree`. Runs in a worker process.
+
+The parser consumes the whole text and refuses large expressions. No string is evaluated. Refused
+text is compared as text.
+"""
+
+import itertools
+import re
+
+from flint import fmpq
+
+from dapo_jax.extras.math import expression_tree as trees
+from dapo_jax.extras.math.expression_tree import Refused, Tree
+
+DEEPEST, MAX_DIGITS, LARGEST_ROOT = 40, 400, 100
+MAX_TOKENS, LONGEST_PRODUCT = 400, 4  # letters of a product that nothing parts
+_TOKEN = re.compile(
+    r"\s*(?:(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z]+)|(\\.|.))", re.S
+)
+DEGREE = "°"
+_DEGREE = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))")
+GREEK = set(
+    "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi "
+    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar".split()
+)
+INVERTED = "sin cos tan cot sec csc sinh cosh tanh".split()
+FUNCTIONS = (
+    {name: name for name in (*INVERTED, "exp", "log", "abs", "sqrt", "lg")}
+    | {f"{arc}{name}": f"a{name}" for name in INVERTED for arc in ("a", "ar", "arc")}
+    | {"ln": "log"}
+)
+_COMMANDS = set(FUNCTIONS) | {"pi", "infinity", "inf"}
+_FUNCTION_NAMES = {"f", "F", "Gamma", "zeta", "phi", "psi"}  # before any bracket
+_CONSTANTS = {"pi": trees.PI, **dict.fromkeys(("infty", "infinity", "inf"), trees.INFINITY)}
+_BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_TIMES = {"*", r"\times", r"\cdot"}
+_BOUND = {"sum": "total", "prod": "times", "lim": "limit", "int": "integral"}  # bind a variable
+_OF_SEVERAL = {"max", "min", "gcd"}
+_FACTORS = {*FUNCTIONS, *GREEK, *_CONSTANTS, *_BOUND, *_OF_SEVERAL, "frac", "binom", "mathbf"}
+_DIFFERENTIALS = {"d", r"\delta", r"\Delta"}
+_DIVIDE = {"/", r"\div"}
+
+
+def tokens_of(text: str) -> list[str]:
+    """Return at most `MAX_TOKENS`. Raises `Refused` for words that are no function's."""
+    tokens = []
+    for match in _TOKEN.finditer(_DEGREE.sub(DEGREE, text.rstrip())):
+        number, command, word, other = match.groups()
+        if word and word.lower() in _COMMANDS:
+            tokens.append("\\" + word.lower())
+        elif word and len(word) > LONGEST_PRODUCT:
+            raise Refused(f"a word: {word}")
+        elif word:
+            tokens.extend(word)
+        else:
+            tokens.append(number or command or other)
+        if len(tokens) > MAX_TOKENS:
+            raise Refused("too long")
+    return tokens
+
+
+def _rational(literal: str) -> Tree:
+    """Return a number as written, `1,234.5` or `.5`."""
+    whole, _, behind = literal.replace(",", "").partition(".")
+    return trees.number(fmpq(int(whole + behind), 10 ** len(behind)))
+
+
+_INFINITIES = (trees.INFINITY, trees.negate(trees.INFINITY))
+
+
+def _holds_infinity(tree: Tree) -> bool:
+    """Return True for infinity elsewhere than as an end of a sum, product, integral or limit."""
+    parts = tree.parts
+    if tree.kind in ("total", "times", "integral", "limit"):
+        parts = tuple(part for part in parts if part not in _INFINITIES)
+    return tree.kind == "infinity" or any(map(_holds_infinity, parts))
+
+
+class _Parser:
+    def __init__(self, text: str, factors: set[str] | None, folds: bool):
+        self._tokens, self._at, self._depth, self._folds = tokens_of(text), 0, 0, folds
+        self._factors = factors
+        pairs = zip(self._tokens, self._tokens[1:], self._tokens[3:], strict=False)
+        applied = {letter.lstrip("\\") for letter, *ends in pairs if ends == ["(", ")"]}
+        self._functions = _FUNCTION_NAMES | applied
+        self._bars: list[str] = []
+        self._read_ahead: tuple[int, int, Tree] | None = None  # from, to, and what is there
+        self._ends_in_digits = False  # the factor that was read last
+
+    def whole(self) -> Tree:
+        value = self._fraction()
+        if self._at != len(self._tokens):
+            raise Refused(f"unexpected {self._peek()}")
+        if value not in _INFINITIES and _holds_infinity(value):
+            raise Refused("arithmetic with infinity")
+        applied = {node.value for node in trees.nodes(value) if node.kind == "function"}
+        if applied & trees.symbols(value):
+            raise Refused("a letter that is a function and a factor")
+        return value
+
+    def _peek(self) -> str:
+        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+
+    def _take(self, *allowed: str) -> str:
+        token = self._peek()
+        if not token or allowed and token not in allowed:
+            raise Refused(f"unexpected {token or 'end'}")
+        self._at += 1
+        return token
+
+    def _accept(self, *tokens: str) -> bool:
+        if self._peek() and self._peek() in tokens:
+            self._at += 1
+            return True
+        return False
+
+    def _sum(self) -> Tree:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise Refused("too deep")
+        terms = [self._signed_term()]
+        while self._peek() in ("+", "-"):
+            terms.append(self._signed_term())
+        self._depth -= 1
+        return trees.add(terms)
+
+    def _signed_term(self) -> Tree:
+        negative = False
+        for _ in range(2):  # a + -b is written, a - - - b is not
+            if self._peek() in ("+", "-"):
+                negative ^= self._take() == "-"
+        value = self._product()
+        return trees.negate(value) if negative else value
+
+    def _product(self) -> Tree:
+        start, value = self._at, self._power()
+        while True:
+            if self._accept(*_TIMES):
+                value = trees.multiply(value, self._signed_power())
+            elif self._accept(*_DIVIDE):
+                self._refuse_derivative(start)
+                value = trees.divide(value, self._signed_power())
+            elif self._accept(r"\bmod"):
+                value = Tree("remainder", (value, self._power()))
+            elif self._starts_factor():
+                value = trees.multiply(value, self._next_factor())
+            else:
+                return value
+
+    def _next_factor(self) -> Tree:
+        """Return the factor without a sign before it; `2 3` is two values, not a product."""
+        ahead = itertools.takewhile(lambda token: token != "}", self._tokens[self._at :])
+        begin = [token for token in ahead if token != "{"]
+        if self._ends_in_digits and any(map(_is_digits, begin[:1])) and r"\choose" not in begin:
+            raise Refused("two numbers side by side")
+        return self._power()
+
+    def _refuse_derivative(self, start: int) -> None:
+        """Raise `Refused` for dy/dx: not both may have a d, below before a letter."""
+        below = [t for t in self._tokens[self._at : self._at + 4] if t not in "({"]
+        if below[1:] and below[0] in _DIFFERENTIALS and below[1].lstrip("\\").isalpha():
+            if below[0] in self._tokens[start : self._at]:
+                raise Refused("a derivative")
+
+    def _signed_power(self) -> Tree:
+        if self._peek() in ("+", "-"):
+            return trees.negate(self._power()) if self._take() == "-" else self._power()
+        return self._power()
+
+    def _starts_factor(self) -> bool:
+        token = self._peek()
+        if self._bars and token == self._bars[-1]:
+            return False
+        named = token[:1] == "\\" and token[1:] in _FACTORS
+        plain = token.isalnum() or token[:1] == "." and len(token) > 1 or token[:1].isdigit()
+        return bool(token) and (token in "({[" or token in _BARS or named or plain)
+
+    def _power(self) -> Tree:
+        start = self._at
+        base = self._applied(self._mixed_or_atom(), start)
+        last = [token for token in self._tokens[start : self._at] if token != "}"][-1]
+        of_digits = self._tokens[start] == "{" and last.isdigit() or _is_digits(self._tokens[start])
+        while self._peek() and self._peek() in "^!%'" + DEGREE:
+            mark = self._take()
+            if mark == "!":
+                if self._peek() == "!":
+                    raise Refused("a double factorial")
+                base, of_digits = trees.factorial(base), False
+            elif mark == "%":
+                base = trees.divide(base, trees.number(100))
+            elif mark == DEGREE:
+                base = trees.multiply(base, trees.divide(trees.PI, trees.number(180)))
+            elif mark == "'":
+                if base.kind != "symbol":
+                    raise Refused("a prime")
+                base = self._applied(Tree("symbol", value=f"{base.value}'"), start)
+            else:
+                letter, of_digits = base, False
+                base = trees.real_power(base, self._exponent())
+                if self._peek() == "^":
+                    raise Refused("two exponents of one base")
+                if self._applied(letter, start) != letter:
+                    raise Refused("a power of a function")
+        self._ends_in_digits = of_digits
+        return base
+
+    def _applied(self, letter: Tree, start: int) -> Tree:
+        """Read a function of the bracket that follows, or the letter if they are factors.
+
+        A bracket around a sum is a factor, where the other side has the letter as a variable.
+        """
+        ahead = "".join(self._tokens[self._at : self._at + 2])
+        opened = ahead[:1] in "([" or ahead in ("{(", "{[")
+        if letter.kind != "symbol" or not ahead or not opened or self._tokens[start] in ("(", "["):
+            return letter
+        here, name = self._at, letter.name.partition("_")[0].rstrip("'")
+        argument = self._atom()
+        if name in self._functions or all(node.kind != "sum" for node in trees.nodes(argument)):
+            return Tree("function", (argument,), letter.name)
+        if self._factors is not None and letter.name not in self._factors:
+            raise Refused("a factor or a function")
+        self._read_ahead = here, self._at, argument
+        self._at = here
+        return letter
+
+    def _exponent(self) -> Tree:
+        if self._peek() in ("+", "-"):
+            return trees.negate(self._atom()) if self._take() == "-" else self._atom()
+        return self._atom()
+
+    def _mixed_or_atom(self) -> Tree:
+        start, value = self._at, self._atom()
+        mixed = re.fullmatch(r"\d+", self._tokens[start]) and self._at == start + 1
+        if mixed and self._peek() == r"\frac":
+            here = self._at
+            part = self._atom()
+            written = "".join(self._tokens[here + 1 : self._at])
+            if re.fullmatch(r"[\d{}]+", written):
+                return trees.add([value, part]) if self._folds else Tree("mixed", (value, part))
+            # A factor then. It is not read again: nested, that would take exponential time.
+            self._read_ahead = here, self._at, part
+            self._at = here
+        return value
+
+    def _argument(self) -> Tree:
+        """Return the argument of a command: a group, or one digit or letter."""
+        token = self._peek()
+        if token.isdigit() and len(token) > 1:
+            self._tokens[self._at : self._at + 1] = list(token)
+        return self._atom()
+
+    def _group(self, end: str) -> Tree:
+        outer, self._bars = self._bars, []
+        value = self._fraction() if end == "}" else self._sum()
+        self._take(end)
+        self._bars = outer
+        return value
+
+    def _fraction(self) -> Tree:
+        """Return the content of braces: a sum, or one over another."""
+        value = self._sum()
+        if self._accept(r"\choose"):
+            return trees.binomial(value, self._sum())
+        return trees.divide(value, self._sum()) if self._accept(r"\over") else value
+
+    def _atom(self) -> Tree:
+        if self._read_ahead is not None and self._read_ahead[0] == self._at:
+            _, self._at, part = self._read_ahead
+            return part
+        token = self._take()
+        if token[0].isdigit() or token[0] == "." and len(token) > 1:
+            if len(token) > MAX_DIGITS:
+                raise Refused("a long number")
+            literal = _rational(token)
+            return literal if self._folds else literal._replace(kind="numeral")
+        if token in ("(", "{", "["):
+            return self._group({"(": ")", "{": "}", "[": "]"}[token])
+        if token in _BARS:
+            return self._bars_of(token)
+        if token.startswith("\\"):
+            return self._command(token[1:])
+        if token.isalpha() and token.isascii():
+            return self._letter(token)
+        raise Refused(f"unexpected {token}")
+
+    def _bars_of(self, token: str) -> Tree:
+        end = _BARS[token]
+        self._bars.append(end)
+        value = self._sum()
+        self._bars.pop()
+        self._take(end)
+        return Tree({r"\lfloor": "floor", r"\lceil": "ceiling"}.get(token, "abs"), (value,))
+
+    def _letter(self, name: str) -> Tree:
+        if self._accept("_"):
+            return Tree("symbol", value=f"{name}_{self._subscript()}")
+        return {"e": trees.EULER, "i": trees.IMAGINARY}.get(name, Tree("symbol", value=name))
+
+    def _subscript(self) -> str:
+        if not self._accept("{"):
+            return self._take()
+        inside = []
+        while self._peek() != "}":
+            inside.append(self._take())
+        self._take("}")
+        return "".join(inside)
+
+    def _command(self, name: str) -> Tree:
+        if name == "frac":
+            start, above = self._at, self._argument()
+            self._refuse_derivative(start)
+            return trees.divide(above, self._argument())
+        if name == "binom":
+            above = self._argument()
+            return trees.binomial(above, self._argument())
+        if name == "sqrt":
+            order = self._group("]") if self._accept("[") else trees.number(2)
+            inside = self._argument()
+            if order.kind == "number" and not 2 <= (order.whole or 0) <= LARGEST_ROOT:
+                raise Refused("a root")
+            if order.whole and order.whole % 2:
+                return trees.odd_root(inside, order.whole)
+            return trees.power(inside, trees.divide(trees.number(1), order))
+        if name == "mathbf":
+            return Tree("symbol", value=f"bold_{self._subscript()}")
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        if name in FUNCTIONS:
+            return self._function(name)
+        if name in GREEK:
+            return self._letter(name)
+        if name in _OF_SEVERAL:
+            return Tree(name, tuple(self._members()))
+        if name == "int":
+            return self._integral()
+        if name in _BOUND:
+            return self._over_a_range(name)
+        raise Refused(f"unknown \\{name}")
+
+    def _members(self) -> list[Tree]:
+        end = {"(": ")", r"\{": r"\}"}[self._take("(", r"\{")]
+        members = [self._sum()]
+        while self._accept(","):
+            members.append(self._sum())
+        self._take(end)
+        return members
+
+    def _over_a_range(self, name: str) -> Tree:
+        """Read a sum, a product or a limit; its body ends at the next sign."""
+        self._take("_")
+        self._take("{")
+        letter = self._variable(self._take())
+        self._take(*("=",) if name != "lim" else (r"\to", r"\rightarrow"))
+        ends = [self._sum()]
+        self._take("}")
+        if name != "lim":
+            self._take("^")
+            ends.append(self._argument())
+        return trees.bind(_BOUND[name], letter, ends, self._product())
+
+    def _integral(self) -> Tree:
+        ends = []
+        if self._accept("_"):
+            ends.append(self._exponent())
+            self._take("^")
+            ends.append(self._exponent())
+        depth, at = 0, self._at
+        while depth or self._tokens[at : at + 1] != ["d"]:
+            if at >= len(self._tokens) or depth < 0:
+                raise Refused("an integral without its variable")
+            depth += (self._tokens[at] in "({[") - (self._tokens[at] in ")}]")
+            at += 1
+        letter = self._variable("".join(self._tokens[at + 1 : at + 2]))
+        self._tokens[at : at + 2] = [r"\differential"]
+        body = self._sum()
+        self._take(r"\differential")
+        return trees.bind("integral", letter, ends, body)
+
+    def _variable(self, token: str) -> Tree:
+        """Return the variable of a sum or integral: a factor before a bracket."""
+        letter = self._letter(token.lstrip("\\"))
+        if self._factors is not None and letter.kind == "symbol":
+            self._factors = self._factors | {letter.name}
+        return letter
+
+    def _function(self, name: str) -> Tree:
+        function, exponent, base = FUNCTIONS[name], None, None
+        if function == "log" and self._accept("_"):
+            base = self._argument()
+            if base.whole in (0, 1):
+                raise Refused("a logarithm's base")
+        if self._accept("^"):
+            exponent = self._exponent()
+            if exponent.whole == -1:
+                if function not in INVERTED:
+                    raise Refused("an inverse or a power")
+                function, exponent = f"a{function}", None
+        value = self._value_of(function, self._function_argument(), base)
+        return value if exponent is None else trees.power(value, exponent)
+
+    @staticmethod
+    def _value_of(function: str, argument: Tree, base: Tree | None) -> Tree:
+        if function == "sqrt":
+            return trees.power(argument, trees.number(fmpq(1, 2)))
+        if function == "lg":
+            function, base = "log", trees.number(10)
+        value = Tree(function, (argument,))
+        return value if base is None else trees.divide(value, Tree("log", (base,)))
+
+    def _function_argument(self) -> Tree:
+        """Return a group, or the factors up to the next sign or function: sin 2x is sin(2x)."""
+        if self._peek() in ("(", "["):
+            return self._power() if self._peek() == "[" else self._atom()
+        negative = self._accept("-")
+        value = self._power()
+        while self._starts_factor() and self._peek()[1:] not in FUNCTIONS and self._peek() != "(":
+            value = trees.multiply(value, self._next_factor())
+        return trees.negate(value) if negative else value
+
+
+def _is_digits(token: str) -> bool:
+    return token.lstrip(".")[:1].isdigit()
+
+
+def parse(text: str, factors: set[str] | None = None, *, folds: bool = True) -> Tree:
+    """Return the expression tree of a text. Raises `Refused`.
+
+    Args:
+        factors: letters that may stand as factors before a bracket; None for all.
+        folds: arithmetic of numbers is done; else the tree shows what is written, its numbers of
+            kind 'numeral', and nothing large is ever computed.
+    """
+    try:
+        return _Parser(text, factors, folds).whole()
+    except RecursionError:
+        raise Refused("too deep") from None

@@ -1,0 +1,108 @@
+"""Names and words of an answer: variables, what they are said to be, and text."""
+
+import re
+
+from dapo_jax.extras.math.answer_shape import Node
+from dapo_jax.extras.math.expressions import FUNCTIONS, GREEK
+from dapo_jax.extras.math.numerals import read_number
+
+LONGEST_NAME = 200  # characters
+_GREEK = "|".join(GREEK)
+# Possessive throughout: a long run of names must not be read in exponentially many ways.
+_NAME = (
+    rf"(?:\\angle ?[A-Z]{{1,3}}+|\\(?:{_GREEK})(?![A-Za-z])|\\(?:text|mathbf)\{{[^{{}}]*+\}}"
+    r"|(?<![\\A-Za-z])[A-Za-z]++)(?:_ ?(?:\{[^{}]*+\}|\w))?+'*+"
+)
+_ARGUMENT = rf"(?:{_NAME}|\d++)"
+_VARIABLE = re.compile(
+    rf"{_NAME}(?: ?\( ?{_ARGUMENT}(?: ?, ?{_ARGUMENT})*+ ?\))?+(?: {_NAME})*+|\|[A-Z]{{1,3}}\|"
+    r"|\\(?:overline|widehat)\{[A-Z]+\}"
+    r"|\\frac ?\{ ?d[^{}]{0,9}\} ?\{ ?d[^{}]{1,9}\}|d[a-zA-Z]/d[a-zA-Z]"
+)
+DENIALS = set(
+    "not never no isn neither but except anything nothing unless without excluding than".split()
+)
+_NUMERIC_NAMES = {r"\pi", "e", "i", r"\infty"}
+_WORD = re.compile(r"(?<![\\A-Za-z\d])[A-Za-z]{3,}")
+_NO_WORDS = {*FUNCTIONS, *"infinity inf xyz abc abcd text".split()}
+_SHORT_WORDS = {"no", "on", "is", "it", "if", "an", "at", "or", "of", "to", "up", "so"}
+_TEXT = re.compile(r"\\(?:text|mathbf) ?\{([^{}]*)\}")
+# A hyphen is a minus before a number or a short product: 3-abx, but non-abelian.
+_OPERATORS = re.compile(
+    r"[\\^_=+*/<>|]|^ ?-|(?<![A-Za-z]{5})-(?= ?(?:\d|[A-Za-z](?![A-Za-z])))"
+    r"|\d ?-(?= ?[A-Za-z]{1,4}\b)"
+)
+_SMALL = re.compile(r"(?<![\\^_])\{(\w)\}|(?<=[\^_])\{(\w)\}(?!\d)")  # in braces without need
+
+
+def compact(text: str) -> str:
+    """Remove blanks, except between digits, and braces around single characters."""
+    text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)
+    return _SMALL.sub(r"\1\2", text) if "{" in text else text
+
+
+def words_of(text: str) -> str:
+    """Return the words of a text, without commands and braces."""
+    text = _TEXT.sub(r" \1 ", text)
+    return " ".join(re.sub(r"[{}\\$~]", " ", text).split()).strip(" .,;:!")
+
+
+def same_words(mine: str, gold: str) -> bool:
+    """Compare words; capitals don't count, except inside short tokens (a product of letters)."""
+    if mine.lower() != gold.lower():
+        return False
+    pairs = zip(mine.split(), gold.split(), strict=True)
+    return all(a == b or len(a) > 3 or _is_written(a) and _is_written(b) for a, b in pairs)
+
+
+def _is_written(word: str) -> bool:
+    return word in (word.lower(), word.title(), word.upper()) and bool(
+        set(word.lower()) & set("aeiouy")
+    )
+
+
+def has_words(text: str) -> bool:
+    """Test for text in words rather than symbols."""
+    if any(re.search(r"[A-Za-z]{2}", inner) for inner in _TEXT.findall(text)):
+        return True
+    bare = _TEXT.sub(" ", text)
+    if _OPERATORS.search(bare):
+        return False
+    if bare.strip(" {}").lower() in _SHORT_WORDS:
+        return True
+    return any(word.lower() not in _NO_WORDS for word in _WORD.findall(bare))
+
+
+def is_variable(node: Node) -> bool:
+    """Test for a name, or a tuple of names."""
+    if node.kind == "tuple":
+        return all(map(is_variable, node.items))
+    if len(node.text) > LONGEST_NAME:
+        return False
+    if node.text in _NUMERIC_NAMES or DENIALS & set(words_of(node.text).lower().split()):
+        return False
+    return bool(_VARIABLE.fullmatch(node.text))
+
+
+def assigned(node: Node) -> tuple[str, Node] | None:
+    """Split `x = value`, `value = x` or a chain into (variable, value); None for others."""
+    if set(node.marks) != {"="}:
+        return None
+    numbers = {read_number(item.text) for item in node.items} - {None}
+    if len(numbers) > 1:  # it contradicts itself
+        return None
+    first, last = node.items[0], node.items[-1]
+    if is_variable(first) or len(node.items) > 2 and not is_variable(last):
+        return first.text, last
+    return (last.text, first) if is_variable(last) and len(node.items) == 2 else None
+
+
+def without_approximation(node: Node) -> Node:
+    """Return the exact part of `a = b ~ c`; of `x ~ c` it is c."""
+    if node.kind != "relation" or "~" not in node.marks:
+        return node
+    cut = node.marks.index("~") + 1
+    items, marks = node.items[:cut], node.marks[: cut - 1]
+    if len(items) == 1:
+        return node.items[1] if is_variable(items[0]) else items[0]
+    return node._replace(items=items, marks=marks, text=" = ".join(i.text for i in items))

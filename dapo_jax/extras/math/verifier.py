@@ -1,0 +1,112 @@
+"""Verifiers by name: extraction of a response's answer and comparison with the gold answer.
+
+All of it reads text that a model wrote and evaluates none of it. It runs in worker processes
+(`algebra_worker`), which can be killed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dapo_jax.extras.math.answer_conventions import as_percentage, asked_value, is_unfinished
+from dapo_jax.extras.math.equivalence import Algebra, decide, gold_answer
+from dapo_jax.extras.math.extraction import LONGEST_ANSWER, Extraction, extract
+from dapo_jax.extras.math.minerva import labelled_answer, spelling
+from dapo_jax.extras.math.numerals import read_integer
+from dapo_jax.types.contracts import Verifier, VerifierResult
+
+MARKER = "####"
+LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
+LOAD = {"load": "sympy"}  # job of a worker, outside the time of a verdict
+BATCH_SECONDS = 0.25  # after which a worker leaves the rest of a batch to the next one
+
+
+class Question(NamedTuple):
+    """Arguments of a `Verifier`."""
+
+    response: str
+    gold: str
+    prompt: str = ""
+
+
+class Settings(NamedTuple):
+    """Settings of the section `reward` that choose a verifier."""
+
+    verifier: str  # one of `VERIFIERS`, or 'answer' if responses are extracted answers
+    percent: str = "exact"
+    unfinished: str = "right"
+
+
+def final_number(response: str, gold: str, prompt: str) -> VerifierResult:
+    """Compare exactly the integer behind the last `####` with the gold answer."""
+    _, marker, after = response.rpartition(MARKER)
+    extracted = after.strip()
+    if not marker or not extracted or len(after) > LONGEST_NUMBER:
+        return VerifierResult(False, None, "no_marker")
+    number = read_integer(extracted)
+    correct = number is not None and number == read_integer(gold.strip())
+    return VerifierResult(correct, extracted, "direct")
+
+
+def dapo(response: str, gold: str, prompt: str) -> VerifierResult:
+    """Score as DAPO's released code: the same string after Minerva's normalisation."""
+    extracted = labelled_answer(response)
+    if extracted is None:
+        return VerifierResult(False, None, "no_marker")
+    correct = spelling(extracted) == spelling(gold)
+    return VerifierResult(correct, extracted[:LONGEST_ANSWER], "direct")
+
+
+@dataclasses.dataclass(frozen=True)
+class MathVerifier:
+    """Verifier that compares by mathematical equivalence.
+
+    Args:
+        require: the markers that count, as in `extract`; 'nothing': the response is an answer.
+            With 'label', a box behind the label has to hold the same answer.
+        settings: decide which equivalent answers are correct.
+        open_algebra: returns the algebra of one verdict.
+    """
+
+    require: str
+    settings: Settings
+    open_algebra: Callable[[], Algebra]
+
+    def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:
+        if self.require == "nothing":
+            extraction = Extraction(response, "answer")
+        else:
+            gold = gold_answer(gold)
+            if prompt.rstrip().endswith("<think>"):
+                response = "<think>" + response
+            extraction = extract(response, self.require)
+        if extraction.text is None:
+            return VerifierResult(False, None, extraction.how)
+        algebra, value = self.open_algebra(), extraction.text.strip()
+        correct = decide(value, gold, algebra)
+        if extraction.how == "label" and self.require == "label" and correct:
+            box = extract(response.rpartition("</think>")[2][extraction.end :], "box")
+            correct = box.how == "no_marker" or decide(box.text or "", gold, algebra)
+        if not correct and self.settings.percent == "as_asked":
+            number = as_percentage(value, prompt)
+            correct = number is not None and decide(number, gold, algebra)
+        compared = value
+        if (asked := asked_value(value, prompt)) is not None:
+            correct = asked != "" and decide(asked, gold, algebra)
+            compared = asked or value
+        if correct and self.settings.unfinished == "wrong":
+            if is_unfinished(compared, gold, prompt):
+                return VerifierResult(False, value, "unfinished")
+        return VerifierResult(correct, value, algebra.describe(correct))
+
+
+BY_SPELLING: dict[str, Verifier] = {"final_number": final_number, "dapo": dapo}
+BY_VALUE = {"math": "any", "math_box": "box", "math_label": "label"}  # name: markers that count
+VERIFIERS = ("final_number", *BY_VALUE, "dapo")
+
+
+def make_verifier(settings: Settings, open_algebra: Callable[[], Algebra]) -> Verifier:
+    """Return the verifier that the settings choose."""
+    if settings.verifier in BY_SPELLING:
+        return BY_SPELLING[settings.verifier]
+    return MathVerifier(BY_VALUE.get(settings.verifier, "nothing"), settings, open_algebra)

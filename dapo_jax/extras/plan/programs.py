@@ -1,0 +1,366 @@
+"""The programs of a run, with shapes instead of arrays, compiled for a topology."""
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.extras.plan import hlo_text
+from dapo_jax.extras.plan.chips import GIB, Topology
+from dapo_jax.extras.plan.hlo_text import Times, Traffic
+from dapo_jax.extras.plan.published_shapes import read_shape
+from dapo_jax.extras.plan.simulate import Text
+from dapo_jax.extras.plan.targets import compiler_options, target_devices
+from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
+from dapo_jax.learner.learners import LearnerPrograms
+from dapo_jax.model import decoder as decoders
+from dapo_jax.model import param_paths
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.trainable import choose_trained, is_trained, join, without
+from dapo_jax.registry import feature
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.engine_programs import EnginePrograms, Starts
+from dapo_jax.run.compute import (
+    check_divisible,
+    numerics,
+    open_engine,
+    open_learners,
+    open_meshes,
+)
+from dapo_jax.runtime import sharding
+from dapo_jax.types.structs import SamplingRule
+
+RESERVED_GIB = 0.26  # of a TPU's memory, reserved by its compiler
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# Messages of a TPU's compiler about all memory needed, or about temporaries only.
+_ALL = re.compile(r"Used ([\d.]+)([KMGT]?) of")
+_TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds")
+COMPILERS = ("jax", "jaxlib", "libtpu")
+SAMPLING = ("load", "prefill", "insert", "decode")
+
+
+class Program(NamedTuple):
+    """A program of the run, and the trees of all arrays that exist while it runs."""
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    alive: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Learners and engine of a run, on devices that may not exist."""
+
+    config: Config
+    topology: Topology
+    decoder: DecoderConfig
+    mesh: jax.sharding.Mesh
+    sampling_mesh: jax.sharding.Mesh  # the same as `mesh`, or separate devices
+    learners: LearnerPrograms
+    engine: PolicyEngine
+    frozen: Any  # shapes of parameters, as of the reference policy's
+    reference: Any
+
+
+def _abstract(
+    decoder: DecoderConfig, mesh: jax.sharding.Mesh, selected: Callable[[str], bool]
+) -> Any:
+    """Return shapes and shardings of the selected parameters in their forward dtype."""
+    boxed = decoders.abstract_params(decoder)
+    shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
+    flat = {}
+    for path, leaf in sharding.flatten(sharding.unbox(boxed)).items():
+        dtype = param_paths.forward_dtype(path, decoder)
+        if selected(path):
+            flat[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shardings[path])
+    return unflatten_dict(flat, sep="/")
+
+
+def lay_out(config: Config, topology: Topology, devices: list | None = None) -> Layout:
+    """Lay a config out for a topology, or given devices of one. Raises `ConfigError`."""
+    devices = target_devices(topology) if devices is None else devices
+    rows = config.packing.rows_per_microbatch
+    mesh, sampling_mesh = open_meshes(config.mesh, rows, devices=devices)
+    numbers = numerics(config.compute, mesh, config.rows().row_tokens)
+    decoder = read_shape(config.model.folder, **numbers)
+    decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
+    check_divisible(decoder, mesh)
+    frozen = _abstract(decoder, mesh, lambda path: not is_trained(path, decoder))
+    reference = None
+    if config.algorithm.reference:
+        reference = join(frozen, _abstract(decoder, mesh, lambda path: is_trained(path, decoder)))
+    learners = open_learners(config, decoder, mesh, frozen)
+    if config.algorithm.distils:
+        distilled = feature("teacher")
+        teacher = distilled.abstract_teacher(config, decoder, mesh, read_shape)
+        learners = distilled.open_programs(config, decoder, mesh, frozen, teacher)
+    engine = open_engine(config, decoder, mesh, sampling_mesh, Text(), frozen)
+    return Layout(
+        config, topology, decoder, mesh, sampling_mesh, learners, engine, frozen, reference
+    )
+
+
+def _batch(layout: Layout, microbatches: int, scores_old: bool) -> TrainBatch:
+    """Return the shapes of one update's rows [M, R, T]."""
+    algorithm, packing = layout.config.algorithm, layout.config.rows()
+    shape = (microbatches, packing.rows_per_microbatch, packing.row_tokens)
+    whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    real: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    critic = real if algorithm.critic else None
+    scored = ScoredBatch(
+        PackedRows(whole, whole, whole, whole, real),
+        real if scores_old or algorithm.old_logprobs == "sampler" else None,
+        real if algorithm.reference else None,
+        critic,
+        real if layout.learners.teacher else None,
+    )
+    correct = real if algorithm.positive_nll_coefficient else None
+    return TrainBatch(scored, real, real, correct, critic, critic)
+
+
+def _resident(layout: Layout) -> dict[str, Any]:
+    """Return the shapes of the arrays that stay on the learning chips."""
+    learners = layout.learners
+    state = learners.policy.abstract_state
+    held = {"parameters": state.params, "optimizer": state.opt_state, "frozen": layout.frozen}
+    if layout.reference is not None:
+        held["reference"] = without(layout.reference, layout.frozen)
+    if learners.teacher_params is not None:
+        held["teacher"] = learners.teacher_params
+    if learners.critic:
+        held["critic"] = learners.critic.abstract_state.params
+        held["critic's optimizer"] = learners.critic.abstract_state.opt_state
+    if layout.config.rollout.staleness:
+        held["policy before the update"] = jax.tree.map(copy.copy, state.params)
+    return {name: tree for name, tree in held.items() if jax.tree.leaves(tree)}
+
+
+def training_programs(layout: Layout, microbatches: int) -> Iterator[Program]:
+    """Yield the updates and score passes of policy, reference, teacher and critic."""
+    learners, alive = layout.learners, _resident(layout)
+    policy, critic, teacher = learners.policy, learners.critic, learners.teacher
+    updates = layout.config.rollout.updates_per_rollout
+    scores_old = bool(layout.config.algorithm.scored_minibatches(updates))
+    batch = _batch(layout, microbatches, scores_old)
+    rollouts = batch.scored.rollouts
+    yield Program("update", lambda: policy.lower("update", batch), alive)
+    if scores_old:
+        yield Program("score", lambda: policy.lower("score", rollouts), alive)
+    if layout.reference is not None:
+        lower = functools.partial(policy.lower, "score", rollouts, layout.reference)
+        yield Program("reference score", lower, alive)
+    if teacher:
+        lower = functools.partial(teacher.lower, "score", rollouts, learners.teacher_params)
+        yield Program("teacher score", lower, alive)
+    if critic:
+        yield Program("critic score", lambda: critic.lower("score", rollouts), alive)
+        yield Program("critic update", lambda: critic.lower("update", batch), alive)
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        shardings,
+    )
+
+
+def sampling_programs(layout: Layout) -> Iterator[Program]:
+    """Yield the engine's programs; the trainer's state stays on the chips meanwhile."""
+    trained, params = layout.learners.policy.abstract_state.params, decoding_weights(layout)
+    weights = cast(EnginePrograms, layout.engine.programs).weights
+    shared = layout.sampling_mesh is layout.mesh
+    loading = _resident(layout) | ({"decoding weights": params} if shared else {})
+    yield Program("load", lambda: weights.load_trained.lower(trained), loading)
+    yield from decoding_programs(layout, _resident(layout) if shared else {})
+
+
+def decoding_weights(layout: Layout) -> Any:
+    """Return the shapes of the weights that decode."""
+    trained, weights = layout.learners.policy.abstract_state.params, layout.engine.programs.weights
+    held = weights.load_frozen.abstract(layout.frozen) if layout.frozen else {}
+    return decoders.for_decoding(
+        held | weights.load_trained.abstract(trained), layout.engine.config
+    )
+
+
+def decoding_programs(layout: Layout, alive: dict[str, Any]) -> Iterator[Program]:
+    """Yield the programs that sample, all that `dapo-jax sampler` runs, beside arrays `alive`."""
+    engine, params = layout.engine, decoding_weights(layout)
+    compiled = cast(EnginePrograms, engine.programs)
+    alive = alive | {"decoding weights": params}
+    window = engine.layout.window(engine.cache_tokens)  # caches of full length
+    empty = jax.eval_shape(functools.partial(compiled.empty, window=window))
+    state = _placed(empty, compiled.state_shardings)
+    prompts = {"prompts": engine.prefill_width, "time": layout.config.data.max_prompt_tokens}
+    tokens = jax.ShapeDtypeStruct(tuple(prompts.values()), jnp.int32)
+    lengths = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), engine.prefill_width))
+    prefill = params, tokens, lengths, keys, lengths
+    prefix = jax.eval_shape(compiled.prefill, *prefill)
+    prefix = prefix.replace(caches=_placed(prefix.caches, compiled.prompt_shardings))
+    alive = alive | {"cache": state, "prompts": prefix}
+    yield Program("prefill", lambda: compiled.prefill.lower(*prefill), alive)
+    pages, width = engine.pages, engine.max_insert_width
+    ints = jax.ShapeDtypeStruct((width,), jnp.int32)
+    fills = pages.fills([], [], width=width, **prompts) if pages else None
+    starts = Starts(ints, ints, ints, fills)
+    yield Program("insert", lambda: compiled.insert.lower(prefix, state, starts), alive)
+    rule = {"rule": SamplingRule(), "columns": engine.layout.columns(engine.cache_tokens)}
+    yield Program("decode", lambda: compiled.generate.lower(params, state, **rule), alive)
+
+
+def programs(layout: Layout, microbatches: int) -> Iterator[Program]:
+    """Yield the programs of a run in the order of a step."""
+    yield from sampling_programs(layout)
+    yield from training_programs(layout, microbatches)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """Memory and traffic of a compiled program; bytes are per chip."""
+
+    name: str
+    peak: int | None  # with arguments and results; None if it does not compile
+    needs: int  # `peak`, or the memory that the compiler's error names
+    host: int
+    alive: dict[str, int]  # all arrays that exist while it runs, by name
+    beside: int  # those of them that are not the program's arguments or results
+    traffic: Traffic
+    compile_seconds: float
+
+    def fits(self, limit: int) -> bool:
+        return self.peak is not None and self.together <= limit
+
+    @property
+    def together(self) -> int:
+        """Bytes of the program and all other arrays."""
+        return self.needs + self.beside
+
+    def parts(self) -> dict[str, int]:
+        """Return the parts of `together`: arrays by name, and the program's temporary memory."""
+        return self.alive | {"temporary": max(0, self.together - sum(self.alive.values()))}
+
+
+def versions() -> str:
+    """Return the versions of the installed compilers."""
+    installed = ((name, [*importlib.metadata.distributions(name=name)]) for name in COMPILERS)
+    return ", ".join(f"{name} {copies[0].version}" for name, copies in installed if copies)
+
+
+class Compiler:
+    """Compiler of a layout's programs, with a cache of results in `folder`, if there is one.
+
+    `inspect` is called with the name and the compiled text of a program that was not cached.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        folder: pathlib.Path | None,
+        inspect: Callable[[str, str], None] = lambda name, text: None,
+    ):
+        self._layout, self._folder, self._inspect = layout, folder, inspect
+        topology = layout.topology
+        self._key = f"{topology} {versions()} {hlo_text.VERSION}"
+        self._options = compiler_options(topology)
+
+    def measure(self, program: Program) -> CompiledProgram:
+        """Compile a program, or read its cached result."""
+        started = time.perf_counter()
+        facts = self._facts(program.lower(), program.name)
+        alive, counted = {}, set()
+        for name, tree in program.alive.items():
+            leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in counted]
+            counted |= set(map(id, leaves))
+            alive[name] = self._size(leaves)
+        return CompiledProgram(
+            name=program.name,
+            peak=facts["peak"],
+            needs=facts["needs"],
+            host=facts["host"],
+            alive=alive,
+            beside=max(0, sum(alive.values()) - facts["known"]),
+            traffic=Traffic(**{name: Times(**times) for name, times in facts["traffic"].items()}),
+            compile_seconds=time.perf_counter() - started,
+        )
+
+    def _size(self, leaves: list[Any]) -> int:
+        """Return the bytes of arrays on a chip, with the compiler's padding."""
+        if self._layout.topology.chip.platform != "tpu" or not leaves:  # nothing is padded
+            shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
+            sizes = (leaf.dtype.itemsize for leaf in leaves)
+            return sum(math.prod(s) * size for s, size in zip(shapes, sizes, strict=True))
+        nothing = jax.jit(lambda arrays: jnp.zeros(()), keep_unused=True)
+        return self._facts(nothing.lower(leaves), "")["arguments"]
+
+    def _facts(self, lowered: jax.stages.Lowered, name: str) -> dict[str, Any]:
+        """Return what `_compile` does, kept in the folder."""
+        if self._folder is None:
+            return self._compile(lowered, name)
+        text = f"{self._key}\n{name}\n{self._options}\n{lowered.as_text()}"
+        path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        if path.exists():
+            return json.loads(path.read_text())
+        facts = self._compile(lowered, name)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(facts))
+        temporary.replace(path)
+        return facts
+
+    def _compile(self, lowered: jax.stages.Lowered, name: str) -> dict[str, Any]:
+        """Compile a program; without a name only the size of its arguments counts."""
+        try:
+            done = lowered.compile(compiler_options=self._options)
+        except jax.errors.JaxRuntimeError as error:
+            missing = missing_memory(error)
+            nothing = {"peak": None, "host": 0, "traffic": {}, "arguments": missing["needs"]}
+            return nothing | missing
+        memory: Any = done.memory_analysis()  # exists for every platform of a plan
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        facts = {
+            "peak": memory.peak_memory_in_bytes,
+            "needs": memory.peak_memory_in_bytes,
+            "arguments": memory.argument_size_in_bytes,
+            "known": memory.argument_size_in_bytes + results,
+            "host": memory.host_temp_size_in_bytes,
+        }
+        if not name:
+            return facts
+        text = done.as_text() or ""
+        self._inspect(name, text)
+        traffic = hlo_text.read(text, self._layout.topology.chips)
+        return facts | {"traffic": dataclasses.asdict(traffic)}
+
+
+def missing_memory(error: RuntimeError) -> dict[str, Any]:
+    """Return the memory that an out-of-memory error names, and the part `known` as the program's.
+
+    Raises any other error again.
+    """
+    text = str(error)
+    match = _TEMPORARIES.search(text) or _ALL.search(text)
+    if "RESOURCE_EXHAUSTED" not in text or not match:
+        raise error
+    needs = int(float(match[1]) * _UNITS[match[2]])
+    return {"needs": needs, "known": 0 if match.re is _TEMPORARIES else needs}
+
+
+def limit(layout: Layout) -> int:
+    """Return the bytes of a chip that programs may use."""
+    reserved = RESERVED_GIB if layout.topology.chip.platform == "tpu" else 0.0
+    return int((layout.topology.chip.hbm_gib - reserved) * GIB)

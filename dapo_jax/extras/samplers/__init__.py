@@ -1,0 +1,1 @@
+"""Samplers in other processes: leases of groups, versions of weights."""

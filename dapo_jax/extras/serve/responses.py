@@ -1,0 +1,203 @@
+"""Responses of OpenAI's API, made from the tokens of the generator.
+
+A response is a stream of pieces of its choices. They are sent as they come, or joined.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, UntilStop
+from dapo_jax.extras.serve.errors import RequestError
+from dapo_jax.extras.serve.generator import Responses, TokenChunk
+from dapo_jax.extras.serve.logprobs import Scorer, chat_logprobs, completion_logprobs
+from dapo_jax.extras.serve.requests import CompletionRequest, ServedModel
+from dapo_jax.runtime.tool_calls import read_calls
+
+
+class _Piece(NamedTuple):
+    """Part of a choice; its last piece has the finish_reason, log-probs and tool calls."""
+
+    text: str = ""
+    ids: list[int] = []
+    calls: list[dict[str, Any]] = []
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class _Choice:
+    """Tokens and text of one response so far; `ended`: an end token was sampled."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: list[str], prompt: list[int], budget: int):
+        self._stream = TextStream(tokenizer)
+        self._until = UntilStop(stop)
+        self._budget = budget
+        self.prompt = prompt
+        self.ids: list[int] = []
+        self.ended = False
+        self.finish_reason = None if budget else "length"
+        self.unsent_ids: list[int] = []
+        self.unsent_text = ""
+
+    def add(self, chunk: TokenChunk) -> None:
+        self.ids += chunk.ids
+        self.unsent_ids += chunk.ids
+        self.unsent_text += self._until.add(self._stream.add(chunk.ids))
+        is_full = len(self.ids) == self._budget
+        self.ended = chunk.ended and not is_full
+        if self.ended or is_full:
+            self.unsent_text += self._until.add(self._stream.rest(), last=True)
+        if self._until.stopped or self.ended:
+            self.finish_reason = "stop"
+        elif is_full:
+            self.finish_reason = "length"
+
+
+class CompletionResponse:
+    """Response to a request, complete or as events."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        responses: Responses,
+        model: ServedModel,
+        scorer: Scorer,
+        *,
+        chat: bool,
+    ):
+        self._is_chat = chat
+        self._request = request
+        self._responses = responses
+        self._model = model
+        self._tokenizer = model.tokenizer
+        self._scorer = scorer
+        self._choices = [
+            _Choice(model.tokenizer, request.stop, prompt, budget)
+            for prompt, budget in zip(request.prompts, request.budgets, strict=True)
+            for _ in range(request.n)
+        ]
+        self._start = time.monotonic()
+        self._header = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model.name,
+        }
+
+    async def complete(self) -> dict[str, Any]:
+        """Return the complete response once every choice has ended."""
+        texts = [""] * len(self._choices)
+        last = [_Piece()] * len(self._choices)
+        try:
+            async for index, piece in self._pieces():
+                texts[index] += piece.text
+                last[index] = piece
+        finally:
+            self._log()
+        choices = []
+        for index, choice in enumerate(self._choices):
+            whole = last[index]._replace(text=texts[index], ids=choice.ids)
+            fields: dict[str, Any] = {"text": whole.text}
+            if self._is_chat:
+                message = {"role": "assistant", "content": whole.text, "refusal": None}
+                if whole.calls:
+                    message |= {"content": whole.text or None, "tool_calls": whole.calls}
+                fields = {"message": message}
+            if self._request.return_token_ids:
+                fields["prompt_token_ids"] = choice.prompt
+            choices.append(self._choice(index, whole, fields))
+        return self._header | {"choices": choices, "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield server-sent events; tool calls and log-probs come with a choice's last chunk."""
+        header = self._header
+        if self._is_chat:
+            header = header | {"object": "chat.completion.chunk"}
+        if self._request.include_usage:
+            header = header | {"usage": None}
+        try:
+            for index in range(len(self._choices) * self._is_chat):
+                role = {"delta": {"role": "assistant", "content": ""}}
+                yield _event(header | {"choices": [self._choice(index, _Piece(), role)]})
+            async for index, piece in self._pieces():
+                fields: dict[str, Any] = {"text": piece.text}
+                if self._is_chat:
+                    delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+                    if piece.calls:
+                        calls = [{"index": i, **call} for i, call in enumerate(piece.calls)]
+                        delta["tool_calls"] = calls
+                    fields = {"delta": delta}
+                yield _event(header | {"choices": [self._choice(index, piece, fields)]})
+            if self._request.include_usage:
+                yield _event(header | {"choices": [], "usage": self._usage()})
+            yield "data: [DONE]\n\n"
+        except RequestError as error:
+            yield _event(error.fields())
+        finally:
+            self._log()
+
+    async def _pieces(self) -> AsyncIterator[tuple[int, _Piece]]:
+        """Yield index and piece of the choices as their tokens arrive."""
+        for index, choice in enumerate(self._choices):
+            if self._request.echo:
+                yield index, _Piece(self._tokenizer.decode(choice.prompt))
+            if choice.finish_reason:  # the request asks only for the prompt's echo
+                yield index, await self._next_piece(choice)
+        async for chunk in self._responses:
+            choice = self._choices[chunk.response]
+            choice.add(chunk)
+            if choice.finish_reason:
+                self._responses.cancel(chunk.response)
+            if choice.finish_reason or (choice.unsent_text and not self._request.tools):
+                yield chunk.response, await self._next_piece(choice)
+
+    async def _next_piece(self, choice: _Choice) -> _Piece:
+        """Return the unsent part of a choice, and mark it as sent."""
+        piece = _Piece(choice.unsent_text, choice.unsent_ids, finish_reason=choice.finish_reason)
+        choice.unsent_text = ""
+        choice.unsent_ids = []
+        if self._request.tools:
+            text, calls = read_calls(piece.text, self._request.tools)
+            reason = "tool_calls" if calls else piece.finish_reason
+            piece = piece._replace(text=text, calls=calls, finish_reason=reason)
+        if choice.finish_reason and self._request.likeliest is not None:
+            scored = choice.prompt + choice.ids
+            if choice.ended:
+                scored = [*scored, self._tokenizer.end_ids[0]]
+            scores = await asyncio.to_thread(self._scorer.score, scored, self._request.likeliest)
+            first = 0 if self._request.echo else len(choice.prompt)
+            format_logprobs = chat_logprobs if self._is_chat else completion_logprobs
+            piece = piece._replace(logprobs=format_logprobs(self._tokenizer, scores[first:]))
+        return piece
+
+    def _choice(self, index: int, piece: _Piece, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice, or a chunk of one, with these fields for its text."""
+        if self._request.return_token_ids:
+            fields["token_ids"] = piece.ids
+        ends = {"logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
+        return {"index": index, **fields, **ends}
+
+    def _log(self) -> None:
+        """Print a line about the request, unless `log_requests` is off."""
+        if not self._model.config.log_requests:
+            return
+        ending = "" if all(choice.finish_reason for choice in self._choices) else ", not finished"
+        usage = self._usage()
+        tokens = (
+            f"{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} response tokens"
+        )
+        seconds = time.monotonic() - self._start
+        print(f"{self._header['id']}: {tokens}, {seconds:.2f} s{ending}", flush=True)
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self._request.prompts))
+        completion = sum(len(choice.ids) for choice in self._choices)
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+        return counts | {"total_tokens": prompt + completion}
+
+
+def _event(fields: dict[str, Any]) -> str:
+    return f"data: {json.dumps(fields)}\n\n"

@@ -1,0 +1,241 @@
+"""Serve a policy by OpenAI's HTTP API.
+
+    dapo-jax serve FOLDER --http_port=8000
+    dapo-jax serve runs/arithmetic_dapo
+    dapo-jax serve --tinker --model=FOLDER
+
+serves a model folder, or the newest checkpoint of a run, which it exports into the run once. The
+server uses the engine that samples in training. With --tinker it also trains: it answers Tinker's
+SDK. After SIGTERM or Ctrl-C, running requests finish, and the exit code is 0.
+"""
+
+import asyncio
+import dataclasses
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dapo_jax.commands import checks, command_line
+from dapo_jax.config.experiment import Compute, ServeConfig
+from dapo_jax.data.policies import model_path
+from dapo_jax.extras.serve.access import Access, exposure_warning
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.keys import read_key
+from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.signals import Signals
+
+POLL_SECONDS = 0.1
+RESERVED_FILES = 128  # open files other than connections
+BACKLOG = 2048
+
+
+class ServedPolicy(NamedTuple):
+    """Engine, decoding weights and tokenizer of a model folder."""
+
+    engine: Any
+    params: Any
+    tokenizer: Any
+
+
+class ModelFolder(NamedTuple):
+    """Model folder without its weights, and the config with numeric budgets for it.
+
+    Attributes:
+        context: maximum tokens of a prompt and its response together.
+    """
+
+    config: ServeConfig
+    mesh: Any
+    decoder: Any
+    tokenizer: Any
+    context: int
+
+
+def open_folder(config: ServeConfig, row_tokens: int | None = None) -> ModelFolder:
+    """Read a model folder. Raise `ConfigError` if it can't be served, or trained in such rows."""
+    from dapo_jax.data.prompts.tokenizer import Tokenizer
+    from dapo_jax.extras.serve import budgets
+    from dapo_jax.model import load_huggingface
+    from dapo_jax.run.compute import check_divisible, mesh_sizes, numerics
+    from dapo_jax.runtime.sharding import make_mesh
+
+    mesh = make_mesh(**mesh_sizes(config.mesh), devices=None)
+    compute = Compute(dtype=config.dtype)
+    numbers = numerics(compute, mesh, row_tokens)
+    decoder = load_huggingface.read_config(config.model, field="model", **numbers)
+    check_divisible(decoder, mesh)
+    tokenizer = Tokenizer.from_folder(config.model, "model")
+    tokenizer.check_fits(decoder.vocab, "model", config.model)
+    config, context = budgets.resolve(config, decoder, mesh)
+    budgets.check_slots_fit(config, decoder, mesh)
+    return ModelFolder(config, mesh, decoder, tokenizer, context)
+
+
+def load_served(config: ServeConfig) -> ServedPolicy:
+    """Load a model folder. Raise `ConfigError` if it can't be served."""
+    from dapo_jax.extras.serve import budgets
+    from dapo_jax.extras.serve.generator import ServedEngine
+    from dapo_jax.model import load_huggingface
+    from dapo_jax.types.structs import SamplingRule
+
+    config, mesh, decoder, tokenizer, context = open_folder(config)
+    engine = ServedEngine(
+        decoder,
+        mesh,
+        budgets.sampler_settings(config),
+        max_prompt_tokens=budgets.prefill_tokens(config.max_prompt_tokens),
+        tokenizer=tokenizer,
+        seed=config.seed,
+    )
+    engine.rule = SamplingRule(config.temperature, config.top_p, config.top_k)
+    engine.longest_prompt = config.max_prompt_tokens
+    engine.context = context
+    params = load_huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)
+    return ServedPolicy(engine, engine.load_params(params), tokenizer)
+
+
+def warm_up(engine: Any, params: Any) -> None:
+    """Compile the programs for prompts up to `FIRST_TOKENS`."""
+    import jax
+    import numpy as np
+
+    from dapo_jax.extras.serve.budgets import FIRST_TOKENS, PREFILL_TOKENS
+
+    state = engine.init_decode_state()
+    for length in PREFILL_TOKENS:
+        if length <= min(engine.max_prefill_length, FIRST_TOKENS):
+            padded = np.zeros(length, np.int32)
+            key = jax.random.key(0)
+            prefix = engine.prefill(params=params, padded_tokens=padded, true_length=1, key=key)
+            state = engine.insert(prefix, state, slot=0)
+    longest = None if engine.pages else 0
+    jax.block_until_ready(engine.generate(params, state, longest=longest))
+
+
+def bind(config: ServeConfig, field: str) -> socket.socket:
+    """Return a socket that listens on the port of setting `field`. Raise `ConfigError`."""
+    port = getattr(config, field)
+    host = config.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        is_resolved = (error.errno or 0) >= 0  # errors of getaddrinfo have negative numbers
+        require(is_resolved, "host", config.host, allowed)
+        raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
+
+
+def raise_file_limit(connections: int) -> None:
+    """Raise the soft limit of open files as far as connections need it and the system allows."""
+    needed = connections + RESERVED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < needed:
+        limit = needed if hard < 0 else min(hard, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def served_name(config: ServeConfig) -> str:
+    """Return the model's name for clients."""
+    folder = os.path.abspath(model_path(config.model, "model"))
+    return config.served_name or os.path.basename(folder)
+
+
+async def _answer_requests(
+    config: ServeConfig,
+    policy: ServedPolicy,
+    key: str,
+    should_stop: Callable[[], bool],
+    ready: Callable[[int], None],
+) -> str:
+    """Answer requests until `should_stop()`; return the failure of the generator, or empty."""
+    from dapo_jax.extras.serve.app import HttpApi
+    from dapo_jax.extras.serve.generator import Generator
+    from dapo_jax.extras.serve.logprobs import Scorer
+    from dapo_jax.extras.serve.requests import ServedModel
+    from dapo_jax.types.structs import SamplingRule
+
+    engine, params, tokenizer = policy
+    prompt_bytes = engine.longest_prompt * tokenizer.longest_token
+    rule = SamplingRule(config.temperature, config.top_p, config.top_k)
+    model = ServedModel(served_name(config), config, engine, tokenizer, rule, prompt_bytes)
+    access = Access(config, key)
+    generator = Generator(engine, params, config.waiting)
+    api = HttpApi(generator, Scorer(engine.config, params), model, access)
+    apps = {"http_port": api} | ({"metrics_port": api.metrics} if config.metrics_port else {})
+    return await run_apps(apps, generator, config, should_stop, ready)
+
+
+async def run_apps(
+    apps: dict[str, Any],
+    worker: Any,
+    config: ServeConfig,
+    should_stop: Callable[[], bool],
+    ready: Callable[[int], None],
+) -> str:
+    """Run applications, by the setting of their port, until `should_stop()` or a failure.
+
+    `worker` is the thread that they use; it is closed. Returns its failure, or empty.
+    """
+    from dapo_jax.extras.serve.app import start_http
+
+    raise_file_limit(config.max_connections)
+    try:
+        sockets = {field: bind(config, field) for field in apps}
+        stops = [start_http(app, sockets[field], config) for field, app in apps.items()]
+        ready(sockets["http_port"].getsockname()[1])
+        while not should_stop() and not worker.failure:
+            await asyncio.sleep(POLL_SECONDS)
+        await asyncio.gather(*(stop() for stop in stops))
+    finally:
+        await asyncio.to_thread(worker.close)  # its thread writes to the event loop
+    return worker.failure
+
+
+def serve(
+    config: ServeConfig, *, should_stop: Callable[[], bool], ready: Callable[[int], None]
+) -> str:
+    """Serve until `should_stop()`; call `ready` with the HTTP port once it answers.
+
+    Returns the failure of the thread that samples, or empty.
+    """
+    for field in ("http_port",) if config.tinker else ("http_port", "metrics_port"):
+        bind(config, field).close()  # report a taken port before the model is loaded
+    key = read_key(config.api_key_file, "api_key_file")
+    if warning := exposure_warning(config, key):
+        processes.print_error(warning)
+    from dapo_jax.run.export import newest_export
+
+    folder = newest_export(config.model, "model")
+    config = dataclasses.replace(config, model=folder, served_name=served_name(config))
+    if config.tinker:
+        from dapo_jax.extras.tinker.app import serve_tinker
+
+        return serve_tinker(config, key, should_stop, ready)
+    policy = load_served(config)
+    slots = policy[0].max_concurrent_decodes
+    processes.print_error(f"compiling for {slots} slots: seconds for a small model, else minutes")
+    warm_up(policy[0], policy[1])
+    return asyncio.run(_answer_requests(config, policy, key, should_stop, ready))
+
+
+def main() -> int:
+    """Run the command; exit code 0: stopped by a signal, 1: it failed, 2: wrong settings."""
+    config = command_line.load(ServeConfig, __doc__)
+    started = time.time()
+
+    def ready(port: int) -> None:
+        url = f"http://{config.host}:{port}"
+        api = f"Tinker's API on {url}" if config.tinker else f"HTTP on {url}/v1"
+        print(f"serving {served_name(config)}: {api} ({time.time() - started:.0f} s)", flush=True)
+
+    def work() -> int:
+        if failure := serve(config, should_stop=signals, ready=ready):
+            processes.print_error(f"stopped: {failure}")
+        return int(bool(failure))
+
+    with processes.as_command(), Signals() as signals:
+        return checks.guarded(work)

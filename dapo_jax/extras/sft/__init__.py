@@ -1,0 +1,1 @@
+"""Training on examples or pairs: `dapo-jax sft`, `dapo-jax dpo`."""

@@ -1,0 +1,77 @@
+"""Training on examples or pairs: `dapo-jax sft`, `dapo-jax dpo`."""
+
+import pathlib
+
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import DpoConfig, SftConfig
+from dapo_jax.config.validation import check_warmup
+from dapo_jax.runtime.signals import Signals
+
+SFT_USAGE = """\
+Train a policy on examples: your own, or generated ones of the built-in task.
+
+    dapo-jax sft --config.data.source=FILE \\
+        --config.start=FOLDER --config.out=FOLDER
+    dapo-jax sft arithmetic_base
+
+writes a model folder in the Hugging Face layout. A row of the file has messages, or prompt and
+response, prompt and completion, problem and solution, or question and answer. The update is that of
+reinforcement learning with every coefficient 1.
+"""
+DPO_USAGE = """\
+Train a policy on pairs of a chosen and a rejected answer, by DPO (arXiv 2305.18290).
+
+    dapo-jax dpo --config.data.source=FILE \\
+        --config.start=FOLDER --config.out=FOLDER
+
+writes a model folder in the Hugging Face layout. A row of the file has prompt, chosen and rejected
+(texts, or lists of messages ending with the answer), or only chosen and rejected: two conversations
+with the same beginning.
+"""
+
+
+def check_fields(config: SftConfig | DpoConfig) -> None:
+    """Raise `ConfigError` for a wrong `data.fields`."""
+    from dapo_jax.extras.sft.rows import EXAMPLES, PAIRS, read_fields
+
+    read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
+
+
+def check_folder(config: SftConfig | DpoConfig) -> None:
+    """Raise `ConfigError` if the folder must not be written, or the data has no file."""
+    from dapo_jax.data.files import find_files
+    from dapo_jax.data.sources import is_generated
+    from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, check_free
+
+    check_warmup(config)
+    kind = TRAINED if isinstance(config, SftConfig) else PREFERRING
+    check_free("out", config.out, kind)
+    if config.lora.rank:
+        from dapo_jax.run.export import adapter_folder
+
+        check_free("out", adapter_folder(config.out), kind)
+    if isinstance(config, DpoConfig) or not is_generated(config.data.source):
+        find_files("data.source", config.data.source, config.data.folder, "train")
+
+
+def train(config: SftConfig | DpoConfig, signals: Signals) -> pathlib.Path | None:
+    """Train; return the folder, or None if a signal stopped it."""
+    from dapo_jax.extras.sft.training import train_supervised
+
+    return train_supervised(config, signals)
+
+
+def exit_code(config: SftConfig | DpoConfig) -> int:
+    """Train; return 0, or after a signal 128 + its number, as shells do."""
+    signals = Signals()
+    return 0 if train(config, signals) else signals.exit_code
+
+
+def sft() -> int:
+    """Run `dapo-jax sft`. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
+    return command_line.run(SftConfig, SFT_USAGE, exit_code, check_output=check_folder)
+
+
+def dpo() -> int:
+    """Run `dapo-jax dpo`, with the exit codes of `sft`."""
+    return command_line.run(DpoConfig, DPO_USAGE, exit_code, check_output=check_folder)

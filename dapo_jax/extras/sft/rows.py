@@ -1,0 +1,370 @@
+"""Supervised examples, or pairs of answers, from a user's files: as tokens, some held out.
+
+Every answer of an assistant follows exactly the tokens that the sampler would see before it.
+"""
+
+import collections
+import functools
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from dapo_jax.config.experiment import WORD_PROBLEMS, OwnData
+from dapo_jax.data.files import MAX_MESSAGES, MalformedRow, RowLog, find_files, read_rows
+from dapo_jax.data.prompts.templates import Beside, check_chat, check_system, open_template
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.data.row_formats import Row, check_text, parse_fields, take_fields
+from dapo_jax.extras import gym
+from dapo_jax.extras import words as word_problems
+from dapo_jax.runtime.limits import memory_error_as_config_error
+from dapo_jax.runtime.settings import ConfigError, naming, require
+from dapo_jax.types.structs import Problem
+
+Messages = list[dict[str, Any]]
+Forms = tuple[tuple[str, ...], ...]
+
+# Fields that make an example or a pair; the first form that fits is used.
+EXAMPLES: Forms = (
+    ("messages",),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("problem", "solution"),
+    ("question", "answer"),
+)
+PAIRS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+ASSISTANT, SYSTEM = "assistant", "system"
+HELDOUT_SHARE, MAX_HELDOUT = 20, 256  # by default 1 of 20 examples is held out
+
+
+class Turns(NamedTuple):
+    """A prompt and the tokens after it: an answer, or several with the turns between them."""
+
+    prompt: np.ndarray  # [P] int32
+    response: np.ndarray  # [n] int32
+    trained: np.ndarray  # [n] bool: tokens that the model learns to write
+
+    @classmethod
+    def of(cls, prompt: np.ndarray, answer: np.ndarray) -> "Turns":
+        """Return the turns of a single answer, all of it trained."""
+        return cls(prompt, answer, np.ones(len(answer), bool))
+
+
+class Example(NamedTuple):
+    """A row as tokens."""
+
+    text: str  # the first prompt, as the policy sees it
+    turns: tuple[Turns, ...]  # of a pair: the chosen and the rejected answer
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest turns, with their prompt."""
+        return max(len(turns.prompt) + len(turns.response) for turns in self.turns)
+
+
+def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
+    """Return the fields by key that data.fields names; may raise `ConfigError`."""
+    keys = [*dict.fromkeys(key for form in forms for key in form), SYSTEM]
+    fields = parse_fields("data.fields", data.fields, keys)
+    is_complete = any(fields.keys() - {SYSTEM} == set(form) for form in forms)
+    allowed = f"one of these forms: {_list_forms(forms)}"
+    require(not fields or is_complete, "data.fields", data.fields, allowed)
+    check_system(data.template, data.system_prompt, data.fields if SYSTEM in fields else "")
+    return fields
+
+
+def _list_forms(forms: Forms) -> str:
+    return ", ".join("+".join(form) for form in forms)
+
+
+def _read_messages(value: Any, field: str, role: str) -> Messages:
+    """Return the messages of a conversation; a text is one message of that role."""
+    if isinstance(value, str):
+        text = value.strip() if role == "user" else value
+        return [{"role": role, "content": check_text(text, field)}]
+    if not isinstance(value, list) or not value:
+        raise MalformedRow(f"{field} is {value!r:.40}, neither text nor messages")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise MalformedRow(f"{field} holds {message!r:.40}, no message with role and content")
+        check_text(message.get("content"), f"the {message['role']}'s message in {field}")
+    return [{k: v for k, v in message.items() if v is not None} for message in value]
+
+
+class Writer:
+    """Writer of rows as tokens; `forms` is `EXAMPLES` or `PAIRS`."""
+
+    def __init__(self, data: OwnData, tokenizer: Tokenizer, forms: Forms):
+        self._data = data
+        self._tokenizer = tokenizer
+        self._forms = forms
+        self._fields = read_fields(data, forms)
+        self._template = open_template(data.template)
+        check_chat(data.template, tokenizer.chat)
+
+    def write(self, row: Any) -> Example:
+        """Return the example or pair of a row; raise `MalformedRow` if there is none."""
+        fields = take_fields(row, self._fields) or {k.lower(): value for k, value in row.items()}
+        form = next((form for form in self._forms if fields.keys() >= set(form)), None)
+        if form is None:
+            names = ", ".join(fields) or "none"
+            raise MalformedRow(
+                f"has the fields {names}, not {_list_forms(self._forms)}: data.fields names others"
+            )
+        is_text = all(isinstance(fields[name], str) for name in form)
+        if is_text and form == PAIRS[1]:
+            example = self._split_texts(*(check_text(fields[name], name) for name in form))
+        elif is_text and len(form) > 1 and self._data.template != "chat":
+            example = self._plain(fields, [check_text(fields[name], name) for name in form])
+        elif self._forms is EXAMPLES:
+            role = "user" if form == ("messages",) else ASSISTANT
+            names = list(form)
+            answers = _read_messages(fields[names[-1]], names[-1], role)
+            before = [m for name in names[:-1] for m in _read_messages(fields[name], name, "user")]
+            messages = self._with_system(fields, [*before, *answers])
+            example = self._conversation(messages, len(messages) - len(answers))
+        else:
+            example = self._pair(fields)
+        responses = [turns.response for turns in example.turns]
+        if self._forms is PAIRS and np.array_equal(responses[0], responses[1]):
+            raise MalformedRow("chosen and rejected are the same")
+        return example
+
+    def _render(self, messages: Messages, open_answer: bool) -> str:
+        if self._tokenizer.chat is None:
+            raise MalformedRow("holds messages, but the model folder has no chat template")
+        if self._data.template not in ("none", "chat"):
+            raise MalformedRow(f"holds messages, not for data.template = {self._data.template!r}")
+        try:
+            return self._tokenizer.chat.render(messages, open_answer=open_answer)
+        except ConfigError as error:
+            raise MalformedRow(str(error)) from None
+
+    def _system(self, row: Row) -> str:
+        """Return the system message of the row, else of the config; empty if none is shown."""
+        if not self._template.shows_system or not row.get(SYSTEM):
+            return self._data.system_prompt
+        return check_text(row[SYSTEM], SYSTEM)
+
+    def _with_system(self, row: Row, messages: Messages) -> Messages:
+        system = self._system(row)
+        if not system or messages[0]["role"] == SYSTEM:
+            return messages
+        return [{"role": SYSTEM, "content": system}, *messages]
+
+    def _encode_answer(self, text: str, content: str) -> np.ndarray:
+        """Return the ids of an answer to its end token; `content` is the row's part of it."""
+        ids = self._tokenizer.encode(text)
+        ends = self._tokenizer.end_ids
+        if any(token in ends for token in self._tokenizer.encode(content)[:-1]):
+            raise MalformedRow("an answer holds the end token before its end")
+        if self._tokenizer.pad_id not in ends and self._tokenizer.pad_id in ids:
+            raise MalformedRow("an answer holds letters that the tokenizer has no token for")
+        last = next((i for i, token in enumerate(ids) if token in ends), None)
+        return np.array([*ids, ends[0]] if last is None else ids[: last + 1], np.int32)
+
+    def _encode_prompt(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode_prompt(text), np.int32)
+
+    def _turn(self, messages: Messages, place: int) -> tuple[str, Turns]:
+        """Return the text before a message of the assistant, and the tokens before and in it."""
+        prompt = self._render(messages[:place], True)
+        text = self._render(messages[: place + 1], False)
+        if not text.startswith(prompt):
+            raise MalformedRow("the chat template does not put the answer right after its prompt")
+        answer = self._encode_answer(text[len(prompt) :], messages[place]["content"])
+        return prompt, Turns.of(self._encode_prompt(prompt), answer)
+
+    def _conversation(self, messages: Messages, first: int) -> Example:
+        """Return the example of every answer from message `first` on.
+
+        A template that changes earlier turns makes a separate prompt for each answer.
+        """
+        places = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT and i >= first]
+        if not places or not places[0]:
+            verb = "begins with a" if places else "has no"
+            raise MalformedRow(f"the conversation {verb} message of the role {ASSISTANT!r}")
+        texts = []
+        turns: list[Turns] = []
+        for place in places:
+            text, turn = self._turn(messages, place)
+            texts.append(text)
+            before = np.concatenate(turns[-1][:2]) if turns else np.array([])
+            if turns and np.array_equal(turn.prompt[: len(before)], before):
+                gap = turn.prompt[len(before) :]
+                last = turns.pop()
+                response = np.concatenate([last.response, gap, turn.response])
+                trained = np.concatenate([last.trained, np.zeros(len(gap), bool), turn.trained])
+                turn = Turns(last.prompt, response, trained)
+            turns.append(turn)
+        return Example(texts[0], tuple(turns))
+
+    def _plain(self, row: Row, texts: list[str]) -> Example:
+        """Return the example of a problem that the template shows, and answers to it."""
+        problem = Problem("", texts[0].strip(), "", "", system=self._system(row))
+        text = self._template.write(problem, Beside(self._tokenizer.chat))
+        tokens = self._encode_prompt(text)
+        turns = (Turns.of(tokens, self._encode_answer(answer, answer)) for answer in texts[1:])
+        return Example(text, tuple(turns))
+
+    def _pair(self, row: Row) -> Example:
+        talks = [self._whole_conversation(row, name) for name in PAIRS[1]]
+        if talks[0][:-1] != talks[1][:-1]:
+            raise MalformedRow("chosen and rejected differ before their last message")
+        examples = [self._conversation(messages, len(messages) - 1) for messages in talks]
+        return Example(examples[0].text, tuple(example.turns[0] for example in examples))
+
+    def _whole_conversation(self, row: Row, name: str) -> Messages:
+        """Return the conversation that ends with that answer, with the prompt once."""
+        answer = _read_messages(row[name], name, ASSISTANT)
+        if answer[-1]["role"] != ASSISTANT:
+            raise MalformedRow(f"{name} ends with no message of the role {ASSISTANT!r}")
+        if row.get("prompt") is not None:
+            before = _read_messages(row["prompt"], "prompt", "user")
+            whole = [(m["role"], m["content"].strip()) for m in answer]
+            prompt = [(m["role"], m["content"].strip()) for m in before]
+            if not any(whole[i : i + len(prompt)] == prompt for i in range(len(whole))):
+                if answer[0]["role"] != ASSISTANT:
+                    problem = "begins neither with the prompt nor with an answer to it"
+                    raise MalformedRow(f"{name} {problem}")
+                answer = [*before, *answer]
+        return self._with_system(row, answer)
+
+    def _split_texts(self, chosen: str, rejected: str) -> Example:
+        """Split two whole texts into a pair; the prompt is their common prefix of tokens."""
+        if self._data.template != "none":
+            raise MalformedRow(f"has no prompt for data.template = {self._data.template!r}")
+        ids = [self._encode_answer(text, text) for text in (chosen, rejected)]
+        size = min(map(len, ids))
+        common = int(np.argmin(np.append(ids[0][:size] == ids[1][:size], False)))
+        text = self._tokenizer.decode(ids[0][:common].tolist())
+        if not text:
+            raise MalformedRow("chosen and rejected share no beginning, and there is no prompt")
+        begin = self._encode_prompt(chosen)
+        begin = begin[: len(begin) - len(self._tokenizer.encode(chosen))]
+        prompt = np.append(begin, ids[0][:common])
+        return Example(text, tuple(Turns.of(prompt, answer[common:]) for answer in ids))
+
+
+class Examples(NamedTuple):
+    """Examples of the files."""
+
+    training: list[Example]
+    heldout: list[Example]
+    notes: str  # line about the examples
+    warnings: list[str]  # about rows that were left out or cut
+
+    def digest(self) -> str:
+        """Return a digest of all examples, with their counts."""
+        digest = hashlib.sha256()
+        for example in (*self.training, *self.heldout):
+            digest.update(b"|" + b"".join(a.tobytes() for turns in example.turns for a in turns))
+        return f"{len(self.training)} + {len(self.heldout)}, {digest.hexdigest()[:16]}"
+
+
+def _shorten(example: Example, row_tokens: int, is_pair: bool) -> Example | None:
+    """Cut the example to the length of a row; return None if too little is left."""
+    kept = ()
+    for prompt, response, trained in example.turns:
+        size = max(0, row_tokens - len(prompt))
+        if trained[:size].any():
+            kept += (Turns(prompt, response[:size], trained[:size]),)
+    if is_pair and (len(kept) < 2 or np.array_equal(kept[0].response, kept[1].response)):
+        return None
+    return Example(example.text, kept) if kept else None
+
+
+def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example], list[Example]]:
+    """Return examples to train on and held-out ones (smallest hashes of their prompts)."""
+    count = min(len(examples) // HELDOUT_SHARE, MAX_HELDOUT) if asked < 0 else asked
+    allowed = f"below the {len(examples)} examples of {name!r}, from which they are taken"
+    require(count < len(examples), "data.heldout_examples", count, allowed)
+
+    prompts = (Problem("", example.text, "", "").fingerprint for example in examples)
+    keys = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
+    held = set()
+    for key, size in sorted(collections.Counter(keys).items()):
+        if size <= count:
+            held.add(key)
+            count -= size
+    pairs = list(zip(examples, keys, strict=True))
+    training = [example for example, key in pairs if key not in held]
+    return training, [example for example, key in pairs if key in held]
+
+
+def _rows(data: OwnData, seed: int) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) of data.source; rows of files are read one at a time."""
+    if data.source in WORD_PROBLEMS:
+        yield from word_problems.make_examples(data.source, data.generated_examples, seed)
+        return
+    if data.source.startswith(gym.PREFIX):
+        items = gym.open_task("data.source", data.source, seed, data.generated_examples)
+        for index in range(data.generated_examples):
+            item = items[index]
+            answer = f"#### {item['answer']}"
+            yield f"item {index}", {"prompt": item["question"].strip(), "response": answer}
+        return
+    for path in find_files("data.source", data.source, data.folder, "train"):
+        for place, row in read_rows(epath.Path(path)):
+            yield f"{path} {place}", row
+
+
+def read_examples(
+    data: OwnData, tokenizer: Tokenizer, row_tokens: int, forms: Forms, seed: int = 0
+) -> Examples:
+    """Return the examples, or pairs, of data.source; those over `row_tokens` are cut or dropped.
+
+    Args:
+        seed: of generated examples.
+
+    Raises `ConfigError`.
+    """
+    writer = Writer(data, tokenizer, forms)
+    log = RowLog(data.bad_rows_limit)
+    counts = log.counts
+    examples = []
+    longest = 0
+    with naming("data.source", data.source), memory_error_as_config_error(data.source):
+        for place, row in _rows(data, seed):
+            example = log.parse(place, row, writer.write)
+            log.check_limit()
+            longest = max(longest, example.length if example else 0)
+            if example and example.length > row_tokens:
+                is_cut = data.overlong == "cut"
+                example = _shorten(example, row_tokens, forms is PAIRS) if is_cut else None
+                counts["cut" if example else "dropped"] += 1
+            if example:
+                examples.append(example)
+    kind = "pairs" if forms is PAIRS else "examples"
+    warnings = log.messages[:MAX_MESSAGES]
+    if overlong := counts["dropped"] + counts["cut"]:
+        warnings.append(
+            f"{overlong:,} of {counts['rows']:,} {kind} exceed packing.row_tokens = {row_tokens} "
+            f"({counts['cut']:,} cut, {counts['dropped']:,} dropped); the longest has "
+            f"{longest:,} tokens"
+        )
+    if not examples:
+        reason = "; ".join(warnings) or "there are no rows"
+        raise ConfigError(f"config.data.source = {data.source!r}: holds no {kind}: {reason}")
+    training, heldout = _split(examples, data.heldout_examples, data.source)
+    trained = sum(int(turns.trained.sum()) for example in training for turns in example.turns)
+    malformed = f" ({counts['malformed']:,} malformed)" if counts["malformed"] else ""
+    notes = (
+        f"{data.source}: {len(training):,} {kind} of {counts['rows']:,} rows{malformed}, "
+        f"{trained:,} tokens to learn. Held out: {len(heldout):,}"
+    )
+    return Examples(training, heldout, notes, warnings)
+
+
+def endless_order(count: int, seed: int) -> Callable[[int], int]:
+    """Return a map from a position of the run to an example; each pass has a new order."""
+
+    @functools.lru_cache(maxsize=2)
+    def permute(number: int) -> np.ndarray:
+        key = [seed, zlib.crc32(b"examples"), number]
+        return np.random.default_rng(key).permutation(count)
+
+    return lambda place: int(permute(place // count)[place % count])

@@ -1,0 +1,371 @@
+"""HTTP routes of Tinker's API, as the published SDK calls them, and the server."""
+
+import asyncio
+import datetime
+import inspect
+import json
+import pathlib
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dapo_jax.config.experiment import ServeConfig
+from dapo_jax.extras.serve.access import Access
+from dapo_jax.extras.serve.app import ERRORS, answer_error, read_body
+from dapo_jax.extras.serve.errors import QueueFull, RequestError, need
+from dapo_jax.extras.serve.server import run_apps
+from dapo_jax.extras.tinker import openai
+from dapo_jax.extras.tinker.messages import CONTENT_TYPE
+from dapo_jax.extras.tinker.models import CHECKPOINT_KINDS, find_checkpoint
+from dapo_jax.extras.tinker.policies import Policies
+from dapo_jax.extras.tinker.requests import TEXT, parse_loss_message, read
+from dapo_jax.extras.tinker.store import Entry, Request, State, Store
+from dapo_jax.extras.tinker.worker import SAMPLE_KIND, Worker
+from dapo_jax.runtime.storage.output_folder import TINKER, claim
+
+SDK_VERSIONS = "0.38.*"  # that were tested
+IS_SUPPORTED = re.compile(r"0\.38\.\d+").fullmatch
+WAIT_SECONDS = 20.0  # that a client waits for a result before it asks again
+MAX_PENDING = 1024  # requests on the disk, each with a body of at most max_body_mb
+CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+Fields = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """A call of a route: the values in its path, or the fields of its JSON body, and the body."""
+
+    fields: Fields
+    body: bytes
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+
+def _time(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+
+
+def _listed(name: str, items: list[Fields]) -> Fields:
+    count = len(items)
+    return {name: items, "cursor": {"offset": 0, "limit": count, "total_count": count}}
+
+
+def _describe_shape(entry: Entry) -> Fields:
+    rank, targets = entry.fields["rank"], entry.fields["targets"]
+    trained = {"train_attn": "query" in targets, "train_mlp": "gate" in targets}
+    lora = {"is_lora": True, "lora_rank": rank, "train_unembed": False} | trained
+    return lora if rank else {"is_lora": False}
+
+
+def _describe_checkpoint(checkpoint: Entry) -> Fields:
+    fields = checkpoint.fields
+    return {
+        "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
+        "checkpoint_type": CHECKPOINT_TYPES[fields["kind"]],
+        "time": _time(checkpoint.created),
+        "tinker_path": checkpoint.id,
+        "size_bytes": fields["size"],
+        "user_metadata": fields["user_metadata"],
+        "expires_at": _time(fields["expires"]),
+    }
+
+
+class TinkerApi:
+    """Handlers of the routes. They run in threads, since they may wait for the disk."""
+
+    def __init__(self, policies: Policies, worker: Worker, store: Store, access: Access):
+        self._config = policies.config
+        self._name = policies.config.served_name
+        self._policies = policies
+        self._worker = worker
+        self._store = store
+        self._access = access
+        of_model, of_session = "model_id seq_id", "session_id sampling_session_seq_id"
+        checkpoints = "training_runs/{model}/checkpoints"
+        # Method and path of each route, its handler, and the fields of JSON that it needs.
+        table: tuple[tuple[str, Callable[[Call], Any], str], ...] = (
+            ("POST client/config", self._configure_client, "sdk_version"),
+            ("POST client/dynamic_config", lambda call: {}, ""),
+            ("POST telemetry", lambda call: {"status": "accepted"}, ""),
+            ("POST create_session", self._create_session, "sdk_version"),
+            ("POST session_heartbeat", self._heartbeat, "session_id"),
+            ("POST sessions/{session}/finish", lambda call: {}, ""),
+            ("POST create_sampling_session", self._create_sampler, of_session),
+            ("POST create_model", self._submitter("create_model"), "base_model"),
+            ("POST load_weights", self._submitter("load_weights"), "path"),
+            ("POST forward_backward", self._forward_backward, ""),
+            ("POST optim_step", self._submitter("optim_step"), of_model),
+            *((f"POST {kind}", self._submitter(kind), of_model) for kind in CHECKPOINT_KINDS),
+            ("POST asample", self._submitter(SAMPLE_KIND), "sampling_session_id seq_id prompt"),
+            ("POST retrieve_future", self._retrieve, "request_id"),
+            ("POST get_info", self._get_info, "model_id"),
+            ("POST weights_info", self._weights_info, "tinker_path"),
+            ("POST /v1/completions", self._completer(chat=False), ""),
+            ("POST /v1/chat/completions", self._completer(chat=True), ""),
+            ("GET /v1/models", self._list_names, ""),
+            ("GET healthz", lambda call: {"status": "ok"}, ""),
+            ("GET get_server_capabilities", self._capabilities, ""),
+            ("GET samplers/{sampler}", self._get_sampler, ""),
+            ("GET training_runs", self._list_runs, ""),
+            ("GET training_runs/{model}", self._get_run, ""),
+            ("GET checkpoints", self._list_checkpoints, ""),
+            (f"GET {checkpoints}", self._list_checkpoints, ""),
+            (f"DELETE {checkpoints}/{{kind}}/{{name}}", self._delete_checkpoint, ""),
+        )
+        self.routes = []
+        for route, handler, required in table:
+            method, path = route.split()
+            endpoint = self._endpoint(handler, required.split())
+            path = path if path.startswith("/") else f"/api/v1/{path}"
+            self.routes.append(Route(path, endpoint, methods=[method]))
+
+    def _endpoint(
+        self, handler: Callable[[Call], Any], required: Sequence[str]
+    ) -> Callable[..., Awaitable[Response]]:
+        """Return the endpoint that checks access, reads the body, and calls a handler."""
+
+        async def answer(http: HttpRequest) -> Response:
+            headers = dict(http.headers)
+            if key := headers.pop("x-api-key", ""):  # where the SDK sends the key
+                headers["authorization"] = f"Bearer {key}"
+            address = (http.scope.get("server") or ("", 0))[0]
+            self._access.check(headers, local_address=address, has_body=False)
+            if encoding := headers.get("content-encoding"):
+                message = f"content-encoding = {encoding[:100]!r}: must be left out"
+                raise RequestError(message, status=415)
+            if self._worker.failure:
+                raise RequestError(self._worker.failure, status=500)
+            body = await read_body(http, self._config)
+            call = Call(read(body, *required) if required else http.path_params, body)
+            result = await asyncio.to_thread(handler, call)
+            if inspect.isawaitable(result):
+                result = await result
+            if isinstance(result, Response):
+                return result
+            return Response(json.dumps(result), media_type="application/json")
+
+        return answer
+
+    def _entry(self, kind: str, name: str) -> Entry:
+        """Return an entry. Raise `RequestError` if there is none."""
+        entry = self._store.get(kind, name)
+        if entry is None:
+            raise RequestError(f"{kind} {name[:200]!r} is unknown", kind, status=404)
+        return entry
+
+    def _check_base(self, call: Call) -> None:
+        name = call.fields.get("base_model")
+        allowed = f"{self._name!r}, the model that this server has"
+        need(name == self._name, "base_model", name, allowed)
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def _configure_client(self, call: Call) -> Fields:
+        allowed = f"{SDK_VERSIONS}: pip install 'tinker=={SDK_VERSIONS}'"
+        version = call["sdk_version"]
+        need(IS_SUPPORTED(version) is not None, "sdk_version", version, allowed)
+        limit = int(self._config.max_body_mb * 1e6)
+        return {
+            "proto_compress_fwdbwd": False,
+            # The SDK's estimate leaves out names and shapes.
+            "fwdbwd_max_chunk_bytes_count": limit // 2,
+            "fwdbwd_max_chunk_len": max(1, limit // 2000),
+            "sample_max_concurrent_requests": max(1, self._config.max_connections // 4),
+            "sample_enable_stuck_detection": False,  # a long queue is no failure
+        }
+
+    def _create_session(self, call: Call) -> Fields:
+        self._configure_client(call)
+        name = f"s-{uuid.uuid4().hex[:16]}"
+        self._store.put("session", name, "", {})
+        return {"session_id": name, "type": "create_session"}
+
+    def _heartbeat(self, call: Call) -> Fields:
+        self._entry("session", call["session_id"])
+        return {"type": "session_heartbeat"}
+
+    def _create_sampler(self, call: Call) -> Fields:
+        session = self._entry("session", call["session_id"]).id
+        path = call.fields.get("model_path", "")
+        if path:
+            find_checkpoint(self._store, path, "sampler_weights")
+        if not path or "base_model" in call.fields:
+            self._check_base(call)
+        number = call["sampling_session_seq_id"]
+        name = f"{session}:sample:{number}"
+        self._store.put("sampler", name, "", {"path": path, "number": number})
+        return {"sampling_session_id": name, "type": "create_sampling_session"}
+
+    # --- requests that the worker runs ------------------------------------------------------------
+
+    def _submitter(self, kind: str) -> Callable[[Call], Fields]:
+        """Return the handler of a kind of requests to a model or a sampler."""
+
+        def submit(call: Call) -> Fields:
+            if "base_model" in call.fields:
+                self._check_base(call)
+            if kind == SAMPLE_KIND:
+                sampler = self._entry("sampler", call["sampling_session_id"]).id
+                future = self._accept(sampler, call["seq_id"], kind, call.body)
+                count = call.fields.get("num_samples", 1)
+                ids = [f"{future['request_id']}:{i}" for i in range(count)]
+                return future | {"sample_sequence_ids": ids}
+            if "model_id" in call.fields:
+                number = call.fields.get("seq_id", 0)
+                return self._accept_of_model(call["model_id"], number, kind, call.body)
+            number = read(call.body, "session_id", "model_seq_id")["model_seq_id"]
+            session = self._entry("session", call["session_id"]).id
+            return self._accept(f"{session}:train:{number}", 0, kind, call.body)
+
+        return submit
+
+    def _forward_backward(self, call: Call) -> Fields:
+        message = parse_loss_message(call.body)
+        kind = "forward" if message.forward_only else "forward_backward"
+        return self._accept_of_model(message.model_id, message.seq_id, kind, call.body)
+
+    def _accept_of_model(self, model: str, number: int, kind: str, body: bytes) -> Fields:
+        need(number > 0, "seq_id", number, "above 0")
+        return self._accept(self._entry("model", model).id, number, kind, body)
+
+    def _accept(self, owner: str, number: int, kind: str, body: bytes) -> Fields:
+        """Store a request, unless it is a retry, and return its future."""
+        if len(self._store.pending()) >= MAX_PENDING:
+            raise QueueFull
+        request = Request(f"{owner}:{number}", owner, number, kind)
+        self._store.accept(request, body)
+        self._worker.wake()
+        return {"request_id": request.id}
+
+    async def _retrieve(self, call: Call) -> Response:
+        """Return a result; status 408 tells the client to ask again."""
+        name = call["request_id"]
+        stored = await self._worker.wait(name, WAIT_SECONDS)
+        if stored is None:
+            raise RequestError(f"request {name!r} is unknown", "request_id", status=404)
+        state, result = stored
+        if state == State.PENDING:
+            pending = json.dumps({"request_id": name, "queue_state": "active"})
+            return Response(pending, 408, media_type="application/json")
+        if result is None:
+            raise RequestError(f"the result of {name!r} is no longer kept", status=410)
+        kind = CONTENT_TYPE if state == State.DONE else "application/json"
+        return Response(result, media_type=kind)
+
+    # --- OpenAI's API -----------------------------------------------------------------------------
+
+    def _completer(self, chat: bool) -> Callable[[Call], Awaitable[Response]]:
+        """Return the handler of completions or chats; their model is a checkpoint, or the base."""
+
+        def complete(call: Call) -> Awaitable[Response]:
+            name = read(call.body, "model", rules={"model": TEXT})["model"]
+            if name not in self._names():
+                message = f"model = {name!r}: must be one that GET /v1/models lists"
+                raise RequestError(message, "model", 404, "model_not_found")
+            sampler, path = f"v1:{name}", "" if name == self._name else name
+            self._store.put("sampler", sampler, "", {"path": path, "number": sampler})
+
+            def accept(number: int, body: bytes) -> str:
+                return self._accept(sampler, number, SAMPLE_KIND, body)["request_id"]
+
+            return openai.complete(call.body, name, self._policies, accept, self._result, chat=chat)
+
+        return complete
+
+    async def _result(self, request_id: str) -> tuple[State, bytes | None]:
+        stored = None
+        while stored is None or stored[0] == State.PENDING:
+            stored = await self._worker.wait(request_id, WAIT_SECONDS)
+        return stored
+
+    def _names(self) -> list[str]:
+        """Return the names of the base model and of the checkpoints that can be sampled."""
+        entries = self._store.entries("checkpoint")
+        saved = [entry.id for entry in entries if entry.fields["kind"] == "sampler_weights"]
+        return [self._name, *saved]
+
+    def _list_names(self, call: Call) -> Fields:
+        models = [{"id": name, "object": "model"} for name in self._names()]
+        return {"object": "list", "data": models}
+
+    # --- descriptions -----------------------------------------------------------------------------
+
+    def _capabilities(self, call: Call) -> Fields:
+        limits = {"max_context_length": self._policies.context}
+        model = {"model_name": self._name, "trainable": True, "sampleable": True}
+        return {"supported_models": [model | limits]}
+
+    def _get_info(self, call: Call) -> Fields:
+        model = self._entry("model", call["model_id"])
+        described = {"model_name": self._name, "arch": self._policies.decoder.family}
+        info = {"model_id": model.id, "model_name": self._name, "model_data": described}
+        return info | _describe_shape(model)
+
+    def _weights_info(self, call: Call) -> Fields:
+        checkpoint = self._entry("checkpoint", call["tinker_path"])
+        return {"base_model": self._name} | _describe_shape(checkpoint)
+
+    def _get_sampler(self, call: Call) -> Fields:
+        sampler = self._entry("sampler", call["sampler"])
+        path = sampler.fields["path"] or None
+        return {"sampler_id": sampler.id, "base_model": self._name, "model_path": path}
+
+    def _list_runs(self, call: Call) -> Fields:
+        return _listed("training_runs", list(map(self._describe_run, self._store.entries("model"))))
+
+    def _get_run(self, call: Call) -> Fields:
+        return self._describe_run(self._entry("model", call["model"]))
+
+    def _describe_run(self, model: Entry) -> Fields:
+        checkpoints = map(_describe_checkpoint, self._store.entries("checkpoint", model.id))
+        last = {item["checkpoint_type"]: item for item in reversed(list(checkpoints))}
+        return _describe_shape(model) | {
+            "training_run_id": model.id,
+            "base_model": self._name,
+            "model_owner": "local",
+            "last_request_time": _time(model.created),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+            "user_metadata": model.fields["user_metadata"],
+        }
+
+    def _list_checkpoints(self, call: Call) -> Fields:
+        model = call.fields.get("model")
+        entries = self._store.entries("checkpoint", model and self._entry("model", model).id)
+        return _listed("checkpoints", list(map(_describe_checkpoint, entries)))
+
+    def _delete_checkpoint(self, call: Call) -> Response:
+        path = "tinker://{model}/{kind}/{name}".format_map(call.fields)
+        self._store.remove_checkpoint(self._entry("checkpoint", path).id)
+        return Response(status_code=204)
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+def serve_tinker(
+    config: ServeConfig, key: str, should_stop: Callable[[], bool], ready: Callable[[int], None]
+) -> str:
+    """Serve until `should_stop()`; return the failure of the worker, or empty."""
+    policies = Policies(config)
+
+    async def answer(store: Store) -> str:
+        worker = Worker(policies, store)
+        api = TinkerApi(policies, worker, store, Access(config, key))
+        app = Starlette(routes=api.routes, exception_handlers=dict.fromkeys(ERRORS, answer_error))
+        return await run_apps({"http_port": app}, worker, config, should_stop, ready)
+
+    with claim("tinker_dir", config.tinker_dir, TINKER) as folder:
+        store = Store(pathlib.Path(str(folder)))
+        try:
+            return asyncio.run(answer(store))
+        finally:
+            store.close()

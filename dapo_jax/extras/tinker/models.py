@@ -1,0 +1,369 @@
+"""The models of Tinker's API: gradients, optimizer steps, checkpoints, and their state on disk."""
+
+import collections
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from safetensors.numpy import load_file, save
+
+from dapo_jax.extras.serve.errors import RequestError, need
+from dapo_jax.extras.tinker import requests
+from dapo_jax.extras.tinker.losses import LossBatch
+from dapo_jax.extras.tinker.messages import forward_backward_output
+from dapo_jax.extras.tinker.policies import ROW_TOKENS, Policies
+from dapo_jax.extras.tinker.store import CHANGES, Entry, Request, State, Store
+from dapo_jax.learner.batches import TrainState
+from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.update import Learner
+from dapo_jax.model import peft_adapters, save_huggingface
+from dapo_jax.run.export import policy_layers
+from dapo_jax.runtime.sharding import flatten, shards, to_host
+from dapo_jax.runtime.storage.output_folder import EXPORTED, replace
+from dapo_jax.runtime.storage.retries import replacing
+from dapo_jax.types.structs import Completion, Prompt, present
+
+MICROBATCH_TOKENS = 4096  # per gradient, padding included
+SAVE_EVERY = 32  # requests that change a model, which a restart may run again
+KEPT_UNNAMED = 8  # newest unnamed weights for sampling of a model
+STATE_FILE = "state.safetensors"
+CHECKPOINT_KINDS = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights"}
+Result = tuple[State, bytes]
+NO_TOKENS = np.zeros(0, np.int32)
+_add = jax.jit(lambda total, part: jax.tree.map(jax.numpy.add, total, part), donate_argnums=0)
+
+
+@dataclasses.dataclass
+class Model:
+    """A model in memory.
+
+    Attributes:
+        gradient: sum of the gradients since the last optimizer step; None: there is none.
+        done: number of its last request that changed it.
+        unsaved: number of such requests since its state was written.
+    """
+
+    shape: requests.ModelShape
+    state: TrainState
+    gradient: Any = None
+    done: int = 0
+    unsaved: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A batch of data in rows, and the places of their tokens."""
+
+    batch: LossBatch
+    microbatches: int  # that are not empty
+    order: np.ndarray  # flat positions of the tokens of all data, in order
+
+    def take(self, values: np.ndarray, data: Sequence[requests.Datum]) -> list[np.ndarray]:
+        """Return the values [n, K] of each datum from those of the rows."""
+        flat = values.reshape(-1, values.shape[-1])[self.order]
+        ends = np.cumsum([len(datum.tokens) for datum in data])
+        parts = np.split(flat, ends[:-1])
+        sizes = [datum.inputs["weights"].shape[1] for datum in data]
+        return [part[:, :size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def pack_data(data: Sequence[requests.Datum], loss: str, row_shards: int) -> Packed:
+    """Pack the data of a request. The shapes depend on this request only.
+
+    Rows are as long as the longest datum, rounded up to a power of two.
+    """
+    longest = max(len(datum.tokens) for datum in data)
+    row_tokens = max(ROW_TOKENS, 1 << (longest - 1).bit_length())
+    # Few sizes of small batches, since each one is compiled.
+    needed = -(-sum(len(datum.tokens) for datum in data) // row_tokens // row_shards)
+    most = max(1, MICROBATCH_TOKENS // row_tokens // row_shards)
+    rows = min(most, 1 << (needed - 1).bit_length()) * row_shards
+    segments = []
+    for number, datum in enumerate(data):
+        none = np.zeros(len(datum.tokens), np.float32)  # log-probs are inputs of the loss here
+        response = Completion(datum.tokens, none, truncated=False, policy_step=0, text="")
+        segments.append(Segment(Prompt(number, "", "", NO_TOKENS, "", ""), response, number))
+    packed, microbatches = pack(segments, row_tokens, rows)
+    index = np.asarray(packed.response_index)
+    order = np.argsort(index, axis=None, kind="stable")[np.count_nonzero(index < 0) :]
+    columns = 1 << (max(datum.inputs["weights"].shape[1] for datum in data) - 1).bit_length()
+
+    def place(name: str) -> np.ndarray:
+        """Put inputs [n, k] of all data, filled up to K columns, at their places in the rows."""
+        arrays = [datum.inputs[name] for datum in data]
+        padded = [np.pad(array, ((0, 0), (0, columns - array.shape[1]))) for array in arrays]
+        placed = np.zeros((index.size, columns), padded[0].dtype)
+        placed[order] = np.concatenate(padded)
+        return placed.reshape(*index.shape, columns)
+
+    inputs = {name: place(name) for name in data[0].inputs}
+    return Packed(LossBatch(packed, inputs, loss), microbatches, order)
+
+
+def run_loss(learner: Learner, model: Model, request: requests.LossRequest) -> bytes:
+    """Run `forward` or `forward_backward`, add up the gradient, and return the response."""
+    packed = pack_data(request.data, request.loss, shards(learner.mesh, "batch"))
+    params: Any = model.state.params
+    batch: Any = packed.batch
+    if request.forward_only:
+        scores: Any = learner.score(params, batch, packed.microbatches)
+        logprobs, loss = scores[0], np.sum(to_host(scores[1]), dtype=np.float64)
+    else:
+        gradient, outputs = learner.differentiate(params, batch, packed.microbatches)
+        logprobs, loss = outputs.token_logprobs, outputs.means["loss"].total
+        model.gradient = gradient if model.gradient is None else _add(model.gradient, gradient)
+    values = packed.take(to_host(logprobs), request.data)
+    shapes = [datum.shape for datum in request.data]
+    return forward_backward_output(values, shapes, {"loss:sum": float(loss)})
+
+
+def run_step(policies: Policies, model: Model, adam: requests.AdamParams) -> dict[str, float]:
+    """Take an optimizer step with the gradient since the last one, and return its metrics."""
+    if model.gradient is None:
+        raise RequestError("optim_step: there is no gradient: send forward_backward first")
+    step = policies.optimizer_step(model.shape, adam._replace(learning_rate=0.0))
+    gradient, model.gradient = model.gradient, None
+    model.state, measured = step(model.state, gradient, np.float32(adam.learning_rate))
+    measured = jax.device_get(measured)
+    return {name: measured[name].value() for name in ("gradient_norm", "skipped_updates")}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def save_model(path: pathlib.Path, model: Model) -> None:
+    """Write parameters, optimizer state, and the gradient since the last step, durably."""
+    tree = {"state": model.state, "gradient": model.gradient}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    with replacing(epath.Path(path)) as file:
+        file.write(save({jax.tree_util.keystr(at): to_host(leaf) for at, leaf in leaves}))
+
+
+def load_model(
+    path: pathlib.Path, learner: Learner, shape: requests.ModelShape, optimizer: bool
+) -> Model:
+    """Return a model as `save_model` wrote it, or only its parameters, with a new optimizer."""
+    tensors = load_file(path)
+    abstract = {"state": learner.abstract_state, "gradient": learner.abstract_state.params}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    arrays = [
+        jax.device_put(tensors[name], leaf.sharding) if name in tensors else None
+        for name, leaf in ((jax.tree_util.keystr(at), leaf) for at, leaf in leaves)
+    ]
+    tree = jax.tree_util.tree_unflatten(structure, arrays)
+    if not optimizer:
+        return Model(shape, learner.start(tree["state"].params))
+    has_gradient = any(name.startswith("['gradient']") for name in tensors)
+    return Model(shape, tree["state"], tree["gradient"] if has_gradient else None)
+
+
+def save_policy(folder: pathlib.Path, policies: Policies, model: Model) -> None:
+    """Write adapters in PEFT's format; without adapters, a model folder."""
+    decoder = policies.decoder_of(model.shape)
+    flat = flatten(model.state.params)
+    source = policies.config.model
+
+    def read_param(path: str) -> Any:
+        return to_host(flat[path])
+
+    if model.shape.rank:
+        base = pathlib.Path(source).absolute().name
+        peft_adapters.save_adapters(folder, list(flat), read_param, decoder, base)
+    else:
+        layers = policy_layers(list(flat), read_param, decoder, source)
+        save_huggingface.save_weights(folder, layers, decoder)
+        save_huggingface.save_settings_of(source, folder, "float32")
+
+
+def _answer(**fields: Any) -> Result:
+    return State.ANSWERED, json.dumps(fields).encode()
+
+
+def shape_of(entry: Entry) -> requests.ModelShape:
+    """Return the trained parameters of a model or checkpoint from its entry."""
+    return requests.ModelShape(entry.fields["rank"], tuple(entry.fields["targets"]))
+
+
+def find_checkpoint(store: Store, path: str, kind: str) -> Entry:
+    """Return a checkpoint of a kind. Raise `RequestError` if there is none."""
+    entry = store.get("checkpoint", path)
+    fits = entry is not None and entry.fields["kind"] == kind
+    need(fits, "path", path, f"the path of a checkpoint: tinker://MODEL/{kind}/NAME")
+    return present(entry, "checkpoint")
+
+
+class Operations:
+    """The models; the most recently used are in memory. One thread calls it.
+
+    A request that runs again after a restart has the same effect: its entries, files and bits are
+    the same.
+    """
+
+    def __init__(self, policies: Policies, store: Store):
+        self._policies = policies
+        self._store = store
+        self._models: collections.OrderedDict[str, Model] = collections.OrderedDict()
+
+    def run(self, request: Request) -> None:
+        """Run a request, and store its result."""
+        body = self._store.body(request.id)
+        if request.kind in CHECKPOINT_KINDS:
+            self._store.finish(request, *self._save_weights(request, requests.read(body)))
+            return
+        makes = request.kind in ("create_model", "load_weights")
+        model = None if makes else self._model(request.owner)
+        model, result = self._change(model, request, body)
+        self._store.finish(request, *result)
+        self._remember(request.owner, model)
+        if model.unsaved >= SAVE_EVERY:
+            self._save(request.owner, model)
+
+    def discard(self, model_id: str) -> None:
+        """Forget a model in memory; its files and requests have its state."""
+        self._models.pop(model_id, None)
+
+    def close(self) -> None:
+        """Write the models in memory."""
+        for model_id, model in self._models.items():
+            self._save(model_id, model)
+
+    # --- models -----------------------------------------------------------------------------------
+
+    def _change(self, model: Model | None, request: Request, body: bytes) -> tuple[Model, Result]:
+        """Return a model after a request, and the result."""
+        policies = self._policies
+        if request.kind == "create_model":
+            model, result = self._create(request, requests.read(body))
+        elif request.kind == "load_weights":
+            model, result = self._load_weights(request, requests.read(body))
+        elif request.kind == "optim_step":
+            model = present(model, "the model")
+            adam = requests.read_adam(requests.read(body, "adam_params"))
+            result = _answer(metrics=run_step(policies, model, adam))
+        else:
+            model = present(model, "the model")
+            loss = requests.read_loss_request(body, policies.limits)
+            result = State.DONE, run_loss(policies.learner(model.shape), model, loss)
+        if request.kind in CHANGES:
+            model.done = request.number
+            model.unsaved += 1
+        return model, result
+
+    def _create(self, request: Request, fields: dict[str, Any]) -> tuple[Model, Result]:
+        policies = self._policies
+        shape, seed = requests.read_shape(fields.get("lora_config"))
+        if seed is None:  # it depends on the number of the model in its session
+            seed = policies.config.seed + int(request.owner.rpartition(":")[2])
+        model = Model(shape, policies.learner(shape).start(policies.first_params(shape, seed)))
+        self._put_model(request.owner, shape, fields)
+        return model, _answer(model_id=request.owner, type=request.kind)
+
+    def _load_weights(self, request: Request, fields: dict[str, Any]) -> tuple[Model, Result]:
+        path = fields["path"]
+        shape = shape_of(find_checkpoint(self._store, path, "weights"))
+        known = self._store.get("model", request.owner)
+        own = shape if known is None else shape_of(known)
+        need(shape == own, "path", path, f"a checkpoint of a model with {own}")
+        file = self._store.checkpoint_folder(path) / STATE_FILE
+        optimizer = fields.get("optimizer", False)
+        model = load_model(file, self._policies.learner(shape), shape, optimizer)
+        # The checkpoint may be removed before this request would run again.
+        save_model(self._store.model_file(request.owner, request.number), model)
+        if known is None:
+            self._put_model(request.owner, shape, fields)
+        return model, _answer(path=path, model_id=request.owner, type=request.kind)
+
+    def _put_model(self, model_id: str, shape: requests.ModelShape, fields: dict[str, Any]) -> None:
+        described = shape._asdict() | {"user_metadata": fields.get("user_metadata")}
+        self._store.put("model", model_id, "", described)
+
+    def _save(self, model_id: str, model: Model) -> None:
+        """Write a model, and forget what made its state."""
+        if model.unsaved:
+            path = self._store.model_file(model_id, model.done)
+            save_model(path, model)
+            self._store.forget_bodies(model_id, model.done)
+            for other in set(path.parent.glob("*.safetensors")) - {path}:
+                other.unlink()
+            model.unsaved = 0
+
+    def _model(self, model_id: str) -> Model:
+        """Return a model, from memory or the disk."""
+        if model_id not in self._models:
+            self._remember(model_id, self._open(model_id))
+        return self._models[model_id]
+
+    def _remember(self, model_id: str, model: Model) -> None:
+        """Keep a model in memory, and write the least recently used one if there are too many."""
+        self._models[model_id] = model
+        self._models.move_to_end(model_id)
+        if len(self._models) > self._policies.config.tinker_models:
+            oldest = next(iter(self._models))
+            self._save(oldest, self._models[oldest])
+            del self._models[oldest]
+
+    def _open(self, model_id: str) -> Model:
+        """Read a model's file, and run the requests after it again."""
+        last = self._store.last_number(model_id)
+        files = self._store.model_file(model_id, 0).parent.glob("*.safetensors")
+        # A file of a request without a result was written just before a kill.
+        saved = max((int(path.stem) for path in files if int(path.stem) <= last), default=-1)
+        model = None
+        if saved >= 0:
+            shape = shape_of(present(self._store.get("model", model_id), "the model"))
+            path = self._store.model_file(model_id, saved)
+            model = load_model(path, self._policies.learner(shape), shape, optimizer=True)
+            model.done = saved
+        for request in self._store.changes(model_id, saved):
+            model, _ = self._change(model, request, self._store.body(request.id))
+        return present(model, "the model")
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _save_weights(self, request: Request, fields: dict[str, Any]) -> Result:
+        """Write a checkpoint: a state to load, or weights for sampling."""
+        kind, name = CHECKPOINT_KINDS[request.kind], fields.get("path")
+        need(not (name and requests.NAME(name)), "path", name, "letters, digits, _, -, . or :")
+        path = f"tinker://{request.owner}/{kind}/{name or f'unnamed-{request.number}'}"
+        known = self._store.get("checkpoint", path)
+        may_overwrite = kind == "weights" and fields.get("overwrite", False)
+        fits = known is None or may_overwrite or known.fields["request"] == request.id
+        need(fits, "path", name, "a new name; weights may also overwrite")
+        model = self._model(request.owner)
+        folder = self._store.checkpoint_folder(path)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with replace("path", str(folder), EXPORTED) as new:
+            new = present(new, "folder")  # the server is one process
+            if kind == "weights":
+                save_model(new / STATE_FILE, dataclasses.replace(model, gradient=None))
+            else:
+                save_policy(new, self._policies, model)
+        seconds = fields.get("ttl_seconds")
+        described = model.shape._asdict() | {
+            "kind": kind,
+            "named": name is not None,
+            "request": request.id,
+            "expires": seconds and time.time() + seconds,
+            "size": sum(file.stat().st_size for file in folder.iterdir()),
+            "user_metadata": fields.get("user_metadata"),
+        }
+        self._store.put("checkpoint", path, request.owner, described)
+        number = fields.get("sampling_session_seq_id")
+        if number is None or name is not None:
+            return _answer(path=path, type=request.kind)
+        sampler = f"{request.owner.partition(':')[0]}:sample:{number}"
+        self._store.put("sampler", sampler, "", {"path": path, "number": number})
+        self._remove_unnamed(request.owner)
+        return _answer(sampling_session_id=sampler, type=request.kind)
+
+    def _remove_unnamed(self, model_id: str) -> None:
+        """Remove all but the newest unnamed weights for sampling."""
+        entries = self._store.entries("checkpoint", model_id)
+        for entry in [entry for entry in entries if not entry.fields["named"]][KEPT_UNNAMED:]:
+            self._store.remove_checkpoint(entry.id)

@@ -1,0 +1,135 @@
+"""Decoders, learners and engines of a server's models, all of one base model."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+
+from dapo_jax.config.experiment import Lora, Optimizer, ServeConfig
+from dapo_jax.extras.serve import budgets
+from dapo_jax.extras.serve.generator import ServedEngine
+from dapo_jax.extras.serve.logprobs import Scorer
+from dapo_jax.extras.serve.server import open_folder
+from dapo_jax.extras.tinker.losses import loss_learner
+from dapo_jax.extras.tinker.requests import ATTENTION, AdamParams, Limits, ModelShape
+from dapo_jax.learner.update import Learner, apply_gradient, make_optimizer
+from dapo_jax.model import load_huggingface, peft_adapters
+from dapo_jax.model.trainable import choose_trained, fresh_adapters
+from dapo_jax.rollout.engine_programs import EnginePrograms
+
+ALPHA = 32.0  # of LoRA, as in the service
+MAX_PROGRAMS = 8  # compiled learners, engines and optimizer steps of each kind
+MAX_WEIGHTS = 4  # decoding weights in memory
+BURST_TOKENS = 8  # decode steps between two looks at the queue
+ROW_TOKENS = 256  # shortest packed row
+
+
+class EndlessTokens(NamedTuple):
+    """Special ids of an engine that never ends a response: stop conditions vary by request."""
+
+    pad_id: int
+    end_ids: tuple[int, ...] = ()
+
+
+class Policies:
+    """Everything that models with the same base share.
+
+    The most recently used programs and decoding weights are kept. A shape of None is that of the
+    base model without adapters.
+
+    Attributes:
+        context: maximum tokens of a sequence.
+        learner, optimizer_step, engine, scorer: of models of a shape.
+        decoding_weights: of a shape, a checkpoint's folder, and its time.
+    """
+
+    def __init__(self, config: ServeConfig):
+        opened = open_folder(config, ROW_TOKENS)
+        self.config, self.mesh, self.decoder, self.tokenizer, self.context = opened
+        self.base = load_huggingface.load_params(
+            config.model, self.decoder, self.mesh, field="model", cast=True
+        )
+        longest = min(self.config.max_prompt_tokens, self.context - 1)
+        response = self.config.max_response_tokens
+        vocab, end_ids = self.decoder.vocab, self.tokenizer.end_ids
+        self.limits = Limits(vocab, end_ids, longest, response, self.context)
+        self._shared: Any = None  # decoding copy of the base model
+        recent = functools.lru_cache(MAX_PROGRAMS)
+        self.learner = recent(self._open_learner)
+        self.optimizer_step = recent(self._compile_step)
+        self.engine = recent(self._open_engine)
+        self.scorer = recent(lambda shape: Scorer(self.engine(shape).config, None))
+        self.decoding_weights = functools.lru_cache(MAX_WEIGHTS)(self._load)
+
+    def decoder_of(self, shape: ModelShape) -> Any:
+        """Return the decoder with the adapters of a model, if it has any."""
+        lora = Lora(rank=shape.rank, alpha=ALPHA, targets=",".join(shape.targets or ATTENTION))
+        return choose_trained(self.decoder, 0.0, lora)
+
+    def _open_learner(self, shape: ModelShape) -> Learner:
+        frozen = self.base if shape.rank else None
+        return loss_learner(self.decoder_of(shape), self.mesh, frozen)
+
+    def first_params(self, shape: ModelShape, seed: int) -> Any:
+        """Return the trained parameters of a new model, in float32."""
+        decoder = self.decoder_of(shape)
+        if shape.rank:
+            return fresh_adapters(decoder, self.mesh, seed % 2**32)
+        return load_huggingface.load_params(self.config.model, decoder, self.mesh, field="model")
+
+    def _compile_step(self, shape: ModelShape, adam: AdamParams) -> Callable[..., Any]:
+        """Return the optimizer step: state, gradient, learning rate -> state, metrics.
+
+        It is compiled for constant parameters of Adam, as in training, and rounds alike.
+        """
+        optimizer = make_optimizer(
+            Optimizer(
+                beta1=adam.beta1,
+                beta2=adam.beta2,
+                eps=adam.eps,
+                weight_decay=adam.weight_decay,
+                max_grad_norm=adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf,
+            )
+        )
+        step = functools.partial(apply_gradient, optimizer)
+        places = (self.learner(shape).shardings, None)
+        return jax.jit(step, donate_argnums=0, out_shardings=places)
+
+    def _open_engine(self, shape: ModelShape | None) -> ServedEngine:
+        frozen = self.base if shape is None or shape.rank else None
+        settings = budgets.sampler_settings(self.config)
+        prompt = budgets.prefill_tokens(self.config.max_prompt_tokens)
+        # One shape of each program, so that a response does not depend on those beside it.
+        longest = prompt + settings.max_response_tokens
+        settings = dataclasses.replace(
+            settings, burst_tokens=BURST_TOKENS, first_window_tokens=longest
+        )
+        engine = ServedEngine(
+            self.decoder if shape is None else self.decoder_of(shape),
+            self.mesh,
+            settings,
+            max_prompt_tokens=prompt,
+            tokenizer=EndlessTokens(self.tokenizer.pad_id),
+            frozen=frozen,
+        )
+        if frozen is not None:
+            weights = cast(EnginePrograms, engine.programs).weights
+            self._shared = weights.frozen() if self._shared is None else self._shared
+            weights.share_frozen(self._shared)
+        return engine
+
+    def _load(self, shape: ModelShape | None, folder: str, created: float) -> Any:
+        """Load a checkpoint's folder; one of the same name may be `created` again."""
+        engine = self.engine(shape)
+        if shape is None:
+            return engine.load_params({})
+        decoder = self.decoder_of(shape)
+        if shape.rank:
+            return engine.load_params(peft_adapters.load_adapters(folder, decoder, self.mesh))
+        options: dict[str, Any] = {"field": "model", "cast": True}
+        return engine.load_params(
+            load_huggingface.load_params(folder, decoder, self.mesh, **options)
+        )

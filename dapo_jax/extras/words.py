@@ -1,0 +1,181 @@
+"""Word problems of one or two steps, with worked answers.
+
+The source `word_problems` has small numbers and answers of plain text:
+
+    Mia has 5 bags with 4 pens each. Mia gives 7 pens to Ben. How many pens are left in the end?
+    5*4=20
+    20-7=13
+    #### 13
+
+The source `calculator_problems` has numbers of up to three digits. Half of its examples are
+conversations: the assistant writes `5*4=`, and the user replies `20`, as the environment
+`calculator` does.
+
+The key (seed, split, index) alone decides a problem. Held-out problems share no combination of
+story and numbers with the others.
+"""
+
+import functools
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dapo_jax.config.experiment import Data
+from dapo_jax.data.generated import Generated
+from dapo_jax.types.structs import Problem
+
+HELDOUT_SHARE = 8  # 1 of 8 combinations of story and numbers is held out
+NAMES = (
+    "Mia Ben Anna Tom Sara Leo Nina Paul Emma Max Lily Sam Ella Noah Ruth Adam Clara Jack Rosa Omar"
+).split()
+THINGS = (
+    "pens apples books coins cards stamps shells marbles cookies eggs balls stickers beads nuts "
+    "plums keys cups stones flowers toys"
+).split()
+HOLDERS = "bags boxes baskets packs jars rows".split()
+# Stories as (sentence, operation on the number so far, and the sentence's number).
+BEGINNINGS = (
+    "{name} has {a} {things}.",
+    "{name} owns {a} {things}.",
+    "There are {a} {things} on the table of {name}.",
+    "{name} finds {a} {things} at home.",
+)
+PRODUCTS = (
+    "{name} has {a} {holders} with {b} {things} each.",
+    "{name} buys {a} {holders} of {b} {things}.",
+    "{name} fills {a} {holders}. Each of them holds {b} {things}.",
+)
+EVENTS = (
+    ("{name} gets {c} more.", "+"),
+    ("{friend} brings {c} more {things}.", "+"),
+    ("Then {name} buys another {c} {things}.", "+"),
+    ("{name} gives {c} {things} to {friend}.", "-"),
+    ("{name} loses {c} of them.", "-"),
+    ("{friend} takes {c} {things} away.", "-"),
+)
+ENDINGS = (
+    "How many {things} does {name} have now?",
+    "How many {things} are there now?",
+    "How many {things} are left in the end?",
+)
+# Questions about a friend, who has more, fewer, or a multiple.
+COMPARISONS = (
+    ("{friend} has {c} {things} more.", "+"),
+    ("{friend} has {c} {things} fewer.", "-"),
+    ("{friend} has {c} times as many.", "*"),
+)
+QUESTION = "How many {things} does {friend} have?"
+SHARES = "{name} puts them into {c} {holders} of the same size. How many {things} are in each?"
+
+
+class Numbers(NamedTuple):
+    """Ranges of the numbers of a story, each from the first to below the second."""
+
+    start: tuple[int, int]
+    factors: tuple[int, int]
+    change: tuple[int, int]
+    multiple: tuple[int, int]
+    share: tuple[int, int]
+
+
+NUMBERS = {
+    "word_problems": Numbers((3, 21), (2, 7), (2, 10), (2, 4), (2, 10)),
+    "calculator_problems": Numbers((100, 1000), (12, 40), (20, 300), (3, 20), (3, 20)),
+}
+CALLS_SHARE = 0.5  # of the examples of calculator_problems
+
+
+class WordProblem(NamedTuple):
+    """A problem, and the calculations that solve it, as `('5*12', 60)`."""
+
+    text: str
+    steps: tuple[tuple[str, int], ...]
+
+    @property
+    def answer(self) -> str:
+        return str(self.steps[-1][1])
+
+
+def _calculate(left: int, sign: str, right: int) -> tuple[str, int]:
+    results = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}
+    return f"{left}{sign}{right}", results[sign]
+
+
+def _pick(rng: np.random.Generator, choices: Any) -> Any:
+    return choices[rng.integers(len(choices))]
+
+
+def _draw(rng: np.random.Generator, numbers: Numbers) -> tuple[WordProblem, str]:
+    """Return a problem, and its story with numbers and without names."""
+    name, friend = rng.choice(NAMES, 2, replace=False)
+    words = {"name": name, "friend": friend}
+    words |= {"things": _pick(rng, THINGS), "holders": _pick(rng, HOLDERS)}
+    steps: list[tuple[str, int]] = []
+    a, b = int(rng.integers(*numbers.start)), 0
+    beginning = _pick(rng, BEGINNINGS)
+    total = a
+    if rng.random() < 0.5:
+        beginning = _pick(rng, PRODUCTS)
+        a, b = int(rng.integers(*numbers.factors)), int(rng.integers(*numbers.factors))
+        steps.append(_calculate(a, "*", b))
+        total = a * b
+    kind = _pick(rng, ("event", "event", "comparison", "share"))
+    divisors = [d for d in range(*numbers.share) if total % d == 0 and total > d]
+    fewest, limit = numbers.change
+    c = int(rng.integers(fewest, max(fewest + 1, min(total, limit))))
+    if kind == "share" and divisors:
+        ending, sign, c = SHARES, "/", _pick(rng, divisors)
+    elif kind == "comparison":
+        sentence, sign = _pick(rng, COMPARISONS)
+        ending = f"{sentence} {QUESTION}"
+        c = int(rng.integers(*numbers.multiple)) if sign == "*" else c
+    else:
+        sentence, sign = _pick(rng, EVENTS)
+        ending = f"{sentence} {_pick(rng, ENDINGS)}"
+    steps.append(_calculate(total, sign, int(c)))
+    story = f"{beginning} {ending}"
+    return WordProblem(story.format(a=a, b=b, c=c, **words), tuple(steps)), f"{story} {a} {b} {c}"
+
+
+def make_word_problem(
+    split: str, seed: int, index: int, source: str = "word_problems"
+) -> WordProblem:
+    """Return problem `index` of a split: 'train', 'heldout', or 'examples' (more of 'train')."""
+    rng = np.random.default_rng([seed, zlib.crc32(split.encode()), index])
+    while True:
+        problem, story = _draw(rng, NUMBERS[source])
+        is_heldout = zlib.crc32(story.encode()) % HELDOUT_SHARE == 0
+        if is_heldout == (split == "heldout"):
+            return problem
+
+
+def make_problem(source: str, split: str, seed: int, index: int) -> Problem:
+    """Return the problem without its steps."""
+    problem = make_word_problem(split, seed, index, source)
+    return Problem(f"{split}-{index}", problem.text, problem.answer, source)
+
+
+def make_examples(source: str, count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of worked examples for a supervised run."""
+    for index in range(count):
+        problem = make_word_problem("examples", seed, index, source)
+        rng = np.random.default_rng([seed, zlib.crc32(b"calls"), index])
+        calls = source == "calculator_problems" and rng.random() < CALLS_SHARE
+        worked = "".join(f"{text}={result}\n" for text, result in problem.steps)
+        turns = [f"{worked}#### {problem.answer}"]
+        if calls:
+            turns = [turn for text, result in problem.steps for turn in (f"{text}=", str(result))]
+            turns.append(f"#### {problem.answer}")
+        messages = [
+            {"role": ("assistant", "user")[number % 2], "content": text}
+            for number, text in enumerate(turns)
+        ]
+        response = messages if calls else turns[0]
+        yield f"example {index}", {"prompt": problem.text, "response": response}
+
+
+def open_problems(field: str, name: str, data: Data, seed: int, split: str) -> Generated:
+    """Return the problems of a split."""
+    return Generated(data.count(split), functools.partial(make_problem, name, split, seed))

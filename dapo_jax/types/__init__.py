@@ -1,0 +1,1 @@
+"""Types that pass between stages, and the interfaces of exchangeable parts."""
