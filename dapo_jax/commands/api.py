@@ -333,11 +333,11 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
         config: an experiment, or a file that holds one.
         topology: such as v5p:4x4x4, v5e:2x4 or v6e:16x16; cpu:8 is this machine.
         flags: others of `dapo-jax plan --help`, such as `model` (a folder, or a published name),
-            `price`, `accuracy`, `kept`.
+            `price`, `tokens`, `kept`.
 
     Returns:
-        the output of `dapo-jax plan --json`: `fits`, `programs` with bytes and seconds, `step`
-        (None if the run does not fit), `changes` that would make it fit.
+        the output of `dapo-jax plan --json`: `fits`, `programs` with bytes, `step` with
+        seconds (None if the run does not fit), `changes` that would make it fit.
 
     Raises `ConfigError` for settings that don't fit together, or a topology without a compiler.
     """
@@ -349,7 +349,7 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
     checks.check(config)
     settings.check()
     require(not settings.json, "(flags)", flags, "without json: it prints")
-    return planning.record(planning.make(config, settings), settings)
+    return planning.make(config, settings)
 
 
 def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.Path:

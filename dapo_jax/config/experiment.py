@@ -695,9 +695,8 @@ class InitConfig:
 class DoctorConfig:
     """Checks of this machine (`dapo-jax doctor`)."""
 
-    out: str = setting(".", "Folder of doctor.json, also timed.")
-    bucket: str = setting("", "Bucket or other folder to time; empty: none.")
-    short: bool = setting(False, "Check small sizes, in seconds.")
+    out: str = setting("", "Folder to time and for doctor.json; empty: nothing is written.")
+    short: bool = setting(False, "Check small sizes, in a minute.")
 
 
 @section
