@@ -458,7 +458,7 @@ class Reward:
 
 @section
 class Optimizer:
-    """AdamW; warm-up and schedule count rollout steps."""
+    """AdamW or Muon; warm-up and schedule count rollout steps."""
 
     learning_rate: Rate = setting(1e-6, "Peak learning rate.")
     schedule: Schedule = setting("constant", "Learning rate after the warm-up.")
@@ -472,6 +472,9 @@ class Optimizer:
     )
     max_skipped_steps: int = setting(
         3, "Steps in a row without finite updates before exit code 4; 0: never.", may_change=True
+    )
+    name: Literal["adamw", "muon"] = setting(
+        "adamw", "'muon': Muon for the matrices of layers, 'adamw' for everything else."
     )
 
 
