@@ -128,6 +128,7 @@ setup(
             *DOCS,
             *NOTEBOOKS,
             "openai>=3.54",
+            GCS,
             TENSORBOARD,
             "gguf>=0.19",
             "tinker==0.38.0",

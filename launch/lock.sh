@@ -17,7 +17,7 @@ index="${PIP_INDEX_URL:-$("$folder/bin/python" -m pip config get global.index-ur
 keep=()
 case "${1:-}" in
     --keep)
-        grep -oE '^[^ #]+==[^ ]+' launch/versions.txt >"$folder/keep"
+        sed -nE 's/^([a-zA-Z][^\\]*[^ \\]) *\\?$/\1/p' launch/versions.txt >"$folder/keep" # with its markers
         keep=(--constraint "$folder/keep")
         ;;
 esac

@@ -133,6 +133,9 @@ def guarded(work: Callable[[], int | None]) -> int:
         if line := limits.resource_error_message(error):
             processes.print_error(f"error: {line}")
             return os.EX_OSERR
+        if isinstance(error, ImportError) and "gcsfs" in str(error):
+            processes.print_error("error: gs:// needs a package: pip install 'dapo_jax[gcs]'")
+            return 2
         if not is_bucket_error(error):
             raise
         processes.print_error(f"error: the bucket can't be read or written: {reason(error)}")
