@@ -15,7 +15,7 @@ for version in "$@"; do
         echo "Python $version: $(grep -c '"download_info"' "$folder/report") packages, all as wheels"
     else
         grep -v '^WARNING' "$folder/errors" >&2 || true
-        echo "error: Python $version: a plain installation needs a package that has no wheel" >&2
+        echo "error: Python $version: no plain installation from wheels alone" >&2
         status=1
     fi
 done
