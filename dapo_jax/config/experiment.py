@@ -517,7 +517,7 @@ class Log:
 
     show_group_every_steps: CountOr0 = setting(10, "Show one group as a table; 0: never.")
     console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
-    tensorboard: bool = setting(True, "Write TensorBoard event files.")
+    tensorboard: bool = setting(False, "Write TensorBoard event files (needs its package).")
     wandb: str = setting("", "Weights & Biases project (needs its package); empty: none.")
     rollouts: bool = setting(True, "Write every scored response to rollouts/ and evaluations/.")
     rollouts_keep: CountOr0 = setting(0, "Newest files of rollouts/ to keep; 0: all.", read=RECORDS)
