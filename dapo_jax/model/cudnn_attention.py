@@ -16,6 +16,7 @@ from dapo_jax.model.blockwise_attention import RowIds, Sinks, Span, blocked_atte
 # Segments of a row, padding included, that kernels are compiled for: with more the kernel has more
 # idle blocks of threads, and its sums are [segments, heads, row]. The first that fits is run.
 SEGMENTS = 8, 64
+DTYPE = jnp.bfloat16
 ROW_UNIT = 64  # tokens
 MAX_HEAD_DIM = 256
 CAPABILITY = 9.0  # of a GPU: the least with packed rows (H100)
@@ -24,7 +25,7 @@ CUDNN_VERSION = 90_600
 
 
 def _cudnn() -> Any:
-    """Import JAX's module here: it is private, and other platforms don't need it."""
+    """Import JAX's private module only where it is used: the public function has no offsets."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
@@ -33,7 +34,7 @@ def _cudnn() -> Any:
 def _has_cudnn() -> bool:
     try:
         return _cudnn().check_cudnn_version() >= CUDNN_VERSION
-    except (ImportError, RuntimeError):  # no module, no library
+    except (ImportError, AttributeError, RuntimeError):  # another JAX, or no library
         return False
 
 
@@ -45,16 +46,16 @@ def missing(device: Any, row_tokens: int, dtype: Any, context: int) -> str:
         f"a GPU of compute capability {CAPABILITY}": is_hopper,
         f"JAX {'.'.join(map(str, JAX_VERSION))}": jax.__version_info__ >= JAX_VERSION,
         "cuDNN 9.6": is_hopper and _has_cudnn(),
-        "compute.dtype = 'bfloat16'": jnp.dtype(dtype) == jnp.bfloat16,
+        "compute.dtype = 'bfloat16'": jnp.dtype(dtype) == DTYPE,
         f"packing.row_tokens a multiple of {ROW_UNIT}": row_tokens % ROW_UNIT == 0,
         "mesh.context = 1": context == 1,
     }
     return ", ".join(name for name, is_met in needs.items() if not is_met)
 
 
-def supports(width: int, sinks: bool, shares: bool = False) -> bool:
+def supports(width: int, dtype: Any, sinks: bool) -> bool:
     """Return True if the kernel can express a layer with heads of that width."""
-    return width <= MAX_HEAD_DIM and width % 8 == 0 and not sinks and not shares
+    return dtype == DTYPE and width <= MAX_HEAD_DIM and width % 8 == 0 and not sinks
 
 
 def find_segments(ids: Int[Array, "B T"], size: int) -> tuple[Array, Array]:
@@ -89,7 +90,7 @@ def cudnn_attention(
 
     Rows with more segments than kernels are compiled for are computed in blocks.
     """
-    assert ids.prompts is None and sinks is None, "`supports` tells the caller"
+    assert ids.prompts is None and sinks is None, "the caller computes blocks then"
     cudnn = _cudnn()
 
     def fused(size: int) -> Array:

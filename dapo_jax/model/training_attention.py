@@ -250,9 +250,9 @@ def attend_cudnn(
     queries, keys, values, context: Context, cache, options: AttentionOptions = CAUSAL
 ):
     """Run cuDNN's kernel, or compute blocks in layers that it can't express."""
-    shares, sinks = context.prompt_ids is not None, options.sinks is not None
-    fits = cudnn_attention.supports(queries.shape[-1], sinks, shares)
-    if not fits or queries.shape[1] % cudnn_attention.ROW_UNIT:
+    _, length, _, width = queries.shape
+    fits = cudnn_attention.supports(width, queries.dtype, options.sinks is not None)
+    if not fits or context.prompt_ids is not None or length % cudnn_attention.ROW_UNIT:
         return attend_blocked(queries, keys, values, context, cache, options)
     arrays = queries, keys, values, context.ids, options.sinks
     return _attend_within(cudnn_attention.cudnn_attention, arrays, options.window), cache

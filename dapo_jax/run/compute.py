@@ -79,7 +79,7 @@ def numerics(
     device = mesh.devices.flat[0]
     name, context = compute.attention, shards(mesh, "sequence")
     platform = device.platform
-    shape = row_tokens or training_attention.LANES, compute.dtype, context
+    shape = row_tokens or 1, compute.dtype, context
     chosen = training_attention.choose(name, device, *shape)
     fits = chosen != "splash" or platform == "tpu"
     require(fits, "compute.attention", name, f"'auto', 'plain' or 'blocked' on {platform}")
@@ -119,10 +119,10 @@ def attention_notice(
     if missing and compute.attention == "auto":
         return f"{notice}, since cudnn needs {missing}"
     layers = [layer for layer in decoder.each_layer if not layer.is_recurrent]
-    blocked = sum(not cudnn_attention.supports(layer.head_dim, layer.sinks) for layer in layers)
-    if decoder.attention != "cudnn" or not blocked:
+    fits = [cudnn_attention.supports(c.head_dim, c.dtype, c.sinks) for c in layers]
+    if decoder.attention != "cudnn" or all(fits):
         return notice
-    return f"{notice}, but blocked in {blocked} of {len(layers)} layers: sinks or heads' width"
+    return f"{notice}, but blocked in {fits.count(False)} of {len(fits)} layers: sinks or width"
 
 
 def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:

@@ -220,7 +220,7 @@ def read_rows(run_dir):
 
 
 def train(run_dir, steps, *more):
-    settings = {"run_dir": run_dir, "total_steps": steps, "evaluation.every_steps": 0}
+    settings = {"run_dir": run_dir, "total_steps": steps, "data.heldout_problems": 0}
     if TOY:
         settings |= {"rollout.prompts_per_step": 4, "rollout.updates_per_rollout": 1}
         settings |= {"rollout.samples_per_prompt": 4, "algorithm.dynamic_sampling": "false"}
@@ -264,14 +264,15 @@ def resume():
         return {name: value for name, value in row.items() if not name.startswith(clocks)}
 
     def compare():
-        every = "--config.checkpoint.every_steps=1"
-        finish(*train(whole, 4, every), **options)
-        running = start(*train(killed, 4, every), **options)
+        more = "--config.checkpoint.every_steps=1", "--config.compute.dtype=bfloat16"
+        more += ("--config.packing.row_tokens=192",)  # the fused attention can express such rows
+        finish(*train(whole, 4, *more), **options)
+        running = start(*train(killed, 4, *more), **options)
         while running.poll() is None and len(read_rows(killed)) < 3:
             time.sleep(0.02)
         running.kill()
         figures = {"killed": running.wait() == -signal.SIGKILL}
-        finish(*train(killed, 4, every), **options)
+        finish(*train(killed, 4, *more), **options)
         for run_dir in folders:
             finish("export", run_dir, f"--out={run_dir}_exported", **options)
         weights = [pathlib.Path(f"{run_dir}_exported", "model.safetensors") for run_dir in folders]

@@ -265,8 +265,13 @@ def test_attention_that_rows_or_devices_do_not_support_is_rejected():
 
 @pytest.mark.parametrize("sizes", [(8, 64), (5, 7), (5, 6)])  # some rows have 7 segments
 @pytest.mark.parametrize("tokens", [None, 40])
-@pytest.mark.usefixtures("cudnn_reference")
-def test_packed_rows_by_cudnn_equal_plain_attention(tokens, sizes, monkeypatch, by_plain):
+def test_packed_rows_by_cudnn_equal_plain_attention(
+    tokens,
+    sizes,
+    monkeypatch,
+    by_plain,
+    cudnn_reference,  # noqa: F811
+):
     monkeypatch.setattr(cudnn_attention, "SEGMENTS", sizes)
     monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
     arrays, ids, expected = by_plain
@@ -274,6 +279,12 @@ def test_packed_rows_by_cudnn_equal_plain_attention(tokens, sizes, monkeypatch, 
     if window:
         expected = results("plain", arrays, ids, window=window)
     assert_equal(results("cudnn", arrays, ids, window=window), expected)
+    assert set(cudnn_reference) == {tokens}
+
+
+def test_a_layer_that_cudnn_can_not_express_is_computed_in_blocks(by_plain):
+    arrays, ids, expected = by_plain  # float32
+    assert_equal(results("cudnn", arrays, ids), expected)
 
 
 def test_segments_cover_every_token_and_no_more_than_the_row():
@@ -293,9 +304,8 @@ FUSED = dataclasses.replace(TINY, attention="cudnn", dtype=jnp.bfloat16)
     [
         FUSED,
         dataclasses.replace(FUSED, window=128, sliding=(True, False), remat="full"),
-        dataclasses.replace(FUSED, sinks=True),  # which the kernel can't express
     ],
-    ids=["full", "windows", "sinks"],
+    ids=["full", "windows"],
 )
 @pytest.mark.usefixtures("cudnn_found")
 def test_no_array_of_a_program_for_cuda_is_as_large_as_length_squared(config, one_device):
@@ -306,7 +316,7 @@ def test_no_array_of_a_program_for_cuda_is_as_large_as_length_squared(config, on
     square, text = f"x{LONG}x{LONG}x", lower(config)
     assert square not in text
     calls = [text.count(f"__cudnn$fmhaSoftmax{way}(") for way in ("", "Backward")]
-    kinds = 0 if config.sinks else len(cudnn_attention.SEGMENTS) * (1 + bool(config.sliding))
+    kinds = len(cudnn_attention.SEGMENTS) * (1 + bool(config.sliding))
     assert calls[1] == kinds and calls[0] == kinds * (1 + (config.remat == "full"))
     assert square in lower(dataclasses.replace(config, attention="plain"))
 

@@ -50,8 +50,16 @@ def reference(
 
 @pytest.fixture
 def cudnn_reference(monkeypatch):
-    """Replace the kernel by the reference."""
-    monkeypatch.setattr(cudnn, "dot_product_attention", reference)
+    """Replace the kernel by the reference, in float32; return the windows of its calls."""
+    windows = []
+
+    def call(*arrays, **options):
+        windows.append(options["sliding_window_length"])
+        return reference(*arrays, **options)
+
+    monkeypatch.setattr(cudnn, "dot_product_attention", call)
+    monkeypatch.setattr(cudnn_attention, "DTYPE", jnp.float32)
+    return windows
 
 
 @pytest.fixture
