@@ -101,21 +101,19 @@ def versions():
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     figures = {"python": sys.version.split()[0], "card": device.device_kind}
     figures |= {name: installed.get(name, "none") for name in PACKAGES.split()}
-    attempt("versions", lambda: figures | {"memory_gib": round(memory / 2**30, 1)})
+    attempt("versions", dict, memory_gib=round(memory / 2**30, 1), **figures)
     query = "nvidia-smi --query-gpu=memory.total,driver_version --format=csv,noheader"
     attempt("driver", lambda: {"text": subprocess.getoutput(query)[:200]})
 
 
-def own(name, queries, keys, values, ids, window):
+def attend(name, queries, keys, values, ids, window):
+    if name == "jax.nn cudnn":  # for one segment
+        options = {"is_causal": True, "implementation": "cudnn"}
+        return jax.nn.dot_product_attention(queries, keys, values, **options)
     context = training_attention.Context(jnp.zeros_like(ids), ids)
     options = training_attention.AttentionOptions(window and training_attention.Window(window))
-    attend = training_attention.TRAINING_ATTENTION[name]
-    return attend(queries, keys, values, context, None, options)[0]
-
-
-def one_segment(name, queries, keys, values, ids, window):
-    options = {"is_causal": True, "implementation": name}
-    return jax.nn.dot_product_attention(queries, keys, values, **options)
+    kernel = training_attention.TRAINING_ATTENTION[name]
+    return kernel(queries, keys, values, context, None, options)[0]
 
 
 def packed(tokens, segments):
@@ -127,47 +125,42 @@ def packed(tokens, segments):
     return arrays, jnp.asarray(ids, jnp.int32)
 
 
-def gradients(kernel, ids, window):
-    """Return the program of gradients and output of an attention."""
-
-    def loss(queries, keys, values, weights):
-        mixed = jnp.where(ids[..., None, None] > 0, kernel(queries, keys, values, ids, window), 0)
-        return jnp.sum(mixed.astype(jnp.float32) * weights), mixed
-
-    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.grad, argnums=(3, 4, 5), has_aux=True)
+def gradients(name, window, ids, queries, keys, values, weights):
+    """Return gradients and output of an attention."""
+    mixed = attend(name, queries, keys, values, ids, window)
+    mixed = jnp.where(ids[..., None, None] > 0, mixed, 0)
+    return jnp.sum(mixed.astype(jnp.float32) * weights), mixed
 
 
 def attention():
     """Compare output and gradients with plain attention in float32, and time long rows."""
     short, long = (128, 256) if TOY else (2048, 16_384)
+    forward = jax.jit(attend, static_argnums=(0, 5))
 
-    def measure(kernel, dtype, segments, window):
+    def measure(name, dtype, segments, window):
         arrays, ids = packed(short, segments)
         exact, given = ([x.astype(kind) for x in arrays] for kind in (jnp.float32, dtype))
         near = window and window // 8
         with jax.default_matmul_precision("highest"):
-            expected = gradients(functools.partial(own, "plain"), ids, near)(*exact)
-        trees = gradients(kernel, ids, near)(*given), expected
-        pairs = zip(*map(jax.tree.leaves, trees), strict=True)
-        names = ("queries", "keys", "values", "output")
-        figures = dict(zip(names, (distance(*pair) for pair in pairs), strict=True))
-        if kernel.args != ("plain",):  # its scores of a long row don't fit
+            expected = gradients("plain", near, ids, *exact)
+        trees = map(jax.tree.leaves, (gradients(name, near, ids, *given), expected))
+        distances = (distance(*pair) for pair in zip(*trees, strict=True))
+        figures = dict(zip(("queries", "keys", "values", "output"), distances, strict=True))
+        if name != "plain":  # its scores of a long row don't fit
             arrays, ids = packed(long, segments)
             given = [x.astype(dtype) for x in arrays]
-            forward = jax.jit(lambda *arrays: kernel(*arrays[:3], ids, window))
-            figures["forward_ms"] = milliseconds(forward, *given)
-            figures["with_gradient_ms"] = milliseconds(gradients(kernel, ids, window), *given)
+            figures["forward_ms"] = milliseconds(forward, name, *given[:3], ids, window)
+            figures["with_gradient_ms"] = milliseconds(gradients, name, window, ids, *given)
         return figures
 
-    kernels = {name: functools.partial(own, name) for name in ("cudnn", "blocked", "plain")}
-    cases = ("bfloat16", 6, None), ("bfloat16", 1, None), ("bfloat16", 6, long // 8)
+    cases = [("bfloat16", 6, None), ("bfloat16", 1, None), ("bfloat16", 6, long // 8)]
     for dtype, segments, window in (*cases, ("bfloat16", 40, None), ("float32", 6, None)):
-        if segments == 1:
-            kernels["jax.nn cudnn"] = functools.partial(one_segment, "cudnn")
-        for name, kernel in kernels.items():
+        names = ["cudnn", "blocked", "plain"] + ["jax.nn cudnn"] * (segments == 1)
+        for name in names:
             case = f"{dtype}, rows of {short} and {long}, {segments} segments, window {window}"
-            attempt(case, measure, kernel, dtype, segments, window, kernel=name)
-        kernels.pop("jax.nn cudnn", None)
+            attempt(case, measure, name, dtype, segments, window, kernel=name)
 
 
 def decoding():

@@ -12,8 +12,9 @@ out="$(mkdir -p "${1:-build/device_results}" && cd "${1:-build/device_results}" 
 python="${PYTHON:-python3}" lines="$out/device.jsonl" end=$((SECONDS + ${LIMIT:-480}))
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
-parts="${PARTS:-versions=30 attention=110 decoding=30 steps=90 rows_0p6b=230 resume=90 rows_4b=150}"
+parts="${PARTS:-versions=30 attention=110 decoding=30 steps=110 rows_0p6b=230 resume=90 rows_4b=150}"
 
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$work/jax_cache}" PYTHONUNBUFFERED=1
 : >"$lines"
 note() { printf '{"part": "%s", "%s": %s}\n' "$@" | tee -a "$lines"; }
 
@@ -21,12 +22,10 @@ if [ -z "${TOY:-}" ]; then
     # The versions of the machine's own packages stay: --no-deps, and nothing is upgraded.
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$wheels"/*.whl ||
         note install error "\"the wheels of $wheels were not installed\""
-    export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
     # shellcheck source=launch/env.sh
     cd "$here/../.." && source launch/env.sh gpu
+    export PYTHONPATH="$PWD:$work/site" # the checkout's code, if the wheel is older
 fi
-export JAX_COMPILATION_CACHE_DIR="${TOY:+${JAX_COMPILATION_CACHE_DIR:-}}"
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$work/jax_cache}" PYTHONUNBUFFERED=1
 
 for entry in $parts; do
     part="${entry%=*}" seconds="${entry#*=}" left=$((end - SECONDS)) started=$SECONDS
