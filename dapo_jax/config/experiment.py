@@ -119,8 +119,8 @@ class Compute:
         "none", "Recomputed by the backward pass; 'offload': inputs on the host.", may_change=True
     )
     scan_unroll: Count = setting(1, "Layers per iteration of the training scan.", may_change=True)
-    attention: Literal["auto", "plain", "blocked", "splash"] = setting(
-        "auto", "Attention kernel in training; 'splash': on TPU.", may_change=True
+    attention: Literal["auto", "plain", "blocked", "splash", "cudnn"] = setting(
+        "auto", "Attention kernel in training; 'splash': TPU; 'cudnn': GPU.", may_change=True
     )
     logprob_chunk_tokens: Count = setting(2048, "Tokens with logits at a time.", may_change=True)
 
