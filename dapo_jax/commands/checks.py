@@ -14,7 +14,7 @@ from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.registry import feature
-from dapo_jax.reporting.trackers import check_tracker
+from dapo_jax.reporting.trackers import check_trackers
 from dapo_jax.rewards.functions import find_functions
 from dapo_jax.rewards.verifying import find_verifier
 from dapo_jax.runtime import limits, processes
@@ -51,7 +51,7 @@ def check(config: Any) -> None:
         find_functions(list(config.reward.weights()))
         if hook := config.algorithm.token_weights:
             _check_call("algorithm.token_weights", hook, "group, sample")
-        check_tracker(config.log)
+        check_trackers(config.log)
         _check_data(config.data)
         template, verifier = config.data.template, config.reward.verifier
         find_verifier(verifier)
@@ -135,6 +135,9 @@ def guarded(work: Callable[[], int | None]) -> int:
         if line := limits.resource_error_message(error):
             processes.print_error(f"error: {line}")
             return os.EX_OSERR
+        if isinstance(error, ImportError) and "gcsfs" in str(error):
+            processes.print_error("error: gs:// needs a package: pip install 'dapo_jax[gcs]'")
+            return 2
         if not is_bucket_error(error):
             raise
         processes.print_error(f"error: the bucket can't be read or written: {reason(error)}")

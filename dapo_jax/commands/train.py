@@ -63,7 +63,6 @@ def work(config: Config) -> int:
     from dapo_jax.runtime import processes
     from dapo_jax.runtime.storage.retries import UNSAVED, NotSaved
 
-    # JetStream imports TensorFlow, which takes seconds.
     with Progress(config.log.console).working("loading the libraries"):
         from dapo_jax.run.run import train
         from dapo_jax.runtime.signals import Signals

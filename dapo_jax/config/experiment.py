@@ -120,8 +120,8 @@ class Compute:
         "none", "Recomputed by the backward pass; 'offload': inputs on the host.", may_change=True
     )
     scan_unroll: Count = setting(1, "Layers per iteration of the training scan.", may_change=True)
-    attention: Literal["auto", "plain", "blocked", "splash"] = setting(
-        "auto", "Attention kernel in training; 'splash': on TPU.", may_change=True
+    attention: Literal["auto", "plain", "blocked", "splash", "cudnn"] = setting(
+        "auto", "Attention kernel in training; 'splash': TPU; 'cudnn': GPU.", may_change=True
     )
     logprob_chunk_tokens: Count = setting(2048, "Tokens with logits at a time.", may_change=True)
 
@@ -466,7 +466,7 @@ class Reward:
 
 @section
 class Optimizer:
-    """AdamW; warm-up and schedule count rollout steps."""
+    """AdamW or Muon; warm-up and schedule count rollout steps."""
 
     learning_rate: Rate = setting(1e-6, "Peak learning rate.")
     schedule: Schedule = setting("constant", "Learning rate after the warm-up.")
@@ -480,6 +480,9 @@ class Optimizer:
     )
     max_skipped_steps: int = setting(
         3, "Steps in a row without finite updates before exit code 4; 0: never.", may_change=True
+    )
+    name: Literal["adamw", "muon"] = setting(
+        "adamw", "'muon': Muon for the matrices of layers, 'adamw' for everything else."
     )
 
 
@@ -522,7 +525,7 @@ class Log:
 
     show_group_every_steps: CountOr0 = setting(10, "Show one group as a table; 0: never.")
     console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
-    tensorboard: bool = setting(True, "Write TensorBoard event files.")
+    tensorboard: bool = setting(False, "Write TensorBoard event files (needs its package).")
     wandb: str = setting("", "Weights & Biases project (needs its package); empty: none.")
     rollouts: bool = setting(True, "Write every scored response to rollouts/ and evaluations/.")
     rollouts_keep: CountOr0 = setting(0, "Newest files of rollouts/ to keep; 0: all.", read=RECORDS)

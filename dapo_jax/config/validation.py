@@ -296,6 +296,9 @@ def _checks(config: Any, settings: dict[str, Any]) -> Checks:
     if folder := settings.get("lora.folder"):
         allowed = f"r of {folder}/adapter_config.json, with lora.folder"
         yield "lora.rank", settings["lora.rank"] != 0, allowed
+    if rank := settings.get("lora.rank"):
+        allowed = f"'adamw' with lora.rank = {rank}: adapters are trained by AdamW alone"
+        yield "optimizer.name", settings.get("optimizer.name") != "muon", allowed
     if isinstance(config, SftConfig):
         allowed = "0 without start: there is no base model to adapt"
         yield "lora.rank", config.lora.rank == 0 or config.start != "", allowed

@@ -325,7 +325,7 @@ class Machine:
         for name in TRAINING_ATTENTION:
             choice: Any = name
             with contextlib.suppress(ConfigError):  # the kernel is for other devices
-                numerics(experiment.Compute(attention=choice), self.mesh, tokens)
+                numerics(experiment.Compute(self.dtype, attention=choice), self.mesh, tokens)
                 for title, case in cases.items():
                     check = functools.partial(self.check_attention, name, *case)
                     yield f"attention {name}, {title}", check

@@ -1,4 +1,8 @@
-"""JetStream's interface: the classes that the engine needs, a tokenizer, the layout of results."""
+"""JetStream's interface: the classes that the engine needs, a tokenizer, the layout of results.
+
+JetStream is the extra `jetstream`. Without it the engine samples the same tokens, but JetStream's
+orchestrator cannot drive it.
+"""
 
 import contextlib
 import sys
@@ -13,17 +17,21 @@ from jaxtyping import Array, Int
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model.caches import DecodeState
 
+REPLACED = ("seqio", "seqio.vocabularies", "tiktoken", "tiktoken.load")
+NO_TOKEN = -1
+
 
 @contextlib.contextmanager
-def _without_seqio() -> Iterator[None]:
-    """Replace seqio while JetStream is imported: its TensorFlow takes 5 s to import.
+def _without_tokenizers() -> Iterator[None]:
+    """Replace packages while JetStream is imported: their TensorFlow takes 5 s to import.
 
-    JetStream names two of its classes, for SentencePiece tokenizers, which are not used here.
+    JetStream needs them for tokenizers of SentencePiece and Llama 3, which are not used here.
     """
-    names = [name for name in ("seqio", "seqio.vocabularies") if name not in sys.modules]
+    names = [name for name in REPLACED if name not in sys.modules]
     for name in names:
         sys.modules[name] = module = types.ModuleType(name)
-        vars(module).update(Vocabulary=object, SentencePieceVocabulary=object)
+        for attribute in "Vocabulary", "SentencePieceVocabulary", "load_tiktoken_bpe":
+            setattr(module, attribute, object)
     try:
         yield
     finally:
@@ -31,20 +39,20 @@ def _without_seqio() -> Iterator[None]:
             del sys.modules[name]
 
 
-with _without_seqio():
-    from jetstream.engine import token_utils, tokenizer_api
-    from jetstream.engine.engine_api import Engine, ResultTokens
-    from jetstream.engine.tokenizer_pb2 import (
-        TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
-    )
+try:
+    with _without_tokenizers():
+        from jetstream.engine.engine_api import Engine, ResultTokens
+        from jetstream.engine.tokenizer_pb2 import (
+            TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
+        )
+except ImportError:
+    from dapo_jax.rollout.without_jetstream import Engine, ResultTokens, TokenizerParameters
 
 __all__ = ["Engine", "JetStreamTokenizer", "ResultTokens", "TokenizerParameters", "result_tokens"]
 
-NO_TOKEN = -1
 
-
-class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """Tokenizer of a model folder behind JetStream's interface."""
+class JetStreamTokenizer:
+    """Tokenizer of a model folder behind JetStream's interface `tokenizer_api.Tokenizer`."""
 
     stop_tokens: Any = None
     pad_id: Any = None
@@ -60,6 +68,8 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     def encode(self, s: str, **options: Any) -> tuple[Array | np.ndarray, int]:
         """Return the ids of a prompt, padded on the right, and their number."""
+        from jetstream.engine import token_utils
+
         ids = np.array(self._tokenizer.encode_prompt(s), np.int32)
         options["is_bos"] = False
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **options)
@@ -70,7 +80,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
 def result_tokens(
     state: DecodeState, generated_before: Int[Array, "S"], columns: int
-) -> ResultTokens:
+) -> Any:  # the `ResultTokens` of one of two modules
     """Return the tokens of the last burst and their validity in JetStream's one-array layout."""
     at = generated_before[:, None] + jnp.arange(columns)
     valid = at < state.generated[:, None]

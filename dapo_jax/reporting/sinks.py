@@ -1,22 +1,14 @@
-"""Sinks for what a run reports: console, metrics.jsonl, TensorBoard, rollouts/.
+"""Sinks for what a run reports: console, metrics.jsonl, rollouts/.
 
 Failed writes are warnings and are repeated with the next row.
 """
 
-import io
 import json
 import math
-import os
-import socket
 import time
 from typing import Any
 
 import numpy as np
-
-# Protobuf creates these classes when the modules are imported.
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dapo_jax.config.experiment import Log
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -90,29 +82,6 @@ class MetricRows(RunSink):
     def read(self) -> list[dict[str, Any]]:
         """Return the rows so far."""
         return read_rows(self._file.path)
-
-
-class TensorBoardEvents(RunSink):
-    """An event file of TensorBoard in `tensorboard/`."""
-
-    def __init__(self, run_dir: Folder, last_row: int, storage: Storage | None = None):
-        self._storage = storage or Storage()
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendFile(run_dir / "tensorboard" / name)
-        self._add(file_version="brain.Event:2")
-        # TensorBoard then drops earlier events of the steps that are repeated.
-        self._add(step=last_row + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def on_row(self, step: int, values: dict[str, float]) -> None:
-        entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(step=step, summary=Summary(value=entries))
-
-    def _add(self, **fields: Any) -> None:
-        packed = io.BytesIO()
-        event = Event(wall_time=time.time(), **fields)
-        RecordWriter(packed).write(event.SerializeToString())
-        self._file.add(packed.getvalue())
-        self._storage.attempt("TensorBoard's file", self._file.write)
 
 
 class RolloutFiles(RunSink):

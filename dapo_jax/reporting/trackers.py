@@ -1,34 +1,70 @@
-"""Tracker: send the rows of a run to Weights & Biases."""
+"""Trackers: the rows of a run as event files of TensorBoard, and in Weights & Biases."""
 
 import dataclasses
 import importlib.util
+import io
+import os
 import pathlib
 import secrets
+import socket
+import time
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.storage.jsonl import AppendFile
 from dapo_jax.runtime.storage.paths import Folder, is_remote
+from dapo_jax.runtime.storage.retries import Storage
 from dapo_jax.types.contracts import RunSink
 
 FORBIDDEN_CHARACTERS = "/\\#?%:"  # in names of projects
 MAX_CHARACTERS = 128
 
 
-def check_tracker(log: Log) -> None:
-    """Raise `ConfigError` if W&B rejects its project's name or is not installed."""
+def check_trackers(log: Log) -> None:
+    """Raise `ConfigError` if W&B rejects its project's name or a package is not installed."""
     project, field = log.wandb, "log.wandb"
     is_allowed = project == project.strip() and not set(FORBIDDEN_CHARACTERS) & set(project)
     allowed = (
         f"empty, or at most {MAX_CHARACTERS} characters, none of {' '.join(FORBIDDEN_CHARACTERS)}"
     )
     require(is_allowed and len(project) <= MAX_CHARACTERS, field, project, allowed)
-    if project:
-        package = importlib.util.find_spec("wandb")
+    for name, value, without in (
+        ("wandb", project, "empty"),
+        ("tensorboard", log.tensorboard, "false"),
+    ):
         # A folder called wandb with offline runs looks like a package without an origin.
+        package = importlib.util.find_spec(name) if value else None
         is_installed = package is not None and package.origin is not None
-        allowed = "empty without the package wandb: pip install 'dapo_jax[wandb]'"
-        require(is_installed, field, project, allowed)
+        allowed = f"{without} without the package {name}: pip install 'dapo_jax[{name}]'"
+        require(is_installed or not value, f"log.{name}", value, allowed)
+
+
+class TensorBoardEvents(RunSink):
+    """An event file of TensorBoard in `tensorboard/`."""
+
+    def __init__(self, run_dir: Folder, last_row: int, storage: Storage | None = None):
+        self._storage = storage or Storage()
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendFile(run_dir / "tensorboard" / name)
+        self._add(file_version="brain.Event:2")
+        # TensorBoard then drops earlier events of the steps that are repeated.
+        self._add(step=last_row + 1, session_log={"status": "START"})
+
+    def on_row(self, step: int, values: dict[str, float]) -> None:
+        entries = [{"tag": name, "simple_value": value} for name, value in values.items()]
+        self._add(step=step, summary={"value": entries})
+
+    def _add(self, **fields: Any) -> None:
+        from tensorboard.compat.proto import event_pb2  # an extra
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        packed = io.BytesIO()
+        # Protobuf creates the class when the module is imported.
+        event = event_pb2.Event(wall_time=time.time(), **fields)  # pyright: ignore[reportAttributeAccessIssue]
+        RecordWriter(packed).write(event.SerializeToString())
+        self._file.add(packed.getvalue())
+        self._storage.attempt("TensorBoard's file", self._file.write)
 
 
 class WandbSink(RunSink):

@@ -31,6 +31,7 @@ from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, save
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import Components, build, check_data, check_processes
+from dapo_jax.run.compute import attention_notice
 from dapo_jax.run.memory import megabytes_per_device
 from dapo_jax.run.run_files import SUMMARY, Callbacks, RunFiles
 from dapo_jax.run.step_record import measure, trace
@@ -285,6 +286,10 @@ def announce_policy(components: Components, state: TrainerState) -> None:
     sizes = [f"{name} {size:g}" for name, size in resident_megabytes(components, state).items()]
     components.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
     components.progress.say(fit(["MB per device:", *sizes]))
+    config, mesh = components.config, components.learners.policy.mesh
+    rows = config.rows().row_tokens
+    if notice := attention_notice(config.compute, rows, components.decoder, mesh):
+        components.progress.say(notice)
 
 
 def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:

@@ -12,14 +12,8 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.sinks import (
-    MetricRows,
-    RolloutFiles,
-    StepLines,
-    TensorBoardEvents,
-    read_rows,
-)
-from dapo_jax.reporting.trackers import WandbSink
+from dapo_jax.reporting.sinks import MetricRows, RolloutFiles, StepLines, read_rows
+from dapo_jax.reporting.trackers import TensorBoardEvents, WandbSink
 from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, nearest, require

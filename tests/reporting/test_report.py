@@ -305,6 +305,18 @@ def test_positional_arguments_get_the_name_of_a_flag():
     assert command_line.name_positional(["--help", "mesh"], "run", repeated=True)[1] == "mesh"
 
 
+def test_without_plotly_a_page_says_what_its_charts_need(write_run, monkeypatch):
+    folder = read_run(write_run("a")).folder
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    page.write_own_page(folder, Progress(False))
+    text = (folder / page.PAGE).read_text()
+    assert not any("src" in attrs for _, attrs in Scripts(text).tags)
+    assert not data_of(text)["library"] and not list(folder.glob("plotly*"))
+    with pytest.raises(ConfigError, match=r"self_contained = True: must be false .*\[report\]'"):
+        make(write_run("b"), self_contained=True)
+
+
 def test_a_run_does_not_fail_at_its_page(write_run, monkeypatch, capsys):
     def broken():
         raise ModuleNotFoundError("No module named 'plotly'")

@@ -1,4 +1,4 @@
-"""Weights & Biases: wrong names are rejected before the run; otherwise it gets the same rows."""
+"""Trackers: wrong settings are rejected before the run; otherwise they get the same rows."""
 
 import json
 import struct
@@ -9,7 +9,7 @@ from small_runs import make_quick_config
 
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.reporting.trackers import WandbSink, check_tracker
+from dapo_jax.reporting.trackers import TensorBoardEvents, WandbSink, check_trackers
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 
@@ -22,7 +22,7 @@ def test_names_that_wandb_rejects_stop_before_the_run(project):
 
 def test_wandb_without_its_package_stops_before_the_run(monkeypatch, tmp_path):
     log = Log(wandb="p")
-    check_tracker(Log())
+    check_trackers(Log())
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"'p': must be empty .* 'dapo_jax\[wandb\]'"):
         checks.check(Config(log=log))
@@ -30,7 +30,25 @@ def test_wandb_without_its_package_stops_before_the_run(monkeypatch, tmp_path):
     (tmp_path / "wandb").mkdir()  # such as the folder of offline runs
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(ConfigError, match="must be empty without the package"):
-        check_tracker(log)
+        check_trackers(log)
+
+
+def test_tensorboard_without_its_package_stops_before_the_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    checks.check(Config())
+    with pytest.raises(ConfigError, match=r"= True: must be false .* 'dapo_jax\[tensorboard\]'"):
+        checks.check(Config(log=Log(tensorboard=True)))
+
+
+def test_tensorboard_reads_the_rows(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    TensorBoardEvents(tmp_path, 1).on_row(2, {"reward": 0.5, "entropy": 1.0})
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    version, start, row = loader.LegacyEventFileLoader(str(path)).Load()
+    assert version.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (2, 1)
+    values = {value.tag: value.simple_value for value in row.summary.value}
+    assert (row.step, values) == (2, {"reward": 0.5, "entropy": 1.0})
 
 
 def train_twice(base, folder, **log):

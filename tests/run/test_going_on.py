@@ -8,11 +8,11 @@ import pathlib
 import pytest
 from disks import limited
 from small_runs import ROOT, make_quick_config, open_run
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from dapo_jax.commands import train
 from dapo_jax.config.experiment import Data, Log, Reward
-from dapo_jax.reporting.sinks import MetricRows, TensorBoardEvents
+from dapo_jax.reporting.sinks import MetricRows
+from dapo_jax.reporting.trackers import TensorBoardEvents
 from dapo_jax.run.evaluation import ResponseFile
 from dapo_jax.run.run import finished
 from dapo_jax.runtime.settings import ConfigError
@@ -62,6 +62,8 @@ def test_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_lines_that_a_full_disk_refused_are_written_later(tmp_path):
     """A write is cut in the middle of a line; nothing of that line stays, and no line is lost."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
     path = tmp_path / "metrics.jsonl"
     warnings = []
     storage = Storage(warnings.append)

@@ -38,7 +38,6 @@ def test_a_run_leaves_what_people_look_for(finished):
     assert all(row["gradient_norm"] > 0 and row["entropy"] > 0 for row in rows[1:])
     assert all(abs(row["kl_sampler_trainer"]) < 1e-4 for row in rows[1:])
     assert {"heldout_accuracy" in row for row in rows} == {True, False}
-    assert list((run_dir / "tensorboard").glob("events*"))
     lines = read_rollouts(run_dir)["step_000001.jsonl"].splitlines()
     line = json.loads(lines[0])
     assert line["correct"] == (line["extracted"] == line["answer"]) and line["policy_step"] == 0

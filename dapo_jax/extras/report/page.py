@@ -7,6 +7,7 @@ security policy allows the page's own script, and the library or scripts of the 
 
 import base64
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from dapo_jax.extras.alerts import check_run, reward_leads
 from dapo_jax.extras.report import comparison, recorded_run
 from dapo_jax.extras.report.curves import asset, read_curves, value_at
 from dapo_jax.reporting.console import Progress
+from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import write_text
 
@@ -173,8 +175,13 @@ def _hash(script: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
-def _plotly() -> tuple[str, str]:
-    """Return the file name and the text of the plotting library."""
+def _plotly(needed: bool) -> tuple[str, str]:
+    """Return the file name and the text of the plotting library; both empty if not installed."""
+    is_installed = bool(importlib.util.find_spec("plotly"))
+    allowed = "false without the package plotly: pip install 'dapo_jax[report]'"
+    require(is_installed or not needed, "self_contained", True, allowed)
+    if not is_installed:
+        return "", ""
     from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
     # Browsers normalise line ends before they hash a script.
@@ -187,7 +194,7 @@ def _values(
     """Return the values of the template except the data."""
     names = ", ".join(experiment.name for experiment in shown[:NAMED])
     names += f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
-    library, plotly = _plotly()
+    library, plotly = _plotly(needed=self_contained)
     # Not every browser counts a file beside a local page as 'self'.
     origin = _hash(plotly) if self_contained else "'self' file:"
     code = asset("page.js").replace("\r\n", "\n")
@@ -243,9 +250,9 @@ def page(runs: Sequence[recorded_run.RecordedRun], settings: ReportConfig) -> st
 
 
 def write_page(path: Folder, text: str, self_contained: bool) -> None:
-    """Write a page, and the plotting library beside it unless it is self-contained."""
-    if not self_contained:
-        name, script = _plotly()
+    """Write a page, and the plotting library beside it if there is one the page does not hold."""
+    name, script = _plotly(needed=self_contained)
+    if script and not self_contained:
         write_text(path.parent / name, script)
     write_text(path, text)
 

@@ -52,7 +52,7 @@ from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.run import components
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
-from dapo_jax.run.compute import check_divisible, numerics, open_mesh
+from dapo_jax.run.compute import attention_notice, check_divisible, numerics, open_mesh
 from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.kept_programs import keep
@@ -241,6 +241,9 @@ def _train(config: SftConfig | DpoConfig, signals: Signals) -> None:
     name, kind, algorithm, open_task = _method(config)
     with replace("out", config.out, kind) as folder:
         start = open_start(config)
+        rows = config.packing.row_tokens
+        if notice := attention_notice(config.compute, rows, start.decoder, start.mesh):
+            Progress().say(notice)
         score = PolicySettings(algorithm, config.compute)
         learner: Learner = keep(
             policy_learner, score, config.optimizer, start.decoder, start.mesh, frozen=start.frozen
