@@ -16,6 +16,9 @@ from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
 VOCAB_MULTIPLE = 32
 NO_PAD = -1  # pad_token_id in the first Llama folders: there is no such token
 BROKEN_CHARACTER = "\ufffd"
+CONTEXT_TOKENS = 32  # before a response; a character has fewer
+BEFORE = "="  # a text, which every vocabulary can encode
+MARKER = "\n"  # a text that merges with none after it, where words are marked
 
 
 class Ends(Protocol):
@@ -41,6 +44,7 @@ class Tokenizer:
         end_ids: ids that end a response (`eos_token_id` of generation_config.json or config.json).
         chat: the model's chat template, if it has one.
         begin_ids: ids that begin a prompt; empty for most models.
+        special: texts of special tokens by id.
     """
 
     def __init__(
@@ -54,12 +58,22 @@ class Tokenizer:
         self.end_ids = end_ids
         self.pad_id = pad_id
         self.chat = chat
-        # The tokenizer may put tokens before a text; every vocabulary can encode `=`.
-        marked = backend.encode("=")
+        # The tokenizer may put tokens before a text.
+        marked = backend.encode(BEFORE)
         self.begin_ids = marked.ids[: [*marked.special_tokens_mask, 0].index(0)]
+        added = backend.get_added_tokens_decoder().items()
+        self.special = {token: entry.content for token, entry in added if entry.special}
+        self._before, marker = self.encode(BEFORE), self.encode(MARKER)
+        # SentencePiece puts a blank before a text, but not into it.
+        is_marked = self.encode(MARKER + BEFORE) != marker + self._before
+        self._marker = marker if is_marked else []
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` without special tokens."""
+    def encode(self, text: str, inside: bool = False) -> list[int]:
+        """Return the ids of `text` without special tokens; `inside`: it follows another text."""
+        if inside and self._marker:
+            ids = self.encode(MARKER + text)
+            if ids[: len(self._marker)] == self._marker:
+                return ids[len(self._marker) :]
         # Unlike the library's `encode`, `encode_batch` releases the GIL.
         (encoded,) = self.backend.encode_batch([text], add_special_tokens=False)
         return encoded.ids
@@ -97,13 +111,15 @@ class Tokenizer:
         """Return the text of `ids` without special tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
-    def decode_all(self, rows: list[list[int]]) -> list[str]:
-        """Return the text of each row of ids, decoded on all cores."""
-        return self.backend.decode_batch(rows, skip_special_tokens=True)
+    def decode_all(self, rows: list[list[int]], special: bool = False) -> list[str]:
+        """Return the text that each row of ids adds to a text before it, decoded on all cores."""
+        rows = [self._before, *(self._before + ids for ids in rows)]
+        before, *texts = self.backend.decode_batch(rows, skip_special_tokens=not special)
+        return [text[len(before) :] for text in texts]
 
     def split(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token of a response; a split character is its last token's."""
-        stream = TextStream(self)
+        stream = TextStream(self, self._before)
         texts = [stream.add([token]) for token in ids]
         texts[-1:] = [text + stream.rest() for text in texts[-1:]]
         return texts
@@ -157,29 +173,30 @@ class Tokenizer:
 
 
 class TextStream:
-    """Incremental decoder of a response; a piece is decoded with the one before it."""
+    """Incremental decoder of the ids after `before`; a piece is decoded with the one before it."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._decode = tokenizer.decode
         self._ids: list[int] = []  # the piece before, then ids that are not shown yet
         self._shown_ids = 0
         self._shown_characters = 0
+        for token in before[-CONTEXT_TOKENS:]:
+            self.add([token])
 
     def add(self, ids: list[int]) -> str:
         """Return the text that these ids add; empty while they end inside a character."""
+        piece = self.rest(ids)
         self._ids.extend(ids)
-        text = self._decode(self._ids)
-        piece = text[self._shown_characters :]
-        if not piece or text.endswith(BROKEN_CHARACTER):
+        if not piece or piece.endswith(BROKEN_CHARACTER):
             return ""
         self._ids = self._ids[self._shown_ids :]
         self._shown_ids = len(self._ids)
         self._shown_characters = len(self._decode(self._ids))
         return piece
 
-    def rest(self) -> str:
-        """Return the rest at the end of the response: a character that was never completed."""
-        return self._decode(self._ids)[self._shown_characters :]
+    def rest(self, ids: Sequence[int] = ()) -> str:
+        """Return the text that is not shown yet, if the response ends with these ids."""
+        return self._decode([*self._ids, *ids])[self._shown_characters :]
 
 
 class UntilStop:
