@@ -106,6 +106,8 @@ class Problem:
     system: str = ""  # system message of this problem
     turns: tuple[tuple[str, str], ...] = ()  # (role, text) of the conversation before it
     columns: str = ""  # JSON of the row's columns that reward functions take
+    messages: str = ""  # JSON of `turns`, problem and what follows, if these are not all
+    tools: str = ""  # JSON of the functions that the row offers
 
     @property
     def fingerprint(self) -> str:

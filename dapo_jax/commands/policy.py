@@ -17,7 +17,8 @@ from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import check_types, check_values, require
+from dapo_jax.runtime.settings import ConfigError, check_types, check_values, require
+from dapo_jax.runtime.tool_calls import read_message
 from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
@@ -125,10 +126,14 @@ class Policy:
         if not isinstance(prompt, str):
             chat = self.tokenizer.chat
             require(chat is not None, "model", self.name, "a folder with a chat template")
-            problem = str(prompt[-1]["content"])
             tools = tool_schemas(environments.settings) if environments else None
-            messages = [dict(message) for message in prompt]
-            text = present(chat, "chat template").render(messages, tools=tools)
+            field = f"prompts[{index}]"
+            try:
+                messages = [read_message(dict(message)) for message in prompt]
+            except ValueError as error:
+                raise ConfigError(f"{field}: {error}", field) from None
+            problem = messages[-1].get("content", "")
+            text = present(chat, "chat template").render(messages, field, tools=tools)
         elif environments:
             text = environments.open(Problem(str(index), prompt, "", "")).text
         else:

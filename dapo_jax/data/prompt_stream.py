@@ -130,10 +130,10 @@ class PromptStream:
         names = ", ".join(dict.fromkeys(file.name for file in files))
         allowed = f"names that the first rows of a file have, all of them; {names} has others"
         require(is_named or not training, "data.fields", data.fields, allowed)
-        for file in files if "messages" not in self.template.reads else ():
-            ids = [problem.id for problem in every_problem([file]) if problem.turns]
-            allowed = f"chat, or jinja that reads messages: {len(ids)} rows of {file.name} are "
-            allowed += f"conversations of several turns, such as {''.join(ids[:1])}"
+        for file in files:
+            ids = [p.id for p in every_problem([file]) if not self.template.shows(p)]
+            allowed = f"chat, or jinja that reads messages and tools: {len(ids)} rows of "
+            allowed += f"{file.name} have several turns or tools, such as {''.join(ids[:1])}"
             require(not ids, "data.template", data.template, allowed)
 
     def _encode(self, problem: Problem) -> tuple[str, list[int]]:

@@ -99,6 +99,7 @@ class Source:
         for i in range(count if self.counts else min(DIGEST_PROBLEMS, count)):
             problem = self.problems[i]
             texts.update(repr((problem.id, problem.text, problem.system, problem.turns)).encode())
+            texts.update((problem.messages + problem.tools).encode())
             answers.update(repr((problem.answer, problem.solution)).encode())
             answers.update(problem.columns.encode())
         digests = {"texts": texts.hexdigest()[:16], "answers": answers.hexdigest()[:16]}
@@ -146,7 +147,8 @@ def read_problems(
             log.check_limit()
             if problem is None:
                 continue
-            key = (problem.system, problem.turns, " ".join(problem.text.split()))
+            talk = problem.messages or problem.turns
+            key = (problem.system, problem.tools, talk, " ".join(problem.text.split()))
             first = problems.setdefault(key, problem)
             if first is problem:
                 continue

@@ -26,7 +26,8 @@ from dapo_jax.runtime.sharding import to_host
 # Files that an exported folder keeps in addition to weights and config.json.
 KEPT_FILES = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
-    "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json"
+    "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja "
+    "chat_template.json additional_chat_templates/*.jinja"
 ).split()
 # All files written into a folder; the safetensors library writes .tmp*.
 WRITTEN = ("*.unfinished", ".tmp*", "model*.safetensors", INDEX, "config.json", *KEPT_FILES)
@@ -168,6 +169,7 @@ def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: st
     values.pop("quantization_config", None)  # the written weights are not quantised
     values["dtype" if "dtype" in values else "torch_dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(values, indent=2))
-    for name in KEPT_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for path in (path for pattern in KEPT_FILES for path in source.glob(pattern)):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)

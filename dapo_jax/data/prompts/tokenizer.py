@@ -168,7 +168,13 @@ class Tokenizer:
             raise
         except BaseException as error:  # the library raises plain exceptions, and may panic
             raise ConfigError(f"{named}: tokenizer.json can't be read: {error}") from None
-        tokenizer.chat = read_chat_template(folder, field)
+        settings["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else None
+        tokens = {
+            name.removesuffix("_id"): backend.id_to_token(token)
+            for name, token in settings.items()
+            if name.endswith("_token_id") and type(token) is int and token >= 0
+        }
+        tokenizer.chat = read_chat_template(folder, field, tokens)
         return tokenizer
 
 
