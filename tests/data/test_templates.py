@@ -22,6 +22,7 @@ from dapo_jax.data.prompts.templates import (
 )
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, arithmetic_tokenizer
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.downloads import local_folder
 from dapo_jax.runtime.tool_calls import read_message
 from dapo_jax.structs import Problem
 
@@ -173,11 +174,14 @@ def write_templates(folder, texts, files=False):
 
 
 @pytest.mark.parametrize("files", [False, True])
-def test_tools_are_shown_by_the_template_for_them(tmp_path, files):
+def test_tools_are_shown_by_the_template_for_them(tmp_path, monkeypatch, files):
     write_templates(tmp_path, {"tool_use": SHOWS_TOOLS, "default": "-", "rag": "x"}, files)
-    chat = read_chat_template(tmp_path)
-    assert chat.render(ask("Hi")) == chat.render(ask("Hi"), tools=[]) == "-"
-    assert chat.render(ask("Hi"), tools=[TOOL]) == "<add>Hi"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text("{}")
+    for folder in (tmp_path, local_folder(tmp_path, weights=False)):  # and a bucket's copy
+        chat = read_chat_template(folder)
+        assert chat.render(ask("Hi")) == chat.render(ask("Hi"), tools=[]) == "-"
+        assert chat.render(ask("Hi"), tools=[TOOL]) == "<add>Hi"
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     write_templates(tmp_path, {"tool_use": SHOWS_TOOLS})
     with pytest.raises(ConfigError, match="no 'default'"):

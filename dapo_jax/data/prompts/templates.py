@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from etils import epath
@@ -98,7 +98,7 @@ class ChatTemplate:
 
 
 def read_chat_template(
-    folder: pathlib.Path, field: str = "model.folder", tokens: Mapping[str, str] | None = None
+    folder: pathlib.Path, field: str = "model.folder", tokens: Iterable[tuple[str, str | None]] = ()
 ) -> ChatTemplate | None:
     """Read the templates of a folder's files, else of tokenizer_config.json; else return None.
 
@@ -109,7 +109,7 @@ def read_chat_template(
         return read_json(folder / name, field) if (folder / name).exists() else {}
 
     settings = read("tokenizer_config.json")
-    texts = settings.get("chat_template") or {}
+    texts: Any = settings.get("chat_template") or {}
     if isinstance(texts, list):
         entries = [entry for entry in texts if isinstance(entry, dict)]
         texts = {str(entry.get("name")): entry.get("template") for entry in entries}
@@ -122,12 +122,13 @@ def read_chat_template(
     extra = settings.get("extra_special_tokens")
     settings |= extra if isinstance(extra, dict) else {}
     settings |= {k: v for k, v in read("special_tokens_map.json").items() if v is not None}
-    special: dict[str, Any] = {**(tokens or {})}
+    special: dict[str, Any] = {name: token for name, token in tokens if token}
     for name, token in settings.items():
         if name.endswith("_token") and not isinstance(token, bool):
             token = token.get("content") if isinstance(token, dict) else token
             special[name] = "" if token is None else token
-    for name, value in {**texts, **special}.items():
+    shown = {f"chat_template {name}".removesuffix(f" {DEFAULT}"): texts[name] for name in texts}
+    for name, value in (shown | special).items():
         if not isinstance(value, str):
             problem = f"{name} = {reprlib.repr(value)}: must be text"
             raise ConfigError(f"config.{field}: {folder}: {problem}", field)

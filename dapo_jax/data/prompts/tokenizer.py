@@ -1,5 +1,6 @@
 """Tokenizers of a model folder and of the embedded task, with the ids that end a response."""
 
+import contextlib
 import pathlib
 import reprlib
 import unicodedata
@@ -63,10 +64,13 @@ class Tokenizer:
         self.begin_ids = marked.ids[: [*marked.special_tokens_mask, 0].index(0)]
         added = backend.get_added_tokens_decoder().items()
         self.special = {token: entry.content for token, entry in added if entry.special}
-        self._before, marker = self.encode(BEFORE), self.encode(MARKER)
-        # SentencePiece puts a blank before a text, but not into it.
-        is_marked = self.encode(MARKER + BEFORE) != marker + self._before
-        self._marker = marker if is_marked else []
+        self._before = self.encode(BEFORE)
+        self._marker: list[int] = []
+        with contextlib.suppress(Exception):  # a vocabulary that has no token for the marker
+            marker = self.encode(MARKER)
+            # SentencePiece puts a blank before a text, but not into it.
+            if self.encode(MARKER + BEFORE) != marker + self._before:
+                self._marker = marker
 
     def encode(self, text: str, inside: bool = False) -> list[int]:
         """Return the ids of `text` without special tokens; `inside`: it follows another text."""
@@ -169,12 +173,10 @@ class Tokenizer:
         except BaseException as error:  # the library raises plain exceptions, and may panic
             raise ConfigError(f"{named}: tokenizer.json can't be read: {error}") from None
         settings["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else None
-        tokens = {
-            name.removesuffix("_id"): backend.id_to_token(token)
-            for name, token in settings.items()
-            if name.endswith("_token_id") and type(token) is int and token >= 0
-        }
-        tokenizer.chat = read_chat_template(folder, field, tokens)
+        ids = {k.removesuffix("_id"): v for k, v in settings.items() if k.endswith("_token_id")}
+        named = {name: i for name, i in ids.items() if type(i) is int and 0 <= i < 1 << 32}
+        tokens = {name: backend.id_to_token(i) for name, i in named.items()}
+        tokenizer.chat = read_chat_template(folder, field, tokens.items())
         return tokenizer
 
 
