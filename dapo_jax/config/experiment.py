@@ -89,6 +89,7 @@ class Lora:
 
     rank: CountOr0 = setting(0, "Rank of the adapters; only they are trained; 0: no adapters.")
     alpha: Positive = setting(32.0, "Adapters add x A B times alpha / rank.", read=IF_LORA)
+    rslora: bool = setting(False, "Divide alpha by the square root of the rank.", read=IF_LORA)
     targets: str = setting(
         "query,key,value,out,gate,up,down", "Matrices with adapters, comma-separated.", read=IF_LORA
     )

@@ -167,7 +167,8 @@ def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: st
         values["architectures"] = [f"{family.class_name}ForCausalLM"]
     values.pop("_name_or_path", None)  # a local path of its author
     values.pop("quantization_config", None)  # the written weights are not quantised
-    values["dtype" if "dtype" in values else "torch_dtype"] = dtype
+    names = {"dtype", "torch_dtype"}  # the newer and the older name
+    values |= dict.fromkeys(names & values.keys() or {"torch_dtype"}, dtype)
     (folder / "config.json").write_text(json.dumps(values, indent=2))
     for path in (path for pattern in KEPT_FILES for path in source.glob(pattern)):
         target = folder / path.relative_to(source)

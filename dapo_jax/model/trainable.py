@@ -74,7 +74,8 @@ def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Any) -> De
     require(known, "lora.targets", lora.targets, allowed)
     if not lora.rank:
         return config
-    adapters = Adapters(lora.rank, lora.alpha / lora.rank, targets)
+    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+    adapters = Adapters(lora.rank, scale, targets, lora.rslora)
     return dataclasses.replace(config, adapters=adapters)
 
 

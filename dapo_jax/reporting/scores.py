@@ -1,9 +1,8 @@
 """Scores of an evaluation: avg@k, reward, pass@k, maj@k with intervals, response statistics.
 
-Responses to the same question are samples of one problem: a benchmark file that repeats its
-problems 32 times and is sampled once gives avg@32, not mean@1. Intervals resample problems, never
-responses. Means weigh a problem by its responses, so they are also means over the lines of the
-file. If all problems have the same score, the interval is Wilson's.
+Responses to the same question are samples of one problem, also if several sources list it (repeats
+in one file are dropped when it is read). Intervals resample problems, never responses. Means weigh
+a problem by its responses. If all problems have the same score, the interval is Wilson's.
 """
 
 import collections

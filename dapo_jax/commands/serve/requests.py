@@ -149,11 +149,14 @@ class ServedModel:
                 allowed = f"at most {self.prompt_bytes}, the most that {limit} tokens hold"
                 message = f"{field} has {size} bytes: must have {allowed}"
                 raise RequestError(message, param, code=TOO_LONG)
-            prompt = self.tokenizer.encode_prompt(prompt)
+            try:
+                prompt = self.tokenizer.encode_prompt(prompt)
+            except ConfigError as error:
+                raise RequestError(f"{field}: {error}", param) from None
         if not 0 < len(prompt) <= limit:
             message = f"{field} has {len(prompt)} tokens: must have from 1 to {limit}"
             raise RequestError(message, param, code=TOO_LONG if prompt else None)
-        vocab = self.tokenizer.backend.get_vocab_size()
+        vocab = min(self.tokenizer.backend.get_vocab_size(), self.tokenizer.rows)
         for index, token in enumerate(prompt):
             if not 0 <= token < vocab:
                 message = f"{field}[{index}] = {token}: must be from 0 to {vocab - 1}"

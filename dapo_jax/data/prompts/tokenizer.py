@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import reprlib
+import sys
 import unicodedata
 from collections.abc import Sequence
 from typing import Protocol
@@ -59,6 +60,7 @@ class Tokenizer:
         self.end_ids = end_ids
         self.pad_id = pad_id
         self.chat = chat
+        self.rows = sys.maxsize  # of the model's vocabulary, set by `check_fits`
         # The tokenizer may put tokens before a text.
         marked = backend.encode(BEFORE)
         self.begin_ids = marked.ids[: [*marked.special_tokens_mask, 0].index(0)]
@@ -73,13 +75,19 @@ class Tokenizer:
                 self._marker = marker
 
     def encode(self, text: str, inside: bool = False) -> list[int]:
-        """Return the ids of `text` without special tokens; `inside`: it follows another text."""
+        """Return the ids of `text` without special tokens; `inside`: it follows another text.
+
+        Raises `ConfigError` for a token that the model has no row for.
+        """
         if inside and self._marker:
             ids = self.encode(MARKER + text)
             if ids[: len(self._marker)] == self._marker:
                 return ids[len(self._marker) :]
         # Unlike the library's `encode`, `encode_batch` releases the GIL.
         (encoded,) = self.backend.encode_batch([text], add_special_tokens=False)
+        if max(encoded.ids, default=0) >= self.rows:
+            token = self.backend.id_to_token(max(encoded.ids))
+            raise ConfigError(f"a text holds {token!r}, which the model has no row for")
         return encoded.ids
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -99,9 +107,17 @@ class Tokenizer:
         return "".join(sorted(char for char in before - after if not char.isspace()))
 
     def check_fits(self, vocab: int, field: str, folder: str | pathlib.Path) -> None:
-        """Raise `ConfigError` if an id is outside a model's vocabulary of `vocab` tokens."""
+        """Raise `ConfigError` if an id is outside a model's vocabulary of `vocab` tokens.
+
+        Added tokens may be outside (images, padding); `encode` then rejects texts with them.
+        """
+        added = self.backend.get_added_tokens_decoder()
+        self.rows = vocab
+        if self.pad_id in added and self.pad_id >= vocab:
+            self.pad_id = self.end_ids[0]
+        learned = set(self.backend.get_vocab().values()) - added.keys()
         ids = {
-            "largest id of tokenizer.json": [max(self.backend.get_vocab().values())],
+            "largest id of tokenizer.json": [max(learned, default=0)],
             "eos_token_id": [*self.end_ids],
             "pad_token_id": [self.pad_id],
             "the tokens that begin a prompt": self.begin_ids,
@@ -146,11 +162,17 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(f"{named}: has no tokenizer.json")
+        files = (folder / name for name in ("config.json", "generation_config.json"))
+        outer, generation = (read_json(file, field) if file.exists() else {} for file in files)
+        text = outer.get("text_config")  # of a multimodal model
         settings: dict = {}
-        for name in ("config.json", "generation_config.json"):  # the second takes precedence
-            if (folder / name).exists():
-                values = read_json(folder / name, field)
-                settings |= {key: value for key, value in values.items() if value is not None}
+        tables = [text if isinstance(text, dict) else {}, outer, generation]
+        for table in tables:  # later ones take precedence
+            settings |= {key: value for key, value in table.items() if value is not None}
+        inner, beside, decided = (table.get("eos_token_id") for table in tables)
+        if decided is None and None not in (inner, beside) and inner != beside:
+            differ = f"text_config.eos_token_id = {inner!r} and eos_token_id = {beside!r}"
+            raise ConfigError(f"{named}: {differ} in config.json: must be equal")
         end = settings.get("eos_token_id", [])
         end_ids = tuple(end) if isinstance(end, list) else (end,)
         if not end_ids or not all(type(end_id) is int for end_id in end_ids):
