@@ -173,6 +173,7 @@ class PromptStream:
             problem=problem.text,
             metadata=problem.metadata,
             columns=problem.columns,
+            digest=problem.digest,
             truncated=truncated,
             skipped=skipped,
         )

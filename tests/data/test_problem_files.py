@@ -15,7 +15,7 @@ import pytest
 from pyarrow import csv, feather, parquet
 from row_files import read_table, write_lines
 
-from dapo_jax.config.experiment import Config
+from dapo_jax.config.experiment import Config, Data
 from dapo_jax.config.files import read_config
 from dapo_jax.data import files
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files
@@ -123,19 +123,62 @@ def test_malformed_rows_of_tables_are_named_by_row_over_all_groups(tmp_path):
     )
 
 
-def test_repeats_are_dropped_and_conflicting_answers_too(tmp_path):
+def test_rows_that_are_equal_in_everything_are_repeats(tmp_path):
     rows = [dapo_row(f"P{i}", str(i), i) for i in range(4)] * 3
-    rows += [dapo_row("P2", "9", 7), dapo_row("  P1 ", "1", 8), dapo_row("P4", "4", 4)]
-    rows += [{"question": "Prove.", "final_answer": None}]
+    rows += [dapo_row("P2", "9", 2), {"question": "Prove.", "final_answer": None}]
     loaded = load(write_lines(tmp_path / "d.jsonl", rows))
-    assert [problem.id for problem in loaded.problems] == ["set-uuid-0", "set-uuid-1"] + [
-        "set-uuid-3",
-        "set-uuid-4",
-    ]
-    assert loaded.counts == {"rows": 16, "repeats": 9, "conflicts": 2, "without answer": 1}
-    assert (
-        "line 13: the answer '9' differs from '2', the answer of set-uuid-2" in loaded.messages[0]
-    )
+    ids = [f"set-uuid-{i}" for i in (0, 1, 2, 3, 2)]
+    assert [problem.id for problem in loaded.problems] == ids
+    further = {"with another answer to the same text": 1}
+    assert loaded.counts == {"rows": 14, "repeats": 8, "without answer": 1} | further
+
+
+BASE = {"problem": "Write B", "answer": "4", "target": 3, "id": 0, "meta": {"a": [1, 0.5]}}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"problem": "Write b"},
+        {"problem": "Write  B"},
+        {"problem": "Write B "},
+        {"problem": "$Write B$"},
+        {"problem": "Write \uff22"},
+        {"answer": "5"},
+        {"target": 4},
+        {"meta": {"a": [1, 0.25]}},
+        {"system": "You are a pirate."},
+        {"tests": ["assert f(1)"]},
+        {"messages": [{"role": "user", "content": "Q"}]},
+        {"id": 1},
+    ],
+)
+def test_rows_that_differ_in_anything_are_several_problems(tmp_path, other):
+    loaded = load(write_lines(tmp_path / "d.jsonl", [BASE, BASE | other, BASE]))
+    assert len({problem.digest for problem in loaded.problems}) == len(loaded.problems) == 2
+    assert loaded.counts["repeats"] == 1
+
+
+def test_equal_rows_of_several_formats_are_one_problem(tmp_path):
+    rows = [BASE | {"target": 3.0, "none": None}, {"problem": "Q", "answer": "1", "none": 2}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    names = ["a.parquet", *(f"{i}.jsonl" for i in range(3))]
+    write_lines(tmp_path / "0.jsonl", [BASE, {"problem": "Q", "answer": 1, "none": 2}])
+    write_lines(tmp_path / "1.jsonl", [dict(reversed(row.items())) for row in rows])
+    write_lines(tmp_path / "2.jsonl", [{"problem": "Q", "answer": "1", "none": 2, "meta": {}}])
+    loaded = load(*(str(tmp_path / name) for name in names))
+    assert len(loaded.problems) == 2 and loaded.counts["repeats"] == 5
+
+
+def test_an_evaluation_samples_every_row_of_a_repeated_file(tmp_path):
+    rows = [row | {"answer": "9"} for row in ROWS] * 3 + [ROWS[0]]
+    path = write_lines(tmp_path / "repeated.jsonl", rows)
+    data = Data(source="arithmetic", heldout_source=path)
+    (heldout,) = Sources(data, 0).heldout()
+    assert len(heldout.problems) == 16 and not heldout.counts["repeats"]
+    assert len({problem.digest for problem in heldout.problems}) == 6
+    (training,) = Sources(Data(source=path, heldout_problems=0), 0).training(set())
+    assert len(training.problems) == 6 and training.counts["repeats"] == 10
 
 
 @pytest.fixture
@@ -259,14 +302,6 @@ def test_buckets_are_read_like_folders(folder):
     shards = " ".join(f"gs://bucket/DAPO-Math/{i}.parquet" for i in range(2))
     last = "gs://bucket/aime24_test.jsonl 1"
     assert done.stdout.splitlines() == [f"{shards} 5", f"{shards} 5", last]
-
-
-def test_one_gold_written_in_two_ways_is_no_conflict(tmp_path):
-    rows = [{"problem": "P", "answer": a} for a in ("1/2", r"\frac{1}{2}", "0.5", "0.50")]
-    write_lines(tmp_path / "set.jsonl", [*rows, {"problem": "Q", "answer": "1"}])
-    loaded = read_problems((str(tmp_path / "set.jsonl"),), "set", 0)
-    assert len(loaded.problems) == 2
-    assert loaded.counts["repeats"] == 3 and not loaded.counts["conflicts"]
 
 
 # --- hostile files -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 
 import pytest
 from disks import limited
@@ -166,6 +167,20 @@ def test_other_data_may_be_allowed(begun, capsys):
     with open_run(config("allow")) as run:
         assert run.state.step == 0
     assert "held out now may have been trained on" in capsys.readouterr().out
+
+
+def test_pools_of_an_earlier_version_are_a_warning(tiny_folder, tmp_path, alone, capsys):
+    config = make_quick_config(tiny_folder, tmp_path / "run")
+    for pools, warned in ({"train-7": True}, True), ({"0123456789abcdef": True}, False):
+        with open_run(config) as run:
+            assert ("all problems are active" in capsys.readouterr().out) is False
+            run.state = dataclasses.replace(
+                run.state, source=dataclasses.replace(run.state.source, pools=pools)
+            )
+            run.keep()
+        with open_run(config):
+            assert ("all problems are active" in capsys.readouterr().out) is warned
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_changed_code_of_a_hook_is_a_warning(tiny_folder, tmp_path, alone, write_module, capsys):

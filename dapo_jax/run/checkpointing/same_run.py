@@ -18,6 +18,7 @@ from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.runtime.rules import Rule, When
 from dapo_jax.runtime.settings import ConfigError, leaves, require, rules
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
+from dapo_jax.structs import DIGEST_CHARACTERS
 
 
 @dataclasses.dataclass
@@ -30,7 +31,7 @@ class RunProgress:
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
     position: int = 0  # index of the next prompt in the data
     kept_fraction: float = 1.0  # of groups that carried signal: the next step samples ahead by it
-    pools: dict[str, bool] = dataclasses.field(default_factory=dict)  # resting problems by id
+    pools: dict[str, bool] = dataclasses.field(default_factory=dict)  # resting problems by digest
     carried_bytes: int = 0  # of the entry with the groups that the next step continues
     ahead_bytes: int = 0  # of the entry with the rollouts of the next steps
     has_behaviour: bool = False  # whether the policy before the newest update has to sample more
@@ -173,11 +174,16 @@ def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str
     check_same_run(now.settings, settings)
     if changed and config.data.changed == "refuse":
         raise ConfigError(
-            f"config.data.changed = 'refuse': the data differ from those the run began with: "
-            f"{changed}. Restore them, choose another run_dir, or pass --config.data.changed=allow"
+            "config.data.changed = 'refuse': the data differ from those the run began with, or an "
+            f"earlier version of dapo_jax chose them: {changed}. Restore them, choose another "
+            "run_dir, or pass --config.data.changed=allow"
         )
     if changed:
         warn(f"{changed}. Problems that are held out now may have been trained on")
+    if any(len(key) != DIGEST_CHARACTERS for key in saved.progress.pools):
+        warn(
+            "another version of dapo_jax named the resting problems: all problems are active again"
+        )
     code = saved.inputs.get("code", {})
     for name, digest in now.inputs["code"].items():
         if code.get(name, digest) != digest:
