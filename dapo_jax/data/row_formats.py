@@ -185,6 +185,7 @@ def _optional(row: Row, *fields: str) -> str:
     """Return the first of these fields that is not empty; join a list as paragraphs."""
     for field in fields:
         value = row.get(field, "")
+        value = _number(value) if isinstance(value, float) else value
         text = "\n\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         if value is not None and text.strip():
             return text.strip().encode("utf-8", "replace").decode()
