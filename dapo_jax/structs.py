@@ -23,6 +23,7 @@ import numpy as np
 
 MAX_SHOWN_CHARACTERS = 200
 DIGEST_CHARACTERS = 16
+ROUNDING = 1e-6  # relative: sums of rewards, float32 ones too, differ by less if they are equal
 REPEATED_WINDOW_TOKENS = 8  # a power of two
 
 Value = TypeVar("Value")
@@ -33,6 +34,11 @@ def present(value: Value | None, name: str) -> Value:
     if value is None:
         raise ValueError(f"{name} is missing")
     return value
+
+
+def reaches(value: Any, bound: Any, scale: Any) -> Any:
+    """Return `value >= bound`, also if sums of numbers of the size `scale` round to below it."""
+    return value >= bound - ROUNDING * (np.abs(bound) + scale)
 
 
 def digest_json(value: Any) -> str:
@@ -297,6 +303,11 @@ class Group:
     correct: np.ndarray  # [G] bool, by the verifier or the raw reward
     failed: tuple[FailedResponse, ...] = ()
     baseline: float | None = None  # reward of a greedy response, if the advantage reads it
+
+    def has_spread(self, least: float) -> bool:
+        """Return whether raw rewards differ by more than `least`, and by more than rounding."""
+        sizes = np.abs([self.raw_rewards, *self.reward_parts.values()]).sum(axis=0)
+        return bool(np.ptp(self.raw_rewards) > least + ROUNDING * sizes.max())
 
     @functools.cached_property
     def token_rewards(self) -> tuple[np.ndarray, ...] | None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.structs import ROUNDING
+
 RESAMPLES = 2000
 TAIL = 50 * (1 - 0.95)  # percent on either side of an interval
 PERCENTILES = (TAIL, 100 - TAIL)
@@ -209,7 +211,7 @@ def _reward(problems: list[list[Response]], seed: int) -> Estimate | None:
     if not rewards:
         return None
     means = np.array([[_mean(values)] for values in rewards])
-    if not np.ptp(means):
+    if np.ptp(means) <= ROUNDING * np.abs(means).max():
         return Estimate(float(means[0, 0]), None, None)
     (estimate,) = estimates(means, np.array([len(values) for values in rewards]), seed)
     return estimate
