@@ -14,6 +14,7 @@ from dapo_jax.config.user_code import describe_error, short_path
 from dapo_jax.runtime.settings import ConfigError, from_dict, nearest, read_file, read_json
 
 YAML = (".yaml", ".yml")
+ROWS = (".csv", ".jsonl", ".parquet", ".arrow", ".feather", ".gz")  # of data
 
 
 def _run_file(path: pathlib.Path, argument: str | None) -> tuple[Any, str | None]:
@@ -158,7 +159,8 @@ def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = Non
         config = read_json(path, "", unique_keys=True)
     else:
         allowed = "a .py file, a .yaml file, a run's config.json or its folder"
-        raise ConfigError(f"--config={name}: must be {allowed}")
+        hint = f"; for a file of data: dapo-jax init {name}" if path.suffix in ROWS else ""
+        raise ConfigError(f"--config={name}: must be {allowed}{hint}")
     try:
         config = with_preset(config, preset)
         if isinstance(config, dict) or path.suffix != ".py":

@@ -19,6 +19,7 @@ from etils import epath
 from pyarrow import parquet
 
 from dapo_jax.runtime.settings import (
+    LATIN,
     ConfigError,
     check_regular,
     check_unique,
@@ -98,6 +99,8 @@ def _make_object(pairs: list[tuple[str, Any]]) -> Any:
 def _parse_json(text: bytes) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_make_object)
+    except UnicodeDecodeError as error:
+        return MalformedRow(f"is not UTF-8: {error} ({LATIN})")
     except (ValueError, RecursionError) as error:
         return MalformedRow(f"is not JSON: {error}")
 
@@ -279,7 +282,8 @@ def read_rows(path: epath.Path) -> Rows:
     except MemoryError:
         raise ConfigError(f"{path} can't be read: it needs more memory than there is") from None
     except Exception as error:  # from the file system, the parser or a bucket's client
-        raise ConfigError(f"{path} can't be read: {error}") from None
+        hint = f" ({LATIN})" if isinstance(error, UnicodeDecodeError) else ""
+        raise ConfigError(f"{path} can't be read: {error}{hint}") from None
 
 
 def _shards(path: epath.Path) -> list[epath.Path]:

@@ -128,7 +128,8 @@ class PromptStream:
         data = self._data
         is_named = not data.fields or any(file.named for file in files)
         names = ", ".join(dict.fromkeys(file.name for file in files))
-        allowed = f"names that the first rows of a file have, all of them; {names} has others"
+        fields = ", ".join(dict.fromkeys(name for file in files for name in file.fields))
+        allowed = f"names that the first rows of a file have; {names} has others: {fields}"
         require(is_named or not training, "data.fields", data.fields, allowed)
         for file in files if "messages" not in self.template.reads else ():
             ids = [problem.id for problem in every_problem([file]) if problem.turns]

@@ -68,6 +68,7 @@ class Source:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     messages: tuple[str, ...] = ()  # about malformed rows, and those whose text is held out
     named: bool = False  # True if a file was read by the fields that `data.fields` names
+    fields: tuple[str, ...] = ()  # of the first row
     note: str = ""  # end of the description
 
     @property
@@ -137,10 +138,11 @@ def read_problems(
     counts = log.counts
     problems: list[Problem] = []
     unique: dict[str, Problem] = {}
-    any_named = False
+    any_named, first_row = False, {}
     with memory_error_as_config_error(", ".join(paths)):
         for place, row, names in _named_rows(paths, parse_fields("data.fields", fields, FIELDS)):
             any_named = any_named or bool(names)
+            first_row = first_row or (row if isinstance(row, dict) else {})
             where = {"source": source, "number": counts["rows"] + 1}
             wanted = {"needs_answer": needs_answer, "columns": columns}
             read = functools.partial(read_row, fields=names, **wanted, **where)
@@ -159,7 +161,8 @@ def read_problems(
     if further := len(asked) - len({key[:-1] for key in asked}):
         counts["with another answer to the same text"] = further
     messages = tuple(log.messages[: files.MAX_MESSAGES])
-    return Source(source, tuple(problems), counts=counts, messages=messages, named=any_named)
+    own = {"messages": messages, "named": any_named, "fields": tuple(first_row)}
+    return Source(source, tuple(problems), counts=counts, **own)
 
 
 def _named_rows(

@@ -25,7 +25,7 @@ from dapo_jax.rewards.judge import Pending
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.same_run import check_frozen, warn_about_heldout
+from dapo_jax.run.checkpointing.same_run import check_frozen, meaning, warn_about_heldout
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.export import newest_export
 from dapo_jax.runtime import processes
@@ -225,7 +225,7 @@ class ResponseFile:
             changed = [
                 f"{name}: {settings.get(name)!r}, but it was begun with {saved.get(name)!r}"
                 for name in sorted(settings | saved)
-                if settings.get(name) != saved.get(name)
+                if meaning(name, settings.get(name)) != meaning(name, saved.get(name))
             ]
             if changed:
                 raise ConfigError(

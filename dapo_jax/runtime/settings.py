@@ -63,6 +63,9 @@ class ConfigError(ValueError):
         self.field = field
 
 
+LATIN = "if it is Latin-1: iconv -f LATIN1 -t UTF-8"  # about text that is not UTF-8
+
+
 def check_utf8(head: bytes) -> None:
     """Raise ValueError if the first bytes of a text are a UTF-16 byte order mark."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -283,6 +286,8 @@ def read_file(path: pathlib.Path, field: str = "") -> str:
         content = path.read_bytes()
         check_utf8(content)
         return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{named} can't be read: {error} ({LATIN})", field) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{named} can't be read: {error}", field) from None
 

@@ -218,7 +218,7 @@ def test_files_of_other_fields_are_mixed_with_named_ones(settings):
     assert named == [True, False, False]
     assert stream.describe().count("by its own field names, not data.fields") == 2
     data = dataclasses.replace(data, source="one")  # nor is the held-out file read by the names
-    with pytest.raises(ConfigError, match="one, two has others"):
+    with pytest.raises(ConfigError, match="one, two has others: problem, answer"):
         PromptStream(data, 0, TOKENIZER)
 
 

@@ -9,16 +9,36 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dapo_jax.config.experiment import Config
+from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.config.user_code import resolve
+from dapo_jax.data.difficulty import parse_range
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.data.row_formats import FIELDS, parse_fields
+from dapo_jax.data.sources import parse_sources
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.runtime.rules import Rule, When
 from dapo_jax.runtime.settings import ConfigError, leaves, require, rules
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
 from dapo_jax.structs import DIGEST_CHARACTERS
+
+
+def _list(text: str) -> list[str]:
+    return [entry.strip() for entry in text.split(",")]
+
+
+# Readers of settings that have several spellings.
+MEANINGS: dict[str, Callable[[str], Any]] = {
+    "reward.parts": lambda text: Reward(parts=text).weights(),
+    "data.source": lambda text: list(parse_sources("data.source", text).items()),
+    "data.heldout_source": lambda text: list(parse_sources("data.heldout_source", text).items()),
+    "data.fields": lambda text: parse_fields("data.fields", text, FIELDS),
+    "data.difficulty": parse_range,
+    "environment.tools": _list,
+    "lora.targets": lambda text: sorted(_list(text)),
+    **dict.fromkeys(("data.folder", "model.folder", "teacher.folder"), os.path.normpath),
+}
 
 
 @dataclasses.dataclass
@@ -80,7 +100,7 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
     """Return a digest of what a run computes: 16 hexadecimal digits."""
     known = with_defaults(settings)
-    fixed = {name: value for name, value in settings.items() if not may_change(name, known)}
+    fixed = {n: meaning(n, v) for n, v in settings.items() if not may_change(n, known)}
     text = json.dumps([fixed, inputs], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -90,8 +110,9 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
     settings, saved = _resolved(settings), _resolved(saved)
     changed = []
     for name, value in settings.items():
-        if value != saved.get(name) and not may_change(name, settings):
-            before = saved.get(name)
+        before = saved.get(name)
+        is_same = meaning(name, value) == meaning(name, before)
+        if not is_same and not may_change(name, settings):
             changed.append(f"config.{name} = {value!r}, but the run was made with {before!r}")
     if changed:
         raise ConfigError(
@@ -106,6 +127,16 @@ def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
     preset = others.pop("algorithm.critic_pretrain_steps")
     steps = others["critic.pretrain_steps"]
     return others | {"critic.pretrain_steps": preset if steps < 0 else steps}
+
+
+def meaning(name: str, value: Any) -> Any:
+    """Return a value that is equal for spellings of one setting, such as rule=1 and rule=1.0."""
+    if not isinstance(value, str) or not value:
+        return float(value) if type(value) is int else value
+    try:
+        return MEANINGS[name](value) if name in MEANINGS else value
+    except ConfigError:  # of an earlier version
+        return value
 
 
 def frozen_content(folder: str) -> str:
