@@ -1,5 +1,6 @@
 """Formats of rows, published or custom, by the fields of a row: from a row to a `Problem`."""
 
+import datetime
 import decimal
 import json
 import re
@@ -173,7 +174,7 @@ def _answer(value: Any, field: str = "answer") -> str | None:
         if not decimal.Decimal(value).is_finite():
             raise MalformedRow(f"{field} is {value}, not a finite number")
         return _number(value)
-    if hasattr(value, "isoformat"):  # a date
+    if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if not value or isinstance(value, str) and not _DOLLARS.sub("", value).strip():
         return None

@@ -348,7 +348,7 @@ class Sources:
         note = ", a fifth (data.heldout_problems)" if is_limited else ""
         taken = tuple(itertools.compress(problems, held))
         allowed = f"0, or as many as rows of {source.name!r} have the same text: they stay together"
-        require(is_limited or len(taken) or not count, "data.heldout_problems", count, allowed)
+        require(is_limited or bool(taken) or not count, "data.heldout_problems", count, allowed)
         self._split.update(problem.digest for problem in taken)
         return Source(source.name, taken, named=source.named, note=note)
 
