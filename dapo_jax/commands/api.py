@@ -17,7 +17,7 @@ from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.commands.model_folders import check_folder
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
-from dapo_jax.config.files import read_config
+from dapo_jax.config.files import read_config, with_preset
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import (
     ConfigError,
@@ -42,7 +42,7 @@ def load(config: Any, kind: type[T]) -> T:
     if isinstance(config, str | os.PathLike):
         return read_config(kind, os.fspath(config), find_preset)
     require(isinstance(config, kind), "(config)", config, f"a {kind.__name__} or a file's name")
-    return config
+    return with_preset(config, find_preset)
 
 
 class _Trained(os.PathLike[str]):

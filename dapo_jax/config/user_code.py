@@ -23,11 +23,13 @@ LIBRARIES = (
 def read_options(query: str) -> dict[str, Any]:
     """Return the arguments in `argument=value&...`.
 
-    A value is true, false, a whole number, a JSON list or text.
+    A value is true, false, a whole number, a JSON list or text. Raises ConfigError.
     """
     constants = {"true": True, "false": False}
     options: dict[str, Any] = {}
     for key, value in urllib.parse.parse_qsl(query):
+        if key in options:
+            raise ConfigError(f"?{query}: the argument {key!r} is given twice")
         options[key] = constants.get(value, int(value) if value.isdecimal() else value)
         if value.startswith("["):
             with contextlib.suppress(ValueError):

@@ -128,7 +128,8 @@ class PromptStream:
         data = self._data
         is_named = not data.fields or any(file.named for file in files)
         names = ", ".join(dict.fromkeys(file.name for file in files))
-        allowed = f"names that the first rows of a file have, all of them; {names} has others"
+        fields = ", ".join(dict.fromkeys(name for file in files for name in file.fields))
+        allowed = f"names that the first rows of a file have; {names} has others: {fields}"
         require(is_named or not training, "data.fields", data.fields, allowed)
         for file in files:
             ids = [p.id for p in every_problem([file]) if not self.template.shows(p)]
@@ -173,6 +174,7 @@ class PromptStream:
             problem=problem.text,
             metadata=problem.metadata,
             columns=problem.columns,
+            digest=problem.digest,
             truncated=truncated,
             skipped=skipped,
         )

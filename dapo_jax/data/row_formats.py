@@ -1,6 +1,7 @@
 """Formats of rows, published or custom, by the fields of a row: from a row to a `Problem`."""
 
 import contextlib
+import datetime
 import decimal
 import json
 import re
@@ -12,7 +13,7 @@ from dapo_jax.data.prompts.templates import DAPO
 from dapo_jax.rewards.code import read_tests
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.tool_calls import read_message
-from dapo_jax.structs import Problem, WantedColumns
+from dapo_jax.structs import Problem, WantedColumns, digest_json
 from dapo_jax.verifier.extraction import extract
 
 Row = dict[str, Any]
@@ -94,11 +95,12 @@ def check_text(value: Any, field: str) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """Return a date or time as text, an exact number as a float; the rest is no JSON value."""
+    """Return a date or time as text, a decimal as a float, or as text if that would round it."""
     if hasattr(value, "isoformat"):
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
-        return float(value)
+        number = float(value)
+        return number if decimal.Decimal(repr(number)) == value else str(value)
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
@@ -145,8 +147,20 @@ def _number(value: int | float | decimal.Decimal) -> str:
     """Return a numeral as a person writes it: 27.0 is 27."""
     exact = decimal.Decimal(repr(value) if isinstance(value, float) else value)
     if not exact.is_finite():
-        raise MalformedRow(f"answer is {value}, not a finite number")
-    return str(int(exact)) if exact == int(exact) else f"{exact.normalize():f}"
+        return str(value)
+    return str(int(exact)) if exact == int(exact) else f"{exact:f}".rstrip("0")
+
+
+def _canonical(value: Any) -> Any:
+    """Return a value that is equal for equal rows of all formats: without what is empty."""
+    if isinstance(value, dict):
+        items = {key: _canonical(item) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item not in (None, "", {})}
+    if isinstance(value, list | tuple):
+        return list(map(_canonical, value))
+    if isinstance(value, float | decimal.Decimal):
+        return _number(value)
+    return value if value is None else getattr(value, "isoformat", value.__str__)()
 
 
 def _answer(value: Any, field: str = "answer") -> str | None:
@@ -162,7 +176,11 @@ def _answer(value: Any, field: str = "answer") -> str | None:
         answers = [_answer(part, field) for part in value]
         return None if None in answers else ", ".join(map(str, answers))
     if isinstance(value, int | float | decimal.Decimal):
+        if not decimal.Decimal(value).is_finite():
+            raise MalformedRow(f"{field} is {value}, not a finite number")
         return _number(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
     if not value or isinstance(value, str) and not _DOLLARS.sub("", value).strip():
         return None
     text = _DOLLARS.sub("", check_text(value, field)).strip()
@@ -173,6 +191,7 @@ def _optional(row: Row, *fields: str) -> str:
     """Return the first of these fields that is not blank; join a list as paragraphs."""
     for field in fields:
         value = row.get(field, "")
+        value = _number(value) if isinstance(value, float) else value
         text = "\n\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         if value is not None and text.strip():
             return text.encode("utf-8", "replace").decode()
@@ -332,7 +351,7 @@ def read_row(
     """
     fields = fields or {}
     values = take_fields(row, fields)
-    by_name = {name.lower(): value for name, value in row.items()}
+    by_name = {name.lower(): row[name] for name in sorted(row, key=str.islower)}  # the last wins
     named = by_name | {fields[key]: value for key, value in values.items()}
     taken = _select_columns(row | {k: values[k] for k in values if k == "tests"}, columns)
     if columns.run_as_tests:
@@ -353,4 +372,8 @@ def read_row(
     attributes["answer"] = attributes["answer"] or ""
     name = attributes.pop("id", "") or _optional(by_name, *ID_FIELDS) or number
     source_name = attributes.pop("source", "") or source
-    return Problem(f"{source}-{name}", source=source_name, **attributes)
+    try:
+        digest = digest_json(_canonical(row))
+    except RecursionError:
+        raise MalformedRow("is nested too deeply") from None
+    return Problem(f"{source}-{name}", source=source_name, row=digest, **attributes)

@@ -3,9 +3,9 @@
 Every answer of an assistant follows exactly the tokens that the sampler would see before it.
 """
 
-import collections
 import functools
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,6 +28,7 @@ from dapo_jax.data.row_formats import (
     read_tools,
     take_fields,
 )
+from dapo_jax.data.sources import hold_out
 from dapo_jax.rewards import gym
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require
@@ -295,16 +296,9 @@ def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example
     allowed = f"below the {len(examples)} examples of {name!r}, from which they are taken"
     require(count < len(examples), "data.heldout_examples", count, allowed)
 
-    prompts = (Problem("", example.text, "", "").fingerprint for example in examples)
-    keys = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
-    held = set()
-    for key, size in sorted(collections.Counter(keys).items()):
-        if size <= count:
-            held.add(key)
-            count -= size
-    pairs = list(zip(examples, keys, strict=True))
-    training = [example for example, key in pairs if key not in held]
-    return training, [example for example, key in pairs if key in held]
+    held = hold_out([Problem("", e.text, "", "").fingerprint for e in examples], count)
+    training = [example for example, is_held in zip(examples, held, strict=True) if not is_held]
+    return training, list(itertools.compress(examples, held))
 
 
 def _rows(data: OwnData, seed: int) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.packing import place_tokens, take_tokens
-from dapo_jax.structs import present
+from dapo_jax.structs import ROUNDING, present
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -135,7 +135,8 @@ def over_mean(advantages: np.ndarray, rewards: np.ndarray, groups: np.ndarray) -
 def over_informative(advantages: np.ndarray, rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Divide advantages by the share of groups with unequal rewards (GPG, 2504.02546)."""
     members = [rewards[groups == group] for group in np.unique(groups)]
-    return advantages * len(members) / max(1, sum(np.ptp(own) > 0 for own in members))
+    informative = sum(np.ptp(own) > ROUNDING * np.abs(own).max() for own in members)
+    return advantages * len(members) / max(1, informative)
 
 
 SCALES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {

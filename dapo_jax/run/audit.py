@@ -20,7 +20,7 @@ from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import replacing
-from dapo_jax.structs import Completion, Prompt, Verdict
+from dapo_jax.structs import Completion, Prompt, Verdict, reaches
 from dapo_jax.verifier.gold_reading import read_gold
 from dapo_jax.verifier.verifier import VERIFIERS
 
@@ -152,7 +152,8 @@ def score(config: AuditConfig, run: RecordedRun) -> Iterator[tuple[dict[str, Any
                     continue
                 is_correct = verdict.correct
                 if function:
-                    is_correct = verdict.parts[function] >= reward.threshold
+                    value = verdict.parts[function]
+                    is_correct = bool(reaches(value, reward.threshold, abs(value)))
                 yield row | {"step": step}, is_correct and row["tokens"] > 0  # as in training
 
 

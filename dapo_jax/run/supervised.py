@@ -46,7 +46,7 @@ from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.metrics import add_up, feedback_metrics
+from dapo_jax.reporting.metrics import add_up, feedback_metrics, preference_metrics
 from dapo_jax.reporting.notices import rate_warnings
 from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.run import components
@@ -578,14 +578,11 @@ def pair_feedback(
 def _preferences(
     beta: float, now: Sequence[np.ndarray], reference: Sequence[np.ndarray], prefix: str
 ) -> dict[str, float]:
-    """Return mean loss and accuracy of pairs; a margin of 0 counts half."""
+    """Return the metrics of pairs, chosen and rejected in turns."""
     both = zip(now, reference, strict=False)
     gains = np.array([np.sum(np.float64(policy) - before) for policy, before in both])
     margins = gains[0::2] - gains[1::2]
-    return {
-        f"{prefix}preference_loss": float(np.logaddexp(0.0, -beta * margins).mean()),
-        f"{prefix}preference_accuracy": float(np.mean((np.sign(margins) + 1) / 2)),
-    }
+    return {f"{prefix}{name}": value for name, value in preference_metrics(margins, beta).items()}
 
 
 def _open_dpo(start: Start, learner: Learner, signals: Signals) -> Task:

@@ -4,6 +4,7 @@ Errors name the setting, its value and the allowed values.
 """
 
 import codecs
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -62,10 +63,20 @@ class ConfigError(ValueError):
         self.field = field
 
 
+LATIN = "if it is Latin-1: iconv -f LATIN1 -t UTF-8"  # about text that is not UTF-8
+
+
 def check_utf8(head: bytes) -> None:
     """Raise ValueError if the first bytes of a text are a UTF-16 byte order mark."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("it is UTF-16: must be UTF-8 (iconv -f UTF-16 -t UTF-8)")
+
+
+def check_unique(names: Iterable[Any], what: str) -> None:
+    """Raise ValueError if a name occurs twice: one of the values would be lost."""
+    name, count = max(collections.Counter(names).items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise ValueError(f"the {what} {name!r} occurs twice")
 
 
 def check_regular(path: Any) -> None:
@@ -258,7 +269,7 @@ def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
         before = getattr(made, name)
         if value == "auto":
             value = made.__dataclass_fields__[name].metadata["rule"].auto or value  # type: ignore[attr-defined]
-        if dataclasses.is_dataclass(before):
+        if dataclasses.is_dataclass(before) and not isinstance(value, type(before)):
             value = from_dict(type(before), value, f"{prefix}{name}.")
         setattr(made, name, value)
     return made
@@ -275,16 +286,31 @@ def read_file(path: pathlib.Path, field: str = "") -> str:
         content = path.read_bytes()
         check_utf8(content)
         return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{named} can't be read: {error} ({LATIN})", field) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{named} can't be read: {error}", field) from None
 
 
-def read_json(path: pathlib.Path, field: str) -> dict[str, Any]:
-    """Read the object in a JSON file; raises `ConfigError` with `field`, the path's setting."""
+def read_json(path: pathlib.Path, field: str, unique_keys: bool = False) -> dict[str, Any]:
+    """Read the object in a JSON file; raises `ConfigError` with `field`, the path's setting.
+
+    Args:
+        unique_keys: reject an object that has a key twice.
+    """
     named = f"config.{field}: {path}" if field else str(path)
     text = read_file(path, field)
+
+    def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if unique_keys and len(made) < len(pairs):
+            ((key, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+            lines = [str(n) for n, line in enumerate(text.splitlines(), 1) if f'"{key}"' in line]
+            raise ValueError(f"an object has the key {key!r} twice (see lines {', '.join(lines)})")
+        return made
+
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=make)
     except RecursionError:
         raise ConfigError(f"{named} can't be read: it is nested too deeply", field) from None
     except ValueError as error:

@@ -147,7 +147,7 @@ def test_a_line_with_other_cells_than_the_first_is_malformed(tmp_path, cells):
     ("name", "content", "reason"),
     [
         ("t.csv", b'question,answer\n"1+1?,2\n', "unexpected end of data"),
-        ("t.csv", b"question,answer\n\xff,2\n", ".*utf-8"),
+        ("t.csv", b"question,answer\n\xff,2\n", ".*utf-8.*iconv -f LATIN1 -t UTF-8"),
         ("t.parquet", b"hello", ".*[Pp]arquet"),
         ("t.jsonl.gz", b"hello", "Not a gzipped file"),
         ("t.json.gz", gzip.compress(b"[1]" * 999, mtime=0)[:-9], ".*ended before"),
@@ -157,6 +157,11 @@ def test_broken_files_say_why(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{name} can't be read: {reason}"):
         read(tmp_path / name)
+
+
+def test_a_latin_file_of_lines_names_iconv(tmp_path):
+    (tmp_path / "t.jsonl").write_bytes(b'{"problem": "\xe4", "answer": "1"}\n')
+    assert "iconv -f LATIN1 -t UTF-8" in read(tmp_path / "t.jsonl").messages[0]
 
 
 def test_packed_files_are_found_and_named_like_others(tmp_path):

@@ -203,8 +203,8 @@ def test_pairs_that_a_cut_makes_the_same_are_dropped(tmp_path):
 
 
 def test_held_out_prompts_are_never_trained_on_whatever_the_order(tmp_path):
-    rows = [{"prompt": f"{i % 60}?", "response": str(i)} for i in range(100)]  # 40 prompts twice
-    rows[70]["prompt"] = " 10 ? "  # the same but for blanks
+    rows = [{"prompt": f"{i % 60} ?", "response": str(i)} for i in range(100)]  # 40 prompts twice
+    rows[70]["prompt"] = " 10  ? "  # the same but for blanks
     found = []
     for order in (rows, rows[::-1]):
         source = write_lines(tmp_path / "own.jsonl", order)
