@@ -21,6 +21,7 @@ from dapo_jax.runtime.rules import (
     Share,
     Temperature,
     Unit,
+    Url,
     When,
 )
 from dapo_jax.runtime.settings import part, require, section, setting
@@ -376,7 +377,7 @@ class ModelJudge:
 
     The key is read from the environment variable OPENAI_API_KEY."""
 
-    url: str = setting("http://127.0.0.1:8000/v1", "Address of the endpoint, up to /v1.")
+    url: Url = setting("http://127.0.0.1:8000/v1", "Address of the endpoint, up to /v1.")
     model: str = setting("", "Name of the judge at the endpoint.")
     rubric: str = setting(
         "Does the response solve the problem?",
@@ -715,7 +716,7 @@ class SamplerConfig:
     """A process that samples groups for a trainer (`dapo-jax sampler`)."""
 
     run: str = setting("", "The run_dir of the run, for its settings and the policy's weights.")
-    trainer: str = setting("", "URL of the trainer, as http://HOST:8200.")
+    trainer: Url = setting("", "URL of the trainer, as http://HOST:8200.")
     model: str = setting("", "Its model folder; empty: the run's.")
     key_file: str = setting("", "File with the trainer's key; empty: DAPO_API_KEY, if set.")
     slots: CountOr0 = setting(0, "Responses decoded in parallel; 0: as the trainer.")
@@ -723,7 +724,7 @@ class SamplerConfig:
     stall_seconds: Positive = setting(
         1800.0, "Time in one burst, compiling included, after which its leases end."
     )
-    engine: str = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
+    engine: Url = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
     mesh: OneMesh = part(OneMesh)
 
 

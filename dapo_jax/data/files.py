@@ -16,7 +16,13 @@ import pyarrow
 from etils import epath
 from pyarrow import parquet
 
-from dapo_jax.runtime.settings import ConfigError, check_regular, check_utf8, require
+from dapo_jax.runtime.settings import (
+    ConfigError,
+    check_place,
+    check_regular,
+    check_utf8,
+    require,
+)
 
 T = TypeVar("T")
 Rows = Iterator[tuple[str, Any]]  # (line or row number, row or `MalformedRow`)
@@ -294,8 +300,7 @@ def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...
         require(name in _given_rows, field, name, allowed)
         return (name,)
     home = epath.Path(folder)
-    allowed = "a local path or a gs:// path: nothing else is downloaded"
-    require("://" not in name or name.startswith("gs://"), field, name, allowed)
+    check_place(field, name)
     require("**" not in name, field, name, "without **, which buckets do not support")
     try:
         files = [file for path in _matches(name, home, split) for file in _shards(path)]

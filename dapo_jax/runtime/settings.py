@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import stat
 import types
 import typing
@@ -27,6 +28,9 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 MIN_MAGNITUDE = 1e-30
 MAX_MAGNITUDE = 1e30
 MAX_TEXT_BYTES = 64 << 20  # of a file that is read as a whole
+HUB_ADDRESS = re.compile(
+    r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(datasets/)?([\w.-]+/[\w.-]+)", re.I
+)
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # start of a pointer file
 
 
@@ -84,6 +88,19 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
     """Raise `ConfigError` with the field, its value and what is allowed, unless `condition`."""
     if not condition:
         raise ConfigError(f"config.{field} = {value!r}: must be {allowed}", field)
+
+
+def check_place(field: str, value: str) -> None:
+    """Raise `ConfigError` for an address of anything but a bucket: it would not be downloaded."""
+    if not re.match(r"(?!gs://)[a-z][\w+.-]*://[^\s{]*$", value, re.IGNORECASE):
+        return
+    allowed = "a local path or a gs:// path: nothing else is downloaded"
+    if found := HUB_ADDRESS.match(value):
+        is_data, name = found.groups()
+        folder = f"{'data' if is_data else 'models'}/{name.rpartition('/')[2]}"
+        kind = "--repo-type dataset " * bool(is_data)
+        allowed += f" unasked. First: hf download {name} {kind}--local-dir {folder}"
+    require(False, field, value, allowed)
 
 
 @contextlib.contextmanager
@@ -229,6 +246,8 @@ def check_values(config: Any) -> None:
             require(math.isfinite(value), name, value, "a finite number")
         if allowed is not None:
             require(allowed(value), name, value, str(allowed))
+        elif isinstance(value, str):
+            check_place(name, value)
         if isinstance(value, float):
             zero = "0, or " * (allowed is None or allowed(0))
             fits = value == 0 or MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE

@@ -5,7 +5,7 @@ import pathlib
 
 from filelock import FileLock
 
-from dapo_jax.runtime.settings import ConfigError, nearest
+from dapo_jax.runtime.settings import ConfigError, check_place, nearest
 from dapo_jax.runtime.storage.downloads import cached_model, local_folder
 from dapo_jax.runtime.storage.paths import is_remote
 
@@ -27,6 +27,7 @@ def model_path(
     Raises:
         ConfigError: no policy of that name ships, or the bucket or file cannot be read.
     """
+    check_place(field, str(folder))
     if is_remote(folder):
         return local_folder(folder, field, weights=weights)
     name = str(folder)
