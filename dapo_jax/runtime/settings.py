@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 import math
 import os
@@ -164,6 +165,13 @@ def explain(field: dataclasses.Field) -> str:
     return text
 
 
+def _describe(field: dataclasses.Field) -> str:
+    """Return a line of the docstring of a section: a setting, its type, default, explanation."""
+    if field.default is dataclasses.MISSING:
+        return f"    {field.name}: a section, see help of {field.type.__name__}"
+    return f"    {field.name} ({field.type.__name__}, default {field.default!r}): {explain(field)}"
+
+
 # Type checkers treat the positional argument of `setting` as the default.
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def section(kind: type[T]) -> type[T]:
@@ -174,6 +182,8 @@ def section(kind: type[T]) -> type[T]:
     _read_types(kind)
     made: Any = dataclasses.dataclass(kind)
     initialise = made.__init__
+    lines = map(_describe, dataclasses.fields(made))
+    made.__doc__ = "\n".join([inspect.cleandoc(kind.__doc__ or ""), "", "Settings:", *lines])
 
     @functools.wraps(initialise)
     def __init__(self: Any, *values: Any, **named: Any) -> None:

@@ -1,5 +1,6 @@
 """Links of the documentation lead somewhere, its commands are accepted, the site builds."""
 
+import html
 import os
 import pathlib
 import re
@@ -13,6 +14,8 @@ from row_files import read_table
 from shown_commands import ROOT, commands_of, split_commands, tokens_of, what_is_wrong
 
 import dapo_jax
+from dapo_jax.config.experiment import Config
+from dapo_jax.runtime.settings import TYPE_NAMES, explain, leaves, rules
 
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
@@ -131,11 +134,11 @@ def test_every_python_example_compiles(page):
 STRAY = re.compile(r"(?:</\w+>|[^\s(>])<(?:em|strong)>|<(?:em|strong)>(?=[\s,.;:)])|\*\*")
 
 
-def stray_emphasis(html: str) -> list[str]:
+def stray_emphasis(page: str) -> list[str]:
     """Return the places of a page, each with what follows, whose stars became emphasis."""
-    html = re.sub(r"<code>[^<]*</code>", "<code></code>", re.sub(r"</?span[^>]*>", "", html))
-    html = re.sub(r"<(pre|script|style).*?</\1>", "", html, flags=re.DOTALL)
-    return [html[found.start() :][:80] for found in STRAY.finditer(html)]
+    page = re.sub(r"<code>[^<]*</code>", "<code></code>", re.sub(r"</?span[^>]*>", "", page))
+    page = re.sub(r"<(pre|script|style).*?</\1>", "", page, flags=re.DOTALL)
+    return [page[found.start() :][:80] for found in STRAY.finditer(page)]
 
 
 def test_emphasis_between_stars_of_a_table_is_found():
@@ -166,6 +169,23 @@ def site(tmp_path_factory):
 def test_no_star_becomes_emphasis_on_the_site(site):
     for page in site.glob("*.html"):
         assert not stray_emphasis(page.read_text(encoding="utf-8")), page.name
+
+
+def test_the_page_of_settings_has_all_of_them_once(site):
+    page = (site / "settings.html").read_text(encoding="utf-8")
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    text = html.unescape(re.sub("<[^>]*>", "", page))
+    for name, field, value in leaves(Config()):
+        if not name.startswith("critic.optimizer."):  # named as a section
+            assert name in ids
+            auto = rules(Config)[name].auto
+            shown = {auto: "auto", True: "true", False: "false", "": "empty"}.get(value, value)
+            shown = value if type(value) in (int, float) and value != auto else shown
+            kind = TYPE_NAMES[type(value)] + " or auto" * bool(auto)
+            assert f"{name} {kind}; default: {shown}" in text, name
+            assert explain(field).replace("`", "") in text, name
+    assert {"sft-start", "serve-http_port", "sampler-slots", "sft-data.passes"} < set(ids)
 
 
 def test_the_site_loads_nothing_from_elsewhere(site):
