@@ -45,6 +45,7 @@ Cache = Literal["auto", "slots", "paged"]
 ON_POLICY = When("rollout.carry_over", "none")
 IF_REMOTE = When("rollout.remote", "also only")
 FEW_SHOT = When("data.template", "few_shot")
+IF_CHAT = When("data.template", "chat")
 IF_REFERENCE = When("algorithm.reference")
 SHOWS_SYSTEM = When("data.template", lambda name: name not in SHOW_NO_SYSTEM)
 IF_LORA = When("lora.rank")
@@ -193,6 +194,9 @@ class Data:
     bad_rows_limit: CountOr0 = setting(10, "Malformed rows of a source that are skipped.")
     template: str = setting(
         "none", "none, dapo, r1, qwen_math, few_shot, chat; a text or file with {problem} or jinja."
+    )
+    user_template: str = setting(
+        "", "With 'chat', the user's turn: a text or file as for `template`.", read=IF_CHAT
     )
     few_shot: Count = setting(4, "Worked examples before the problem.", read=FEW_SHOT)
     system_prompt: str = setting("", SYSTEM_PROMPT, read=SHOWS_SYSTEM)

@@ -167,9 +167,10 @@ def explain(field: dataclasses.Field) -> str:
 
 def _describe(field: dataclasses.Field) -> str:
     """Return a line of the docstring of a section: a setting, its type, default, explanation."""
+    kind = getattr(field.type, "__name__", field.type)
     if field.default is dataclasses.MISSING:
-        return f"    {field.name}: a section, see help of {field.type.__name__}"
-    return f"    {field.name} ({field.type.__name__}, default {field.default!r}): {explain(field)}"
+        return f"    {field.name}: a section, see help of {kind}"
+    return f"    {field.name} ({kind}, default {field.default!r}): {explain(field)}"
 
 
 # Type checkers treat the positional argument of `setting` as the default.

@@ -100,6 +100,7 @@ class Beside:
     examples: tuple[Problem, ...] = ()  # one more than `shots`: the problem itself is left out
     shots: int = 0
     tools: list[dict[str, Any]] | None = None  # functions that the policy may call
+    write_user: "Write | None" = None  # the user's turn in a chat; None: the problem
 
 
 Write = Callable[[Problem, Beside], str]
@@ -126,7 +127,10 @@ def few_shot(problem: Problem, beside: Beside) -> str:
 def _messages(problem: Problem, beside: Beside) -> list[dict[str, str]]:
     """Return the messages of a problem, after its own system message or else the config's."""
     system = problem.system or beside.system_prompt
-    turns = [*([("system", system)] if system else []), *problem.turns, ("user", problem.text)]
+    user = problem.text
+    if beside.write_user:
+        user = beside.write_user(problem, dataclasses.replace(beside, write_user=None))
+    turns = [*([("system", system)] if system else []), *problem.turns, ("user", user)]
     return [{"role": role, "content": content} for role, content in turns]
 
 
@@ -184,7 +188,12 @@ def open_template(setting: str) -> Template:
     if setting in TEMPLATES:
         reads = {"problem", "system", "messages"} if setting == "chat" else {"problem"}
         return Template(TEMPLATES[setting], frozenset(reads))
-    text = setting if re.search(r"{[{%#]|{problem}", setting) else _read(setting)
+    return open_text(setting)
+
+
+def open_text(setting: str, field: str = "data.template") -> Template:
+    """Return the template that is a text or a file with a text."""
+    text = setting if re.search(r"{[{%#]|{problem}", setting) else _read(setting, field)
     is_cut = len(setting) > MAX_SHOWN_CHARACTERS
     shown = setting[:MAX_SHOWN_CHARACTERS] + "..." if is_cut else setting
     is_jinja = any(sign in text for sign in ("{{", "{%", "{#"))
@@ -193,16 +202,16 @@ def open_template(setting: str) -> Template:
     unfilled -= set() if is_jinja else {"problem"}
     first = min(unfilled, default="")
     allowed = f"jinja, {{{{ {first} }}}}, in place of {{{first}}}"
-    require(not unfilled, "data.template", shown, allowed)
+    require(not unfilled, field, shown, allowed)
     reads = set(re.findall(r"{(problem)}", text))
     if is_jinja:
-        reads = sandbox.read_names(f"config.data.template = {shown!r}: the jinja", text)
+        reads = sandbox.read_names(f"config.{field} = {shown!r}: the jinja", text)
         unknown = ", ".join(sorted(reads - READABLE))
         allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
-        require(not unknown, "data.template", shown, allowed)
+        require(not unknown, field, shown, allowed)
     allowed = "a text with {problem}, or jinja with {{ problem }}, in place of the problem"
-    require(not {"problem", "messages"}.isdisjoint(reads), "data.template", shown, allowed)
-    write = _jinja(text, shown) if is_jinja else _wording(text)
+    require(not {"problem", "messages"}.isdisjoint(reads), field, shown, allowed)
+    write = _jinja(text, f"config.{field} = {shown!r}: the jinja") if is_jinja else _wording(text)
     return Template(write, frozenset(reads), hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
@@ -217,7 +226,7 @@ def check_system(template: str, system_prompt: str, fields: str) -> None:
         require(shows_system or not value, field, value, allowed)
 
 
-def _read(setting: str) -> str:
+def _read(setting: str, field: str) -> str:
     """Read a file without the newline that editors add at its end."""
     path = epath.Path(setting)
     try:
@@ -226,13 +235,13 @@ def _read(setting: str) -> str:
             check_utf8(content)
             return content.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     except Exception as error:  # from the file system, the encoding or a bucket's client
-        raise ConfigError(f"config.data.template = {setting!r}: can't be read: {error}") from None
-    names = ", ".join(TEMPLATES)
-    allowed = f"{names}, or a text with {{problem}} in it, or a file of it (there is no such file)"
-    raise ConfigError(f"config.data.template = {setting!r}: must be {allowed}")
+        raise ConfigError(f"config.{field} = {setting!r}: can't be read: {error}") from None
+    names = f"{', '.join(TEMPLATES)}, or " * (field == "data.template")
+    allowed = f"{names}a text with {{problem}} in it, or a file of it (there is no such file)"
+    raise ConfigError(f"config.{field} = {setting!r}: must be {allowed}")
 
 
-def _jinja(text: str, shown: str) -> Write:
+def _jinja(text: str, subject: str) -> Write:
     """Return the writer of a jinja text, after a trial."""
 
     def write(problem: Problem, beside: Beside) -> str:
@@ -243,7 +252,6 @@ def _jinja(text: str, shown: str) -> Write:
             "level": problem.level,
             "messages": _messages(problem, beside),
         }
-        subject = f"config.data.template = {shown!r}: the jinja"
         return sandbox.render(subject, text, True, values)
 
     write(Problem("", "1+1", "", ""), Beside())

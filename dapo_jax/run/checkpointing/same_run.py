@@ -12,7 +12,7 @@ from typing import Any
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.prompt_stream import PromptStream
-from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.runtime.rules import Rule, When
@@ -125,6 +125,8 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
         content["lora.folder"] = peft_adapters.fingerprint(config.lora.folder)
     if digest := open_template(config.data.template).digest:
         content["data.template"] = digest
+    if config.data.user_template:
+        content["data.user_template"] = open_text(config.data.user_template).digest
     settings = {name: value for name, _, value in leaves(config)}
     if heldout_problems is not None:
         settings["data.heldout_problems"] = heldout_problems
