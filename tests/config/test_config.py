@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from command_lines import BASE, RL, ROOT, load, run
+from command_lines import BASE, RL, ROOT, load, run, run_shown
 from row_files import read_table
 
 import dapo_jax
@@ -55,6 +55,14 @@ def test_every_setting_can_be_overridden(kind, file, monkeypatch):
         new = other_value(value)
         loaded = load(kind, file, f"--config.{name}={new}")
         assert dict((n, v) for n, _, v in leaves(loaded))[name] == new, name
+
+
+def test_settings_can_be_checked_without_devices_data_or_models(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for words in (["--check=v6e:8"], ["--check"], ["--check=v6e:64", "--config.mesh.fsdp=16"]):
+        code, output, _ = run_shown("train", ["qwen2p5_7b_math:v6e_8", *words], monkeypatch, capsys)
+        assert code == 0 and "the settings are valid" in output
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_in_python_explains_every_setting_of_a_section():
