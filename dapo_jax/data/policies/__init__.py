@@ -83,7 +83,7 @@ def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
 
                 gguf_files.convert(path, folder)
             except ImportError:
-                problem = "needs the package gguf: pip install 'dapo_jax[gguf]'"
+                problem = "needs the package gguf: pip install gguf"
                 raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
             except Exception as error:  # damage can break the package anywhere
                 text = " ".join(str(error).split())[:300]
