@@ -136,7 +136,7 @@ def guarded(work: Callable[[], int | None]) -> int:
             processes.print_error(f"error: {line}")
             return os.EX_OSERR
         if isinstance(error, ImportError) and "gcsfs" in str(error):
-            processes.print_error("error: gs:// needs a package: pip install 'dapo_jax[gcs]'")
+            processes.print_error("error: gs:// needs a package: pip install gcsfs")
             return 2
         if not is_bucket_error(error):
             raise
