@@ -10,7 +10,7 @@ from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
 from dapo_jax.config.files import config_for_folder
 from dapo_jax.config.user_code import resolve
 from dapo_jax.config.validation import check_warmup, validate
-from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system
+from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.data.supervised import EXAMPLES, PAIRS, read_fields
@@ -80,6 +80,8 @@ def _check_data(data: Data) -> None:
     is_read = not fields or not all(map(is_generated, names))
     require(is_read, "data.fields", data.fields, allowed)
     check_system(data.template, data.system_prompt, data.fields if "system" in fields else "")
+    if data.user_template:
+        open_text(data.user_template, "data.user_template")
 
 
 def check_run(config: Config, make_base: Callable[[Config], None] = lambda config: None) -> None:
@@ -134,7 +136,7 @@ def guarded(work: Callable[[], int | None]) -> int:
             processes.print_error(f"error: {line}")
             return os.EX_OSERR
         if isinstance(error, ImportError) and "gcsfs" in str(error):
-            processes.print_error("error: gs:// needs a package: pip install 'dapo_jax[gcs]'")
+            processes.print_error("error: gs:// needs a package: pip install gcsfs")
             return 2
         if not is_bucket_error(error):
             raise

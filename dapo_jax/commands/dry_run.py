@@ -113,6 +113,16 @@ def describe_prompts(
         yield from (f"  | {line}" for line in text.split("\n"))
         if prompt.answer:
             yield f"  gold {_short(prompt.answer)!r}{_describe_reader(config, prompt)}"
+    special = tokenizer.backend.get_added_tokens_decoder()
+    special = {token: added.content for token, added in special.items() if added.special}
+    first = dict.fromkeys(special[id] for id in prompts[0].tokens.tolist() if id in special)
+    ends = [tokenizer.backend.decode([id], skip_special_tokens=False) for id in tokenizer.end_ids]
+    yield (
+        f"\nspecial tokens of the first prompt: {' '.join(first) or 'none'}; "
+        f"a response ends at {' or '.join(ends)}"
+    )
+    if tokenizer.chat and config.data.template != "chat":
+        yield "the model folder has a chat template, which data.template=chat would use"
 
 
 def _describe_reader(config: Config, prompt: Prompt) -> str:

@@ -21,6 +21,7 @@ from dapo_jax.runtime.rules import (
     Share,
     Temperature,
     Unit,
+    Url,
     When,
 )
 from dapo_jax.runtime.settings import part, require, section, setting
@@ -44,6 +45,7 @@ Cache = Literal["auto", "slots", "paged"]
 ON_POLICY = When("rollout.carry_over", "none")
 IF_REMOTE = When("rollout.remote", "also only")
 FEW_SHOT = When("data.template", "few_shot")
+IF_CHAT = When("data.template", "chat")
 IF_REFERENCE = When("algorithm.reference")
 SHOWS_SYSTEM = When("data.template", lambda name: name not in SHOW_NO_SYSTEM)
 IF_LORA = When("lora.rank")
@@ -193,6 +195,9 @@ class Data:
     bad_rows_limit: CountOr0 = setting(10, "Malformed rows of a source that are skipped.")
     template: str = setting(
         "none", "none, dapo, r1, qwen_math, few_shot, chat; a text or file with {problem} or jinja."
+    )
+    user_template: str = setting(
+        "", "With 'chat', the user's turn: a text or file as for `template`.", read=IF_CHAT
     )
     few_shot: Count = setting(4, "Worked examples before the problem.", read=FEW_SHOT)
     system_prompt: str = setting("", SYSTEM_PROMPT, read=SHOWS_SYSTEM)
@@ -377,7 +382,7 @@ class ModelJudge:
 
     The key is read from the environment variable OPENAI_API_KEY."""
 
-    url: str = setting("http://127.0.0.1:8000/v1", "Address of the endpoint, up to /v1.")
+    url: Url = setting("http://127.0.0.1:8000/v1", "Address of the endpoint, up to /v1.")
     model: str = setting("", "Name of the judge at the endpoint.")
     rubric: str = setting(
         "Does the response solve the problem?",
@@ -716,7 +721,7 @@ class SamplerConfig:
     """A process that samples groups for a trainer (`dapo-jax sampler`)."""
 
     run: str = setting("", "The run_dir of the run, for its settings and the policy's weights.")
-    trainer: str = setting("", "URL of the trainer, as http://HOST:8200.")
+    trainer: Url = setting("", "URL of the trainer, as http://HOST:8200.")
     model: str = setting("", "Its model folder; empty: the run's.")
     key_file: str = setting("", "File with the trainer's key; empty: DAPO_API_KEY, if set.")
     slots: CountOr0 = setting(0, "Responses decoded in parallel; 0: as the trainer.")
@@ -724,7 +729,7 @@ class SamplerConfig:
     stall_seconds: Positive = setting(
         1800.0, "Time in one burst, compiling included, after which its leases end."
     )
-    engine: str = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
+    engine: Url = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
     mesh: OneMesh = part(OneMesh)
 
 

@@ -121,6 +121,13 @@ def _find(name: str) -> tuple[pathlib.Path, str | None]:
     return path.absolute(), argument
 
 
+def variant(name: str) -> str:
+    """Return the argument after the colon of a config, else its default; "" if it takes none."""
+    path, argument = _find(name)
+    default = re.search(r'^def get_config\(\w+: str = "(\w+)"', read_file(path), re.MULTILINE)
+    return argument or (default[1] if default and path.suffix == ".py" else "")
+
+
 def _apply_preset(config: Any, name: str, preset: Callable[[str], Any] | None) -> None:
     """Replace the algorithm by a preset, and add its name to the run_dir."""
     if preset is None or not hasattr(config, "algorithm"):

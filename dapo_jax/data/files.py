@@ -21,6 +21,7 @@ from pyarrow import parquet
 from dapo_jax.runtime.settings import (
     LATIN,
     ConfigError,
+    check_place,
     check_regular,
     check_unique,
     check_utf8,
@@ -355,8 +356,7 @@ def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...
         require(name in _given_rows, field, name, allowed)
         return (name,)
     home = epath.Path(folder)
-    allowed = "a local path or a gs:// path: nothing else is downloaded"
-    require("://" not in name or name.startswith("gs://"), field, name, allowed)
+    check_place(field, name)
     require("**" not in name, field, name, "without **, which buckets do not support")
     try:
         files = [file for path in _matches(name, home, split) for file in _shards(path)]

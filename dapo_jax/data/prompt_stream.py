@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from dapo_jax.config.experiment import Data
-from dapo_jax.data.prompts.templates import Beside, check_chat, open_template
+from dapo_jax.data.prompts.templates import Beside, check_chat, open_template, open_text
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.row_formats import NO_COLUMNS
 from dapo_jax.data.sources import Source, Sources, every_problem
@@ -112,7 +112,15 @@ class PromptStream:
         examples = ()
         if needs_examples:
             examples = choose_examples(trained, self._heldout, data.few_shot + 1, seed)
-        self._beside = Beside(tokenizer.chat, data.system_prompt, examples, data.few_shot, tools)
+        user = open_text(data.user_template, "data.user_template") if data.user_template else None
+        self._beside = Beside(
+            chat=tokenizer.chat,
+            system_prompt=data.system_prompt,
+            examples=examples,
+            shots=data.few_shot,
+            tools=tools,
+            write_user=user.write if user else None,
+        )
         if training:
             self._order = _endless_order(self.sources, seed)
             total = sum(source.weight for source in self.sources)

@@ -37,7 +37,7 @@ def check_trackers(log: Log) -> None:
         # A folder called wandb with offline runs looks like a package without an origin.
         package = importlib.util.find_spec(name) if value else None
         is_installed = package is not None and package.origin is not None
-        allowed = f"{without} without the package {name}: pip install 'dapo_jax[{name}]'"
+        allowed = f"{without} without the package {name}: pip install {name}"
         require(is_installed or not value, f"log.{name}", value, allowed)
 
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.policies import model_path
-from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
@@ -344,7 +344,9 @@ def claim_folder(
     model = model_path(config.model.folder).absolute().name
     name = [f"step_{checkpoints.latest_step()}" if checkpoints else model]
     name += [pathlib.Path(data.heldout_source or data.source).stem]
-    own = open_template(data.template).digest
+    own = (
+        open_text(data.user_template) if data.user_template else open_template(data.template)
+    ).digest
     name += [f"template-{own}" if own else data.template] if data.template != "none" else []
     name += [f"T{evaluation.temperature:g}", f"p{evaluation.top_p:g}"]
     below = f"evaluations/{'_'.join(name)}"

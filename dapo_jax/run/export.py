@@ -100,7 +100,7 @@ def _replace_by_gguf(folder: pathlib.Path, config: ExportConfig) -> None:
 
         gguf_files.write(folder, folder / f"{name}.{dtype}.gguf", dtype)
     except ImportError:
-        raise ConfigError("config.format = 'gguf': pip install 'dapo_jax[gguf]'") from None
+        raise ConfigError("config.format = 'gguf': pip install gguf") from None
     except ValueError as error:
         raise ConfigError(f"config.format = 'gguf': {error}") from None
     for file in files:

@@ -9,10 +9,12 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 import math
 import os
 import pathlib
+import re
 import stat
 import types
 import typing
@@ -28,6 +30,9 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 MIN_MAGNITUDE = 1e-30
 MAX_MAGNITUDE = 1e30
 MAX_TEXT_BYTES = 64 << 20  # of a file that is read as a whole
+HUB_ADDRESS = re.compile(
+    r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(datasets/)?([\w.-]+/[\w.-]+)", re.I
+)
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # start of a pointer file
 
 
@@ -97,6 +102,19 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
         raise ConfigError(f"config.{field} = {value!r}: must be {allowed}", field)
 
 
+def check_place(field: str, value: str) -> None:
+    """Raise `ConfigError` for an address of anything but a bucket: it would not be downloaded."""
+    if not re.match(r"(?!gs://)[a-z][\w+.-]*://[^\s{]*$", value, re.IGNORECASE):
+        return
+    allowed = "a local path or a gs:// path: nothing else is downloaded"
+    if found := HUB_ADDRESS.match(value):
+        is_data, name = found.groups()
+        folder = f"{'data' if is_data else 'models'}/{name.rpartition('/')[2]}"
+        kind = "--repo-type dataset " * bool(is_data)
+        allowed += f" unasked. First: hf download {name} {kind}--local-dir {folder}"
+    require(False, field, value, allowed)
+
+
 @contextlib.contextmanager
 def naming(field: str, value: Any) -> Iterator[None]:
     """Add the setting that names a file to errors about the file inside the context."""
@@ -158,6 +176,14 @@ def explain(field: dataclasses.Field) -> str:
     return text
 
 
+def _describe(field: dataclasses.Field) -> str:
+    """Return a line of the docstring of a section: a setting, its type, default, explanation."""
+    kind = getattr(field.type, "__name__", field.type)
+    if field.default is dataclasses.MISSING:
+        return f"    {field.name}: a section, see help of {kind}"
+    return f"    {field.name} ({kind}, default {field.default!r}): {explain(field)}"
+
+
 # Type checkers treat the positional argument of `setting` as the default.
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def section(kind: type[T]) -> type[T]:
@@ -168,6 +194,8 @@ def section(kind: type[T]) -> type[T]:
     _read_types(kind)
     made: Any = dataclasses.dataclass(kind)
     initialise = made.__init__
+    lines = map(_describe, dataclasses.fields(made))
+    made.__doc__ = "\n".join([inspect.cleandoc(kind.__doc__ or ""), "", "Settings:", *lines])
 
     @functools.wraps(initialise)
     def __init__(self: Any, *values: Any, **named: Any) -> None:
@@ -240,6 +268,8 @@ def check_values(config: Any) -> None:
             require(math.isfinite(value), name, value, "a finite number")
         if allowed is not None:
             require(allowed(value), name, value, str(allowed))
+        elif isinstance(value, str):
+            check_place(name, value)
         if isinstance(value, float):
             zero = "0, or " * (allowed is None or allowed(0))
             fits = value == 0 or MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE

@@ -80,6 +80,7 @@ def test_prompts_golds_rewards_lengths_and_memory_are_shown(dry_run):
     assert output.count("\nprompt mine-") == 3
     # Trailing newlines and special tokens are visible.
     assert output.count("=\n  | \n  gold '") == 3 and "  | <|end|>" in output
+    assert "special tokens of the first prompt: <|end|>; a response ends at <|end|>" in output
     assert "golds of 32 problems, by final_number: 32 integer" in output
     assert row(output, "gold in its form").split("  ")[-1].startswith("right: rule +1.00")
     for name in ("gold alone", "a wrong number", "the problem again"):

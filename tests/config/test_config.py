@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from command_lines import BASE, RL, ROOT, load, run
+from command_lines import BASE, RL, ROOT, load, run, run_shown
 from row_files import read_table
 
+import dapo_jax
 from dapo_jax.__main__ import entry
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, ServeConfig, SftConfig
@@ -54,6 +55,26 @@ def test_every_setting_can_be_overridden(kind, file, monkeypatch):
         new = other_value(value)
         loaded = load(kind, file, f"--config.{name}={new}")
         assert dict((n, v) for n, _, v in leaves(loaded))[name] == new, name
+
+
+def test_settings_can_be_checked_without_devices_data_or_models(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for words in (["--check=v6e:8"], ["--check"], ["--check=v6e:64", "--config.mesh.fsdp=16"]):
+        code, output, _ = run_shown("train", ["qwen2p5_7b_math:v6e_8", *words], monkeypatch, capsys)
+        assert code == 0 and "the settings are valid" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_in_python_explains_every_setting_of_a_section():
+    text = dapo_jax.Sampler.__doc__ or ""
+    assert text.startswith("The decoding engine.\n\nSettings:\n")
+    line = "    slots (int, default 128): Responses decoded in parallel. Above 0."
+    assert line in text.splitlines()
+    assert "cache (str, default 'auto'): Cache layout" in text and "One of: auto, slots" in text
+    for kind in (dapo_jax.Config, dapo_jax.Algorithm, dapo_jax.Mesh, ServeConfig):
+        lines = (kind.__doc__ or "").split("Settings:\n")[1].splitlines()
+        names = [line.split()[0].removesuffix(":") for line in lines]
+        assert names == [field.name for field in dataclasses.fields(kind)]
 
 
 def test_every_config_builds_and_validates():

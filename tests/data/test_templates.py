@@ -83,6 +83,27 @@ def test_chat_renders_system_and_user_and_opens_the_answer():
     assert render("chat", "Hi", Beside(ChatTemplate(CHATML))) == opened
 
 
+def test_the_users_turn_has_its_own_wording_inside_a_chat(tiny_folder, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    (tmp_path / "user.txt").write_text("Compute {problem}\nAnswer:\n")
+    wordings = {
+        str(tmp_path / "user.txt"): "Compute {}\nAnswer:",
+        "{problem}!": "{}!",
+        "{{ level }}{{ problem }}{{ system }}": "{}Be brief.",
+        "{{ messages[-1].content }}?": "{}?",
+    }
+    for user_template, expected in wordings.items():
+        data = Data(template="chat", user_template=user_template, max_prompt_tokens=1024)
+        data.system_prompt = "Be brief."
+        prompt = next(PromptStream(data, 0, tokenizer))
+        user = f"<|im_start|>user\n{expected.format(prompt.problem)}<|im_end|>\n"
+        assert prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n" + user)
+        assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_chat_templates_may_use_what_transformers_offers():
     text = (
         "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"

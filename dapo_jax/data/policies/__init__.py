@@ -7,7 +7,7 @@ import re
 
 from filelock import FileLock
 
-from dapo_jax.runtime.settings import ConfigError, nearest
+from dapo_jax.runtime.settings import ConfigError, check_place, nearest
 from dapo_jax.runtime.storage.downloads import cached_model, local_folder
 from dapo_jax.runtime.storage.paths import is_remote
 
@@ -29,6 +29,7 @@ def model_path(
     Raises:
         ConfigError: no policy of that name ships, or the bucket or file cannot be read.
     """
+    check_place(field, str(folder))
     if is_remote(folder):
         return local_folder(folder, field, weights=weights)
     name = str(folder)
@@ -93,7 +94,7 @@ def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
 
                 gguf_files.convert(path, folder)
             except ImportError:
-                problem = "needs the package gguf: pip install 'dapo_jax[gguf]'"
+                problem = "needs the package gguf: pip install gguf"
                 raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
             except Exception as error:  # damage can break the package anywhere
                 text = " ".join(str(error).split())[:300]

@@ -144,6 +144,7 @@ class Beside:
     examples: tuple[Problem, ...] = ()  # one more than `shots`: the problem itself is left out
     shots: int = 0
     tools: Tools = None  # functions that the policy may call
+    write_user: "Write | None" = None  # the user's turn in a chat; None: the problem
 
 
 Write = Callable[[Problem, Beside], str]
@@ -171,12 +172,15 @@ def few_shot(problem: Problem, beside: Beside) -> str:
 def _messages(problem: Problem, beside: Beside) -> Messages:
     """Return the messages of a problem, after its own system message or else the config's."""
     system = problem.system or beside.system_prompt
-    turns = [*problem.turns, ("user", problem.text)]
+    user = problem.text
+    if beside.write_user:
+        user = beside.write_user(problem, dataclasses.replace(beside, write_user=None))
+    turns = [*problem.turns, ("user", user)]
     messages = [{"role": role, "content": content} for role, content in turns]
     if problem.messages:
         messages = json.loads(problem.messages)
         asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        messages[asked]["content"] = problem.text  # an environment may have changed it
+        messages[asked]["content"] = user  # an environment may have changed it
     return [*([{"role": "system", "content": system}] if system else []), *messages]
 
 
@@ -243,7 +247,12 @@ def open_template(setting: str) -> Template:
     if setting in TEMPLATES:
         more = {"system", "messages", "tools"} if setting == "chat" else set()
         return Template(TEMPLATES[setting], frozenset({"problem"} | more))
-    text = setting if re.search(r"{[{%#]|{problem}", setting) else _read(setting)
+    return open_text(setting)
+
+
+def open_text(setting: str, field: str = "data.template") -> Template:
+    """Return the template that is a text or a file with a text."""
+    text = setting if re.search(r"{[{%#]|{problem}", setting) else _read(setting, field)
     is_cut = len(setting) > MAX_SHOWN_CHARACTERS
     shown = setting[:MAX_SHOWN_CHARACTERS] + "..." if is_cut else setting
     is_jinja = any(sign in text for sign in ("{{", "{%", "{#"))
@@ -252,16 +261,16 @@ def open_template(setting: str) -> Template:
     unfilled -= set() if is_jinja else {"problem"}
     first = min(unfilled, default="")
     allowed = f"jinja, {{{{ {first} }}}}, in place of {{{first}}}"
-    require(not unfilled, "data.template", shown, allowed)
+    require(not unfilled, field, shown, allowed)
     reads = set(re.findall(r"{(problem)}", text))
     if is_jinja:
-        reads = sandbox.read_names(f"config.data.template = {shown!r}: the jinja", text)
+        reads = sandbox.read_names(f"config.{field} = {shown!r}: the jinja", text)
         unknown = ", ".join(sorted(reads - READABLE))
         allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
-        require(not unknown, "data.template", shown, allowed)
+        require(not unknown, field, shown, allowed)
     allowed = "a text with {problem}, or jinja with {{ problem }}, in place of the problem"
-    require(not {"problem", "messages"}.isdisjoint(reads), "data.template", shown, allowed)
-    write = _jinja(text, shown) if is_jinja else _wording(text)
+    require(not {"problem", "messages"}.isdisjoint(reads), field, shown, allowed)
+    write = _jinja(text, f"config.{field} = {shown!r}: the jinja") if is_jinja else _wording(text)
     return Template(write, frozenset(reads), hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
@@ -276,7 +285,7 @@ def check_system(template: str, system_prompt: str, fields: str) -> None:
         require(shows_system or not value, field, value, allowed)
 
 
-def _read(setting: str) -> str:
+def _read(setting: str, field: str) -> str:
     """Read a file without the newline that editors add at its end."""
     path = epath.Path(setting)
     try:
@@ -285,13 +294,13 @@ def _read(setting: str) -> str:
             check_utf8(content)
             return content.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     except Exception as error:  # from the file system, the encoding or a bucket's client
-        raise ConfigError(f"config.data.template = {setting!r}: can't be read: {error}") from None
-    names = ", ".join(TEMPLATES)
-    allowed = f"{names}, or a text with {{problem}} in it, or a file of it (there is no such file)"
-    raise ConfigError(f"config.data.template = {setting!r}: must be {allowed}")
+        raise ConfigError(f"config.{field} = {setting!r}: can't be read: {error}") from None
+    names = f"{', '.join(TEMPLATES)}, or " * (field == "data.template")
+    allowed = f"{names}a text with {{problem}} in it, or a file of it (there is no such file)"
+    raise ConfigError(f"config.{field} = {setting!r}: must be {allowed}")
 
 
-def _jinja(text: str, shown: str) -> Write:
+def _jinja(text: str, subject: str) -> Write:
     """Return the writer of a jinja text, after a trial."""
 
     def write(problem: Problem, beside: Beside) -> str:
@@ -303,7 +312,6 @@ def _jinja(text: str, shown: str) -> Write:
             "messages": _messages(problem, beside),
             "tools": _tools(problem, beside),
         }
-        subject = f"config.data.template = {shown!r}: the jinja"
         return sandbox.render(subject, text, True, values)
 
     write(Problem("", "1+1", "", ""), Beside())

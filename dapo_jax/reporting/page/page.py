@@ -178,7 +178,7 @@ def _hash(script: str) -> str:
 def _plotly(needed: bool) -> tuple[str, str]:
     """Return the file name and the text of the plotting library; both empty if not installed."""
     is_installed = bool(importlib.util.find_spec("plotly"))
-    allowed = "false without the package plotly: pip install 'dapo_jax[report]'"
+    allowed = "false without the package plotly: pip install plotly"
     require(is_installed or not needed, "self_contained", True, allowed)
     if not is_installed:
         return "", ""

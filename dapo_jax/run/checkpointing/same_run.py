@@ -13,7 +13,7 @@ from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.difficulty import parse_range
 from dapo_jax.data.prompt_stream import PromptStream
-from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import parse_sources
 from dapo_jax.model import peft_adapters
@@ -157,6 +157,8 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
         content["lora.folder"] = peft_adapters.fingerprint(config.lora.folder)
     if digest := open_template(config.data.template).digest:
         content["data.template"] = digest
+    if config.data.user_template:
+        content["data.user_template"] = open_text(config.data.user_template).digest
     settings = {name: value for name, _, value in leaves(config)}
     if heldout_problems is not None:
         settings["data.heldout_problems"] = heldout_problems
