@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dapo_jax.runtime import signal_handlers
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
 
@@ -155,7 +156,7 @@ def as_command() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set during start-up
         # No KeyboardInterrupt: libraries that are being imported swallow it or abort.
-        signal.signal(signal.SIGINT, _exit_on_signal)
+        signal_handlers.install(signal.SIGINT, _exit_on_signal)
     try:
         yield
     finally:
