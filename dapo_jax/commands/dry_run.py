@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.rates import choose_rates
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.environments.sessions import Environments, TokenizedReply
+from dapo_jax.model.trainable import parameter_count
 from dapo_jax.reporting.notices import setting_warnings
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
@@ -55,8 +57,10 @@ def dry_run(config: Config) -> int:
         if environments:
             stack.callback(environments.close)
         prompts = components.open_prompts(config, tokenizer, environments)
-        _print([f"data: {prompts.describe()}"])
-        warnings = [*prompts.warnings(), *setting_warnings(config, prompts.sources)]
+        size = parameter_count(decoder)
+        config, lines, warnings = choose_rates(config, size, config.total_steps)
+        _print([f"data: {prompts.describe()}", *lines])
+        warnings += [*prompts.warnings(), *setting_warnings(config, prompts.sources)]
         _print(f"warning: {complaint}" for complaint in warnings)
         first_prompts = list(itertools.islice(prompts, SHOWN_PROMPTS))
         problems = [

@@ -66,7 +66,7 @@ def score(prompt: str, response: str, answer: str) -> float:
 CONFIG = '''\
 """Reinforcement learning on problems of my own."""
 
-from dapo_jax import Config, Data, Model, Optimizer, Packing, Reward, Rollout, Sampler
+from dapo_jax import Config, Data, Model, Packing, Reward, Rollout, Sampler
 
 
 def get_config() -> Config:
@@ -82,8 +82,6 @@ def get_config() -> Config:
         sampler=Sampler(max_response_tokens={response}),
         reward=Reward({reward}),
         packing=Packing(row_tokens={row}),
-        # For all weights of 0.5 B parameters and more: smaller models and adapters need more.
-        optimizer=Optimizer(learning_rate=1e-6, warmup_steps=5),
     )
 '''
 

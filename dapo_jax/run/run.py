@@ -11,8 +11,10 @@ import numpy as np
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.rates import choose_rates
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.load_huggingface import fingerprint
+from dapo_jax.model.trainable import parameter_count
 from dapo_jax.reporting import notices
 from dapo_jax.reporting.alerts import Alerts
 from dapo_jax.reporting.console import Progress, fit
@@ -293,6 +295,19 @@ def announce_policy(components: Components, state: TrainerState) -> None:
         components.progress.say(notice)
 
 
+def with_rates(components: Components, saved: Record | None) -> Components:
+    """Replace 'auto' rates of the config, print them, and warnings about settings."""
+    config, console = components.config, components.progress
+    size = parameter_count(components.decoder)
+    settings = saved and saved.settings
+    config, lines, warnings = choose_rates(config, size, config.total_steps, settings)
+    for text in lines:
+        console.say(escape(text))
+    for text in [*warnings, *notices.setting_warnings(config, components.prompts.sources)]:
+        console.warn(escape(text))
+    return dataclasses.replace(components, config=config)
+
+
 def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:
     """Return megabytes per device that stay in memory between steps, by name."""
     policy, critic = state.learners.policy, state.learners.critic
@@ -331,16 +346,16 @@ def open_run(
     )
     check_data([*components.prompts.sources, *components.prompts.heldout])
     notices.announce_data(config, components.prompts, console)
-    for text in notices.setting_warnings(config, components.prompts.sources):
-        console.warn(escape(text))
-    now = describe_run(components)
     step = checkpoints.latest_step()
-    if step is None:
+    record = None if step is None else checkpoints.record()
+    components = with_rates(components, record)
+    config = components.config
+    now = describe_run(components)
+    if record is None:
         progress = RunProgress()
         with console.working(f"loading {config.model.folder}"):
             state = first_state(components)
     else:
-        record = checkpoints.record()
         progress = record.progress
         same_run.check_record(config, now, record, storage.warn)
         with console.working(f"loading the checkpoint of step {step}"):
@@ -392,6 +407,7 @@ def finished(config: Config) -> dict[str, Any] | None:
         if step is None or step < config.total_steps:
             return None
         record = checkpoints.record()
+    config, _, _ = choose_rates(config, 1, step, record.settings)
     saved = record.settings["data.heldout_problems"]
     settings = same_run.run_settings(config, saved if config.data.heldout_problems < 0 else None)
     same_run.check_same_run(settings, record.settings)

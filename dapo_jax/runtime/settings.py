@@ -166,6 +166,8 @@ def section(kind: type[T]) -> type[T]:
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         check_name(type(self), name)
+        if isinstance(value, str) and value == "auto":
+            value = made.__dataclass_fields__[name].metadata["rule"].auto or value
         object.__setattr__(self, name, value)
 
     made.__init__ = __init__
@@ -256,8 +258,6 @@ def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
     for name, value in values.items():
         check_name(kind, str(name), f"config.{prefix}".rstrip("."))
         before = getattr(made, name)
-        if value == "auto":
-            value = made.__dataclass_fields__[name].metadata["rule"].auto or value  # type: ignore[attr-defined]
         if dataclasses.is_dataclass(before):
             value = from_dict(type(before), value, f"{prefix}{name}.")
         setattr(made, name, value)

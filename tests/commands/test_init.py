@@ -132,7 +132,7 @@ def test_without_the_default_model_limits_are_estimates(here, monkeypatch, capsy
     code, output, error = run_shown("init", ["a.jsonl"], monkeypatch, capsys)
     assert code == 0, error
     assert "does not exist yet" in output and "hf download" in output
-    assert read_config(Config, "a/config.py").optimizer.learning_rate == 1e-6
+    assert read_config(Config, "a/config.py").optimizer.learning_rate == -1  # auto
 
 
 def test_a_template_that_the_model_cannot_spell_is_a_warning(here, monkeypatch, capsys):
