@@ -361,7 +361,7 @@ def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.P
     Args:
         runs: run_dirs, or globs of several.
         out: the page to write; an earlier report is replaced.
-        settings: `preset`, `self_contained` of `dapo_jax.ReportConfig`.
+        settings: `preset` of `dapo_jax.ReportConfig`.
 
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """

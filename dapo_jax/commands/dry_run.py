@@ -48,7 +48,8 @@ def dry_run(config: Config) -> int:
     """Print what a run would see, and return 0.
 
     Raises:
-        ConfigError: the run would stop at its start, or a reward function fails on every answer.
+        ConfigError: the run would stop at its start, or a reward function or the environment fails
+            on every answer.
     """
     decoder, mesh, sampling_mesh = components.open_decoder(config, training=True)
     tokenizer = components.open_tokenizer(config, decoder)
@@ -80,6 +81,7 @@ def dry_run(config: Config) -> int:
         _print(describe_memory(needs, mesh))
         components.check_lengths(config, prompts.lengths)
         check_rewards(config, groups)
+        check_replies(config, trials)
         _print(["nothing was compiled or written; without --dry-run this trains"])
     return 0
 
@@ -238,6 +240,17 @@ def check_rewards(config: Config, groups: Sequence[Group]) -> None:
             f"config.reward.parts = {config.reward.parts!r}: fails on all of {len(failed)} "
             f"answers: {failed[0].text}",
             "reward.parts",
+        )
+
+
+def check_replies(config: Config, trials: Sequence[Trial]) -> None:
+    """Raise `ConfigError` if the environment fails on every answer."""
+    replies = [reply for trial in trials for reply in trial.replies]
+    if replies and all(reply.lost for reply in replies):
+        raise ConfigError(
+            f"config.environment.name = {config.environment.name!r}: fails on all of "
+            f"{len(replies)} answers: {replies[0].failure}",
+            "environment.name",
         )
 
 

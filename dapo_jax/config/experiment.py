@@ -681,9 +681,6 @@ class ReportConfig:
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
     preset: str = setting("", "Preset to compare the algorithm with; empty: the nearest one.")
-    self_contained: bool = setting(
-        False, "Put the plotting library (4.8 MB) into the page instead of into a file beside it."
-    )
 
 
 @section
@@ -713,9 +710,9 @@ class InitConfig:
 class DoctorConfig:
     """Checks of this machine (`dapo-jax doctor`)."""
 
-    out: str = setting(".", "Folder of doctor.json, also timed.")
+    out: str = setting("", "Folder to time and for doctor.json; empty: nothing is written.")
     bucket: str = setting("", "Bucket or other folder to time; empty: none.")
-    short: bool = setting(False, "Check small sizes, in seconds.")
+    short: bool = setting(False, "Check small sizes, in a minute.")
 
 
 @section

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -52,6 +53,7 @@ from dapo_jax.train import Trainer, TrainerState, train_step
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems
 SHOWN_FAILED_GROUPS = 3
+SHOWN_EVERY_SECONDS = 30.0  # between lines of an evaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +105,15 @@ class Run:
         clock, config = Clock(), self.components.config
         samples = range(config.evaluation.samples_per_problem)
         rule = SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
-        show = self.components.progress.working
-        with show(f"evaluating {len(self._heldout)} held-out problems"):
-            responses = self._sample(self._heldout, samples, rule)
+        responses, progress = [], self.components.progress
+        total = len(self._heldout) * len(samples)
+        with (
+            progress.working(f"evaluating {len(self._heldout)} held-out problems"),
+            progress.evaluating(0, total, SHOWN_EVERY_SECONDS) as show,
+        ):
+            for response in self._sample(self._heldout, samples, rule):
+                responses.append(response)
+                show(response)
         self.files.write_evaluation(self.state.step, responses)
         evaluation.check_scored(responses)
         # Equality of answers runs in a worker process, so one process decides.
@@ -115,11 +123,10 @@ class Run:
         )
         return values | {"seconds_evaluation": clock.total()}, responses
 
-    def _sample(self, prompts: list, samples: range, rule: SamplingRule) -> list[Response]:
+    def _sample(self, prompts: list, samples: range, rule: SamplingRule) -> Iterator[Response]:
         wanted = [(prompt, samples) for prompt in prompts]
         params = self.state.learners.policy.params
-        sampled = evaluation.sample_responses(self.components, params, wanted, rule, self.signals)
-        return list(sampled)
+        return evaluation.sample_responses(self.components, params, wanted, rule, self.signals)
 
     def _first_responses(self) -> list[Response]:
         """Return a few responses to the first training prompts."""
@@ -129,7 +136,7 @@ class Run:
         count = min(CHECKED_PROMPTS, config.rollout.prompts_per_step)
         sampler = config.sampler
         rule = SamplingRule(sampler.temperature, sampler.top_p, sampler.top_k)
-        return self._sample(list(itertools.islice(prompts, count)), samples, rule)
+        return list(self._sample(list(itertools.islice(prompts, count)), samples, rule))
 
     def step(self) -> None:
         """Run a rollout step, and report it."""

@@ -46,7 +46,7 @@ from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import choose_trained, parameter_count
-from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.console import Progress, duration
 from dapo_jax.reporting.metrics import add_up, feedback_metrics
 from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.run import components
@@ -341,7 +341,7 @@ class SupervisedRun:
         self._state: TrainState | None = None
         self._writer: MetricRows | None = None
         self._pending: tuple[int, dict[str, float], dict[str, Mean]] | None = None
-        self._started = time.perf_counter()
+        self._shown = 0, time.perf_counter()  # step and time of the newest line
 
     def __enter__(self) -> "SupervisedRun":
         with contextlib.ExitStack() as stack:
@@ -407,9 +407,12 @@ class SupervisedRun:
         metrics = self._flush()
         labels = self.task.labels
         numbers = "  ".join(f"{labels[n]} {metrics[n]:.4f}" for n in labels if n in metrics)
-        seconds = time.perf_counter() - self._started
-        total = self.task.steps
-        Progress().say(f"{self._name} step {step:>5}/{total}  {numbers}  {seconds:.0f} s")
+        now, total = time.perf_counter(), self.task.steps
+        seconds = (now - self._shown[1]) / max(1, step - self._shown[0])
+        self._shown = step, now
+        eta = f"  ETA {duration(seconds * (total - step))}" * (step < total)
+        text = f"{self._name} step {step:>5}/{total}  {numbers}  {seconds:.2g} s a step{eta}"
+        Progress().say(text)
 
     def after_step(self, state: TrainState) -> None:
         """End the newest step; its line is written before a checkpoint has it."""
