@@ -137,7 +137,7 @@ class Policy:
             ),
         )
         checks.check(config)
-        processes.set_compilation_cache()
+        processes.prepare_jax()
         with contextlib.ExitStack() as stack:
             checkpoints = open_checkpoints(config, not is_run, stack)
             self._components = build(config, training=False)

@@ -6,7 +6,9 @@ them knows: results of workers, clocks, files and signals. A single process exch
 
 import contextlib
 import functools
+import glob
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -40,6 +42,7 @@ SIGNAL_CODE = 128  # plus the signal's number: exit code of a command that a sig
 CACHE_DIR = "jax_compilation_cache_dir"
 MIN_COMPILE_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 DEFAULT_MIN_COMPILE_SECONDS = 1.0  # JAX's default
+DEVICE_FILES = "/dev/accel*", "/dev/vfio/*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg"
 FIRST_BYTES = 1024  # size of an all-gather; a longer message takes a second one
 LENGTH_BYTES = 4
 SHOW_CURSOR = b"\x1b[?25h"  # a live line hides it
@@ -129,12 +132,18 @@ def _join() -> None:
             raise ConfigError(f"cannot join the processes: {error}") from None
 
 
-def set_compilation_cache() -> None:
-    """Enable JAX's persistent compilation cache, also for programs that compile quickly.
+def prepare_jax() -> None:
+    """Enable JAX's compilation cache, also for programs that compile quickly.
 
-    Its folder is the one that the program has set, else JAX_COMPILATION_CACHE_DIR (empty: no
-    cache), else a folder in the user's cache.
+    With libtpu and without a device file of a TPU or GPU, JAX uses the CPU at once: libtpu would
+    search for a TPU and print errors.
+
+    The cache's folder is the one that the program has set, else JAX_COMPILATION_CACHE_DIR (empty:
+    no cache), else a folder in the user's cache.
     """
+    has_device = any(glob.glob(pattern) for pattern in DEVICE_FILES)
+    if importlib.util.find_spec("libtpu") and not (jax.config.jax_platforms or has_device):
+        jax.config.update("jax_platforms", "cpu")
     if getattr(jax.config, CACHE_DIR) is None and CACHE_DIR.upper() not in os.environ:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         jax.config.update(CACHE_DIR, os.path.join(cache, "dapo_jax"))
@@ -169,7 +178,7 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
     If a process fails, the others lose their connection to it and exit with `PEER_LOST`; JAX aborts
     those that are blocked, after `HEARTBEAT_TIMEOUT_SECONDS`.
     """
-    set_compilation_cache()
+    prepare_jax()
     with as_command():
         try:
             _join()

@@ -123,7 +123,7 @@ def compile_all(
     compiler, measured = make_compiler(layout, settings), {}
     for program in wanted:
         compiled = measured[program.name] = compiler.measure(program)
-        peak = f"{compiled.needs / GIB:.2f} GiB" if compiled.peak is not None else "does not fit"
+        peak = f"{_gib(compiled.needs / GIB)} GiB" if compiled.peak is not None else "does not fit"
         print_progress(f"compiled {program.name}: {peak}, {compiled.compile_seconds:.0f} s")
     return measured
 
