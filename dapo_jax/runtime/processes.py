@@ -39,6 +39,7 @@ HEARTBEAT_TIMEOUT_SECONDS = 15  # then JAX aborts the processes that wait for a 
 EXIT_SECONDS = 3  # processes that fail for the same reason print and exit within
 PEER_LOST = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
 SIGNAL_CODE = 128  # plus the signal's number: exit code of a command that a signal stopped
+PLATFORMS = "jax_platforms"
 CACHE_DIR = "jax_compilation_cache_dir"
 MIN_COMPILE_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 DEFAULT_MIN_COMPILE_SECONDS = 1.0  # JAX's default
@@ -142,8 +143,8 @@ def prepare_jax() -> None:
     no cache), else a folder in the user's cache.
     """
     has_device = any(glob.glob(pattern) for pattern in DEVICE_FILES)
-    if importlib.util.find_spec("libtpu") and not (jax.config.jax_platforms or has_device):
-        jax.config.update("jax_platforms", "cpu")
+    if importlib.util.find_spec("libtpu") and not (getattr(jax.config, PLATFORMS) or has_device):
+        jax.config.update(PLATFORMS, "cpu")
     if getattr(jax.config, CACHE_DIR) is None and CACHE_DIR.upper() not in os.environ:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         jax.config.update(CACHE_DIR, os.path.join(cache, "dapo_jax"))
