@@ -194,7 +194,7 @@ def train(
     config = _with_objects(load(config, Config), data, reward, in_process, environment, tools)
     checks.check(config)
     checks.check_run(config)
-    processes.set_compilation_cache()
+    processes.prepare_jax()
     from dapo_jax.run.run import train as run
     from dapo_jax.run.run_files import Callbacks
     from dapo_jax.runtime.signals import Signals
@@ -254,7 +254,7 @@ def evaluate(
         section, _, name = SHORT_NAMES[flag].partition(".")
         config = with_values(config, section, **{name: value})
     checks.check(config)
-    processes.set_compilation_cache()
+    processes.prepare_jax()
     from dapo_jax.run.evaluation import evaluate as run
 
     return run(config, from_folder=bool(model))
@@ -263,7 +263,7 @@ def evaluate(
 def _train_folder(config: SftConfig | DpoConfig) -> ModelFolder:
     checks.check(config)
     check_folder(config)
-    processes.set_compilation_cache()
+    processes.prepare_jax()
     from dapo_jax.run.supervised import train_supervised
     from dapo_jax.runtime.signals import Signals
 
@@ -361,7 +361,7 @@ def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.P
     Args:
         runs: run_dirs, or globs of several.
         out: the page to write; an earlier report is replaced.
-        settings: `preset`, `self_contained` of `dapo_jax.ReportConfig`.
+        settings: `preset` of `dapo_jax.ReportConfig`.
 
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """

@@ -306,7 +306,7 @@ def sample(config: SamplerConfig, should_stop: Callable[[], bool]) -> None:
 def main() -> int:
     """Run the command; exit code 2: wrong settings, or the trainer refuses this process."""
     config = command_line.load(SamplerConfig, __doc__)
-    processes.set_compilation_cache()
+    processes.prepare_jax()
     with processes.as_command(), Signals() as signals:
 
         def work() -> None:

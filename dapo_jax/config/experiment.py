@@ -41,6 +41,8 @@ PAGED = When("sampler.cache", "auto paged")
 # With carry-over, these settings decide which responses the next step gets.
 Schedule = Literal["constant", "linear", "cosine"]
 Rate = Annotated[float, Range(above=0, at_most=1.0)]
+AUTO = -1
+AutoRate = Annotated[float, Range(above=0, at_most=1.0, also=AUTO)]
 Cache = Literal["auto", "slots", "paged"]
 ON_POLICY = When("rollout.carry_over", "none")
 IF_REMOTE = When("rollout.remote", "also only")
@@ -466,9 +468,15 @@ class Reward:
 class Optimizer:
     """AdamW or Muon; warm-up and schedule count rollout steps."""
 
-    learning_rate: Rate = setting(1e-6, "Peak learning rate.")
+    learning_rate: AutoRate = setting(
+        float(AUTO),
+        "Peak rate; 'auto' (-1): by the number of parameters, more for adapters.",
+        auto=AUTO,
+    )
     schedule: Schedule = setting("constant", "Learning rate after the warm-up.")
-    warmup_steps: CountOr0 = setting(20, "Rollout steps with a rising learning rate.")
+    warmup_steps: AutoCount = setting(
+        AUTO, "Rollout steps with a rising rate; 'auto' (-1): a tenth, at most 20.", auto=AUTO
+    )
     beta1: Below1 = setting(0.9, "Decay of the first moment.")
     beta2: Below1 = setting(0.999, "Decay of the second moment.")
     eps: Positive = setting(1e-8, "Added to the root of the second moment.")
@@ -492,7 +500,7 @@ class Critic:
     pretrain_steps: AutoCount = setting(
         -1, "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps."
     )
-    optimizer: Optimizer = part(lambda: Optimizer(learning_rate=2e-6), read=IF_CRITIC)
+    optimizer: Optimizer = part(Optimizer, read=IF_CRITIC)
 
 
 @section
@@ -624,7 +632,7 @@ class SftConfig:
     data: OwnData = part(OwnData, read=READS_FILES)
     examples: Examples = part(Examples, read=GENERATES)
     max_response_tokens: Count = setting(160, "Longest example; others are cut.", read=GENERATES)
-    optimizer: Optimizer = part(lambda: Optimizer(1e-5, "cosine", warmup_steps=10))
+    optimizer: Optimizer = part(lambda: Optimizer(schedule="cosine"))
     packing: Packing = part(Packing, may_change=True)
     mesh: OneMesh = part(OneMesh, may_change=True)
 
@@ -644,7 +652,7 @@ class DpoConfig:
     save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
     compute: Compute = part(Compute)
     data: OwnData = part(lambda: OwnData(source="", passes=1.0))
-    optimizer: Optimizer = part(lambda: Optimizer(1e-6, "linear", warmup_steps=10))
+    optimizer: Optimizer = part(lambda: Optimizer(schedule="linear"))
     packing: Packing = part(Packing, may_change=True)
     mesh: OneMesh = part(OneMesh, may_change=True)
 
@@ -679,9 +687,6 @@ class ReportConfig:
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
     preset: str = setting("", "Preset to compare the algorithm with; empty: the nearest one.")
-    self_contained: bool = setting(
-        False, "Put the plotting library (4.8 MB) into the page instead of into a file beside it."
-    )
 
 
 @section
@@ -711,9 +716,9 @@ class InitConfig:
 class DoctorConfig:
     """Checks of this machine (`dapo-jax doctor`)."""
 
-    out: str = setting(".", "Folder of doctor.json, also timed.")
+    out: str = setting("", "Folder to time and for doctor.json; empty: nothing is written.")
     bucket: str = setting("", "Bucket or other folder to time; empty: none.")
-    short: bool = setting(False, "Check small sizes, in seconds.")
+    short: bool = setting(False, "Check small sizes, in a minute.")
 
 
 @section

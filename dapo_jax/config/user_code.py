@@ -7,10 +7,11 @@ import pathlib
 import sysconfig
 import traceback
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.workers.pickled_functions import find_registered
 
 # Prefixes of files that are not the user's: libraries, this package, and code without a file.
 LIBRARIES = (
@@ -64,6 +65,11 @@ def describe_error(error: BaseException) -> str:
         if not frame.filename.startswith(LIBRARIES):
             return f"{short_path(frame.filename)}:{frame.lineno}: {frame.line}: {message}"
     return message
+
+
+def choose(table: Mapping[str, Callable], field: str, name: str) -> Callable:
+    """Return the function of a table, or a user's own."""
+    return table.get(name) or find_registered(field, name) or resolve(field, name)
 
 
 def resolve(field: str, name: str) -> Callable:

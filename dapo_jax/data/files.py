@@ -214,6 +214,11 @@ def split_suffix(name: str) -> tuple[str, str]:
 _given_rows: dict[str, list] = {}  # by name
 
 
+def shown_name(name: str) -> str:
+    """Return a source's name for a reader."""
+    return "rows in memory" if name.startswith(GIVEN_PREFIX) else name
+
+
 def register_rows(name: str, rows: Any) -> str:
     """Keep rows of the program, and return the name of their source.
 

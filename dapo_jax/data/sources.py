@@ -82,7 +82,7 @@ class Source:
 
     def describe(self) -> str:
         """Return a line about the number of problems and the other rows."""
-        text = f"{self.name}: {len(self.problems):,} problems"
+        text = f"{files.shown_name(self.name)}: {len(self.problems):,} problems"
         if self.counts:
             others = [f"{n:,} {what}" for what, n in self.counts.items() if n and what != "rows"]
             text += f" of {self.counts['rows']:,} rows" + f" ({', '.join(others)})" * bool(others)

@@ -16,7 +16,14 @@ from etils import epath
 
 from dapo_jax.config.experiment import WORD_PROBLEMS, OwnData
 from dapo_jax.data import word_problems
-from dapo_jax.data.files import MAX_MESSAGES, MalformedRow, RowLog, find_files, read_rows
+from dapo_jax.data.files import (
+    MAX_MESSAGES,
+    MalformedRow,
+    RowLog,
+    find_files,
+    read_rows,
+    shown_name,
+)
 from dapo_jax.data.prompts.templates import Beside, check_chat, check_system, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.row_formats import (
@@ -359,8 +366,8 @@ def read_examples(
     trained = sum(int(turns.trained.sum()) for example in training for turns in example.turns)
     malformed = f" ({counts['malformed']:,} malformed)" if counts["malformed"] else ""
     notes = (
-        f"{data.source}: {len(training):,} {kind} of {counts['rows']:,} rows{malformed}, "
-        f"{trained:,} tokens to learn. Held out: {len(heldout):,}"
+        f"{shown_name(data.source)}: {len(training):,} {kind} of {counts['rows']:,} rows"
+        f"{malformed}, {trained:,} tokens to learn. Held out: {len(heldout):,}"
     )
     return Examples(training, heldout, notes, warnings)
 

@@ -84,6 +84,12 @@ def without_adapters(config: DecoderConfig) -> DecoderConfig:
     return dataclasses.replace(config, adapters=None)
 
 
+def parameter_count(config: DecoderConfig) -> int:
+    """Return the number of parameters of a decoder without its adapters."""
+    shapes = abstract_params(without_adapters(config))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
 def fresh_adapters(config: DecoderConfig, mesh: jax.sharding.Mesh, seed: int) -> Any:
     """Return new adapters without effect yet: A is random, B is zero."""
 

@@ -15,6 +15,21 @@ class Choices(tuple[str, ...]):
         return f"one of {', '.join(self)}"
 
 
+class OwnChoices(Choices):
+    """The same, or a function of the user: `module:function`, or a function from Python."""
+
+    def __call__(self, value: Any) -> bool:
+        return value in self or is_own(value)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or your module:function"
+
+
+def is_own(value: Any) -> bool:
+    """Return True for the name of a user's function."""
+    return isinstance(value, str) and ":" in value
+
+
 @dataclasses.dataclass(frozen=True)
 class Range:
     """The allowed values of a number."""

@@ -21,7 +21,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from dapo_jax.runtime.rules import Choices, Range, Rule, When
+from dapo_jax.runtime.rules import Choices, OwnChoices, Range, Rule, When
 
 T = typing.TypeVar("T")
 
@@ -205,6 +205,13 @@ def section(kind: type[T]) -> type[T]:
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         check_name(type(self), name)
+        rule = made.__dataclass_fields__[name].metadata["rule"]
+        if isinstance(value, str) and value == "auto":
+            value = rule.auto or value
+        elif callable(value) and isinstance(rule.allowed, OwnChoices):
+            from dapo_jax.runtime.workers.pickled_functions import register_own
+
+            value = register_own(value, name)
         object.__setattr__(self, name, value)
 
     made.__init__ = __init__
@@ -297,8 +304,6 @@ def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
     for name, value in values.items():
         check_name(kind, str(name), f"config.{prefix}".rstrip("."))
         before = getattr(made, name)
-        if value == "auto":
-            value = made.__dataclass_fields__[name].metadata["rule"].auto or value  # type: ignore[attr-defined]
         if dataclasses.is_dataclass(before) and not isinstance(value, type(before)):
             value = from_dict(type(before), value, f"{prefix}{name}.")
         setattr(made, name, value)

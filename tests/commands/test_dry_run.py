@@ -35,6 +35,10 @@ class Hints:
         if text[0] == "#":
             return Observation(reward=2.0, done=True)
         return Observation(f"{len(text)} without its mark", reward=-0.5)
+
+class Broken:
+    def step(self, text):
+        return {}["missing"]
 """
 
 
@@ -137,6 +141,13 @@ def test_an_environment_is_played_for_a_turn(dry_run):
     assert row(replies, "gold in its form").endswith("+2.00  the end")
     assert re.search(r"-0.50  \d+ tokens: \d without its mark$", row(replies, "gold alone"))
     assert re.search(r"  nothing +\+0.00  failed, so there is no reward: .*\wError\b", replies)
+
+
+def test_an_environment_that_fails_on_every_reply_ends_with_2(dry_run):
+    code, output, error = dry_run(ROWS, "--config.environment.name=dry_rewards:Broken")
+    assert code == 2 and "failed, so there is no reward" in output
+    assert "config.environment.name = 'dry_rewards:Broken': fails on all of 1" in error
+    assert "KeyError: 'missing'" in error and "without --dry-run this trains" not in output
 
 
 def test_docs_show_the_output_of_the_command(alone, tmp_path, monkeypatch, capsys):

@@ -136,6 +136,7 @@ def test_without_the_default_model_the_download_is_named(here, monkeypatch, caps
     assert code == 0, error
     assert "is missing: hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/" in output
     config = read_config(Config, "a/config.py")
+    assert config.optimizer.learning_rate == -1  # auto
     assert (config.data.template, config.data.user_template) == ("chat", "a/template.txt")
 
 

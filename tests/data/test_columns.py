@@ -181,7 +181,7 @@ def test_rows_of_the_program_are_read_as_those_of_a_file(kind, tmp_path):
     for _ in range(20):
         mine, other = next(given), next(file)
         assert (mine.id, mine.text, mine.columns) == (other.id, other.text, other.columns)
-    assert given.describe().startswith("given:data: 16 problems of 20 rows (4 held out)")
+    assert given.describe().startswith("rows in memory: 16 problems of 20 rows (4 held out)")
 
 
 def test_arrays_and_missing_numbers_become_json():

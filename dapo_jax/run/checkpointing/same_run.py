@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.difficulty import parse_range
@@ -18,7 +19,7 @@ from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import parse_sources
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
-from dapo_jax.runtime.rules import Rule, When
+from dapo_jax.runtime.rules import Rule, When, is_own
 from dapo_jax.runtime.settings import ConfigError, leaves, require, rules
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
 from dapo_jax.structs import DIGEST_CHARACTERS
@@ -175,8 +176,9 @@ def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
 def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
     """Return digests of the data, by source, and of the user's code, by module:function."""
     functions = {name: "reward.parts" for name in config.reward.weights() if ":" in name}
-    if config.algorithm.token_weights:
-        functions[config.algorithm.token_weights] = "algorithm.token_weights"
+    for field in ("token_weights", *OWN_FUNCTIONS):
+        if is_own(name := getattr(config.algorithm, field)):
+            functions[name] = f"algorithm.{field}"
     code = {}
     for name, field in functions.items():
         if not name.startswith((IN_PROCESS_PREFIX, PICKLED_PREFIX)):
