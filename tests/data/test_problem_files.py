@@ -477,11 +477,13 @@ import resource, sys
 from dapo_jax.data.sources import read_problems
 from dapo_jax.runtime.settings import ConfigError
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[2]) << 20),) * 2)
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[2]) << 20), before[1]))
 try:
     read_problems((sys.argv[1],), "set", 0)
 except ConfigError as error:
     print(error)
+resource.setrlimit(resource.RLIMIT_AS, before)  # what ends the process needs memory too
 """
 
 

@@ -126,7 +126,9 @@ def scanned(jaxpr):
     shapes = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
-            stacked = equation.outvars[equation.params["num_carry"] :]
+            once = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"]).outvars
+            outputs = zip(equation.outvars, once, strict=True)
+            stacked = [out for out, own in outputs if out.aval.shape != own.aval.shape]
             shapes |= {variable.aval.shape for variable in stacked}
         for inner in jaxprs_in_params(equation.params):
             shapes |= scanned(inner)
