@@ -66,7 +66,7 @@ class JetStreamTokenizer:
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **options)
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.decode_all([list(token_ids)])[0]
 
 
 class JetStreamEngine(Engine):

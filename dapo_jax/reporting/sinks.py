@@ -168,6 +168,7 @@ def _rollout_line(
     line = {
         "source": group.prompt.source,
         "prompt_id": group.prompt.id,
+        "digest": group.prompt.digest,
         "index": group.prompt.index,
         "sample": completion.sample,
         "surplus": surplus,

@@ -229,7 +229,6 @@ document.querySelectorAll(".swatch").forEach(({ style, dataset }) => {
   style.borderTop = `4px ${dashOf(dataset.number)[0]} ${colourOf(dataset.number)}`;
 });
 if (canDraw) drawCurves();
-else if (data.library) byId("bands").textContent = `The charts need the file ${data.library} beside this page.`;
 else byId("bands").textContent = "The charts need the package plotly: pip install 'dapo_jax[report]', then dapo-jax report.";
 setTimeout(() => {
   drawRollouts();
