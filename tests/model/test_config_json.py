@@ -8,7 +8,7 @@ import pytest
 from row_files import read_table
 
 from dapo_jax.model.config_json import NUMBERS, check_number, decoder_from_json, decoder_to_json
-from dapo_jax.model.families import FAMILIES
+from dapo_jax.model.families import family_names
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.settings import ConfigError
 
@@ -155,7 +155,7 @@ def test_fields_that_complete_each_other_are_read_together(several, one):
     assert parse(several) == parse(one)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", family_names())
 def test_a_config_that_only_names_its_class_has_the_defaults_of_the_class(kind):
     config = decoder_from_json({"model_type": kind}, "folder", "model.folder")
     assert decoder_from_json(decoder_to_json(config), "folder", "model.folder") == config

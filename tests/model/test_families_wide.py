@@ -17,7 +17,7 @@ import pytest
 from mxfp4_folders import write_both
 
 from dapo_jax.model.config_json import decoder_from_json
-from dapo_jax.model.families import FAMILIES
+from dapo_jax.model.families import family_names, family_of
 from dapo_jax.model.load_huggingface import read_config
 
 pytestmark = pytest.mark.slow
@@ -130,8 +130,8 @@ def test_old_and_new_fields_of_rotations_mean_what_they_do_to_transformers(
 
 
 def test_missing_fields_have_the_defaults_of_the_classes(tmp_path):
-    run_writer("defaults", *(tmp_path / kind for kind in FAMILIES))
-    for kind, family in FAMILIES.items():
+    run_writer("defaults", *(tmp_path / kind for kind in family_names()))
+    for kind, family in ((kind, family_of(kind)) for kind in family_names()):
         named = decoder_from_json({"model_type": kind}, kind, "model.folder")
         assert read_config(tmp_path / kind) == named
         stated = json.loads((tmp_path / kind / "config.json").read_text())
