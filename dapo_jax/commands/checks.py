@@ -15,6 +15,7 @@ from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system, open_tex
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.registry import feature
+from dapo_jax.reporting.sinks import find_sinks
 from dapo_jax.reporting.trackers import check_trackers
 from dapo_jax.rewards.functions import find_functions
 from dapo_jax.rewards.verifying import find_verifier
@@ -56,6 +57,7 @@ def check(config: Any) -> None:
             if is_own(function) or function and name == "token_weights":
                 _check_call(f"algorithm.{name}", function, arguments)
         check_trackers(config.log)
+        find_sinks(config.log.sinks)
         _check_data(config.data)
         template, verifier = config.data.template, config.reward.verifier
         find_verifier(verifier)

@@ -541,6 +541,9 @@ class Log:
     console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
     tensorboard: bool = setting(False, "Write TensorBoard event files (needs its package).")
     wandb: str = setting("", "Weights & Biases project (needs its package); empty: none.")
+    sinks: str = setting(
+        "", "Further receivers, comma-separated: of installed packages, or your module:Class."
+    )
     rollouts: bool = setting(True, "Write every scored response to rollouts/ and evaluations/.")
     rollouts_keep: CountOr0 = setting(0, "Newest files of rollouts/ to keep; 0: all.", read=RECORDS)
     token_groups: CountOr0 = setting(1, "Groups per step with tokens in rollouts/.", read=RECORDS)

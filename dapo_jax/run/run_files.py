@@ -12,7 +12,7 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.sinks import MetricRows, RolloutFiles, StepLines
+from dapo_jax.reporting.sinks import MetricRows, RolloutFiles, StepLines, find_sinks
 from dapo_jax.reporting.trackers import TensorBoardEvents, WandbSink
 from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
@@ -58,6 +58,7 @@ class RunFiles:
         self.sinks.append(self._rows)
         self.sinks += [TensorBoardEvents(folder, last_row, storage)] if log.tensorboard else []
         self.sinks += [RolloutFiles(folder, log, tokenizer, storage)] if log.rollouts else []
+        self.sinks += [make(folder, config) for make in find_sinks(log.sinks)]
         self.sinks.append(StepLines(console, config.total_steps))
         settings = folder / CONFIG
         if settings.exists() and read_object(settings.read_bytes()) is None:
