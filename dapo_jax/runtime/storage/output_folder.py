@@ -194,7 +194,7 @@ def try_bucket(folder: Folder, field: str, value: str) -> None:
     path = folder / f"{OWN_PREFIX}{os.getpid()}"
     try:
         path.write_bytes(b"")
-        path.unlink()
+        path.unlink(missing_ok=True)  # a try whose answer was lost has removed it
     except Exception as error:
         if not (isinstance(error, OSError) or is_refusal(error)):
             raise
