@@ -11,6 +11,9 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "dapo_jax/__init__.py").rea
 # Address of the repository, made up: it has no public one yet. The one place; a fork says its own.
 REPOSITORY = "https://github.com/dapo-jax/dapo_jax"
 
+GCS = "gcsfs>=2026.10"  # gs://
+PLOTLY = "plotly>=7.1"  # its script is the charts of report.html; no network is asked for it
+TENSORBOARD = "tensorboard>=2.21"
 DOCS = ["mkdocs-material>=9.8"]  # mkdocs.yml
 NOTEBOOKS = [  # notebooks/build.py, and to run them
     "ipykernel>=7.4",
@@ -66,6 +69,7 @@ setup(
     cmdclass={"build_py": WithConfigs},
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
     package_data={
+        "dapo_jax.extras": ["init_files/*"],
         "dapo_jax.extras.plan": ["*.json"],
         "dapo_jax.config": ["*.txt"],
         "dapo_jax.data.policies": ["*/*"],
@@ -80,7 +84,6 @@ setup(
         "orbax-checkpoint>=0.12.8",
         "etils[epath]>=1.15",
         "filelock>=4.2",
-        "google-jetstream==0.2.2",  # its last release; the package called jetstream is another
         "grain>=0.2.18",
         "huggingface-hub>=2.4",  # tokenizers brings it too
         "ml-collections>=1.1.0",
@@ -89,9 +92,8 @@ setup(
         "jaxtyping>=0.3.11",
         "jinja2>=3.1.6",
         "numpy>=2.4",
-        "prometheus-client>=0.26",  # google-jetstream brings it too
-        "protobuf>=7.36",  # and this
-        "plotly>=7.1",  # its script goes into report.html; no network is asked for it
+        "prometheus-client>=0.26",  # of `dapo-jax serve`; Orbax brings it too
+        "protobuf>=7.36",  # of `dapo-jax serve`, Tinker's messages; Orbax brings it too
         "pyarrow>=26.0",
         "python-flint>=0.9",
         "pyyaml>=6.0.3",  # flax brings it too
@@ -99,13 +101,19 @@ setup(
         "safetensors>=0.8",
         "starlette>=1.10",  # light, as uvicorn: `dapo-jax serve` answers HTTP after a plain install
         "sympy>=1.14",
-        "tensorboard>=2.21",
         "tokenizers>=0.23",
         "uvicorn>=0.54",
     ],
     extras_require={
         "cuda": ["jax[cuda12]>=0.10.2"],
-        "tpu": ["jax[tpu]>=0.10.2"],
+        "tpu": ["jax[tpu]>=0.10.2", GCS],
+        "gcs": [GCS],
+        # The last release; the package called jetstream is another. What it depends on (TensorFlow,
+        # and a package without wheels for Python 3.13) is for tokenizers that are not used here:
+        # launch/install.sh installs it with --no-deps.
+        "jetstream": ["google-jetstream==0.2.2"],
+        "report": [PLOTLY],
+        "tensorboard": [TENSORBOARD],
         "wandb": ["wandb>=0.31"],
         "gguf": ["gguf>=0.19"],
         "gym": ["reasoning-gym==0.1.25"],
@@ -122,6 +130,9 @@ setup(
             *DOCS,
             *NOTEBOOKS,
             "openai>=3.54",
+            GCS,
+            PLOTLY,
+            TENSORBOARD,
             "gguf>=0.19",
             "tinker==0.38.0",
             "trustme>=1.2",
@@ -137,6 +148,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

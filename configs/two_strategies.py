@@ -156,5 +156,5 @@ def _experiment(name: str) -> Config:
         # Whole distributions, so that held-out accuracy and entropy describe what is trained.
         evaluation=Evaluation(every_steps=0, samples_per_problem=4, top_p=1.0),
         checkpoint=Checkpoint(every_steps=0),
-        log=Log(tensorboard=False, show_group_every_steps=0, report=False),
+        log=Log(show_group_every_steps=0, report=False),
     )

@@ -17,7 +17,7 @@ index="${PIP_INDEX_URL:-$("$folder/bin/python" -m pip config get global.index-ur
 keep=()
 case "${1:-}" in
     --keep)
-        grep -oE '^[^ #]+==[^ ]+' launch/versions.txt >"$folder/keep"
+        sed -nE 's/^([a-zA-Z][^\\]*[^ \\]) *\\?$/\1/p' launch/versions.txt >"$folder/keep" # with its markers
         keep=(--constraint "$folder/keep")
         ;;
 esac
@@ -33,10 +33,12 @@ compile() { # FILE ARGUMENTS: what the arguments ask for, into that file
 echo setuptools >"$folder/build.in" # which launch/install.sh installs this folder with
 echo uv >"$folder/uv.in"
 echo cyclonedx-bom >"$folder/sbom.in"
-extras=(cuda tpu wandb gguf gym docs notebooks test)
+grep -oE 'google-jetstream==[0-9.]+' setup.py >"$folder/jetstream.in" # alone: see there
+extras=(cuda tpu gcs wandb gguf gym report tensorboard docs notebooks test)
 compile all --generate-hashes "${extras[@]/#/--extra=}" "${keep[@]}" setup.py "$folder/build.in"
 compile uv --generate-hashes "${keep[@]}" "$folder/uv.in"
 compile sbom --generate-hashes "${keep[@]}" "$folder/sbom.in"
+compile jetstream --generate-hashes --no-deps "$folder/jetstream.in"
 compile base --constraint "$folder/all" setup.py "$folder/build.in"
 for extra in "${extras[@]}"; do
     compile "$extra" --constraint "$folder/all" --extra "$extra" setup.py
@@ -52,7 +54,7 @@ for entry in entries("all"):
     name = entry.split("==")[0]
     wanting = ["base"] if name in base else [extra for extra in extras if name in names(extra)]
     sections.setdefault(" ".join(wanting), []).append(entry)
-sections |= {"uv": entries("uv"), "sbom": entries("sbom")}
+sections |= {name: entries(name) for name in ("uv", "sbom", "jetstream")}
 print("# Made by launch/lock.sh; setup.py has the oldest versions that were tried.")
 for wanting, own in sorted(sections.items(), key=lambda item: (item[0] != "base", item[0])):
     print(f"# for {wanting}", *own, sep="\n")

@@ -2,7 +2,7 @@
 # Sourced: the part of launch/versions.txt that some extras need, each file with its hash.
 # Usage: pip install --require-hashes -r <(pins base EXTRA ...)
 #
-# Names beside the extras of setup.py: base (always), uv, sbom (launch/sbom.sh).
+# Names beside the extras of setup.py: base (always), uv, sbom (launch/sbom.sh). jetstream is that package alone.
 
 pins() {
     awk -v wanted="$(echo "$*" | tr , ' ')" '

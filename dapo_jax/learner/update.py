@@ -1,4 +1,4 @@
-"""AdamW, and the sharded, jitted optimizer step and score pass of a model.
+"""The optimizer, and the sharded, jitted optimizer step and score pass of a model.
 
 Step and score pass loop over microbatches in one compiled call. The number of iterations is dynamic
 and the array shapes are static, so a batch that packs into fewer rows does not recompile.
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch, TrainState
+from dapo_jax.learner.muon import with_muon
 from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.trainable import join, without
 from dapo_jax.runtime import sharding
@@ -38,7 +39,7 @@ def weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean:
 
 
 def make_optimizer(settings: Optimizer) -> optax.GradientTransformation:
-    """Return AdamW without the learning rate: clipping by global norm, Adam, weight decay.
+    """Return AdamW or Muon without the learning rate: clipping by norm, direction, weight decay.
 
     The caller multiplies by -lr, because the schedule counts rollout steps, not optimizer steps.
     """
@@ -47,9 +48,10 @@ def make_optimizer(settings: Optimizer) -> optax.GradientTransformation:
         return any(getattr(part, "key", None) in MATRICES for part in path)
 
     matrices = functools.partial(jax.tree_util.tree_map_with_path, is_matrix)
+    adam = optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps)
     return optax.chain(
         optax.clip_by_global_norm(settings.max_grad_norm),
-        optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps),
+        with_muon(settings, adam) if settings.name == "muon" else adam,
         optax.add_decayed_weights(settings.weight_decay, mask=matrices),
     )
 
@@ -68,6 +70,7 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int) -> float:
     No step has rate 0: the first has peak / warmup_steps, and a decay reaches 0 after the last.
     """
     warmup = settings.warmup_steps
+    assert warmup >= 0 < settings.learning_rate  # `choose_rates` replaces 'auto'
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     done = (step - warmup) / max(1, total_steps - warmup)

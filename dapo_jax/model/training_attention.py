@@ -1,4 +1,4 @@
-"""Training attention over packed rows: plain, blockwise, by a TPU kernel.
+"""Training attention over packed rows: plain, blockwise, by a kernel of TPUs or GPUs.
 
 `Block` calls `attend(queries, keys, values, context, cache, options)` with arrays [batch, time,
 heads, head_dim]; it returns the attention output in that shape and the cache, None in
@@ -8,13 +8,14 @@ training. Layers share one segment number per token; only `attend_plain` builds 
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dapo_jax.model import cudnn_attention
 from dapo_jax.model.blockwise_attention import RowIds, Sinks, Span, blocked_attention, visible
 from dapo_jax.model.caches import KVCache, PromptCache
 from dapo_jax.model.splash_attention import LANES, splash_attention
@@ -90,18 +91,21 @@ def shares_prompts(attention: str, windows: bool) -> bool:
 
     A sliding window of the TPU kernel counts places in the row.
     """
-    return not (attention == "splash" and windows)
+    return attention != "cudnn" and not (attention == "splash" and windows)
 
 
-def choose(requested: str, platform: str, row_tokens: int) -> str:
-    """Return the key of TRAINING_ATTENTION; 'auto' depends on platform and row length.
+def choose(requested: str, device: Any, row_tokens: int, dtype: Any, context: int = 1) -> str:
+    """Return the key of TRAINING_ATTENTION; 'auto' depends on the device and the rows.
 
     'auto' never chooses plain attention for long rows: its scores are [T, T] for every head.
     """
     if requested != "auto":
         return requested
+    platform = device.platform
     if platform == "tpu" and (row_tokens % LANES == 0 or row_tokens > SHORT_ROW_TOKENS):
         return "splash"
+    if platform == "gpu" and not cudnn_attention.missing(device, row_tokens, dtype, context):
+        return "cudnn"
     return "plain" if row_tokens <= SHORT_ROW_TOKENS else "blocked"
 
 
@@ -213,32 +217,50 @@ def attend_blocked(
     return _on_each_device(attention, *arrays, reach), cache
 
 
+def _attend_within(kernel: Callable, arrays: tuple, window: Window | None) -> Array:
+    """Run a kernel whose window must be known when it is compiled."""
+    if window is None:
+        return _on_each_device(kernel, *arrays)
+    local = functools.partial(kernel, window=window.tokens)
+    if window.slides is None:
+        return _on_each_device(local, *arrays)
+
+    def either(*arrays, **first):
+        *arrays, slides = arrays
+        kinds = (functools.partial(kind, **first) for kind in (local, kernel))
+        return jax.lax.cond(slides, *kinds, *arrays)
+
+    return _on_each_device(either, *arrays, window.slides)
+
+
 def attend_splash(
     queries, keys, values, context: Context, cache, options: AttentionOptions = CAUSAL
 ):
     """Run the TPU's splash kernel; plain attention if no mesh names the platform."""
-    mesh, window = jax.sharding.get_abstract_mesh(), options.window
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return attend_plain(queries, keys, values, context, cache, options)
     interpret = mesh.abstract_device.platform != "tpu"
-    full = functools.partial(splash_attention, interpret=interpret)
+    kernel = functools.partial(splash_attention, interpret=interpret)
     arrays = queries, keys, values, context.ids, options.sinks
-    if window is None:
-        return _on_each_device(full, *arrays), cache
-    local = functools.partial(full, window=window.tokens)
-    if window.slides is None:
-        return _on_each_device(local, *arrays), cache
+    return _attend_within(kernel, arrays, options.window), cache
 
-    def either(*arrays, **first):  # a kernel's mask must be known when it is compiled
-        *arrays, slides = arrays
-        kinds = (functools.partial(kind, **first) for kind in (local, full))
-        return jax.lax.cond(slides, *kinds, *arrays)
 
-    return _on_each_device(either, *arrays, window.slides), cache
+def attend_cudnn(
+    queries, keys, values, context: Context, cache, options: AttentionOptions = CAUSAL
+):
+    """Run cuDNN's kernel, or compute blocks in layers that it can't express."""
+    _, length, _, width = queries.shape
+    fits = cudnn_attention.supports(width, queries.dtype, options.sinks is not None)
+    if not fits or context.prompt_ids is not None or length % cudnn_attention.ROW_UNIT:
+        return attend_blocked(queries, keys, values, context, cache, options)
+    arrays = queries, keys, values, context.ids, options.sinks
+    return _attend_within(cudnn_attention.cudnn_attention, arrays, options.window), cache
 
 
 TRAINING_ATTENTION = {
     "plain": attend_plain,
     "blocked": attend_blocked,
     "splash": attend_splash,
+    "cudnn": attend_cudnn,
 }

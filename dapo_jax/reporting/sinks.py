@@ -1,28 +1,23 @@
-"""Sinks for what a run reports: console, metrics.jsonl, TensorBoard, rollouts/.
+"""Sinks for what a run reports: console, metrics.jsonl, rollouts/.
 
 Failed writes are warnings and are repeated with the next row.
 """
 
-import io
 import json
 import math
-import os
-import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-# Protobuf creates these classes when the modules are imported.
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.summary.writer.record_writer import RecordWriter
-
-from dapo_jax.config.experiment import Log
+from dapo_jax import registry
+from dapo_jax.config.experiment import Config, Log
+from dapo_jax.config.user_code import resolve
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.jsonl import AppendFile, objects, rewind
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
@@ -40,6 +35,17 @@ def rollouts_name(step: int) -> str:
 def read_rows(path: Folder) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl; none if there is no file."""
     return list(objects(path)) if path.exists() else []
+
+
+def find_sinks(text: str) -> list[Callable[[Folder, Config], RunSink]]:
+    """Return the makers of the sinks in `log.sinks`. Raises `ConfigError`."""
+    known = registry.names("sinks")
+    allowed = f"names of installed sinks ({', '.join(known) or 'there are none'}) or module:Class"
+    makers = []
+    for name in filter(None, map(str.strip, text.split(","))):
+        require(name in known or ":" in name, "log.sinks", text, allowed)
+        makers.append(registry.find("sinks", name) or resolve("log.sinks", name))
+    return makers
 
 
 class StepLines(RunSink):
@@ -90,29 +96,6 @@ class MetricRows(RunSink):
     def read(self) -> list[dict[str, Any]]:
         """Return the rows so far."""
         return read_rows(self._file.path)
-
-
-class TensorBoardEvents(RunSink):
-    """An event file of TensorBoard in `tensorboard/`."""
-
-    def __init__(self, run_dir: Folder, last_row: int, storage: Storage | None = None):
-        self._storage = storage or Storage()
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendFile(run_dir / "tensorboard" / name)
-        self._add(file_version="brain.Event:2")
-        # TensorBoard then drops earlier events of the steps that are repeated.
-        self._add(step=last_row + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def on_row(self, step: int, values: dict[str, float]) -> None:
-        entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(step=step, summary=Summary(value=entries))
-
-    def _add(self, **fields: Any) -> None:
-        packed = io.BytesIO()
-        event = Event(wall_time=time.time(), **fields)
-        RecordWriter(packed).write(event.SerializeToString())
-        self._file.add(packed.getvalue())
-        self._storage.attempt("TensorBoard's file", self._file.write)
 
 
 class RolloutFiles(RunSink):
@@ -199,6 +182,7 @@ def _rollout_line(
     line = {
         "source": group.prompt.source,
         "prompt_id": group.prompt.id,
+        "digest": group.prompt.digest,
         "index": group.prompt.index,
         "sample": completion.sample,
         "surplus": surplus,

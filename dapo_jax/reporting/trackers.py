@@ -1,50 +1,88 @@
-"""Tracker: send the rows of a run to Weights & Biases."""
+"""Trackers: the rows of a run as event files of TensorBoard, and in Weights & Biases."""
 
 import dataclasses
 import importlib.util
+import io
+import os
 import pathlib
 import secrets
+import socket
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.storage.jsonl import AppendFile
 from dapo_jax.runtime.storage.paths import Folder, is_remote
+from dapo_jax.runtime.storage.retries import Storage
 from dapo_jax.types.contracts import RunSink
 
 FORBIDDEN_CHARACTERS = "/\\#?%:"  # in names of projects
 MAX_CHARACTERS = 128
 
 
-def check_tracker(log: Log) -> None:
-    """Raise `ConfigError` if W&B rejects its project's name or is not installed."""
+def check_trackers(log: Log) -> None:
+    """Raise `ConfigError` if W&B rejects its project's name or a package is not installed."""
     project, field = log.wandb, "log.wandb"
     is_allowed = project == project.strip() and not set(FORBIDDEN_CHARACTERS) & set(project)
     allowed = (
         f"empty, or at most {MAX_CHARACTERS} characters, none of {' '.join(FORBIDDEN_CHARACTERS)}"
     )
     require(is_allowed and len(project) <= MAX_CHARACTERS, field, project, allowed)
-    if project:
-        package = importlib.util.find_spec("wandb")
+    for name, value, without in (
+        ("wandb", project, "empty"),
+        ("tensorboard", log.tensorboard, "false"),
+    ):
         # A folder called wandb with offline runs looks like a package without an origin.
+        package = importlib.util.find_spec(name) if value else None
         is_installed = package is not None and package.origin is not None
-        allowed = "empty without the package wandb: pip install 'dapo_jax[wandb]'"
-        require(is_installed, field, project, allowed)
+        allowed = f"{without} without the package {name}: pip install {name}"
+        require(is_installed or not value, f"log.{name}", value, allowed)
+
+
+class TensorBoardEvents(RunSink):
+    """An event file of TensorBoard in `tensorboard/`."""
+
+    def __init__(self, run_dir: Folder, last_row: int, storage: Storage | None = None):
+        self._storage = storage or Storage()
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendFile(run_dir / "tensorboard" / name)
+        self._add(file_version="brain.Event:2")
+        # TensorBoard then drops earlier events of the steps that are repeated.
+        self._add(step=last_row + 1, session_log={"status": "START"})
+
+    def on_row(self, step: int, values: dict[str, float]) -> None:
+        entries = [{"tag": name, "simple_value": value} for name, value in values.items()]
+        self._add(step=step, summary={"value": entries})
+
+    def _add(self, **fields: Any) -> None:
+        from tensorboard.compat.proto import event_pb2  # an extra
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        packed = io.BytesIO()
+        # Protobuf creates the class when the module is imported.
+        event = event_pb2.Event(wall_time=time.time(), **fields)  # pyright: ignore[reportAttributeAccessIssue]
+        RecordWriter(packed).write(event.SerializeToString())
+        self._file.add(packed.getvalue())
+        self._storage.attempt("TensorBoard's file", self._file.write)
 
 
 class WandbSink(RunSink):
     """The rows of a run in the W&B project `config.log.wandb`.
 
-    It sends each row once, under an identity that a resumed run keeps.
+    It sends the rows that W&B lacks, under an identity that a resumed run keeps: those after the
+    newest one that the service has, or that an earlier start had sent when it closed. After a kill
+    without a connection, some may be sent twice.
 
     Args:
-        sent: newest step that an earlier start of this run has sent.
+        rows: of metrics.jsonl.
 
     Raises:
         ConfigError: the service cannot be used: no key, no such mode, no answer.
     """
 
-    def __init__(self, run_dir: Folder, config: Config, sent: int):
-        self._sent = sent
+    def __init__(self, run_dir: Folder, config: Config, rows: Sequence[dict[str, Any]]):
         path = run_dir / "wandb_id"
         identity = path.read_text().strip() if path.exists() else ""
         try:
@@ -55,13 +93,21 @@ class WandbSink(RunSink):
             raise ConfigError(f"config.{field} = {config.log.wandb!r}: {reason}", field) from None
         if self._run.id != identity:
             path.write_text(self._run.id)
+        self._closed = run_dir / "wandb_closed"
+        closed = self._closed.read_text().strip() if self._closed.exists() else ""
+        self._next = max(int(closed or 0), self._run.starting_step)
+        for row in rows:
+            values = {name: row[name] for name in row if name not in ("step", "time")}
+            self.on_row(row["step"], values)
 
     def on_row(self, step: int, values: dict[str, float]) -> None:
-        if step > self._sent:
+        if step >= self._next:
             self._run.log(values, step=step, commit=True)
+            self._next = step + 1
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+        self._closed.write_text(str(self._next))
 
 
 def _open_run(identity: str, run_dir: Folder, config: Config) -> Any:

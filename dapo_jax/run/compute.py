@@ -17,7 +17,7 @@ from dapo_jax.data.prompts.tokenizer import Decodes, Ends
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.learners import LearnerPrograms
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.model import training_attention
+from dapo_jax.model import cudnn_attention, training_attention
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
@@ -76,12 +76,15 @@ def numerics(
 ) -> dict[str, Any]:
     """Return the fields of `DecoderConfig` that the run chooses, not the model folder."""
     device = mesh.devices.flat[0]
-    name = compute.attention
+    name, context = compute.attention, shards(mesh, "sequence")
     platform = device.platform
-    chosen = training_attention.choose(name, platform, row_tokens or 1)
+    shape = row_tokens or 1, compute.dtype, context
+    chosen = training_attention.choose(name, device, *shape)
     fits = chosen != "splash" or platform == "tpu"
     require(fits, "compute.attention", name, f"'auto', 'plain' or 'blocked' on {platform}")
-    context = shards(mesh, "sequence")
+    if chosen == "cudnn":
+        missing = cudnn_attention.missing(device, *shape)
+        require(not missing, "compute.attention", name, f"'auto' or 'blocked' without {missing}")
     reasons, unit = [], 1
     if chosen == "splash":
         reasons.append(f"compute.attention = {name!r} on TPU")
@@ -101,6 +104,24 @@ def numerics(
         "scan_unroll": compute.scan_unroll,
         "attention": chosen,
     }
+
+
+def attention_notice(
+    compute: Compute, row_tokens: int, decoder: DecoderConfig, mesh: jax.sharding.Mesh
+) -> str:
+    """Return the attention of training on a GPU, and why it is not cuDNN's; else empty."""
+    device, context = mesh.devices.flat[0], shards(mesh, "sequence")
+    if device.platform != "gpu":
+        return ""
+    notice = f"attention: {decoder.attention}"
+    missing = cudnn_attention.missing(device, row_tokens, decoder.dtype, context)
+    if missing and compute.attention == "auto":
+        return f"{notice}, since cudnn needs {missing}"
+    layers = [layer for layer in decoder.each_layer if not layer.is_recurrent]
+    fits = [cudnn_attention.supports(c.head_dim, c.dtype, c.sinks) for c in layers]
+    if decoder.attention != "cudnn" or all(fits):
+        return notice
+    return f"{notice}, but blocked in {fits.count(False)} of {len(fits)} layers: sinks or width"
 
 
 def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:

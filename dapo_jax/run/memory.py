@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.learner.critic import scalar_config
+from dapo_jax.learner.muon import moments
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.param_paths import forward_dtype
 from dapo_jax.model.trainable import is_trained
@@ -121,13 +122,21 @@ def resident_bytes(
     trained = count(True, forward=False)
     held = {"parameters": trained, "frozen parameters": count(False, forward=True)}
     if training:
-        held["optimizer"] = 2 * trained
+        held["optimizer"] = params_bytes(
+            decoder,
+            mesh,
+            lambda path: FLOAT_BYTES * moments(config.optimizer, path) * is_trained(path, decoder),
+        )
         held["reference"] = count(True, forward=True) * config.algorithm.reference
         if config.algorithm.distils:
             held["teacher"] = feature("teacher").teacher_bytes(config, decoder, mesh)
         held["policy before the update"] = trained * bool(config.rollout.staleness)
         if config.algorithm.critic:
-            held["critic and optimizer"] = 3 * params_bytes(scalar_config(decoder), mesh)
+            held["critic and optimizer"] = params_bytes(
+                scalar_config(decoder),
+                mesh,
+                lambda path: FLOAT_BYTES * (1 + moments(config.critic.optimizer, path)),
+            )
     return held
 
 

@@ -43,6 +43,9 @@ RULES = {
     "norm": (None, None),
     "head_dim": (None, None),
     "rank": (None, None),
+    # layers while Muon computes with whole matrices
+    "matrices": (("tensor", "fsdp", "expert", "context", "decode_tensor"), None),
+    "expert_matrices": (("tensor", "fsdp", "context", "decode_tensor"), None),
 }
 TRAINING, DECODING = 0, 1
 

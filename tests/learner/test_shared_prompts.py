@@ -205,8 +205,11 @@ def test_prompts_are_shared_if_that_is_less_work_and_attention_supports_it():
     assert not choose_packing(config, TINY, 1, [short]).share_prompts
     off = dataclasses.replace(config, packing=Packing(ROW_TOKENS, 4, False))
     assert not choose_packing(off, TINY, 1, [long]).share_prompts
-    sliding = dataclasses.replace(TINY, attention="splash", window=7)
-    assert not choose_packing(config, sliding, 1, [long]).share_prompts
+    for kernel in ("splash", "cudnn"):
+        sliding = dataclasses.replace(TINY, attention=kernel, window=7)
+        assert not choose_packing(config, sliding, 1, [long]).share_prompts
+    fused = dataclasses.replace(TINY, attention="cudnn")
+    assert not choose_packing(config, fused, 1, [long]).share_prompts
     assert splash_attention.shared_cost(64) == 1 and splash_attention.shared_cost(128) == 1.5
     assert shares_prompts("blocked", True) and shares_prompts("splash", False)
     rollouts, used = pack_updates([long, short], choose_packing(config, TINY, 1, [long, short]))

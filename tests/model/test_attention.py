@@ -9,16 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MOE, TINY
+from cudnn_reference import cudnn_found, cudnn_reference  # noqa: F401
 from learners import assert_close, make_batch, place
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Config, Data, Mesh, Optimizer, Packing, Sampler
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.model import blockwise_attention, decoder, splash_attention, training_attention
+from dapo_jax.model import (
+    blockwise_attention,
+    cudnn_attention,
+    decoder,
+    splash_attention,
+    training_attention,
+)
 from dapo_jax.model.blockwise_attention import RowIds
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import Window
-from dapo_jax.run.compute import numerics, open_mesh
+from dapo_jax.run.compute import attention_notice, numerics, open_mesh
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
@@ -127,12 +134,14 @@ def test_splash_skips_blocks_of_other_segments(window, monkeypatch, one_device):
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("blocked", (1, 2, 2, 2)),
+                ("cudnn", (2, 2, 1, 2)),
                 ("splash", (2, 2, 1, 2)),
                 ("splash", (1, 1, 4, 2)),
             )
         ),
     ],
 )
+@pytest.mark.usefixtures("cudnn_reference")
 def test_each_device_attends_with_its_own_rows_and_heads(name, sizes, monkeypatch, by_plain):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 128)
     data, fsdp, decode_tensor, tensor = sizes
@@ -155,8 +164,20 @@ def test_a_window_masks_what_a_loop_masks(slides, tokens):
     )
 
 
-@pytest.mark.parametrize("sinks", [None, jnp.array([0.5, -1.0, 3.0, 0.0])], ids=["", "sinks"])
-@pytest.mark.parametrize("name", ["blocked", pytest.param("splash", marks=pytest.mark.slow)])
+SINKS = jnp.array([0.5, -1.0, 3.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "sinks"),
+    [
+        ("blocked", None),
+        ("blocked", SINKS),
+        ("cudnn", None),
+        pytest.param("splash", None, marks=pytest.mark.slow),
+        pytest.param("splash", SINKS, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("cudnn_reference")
 def test_one_program_attends_in_sliding_layers_and_in_full_ones(name, sinks, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
@@ -237,6 +258,106 @@ def test_attention_that_rows_or_devices_do_not_support_is_rejected():
         numerics(Compute(attention="splash"), mesh_of("gpu"), 256)
     with pytest.raises(ConfigError, match=r"compute.remat = 'offload'.*pinned_host"):
         numerics(Compute(remat="offload"), tpu, 256)
+
+
+# --- cuDNN: a reference computes what JAX documents, since the kernel needs a GPU ----------------
+
+
+@pytest.mark.parametrize("sizes", [(8, 64), (5, 7), (5, 6)])  # some rows have 7 segments
+@pytest.mark.parametrize("tokens", [None, 40])
+def test_packed_rows_by_cudnn_equal_plain_attention(
+    tokens,
+    sizes,
+    monkeypatch,
+    by_plain,
+    cudnn_reference,  # noqa: F811
+):
+    monkeypatch.setattr(cudnn_attention, "SEGMENTS", sizes)
+    monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
+    arrays, ids, expected = by_plain
+    window = tokens and Window(tokens)
+    if window:
+        expected = results("plain", arrays, ids, window=window)
+    assert_equal(results("cudnn", arrays, ids, window=window), expected)
+    assert set(cudnn_reference) == {tokens}
+
+
+def test_a_layer_that_cudnn_can_not_express_is_computed_in_blocks(by_plain):
+    arrays, ids, expected = by_plain  # float32
+    assert_equal(results("cudnn", arrays, ids), expected)
+
+
+def test_segments_cover_every_token_and_no_more_than_the_row():
+    """The kernel leaves the output of other tokens unwritten."""
+    ids = np.array([[1, 1, 2, 3, 3, 3, 0, 0], [0] * 8, [4] * 8])
+    offsets, lengths = cudnn_attention.find_segments(jnp.asarray(ids), 4)
+    assert offsets.tolist() == [[0, 2, 3, 6, -1], [0, *[-1] * 4], [0, *[-1] * 4]]
+    assert lengths.tolist() == [[2, 1, 3, 2], [8, *[-1] * 3], [8, *[-1] * 3]]
+
+
+LONG = 16_384
+FUSED = dataclasses.replace(TINY, attention="cudnn", dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FUSED,
+        dataclasses.replace(FUSED, window=128, sliding=(True, False), remat="full"),
+    ],
+    ids=["full", "windows"],
+)
+@pytest.mark.usefixtures("cudnn_found")
+def test_no_array_of_a_program_for_cuda_is_as_large_as_length_squared(config, one_device):
+    def lower(config):
+        program = gradient_program(config, LONG, one_device)
+        return program.lower(lowering_platforms=("cuda",)).as_text()
+
+    square, text = f"x{LONG}x{LONG}x", lower(config)
+    assert square not in text
+    calls = [text.count(f"__cudnn$fmhaSoftmax{way}(") for way in ("", "Backward")]
+    kinds = len(cudnn_attention.SEGMENTS) * (1 + bool(config.sliding))
+    assert calls[1] == kinds and calls[0] == kinds * (1 + (config.remat == "full"))
+    assert square in lower(dataclasses.replace(config, attention="plain"))
+
+
+def gpu(capability: str = "9.0"):
+    mesh = mesh_of("gpu")
+    mesh.devices.flat[0].compute_capability = capability
+    return mesh
+
+
+@pytest.mark.usefixtures("cudnn_found")
+def test_a_gpu_takes_cudnn_if_it_can_express_the_rows_and_says_why_not():
+    bfloat16, row = Compute("bfloat16"), 16_384
+    assert numerics(bfloat16, gpu(), row)["attention"] == "cudnn"
+    assert attention_notice(bfloat16, row, FUSED, gpu()) == "attention: cudnn"
+    sinks = dataclasses.replace(FUSED, sinks=True)
+    assert "blocked in 2 of 2 layers" in attention_notice(bfloat16, row, sinks, gpu())
+    cut = gpu()
+    cut.shape["context"] = 2
+    for compute, tokens, mesh, reason in (
+        (Compute(), row, gpu(), "compute.dtype = 'bfloat16'"),
+        (bfloat16, row, gpu("8.0"), "compute capability 9.0"),
+        (bfloat16, row, gpu("gfx942"), "compute capability 9.0"),
+        (bfloat16, row - 4, gpu(), "packing.row_tokens a multiple of 64"),
+        (bfloat16, row, cut, "mesh.context = 1"),
+    ):
+        chosen = numerics(compute, mesh, tokens)
+        assert chosen["attention"] == "blocked"
+        config = dataclasses.replace(TINY, attention="blocked", dtype=chosen["dtype"])
+        notice = attention_notice(compute, tokens, config, mesh)
+        assert notice.startswith("attention: blocked, since cudnn needs") and reason in notice
+        with pytest.raises(ConfigError, match="compute.attention = 'cudnn'.*without"):
+            numerics(dataclasses.replace(compute, attention="cudnn"), mesh, tokens)
+    assert attention_notice(bfloat16, row, FUSED, mesh_of("cpu")) == ""
+
+
+def test_without_the_library_or_with_an_older_jax_blocks_are_computed(monkeypatch):
+    compute = Compute("bfloat16")
+    assert "cuDNN 9.6" in attention_notice(compute, 64, TINY, gpu())
+    monkeypatch.setattr(cudnn_attention, "JAX_VERSION", (99, 0, 0))
+    assert "JAX 99.0.0" in attention_notice(compute, 64, TINY, gpu())
 
 
 # --- rows cut over devices -----------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -11,7 +10,6 @@ import fake_gcs
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl")
 READ = """
 import hashlib, json, sys
 import jax
@@ -36,8 +34,8 @@ for folder in sys.argv[1:]:
 
 
 @pytest.fixture
-def store(tmp_path):
-    with fake_gcs.serve(tmp_path, "bucket") as store:
+def store():
+    with fake_gcs.serve("bucket") as store:
         yield store
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -45,12 +46,15 @@ def test_unrolling_does_not_change_the_numbers(tiny_params):
 
 
 def test_attention_is_chosen_by_platform_and_length():
-    assert choose("auto", "cpu", 160) == choose("auto", "gpu", 1024) == "plain"
-    assert choose("auto", "cpu", 4096) == choose("auto", "gpu", 22_528) == "blocked"
-    assert choose("auto", "tpu", 22_528) == choose("auto", "tpu", 256) == "splash"
-    assert choose("auto", "tpu", 160) == "plain"  # the kernel can't, and its scores are small
-    assert choose("auto", "tpu", 22_500) == "splash"  # which validation rejects
-    assert choose("plain", "gpu", 22_528) == "plain"
+    def chosen(platform: str, row_tokens: int, requested: str = "auto") -> str:
+        return choose(requested, SimpleNamespace(platform=platform), row_tokens, jnp.float32)
+
+    assert chosen("cpu", 160) == chosen("gpu", 1024) == "plain"
+    assert chosen("cpu", 4096) == chosen("gpu", 22_528) == "blocked"
+    assert chosen("tpu", 22_528) == chosen("tpu", 256) == "splash"
+    assert chosen("tpu", 160) == "plain"  # the kernel can't, and its scores are small
+    assert chosen("tpu", 22_500) == "splash"  # which validation rejects
+    assert chosen("gpu", 22_528, "plain") == "plain"
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])

@@ -1,20 +1,34 @@
 """The engine under JetStream's own calls, and under its Driver and LLMOrchestrator.
 
 What JetStream tests on a mock engine (prefill, generate, both modes of the orchestrator, text and
-ids), on the real one.
+ids), on the real one; and the engine without JetStream.
 """
+
+import inspect
 
 import jax
 import numpy as np
 import pytest
-from jetstream.core.proto import jetstream_pb2 as messages
-from orchestrated import Driver, orchestrate
 from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config
 
 from dapo_jax.data.prompts.tokenizer import TextStream
 from dapo_jax.extras.serve import server
 
 # --- the engine, by JetStream's calls alone -------------------------------------------------
+
+
+def adapt(engine, tokenizer=TOKENIZER):
+    from dapo_jax.extras.jetstream import JetStreamEngine
+
+    return JetStreamEngine(engine, tokenizer)
+
+
+@pytest.fixture
+def jetstream(byte_engine):
+    """The served engine as JetStream's, and its parameters."""
+    pytest.importorskip("jetstream", reason="google-jetstream is not installed")
+    engine, params, tokenizer = byte_engine
+    return adapt(engine, tokenizer), params
 
 
 def jetstream_prefill(engine, params, text: str, **options):
@@ -36,9 +50,23 @@ def generate(engine, params, state, slot: int, steps: int) -> list[int]:
     return drawn
 
 
+def test_the_engine_is_jetstreams(jetstream):
+    from jetstream.engine import engine_api, tokenizer_api
+    from jetstream.engine.tokenizer_pb2 import TokenizerParameters
+
+    engine, params = jetstream
+    assert isinstance(engine, engine_api.Engine)
+    assert isinstance(engine.get_tokenizer(), TokenizerParameters)
+    _, result = engine.generate(params, engine.init_decode_state())
+    assert isinstance(result, engine_api.ResultTokens)
+    tokenizer = engine.build_tokenizer(engine.get_tokenizer())
+    for name in tokenizer_api.Tokenizer.__abstractmethods__:
+        assert inspect.getattr_static(tokenizer, name) is not None
+
+
 @pytest.mark.parametrize("jax_padding", [True, False])
-def test_a_prefix_may_be_deleted_after_insert(byte_engine, byte_responses, jax_padding):
-    engine, params, _ = byte_engine
+def test_a_prefix_may_be_deleted_after_insert(jetstream, byte_responses, jax_padding):
+    engine, params = jetstream
     prefix = jetstream_prefill(engine, params, "3+4=", jax_padding=jax_padding)
     state = engine.insert(prefix, engine.init_decode_state(), slot=2)
     for leaf in jax.tree.leaves(prefix):
@@ -46,8 +74,8 @@ def test_a_prefix_may_be_deleted_after_insert(byte_engine, byte_responses, jax_p
     assert generate(engine, params, state, 2, 9) == byte_responses["3+4="][:9]
 
 
-def test_the_token_that_jetstream_prepends_is_removed(byte_engine):
-    engine, params, _ = byte_engine
+def test_the_token_that_jetstream_prepends_is_removed(jetstream):
+    engine, params = jetstream
     tokenizer = engine.build_tokenizer(engine.get_tokenizer())
     ids = TOKENIZER.encode("Tell me!")
     padded = np.array([tokenizer.bos_id, *ids] + [0] * 7)
@@ -63,36 +91,51 @@ def test_the_token_that_jetstream_prepends_is_removed(byte_engine):
         np.testing.assert_array_equal(left.values[..., :8, :], right.values[..., :8, :])
 
 
-def test_a_slot_stops_at_its_budget(byte_engine, byte_responses):
-    engine, params, _ = byte_engine
+def test_a_slot_stops_at_its_budget(jetstream, byte_responses):
+    engine, params = jetstream
     prefix = jetstream_prefill(engine, params, "3+4=")
     state = engine.insert(prefix, engine.init_decode_state(), slot=0)
     assert generate(engine, params, state, 0, BUDGET + 3) == byte_responses["3+4="]
 
 
+# --- without JetStream ----------------------------------------------------------------------
+
+
+def test_the_engine_samples_the_same_without_jetstream(byte_engine, byte_responses):
+    engine, params, _ = byte_engine
+    ids = np.array(TOKENIZER.encode("3+4="))
+    prefix = engine.prefill(params=params, padded_tokens=ids, true_length=len(ids))
+    state = engine.insert(prefix, engine.init_decode_state(), slot=1)
+    drawn = []
+    for _ in byte_responses["3+4="]:
+        state, burst = engine.generate(params, state)
+        drawn.append(int(burst.data[1, burst.tokens_idx[0]]))
+    assert drawn == byte_responses["3+4="]
+
+
 # --- JetStream's orchestrator ---------------------------------------------------------------
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.slow  # needs grpcio and shortuuid
 @pytest.mark.parametrize(
-    ("cache", "interleaved"),
-    [
-        ("paged", True),
-        pytest.param("slots", True, marks=SLOW),
-        pytest.param("slots", False, marks=SLOW),
-    ],
+    ("cache", "interleaved"), [("paged", True), ("slots", True), ("slots", False)]
 )
 def test_jetstreams_orchestrator_drives_the_engine(
-    byte_folder, alone, byte_engine, byte_responses, cache, interleaved
+    jetstream, byte_folder, alone, byte_responses, cache, interleaved
 ):
-    engine, params, _ = byte_engine
+    from jetstream.core.proto import jetstream_pb2 as messages
+    from orchestrated import Driver, orchestrate
+
+    engine, params = jetstream
     if cache == "paged":
-        engine, params, _ = server.load_served(make_serve_config(byte_folder, cache="paged"))
+        served, params, tokenizer = server.load_served(
+            make_serve_config(byte_folder, cache="paged")
+        )
+        engine = adapt(served, tokenizer)
     prefiller = engine
     if not interleaved:
-        prefiller = server.load_served(make_serve_config(byte_folder, slots=1))[0]
+        served, _, tokenizer = server.load_served(make_serve_config(byte_folder, slots=1))
+        prefiller = adapt(served, tokenizer)
     driver = Driver(
         prefill_engines=[prefiller],
         generate_engines=[engine],

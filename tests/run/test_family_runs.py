@@ -95,7 +95,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_is_exported(
     changes = {
         "replay": "sampler" if name == "qwen3_next" else "none",
         "lora": Lora(rank=2, alpha=3.0, targets=TARGETS[name]) if adapted else Lora(),
-        "optimizer": Optimizer(learning_rate=0.02, warmup_steps=0),
+        "optimizer": Optimizer(0.02, warmup_steps=0, name="adamw" if adapted else "muon"),
         "checkpoint": Checkpoint(every_steps=1, keep=1),
         "rollout": Rollout(6, 4, updates_per_rollout=2, carry_over="all"),
     }

@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,17 +24,15 @@ from dapo_jax.run.checkpointing.checkpoints import COMMITTED
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = "gs://bucket/run"
 STEPS = 4
-TENSORFLOW_LOG = re.compile(
+LIBRARY_LOG = re.compile(
     r"GOOGLE_AUTH_TOKEN|absl::InitializeLog|^[IWE]\d{4} |^\d{4}-\d\d-\d\d |^To enable"
 )
 SLOWEST = 240  # seconds of a run; one that waits for ever ends here
 
-pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl")
-
 
 @pytest.fixture
-def store(tmp_path):
-    with fake_gcs.serve(tmp_path, "bucket") as found:
+def store():
+    with fake_gcs.serve("bucket") as found:
         yield found
 
 
@@ -76,7 +73,7 @@ def finish(process, code=0):
         out, err = process.communicate(timeout=SLOWEST)
     finally:
         process.kill()
-    err = "".join(line for line in err.splitlines(True) if not TENSORFLOW_LOG.search(line))
+    err = "".join(line for line in err.splitlines(True) if not LIBRARY_LOG.search(line))
     assert process.returncode == code, out + err
     assert "Traceback" not in out + err
     return out, err
@@ -232,7 +229,7 @@ def test_an_outage_stops_saving_but_not_the_run(command, store, tmp_path):
 def test_a_bucket_that_refuses_is_one_line(forbidden, run_dir, status, command, store):
     store.faults.forbidden = forbidden
     _, err = finish(start([*command, f"--config.run_dir={run_dir}"], store), code=2)
-    assert len(err.splitlines()) == 1 and status in err and run_dir in err
+    assert len(err.splitlines()) == 1 and status in err and run_dir.rpartition("/")[0] in err
 
 
 @pytest.mark.slow

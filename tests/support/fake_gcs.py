@@ -1,7 +1,6 @@
 """A bucket of Google Cloud Storage in this process, for programs that don't know it is none.
 
-TensorStore asks the address that its variable names. TensorFlow has Google's names written into it:
-it gets here as by a proxy, which ends TLS with a certificate that the program is told to trust.
+TensorStore and gcsfs ask the address that a variable names.
 """
 
 import contextlib
@@ -9,18 +8,14 @@ import dataclasses
 import datetime
 import http.server
 import json
-import pathlib
 import random
 import socket
-import ssl
 import struct
-import subprocess
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 
-NAMES = ("www.googleapis.com", "storage.googleapis.com")
 RESET = struct.pack("ii", 1, 0)  # closes a connection by a reset
 PAGE = 1000  # names in an answer to a listing
 FAILURES = (503, 429, 500, "reset", "lost")  # "lost": a reset once the work is done
@@ -141,20 +136,10 @@ class FakeStore:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One connection; `server.store` and `server.tls` are set."""
+    """One connection; `server.store` is set."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-
-    def do_CONNECT(self) -> None:
-        if self.server.store.faults.away:
-            return self._reset()
-        self.send_response_only(200, "Connection established")
-        self.end_headers()
-        self.connection = self.server.tls.wrap_socket(self.connection, server_side=True)
-        self.rfile = self.connection.makefile("rb", -1)
-        self.wfile = self.connection.makefile("wb", -1)
-        self.close_connection = False
 
     def _handle(self) -> None:
         store: FakeStore = self.server.store
@@ -204,6 +189,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return 200, json.dumps(about).encode(), {}
             case ["storage", "v1", "b", bucket, "o"]:
                 return 200, json.dumps(store.list(bucket, query)).encode(), {}
+            case ["download", "storage", "v1", "b", bucket, "o", name]:
+                return self._media(store.read(bucket, name, query))
             case ["storage", "v1", "b", bucket, "o", name]:
                 found = store.read(bucket, name, query)
                 if self.command == "DELETE":
@@ -212,8 +199,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 if query.get("alt") == "media":
                     return self._media(found)
                 return 200, json.dumps(store.describe(bucket, name)).encode(), {}
-            case [bucket, *names]:  # of the XML API, as TensorFlow reads
-                return self._media(store.read(bucket, "/".join(names), query))
         raise Refused(400)
 
     def _media(self, found: Object) -> Answer:
@@ -245,9 +230,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with store.lock:
             number = str(len(store.uploads))
             store.uploads[number] = bucket, query["name"], bytearray()
-        scheme = "https" if isinstance(self.connection, ssl.SSLSocket) else "http"
         path = f"upload/storage/v1/b/{bucket}/o?upload_id={number}"
-        return 200, b"", {"Location": f"{scheme}://{self.headers['Host']}/{path}"}
+        return 200, b"", {"Location": f"http://{self.headers['Host']}/{path}"}
 
     def _resume(self, number: str, body: bytes) -> Answer:
         """Take a piece of an upload, or answer how much of it has come."""
@@ -290,31 +274,17 @@ class Server(http.server.ThreadingHTTPServer):
         """Ignore who leaves in the middle, such as a program that was killed."""
 
 
-def make_certificate(folder: pathlib.Path) -> pathlib.Path:
-    path = folder / "fake_gcs.pem"
-    command = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-days", "2"]
-    command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=fake"]
-    command += ["-addext", "subjectAltName=" + ",".join(f"DNS:{name}" for name in NAMES)]
-    subprocess.run([*command, "-keyout", path, "-out", path], check=True, capture_output=True)
-    return path
-
-
 @contextlib.contextmanager
-def serve(folder: pathlib.Path, *buckets: str) -> Iterator[FakeStore]:
-    certificate, store = make_certificate(folder), FakeStore(*buckets)
+def serve(*buckets: str) -> Iterator[FakeStore]:
+    store = FakeStore(*buckets)
     server = Server(("127.0.0.1", 0), Handler)
-    server.store, server.tls = store, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.tls.load_cert_chain(certificate)
+    server.store = store
     here = f"http://127.0.0.1:{server.server_address[1]}"
-    addresses = ("HTTPS_PROXY", "https_proxy", "TENSORSTORE_GCS_HTTP_URL")
+    addresses = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
     store.environment = dict.fromkeys(addresses, here) | {
-        "CURL_CA_BUNDLE": str(certificate),
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "not a secret",
-        "NO_GCE_CHECK": "true",
-        "GCE_METADATA_ROOT": "127.0.0.1:9",
-        "GCS_RETRY_CONFIG_INIT_DELAY_TIME_US": "10000",
-        "GCS_RETRY_CONFIG_MAX_DELAY_TIME_US": "100000",
-        "GCS_REQUEST_CONNECTION_TIMEOUT_SECS": "10",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks Google what kind the bucket is
+        "FSSPEC_GCS_TOKEN": "anon",
     }
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:

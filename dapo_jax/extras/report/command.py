@@ -57,13 +57,14 @@ def check_out(out: str) -> pathlib.Path:
 
 def report(config: ReportConfig) -> None:
     """Write the page. Raises `ConfigError` if a run can't be read or the page can't be written."""
-    from dapo_jax.extras.report.page import page, write_page
+    from dapo_jax.extras.report.page import page
+    from dapo_jax.runtime.storage.retries import write_text
 
     path = check_out(config.out)
     runs = read_runs(config)
     text = page(runs, config)
     try:
-        write_page(path, text, config.self_contained)
+        write_text(path, text)
     except OSError as error:
         require(False, "out", config.out, f"a file that can be written; {error}")
     print(f"{len(runs)} run{'s' * (len(runs) > 1)}, {len(text) / 1e6:.1f} MB written to {path}")

@@ -229,7 +229,7 @@ document.querySelectorAll(".swatch").forEach(({ style, dataset }) => {
   style.borderTop = `4px ${dashOf(dataset.number)[0]} ${colourOf(dataset.number)}`;
 });
 if (canDraw) drawCurves();
-else byId("bands").textContent = `The charts need the file ${data.library} beside this page.`;
+else byId("bands").textContent = "The charts need the package plotly: pip install 'dapo_jax[report]', then dapo-jax report.";
 setTimeout(() => {
   drawRollouts();
   byId("js-plotly-tester")?.setAttribute("aria-hidden", "true"); // plotly measures texts in it

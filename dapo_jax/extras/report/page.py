@@ -1,12 +1,13 @@
 """Report of one run or several: an HTML page that needs no network.
 
-The plotting library is a file beside the page, or part of a self-contained page. Texts from models,
-data files and folder names are embedded as JSON and shown as text, never as markup. The content
-security policy allows the page's own script, and the library or scripts of the page's origin.
+The plotting library is part of the page. Texts from models, data files and folder names are
+embedded as JSON and shown as text, never as markup. The content security policy allows these two
+scripts.
 """
 
 import base64
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -173,33 +174,28 @@ def _hash(script: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
-def _plotly() -> tuple[str, str]:
-    """Return the file name and the text of the plotting library."""
-    from plotly.offline import get_plotlyjs, get_plotlyjs_version
+def _plotly() -> str:
+    """Return the text of the plotting library; empty if it is not installed."""
+    if not importlib.util.find_spec("plotly"):
+        return ""
+    from plotly.offline import get_plotlyjs
 
-    # Browsers normalise line ends before they hash a script.
-    return f"plotly-{get_plotlyjs_version()}.min.js", get_plotlyjs().replace("\r\n", "\n")
+    return get_plotlyjs().replace("\r\n", "\n")  # browsers normalise it before they hash it
 
 
-def _values(
-    shown: list[comparison.Experiment], described: list[dict[str, Any]], self_contained: bool
-) -> dict[str, Any]:
+def _values(shown: list[comparison.Experiment], described: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the values of the template except the data."""
     names = ", ".join(experiment.name for experiment in shown[:NAMED])
     names += f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
-    library, plotly = _plotly()
-    # Not every browser counts a file beside a local page as 'self'.
-    origin = _hash(plotly) if self_contained else "'self' file:"
-    code = asset("page.js").replace("\r\n", "\n")
+    plotly, code = _plotly(), asset("page.js").replace("\r\n", "\n")
     runs = [run for experiment in shown for run in experiment.runs]
     lines = [line for experiment in described for line in experiment["headlines"]]
     return {
         "heading": names,
         "mark": MARK,
         "style": asset("page.css"),
-        "allowed": f"{origin} {_hash(code)}",
-        "library": library,
-        "plotly": plotly if self_contained else "",
+        "allowed": f"{_hash(plotly)} {_hash(code)}",
+        "plotly": plotly,
         "code": code,
         "experiments": described,
         "headline_names": list(dict.fromkeys(line["name"] for line in lines)),
@@ -227,7 +223,7 @@ def page(runs: Sequence[recorded_run.RecordedRun], settings: ReportConfig) -> st
     shown = comparison.experiments(runs)
     described = [_describe(experiment, shown[0], settings.preset) for experiment in shown]
     leads = all(reward_leads(experiment.settings) for experiment in shown)
-    values = _values(shown, described, settings.self_contained)
+    values = _values(shown, described)
     groups, sample = _sample(shown)
     data = {
         "experiments": [
@@ -236,18 +232,9 @@ def page(runs: Sequence[recorded_run.RecordedRun], settings: ReportConfig) -> st
         ],
         "curves": [curve._asdict() for curve in read_curves()],
         "reward_leads": leads,
-        "library": values["library"],
     }
     values |= {"cards": list(_cards(described, leads)), "data": as_json(data)}
     return _render(values | {"rollouts": as_json(groups), "sample": sample})
-
-
-def write_page(path: Folder, text: str, self_contained: bool) -> None:
-    """Write a page, and the plotting library beside it unless it is self-contained."""
-    if not self_contained:
-        name, script = _plotly()
-        write_text(path.parent / name, script)
-    write_text(path, text)
 
 
 def write_own_page(folder: Folder, progress: Progress) -> None:
@@ -258,6 +245,6 @@ def write_own_page(folder: Folder, progress: Progress) -> None:
     try:
         with progress.working(f"writing {PAGE}"):
             text = page([recorded_run.read_run(str(folder))], ReportConfig())
-            write_page(folder / PAGE, text, self_contained=False)
+            write_text(folder / PAGE, text)
     except Exception as error:  # of files, disk or a library
         progress.warn(f"{PAGE} was not written: {escape(describe_error(error))}")

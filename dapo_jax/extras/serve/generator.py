@@ -13,10 +13,11 @@ import traceback
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from dapo_jax.extras.jetstream import ResultTokens
 from dapo_jax.extras.serve.budgets import prefill_tokens
 from dapo_jax.extras.serve.errors import QueueFull, RequestError
 from dapo_jax.model.caches import DecodeState, Prefix
@@ -70,11 +71,13 @@ class TokenChunk(NamedTuple):
         response: index of the response in its submission.
         ids: new tokens, without the end token.
         ended: True in the last chunk of the response.
+        end: the end token that was sampled.
     """
 
     response: int
     ids: list[int]
     ended: bool
+    end: int | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -188,7 +191,8 @@ class Generator:
                 requests = dict(self._running)
                 longest = max(request.cached for request in requests.values())
                 longest = None if self._engine.pages else longest
-                state, tokens = self._engine.generate(self._params, state, longest=longest)
+                state, result = self._engine.generate(self._params, state, longest=longest)
+                tokens = jnp.asarray(result.data)
                 tokens.copy_to_host_async()
                 for request in requests.values():
                     request.cached += 1
@@ -223,21 +227,20 @@ class Generator:
             state = self._engine.insert(prefix, state, slot=slot)
         return state
 
-    def _read_step(self, tokens: ResultTokens, requests: dict[int, ResponseRequest]) -> None:
+    def _read_step(self, tokens: jax.Array, requests: dict[int, ResponseRequest]) -> None:
         """Deliver the tokens of a step, and free the slots of responses that have ended."""
-        tokens = tokens.convert_to_numpy()
+        rows = np.asarray(tokens).tolist()
         for slot, request in requests.items():
             if request.has_ended:  # after this step was dispatched
                 continue
-            result = tokens.get_result_at_slot(slot)
-            token = result.tokens.item()
-            is_end = not result.valid.item() or token in self._engine.shape.end_ids
+            token, is_valid, _ = rows[slot]  # the third is the response's length
+            is_end = not is_valid or token in self._engine.shape.end_ids
             request.sampled += 1
             is_full = request.sampled == request.budget
             request.has_ended = is_end or is_full or request.is_cancelled
             ids = [] if is_end else [token]
             self._sampled.inc(len(ids))
-            chunk = TokenChunk(request.index, ids, request.has_ended)
+            chunk = TokenChunk(request.index, ids, request.has_ended, token if is_end else None)
             self._loop.call_soon_threadsafe(request.chunks.put_nowait, chunk)
             if request.has_ended:
                 del self._running[slot]

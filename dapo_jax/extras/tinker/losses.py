@@ -18,6 +18,7 @@ from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, head_kernel
 from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.model.logprobs import hidden_states
+from dapo_jax.runtime.sharding import shards
 
 LOGPROB_CHUNK_TOKENS = 2048  # with logits at a time
 CROSS_ENTROPY = "cross_entropy"
@@ -92,10 +93,12 @@ def _position_losses(batch: LossBatch, logprobs: Float[Array, "R T K"]) -> Float
 def loss_learner(config: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any) -> Learner:
     """Return the learner of all loss functions; its scores are log-probs and losses."""
 
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
 
     def score(params: Any, batch: Any) -> Any:
-        attention = training_attention.choose("auto", platform, batch.tokens.shape[-1])
+        attention = training_attention.choose(
+            "auto", device, batch.tokens.shape[-1], config.dtype, shards(mesh, "sequence")
+        )
         decoder = dataclasses.replace(config, attention=attention)
         logprobs = _target_logprobs(params, decoder, batch)
         return logprobs, _position_losses(batch, logprobs)

@@ -1,9 +1,15 @@
 """Paths of local folders and of buckets (gs://...)."""
 
+import logging
 import os
 import pathlib
 
+import fsspec.config
 from etils import epath
+
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs what it then raises
+# Other processes write into the same bucket: what a listing showed before does not count.
+fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 
 Folder = pathlib.Path | epath.Path  # local, or in a bucket
 

@@ -23,7 +23,7 @@ REPEAT_SECONDS = 600.0  # between two warnings of the same kind
 MAX_WAITING = 4  # background writes; each may hold a step's responses in memory
 SHOWN_CHARACTERS = 200
 UNSAVED = 74  # EX_IOERR of sysexits.h, a run's exit code
-REFUSALS = "PermissionDenied Unauthenticated NotFound InvalidArgument".split()
+BUCKET_CLIENTS = {"aiohttp", "fsspec", "gcsfs", "google", "requests"}  # packages
 # Errors of storage; no mistake of the program has these numbers.
 FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
@@ -33,16 +33,17 @@ class NotSaved(OSError):
 
 
 def is_bucket_error(error: BaseException) -> bool:
-    """Return True for an error of TensorFlow, the client of buckets.
+    """Return True for an error of gcsfs, the client of buckets, or of what it calls.
 
-    These are not OSErrors. TensorFlow retries for a minute or two before it raises them.
+    Some are not OSErrors. gcsfs retries for half a minute or longer before it raises them.
     """
-    return "tensorflow" in type(error).__module__
+    return type(error).__module__.split(".")[0] in BUCKET_CLIENTS or is_refusal(error)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if a bucket refused: no permission, or no such bucket."""
-    return is_bucket_error(error) and type(error).__name__.removesuffix("Error") in REFUSALS
+    """Return True if a bucket refused: no permission, or no valid credentials."""
+    status = getattr(error, "code", 0)  # of gcsfs's HttpError, but 403 is an OSError there
+    return status in (401, "401") or str(error).startswith("Forbidden: ")
 
 
 def is_storage_error(error: BaseException) -> bool:
@@ -67,12 +68,10 @@ def reason(error: BaseException) -> str:
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if is_bucket_error(error):  # drop the response body: the status already says it
-        text = re.sub(r" with body '.*'", "", str(error), flags=re.DOTALL)
-        text = re.sub(r"^.*Error executing an HTTP request: ", "", text)
-        return " ".join(text.split())[:SHOWN_CHARACTERS]
-    text = (str(error).splitlines() or [""])[0][:SHOWN_CHARACTERS]
-    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
+    text = re.sub(r"(http\S+/)?\bb/([\w.-]+)/o\b\S*", r"gs://\2", str(error))  # gcsfs's paths
+    text = (text.splitlines() or [""])[0][:SHOWN_CHARACTERS]
+    is_said = text and isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    return text if is_said else f"{type(error).__name__}: {text}"
 
 
 def storage_fault(error: BaseException) -> str:
