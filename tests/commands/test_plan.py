@@ -217,7 +217,7 @@ def test_the_command_prints_json_and_exits_with_1_if_a_program_does_not_fit(
     assert code == 0, error
     assert f"warning: {ONE_TURN}" in error
     assert json.loads(output)["fits"] and "compiled update" in error
-    flags += ["--config.compute.logprob_chunk_tokens=4096", "--config.sampler.slots=2000000"]
+    flags[-1:] = "--config.compute.logprob_chunk_tokens=4096", "--config.sampler.slots=2000000"
     code, output, error = run_shown("plan", flags, monkeypatch, capsys)
     assert code == 1, error
     record = json.loads(output)

@@ -15,11 +15,11 @@ import pytest
 from test_layout import LIBRARY, ROOT, tree_of
 
 LOOP = "dapo_jax.run.run"
-MAX_CLOSURE_LINES = 25_410
+MAX_CLOSURE_LINES = 25_810
 MAX_CLOSURE_MODULES = 135
 MAX_ARROWS = 71
-MAX_LIBRARY_LINES = 43_000
-MAX_TEST_LINES = 38_300
+MAX_LIBRARY_LINES = 44_300
+MAX_TEST_LINES = 39_500
 # Lines of an extra, at most; below dapo_jax/extras.
 EXTRAS: dict[str, int] = {"doctor": 180, "plan": 950}
 WALK = ROOT / "docs/architecture.md"
