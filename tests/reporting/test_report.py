@@ -26,6 +26,11 @@ def make(*folders: str) -> str:
     return page.page([read_run(folder) for folder in folders])
 
 
+def read_charts() -> list[dict]:
+    path = importlib.resources.files("dapo_jax.extras.report") / "page.charts.toml"
+    return tomllib.loads(path.read_text("utf-8"))["chart"]
+
+
 def titles(text: str) -> list[str]:
     return re.findall("<h3>(.*?)</h3>", text)
 
@@ -261,8 +266,7 @@ def test_a_run_does_not_fail_at_its_page(write_run, monkeypatch, capsys):
 
 
 def test_every_curve_is_of_metrics_that_exist():
-    text = importlib.resources.files("dapo_jax.extras.report") / "page.charts.toml"
-    charts = tomllib.loads(text.read_text("utf-8"))["chart"]
+    charts = read_charts()
     names = [name for chart in charts for name in chart["metrics"]]
     check_documented(names)
     assert len(names) == len(set(names))
