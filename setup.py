@@ -68,6 +68,7 @@ setup(
     cmdclass={"build_py": WithConfigs},
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
     package_data={
+        "dapo_jax.extras": ["init_files/*"],
         "dapo_jax.extras.plan": ["*.json"],
         "dapo_jax.config": ["*.txt"],
         "dapo_jax.data.policies": ["*/*"],

@@ -1,11 +1,17 @@
-"""The site's view of links that leave docs/: some files are pages of it, the rest is plain text."""
+"""The site's page of all settings, and its view of links that leave docs/."""
 
+import dataclasses
+import html
+import inspect
 import pathlib
 import posixpath
 import re
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from dapo_jax.config import experiment
+from dapo_jax.runtime.settings import TYPE_NAMES, explain, leaves
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHOWN = {
@@ -18,8 +24,73 @@ BLOCK_OR_CODE = re.compile(r"<pre.*?</pre>|<code>([^<]*)</code>", re.DOTALL)
 RELATIVE_LINK = re.compile(r"(!?\[([^\]]*)\])\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
+SETTINGS = """\
+# Settings
+
+All settings, generated from the code. On a command line, `sampler.temperature` of `dapo-jax train`
+is `--config.sampler.temperature=0.7`; in a config file, `Sampler(temperature=0.7)`; in YAML,
+`temperature: 0.7` below `sampler:`. The box at the top searches this page too, and so does
+`dapo-jax train --help=WORD`. `help(dapo_jax.Sampler)` shows a section in Python. The
+[recipes](recipes.md) begin with what you want to do.
+"""
+
+
+def list_settings(section: Any, prefix: str, anchor: str) -> str:
+    """Return the settings of a section itself: name, default, type, explanation, allowed values."""
+    entries = []
+    for field in dataclasses.fields(section):
+        value, rule = getattr(section, field.name), field.metadata["rule"]
+        if dataclasses.is_dataclass(value):
+            continue
+        default = "auto" if rule.auto == value and rule.auto else value
+        default = str(default).lower() if isinstance(default, bool) else default
+        shown = "empty" if default == "" else f"<code>{html.escape(str(default))}</code>"
+        name, kind = f"{prefix}{field.name}", TYPE_NAMES[type(value)] + " or auto" * bool(rule.auto)
+        entries.append(f'<dt id="{anchor}{name}"><code>{name}</code> {kind}; default: {shown}</dt>')
+        text = re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(explain(field), quote=False))
+        entries.append(f"<dd>{text}</dd>")
+    return "\n".join(['<dl class="settings">', *entries, "</dl>\n"]) if entries else ""
+
+
+def list_sections(config: Any, prefix: str, seen: dict[type, str], anchor: str) -> list[str]:
+    """Return the text of a config's sections. Those that an earlier config has are only named."""
+    parts = []
+    for field in dataclasses.fields(config):
+        section, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if not dataclasses.is_dataclass(section):
+            continue
+        kind = type(section)
+        defaults = {path: value for path, _, value in leaves(kind())}
+        changed = [f"`{p}={v}`" for p, _, v in leaves(section) if v != defaults[p]]
+        if kind in seen:
+            text = f"\n`{name}`: [as above](#{seen[kind]})"
+            parts.append(text + f", by default {', '.join(changed)}" * bool(changed) + ".\n")
+            continue
+        seen[kind] = f"{anchor}{name}"
+        text = (inspect.getdoc(kind) or "").split("\n\n")[0]
+        title = f"### {name} {{ #{anchor}{name} }}\n\n{text}\n"
+        parts += [title, list_settings(section, f"{name}.", anchor)]
+        parts += list_sections(section, f"{name}.", seen, anchor)
+    return parts
+
+
+def settings_page() -> str:
+    """Return the page of all settings: of `dapo-jax train` by section, then of other commands."""
+    parts, seen = [SETTINGS], {}
+    for name, kind in vars(experiment).items():
+        if not name.endswith("Config"):
+            continue
+        title = (inspect.getdoc(kind) or "").split("\n")[0]
+        command = re.findall(r"dapo-jax (\w+)", title)[0]
+        anchor = "" if kind is experiment.Config else f"{command}-"
+        parts += [f"## dapo-jax {command}\n\n{title}\n", list_settings(kind(), "", anchor)]
+        parts += list_sections(kind(), "", seen, anchor)
+    return "\n".join(parts)
+
+
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the files from outside docs/."""
+    """Adds the page of settings, and the files from outside docs/."""
+    files.append(File.generated(config, "settings.md", content=settings_page()))
     for source, uri in SHOWN.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
     return files

@@ -58,6 +58,18 @@ check_number() { # FLAG VALUE
     [[ $2 =~ ^[1-9][0-9]{0,4}$ ]] || die 2 "$1 = '$2': must be a whole number from 1 to 99999"
 }
 
+# The trainer's arguments, and whether they are for the machine, before it costs money. Exits if they are wrong.
+check_trainer() { # GENERATION CHIPS ARGUMENT...
+    local python
+    for python in .venv/bin/python "${DAPO_LAUNCH_PYTHON:-python3}"; do
+        if "$python" -c 'import importlib.util as u; assert u.find_spec("dapo_jax") and u.find_spec("jax")' 2>/dev/null; then
+            JAX_PLATFORMS=cpu "$python" -m dapo_jax train "${@:3}" "--check=$1:$2" >/dev/null || exit 2
+            return 0
+        fi
+    done
+    say "warning: the trainer's settings are not checked: dapo_jax is not installed on this machine"
+}
+
 # A value that everybody may see. What looks like a secret has another way in.
 check_env() { # NAME=VALUE
     [[ $1 =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || die 2 "--env = '$1': must be NAME=VALUE"

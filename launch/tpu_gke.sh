@@ -16,6 +16,7 @@
 #   --namespace=default   and --context= are kubectl's; --queue=Q a Kueue LocalQueue, which admits the JobSet
 #   --emit-manifest       prints the manifest alone, for kubectl apply or a repository of manifests
 #   --detach              creates and leaves; --yes deletes without asking; --dry-run prints manifest and commands
+#   --no-check            leaves out `dapo-jax train --check`, which reads the trainer's arguments here first
 #
 # Needs JobSet 0.6 or newer in the cluster, and node pools with that topology. --config.run_dir must be on
 # gs://. Exit codes 2 (wrong settings), 3 (no signal left) and 4 (numbers not finite) end the JobSet. Ctrl-C deletes
@@ -31,7 +32,7 @@ case "$action" in
     *) help launch/tpu_gke.sh >&2 && exit 2 ;;
 esac
 name="" image="" type=v6e topology="" slices=1 chips_per_host=4 tries=10 spot="" account=""
-namespace=default context="" queue="" detach="" yes="" dry="" emit=""
+namespace=default context="" queue="" detach="" yes="" dry="" emit="" no_check=""
 samplers=0 sampler_type=v6e sampler_topology=2x4 sampler_spot=""
 environment=() secrets=() arguments=() sampler_flags=()
 while [ $# -gt 0 ]; do
@@ -64,6 +65,7 @@ while [ $# -gt 0 ]; do
         --detach) detach=yes ;;
         --yes) yes=yes ;;
         --dry-run) dry=yes ;;
+        --no-check) no_check=yes ;;
         --) shift && arguments+=("$@") && break ;;
         --config*) arguments+=("$1") ;;
         *) die 2 "$1: there is no such flag; the trainer's arguments come after --" ;;
@@ -85,6 +87,16 @@ find_node() {
         *) die 2 "$1 = '$2': must be v4, v5e, v5p, v6e or tpu7x" ;;
     esac
 }
+# The flag's name, a type of TPU, a topology: as many dimensions as the type's torus has, and sizes that exist.
+check_topology() {
+    case "$2" in
+        v5e | v6e)
+            [[ " 1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16 " == *" $3 "* ]] ||
+                die 2 "$1 = '$3': must be 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16 or 16x16 with $2"
+            ;;
+        *) [[ $3 == *x*x* ]] || die 2 "$1 = '$3': must have three dimensions with $2, as 4x4x4" ;;
+    esac
+}
 if [ "$action" = run ]; then
     [[ $image =~ ^[A-Za-z0-9][A-Za-z0-9./:@_-]*$ ]] || die 2 "--image = '$image': must be an image, as REGION-docker.pkg.dev/P/R/I:TAG"
     [[ $topology =~ ^[1-9][0-9]*x[1-9][0-9]*(x[1-9][0-9]*)?$ ]] || die 2 "--topology = '$topology': must be that of the node pools, as 4x4x4 or 16x16"
@@ -93,7 +105,7 @@ if [ "$action" = run ]; then
     [ $((chips % chips_per_host)) = 0 ] || die 2 "--topology = '$topology': its $chips chips must be a multiple of --chips-per-host = $chips_per_host"
     hosts=$((chips / chips_per_host))
     find_node --sampler-type "$sampler_type" && sampler_node="$node"
-    find_node --type "$type"
+    find_node --type "$type" && check_topology --topology "$type" "$topology"
     [ ${#arguments[@]} -gt 0 ] || die 2 "the trainer's arguments are missing: -- --config=configs/..."
     folder="$(run_dir "${arguments[@]}")"
     [[ $folder == gs://?* ]] || die 2 "--config.run_dir = '$folder': must be gs://..., which all pods see"
@@ -101,10 +113,12 @@ if [ "$action" = run ]; then
         sampler_chips=0
         [[ $sampler_topology =~ ^[1-9]x[1-9](x[1-9])?$ ]] && sampler_chips=$((${sampler_topology//x/*}))
         [[ $sampler_chips =~ ^[1248]$ ]] || die 2 "--sampler-topology = '$sampler_topology': must be that of one host, as 2x4"
+        check_topology --sampler-topology "$sampler_type" "$sampler_topology"
         for word in --config.rollout.remote=also --config.sampler.host=0.0.0.0; do
             [[ " ${arguments[*]} " == *" ${word%%=*}="* ]] || arguments+=("$word")
         done
     fi
+    [ -n "$no_check" ] || check_trainer "$type" $((chips * slices)) "${arguments[@]}"
     bucket="${folder#gs://}"
     if [[ " ${environment[*]}" != *" JAX_COMPILATION_CACHE_DIR="* ]]; then
         environment+=("JAX_COMPILATION_CACHE_DIR=gs://${bucket%%/*}/jax_cache") # a new pod compiles nothing again
@@ -182,6 +196,7 @@ YAML
                       # The first process of a pod ignores signals without a handler, as the trainer does
                       # while it starts. After SIGTERM it saves and exits 143: the JobSet starts again.
                       trap 'kill -TERM "\$child"' TERM
+                      [ -e launch/env.sh ] || cd /opt/dapo_jax # as in the image of launch/Dockerfile
                       source launch/env.sh tpu-$type
                       python -m dapo_jax train "\$@" &
                       child=\$!
@@ -247,6 +262,7 @@ YAML
                     - |
                       # Each sampler is a program of its own, not a slice of a larger one.
                       unset \${!MEGASCALE_@}
+                      [ -e launch/env.sh ] || cd /opt/dapo_jax
                       source launch/env.sh tpu-$sampler_type
                       exec python -m dapo_jax sampler "\$@"
                     - sampler

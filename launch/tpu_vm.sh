@@ -15,6 +15,7 @@
 #   --env=NAME=VALUE    for the trainer; --secret-env=NAME=projects/P/secrets/S/versions/V is read on the workers
 #   --detach            starts and leaves; --keep never deletes; --yes deletes without asking
 #   --dry-run           prints every command and runs none
+#   --no-check          leaves out `dapo-jax train --check`, which reads the trainer's arguments here first
 #
 # With run_dir on gs:// a new machine resumes where the last one was; otherwise worker 0's runs/ is copied to
 # runs/N. Ctrl-C stops the run, which saves, and deletes the machine if this command made it. Exit codes are
@@ -33,7 +34,7 @@ case "$action" in
 esac
 name="" zone="" project="" type=v6e-8 version="" spot="" queued="" flex_start="" wait_hours=24 tries="" ref=HEAD
 model="" data="" token_file=""
-detach="" keep="" yes="" dry=""
+detach="" keep="" yes="" dry="" no_check=""
 create_flags=() ssh_flags=(--ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oConnectTimeout=30)
 run_flags=() arguments=()
 while [ $# -gt 0 ]; do
@@ -47,7 +48,10 @@ while [ $# -gt 0 ]; do
         --spot) spot=--spot ;;
         --queued) queued=yes ;;
         --flex-start=*)
-            [[ $value =~ ^[1-9][0-9]{0,5}[smhd]$ ]] || die 2 "--flex-start = '$value': must be the machine's time, as 4h or 7d"
+            [[ $value =~ ^[1-9][0-9]{0,5}[smhd]$ ]] && seconds=${value%?} || seconds=0
+            case "$value" in *m) ((seconds *= 60)) ;; *h) ((seconds *= 3600)) ;; *d) ((seconds *= 86400)) ;; esac
+            [[ $seconds -gt 0 && $seconds -le 604800 ]] ||
+                die 2 "--flex-start = '$value': must be the machine's time, as 4h, 7d at most"
             queued=yes flex_start="$value"
             ;;
         --model=*) model="$value" ;;
@@ -68,6 +72,7 @@ while [ $# -gt 0 ]; do
         --keep) keep=yes ;;
         --yes) yes=yes ;;
         --dry-run) dry=yes ;;
+        --no-check) no_check=yes ;;
         --) shift && arguments+=("$@") && break ;;
         --config*) arguments+=("$1") ;;
         *) die 2 "$1: there is no such flag; the trainer's arguments come after --" ;;
@@ -89,6 +94,16 @@ bring() { # WHAT VALUE SETTING
             ;;
     esac
 }
+# The config's file has to be in the commit that is sent.
+check_sent() {
+    local word file
+    for word in "${arguments[@]}"; do
+        file="${word#--config=}" file="${file%%:*}"
+        if [[ $word == --config=* && -f $file ]] && ! git cat-file -e "$ref:./$file" 2>/dev/null; then
+            die 2 "--config = '$file': must be a file of --ref = $ref, which is sent: commit it"
+        fi
+    done
+}
 [[ $zone =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] || die 2 "--zone = '$zone': must be a zone that has --type, as us-east5-b"
 [[ $project =~ ^[a-z0-9:.-]*$ ]] || die 2 "--project = '$project': must be a project's ID"
 case "$type" in
@@ -98,9 +113,19 @@ case "$type" in
     v2-* | v3-* | v4-*) default="tpu-ubuntu2204-base" ;;
     *) die 2 "--type = '$type': must be v2 to v4, v5litepod, v5p or v6e, and a size; later ones are on GKE (launch/tpu_gke.sh)" ;;
 esac
-[[ $type =~ ^[a-z0-9]+-[1-9][0-9]*$ ]] || die 2 "--type = '$type': must be a generation and a size, as v6e-64"
+[[ $type =~ ^[a-z0-9]+-[1-9][0-9]{0,4}$ ]] || die 2 "--type = '$type': must be a generation and a size, as v6e-64"
+size="${type#*-}"
+case "$type" in
+    v6e-* | v5litepod-*)
+        [[ " 1 4 8 16 32 64 128 256 " == *" $size "* ]] || die 2 "--type = '$type': its size must be 1, 4, 8, 16, 32, 64, 128 or 256 chips"
+        ;;
+    *)
+        [[ " 8 16 32 64 " == *" $size "* ]] || [ $((size % 128)) = 0 ] ||
+            die 2 "--type = '$type': its size must be 8, 16, 32, 64 or a multiple of 128 cores, two a chip"
+        ;;
+esac
 version="${version:-$default}" tries="${tries:-${flex_start:+1}}" tries="${tries:-10}"
-chips="${type#*-}" workers_asked=$((${type#*-} > 8 ? 2 : 1))
+chips="$size" workers_asked=$((size > 8 ? 2 : 1))
 case "$type" in v2-* | v3-* | v4-* | v5p-*) chips=$((chips / 2)) ;; esac # these types count cores
 folder="$(run_dir ${arguments[@]+"${arguments[@]}"})"
 if [ "$action" = run ]; then
@@ -110,10 +135,13 @@ if [ "$action" = run ]; then
     if [[ $folder != gs://?* ]]; then
         [ -z "$spot$flex_start" ] ||
             die 2 "--config.run_dir = '$folder': must be gs://... with --spot and --flex-start, whose machines take their disk along"
-        [ "${type#*-}" -le 16 ] || die 2 "--config.run_dir = '$folder': must be gs://... on a slice of several hosts"
+        [ "$size" -le 16 ] || die 2 "--config.run_dir = '$folder': must be gs://... on a slice of several hosts"
     fi
     bring model "$model" --config.model.folder
     bring data "$data" --config.data.folder
+    generation="${type%%-*}"
+    [ -n "$no_check" ] || check_trainer "${generation/v5litepod/v5e}" "$chips" "${arguments[@]}"
+    check_sent
     [ -z "$token_file" ] || [ -r "$token_file" ] || die 2 "--token-file = '$token_file': must be a file that can be read"
     bucket="${folder#gs://}"
     if [[ $folder == gs://?* && " ${run_flags[*]}" != *" --env=JAX_COMPILATION_CACHE_DIR="* ]]; then

@@ -10,7 +10,6 @@
 # %%
 import os
 import pathlib
-import subprocess
 import sys
 
 import matplotlib.pyplot as plt
@@ -19,10 +18,8 @@ import numpy as np
 import dapo_jax
 
 HERE = pathlib.Path(dapo_jax.__file__).parent.parent
-if not (HERE / "notebooks/measurements").is_dir():  # installed without what was measured
-    HERE = pathlib.Path("dapo_jax_repository")
-    if not HERE.exists():
-        subprocess.run(["git", "clone", "--depth=1", "{repository}", HERE], check=True)
+if not (HERE / "notebooks/measurements").is_dir():
+    raise FileNotFoundError("a wheel lacks the recorded runs: pip install -e . in a checkout")
 sys.path.insert(0, str(HERE))
 
 from configs import two_strategies  # noqa: E402

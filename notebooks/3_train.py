@@ -200,7 +200,7 @@ EXPORTED = str(dapo_jax.export(dapo.run_dir, FOLDER / "exported"))
 print(sorted(path.name for path in pathlib.Path(EXPORTED).iterdir() if path.name[0] != "."))
 
 # %%
-# In a process of its own: beside the TensorFlow that the sampler brings, importing torch can crash.
+# In a separate process, as somebody who only has the exported folder.
 ELSEWHERE = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -4,7 +4,7 @@
     python notebooks/build.py 1_loss_playground          one
 
 A script is the source (jupytext's percent format); its .ipynb is never edited. Each begins with a
-badge and an installing cell, which stand here once.
+cell that installs dapo_jax, which stands here once.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import base64
 import io
 import os
 import pathlib
-import re
 import sys
 import tempfile
 
@@ -23,16 +22,13 @@ from PIL import Image
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = sorted(HERE.glob("[0-9]_*.py"))
-REPOSITORY = re.search(r'^REPOSITORY = "(.+)"', (HERE.parent / "setup.py").read_text(), re.M)[1]
-COLAB = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
 SECONDS = 1800  # for one cell, on a slow machine
 COLOURS = 128  # of a picture: a third of its bytes, and no difference to the eye
 
-BADGE = """\
-[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab}/blob/main/notebooks/{name}.ipynb)
-"""
 INSTALL = """\
-# Installs dapo_jax where it is missing (Colab may then ask to restart its runtime).
+# @title Install dapo_jax from its wheel
+# No package index has it yet: make the wheel in a checkout (`pip wheel --no-deps .`), upload it.
+# Colab may then ask to restart its runtime.
 import glob
 import importlib.util
 import shutil
@@ -40,19 +36,16 @@ import shutil
 if importlib.util.find_spec("dapo_jax") is None:
     chips = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
     extra = "[cuda]" if shutil.which("nvidia-smi") else "[tpu]" if chips else ""
-    %pip install --quiet "dapo_jax{extra} @ git+{repository}"
+    %pip install --quiet "{glob.glob('dapo_jax-*.whl')[0]}{extra}"
 """
 
 
 def make(source: pathlib.Path) -> nbformat.NotebookNode:
     """The notebook of a script, not run yet."""
     cells = [
-        nbformat.v4.new_markdown_cell(BADGE.format(colab=COLAB, name=source.stem).strip()),
         nbformat.v4.new_code_cell(INSTALL.strip()),
         *jupytext.read(source).cells,
     ]
-    for cell in cells:
-        cell.source = cell.source.replace("{repository}", REPOSITORY)
     for number, cell in enumerate(cells):
         cell.id, cell.metadata = f"cell-{number}", {}  # the same whenever it is made
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

@@ -238,7 +238,8 @@ def same_engine(byte_engine, monkeypatch):
 
 
 def make_prompt(index: int, tokens: list[int], answer: str = "1") -> Prompt:
-    return Prompt(index, f"p{index}", "", np.array(tokens, np.int32), answer, "test")
+    name, ids = f"p{index}", np.array(tokens, np.int32)
+    return Prompt(index, name, "", ids, answer, "test", digest=name)
 
 
 def make_completion(tokens: list[int], truncated: bool = False, logprob: float = -1.0):

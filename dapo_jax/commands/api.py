@@ -16,7 +16,7 @@ from dapo_jax.commands.command_line import find_preset
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
-from dapo_jax.config.files import read_config
+from dapo_jax.config.files import read_config, with_preset
 from dapo_jax.registry import feature
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import (
@@ -42,7 +42,7 @@ def load(config: Any, kind: type[T]) -> T:
     if isinstance(config, str | os.PathLike):
         return read_config(kind, os.fspath(config), find_preset)
     require(isinstance(config, kind), "(config)", config, f"a {kind.__name__} or a file's name")
-    return config
+    return with_preset(config, find_preset)
 
 
 class _Trained(os.PathLike[str]):
@@ -194,7 +194,7 @@ def train(
     config = _with_objects(load(config, Config), data, reward, in_process, environment, tools)
     checks.check(config)
     checks.check_run(config)
-    processes.set_compilation_cache()
+    processes.prepare_jax()
     from dapo_jax.run.run import train as run
     from dapo_jax.run.run_files import Callbacks
     from dapo_jax.runtime.signals import Signals
@@ -254,7 +254,7 @@ def evaluate(
         section, _, name = SHORT_NAMES[flag].partition(".")
         config = with_values(config, section, **{name: value})
     checks.check(config)
-    processes.set_compilation_cache()
+    processes.prepare_jax()
     from dapo_jax.run.evaluation import evaluate as run
 
     return run(config, from_folder=bool(model))
@@ -264,7 +264,7 @@ def _train_folder(config: SftConfig | DpoConfig) -> ModelFolder:
     checks.check(config)
     supervised = feature("supervised")
     supervised.check_folder(config)
-    processes.set_compilation_cache()
+    processes.prepare_jax()
     from dapo_jax.runtime.signals import Signals
 
     signals = Signals()
@@ -317,7 +317,7 @@ def export(run: File, out: File, **settings: Any) -> pathlib.Path:
 
     Raises `ConfigError` for wrong settings, a missing checkpoint, or a model of other shapes.
     """
-    config = ExportConfig(run=os.fspath(run), out=os.fspath(out))
+    config = ExportConfig(run=os.fspath(run), out=os.fspath(out), **settings)
     check_types(config)
     from dapo_jax.run.export import export as write
 

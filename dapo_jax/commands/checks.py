@@ -6,18 +6,21 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
 from dapo_jax.config.files import config_for_folder
-from dapo_jax.config.user_code import resolve
+from dapo_jax.config.user_code import choose
 from dapo_jax.config.validation import check_warmup, validate
-from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system
+from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.registry import feature
+from dapo_jax.reporting.sinks import find_sinks
 from dapo_jax.reporting.trackers import check_trackers
 from dapo_jax.rewards.functions import find_functions
 from dapo_jax.rewards.verifying import find_verifier
 from dapo_jax.runtime import limits, processes
+from dapo_jax.runtime.rules import is_own
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.storage.output_folder import RUN, check_free
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
@@ -49,9 +52,12 @@ def check(config: Any) -> None:
         workers = config.reward.workers
         require(workers <= limit, "reward.workers", workers, f"at most {limit} on this machine")
         find_functions(list(config.reward.weights()))
-        if hook := config.algorithm.token_weights:
-            _check_call("algorithm.token_weights", hook, "group, sample")
+        for name, arguments in {"token_weights": "group, sample", **OWN_FUNCTIONS}.items():
+            function = getattr(config.algorithm, name)
+            if is_own(function) or function and name == "token_weights":
+                _check_call(f"algorithm.{name}", function, arguments)
         check_trackers(config.log)
+        find_sinks(config.log.sinks)
         _check_data(config.data)
         template, verifier = config.data.template, config.reward.verifier
         find_verifier(verifier)
@@ -62,7 +68,7 @@ def check(config: Any) -> None:
 
 def _check_call(field: str, name: str, arguments: str) -> None:
     """Raise `ConfigError` if a user function does not accept the arguments."""
-    function = resolve(field, name)
+    function = choose({}, field, name)
     try:
         inspect.signature(function).bind(*arguments.split(", "))
     except TypeError as error:
@@ -82,6 +88,8 @@ def _check_data(data: Data) -> None:
     is_read = not fields or not all(map(is_generated, names))
     require(is_read, "data.fields", data.fields, allowed)
     check_system(data.template, data.system_prompt, data.fields if "system" in fields else "")
+    if data.user_template:
+        open_text(data.user_template, "data.user_template")
 
 
 def check_run(config: Config, make_base: Callable[[Config], None] = lambda config: None) -> None:
@@ -136,7 +144,7 @@ def guarded(work: Callable[[], int | None]) -> int:
             processes.print_error(f"error: {line}")
             return os.EX_OSERR
         if isinstance(error, ImportError) and "gcsfs" in str(error):
-            processes.print_error("error: gs:// needs a package: pip install 'dapo_jax[gcs]'")
+            processes.print_error("error: gs:// needs a package: pip install gcsfs")
             return 2
         if not is_bucket_error(error):
             raise

@@ -46,20 +46,26 @@ def name_positional(arguments: list[str], name: str, *, repeated: bool) -> list[
 def take_file(arguments: list[str], kind: type = Config) -> tuple[str, list[str]]:
     """Return the name or file of the config, and the other arguments.
 
-    The last `--config=` or `--config` counts. For a `kind` that config files make, it may also be
-    an argument of its own: the first, or after one that contains its value (`--seed 1` does not).
+    For a `kind` that config files make, the name may also be an argument of its own: the first, or
+    after one that contains its value (`--seed 1` does not). Raises `ConfigError` for two names.
     """
     file, others, rest = "", [], iter(arguments)
     for argument in rest:
         name, separator, value = argument.partition("=")
         positional = not argument.startswith("-") and (not others or "=" in others[-1])
         if name in ("--config", "-config"):
-            file = value if separator else next(rest, "")
+            file, earlier = value if separator else next(rest, ""), file
+            _check_once(name, earlier or file, file)
         elif positional and not file and kind in WITH_FILES:
             file = argument
         else:
             others.append(argument)
     return file, others
+
+
+def _check_once(flag: str, earlier: str, text: str) -> None:
+    if earlier != text:
+        raise ConfigError(f"--{flag.lstrip('-')} is given twice: {earlier!r} and {text!r}")
 
 
 def _convert(setting: str, text: str, kind: type, auto: int | None) -> Any:
@@ -104,6 +110,7 @@ def override(
     types: dict[str, Any] = {name: field.type for name, field, _ in leaves(config)}
     sections = {name.rpartition(".")[0] for name in types} - {""}
     extra, rest = [], [*arguments]
+    given: dict[str, str] = {}
     while rest:
         argument = rest.pop(0)
         flag, separator, text = argument.partition("=")
@@ -120,6 +127,8 @@ def override(
             auto = rules(type(config))[setting].auto
             if setting in several:
                 text = f"{getattr(section, name)}\n{text}".removeprefix("\n")
+            else:
+                _check_once(flag, given.setdefault(setting, text), text)
             setattr(section, name, _convert(setting, text, types[setting], auto))
         elif setting in sections:
             hint = advice(setting)
@@ -184,9 +193,10 @@ def load(
         first = next(iter(short_names))
         arguments = name_positional(arguments, first, repeated=first in several)
     help_topic, arguments = take_help(arguments)
-    file, arguments = take_file(arguments, kind)
+    file: str = ""
     config: Any = None
     try:
+        file, arguments = take_file(arguments, kind)
         if file or help_topic or kind is not Config:
             config = read_config(kind, file, find_preset) if file else kind()
             override(config, arguments, short_names, several)

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.rates import choose_rates
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.environments.sessions import Environments, TokenizedReply
+from dapo_jax.model.trainable import parameter_count
 from dapo_jax.reporting.notices import setting_warnings
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
@@ -44,7 +46,8 @@ def dry_run(config: Config) -> int:
     """Print what a run would see, and return 0.
 
     Raises:
-        ConfigError: the run would stop at its start, or a reward function fails on every answer.
+        ConfigError: the run would stop at its start, or a reward function or the environment fails
+            on every answer.
     """
     decoder, mesh, sampling_mesh = components.open_decoder(config, training=True)
     tokenizer = components.open_tokenizer(config, decoder)
@@ -53,8 +56,10 @@ def dry_run(config: Config) -> int:
         if environments:
             stack.callback(environments.close)
         prompts = components.open_prompts(config, tokenizer, environments)
-        _print([f"data: {prompts.describe()}"])
-        warnings = [*prompts.warnings(), *setting_warnings(config, prompts.sources)]
+        size = parameter_count(decoder)
+        config, lines, warnings = choose_rates(config, size, config.total_steps)
+        _print([f"data: {prompts.describe()}", *lines])
+        warnings += [*prompts.warnings(), *setting_warnings(config, prompts.sources)]
         _print(f"warning: {complaint}" for complaint in warnings)
         first_prompts = list(itertools.islice(prompts, SHOWN_PROMPTS))
         problems = [
@@ -74,6 +79,7 @@ def dry_run(config: Config) -> int:
         _print(describe_memory(needs, mesh))
         components.check_lengths(config, prompts.lengths)
         check_rewards(config, groups)
+        check_replies(config, trials)
         _print(["nothing was compiled or written; without --dry-run this trains"])
     return 0
 
@@ -111,6 +117,16 @@ def describe_prompts(
         yield from (f"  | {line}" for line in text.split("\n"))
         if prompt.answer:
             yield f"  gold {_short(prompt.answer)!r}{_describe_reader(config, prompt)}"
+    special = tokenizer.backend.get_added_tokens_decoder()
+    special = {token: added.content for token, added in special.items() if added.special}
+    first = dict.fromkeys(special[id] for id in prompts[0].tokens.tolist() if id in special)
+    ends = [tokenizer.backend.decode([id], skip_special_tokens=False) for id in tokenizer.end_ids]
+    yield (
+        f"\nspecial tokens of the first prompt: {' '.join(first) or 'none'}; "
+        f"a response ends at {' or '.join(ends)}"
+    )
+    if tokenizer.chat and config.data.template != "chat":
+        yield "the model folder has a chat template, which data.template=chat would use"
 
 
 def _describe_reader(config: Config, prompt: Prompt) -> str:
@@ -225,6 +241,17 @@ def check_rewards(config: Config, groups: Sequence[Group]) -> None:
             f"config.reward.parts = {config.reward.parts!r}: fails on all of {len(failed)} "
             f"answers: {failed[0].text}",
             "reward.parts",
+        )
+
+
+def check_replies(config: Config, trials: Sequence[Trial]) -> None:
+    """Raise `ConfigError` if the environment fails on every answer."""
+    replies = [reply for trial in trials for reply in trial.replies]
+    if replies and all(reply.lost for reply in replies):
+        raise ConfigError(
+            f"config.environment.name = {config.environment.name!r}: fails on all of "
+            f"{len(replies)} answers: {replies[0].failure}",
+            "environment.name",
         )
 
 

@@ -5,6 +5,7 @@ Functions import heavy modules when they are called.
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,8 @@ from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import check_types, check_values, require
+from dapo_jax.runtime.settings import ConfigError, check_types, check_values, nearest, require
+from dapo_jax.runtime.tool_calls import read_message
 from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
@@ -41,6 +43,44 @@ def environment_settings(environment: Environment | None, tools: Tools) -> dict[
         require(callable(tool), "environment.tools", tool, "functions")
         tool_names.append(register_function(tool, False, tool_names, "environment.tools"))
     return {"name": name, "tools": ",".join(tool_names)}
+
+
+def _check_sampling(
+    prompts: Iterable[str | Messages],
+    *,
+    samples: int = 1,
+    environment: Environment | None = None,
+    tools: Tools = (),
+    max_turns: int = MAX_TURNS,
+    answers: Sequence[str] = (),
+    **sampling: Any,
+) -> tuple[list[str | Messages], bool]:
+    """Return the prompts, and whether some are messages. Raises `ConfigError`."""
+    known = [*inspect.signature(sample).parameters, *inspect.signature(Policy.sample).parameters]
+    for name in sampling.keys() - {"temperature", "top_p", "top_k"}:
+        raise ConfigError(f"sample: there is no argument {name!r}{nearest(name, known)}")
+    require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
+    prompts = list(prompts)  # a column of a table, or an iterator
+    require(type(samples) is int and samples > 0, "samples", samples, "a whole number above 0")
+    limits = experiment.ServeConfig(**sampling)
+    check_types(limits)
+    check_values(limits)
+    for i, prompt in enumerate(prompts):
+        is_chat = isinstance(prompt, list | tuple) and all(isinstance(m, dict) for m in prompt)
+        allowed = "text, or a list of messages with role and content"
+        require(isinstance(prompt, str) or is_chat, f"prompts[{i}]", prompt, allowed)
+    fits = not isinstance(answers, str) and all(isinstance(answer, str) for answer in answers)
+    fits = fits and len(answers) in (0, len(prompts))
+    require(fits, "answers", answers, f"a list of {len(prompts)} texts, one for each prompt")
+    chat = any(not isinstance(prompt, str) for prompt in prompts)
+    if environment is not None or tools:
+        from dapo_jax.environments.registry import open_factory, tool_names
+
+        require(max_turns > 0, "max_turns", max_turns, "above 0")
+        require(chat or not tools, "tools", len(tools), "none, or prompts that are messages")
+        settings = experiment.Environment(**environment_settings(environment, tools))
+        open_factory(settings.name, tool_names(settings))
+    return prompts, chat
 
 
 class Policy:
@@ -98,7 +138,7 @@ class Policy:
             ),
         )
         checks.check(config)
-        processes.set_compilation_cache()
+        processes.prepare_jax()
         with contextlib.ExitStack() as stack:
             checkpoints = open_checkpoints(config, not is_run, stack)
             self._components = build(config, training=False)
@@ -115,7 +155,7 @@ class Policy:
         )
 
     def _encode(
-        self, index: int, prompt: str | Messages, environments: "Environments | None"
+        self, index: int, prompt: str | Messages, answer: str, environments: "Environments | None"
     ) -> "Prompt":
         """Return a prompt in tokens, as the environment opens it. Raises `ConfigError`."""
         from dapo_jax.environments.registry import tool_schemas
@@ -125,12 +165,16 @@ class Policy:
         if not isinstance(prompt, str):
             chat = self.tokenizer.chat
             require(chat is not None, "model", self.name, "a folder with a chat template")
-            problem = str(prompt[-1]["content"])
             tools = tool_schemas(environments.settings) if environments else None
-            messages = [dict(message) for message in prompt]
-            text = present(chat, "chat template").render(messages, tools=tools)
+            field = f"prompts[{index}]"
+            try:
+                messages = [read_message(dict(message)) for message in prompt]
+            except ValueError as error:
+                raise ConfigError(f"{field}: {error}", field) from None
+            problem = messages[-1].get("content", "")
+            text = present(chat, "chat template").render(messages, field, tools=tools)
         elif environments:
-            text = environments.open(Problem(str(index), prompt, "", "")).text
+            text = environments.open(Problem(str(index), prompt, answer, "")).text
         else:
             text = prompt
         tokens = self.tokenizer.encode_prompt(text)
@@ -139,7 +183,7 @@ class Policy:
         fits = 0 < len(tokens) <= limit
         require(fits, f"prompts[{index}]", f"{len(tokens)} tokens", allowed)
         ids = np.asarray(tokens, np.int32)
-        return Prompt(index, str(index), text, ids, "", "", problem=problem)
+        return Prompt(index, str(index), text, ids, answer, "", problem=problem)
 
     def sample(
         self,
@@ -152,35 +196,35 @@ class Policy:
         environment: Environment | None = None,
         tools: Tools = (),
         max_turns: int = MAX_TURNS,
+        answers: Sequence[str] = (),
     ) -> "list[list[Completion]]":
         """Sample responses to each prompt; arguments as for `dapo_jax.sample`."""
         from dapo_jax.environments.sessions import Environments
         from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule
         from dapo_jax.types.structs import with_texts
 
-        require(type(samples) is int and samples > 0, "samples", samples, "a whole number above 0")
-        sampling = experiment.ServeConfig(temperature=temperature, top_p=top_p, top_k=top_k)
-        check_types(sampling)
-        check_values(sampling)
-        require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
-        prompts = list(prompts)  # a column of a table, or an iterator
-        for i, prompt in enumerate(prompts):
-            is_chat = isinstance(prompt, list | tuple) and all(isinstance(m, dict) for m in prompt)
-            allowed = "text, or a list of messages with role and content"
-            require(isinstance(prompt, str) or is_chat, f"prompts[{i}]", prompt, allowed)
-        chat = any(not isinstance(prompt, str) for prompt in prompts)
+        prompts, chat = _check_sampling(
+            prompts,
+            samples=samples,
+            environment=environment,
+            tools=tools,
+            max_turns=max_turns,
+            answers=answers,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+        )
         sampler, environments = self._components.sampler, None
         responses: dict[int, list[Completion]] = {}
         with contextlib.ExitStack() as stack:
             if environment is not None or tools:
-                require(max_turns > 0, "max_turns", max_turns, "above 0")
-                allowed = "none, or prompts that are messages"
-                require(chat or not tools, "tools", len(tools), allowed)
                 names = environment_settings(environment, tools)
                 settings = experiment.Environment(max_turns=max_turns, **names)
                 environments = Environments(settings, self.tokenizer, chat)
                 stack.callback(environments.close)
-            requests = [self._encode(i, text, environments) for i, text in enumerate(prompts)]
+            golds = [*answers] or [""] * len(prompts)
+            pairs = enumerate(zip(prompts, golds, strict=True))
+            requests = [self._encode(i, text, gold, environments) for i, (text, gold) in pairs]
             sampler.environments = environments
             rule = SamplingRule(temperature, top_p, top_k)
             sampler.begin(self._params, purpose=SAMPLE_FOR_SERVING, step=0, rule=rule)
@@ -188,7 +232,9 @@ class Policy:
                 sampler.submit(prompt, samples)
             while not sampler.idle:
                 for prompt, completions in sampler.decode_burst():
-                    responses[prompt.index] = list(completions)
+                    step = self._step or 0  # the random numbers are those of step 0
+                    done = [dataclasses.replace(c, policy_step=step) for c in completions]
+                    responses[prompt.index] = done
             sampler.release()
         decode_all = self.tokenizer.decode_all
         return [list(with_texts(responses[prompt.index], decode_all)) for prompt in requests]
@@ -229,7 +275,8 @@ def sample(
             `top_p` (1.0) and `top_k` (0: all tokens), which restrict sampling to the most likely
             tokens; `environment`, which replies to the policy between its turns: a class with
             `step(text)`, or the name of one, as in docs/environments.md; `tools`: functions that
-            the policy may call, if prompts are messages; `max_turns` of a trajectory (8).
+            the policy may call, if prompts are messages; `max_turns` of a trajectory (8);
+            `answers`: the answer to each prompt, for an environment that reads it.
 
     Returns:
         a list of responses per prompt, each with `text`, `tokens`, `sampler_logprobs` and
@@ -238,6 +285,7 @@ def sample(
     Raises:
         ConfigError: an argument is out of range, or the model can't be read.
     """
+    prompts, _ = _check_sampling(prompts, **sampling)
     policy = Policy(
         model,
         max_prompt_tokens=max_prompt_tokens,

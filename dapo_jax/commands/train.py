@@ -5,19 +5,26 @@
     dapo-jax train my_config.py
     dapo-jax train OLD_RUN --config.run_dir=runs/new
     dapo-jax train --config=FILE --dry-run
+    dapo-jax train --config=FILE --check=v6e:64
 
 A config is a Python file of yours, or the name of one that ships with the package (--config=FILE
 does the same). The part after the colon selects a preset. The config.json of a run repeats that
 run. Every setting below can be overridden. A run folder with a checkpoint is resumed. If a packaged
-config starts from a model that a packaged `sft` config makes, that stage runs first.
+config starts from a model that a packaged `sft` config makes, that stage runs first. --check looks
+at the settings alone, without devices, data or models; --check=GENERATION:CHIPS also at whether the
+config is for that machine.
 """
 
 import pathlib
+import re
 import subprocess
 import sys
+from dataclasses import fields
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import Config, SftConfig
+from dapo_jax.config import files
+from dapo_jax.config.experiment import Config, OneMesh, SftConfig
+from dapo_jax.runtime.settings import ConfigError
 
 
 def make_base(config: Config) -> None:
@@ -87,11 +94,41 @@ def dry_run(config: Config) -> int:
     return dry_run(config)
 
 
+def check_machine(config: Config, file: str, machine: str) -> None:
+    """Raise `ConfigError` if `config`, of `file`, is for other chips than `GENERATION:CHIPS`."""
+    from dapo_jax.runtime.sharding import mesh_shape
+
+    kind, _, chips = machine.partition(":")
+    command_line.check_flag(bool(kind) and chips.isdecimal(), "check", machine, "as v6e:64")
+    named = re.fullmatch(r"(v\d\w*|[tg]pu\w*)_(\d+)", name := files.variant(file))
+    is_resized = any(argument.startswith("--config.mesh.") for argument in sys.argv)
+    if named and (named[1] != kind or named[2] != chips and not is_resized):
+        raise ConfigError(f"--config={file}: its variant {name} is not for {chips} chips of {kind}")
+    if not config.mesh.sampler_share:
+        sizes = {field.name: getattr(config.mesh, field.name) for field in fields(OneMesh)}
+        mesh_shape(**sizes, devices=int(chips))
+
+
+def check(machine: str) -> int:
+    """Check the settings, and the machine if one is named; return 0."""
+    file, _ = command_line.take_file(sys.argv[1:])
+    command_line.load(
+        Config,
+        __doc__,
+        check_output=lambda config: check_machine(config, file, machine) if machine else None,
+    )
+    print("the settings are valid; devices, data and models were not looked at")
+    return 0
+
+
 def main() -> int:
     """Run the command; return the exit code of `work`, or 2: wrong settings.
 
     4: numbers are not finite; 75: another process died, restart all of them.
     """
+    if checked := [a for a in sys.argv if a.partition("=")[0] == "--check"]:
+        sys.argv = [argument for argument in sys.argv if argument not in checked]
+        return check(checked[-1].partition("=")[2])
     dry_flags = {"--dry-run", "--dry_run"} & set(sys.argv[1:])
     if not dry_flags:
         return command_line.run(Config, __doc__, work, check_output=check_and_make_base)

@@ -12,12 +12,14 @@ from typing import Annotated, Literal
 from dapo_jax.runtime.rules import (
     Choices,
     CountOr0,
+    OwnChoices,
     Positive,
     PositiveOr0,
     Range,
     Share,
     Unit,
     When,
+    is_own,
 )
 from dapo_jax.runtime.settings import section, setting
 
@@ -47,18 +49,32 @@ def _estimators(trait: str) -> Choices:
     return Choices(name for name, traits in ESTIMATOR_TRAITS.items() if trait in traits.split())
 
 
+def _if(name: str, words: str) -> When:
+    """Return a condition that also holds for a user's own function, which may read anything."""
+    return When(name, lambda value: value in words.split() or is_own(value))
+
+
 def _if_advantage(trait: str) -> When:
-    return When("algorithm.advantage", " ".join(_estimators(trait)))
+    return _if("algorithm.advantage", " ".join(_estimators(trait)))
 
 
 GROUP_ESTIMATORS = _estimators("group")
 OF_VALUES = _estimators("values")
 OF_ENERGIES = _estimators("energies")
 REWARD_FREE_ESTIMATORS = _estimators("no_reward")
-AGGREGATES = Choices(  # keys of losses.LOSS_WEIGHTS
+AGGREGATES = OwnChoices(  # keys of losses.LOSS_WEIGHTS
     "token_mean token_mean_per_group sequence_mean sequence_sum token_sum_over_budget "
     "pair_sum".split()
 )
+# Arguments of the functions that a user may give in place of a name.
+OWN_FUNCTIONS = {
+    "advantage": "algorithm, feedback",
+    "ratio": "log_ratio, segment_ids, trained",
+    "region": "algorithm, ratio, p, old",
+    "weight": "algorithm, ratio, positive",
+    "kl_estimator": "logprobs, reference_logprobs",
+    "aggregate": "tokens, groups, budget",
+}
 READS_OLD_LOGPROBS = When(
     "algorithm.ratio algorithm.kl algorithm.kl_to algorithm.kl_importance algorithm.rejection "
     "algorithm.importance_cap algorithm.advantage algorithm.distillation algorithm.covariance",
@@ -76,12 +92,12 @@ READS_OLD_LOGPROBS = When(
 CENTRED = _if_advantage("centred")
 PER_TOKEN = _if_advantage("per_token")
 HAS_VALUES = _if_advantage("values")
-IF_GAE = When("algorithm.advantage", "gae")
-IF_ADAPTIVE = When("algorithm.advantage", "length_adaptive_gae")
-IF_PASS_AT_K = When("algorithm.advantage", "pass_at_k")
+IF_GAE = _if("algorithm.advantage", "gae")
+IF_ADAPTIVE = _if("algorithm.advantage", "length_adaptive_gae")
+IF_PASS_AT_K = _if("algorithm.advantage", "pass_at_k")
 IF_PREFERENCE = When("algorithm.advantage", "preference")
-HAS_RATIO = When("algorithm.ratio", "token sequence product geometric")
-IF_REGION = When("algorithm.region", "ratio log_ratio tv kl")
+HAS_RATIO = _if("algorithm.ratio", "token sequence product geometric")
+IF_REGION = _if("algorithm.region", "ratio log_ratio tv kl")
 IF_CRITIC = When("algorithm.critic")
 IF_CAP = When("algorithm.importance_cap")
 REJECTS = When("algorithm.rejection", "token product sequence worst")
@@ -92,8 +108,8 @@ CHOOSES = When("algorithm.covariance", "clip kl")
 CLIPS_COVARIANCE = When("algorithm.covariance", "clip")
 IF_KL = When("algorithm.kl", "loss reward")
 KL_LOSS = When("algorithm.kl", "loss")
-IF_DECAY = When("algorithm.weight", "sapo gamma")
-IF_GAMMA = When("algorithm.weight", "gamma")
+IF_DECAY = _if("algorithm.weight", "sapo gamma")
+IF_GAMMA = _if("algorithm.weight", "gamma")
 IF_TEACHER = When("algorithm.distillation", "reverse jsd")
 IF_JSD = When("algorithm.distillation", "jsd")
 PUNISHES = When("algorithm.overlong_punishment")
@@ -103,7 +119,7 @@ PUNISHES = When("algorithm.overlong_punishment")
 class Algorithm:
     """Coefficients of the tokens. Defaults are DAPO's (arXiv 2503.14476)."""
 
-    advantage: Annotated[str, Choices(ESTIMATOR_TRAITS)] = setting(
+    advantage: Annotated[str, OwnChoices(ESTIMATOR_TRAITS)] = setting(
         "group_zscore", "Estimator of the advantage."
     )
     advantage_scale: Literal["none", "batch", "mean", "informative"] = setting(
@@ -118,10 +134,10 @@ class Algorithm:
     critic: bool = setting(False, "Train a value model too; the gae estimators need it.")
     critic_pretrain_steps: CountOr0 = setting(0, "First steps of the critic alone.", read=IF_CRITIC)
     value_clip: PositiveOr0 = setting(0.2, "Largest change of a value; 0: any.", read=IF_CRITIC)
-    ratio: Literal["token", "sequence", "product", "geometric", "none"] = setting(
+    ratio: Annotated[str, OwnChoices("token sequence product geometric none".split())] = setting(
         "token", "Importance ratio p / p_old: of a token or of the response."
     )
-    region: Literal["ratio", "log_ratio", "tv", "kl", "none"] = setting(
+    region: Annotated[str, OwnChoices("ratio log_ratio tv kl none".split())] = setting(
         "ratio", "Trust region of the ratio or the probability ('tv', 'kl'); no gradient outside."
     )
     clip_low: Unit = setting(0.2, "Lower end of the region: 1 - clip_low.", read=IF_REGION)
@@ -136,7 +152,7 @@ class Algorithm:
     covariance_fraction: Share = setting(2e-4, "Fraction of tokens to choose.", read=CHOOSES)
     covariance_low: PositiveOr0 = setting(1.0, "Choose above this one.", read=CLIPS_COVARIANCE)
     covariance_high: PositiveOr0 = setting(5.0, "Choose below this one.", read=CLIPS_COVARIANCE)
-    weight: Literal["ratio", "sapo", "gamma", "topr"] = setting(
+    weight: Annotated[str, OwnChoices("ratio sapo gamma topr".split())] = setting(
         "ratio", "How the ratio weights the gradient of log p.", read=HAS_RATIO
     )
     weight_low: PositiveOr0 = setting(0.0, "Lower bound of that ratio.", read=IF_BOUNDED)
@@ -155,7 +171,7 @@ class Algorithm:
     kl_to: Literal["reference", "old", "sampler"] = setting(
         "reference", "KL to the 'reference', the 'old' policy or the 'sampler'.", read=KL_LOSS
     )
-    kl_estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = setting(
+    kl_estimator: Annotated[str, OwnChoices("k1 k2 k3 k3+ abs".split())] = setting(
         "k3", "KL estimator.", read=IF_KL
     )
     kl_importance: bool = setting(False, "KL times the ratio, unbiased off policy.", read=KL_LOSS)

@@ -22,6 +22,7 @@ from dapo_jax.runtime.rules import (
     Share,
     Temperature,
     Unit,
+    Url,
     When,
 )
 from dapo_jax.runtime.settings import part, require, section, setting
@@ -41,10 +42,13 @@ PAGED = When("sampler.cache", "auto paged")
 # With carry-over, these settings decide which responses the next step gets.
 Schedule = Literal["constant", "linear", "cosine"]
 Rate = Annotated[float, Range(above=0, at_most=1.0)]
+AUTO = -1
+AutoRate = Annotated[float, Range(above=0, at_most=1.0, also=AUTO)]
 Cache = Literal["auto", "slots", "paged"]
 ON_POLICY = When("rollout.carry_over", "none")
 IF_REMOTE = When("rollout.remote", "also only")
 FEW_SHOT = When("data.template", "few_shot")
+IF_CHAT = When("data.template", "chat")
 IF_REFERENCE = When("algorithm.reference")
 SHOWS_SYSTEM = When("data.template", lambda name: name not in SHOW_NO_SYSTEM)
 IF_LORA = When("lora.rank")
@@ -90,6 +94,7 @@ class Lora:
 
     rank: CountOr0 = setting(0, "Rank of the adapters; only they are trained; 0: no adapters.")
     alpha: Positive = setting(32.0, "Adapters add x A B times alpha / rank.", read=IF_LORA)
+    rslora: bool = setting(False, "Divide alpha by the square root of the rank.", read=IF_LORA)
     targets: str = setting(
         "query,key,value,out,gate,up,down", "Matrices with adapters, comma-separated.", read=IF_LORA
     )
@@ -193,6 +198,9 @@ class Data:
     bad_rows_limit: CountOr0 = setting(10, "Malformed rows of a source that are skipped.")
     template: str = setting(
         "none", "none, dapo, r1, qwen_math, few_shot, chat; a text or file with {problem} or jinja."
+    )
+    user_template: str = setting(
+        "", "With 'chat', the user's turn: a text or file as for `template`.", read=IF_CHAT
     )
     few_shot: Count = setting(4, "Worked examples before the problem.", read=FEW_SHOT)
     system_prompt: str = setting("", SYSTEM_PROMPT, read=SHOWS_SYSTEM)
@@ -381,7 +389,7 @@ class ModelJudge:
 
     The key is read from the environment variable OPENAI_API_KEY."""
 
-    url: str = setting("http://127.0.0.1:8000/v1", "Address of the endpoint, up to /v1.")
+    url: Url = setting("http://127.0.0.1:8000/v1", "Address of the endpoint, up to /v1.")
     model: str = setting("", "Name of the judge at the endpoint.")
     rubric: str = setting(
         "Does the response solve the problem?",
@@ -468,9 +476,15 @@ class Reward:
 class Optimizer:
     """AdamW or Muon; warm-up and schedule count rollout steps."""
 
-    learning_rate: Rate = setting(1e-6, "Peak learning rate.")
+    learning_rate: AutoRate = setting(
+        float(AUTO),
+        "Peak rate; 'auto' (-1): by the number of parameters, more for adapters.",
+        auto=AUTO,
+    )
     schedule: Schedule = setting("constant", "Learning rate after the warm-up.")
-    warmup_steps: CountOr0 = setting(20, "Rollout steps with a rising learning rate.")
+    warmup_steps: AutoCount = setting(
+        AUTO, "Rollout steps with a rising rate; 'auto' (-1): a tenth, at most 20.", auto=AUTO
+    )
     beta1: Below1 = setting(0.9, "Decay of the first moment.")
     beta2: Below1 = setting(0.999, "Decay of the second moment.")
     eps: Positive = setting(1e-8, "Added to the root of the second moment.")
@@ -494,7 +508,7 @@ class Critic:
     pretrain_steps: AutoCount = setting(
         -1, "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps."
     )
-    optimizer: Optimizer = part(lambda: Optimizer(learning_rate=2e-6), read=IF_CRITIC)
+    optimizer: Optimizer = part(Optimizer, read=IF_CRITIC)
 
 
 @section
@@ -527,6 +541,9 @@ class Log:
     console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
     tensorboard: bool = setting(False, "Write TensorBoard event files (needs its package).")
     wandb: str = setting("", "Weights & Biases project (needs its package); empty: none.")
+    sinks: str = setting(
+        "", "Further receivers, comma-separated: of installed packages, or your module:Class."
+    )
     rollouts: bool = setting(True, "Write every scored response to rollouts/ and evaluations/.")
     rollouts_keep: CountOr0 = setting(0, "Newest files of rollouts/ to keep; 0: all.", read=RECORDS)
     token_groups: CountOr0 = setting(1, "Groups per step with tokens in rollouts/.", read=RECORDS)
@@ -626,7 +643,7 @@ class SftConfig:
     data: OwnData = part(OwnData, read=READS_FILES)
     examples: Examples = part(Examples, read=GENERATES)
     max_response_tokens: Count = setting(160, "Longest example; others are cut.", read=GENERATES)
-    optimizer: Optimizer = part(lambda: Optimizer(1e-5, "cosine", warmup_steps=10))
+    optimizer: Optimizer = part(lambda: Optimizer(schedule="cosine"))
     packing: Packing = part(Packing, may_change=True)
     mesh: OneMesh = part(OneMesh, may_change=True)
 
@@ -646,7 +663,7 @@ class DpoConfig:
     save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
     compute: Compute = part(Compute)
     data: OwnData = part(lambda: OwnData(source="", passes=1.0))
-    optimizer: Optimizer = part(lambda: Optimizer(1e-6, "linear", warmup_steps=10))
+    optimizer: Optimizer = part(lambda: Optimizer(schedule="linear"))
     packing: Packing = part(Packing, may_change=True)
     mesh: OneMesh = part(OneMesh, may_change=True)
 
@@ -694,9 +711,9 @@ class InitConfig:
 class DoctorConfig:
     """Checks of this machine (`dapo-jax doctor`)."""
 
-    out: str = setting(".", "Folder of doctor.json, also timed.")
+    out: str = setting("", "Folder to time and for doctor.json; empty: nothing is written.")
     bucket: str = setting("", "Bucket or other folder to time; empty: none.")
-    short: bool = setting(False, "Check small sizes, in seconds.")
+    short: bool = setting(False, "Check small sizes, in a minute.")
 
 
 @section
@@ -704,7 +721,7 @@ class SamplerConfig:
     """A process that samples groups for a trainer (`dapo-jax sampler`)."""
 
     run: str = setting("", "The run_dir of the run, for its settings and the policy's weights.")
-    trainer: str = setting("", "URL of the trainer, as http://HOST:8200.")
+    trainer: Url = setting("", "URL of the trainer, as http://HOST:8200.")
     model: str = setting("", "Its model folder; empty: the run's.")
     key_file: str = setting("", "File with the trainer's key; empty: DAPO_API_KEY, if set.")
     slots: CountOr0 = setting(0, "Responses decoded in parallel; 0: as the trainer.")
@@ -712,7 +729,7 @@ class SamplerConfig:
     stall_seconds: Positive = setting(
         1800.0, "Time in one burst, compiling included, after which its leases end."
     )
-    engine: str = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
+    engine: Url = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
     mesh: OneMesh = part(OneMesh)
 
 

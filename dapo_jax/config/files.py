@@ -1,6 +1,7 @@
 """Config files: Python files with `get_config`, YAML, config.json of a run, packaged configs."""
 
 import ast
+import dataclasses
 import importlib.util
 import inspect
 import pathlib
@@ -13,6 +14,7 @@ from dapo_jax.config.user_code import describe_error, short_path
 from dapo_jax.runtime.settings import ConfigError, from_dict, nearest, read_file, read_json
 
 YAML = (".yaml", ".yml")
+ROWS = (".csv", ".jsonl", ".parquet", ".arrow", ".feather", ".gz")  # of data
 
 
 def _run_file(path: pathlib.Path, argument: str | None) -> tuple[Any, str | None]:
@@ -38,9 +40,19 @@ def _read_yaml(path: pathlib.Path) -> Any:
     """Return the settings of a YAML file as nested dictionaries."""
     import yaml
 
-    class Loader(yaml.SafeLoader):  # YAML 1.1 reads 1e-6 as text
-        pass
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines:
+                    both = f"in lines {lines[name]} and {line}"
+                    raise ValueError(f"the key {name!r} occurs twice, {both}")
+                lines[name] = line
+            return node
 
+    # YAML 1.1 reads 1e-6 as text.
     number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, [*"-+.0123456789"])
     try:
@@ -109,6 +121,13 @@ def _find(name: str) -> tuple[pathlib.Path, str | None]:
     return path.absolute(), argument
 
 
+def variant(name: str) -> str:
+    """Return the argument after the colon of a config, else its default; "" if it takes none."""
+    path, argument = _find(name)
+    default = re.search(r'^def get_config\(\w+: str = "(\w+)"', read_file(path), re.MULTILINE)
+    return argument or (default[1] if default and path.suffix == ".py" else "")
+
+
 def _apply_preset(config: Any, name: str, preset: Callable[[str], Any] | None) -> None:
     """Replace the algorithm by a preset, and add its name to the run_dir."""
     if preset is None or not hasattr(config, "algorithm"):
@@ -117,12 +136,23 @@ def _apply_preset(config: Any, name: str, preset: Callable[[str], Any] | None) -
     config.run_dir = f"{config.run_dir.rstrip('/')}_{name}"
 
 
+def with_preset(config: Any, preset: Callable[[str], Any] | None) -> Any:
+    """Return a config, or its dictionary, with the preset that its algorithm names."""
+    is_table = isinstance(config, dict)
+    name = config.get("algorithm") if is_table else getattr(config, "algorithm", None)
+    if not isinstance(name, str) or preset is None:
+        return config
+    change = {"algorithm": preset(name)}
+    return config | change if is_table else dataclasses.replace(config, **change)
+
+
 def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = None) -> Any:
     """Read the config `FILE.py`, `FILE.yaml`, `RUN/config.json`, `RUN` or a packaged `NAME`.
 
     `get_config` of a Python file returns a `kind`, or its settings as an ml_collections
     `ConfigDict` or nested dictionaries. The text after a colon is its argument; for a file without
-    arguments, it names an algorithm, which `preset` returns. Raises `ConfigError`.
+    arguments, it names an algorithm, which `preset` returns, as the setting `algorithm` may. Raises
+    `ConfigError`.
     """
     path, argument = _find(name)
     file = short_path(path)
@@ -133,11 +163,13 @@ def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = Non
     elif path.suffix in YAML:
         config = _read_yaml(path)
     elif path.suffix == ".json":
-        config = read_json(path, "")
+        config = read_json(path, "", unique_keys=True)
     else:
         allowed = "a .py file, a .yaml file, a run's config.json or its folder"
-        raise ConfigError(f"--config={name}: must be {allowed}")
+        hint = f"; for a file of data: dapo-jax init {name}" if path.suffix in ROWS else ""
+        raise ConfigError(f"--config={name}: must be {allowed}{hint}")
     try:
+        config = with_preset(config, preset)
         if isinstance(config, dict) or path.suffix != ".py":
             config = from_dict(kind, config)
         if not isinstance(config, kind):

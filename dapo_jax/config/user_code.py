@@ -7,10 +7,11 @@ import pathlib
 import sysconfig
 import traceback
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.workers.pickled_functions import find_registered
 
 # Prefixes of files that are not the user's: libraries, this package, and code without a file.
 LIBRARIES = (
@@ -23,11 +24,13 @@ LIBRARIES = (
 def read_options(query: str) -> dict[str, Any]:
     """Return the arguments in `argument=value&...`.
 
-    A value is true, false, a whole number, a JSON list or text.
+    A value is true, false, a whole number, a JSON list or text. Raises ConfigError.
     """
     constants = {"true": True, "false": False}
     options: dict[str, Any] = {}
     for key, value in urllib.parse.parse_qsl(query):
+        if key in options:
+            raise ConfigError(f"?{query}: the argument {key!r} is given twice")
         options[key] = constants.get(value, int(value) if value.isdecimal() else value)
         if value.startswith("["):
             with contextlib.suppress(ValueError):
@@ -62,6 +65,11 @@ def describe_error(error: BaseException) -> str:
         if not frame.filename.startswith(LIBRARIES):
             return f"{short_path(frame.filename)}:{frame.lineno}: {frame.line}: {message}"
     return message
+
+
+def choose(table: Mapping[str, Callable], field: str, name: str) -> Callable:
+    """Return the function of a table, or a user's own."""
+    return table.get(name) or find_registered(field, name) or resolve(field, name)
 
 
 def resolve(field: str, name: str) -> Callable:

@@ -22,6 +22,7 @@ from dapo_jax.config.experiment import (
     ServeConfig,
     SftConfig,
 )
+from dapo_jax.runtime.rules import is_own
 from dapo_jax.runtime.settings import check_read, check_types, check_values, leaves, require
 
 Checks = Iterator[tuple[str, bool, str]]
@@ -34,7 +35,8 @@ def _advantage(a: Algorithm) -> Checks:
     prefers = a.advantage == "preference"
     trained = a.trained_responses
 
-    yield "algorithm.critic", a.critic == needs_critic, f"{needs_critic} with {estimator}"
+    fits = a.critic == needs_critic or is_own(a.advantage)
+    yield "algorithm.critic", fits, f"{needs_critic} with {estimator}"
     allowed = "'all' with a critic, which learns from every response"
     yield "algorithm.trained_responses", not a.critic or trained == "all", allowed
     allowed = f"above algorithm.reward_wrong = {a.reward_wrong}"
@@ -72,7 +74,8 @@ def _ratio(a: Algorithm, sampler: Sampler) -> Checks:
     allowed = f"'ratio', 'log_ratio' or 'none' with algorithm.ratio = {a.ratio!r}, of a response"
     yield "algorithm.region", a.region not in ("tv", "kl") or not is_per_response, allowed
     upper = 1 + a.clip_high
-    fits = a.dual_clip == 0 or a.region in ("ratio", "log_ratio") and a.dual_clip > upper
+    bounds_ratio = a.region in ("ratio", "log_ratio") or is_own(a.region)
+    fits = a.dual_clip == 0 or bounds_ratio and a.dual_clip > upper
     allowed = f"0 (off) or, with algorithm.region = 'ratio' or 'log_ratio', above {upper}"
     yield "algorithm.dual_clip", fits, f"{allowed} = 1 + clip_high"
     for name in ("weight", "rejection"):
@@ -119,7 +122,8 @@ def _reference(a: Algorithm) -> Checks:
     # E[penalty * grad log p] is the KL's gradient for k1. The others are also positive if the
     # policy's probability is too small, and reduce it further.
     allowed = "'k1' with algorithm.kl = 'reward': k2 and k3 push the policy away from the reference"
-    yield "algorithm.kl_estimator", a.kl != "reward" or a.kl_estimator == "k1", allowed
+    fits = a.kl != "reward" or a.kl_estimator == "k1" or is_own(a.kl_estimator)
+    yield "algorithm.kl_estimator", fits, allowed
 
 
 def _is_divergence(a: Algorithm) -> bool:  # from a teacher, valid on any tokens
@@ -310,13 +314,12 @@ def _checks(config: Any, settings: dict[str, Any]) -> Checks:
 def check_warmup(config: Any) -> None:
     """Raise `ConfigError` for a warm-up that is longer than a run of fixed length."""
     values = {name: value for name, _, value in leaves(config)}
-    defaults = {name: value for name, _, value in leaves(type(config)())}
     for name, value in values.items() if config.total_steps else ():
         section, _, last = name.rpartition(".")
         if last != "warmup_steps" or values[f"{section}.schedule"] == "constant":
             continue
         allowed = f"at most total_steps = {config.total_steps}, or the peak rate is never reached"
-        require(value == defaults[name] or value <= config.total_steps, name, value, allowed)
+        require(value <= config.total_steps, name, value, allowed)
 
 
 def validate(config: Any) -> None:

@@ -1,9 +1,8 @@
 """Difficulty of problems: pass rates that an evaluation wrote, and the range of them to train on.
 
-A line of the file is a JSON object with the problem's digest and its pass rate, among others.
+A line of the file is a JSON object with the problem's identity and its pass rate, among others.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -12,12 +11,6 @@ from etils import epath
 
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.types.structs import Problem
-
-
-def text_digest(text: str) -> str:
-    """Return the key of a problem in a file of difficulties, by its text without a template."""
-    fingerprint = Problem("", text, "", "").fingerprint
-    return hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
 
 
 def parse_range(text: str) -> tuple[float, float]:
@@ -33,15 +26,15 @@ def parse_range(text: str) -> tuple[float, float]:
 
 
 def read_rates(path: str) -> dict[str, float]:
-    """Return the pass rates in a file by digest. Raises ConfigError."""
+    """Return the pass rates in a file by `Problem.digest`. Raises ConfigError."""
     try:
         lines = epath.Path(path).read_text().splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
-        return {row["digest"]: float(row["pass_rate"]) for row in rows}
+        return {row["identity"]: float(row["pass_rate"]) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"config.data.difficulty_file = {path!r}: must be a file of dapo-jax evaluate "
-            f"--write_difficulty=FILE: {type(error).__name__}: {error}"
+            f"config.data.difficulty_file = {path!r}: must be a file that dapo-jax evaluate "
+            f"--write_difficulty=FILE of this version wrote: {type(error).__name__}: {error}"
         ) from None
 
 
@@ -49,5 +42,5 @@ def within(
     problems: Iterable[Problem], rates: dict[str, float], low: float, high: float
 ) -> tuple[Problem, ...]:
     """Return the problems with a known pass rate from `low` to `high`."""
-    rated = [(problem, rates.get(text_digest(problem.text), math.nan)) for problem in problems]
+    rated = [(problem, rates.get(problem.digest, math.nan)) for problem in problems]
     return tuple(problem for problem, rate in rated if low <= rate <= high)

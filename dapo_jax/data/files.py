@@ -6,17 +6,27 @@ import csv
 import difflib
 import gzip
 import io
+import itertools
 import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, TypeVar, cast
 
+import numpy as np
 import pyarrow
 from etils import epath
 from pyarrow import parquet
 
-from dapo_jax.runtime.settings import ConfigError, check_regular, check_utf8, require
+from dapo_jax.runtime.settings import (
+    LATIN,
+    ConfigError,
+    check_place,
+    check_regular,
+    check_unique,
+    check_utf8,
+    require,
+)
 
 T = TypeVar("T")
 Rows = Iterator[tuple[str, Any]]  # (line or row number, row or `MalformedRow`)
@@ -77,9 +87,21 @@ class RowLog:
             )
 
 
+def _make_object(pairs: list[tuple[str, Any]]) -> Any:
+    """Return a JSON object, or a `MalformedRow` if it, or one in it, has a key twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        ((key, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+        return MalformedRow(f"has the key {key!r} twice")
+    parts = itertools.chain(*(v if isinstance(v, list) else (v,) for v in made.values()))
+    return next((part for part in parts if isinstance(part, MalformedRow)), made)
+
+
 def _parse_json(text: bytes) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_make_object)
+    except UnicodeDecodeError as error:
+        return MalformedRow(f"is not UTF-8: {error} ({LATIN})")
     except (ValueError, RecursionError) as error:
         return MalformedRow(f"is not JSON: {error}")
 
@@ -114,6 +136,7 @@ def _csv(file: BinaryIO) -> Rows:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     delimiter = chr(max(b",;\t", key=header.count))
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    check_unique(reader.fieldnames or (), "column")
     problem = MalformedRow(
         f"does not have {len(reader.fieldnames or ())} cells like the first line"
     )
@@ -123,12 +146,41 @@ def _csv(file: BinaryIO) -> Rows:
         line = reader.line_num + 1
 
 
+def _shortest(values: np.ndarray) -> np.ndarray:
+    """Return floats of 16 and 32 bits as those of their shortest texts: 0.1, not 0.10000000149.
+
+    Times in nanoseconds, which Python lacks, lose them.
+    """
+    if values.dtype == "M8[ns]":
+        return values.astype("M8[us]")
+    is_short = values.dtype.kind == "f" and values.dtype.itemsize < 8
+    return values.astype(str).astype(float) if is_short else values
+
+
+def _widen(value: Any, kind: pyarrow.DataType) -> Any:
+    """Return a value of an Arrow type with floats as `_shortest` has them."""
+    types = pyarrow.types
+    if value is None or types.is_float16(kind) or types.is_float32(kind):
+        return value and _shortest(np.array(value, kind.to_pandas_dtype())).item()
+    if types.is_struct(kind):
+        return {field.name: _widen(value[field.name], field.type) for field in kind}
+    if types.is_map(kind):
+        return [(_widen(k, kind.key_type), _widen(v, kind.item_type)) for k, v in value]
+    if part := getattr(kind, "value_type", None):  # of a list, or of a categorical column
+        is_list = isinstance(value, list)
+        return [_widen(item, part) for item in value] if is_list else _widen(value, part)
+    return value
+
+
 def _number_rows(batches: Iterable[pyarrow.RecordBatch]) -> Rows:
     number = 0
     for batch in batches:
         batch.validate(full=True)  # wrong offsets would read arbitrary memory
+        check_unique(batch.schema.names, "column")
+        widened = [field for field in batch.schema if "float" in str(field.type)]
         for row in batch.to_pylist():
             number += 1
+            row |= {field.name: _widen(row[field.name], field.type) for field in widened}
             yield f"row {number}", row
 
 
@@ -162,6 +214,11 @@ def split_suffix(name: str) -> tuple[str, str]:
 _given_rows: dict[str, list] = {}  # by name
 
 
+def shown_name(name: str) -> str:
+    """Return a source's name for a reader."""
+    return "rows in memory" if name.startswith(GIVEN_PREFIX) else name
+
+
 def register_rows(name: str, rows: Any) -> str:
     """Keep rows of the program, and return the name of their source.
 
@@ -170,8 +227,14 @@ def register_rows(name: str, rows: Any) -> str:
 
     Raises `ConfigError` for other objects.
     """
-    if hasattr(rows, "notna") and hasattr(rows, "to_dict"):  # missing cells of any type are None
-        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    if hasattr(rows, "notna") and hasattr(rows, "to_dict"):  # a DataFrame
+        check_unique(rows.columns, "column")
+        objects = rows.astype(object)
+        for column in rows.select_dtypes("floating"):
+            objects[column] = _shortest(rows[column].array.to_numpy())
+        rows = objects.where(rows.notna(), None).to_dict("records")  # missing cells are None
+    elif hasattr(rows, "with_format"):  # a Dataset; its rows in Python have wider floats
+        rows = [row for _, row in _number_rows(rows.with_format("arrow")[:].to_batches())]
     is_table = hasattr(rows, "__len__") and hasattr(rows, "__iter__")
     if not is_table or isinstance(rows, str | bytes | Mapping):
         raise ConfigError(
@@ -191,7 +254,10 @@ def register_rows(name: str, rows: Any) -> str:
 
 def _as_json(value: Any) -> Any:
     """Return a value with lists for arrays, dicts for mappings and None for NaN."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        with contextlib.suppress(TypeError):  # of tensors that numpy has no type for
+            value = _shortest(np.asarray(value))
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -222,7 +288,8 @@ def read_rows(path: epath.Path) -> Rows:
     except MemoryError:
         raise ConfigError(f"{path} can't be read: it needs more memory than there is") from None
     except Exception as error:  # from the file system, the parser or a bucket's client
-        raise ConfigError(f"{path} can't be read: {error}") from None
+        hint = f" ({LATIN})" if isinstance(error, UnicodeDecodeError) else ""
+        raise ConfigError(f"{path} can't be read: {error}{hint}") from None
 
 
 def _shards(path: epath.Path) -> list[epath.Path]:
@@ -294,8 +361,7 @@ def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...
         require(name in _given_rows, field, name, allowed)
         return (name,)
     home = epath.Path(folder)
-    allowed = "a local path or a gs:// path: nothing else is downloaded"
-    require("://" not in name or name.startswith("gs://"), field, name, allowed)
+    check_place(field, name)
     require("**" not in name, field, name, "without **, which buckets do not support")
     try:
         files = [file for path in _matches(name, home, split) for file in _shards(path)]

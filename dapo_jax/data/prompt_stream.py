@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from dapo_jax.config.experiment import Data
-from dapo_jax.data.prompts.templates import Beside, check_chat, open_template
+from dapo_jax.data.prompts.templates import Beside, check_chat, open_template, open_text
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.row_formats import NO_COLUMNS
 from dapo_jax.data.sources import Source, Sources, every_problem
@@ -112,7 +112,15 @@ class PromptStream:
         examples = ()
         if needs_examples:
             examples = choose_examples(trained, self._heldout, data.few_shot + 1, seed)
-        self._beside = Beside(tokenizer.chat, data.system_prompt, examples, data.few_shot, tools)
+        user = open_text(data.user_template, "data.user_template") if data.user_template else None
+        self._beside = Beside(
+            chat=tokenizer.chat,
+            system_prompt=data.system_prompt,
+            examples=examples,
+            shots=data.few_shot,
+            tools=tools,
+            write_user=user.write if user else None,
+        )
         if training:
             self._order = _endless_order(self.sources, seed)
             total = sum(source.weight for source in self.sources)
@@ -128,12 +136,13 @@ class PromptStream:
         data = self._data
         is_named = not data.fields or any(file.named for file in files)
         names = ", ".join(dict.fromkeys(file.name for file in files))
-        allowed = f"names that the first rows of a file have, all of them; {names} has others"
+        fields = ", ".join(dict.fromkeys(name for file in files for name in file.fields))
+        allowed = f"names that the first rows of a file have; {names} has others: {fields}"
         require(is_named or not training, "data.fields", data.fields, allowed)
-        for file in files if "messages" not in self.template.reads else ():
-            ids = [problem.id for problem in every_problem([file]) if problem.turns]
-            allowed = f"chat, or jinja that reads messages: {len(ids)} rows of {file.name} are "
-            allowed += f"conversations of several turns, such as {''.join(ids[:1])}"
+        for file in files:
+            ids = [p.id for p in every_problem([file]) if not self.template.shows(p)]
+            allowed = f"chat, or jinja that reads messages and tools: {len(ids)} rows of "
+            allowed += f"{file.name} have several turns or tools, such as {''.join(ids[:1])}"
             require(not ids, "data.template", data.template, allowed)
 
     def _encode(self, problem: Problem) -> tuple[str, list[int]]:
@@ -173,6 +182,7 @@ class PromptStream:
             problem=problem.text,
             metadata=problem.metadata,
             columns=problem.columns,
+            digest=problem.digest,
             truncated=truncated,
             skipped=skipped,
         )

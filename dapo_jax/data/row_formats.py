@@ -1,5 +1,7 @@
 """Formats of rows, published or custom, by the fields of a row: from a row to a `Problem`."""
 
+import contextlib
+import datetime
 import decimal
 import json
 import re
@@ -10,7 +12,8 @@ from dapo_jax.data.files import MalformedRow, NoAnswer
 from dapo_jax.data.prompts.templates import DAPO
 from dapo_jax.registry import feature
 from dapo_jax.runtime.settings import require
-from dapo_jax.types.structs import Problem, WantedColumns
+from dapo_jax.runtime.tool_calls import read_message
+from dapo_jax.types.structs import Problem, WantedColumns, digest_json
 
 Row = dict[str, Any]
 
@@ -20,13 +23,16 @@ _DOLLARS = re.compile(r"(?<!\\)\$")
 _LAST_PERIOD = re.compile(r"(?<!\.)\.\Z")
 DAPO_BEFORE, DAPO_AFTER = DAPO.split("{problem}")
 ID_FIELDS = ("unique_id", "id", "idx")
-FIELDS = ("problem", "answer", "solution", "system", "subject", "level", "tests")  # of data.fields
+TOOLS = "tools"
+# Keys of data.fields
+FIELDS = ("problem", "answer", "solution", "system", "subject", "level", "tests", TOOLS)
 PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")  # in this order
 ANSWER_FIELDS = {"answer", "solution", "final_answer", "reward_model"}
 NO_COLUMNS = WantedColumns()
 CALL_ARGUMENTS = {"prompt", "answer"}  # reward functions receive these without asking
 MAX_COLUMNS_BYTES = 1 << 20  # of a row, as JSON; each call of a worker receives them
-ROLES = ("user", "assistant")  # after an optional first message of the role 'system'
+ROLES = ("user", "assistant", "tool")  # after an optional first message of the role 'system'
+MAY_BE_EMPTY = ("system", "tool")
 MISSING = object()
 KNOWN = (
     "a row has problem, question, prompt or messages, and answer or solution (or prompt and "
@@ -88,11 +94,12 @@ def check_text(value: Any, field: str) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """Return a date or time as text, an exact number as a float; the rest is no JSON value."""
+    """Return a date or time as text, a decimal as a float, or as text if that would round it."""
     if hasattr(value, "isoformat"):
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
-        return float(value)
+        number = float(value)
+        return number if decimal.Decimal(repr(number)) == value else str(value)
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
@@ -140,8 +147,20 @@ def _number(value: int | float | decimal.Decimal) -> str:
     """Return a numeral as a person writes it: 27.0 is 27."""
     exact = decimal.Decimal(repr(value) if isinstance(value, float) else value)
     if not exact.is_finite():
-        raise MalformedRow(f"answer is {value}, not a finite number")
-    return str(int(exact)) if exact == int(exact) else f"{exact.normalize():f}"
+        return str(value)
+    return str(int(exact)) if exact == int(exact) else f"{exact:f}".rstrip("0")
+
+
+def _canonical(value: Any) -> Any:
+    """Return a value that is equal for equal rows of all formats: without what is empty."""
+    if isinstance(value, dict):
+        items = {key: _canonical(item) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item not in (None, "", {})}
+    if isinstance(value, list | tuple):
+        return list(map(_canonical, value))
+    if isinstance(value, float | decimal.Decimal):
+        return _number(value)
+    return value if value is None else getattr(value, "isoformat", value.__str__)()
 
 
 def _answer(value: Any, field: str = "answer") -> str | None:
@@ -157,7 +176,11 @@ def _answer(value: Any, field: str = "answer") -> str | None:
         answers = [_answer(part, field) for part in value]
         return None if None in answers else ", ".join(map(str, answers))
     if isinstance(value, int | float | decimal.Decimal):
+        if not decimal.Decimal(value).is_finite():
+            raise MalformedRow(f"{field} is {value}, not a finite number")
         return _number(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
     if not value or isinstance(value, str) and not _DOLLARS.sub("", value).strip():
         return None
     text = _DOLLARS.sub("", check_text(value, field)).strip()
@@ -165,46 +188,72 @@ def _answer(value: Any, field: str = "answer") -> str | None:
 
 
 def _optional(row: Row, *fields: str) -> str:
-    """Return the first of these fields that is not empty; join a list as paragraphs."""
+    """Return the first of these fields that is not blank; join a list as paragraphs."""
     for field in fields:
         value = row.get(field, "")
+        value = _number(value) if isinstance(value, float) else value
         text = "\n\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         if value is not None and text.strip():
-            return text.strip().encode("utf-8", "replace").decode()
+            return text.encode("utf-8", "replace").decode()
     return ""
 
 
-def _message(message: Any, field: str) -> tuple[str, str]:
-    """Return (role, text) of a message; its content may be a list of text parts."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise MalformedRow(f"{field} holds something that is no message with role and content")
-    role = message["role"]
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
-    if role == "system" and content == "":
-        return role, content
-    return role, check_text(content, f"{field}: the content of {role!r}").strip()
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the nulls that Parquet has for keys of other rows."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_messages(value: Sequence[Any], field: str) -> list[Row]:
+    """Return the messages of a conversation; raise `MalformedRow` for others, or empty ones."""
+    messages = []
+    for item in value:
+        try:
+            message = read_message(_without_nulls(item))
+        except ValueError as error:
+            raise MalformedRow(f"{field}: {error}") from None
+        role, content = message["role"], message.get("content", "")
+        if content or not (role in MAY_BE_EMPTY or "tool_calls" in message):
+            check_text(content, f"the {role}'s message in {field}")
+        messages.append(message)
+    return messages
+
+
+def read_tools(row: Row, field: str = TOOLS) -> list[Row]:
+    """Return the functions that a row offers, from a list or its JSON; may raise `MalformedRow`."""
+    value = row.get(field) or []
+    with contextlib.suppress(ValueError, RecursionError):
+        tools = json.loads(value) if isinstance(value, str) else _without_nulls(value)
+        if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+            return tools
+    raise MalformedRow(f"{field} is {value!r:.40}: must be a list of functions, as objects")
 
 
 def _problem(row: Row, field: str) -> dict[str, Any]:
-    """Read a problem from a text, or from the last user message of a conversation."""
+    """Read a problem from a text, or from the last user message of a conversation.
+
+    Calls of tools and their results after it are shown too, unless an answer follows them.
+    """
     if not isinstance(row[field], list | tuple):
-        return {"text": check_text(row[field], field).strip()}
-    messages = [_message(message, field) for message in row[field]]
-    system = messages.pop(0)[1] if messages and messages[0][0] == "system" else ""
-    roles = [role for role, _ in messages]
+        return {"text": check_text(row[field], field)}
+    messages = read_messages(row[field], field)
+    system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else ""
+    roles = [message["role"] for message in messages]
     if "user" not in roles:
         raise MalformedRow(f"{field} has no message of the role 'user'")
     if other := set(roles) - set(ROLES):
         raise MalformedRow(f"{field} has messages of the role {min(other)!r}: no template shows it")
     last = len(roles) - 1 - roles[::-1].index("user")
+    is_answered = roles[-1] == "assistant"
+    shown = messages[: last + 1] if is_answered else messages
+    is_plain = roles[-1] != "tool" and all(len(message) == 2 for message in shown)
     return {
-        "text": messages[last][1],
+        "text": messages[last]["content"],
         "system": system,
-        "turns": tuple(messages[:last]),
-        "solution": messages[-1][1] if last + 1 < len(messages) else "",
+        "turns": tuple((m["role"], m.get("content", "")) for m in messages[:last]),
+        "solution": messages[-1].get("content", "") if is_answered else "",
+        "messages": "" if is_plain else json.dumps(shown, default=_jsonable),
     }
 
 
@@ -217,7 +266,7 @@ def _dapo(row: Row) -> dict[str, Any]:
     problem = _problem(row, "prompt")
     text = problem["text"]
     if text.startswith(DAPO_BEFORE) and text.endswith(DAPO_AFTER):
-        problem["text"] = text[len(DAPO_BEFORE) : -len(DAPO_AFTER)].strip()
+        problem["text"] = text[len(DAPO_BEFORE) : -len(DAPO_AFTER)]
     return problem | {
         "answer": _answer(gold.get("ground_truth"), "ground_truth"),
         "source": _optional(row, "data_source"),
@@ -228,9 +277,9 @@ def _dapo(row: Row) -> dict[str, Any]:
 
 def _olympiad_bench(row: Row) -> dict[str, Any]:
     """Read OlympiadBench. Units stay out of the answer: a verifier may ignore a missing one."""
-    question = check_text(row["question"], "question").strip()
+    question, context = check_text(row["question"], "question"), _optional(row, "context")
     return {
-        "text": f"{_optional(row, 'context')}\n\n{question}".strip(),
+        "text": f"{context}\n\n{question}" if context else question,
         "answer": _answer(row["final_answer"], "final_answer"),
         "subject": _optional(row, "subfield"),
         "solution": _optional(row, "solution"),
@@ -259,7 +308,7 @@ def _plain(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
     value = row.get(name)
     if isinstance(value, str) and "####" in value:
         answer = _answer_of_solution(value)
-        solution = _CALCULATOR.sub("", value.rpartition("####")[0]).strip()
+        solution = _CALCULATOR.sub("", value.rpartition("####")[0]).removesuffix("\n")
     else:
         answer = _answer(value, name) or _answer_of_solution(solution)
     return problem | {
@@ -302,7 +351,7 @@ def read_row(
     """
     fields = fields or {}
     values = take_fields(row, fields)
-    by_name = {name.lower(): value for name, value in row.items()}
+    by_name = {name.lower(): row[name] for name in sorted(row, key=str.islower)}  # the last wins
     named = by_name | {fields[key]: value for key, value in values.items()}
     taken = _select_columns(row | {k: values[k] for k in values if k == "tests"}, columns)
     _check_columns(taken, columns)
@@ -310,6 +359,8 @@ def read_row(
     if _holds_object(named.get(name)) and not needs_answer:
         taken["answer"] = named.pop(name)
     attributes = _read(named, fields)
+    tools = read_tools(named, fields.get(TOOLS, TOOLS))
+    attributes["tools"] = json.dumps(tools, default=_jsonable) if tools else ""
     attributes["columns"] = _pack_columns(taken)
     if attributes["answer"] is None and needs_answer:
         if attributes["solution"] or "answer" in fields or by_name.keys() & ANSWER_FIELDS:
@@ -320,4 +371,8 @@ def read_row(
     attributes["answer"] = attributes["answer"] or ""
     name = attributes.pop("id", "") or _optional(by_name, *ID_FIELDS) or number
     source_name = attributes.pop("source", "") or source
-    return Problem(f"{source}-{name}", source=source_name, **attributes)
+    try:
+        digest = digest_json(_canonical(row))
+    except RecursionError:
+        raise MalformedRow("is nested too deeply") from None
+    return Problem(f"{source}-{name}", source=source_name, row=digest, **attributes)

@@ -12,7 +12,7 @@ import math
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etils import epath
@@ -31,8 +31,6 @@ from dapo_jax.data.row_formats import (
     parse_fields,
     read_row,
 )
-from dapo_jax.extras.math.normalisation import normalise
-from dapo_jax.extras.math.numerals import read_number
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.types.structs import Problem, WantedColumns
@@ -44,15 +42,16 @@ HELDOUT_SHARE = 5  # by default at most one in 5 problems of a file is held out
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Problems of one name; those of files occur once, in the order of the files."""
+    """Problems of one name, in the order of the files; those to train on occur once."""
 
     name: str
     problems: tuple[Problem, ...] | Generated
     weight: float = 1.0
-    # Rows of the files: `rows`, and of these `malformed`, `without answer`, `repeats`, `conflicts`.
+    # Rows of the files: `rows`, and of these `malformed`, `without answer`, `repeats`, ...
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
-    messages: tuple[str, ...] = ()  # about malformed and conflicting rows, by file and line
+    messages: tuple[str, ...] = ()  # about malformed rows, and those whose text is held out
     named: bool = False  # True if a file was read by the fields that `data.fields` names
+    fields: tuple[str, ...] = ()  # of the first row
     note: str = ""  # end of the description
 
     @property
@@ -66,7 +65,7 @@ class Source:
 
     def describe(self) -> str:
         """Return a line about the number of problems and the other rows."""
-        text = f"{self.name}: {len(self.problems):,} problems"
+        text = f"{files.shown_name(self.name)}: {len(self.problems):,} problems"
         if self.counts:
             others = [f"{n:,} {what}" for what, n in self.counts.items() if n and what != "rows"]
             text += f" of {self.counts['rows']:,} rows" + f" ({', '.join(others)})" * bool(others)
@@ -82,17 +81,22 @@ class Source:
         for i in range(count if self.counts else min(DIGEST_PROBLEMS, count)):
             problem = self.problems[i]
             texts.update(repr((problem.id, problem.text, problem.system, problem.turns)).encode())
+            texts.update((problem.messages + problem.tools).encode())
             answers.update(repr((problem.answer, problem.solution)).encode())
             answers.update(problem.columns.encode())
         digests = {"texts": texts.hexdigest()[:16], "answers": answers.hexdigest()[:16]}
         return {"problems": count} | digests
 
 
-def _is_same_answer(left: str, right: str) -> bool:
-    """Return True if two gold answers are spellings of the same value; if in doubt, False."""
-    left, right = normalise(left), normalise(right)
-    number = read_number(left)
-    return left == right or number is not None and number == read_number(right)
+def hold_out(texts: Sequence[str], count: int) -> list[bool]:
+    """Return which texts are held out: those of the smallest hashes, equal ones together."""
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    held = set()
+    for own, size in sorted(Counter(hashes).items()):
+        if size <= count:
+            held.add(own)
+            count -= size
+    return [own in held for own in hashes]
 
 
 def read_problems(
@@ -102,8 +106,9 @@ def read_problems(
     fields: str = "",
     needs_answer: bool = True,
     columns: WantedColumns = NO_COLUMNS,
+    keeps_repeats: bool = False,
 ) -> Source:
-    """Return the unique problems of files; may raise `ConfigError`.
+    """Return the problems of files; may raise `ConfigError`.
 
     Args:
         source: source of a problem if its row names none.
@@ -111,15 +116,17 @@ def read_problems(
         fields: the setting `data.fields`. A file is read by it if one of its first rows has all
             these fields, and then every row must; else by its own format.
         columns: columns of the rows that reward functions take.
+        keeps_repeats: whether equal rows stay several problems, to be sampled more often.
     """
     log = files.RowLog(bad_rows_limit)
     counts = log.counts
-    problems: dict[Hashable, Problem] = {}
-    conflicting: set[Hashable] = set()
-    any_named = False
+    problems: list[Problem] = []
+    unique: dict[str, Problem] = {}
+    any_named, first_row = False, {}
     with memory_error_as_config_error(", ".join(paths)):
         for place, row, names in _named_rows(paths, parse_fields("data.fields", fields, FIELDS)):
             any_named = any_named or bool(names)
+            first_row = first_row or (row if isinstance(row, dict) else {})
             where = {"source": source, "number": counts["rows"] + 1}
             wanted = {"needs_answer": needs_answer, "columns": columns}
             read = functools.partial(read_row, fields=names, **wanted, **where)
@@ -129,25 +136,17 @@ def read_problems(
             log.check_limit()
             if problem is None:
                 continue
-            key = (problem.system, problem.turns, " ".join(problem.text.split()))
-            first = problems.setdefault(key, problem)
-            if first is problem:
-                continue
-            is_same = first.answer == problem.answer or _is_same_answer(
-                first.answer, problem.answer
-            )
-            counts["repeats" if is_same else "conflicts"] += 1
-            if not is_same and key not in conflicting:
-                conflicting.add(key)
-                log.messages.append(
-                    f"{place}: the answer {problem.answer!r} differs from {first.answer!r}, the "
-                    f"answer of {first.id} to the same problem; left out"
-                )
-    # It is unknown which of several answers is correct, and a wrong one would be rewarded.
-    counts["conflicts"] += len(conflicting)
-    kept = tuple(problem for key, problem in problems.items() if key not in conflicting)
+            first = unique.setdefault(problem.digest, problem)
+            if first is problem or keeps_repeats:
+                problems.append(first)
+            else:
+                counts["repeats"] += 1
+    asked = {(p.system, p.tools, p.messages or p.turns, p.text, p.answer) for p in unique.values()}
+    if further := len(asked) - len({key[:-1] for key in asked}):
+        counts["with another answer to the same text"] = further
     messages = tuple(log.messages[: files.MAX_MESSAGES])
-    return Source(source, kept, counts=counts, messages=messages, named=any_named)
+    own = {"messages": messages, "named": any_named, "fields": tuple(first_row)}
+    return Source(source, tuple(problems), counts=counts, **own)
 
 
 def _named_rows(
@@ -234,6 +233,7 @@ class Sources:
         self._load = functools.cache(self._read)
         self._range = parse_range(data.difficulty) if data.difficulty else None
         self._rates = read_rates(data.difficulty_file) if self._range else {}
+        self._split: set[str] = set()  # digests of problems that are held out of their own file
 
     def _read(self, field: str, name: str, split: str) -> Source:
         data = self._data
@@ -251,6 +251,7 @@ class Sources:
                 data.fields,
                 needs_answer=self._needs_answer,
                 columns=self._columns,
+                keeps_repeats=field == "data.heldout_source",
             )
         other_names = data.fields and not loaded.named
         if loaded.problems:
@@ -306,7 +307,7 @@ class Sources:
         return sources
 
     def _split_off(self, source: Source, count: int) -> Source:
-        """Return a fixed held-out subset of a file: the problems with the smallest hashes."""
+        """Return a fixed held-out subset of a file; equal texts are held out together."""
         problems = every_problem([source])
         limit = len(problems) // HELDOUT_SHARE
         is_limited = self._data.heldout_problems < 0 and count > limit
@@ -315,17 +316,23 @@ class Sources:
             f"below the {len(problems)} problems of {source.name!r}, from which they are taken"
         )
         require(count < len(problems), "data.heldout_problems", count, allowed)
-        hashes = [hashlib.blake2b(p.fingerprint.encode()).digest() for p in problems]
-        places = sorted(range(len(problems)), key=hashes.__getitem__)[:count]
+        held = hold_out([problem.fingerprint for problem in problems], count)
         note = ", a fifth (data.heldout_problems)" if is_limited else ""
-        taken = tuple(problems[i] for i in sorted(places))
+        taken = tuple(itertools.compress(problems, held))
+        allowed = f"0, or as many as rows of {source.name!r} have the same text: they stay together"
+        require(is_limited or bool(taken) or not count, "data.heldout_problems", count, allowed)
+        self._split.update(problem.digest for problem in taken)
         return Source(source.name, taken, named=source.named, note=note)
 
     def training(self, heldout: set[str]) -> list[Source]:
-        """Return the sources to train on, without held-out problems and repeats in files."""
+        """Return the sources to train on, without repeats in files, and without held-out texts.
+
+        Args:
+            heldout: `Problem.fingerprint` of the held-out problems.
+        """
         field = "data.source"
         sources = []
-        taken = set(heldout)
+        taken: set[str] = set()
         for name, weight in parse_sources(field, self._data.source).items():
             source = self._load(field, name, "train")
             if source.generated:
@@ -333,23 +340,27 @@ class Sources:
                 require(not self._range, "data.difficulty", self._data.difficulty, allowed)
                 sources.append(dataclasses.replace(source, weight=weight))
                 continue
-            prints = {problem: problem.fingerprint for problem in every_problem([source])}
-            problems = tuple(problem for problem, own in prints.items() if own not in taken)
+            unheld = [p for p in every_problem([source]) if p.fingerprint not in heldout]
+            problems = tuple({p.digest: p for p in unheld if p.digest not in taken}.values())
             if not problems:
                 raise ConfigError(
                     f"config.{field} = {name!r}: every problem is held out or in another source"
                 )
-            held = sum(own in heldout for own in prints.values())
+            taken.update(problem.digest for problem in problems)
+            held = [p for p in every_problem([source]) if p.fingerprint in heldout]
             counts = source.counts.copy()
-            counts.update({"held out": held, "repeats": len(prints) - len(problems) - held})
+            counts.update({"held out": len(held), "repeats": len(unheld) - len(problems)})
+            messages = source.messages
+            if others := [p for p in held if p.digest not in self._split]:
+                shown = ", ".join(f"{p.id} {p.text[-60:]!r}" for p in others[: files.MAX_MESSAGES])
+                same = f"{len(others):,} problems are left out: held-out ones have the same text"
+                messages += (f"{name}: {same}: {shown}",)
             if self._range:
                 rated = within(problems, self._rates, *self._range)
                 counts["outside data.difficulty"] = len(problems) - len(rated)
                 allowed = f"a range with problems of {name}: none of {len(problems)} is in it"
                 require(bool(rated), "data.difficulty", self._data.difficulty, allowed)
                 problems = rated
-            taken.update(prints.values())
-            sources.append(
-                dataclasses.replace(source, problems=problems, weight=weight, counts=counts)
-            )
+            changes = {"problems": problems, "counts": counts, "messages": messages}
+            sources.append(dataclasses.replace(source, weight=weight, **changes))
         return sources

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.environments.registry import open_factory, tool_names
+from dapo_jax.environments.registry import open_factory, tool_names, tool_schemas
 from dapo_jax.environments.transcript import Transcript
 from dapo_jax.environments.worker import Reply, Request
 from dapo_jax.runtime import processes
@@ -69,7 +69,7 @@ class Environments:
         tools = tool_names(settings)
         open_factory(settings.name, tools)  # fails here, not in a worker
         self._role = "tool" if tools else "user"
-        self._transcript = Transcript(tokenizer, chat, self._role)
+        self._transcript = Transcript(tokenizer, chat, self._role, tool_schemas(settings))
         self._copies = FunctionCopies([settings.name, *tools])
 
         words = (settings.name, self._copies.path, *tools)
@@ -210,4 +210,5 @@ def _with_prompt(problem: Problem, prompt: Any) -> Problem:
             f"reset returned {prompt!r:.80}: must be text, None, or messages of which the last is "
             "the user's"
         ) from None
-    return dataclasses.replace(problem, text=text, turns=turns, system=system or problem.system)
+    system = system or problem.system
+    return dataclasses.replace(problem, text=text, turns=turns, messages="", system=system)

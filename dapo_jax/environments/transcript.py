@@ -34,13 +34,15 @@ class Transcript:
     Args:
         chat: whether the model's chat template writes the prompts.
         role: role of messages that the template must support.
+        tools: functions that the policy may call.
 
     Raises:
         ConfigError: the chat template can't write a message of that role after an answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: bool, role: str = "user"):
+    def __init__(self, tokenizer: Tokenizer, chat: bool, role: str = "user", tools: Any = None):
         self._tokenizer = tokenizer
+        self._tools = tools
         self._chat = tokenizer.chat if chat else None
         added = tokenizer.backend.get_added_tokens_decoder().items()
         special = [t.content for i, t in added if t.special or i in tokenizer.end_ids]
@@ -71,7 +73,7 @@ class Transcript:
             shortened.append({**message, "content": content})
         if self._chat is None:
             joined = "".join(message["content"] for message in shortened)
-            return self._tokenizer.encode(break_special(joined, self._special)), cut
+            return self._tokenizer.encode(break_special(joined, self._special), inside=True), cut
         for role in {message["role"]: None for message in shortened}:
             self._check_role(role)
         return self._tokens_after_turn(self._render(shortened).partition(TURN)[2]), cut
@@ -99,11 +101,12 @@ class Transcript:
         ]
         roles = ", ".join({repr(message["role"]): None for message in messages})
         field = f"config.environment: messages of the role {roles}"
-        return present(self._chat, "chat template").render([QUESTION, ANSWER, *with_ids], field)
+        messages = [QUESTION, ANSWER, *with_ids]
+        return present(self._chat, "chat template").render(messages, field, tools=self._tools)
 
     def _tokens_after_turn(self, text: str) -> list[int]:
         """Return the tokens of a text after an answer, without the end token of the turn."""
-        ids = self._tokenizer.encode(text)
+        ids = self._tokenizer.encode(text, inside=True)
         ends = [place for place, token in enumerate(ids) if token in self._tokenizer.end_ids]
         before = self._tokenizer.backend.decode(ids[: (ends or [0])[0]], skip_special_tokens=False)
         return ids[ends[0] + 1 :] if ends and not before.strip() else ids

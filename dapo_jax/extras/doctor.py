@@ -4,8 +4,8 @@
     dapo-jax doctor --out=runs --bucket=gs://NAME/FOLDER
     dapo-jax doctor --short
 
-It prints a row per check and writes them to doctor.json for an issue report, without host name,
-user name and paths. It takes at most ten minutes; --short uses a small model and takes seconds.
+It prints a row per check; --out=FOLDER also writes them to doctor.json, without host name,
+user name and paths. It takes at most ten minutes; --short uses a small model and takes a minute.
 Exit code 0: every check passed; 1: a check failed; 2: wrong arguments.
 """
 
@@ -350,7 +350,7 @@ class Report:
     """Rows of finished checks; each is printed and saved at once."""
 
     def __init__(self, folder: str, private: list[str]):
-        self._path = pathlib.Path(folder, FILE)
+        self._path = pathlib.Path(folder, FILE) if folder else None
         self._private = [name for name in private if len(name) > 1]
         self.rows: dict[str, Figures] = {}
 
@@ -381,6 +381,8 @@ class Report:
         return text
 
     def _save(self) -> None:
+        if self._path is None:
+            return
         try:
             self._path.write_text(json.dumps(self.rows, indent=1) + "\n")
         except OSError as error:
@@ -389,12 +391,15 @@ class Report:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) and value < 1000 else f"{value}"
+    if not isinstance(value, float):
+        return f"{value}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def examine(flags: experiment.DoctorConfig) -> int:
     """Run all checks; return the exit code."""
-    require(pathlib.Path(flags.out).is_dir(), "out", flags.out, "a local folder that exists")
+    exists = not flags.out or pathlib.Path(flags.out).is_dir()
+    require(exists, "out", flags.out, "a local folder that exists")
     exists = not flags.bucket or is_remote(flags.bucket) or pathlib.Path(flags.bucket).is_dir()
     require(exists, "bucket", flags.bucket, "gs://NAME/FOLDER, or a folder that exists")
     private = [flags.out, flags.bucket, socket.gethostname()]
@@ -408,7 +413,10 @@ def examine(flags: experiment.DoctorConfig) -> int:
         if folder:
             report.run(name, functools.partial(check_speed, folder, machine.sizes.file_bytes))
     failed = [name for name, row in report.rows.items() if not row["ok"]]
-    print(f"\n{len(report.rows) - len(failed)} ok, {len(failed)} FAILED; written to {FILE}")
+    print(
+        f"\n{len(report.rows) - len(failed)} ok, {len(failed)} FAILED"
+        + f"; written to {FILE}" * bool(flags.out)
+    )
     return 1 if failed else 0
 
 

@@ -14,6 +14,8 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers import processors as post_processors
 
+from dapo_jax.data.policies import file_parts
+
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # that can be dequantised
 
 
@@ -77,7 +79,15 @@ WHOLE_SPLITS = ("llama-bpe", "qwen2", "tekken")
 # These take a word of the vocabulary without merges, and begin texts with the begin token.
 KNOWN_WORDS_FIRST = ("llama-bpe", "tekken")
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # types of tokens
-SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot"}
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot", "eom": "eom"}
+SPECIAL_TOKENS |= {name: name for name in ("fim_pad", "fim_rep", "fim_sep")}
+# Tokens that end a text by their names, as in llama.cpp: files name one or two ends by key.
+END_NAMES = set(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
+    "<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> "
+    "<eos> <turn|> <|tool_response> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> "
+    "<|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
+)
 
 
 class _Metadata(dict):
@@ -88,17 +98,21 @@ class _Metadata(dict):
 
 
 def _open(path: pathlib.Path) -> tuple[_Metadata, dict[str, Any]]:
-    """Return metadata and tensors of a file. Raises ValueError."""
+    """Return metadata and tensors of a file, with all parts of a split one. Raises ValueError."""
+    parts = file_parts(path)
     try:
-        reader = gguf.GGUFReader(str(path))
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        readers = [gguf.GGUFReader(str(part)) for part in parts]
+        metadata = {name: field.contents() for name, field in readers[0].fields.items()}
     except Exception as error:  # damage can break the package anywhere
         raise ValueError(f"damaged, incomplete or too new: {error}") from None
-    for tensor in reader.tensors:
+    if len(parts) != (count := max(1, int(metadata.get("split.count", 1)))):
+        raise ValueError(f"it is one of {count} files, of which {len(parts)} are in its folder")
+    every = [tensor for reader in readers for tensor in reader.tensors]
+    for tensor in every:
         if tensor.tensor_type.name not in TYPES:
             allowed = f"must be one of {', '.join(TYPES)}"
             raise ValueError(f"{tensor.name} has type {tensor.tensor_type.name}: {allowed}")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in every}
     if "token_embd.weight" not in tensors:
         raise ValueError("it has no tensor token_embd.weight")
     return _Metadata(metadata), tensors
@@ -294,9 +308,10 @@ def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
     _require_key("tokenizer.ggml.model", kind, kinds)
     backend = kinds[kind](metadata, {token: index for index, token in enumerate(tokens)})
     types = metadata.get("tokenizer.ggml.token_type", [])
-    for token, of_type in zip(tokens, types, strict=False):
-        if of_type in (CONTROL, USER_DEFINED):
-            added = AddedToken(token, special=of_type == CONTROL, normalized=False)
+    for token, of_type in itertools.zip_longest(tokens, types[: len(tokens)]):
+        is_special = of_type == CONTROL or token in END_NAMES
+        if is_special or of_type == USER_DEFINED:
+            added = AddedToken(token, special=is_special, normalized=False)
             (backend.add_special_tokens if added.special else backend.add_tokens)([added])
     keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in SPECIAL_TOKENS.items()}
     ids = {name: metadata[key] for name, key in keys.items() if key in metadata or name == "eos"}
@@ -311,7 +326,9 @@ def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
     if template := metadata.get("tokenizer.chat_template"):
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    ends = sorted({ids[name] for name in ("eos", "eot") if name in ids})
+    others = {ids[name] for name in ids if name not in ("bos", "pad")}
+    others |= {index for index, token in enumerate(tokens) if token in END_NAMES}
+    ends = [ids["eos"], *sorted(others - {ids["eos"]})]  # the first one ends examples
     generation = {"eos_token_id": ends, "pad_token_id": ids.get("pad", ends[0])}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
 

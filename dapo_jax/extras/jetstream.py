@@ -1,8 +1,4 @@
-"""JetStream's interface: the classes that the engine needs, a tokenizer, the layout of results.
-
-JetStream is the extra `jetstream`. Without it the engine samples the same tokens, but JetStream's
-orchestrator cannot drive it.
-"""
+"""The engine behind JetStream's own `Engine`, for its orchestrator; needs google-jetstream."""
 
 import contextlib
 import sys
@@ -10,12 +6,12 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-from jaxtyping import Array, Int
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.model.caches import DecodeState
+from dapo_jax.model.caches import DecodeState, Prefix
+from dapo_jax.rollout.engine import PolicyEngine
 
 REPLACED = ("seqio", "seqio.vocabularies", "tiktoken", "tiktoken.load")
 NO_TOKEN = -1
@@ -39,16 +35,11 @@ def _without_tokenizers() -> Iterator[None]:
             del sys.modules[name]
 
 
-try:
-    with _without_tokenizers():
-        from jetstream.engine.engine_api import Engine, ResultTokens
-        from jetstream.engine.tokenizer_pb2 import (
-            TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
-        )
-except ImportError:
-    from dapo_jax.rollout.without_jetstream import Engine, ResultTokens, TokenizerParameters
-
-__all__ = ["Engine", "JetStreamTokenizer", "ResultTokens", "TokenizerParameters", "result_tokens"]
+with _without_tokenizers():
+    from jetstream.engine.engine_api import Engine, ResultTokens
+    from jetstream.engine.tokenizer_pb2 import (
+        TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
+    )
 
 
 class JetStreamTokenizer:
@@ -66,7 +57,7 @@ class JetStreamTokenizer:
         self.pad_id = tokenizer.pad_id
         self.eos_id = tokenizer.end_ids[0]
 
-    def encode(self, s: str, **options: Any) -> tuple[Array | np.ndarray, int]:
+    def encode(self, s: str, **options: Any) -> tuple[jax.Array | np.ndarray, int]:
         """Return the ids of a prompt, padded on the right, and their number."""
         from jetstream.engine import token_utils
 
@@ -75,22 +66,59 @@ class JetStreamTokenizer:
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **options)
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.decode_all([list(token_ids)])[0]
 
 
-def result_tokens(
-    state: DecodeState, generated_before: Int[Array, "S"], columns: int
-) -> Any:  # the `ResultTokens` of one of two modules
-    """Return the tokens of the last burst and their validity in JetStream's one-array layout."""
-    at = generated_before[:, None] + jnp.arange(columns)
-    valid = at < state.generated[:, None]
-    at = jnp.minimum(at, state.tokens.shape[1] - 1)
-    tokens = jnp.where(valid, jnp.take_along_axis(state.tokens, at, axis=1), 0)
-    data = jnp.concatenate([tokens, valid, state.generated[:, None]], axis=1)
-    return ResultTokens(
-        data=data.astype(jnp.int32),
-        tokens_idx=(0, columns),
-        valid_idx=(columns, 2 * columns),
-        length_idx=(2 * columns, 2 * columns + 1),
-        samples_per_slot=1,
-    )
+class JetStreamEngine(Engine):
+    """A `PolicyEngine` with the methods and types of JetStream's `Engine`."""
+
+    samples_per_slot: Any = 1
+    colocated_cpus: Any = None
+    max_concurrent_decodes: Any = 0
+    max_prefill_length: Any = 0
+    mesh: Any = None
+
+    def __init__(self, engine: PolicyEngine, tokenizer: Tokenizer):
+        self._engine, self._tokenizer = engine, tokenizer
+        self.max_concurrent_decodes = engine.max_concurrent_decodes
+        self.max_prefill_length = engine.max_prefill_length
+        self.mesh = engine.mesh
+
+    def load_params(self, params: Any) -> Any:
+        return self._engine.load_params(params)
+
+    def prefill(
+        self,
+        *,
+        params: Any,
+        existing_prefix: Any = None,
+        padded_tokens: Any,
+        true_length: int,
+        key: jax.Array | None = None,
+    ) -> Prefix:
+        if existing_prefix is not None:
+            raise ValueError("prefill: existing_prefix is not supported")
+        if padded_tokens[0] == NO_TOKEN:
+            padded_tokens = np.append(padded_tokens[1:], self._tokenizer.pad_id)
+            true_length -= 1
+        tokens = {"padded_tokens": padded_tokens, "true_length": true_length}
+        return self._engine.prefill(params=params, **tokens, key=key)
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        return self._engine.insert(prefix, decode_state, slot)
+
+    def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, ResultTokens]:
+        state, burst = self._engine.generate(params, decode_state)
+        return state, ResultTokens(**vars(burst), samples_per_slot=1)
+
+    def init_decode_state(self) -> DecodeState:
+        return self._engine.init_decode_state()
+
+    def get_prefix_destination_sharding(self) -> None:
+        return None  # prefill and decoding share the mesh
+
+    def get_tokenizer(self) -> TokenizerParameters:
+        return TokenizerParameters()  # empty: the tokenizer comes from the model folder
+
+    def build_tokenizer(self, metadata: TokenizerParameters) -> JetStreamTokenizer:
+        return JetStreamTokenizer(self._tokenizer)

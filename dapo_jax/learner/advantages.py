@@ -13,8 +13,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.config.user_code import choose
 from dapo_jax.learner.packing import place_tokens, take_tokens
-from dapo_jax.types.structs import present
+from dapo_jax.runtime.settings import require
+from dapo_jax.types.structs import ROUNDING, present
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -135,7 +137,8 @@ def over_mean(advantages: np.ndarray, rewards: np.ndarray, groups: np.ndarray) -
 def over_informative(advantages: np.ndarray, rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Divide advantages by the share of groups with unequal rewards (GPG, 2504.02546)."""
     members = [rewards[groups == group] for group in np.unique(groups)]
-    return advantages * len(members) / max(1, sum(np.ptp(own) > 0 for own in members))
+    informative = sum(np.ptp(own) > ROUNDING * np.abs(own).max() for own in members)
+    return advantages * len(members) / max(1, informative)
 
 
 SCALES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
@@ -455,7 +458,15 @@ def whiten(values: np.ndarray, trained: np.ndarray) -> np.ndarray:
 
 def estimate(algorithm: Algorithm, feedback: Feedback) -> Estimates:
     """Compute the advantages of a rollout batch, and the targets of its critic."""
-    advantages = ESTIMATORS[algorithm.advantage](algorithm, feedback)
+    field, name, index = "algorithm.advantage", algorithm.advantage, feedback.response_index
+    advantages = np.asarray(choose(ESTIMATORS, field, name)(algorithm, feedback))
+    allowed = f"a function that returns {index.shape} or {feedback.groups.shape} numbers"
+    fits = advantages.shape in (index.shape, feedback.groups.shape)
+    require(fits, field, name, f"{allowed}, not {advantages.shape}")
+    if advantages.ndim == 1:
+        advantages = broadcast_to_tokens(advantages, index)
+    if name not in ESTIMATORS:
+        advantages = np.where(feedback.on_response, advantages, 0.0)
     if algorithm.whiten:
         advantages = whiten(advantages, feedback.trained)
     if feedback.teacher_log_ratios is not None:

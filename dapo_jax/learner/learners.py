@@ -52,6 +52,8 @@ def learning_rates(config: Config, step: int) -> tuple[float, float]:
     if step >= pretrain_steps:
         remaining = config.total_steps - pretrain_steps
         policy = learning_rate(config.optimizer, step - pretrain_steps, remaining)
+    if not config.algorithm.critic:
+        return policy, 0.0
     return policy, learning_rate(config.critic.optimizer, step, config.total_steps)
 
 

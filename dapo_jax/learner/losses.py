@@ -15,6 +15,7 @@ from jax.scipy.special import rel_entr
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.config.user_code import choose
 from dapo_jax.learner.advantages import pair_up
 
 LOG_RATIO_LIMIT = 20.0
@@ -168,6 +169,12 @@ def distance(logprobs: Array, reference_logprobs: Array) -> Array:
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_with_gradient_of_k2, "abs": distance}
 
 
+def estimate_kl(algorithm: Algorithm, logprobs: Array, reference_logprobs: Array) -> Array:
+    """Return the KL per token by the estimator of the algorithm."""
+    estimator = choose(KL_ESTIMATORS, "algorithm.kl_estimator", algorithm.kl_estimator)
+    return estimator(logprobs, reference_logprobs)
+
+
 def policy_loss(
     algorithm: Algorithm,
     logprobs: Float[Array, "R T"],
@@ -203,9 +210,10 @@ def policy_loss(
     logprobs = jnp.where(trained, logprobs, 0.0)
     old_logprobs = jnp.where(trained, old_logprobs, 0.0)
     fixed = jax.lax.stop_gradient(logprobs)
-    log_ratio = RATIOS[algorithm.ratio](fixed - old_logprobs, segment_ids, trained)
+    pool = choose(RATIOS, "algorithm.ratio", algorithm.ratio)
+    log_ratio = pool(fixed - old_logprobs, segment_ids, trained)
     ratio = jnp.exp(clamp_log(log_ratio))
-    region = REGIONS[algorithm.region]
+    region = choose(REGIONS, "algorithm.region", algorithm.region)
     below, above, bounded = region(algorithm, ratio, jnp.exp(fixed), jnp.exp(old_logprobs))
     if algorithm.region_sides == "sign":
         below &= advantages < 0
@@ -218,7 +226,8 @@ def policy_loss(
     if algorithm.ratio == "geometric":
         bounded = jnp.exp(mean_over_responses(jnp.log(bounded), segment_ids, trained))
     bounded = jnp.clip(bounded, algorithm.weight_low, algorithm.weight_high or None)
-    weight = WEIGHTS[algorithm.weight](algorithm, bounded, advantages > 0)
+    weigh = choose(WEIGHTS, "algorithm.weight", algorithm.weight)
+    weight = weigh(algorithm, bounded, advantages > 0)
     inside = ~(below | above | capped) & (weight < WEIGHT_LIMIT) & (weight > 1 / WEIGHT_LIMIT)
     # Its value is 1 and its gradient that of log p.
     differentiable = jnp.where(inside, jnp.exp(logprobs - fixed), 1.0)
@@ -411,4 +420,5 @@ def response_weights(
     """
     chosen = TRAINED_RESPONSES[algorithm.trained_responses](correct, groups, tokens)
     trained = np.where(chosen, tokens, 0)
-    return np.where(trained > 0, LOSS_WEIGHTS[algorithm.aggregate](trained, groups, budget), 0.0)
+    weigh = choose(LOSS_WEIGHTS, "algorithm.aggregate", algorithm.aggregate)
+    return np.where(trained > 0, weigh(trained, groups, budget), 0.0)

@@ -20,6 +20,7 @@ from dapo_jax.learner.batches import (
 from dapo_jax.learner.losses import (
     KL_ESTIMATORS,
     clamp_log,
+    estimate_kl,
     importance_weights,
     k3,
     policy_loss,
@@ -80,7 +81,7 @@ def _kl(
     if other is None:
         reference = present(batch.scored.reference_logprobs, "reference_logprobs")
         other = jnp.where(batch.loss_weights > 0, reference, 0.0)
-    kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, other)
+    kl = estimate_kl(algorithm, logprobs, other)
     if algorithm.kl_importance:  # r k3 has the gradient r (log p - log ref) (2512.02556)
         ratio = jnp.exp(clamp_log(jax.lax.stop_gradient(logprobs) - old))
         kl = ratio * KL_ESTIMATORS["k3+"](logprobs, other)

@@ -11,7 +11,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, gather_feedback
 from dapo_jax.learner.batches import NOT_SCORED, PackedRows, ScoredBatch, TokenScores
 from dapo_jax.learner.learners import LearnerPrograms, LearnerStates
-from dapo_jax.learner.losses import KL_ESTIMATORS
+from dapo_jax.learner.losses import estimate_kl
 from dapo_jax.learner.minibatches import Minibatches, trained_tokens
 from dapo_jax.learner.packing import place_tokens, tree_index
 from dapo_jax.learner.update import Learner
@@ -86,7 +86,7 @@ def make_feedback(
     penalties = log_ratios = None
     if old is not None and reference is not None:
         if algorithm.kl == "reward":
-            kl = KL_ESTIMATORS[algorithm.kl_estimator](old, reference)
+            kl = estimate_kl(algorithm, old, reference)
             penalties = algorithm.kl_coefficient * to_host(kl)
         if algorithm.trained_responses == "pairs":
             log_ratios = to_host(old - reference)

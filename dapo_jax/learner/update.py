@@ -70,6 +70,7 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int) -> float:
     No step has rate 0: the first has peak / warmup_steps, and a decay reaches 0 after the last.
     """
     warmup = settings.warmup_steps
+    assert warmup >= 0 < settings.learning_rate  # `choose_rates` replaces 'auto'
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     done = (step - warmup) / max(1, total_steps - warmup)

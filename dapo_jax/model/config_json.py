@@ -6,7 +6,7 @@ from typing import Any
 
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.families import family_names, family_of
-from dapo_jax.model.families.family import Family, Windows
+from dapo_jax.model.families.family import Family, Windows, same_value
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.rules import Range
 from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError
@@ -28,7 +28,16 @@ COMMON_FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 DERIVED = ("kv_heads", "head_dim", "rope_theta")  # depend on other fields if they are missing
-DEFAULTS = {"rms_norm_eps": 1e-6}
+# Names that folders of different ages and makers give to one setting.
+SPELLINGS = (
+    ("dtype", "torch_dtype"),
+    ("hidden_act", "hidden_activation"),
+    ("num_experts", "num_local_experts"),
+    ("num_experts_per_tok", "experts_per_token"),
+)
+# Fields beside `text_config` that describe the text model too.
+OUTER = ("tie_word_embeddings", "quantization_config", "compression_config")
+OUTER_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # they take precedence
 BIASES = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
 # Ranges of the numbers in config.json. The upper limits are far above every published model. A
 # larger value is a mistake or an attack: a list of 10^18 layers fills the memory, and a rotation by
@@ -88,6 +97,8 @@ _FIELDS: dict[str, dict[str, str]] = {
         "truncate": "truncate",
     },
 }
+_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # of older folders, outside of tables
+_LOCAL = "rope_local_base_freq"
 _QUERY_GROWTH = {"llama_4_scaling_beta": "query_growth"}
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 _PROPORTIONAL = {"factor": 1.0, "partial_rotary_factor": 1.0}
@@ -133,8 +144,13 @@ def read_table(values: dict[str, Any], name: str) -> dict[str, Any]:
 def text_part(values: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model in that of a multimodal one; else the same."""
     text = read_table(values, "text_config")
-    tied = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
-    return tied | text if text else values
+    if not text:
+        return values
+    kind = values.get("model_type")
+    outer = {n: same_value({n: values.get(n), f"text_config.{n}": text.get(n)}) for n in OUTER}
+    outer |= {name: values.get(name) for name in OUTER_IDS}
+    outer = {name: value for name, value in outer.items() if value is not None}
+    return {"model_type": "mistral" if kind == "mistral3" else f"{kind}_text"} | text | outer
 
 
 # --- rotations ------------------------------------------------------------------------------
@@ -155,6 +171,56 @@ def _attention_factor(rope: dict[str, Any], factor: float) -> float:
     return growth(1.0)
 
 
+def _rope_table(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a table of rotations without nulls and with `rope_type`, which was `type` once."""
+    table = {field: value for field, value in read_table(values, name).items() if value is not None}
+    kind = same_value(
+        {f"{name}.{field}": table.pop(field, None) for field in ("rope_type", "type")}
+    )
+    return ({} if kind is None else {"rope_type": kind}) | table
+
+
+def _merge(tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return one table of rotations from several, by prefix. Raises ValueError if two differ."""
+    names = {name: None for table in tables.values() for name in table}
+    merged = {n: same_value({p + n: t.get(n) for p, t in tables.items()}) for n in names}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def _gather_rope(values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return a config.json with all rotations in `rope_parameters`, as in newer folders.
+
+    Older ones have `rope_scaling` and fields outside tables. Raises ValueError if two differ.
+    """
+    new, old = (_rope_table(values, name) for name in ("rope_parameters", "rope_scaling"))
+    new = new if new or old else family.defaults.get("rope_parameters", {})
+    outside = {name: values.get(name) for name in (*_OUTSIDE, *_ORIGINAL)}
+    base = family.defaults.get("rope_theta", 10_000.0)
+    plain = {} if family.local_rope else new
+    if any((name in (FULL, SLIDING)) != family.local_rope for name in new):
+        allowed = f"{FULL} and {SLIDING}" if family.local_rope else "fields of one rotation"
+        raise ValueError(f"rope_parameters {reprlib.repr(new)}: must hold {allowed}")
+    if old and plain:  # `transformers` then reads only `rope_scaling`
+        read = {"rope_theta": base} | _merge({"rope_scaling.": old, "": outside})
+        for name, value in plain.items():
+            if value != read.get(name) and (name, value) != ("rope_type", "default"):
+                found = f"rope_scaling.{name} = {reprlib.repr(read.get(name))}"
+                raise ValueError(f"rope_parameters.{name} = {value!r} and {found}: must be equal")
+        plain = {}
+    if not family.local_rope:
+        tables = {"rope_parameters.": plain, "rope_scaling.": old, "": outside}
+        return values | {"rope_parameters": {"rope_theta": base} | _merge(tables)}
+    full, sliding = (_rope_table(new, kind) for kind in (FULL, SLIDING))
+    if old.get("rope_type") and full.get("rope_type") == "default":
+        del full["rope_type"]
+    full = _merge({f"rope_parameters.{FULL}.": full, "rope_scaling.": old, "": outside})
+    bases = {f"rope_parameters.{SLIDING}.rope_theta": sliding.get("rope_theta")}
+    local = same_value(bases | {_LOCAL: values.get(_LOCAL)})
+    local = local or family.defaults.get(_LOCAL) or values.get("rope_theta") or base
+    tables = {FULL: {"rope_theta": base} | full, SLIDING: sliding | {"rope_theta": local}}
+    return values | {"rope_parameters": tables}
+
+
 def _read_table(
     values: dict[str, Any], rope: dict[str, Any], grows: bool = False, partial: float = 1.0
 ) -> dict[str, Any]:
@@ -162,14 +228,13 @@ def _read_table(
 
     `partial` is below 1 for a family with rotations of a part of each head.
     """
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    rotated = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial == 1 and kind != "proportional" and rotated is not None and rotated != 1:
+    kind, rotated = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1)
+    if partial == 1 and kind != "proportional" and rotated != 1:
         raise ValueError(f"partial_rotary_factor {reprlib.repr(rotated)}: must be 1.0")
     if kind != "default" and (not isinstance(kind, str) or kind not in _FIELDS):
         allowed = "', '".join(_FIELDS)
         raise ValueError(f"rope_scaling of type {kind!r}: must be 'default' or '{allowed}'")
-    theta = read_number(values | rope, "rope_theta", 10_000.0)
+    theta = read_number(rope, "rope_theta")
     if kind == "default":
         return {"rope_theta": theta}
     fields = _FIELDS[kind] | (_QUERY_GROWTH if grows else {})
@@ -178,8 +243,8 @@ def _read_table(
         if name == "attention_factor":
             read[ours] = _attention_factor(rope, read["factor"])
         elif name in _ORIGINAL:  # the context length of pretraining
-            table = next((t for t in (values, rope) if t.get(name) is not None), None)
-            read[ours] = read_number(table or values, name if table else "max_position_embeddings")
+            table = rope if name in rope else values
+            read[ours] = read_number(table, name if name in rope else "max_position_embeddings")
         elif name == "truncate":
             read[ours] = rope.get(name) is None or read_switch(rope, name)
         else:
@@ -197,16 +262,8 @@ def _read_table(
 
 
 def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) -> dict[str, Any]:
-    """Return the rotations of a family with a separate base for sliding layers.
-
-    Newer folders have a table for each kind of layer, older ones a scaling of full layers only.
-    """
-    tables = read_table(values, "rope_parameters")
-    table = read_table(tables, FULL) | read_table(values, "rope_scaling")
-    full = _read_table(values | {"rope_theta": read_number(values, "rope_theta")}, table)
-    theta = read_number(values, "rope_local_base_freq", values["rope_theta"])
-    base = {"rope_theta": theta}
-    sliding = _read_table(values | base, read_table(tables, SLIDING))
+    """Return the rotations of a family with separate ones for sliding layers."""
+    full, sliding = (_read_table(values, values["rope_parameters"][k]) for k in (FULL, SLIDING))
     if "rope_scaling" in sliding:
         raise ValueError(f"rope_parameters of {SLIDING}: must be of type 'default'")
     if all_slide:
@@ -219,7 +276,7 @@ def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) 
 
 def _check_supported(values: dict[str, Any], family: Family) -> None:
     """Raise ValueError for a field that would change the numbers in an unsupported way."""
-    required = {**family.required}
+    required = family.required | {"compression_config": None}
     if family.quantisation:
         table = read_table(values, "quantization_config")
         method = table.get("quant_method", family.quantisation)
@@ -241,8 +298,6 @@ def _read_fields(values: dict[str, Any], family: Family) -> dict[str, Any]:
     for ours, name in (COMMON_FIELDS | family.fields).items():
         if ours in DERIVED:
             continue
-        if name not in values:
-            name = family.aliases.get(name, name)
         if name in family.optional and values.get(name) is None:
             continue
         read[ours] = read_number(values, name) if name in NUMBERS else read_switch(values, name)
@@ -275,6 +330,8 @@ def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[s
     window = None  # without sliding windows
     if family.windows and is_on and values.get("sliding_window", windows.default) is not None:
         window = read_number(values, "sliding_window", windows.default)
+    if window is not None and values.get("use_sliding_window") is False:
+        raise ValueError(f"use_sliding_window = False and sliding_window = {window}: must agree")
     first, period = 0, layers + 1
     if windows.first is not None:
         first = read_number(values, "max_window_layers", windows.first)
@@ -290,10 +347,20 @@ def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[s
     if not known or len(types) != layers:
         expected = f"{' or '.join(allowed)}, each of {layers}"
         raise ValueError(f"layer_types {reprlib.repr(types)}: must be {expected}")
+    rules = {"max_window_layers": windows.first, "sliding_window_pattern": windows.period}
+    for name, default in rules.items():
+        _check_layers(values, "layer_types", name, default is None or types == usual)
     slides = tuple(kind == SLIDING for kind in types)
     if not any(slides):
         return {}
     return {"window": window, "sliding": () if all(slides) else slides}
+
+
+def _check_layers(values: dict[str, Any], listed: str, rule: str, same: bool) -> None:
+    """Raise ValueError if a config.json has both fields, and they describe different layers."""
+    if not same and values.get(listed) is not None and values.get(rule) is not None:
+        shown = f"{listed} = {reprlib.repr(values[listed])} and {rule} = {values[rule]!r}"
+        raise ValueError(f"{shown}: must describe the same layers")
 
 
 def _read_rotated(values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
@@ -301,20 +368,21 @@ def _read_rotated(values: dict[str, Any], family: Family, layers: int) -> dict[s
     if family.rotary_interval is None:
         return {}
     interval = read_number(values, "no_rope_layer_interval", family.rotary_interval)
+    usual = [int((number + 1) % interval != 0) for number in range(layers)]
     flags = values.get("no_rope_layers")  # despite its name, 1 is a layer that rotates
-    if flags is None:
-        flags = [int((number + 1) % interval != 0) for number in range(layers)]
+    flags = usual if flags is None else flags
     known = isinstance(flags, list) and all(type(flag) is int and flag in (0, 1) for flag in flags)
     if not known or len(flags) < layers:
         expected = f"0 or 1, for each of {layers} layers"
         raise ValueError(f"no_rope_layers {reprlib.repr(flags)}: must be {expected}")
+    _check_layers(values, "no_rope_layers", "no_rope_layer_interval", flags[:layers] == usual)
     rotated = tuple(flag == 1 for flag in flags[:layers])
     return {} if all(rotated) else {"rotated": rotated}
 
 
 def _read_rotary_dim(values: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
     """Return the dimensions of a head that rotate. Raises ValueError if they are no pairs."""
-    table = values | read_table(values, "rope_parameters")
+    table = values["rope_parameters"]
     factor = read_number(table, "partial_rotary_factor", family.partial_rotary)
     width = int(head_dim * factor)
     if width % 2 or not width:
@@ -331,6 +399,7 @@ def _read_recurrent(values: dict[str, Any], family: Family, layers: int) -> dict
     if not known or len(types) != layers or FULL not in types:
         expected = f"{FULL} at least once or {LINEAR}, each of {layers}"
         raise ValueError(f"layer_types {reprlib.repr(types)}: must be {expected}")
+    _check_layers(values, "layer_types", "full_attention_interval", types == usual)
     heads = [values[f"linear_num_{name}_heads"] for name in ("value", "key")]
     if heads[0] % heads[1]:
         raise ValueError(
@@ -364,11 +433,14 @@ def decoder_from_json(
             allowed = " or ".join(family_names())
             raise ValueError(f"model_type {reprlib.repr(kind)}: must be {allowed}")
         family = family_of(kind)
-        values = family.prepare(values)
+        for names in SPELLINGS:
+            value = same_value({name: values.get(name) for name in names})
+            values = values | (dict.fromkeys(names, value) if value is not None else {})
+        values = _gather_rope(family.prepare(values), family)
         _check_supported(values, family)
-        defaults = DEFAULTS | family.defaults
-        missing = {name for name in defaults if values.get(name) is None}
-        values = values | {name: defaults[name] for name in missing}
+        given = {name: value for name, value in values.items() if value is not None}
+        derived = dict.fromkeys({"num_key_value_heads"} & values.keys())  # if it is null
+        values = values | family.defaults | derived | given
         fields = _read_fields(values, family) | family.fixed
         if family.delta_interval is not None:
             fields |= _read_recurrent(values, family, fields["layers"])
@@ -382,7 +454,7 @@ def decoder_from_json(
             all_slide = bool(windows) and not some_slide
             rotations = _read_local_rope(values, some_slide, all_slide)
         else:
-            table = read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
+            table = values["rope_parameters"]
             rotations = _read_table(values, table, family.query_growth, family.partial_rotary)
         return DecoderConfig(**fields, family=kind, **windows, **rotations, **numerics)
     except KeyError as missing:
@@ -409,7 +481,7 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
         names = _FIELDS[scaling.kind] | (_QUERY_GROWTH if family.query_growth else {})
         table = {name: getattr(scaling, ours) for name, ours in names.items()}
         values["rope_scaling"] = {"rope_type": scaling.kind, **table}
-    elif "rope_scaling" in family.defaults:
+    elif "rope_parameters" in family.defaults:
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     values |= {name: getattr(config, ours) for ours, name in family.fields.items()}
     sliding_theta = config.sliding_rope_theta or config.rope_theta

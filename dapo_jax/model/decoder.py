@@ -56,7 +56,7 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     mlp: int
-    family: str = "qwen2"  # `model_type` of config.json, a key of FAMILIES
+    family: str = "qwen2"  # `model_type` of config.json, one of `family_names`
     # Rotations and windows
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None

@@ -37,8 +37,14 @@ class Adapters:
     """Settings of low-rank adapters: y = x W + scale (x A) B (LoRA, arXiv 2106.09685)."""
 
     rank: int
-    scale: float  # alpha / rank
+    scale: float  # alpha / rank, or alpha / sqrt(rank) with `rslora` (arXiv 2312.03732)
     targets: tuple[str, ...]  # names of projections
+    rslora: bool = False
+
+    @property
+    def alpha(self) -> float:
+        """The factor before it is divided."""
+        return self.scale * (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def named(init: Callable, axes: tuple[str | None, ...]) -> Callable[..., Any]:

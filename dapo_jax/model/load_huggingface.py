@@ -40,13 +40,18 @@ HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
 OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.msgpack", "*.h5")
 INDEX = "model.safetensors.index.json"
+OTHER_MODELS = ("consolidated", "adapter_model")  # names of files beside unnamed weights
 TEXT_PREFIXES = {  # in multimodal folders, with those of text models
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
+    **{name: name for name in ("lm_head.", "model.layers.", "model.embed_tokens", "model.norm.")},
 }
-UNUSED = "mtp."  # prefix of layers that predict several tokens
+# Layers that predict several tokens, and buffers that follow from config.json.
+UNUSED = re.compile(
+    r"mtp\..*|(.*\.)?(rotary_emb\w*\.\w*(inv_freq|_cached)|attn\.(masked_)?bias|position_ids)"
+)
+SHARED = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\..*")
 FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # [X, out, in]
 
 
@@ -76,7 +81,10 @@ def dequantise(
 
 
 def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
-    """Return the *.safetensors files of a folder, sorted by name. Raises `ConfigError`."""
+    """Return the files of a folder's weights, sorted by name. Raises `ConfigError`.
+
+    It is what the index names, else `model.safetensors`, else all *.safetensors.
+    """
     paths = sorted(folder.glob("*.safetensors"))
     named = f"config.{field} = {str(folder)!r}"
     if not paths:
@@ -90,11 +98,15 @@ def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
     if missing := sorted(set(map(str, weight_map.values())) - {path.name for path in paths}):
         many = f" and {len(missing) - 1:,} more" * (len(missing) > 1)
         raise ConfigError(f"{named}: lacks {missing[0]}{many}, which {INDEX} names", field)
-    for path in paths:
+    read = set(map(str, weight_map.values())) or {"model.safetensors"} & {p.name for p in paths}
+    others = [p for p in paths if (p.name not in read if read else p.stem.startswith(OTHER_MODELS))]
+    for path in (paths := [path for path in paths if path not in others]):
         try:
             check_regular(path)
         except OSError as error:
             raise ConfigError(f"config.{field}: {path} can't be read: {error}", field) from None
+    if others:
+        _report(f"{folder}: not read: {', '.join(path.name for path in others)}")
     return paths
 
 
@@ -112,10 +124,14 @@ class Tensors:
         self._files: dict[str, pathlib.Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
+        self._skipped: list[str] = []
         for path in weight_files(self.folder, field):
             self._open(path)
         self._stored = {name: name for name in self.shapes}
         self._keep_text()
+        if self._skipped:
+            parts = f"tensors that a text model does not read, such as {min(self._skipped)}"
+            _report(f"{folder}: {len(self._skipped):,} {parts}, are skipped")
         self._packed: set[str] = set()
         self._views: dict[str, tuple[str, int, int]] = {}  # fused tensor, expert, first row
         for name in [name for name in self.shapes if name.endswith(BLOCKS)]:
@@ -128,7 +144,8 @@ class Tensors:
             self.problems.append(f"{path.name}: {error}")
             return
         for name in file.keys():
-            if name.startswith(UNUSED):
+            if UNUSED.fullmatch(name):
+                self._skipped.append(name)
                 continue
             if name in self._files:
                 self.problems.append(f"{name}: in {self._files[name].name} and in {path.name}")
@@ -138,16 +155,17 @@ class Tensors:
 
     def _keep_text(self) -> None:
         """Name the tensors of a multimodal folder as in a text model's, without other parts."""
-        kept = {
-            name: ours + name.removeprefix(prefix)
-            for name in self.shapes
-            for prefix, ours in TEXT_PREFIXES.items()
-            if name.startswith(prefix)
-        }
-        if all(name.startswith("lm_head.") for name in kept):
+        kept: dict[str, str] = {}
+        for name, (prefix, ours) in itertools.product(self.shapes, TEXT_PREFIXES.items()):
+            if name.startswith(prefix):
+                kept[name] = ours + name.removeprefix(prefix)
+        if all(name == ours for name, ours in kept.items()):
             return
-        _report_skipped(str(self.named), len(self.shapes) - len(kept))
         self._stored = {ours: name for name, ours in kept.items()}
+        for name, ours in kept.items():
+            if self._stored[ours] != name:
+                self.problems.append(f"{name}: beside {self._stored[ours]}, which is the same")
+        self._skipped += self.shapes.keys() - kept
         self._files = {ours: self._files[name] for name, ours in kept.items()}
         self.shapes = {ours: self.shapes[name] for name, ours in kept.items()}
         self.dtypes = {ours: self.dtypes[name] for name, ours in kept.items()}
@@ -212,10 +230,19 @@ class Tensors:
         )
         return dequantise(blocks, scales)[0][tuple(rows)]
 
+    def equal(self, first: str, second: str) -> bool:
+        """Return True if two matrices hold the same numbers; reads them in blocks of rows."""
+        shape, dtypes = self.shapes[first], {self.dtypes[first], self.dtypes[second]}
+        if self.shapes[second] != shape or not dtypes <= DTYPES.keys():
+            return False
+        step = max(1, BLOCK_BYTES // (4 * shape[1]))
+        blocks = [slice(i, min(i + step, shape[0])) for i in range(0, shape[0], step)]
+        return all(np.array_equal(self.read(first, b), self.read(second, b)) for b in blocks)
+
 
 @functools.cache  # once per folder
-def _report_skipped(folder: str, count: int) -> None:
-    print(f"{folder}: {count:,} tensors of vision, audio and other parts are skipped", flush=True)
+def _report(line: str) -> None:
+    print(line, flush=True)
 
 
 # --- parameters -----------------------------------------------------------------------------
@@ -261,11 +288,12 @@ def _check_names(
 ) -> None:
     """Raise one `ConfigError` that names every missing, unknown or wrongly shaped tensor."""
     problems = list(tensors.problems)
-    # A head may exist without being read: with tied embeddings, or in a critic's folder.
-    head, head_shape = param_paths.TOP_TENSORS["head"], (config.vocab, config.embed)
-    known = {head}
-    if tensors.shapes.get(head, head_shape) != head_shape:
-        problems.append(f"{head}: shape {tensors.shapes[head]}, expected {head_shape}")
+    embedding, head = (param_paths.TOP_TENSORS[path] for path in ("embedding", "head"))
+    known = {head}  # a critic does not read it
+    is_tied = config.tie_embeddings and not config.scalar_head and head in tensors.shapes
+    is_tied &= tensors.shapes.get(embedding) == (config.vocab, config.embed)
+    if is_tied and not tensors.equal(embedding, head):
+        problems.append(f"{head}: differs from {embedding}, but tie_word_embeddings is true")
     for path, shape in shapes.items():
         layer_shape = shape[param_paths.stacked_axes(path) :]
         expected = param_paths.tensor_shape(path, layer_shape, config)
@@ -279,7 +307,13 @@ def _check_names(
                 problems.append(f"{name}: shape {actual}, expected {expected}")
             if dtype not in DTYPES:
                 problems.append(f"{name}: dtype {dtype}, expected {', '.join(DTYPES)}")
-    problems += [f"{name}: unknown" for name in sorted(tensors.shapes.keys() - known)]
+    unknown = sorted(tensors.shapes.keys() - known)
+    sharing = range(config.layers)[config.layers - config.sharing_layers :]
+    shared = [n for n in unknown if (match := SHARED.fullmatch(n)) and int(match[1]) in sharing]
+    if shared:
+        parts = "keys and values of layers that share those of others, are skipped"
+        _report(f"{tensors.named}: {len(shared):,} tensors such as {shared[0]}, {parts}")
+    problems += [f"{name}: unknown" for name in unknown if name not in shared]
     if problems:
         problems = list(dict.fromkeys(problems))
         listed = list_problems(problems, MAX_PROBLEMS)

@@ -34,7 +34,7 @@ MAX_PROBLEMS = 20
 KNOWN = set(
     "peft_type r lora_alpha bias init_lora_weights target_modules exclude_modules task_type "
     "base_model_name_or_path revision auto_mapping inference_mode lora_dropout peft_version "
-    "megatron_core qalora_group_size runtime_config".split()
+    "megatron_core qalora_group_size runtime_config use_rslora".split()
 )
 ONLY = {  # supported values, which leave the base as it is
     "peft_type": ("LORA",),
@@ -77,7 +77,7 @@ def save_adapters(
     if folder is None:
         return
     save_huggingface.save_tensors(tensors, folder / WEIGHTS)
-    alpha = adapters.scale * adapters.rank
+    alpha = adapters.alpha
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -92,7 +92,7 @@ def save_adapters(
         "fan_in_fan_out": False,
         "modules_to_save": None,
         "use_dora": False,
-        "use_rslora": False,
+        "use_rslora": adapters.rslora,
     }
     (folder / CONFIG).write_text(json.dumps(values, indent=2))
 
@@ -109,7 +109,10 @@ def _check_options(values: dict[str, Any]) -> list[str]:
         if values.get(name, allowed[0]) not in allowed
     ]
     # Unknown fields may be options of a later version of PEFT.
-    wrong += [must(name, "left out") for name in sorted(values.keys() - KNOWN) if values[name]]
+    unknown = sorted(name for name in values.keys() - KNOWN if values[name])
+    wrong += [f"{CONFIG}: {name} = {reprlib.repr(values[name])}: unsupported" for name in unknown]
+    if type(values.get("use_rslora", False)) is not bool:
+        wrong.append(must("use_rslora", "true or false"))
     for name, kinds in {"r": (int,), "lora_alpha": (int, float)}.items():
         value = values.get(name, 0)
         if type(value) not in kinds or not 0 < value < 1e6:
@@ -157,8 +160,8 @@ def _read_folder(
         raise ConfigError(f"config.{FIELD}: {path / WEIGHTS} can't be read: {error}") from None
     targets, unknown = _targets(tensors, config)
     _raise_problems(folder, _check_options(values) + [f"{name}: unknown" for name in unknown])
-    alpha, targets = values["lora_alpha"], ",".join(targets)
-    return tensors, {"rank": values["r"], "alpha": alpha, "targets": targets}
+    settings = {"rank": values["r"], "alpha": values["lora_alpha"], "targets": ",".join(targets)}
+    return tensors, settings | {"rslora": values.get("use_rslora", False)}
 
 
 def read_settings(folder: str, config: DecoderConfig) -> dict[str, Any]:
@@ -177,7 +180,8 @@ def read_adapters(folder: str, config: DecoderConfig) -> dict[str, np.ndarray]:
     fits = (
         adapters is not None
         and adapters.rank == settings["rank"]
-        and math.isclose(adapters.scale, settings["alpha"] / settings["rank"])
+        and math.isclose(adapters.alpha, settings["alpha"])
+        and adapters.rslora == settings["rslora"]
         and set(adapters.targets) == set(settings["targets"].split(","))
     )
     flags = " ".join(f"--config.lora.{name}={value}" for name, value in settings.items())

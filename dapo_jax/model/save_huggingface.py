@@ -26,7 +26,8 @@ from dapo_jax.runtime.sharding import to_host
 # Files that an exported folder keeps in addition to weights and config.json.
 KEPT_FILES = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
-    "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json"
+    "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja "
+    "chat_template.json additional_chat_templates/*.jinja"
 ).split()
 # All files written into a folder; the safetensors library writes .tmp*.
 WRITTEN = ("*.unfinished", ".tmp*", "model*.safetensors", INDEX, "config.json", *KEPT_FILES)
@@ -166,8 +167,10 @@ def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: st
         values["architectures"] = [f"{family.class_name}ForCausalLM"]
     values.pop("_name_or_path", None)  # a local path of its author
     values.pop("quantization_config", None)  # the written weights are not quantised
-    values["dtype" if "dtype" in values else "torch_dtype"] = dtype
+    names = {"dtype", "torch_dtype"}  # the newer and the older name
+    values |= dict.fromkeys(names & values.keys() or {"torch_dtype"}, dtype)
     (folder / "config.json").write_text(json.dumps(values, indent=2))
-    for name in KEPT_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for path in (path for pattern in KEPT_FILES for path in source.glob(pattern)):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)

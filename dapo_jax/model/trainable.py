@@ -74,13 +74,20 @@ def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Any) -> De
     require(known, "lora.targets", lora.targets, allowed)
     if not lora.rank:
         return config
-    adapters = Adapters(lora.rank, lora.alpha / lora.rank, targets)
+    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+    adapters = Adapters(lora.rank, scale, targets, lora.rslora)
     return dataclasses.replace(config, adapters=adapters)
 
 
 def without_adapters(config: DecoderConfig) -> DecoderConfig:
     """Return the decoder without adapters, as in a model folder."""
     return dataclasses.replace(config, adapters=None)
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """Return the number of parameters of a decoder without its adapters."""
+    shapes = abstract_params(without_adapters(config))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def fresh_adapters(config: DecoderConfig, mesh: jax.sharding.Mesh, seed: int) -> Any:

@@ -288,6 +288,7 @@ class Progress:
         if self.console.is_jupyter:  # print lines of text; rich would make HTML of each
             self.console = Console(**options, force_jupyter=False, force_terminal=False)
         self._activities: list[Activity] = []
+        self._shapes = collections.Counter[str]()  # compiled so far, by program
         self._step_ends: collections.deque[float] = collections.deque(maxlen=ETA_STEPS + 1)
 
     def say(self, text: str) -> None:
@@ -363,7 +364,9 @@ class Progress:
                 stack.close()
                 was_cached = event == COMPILED and threading.get_ident() in cache_hits
                 if (seconds := activity.seconds()) >= SLOW_SECONDS and not was_cached:
-                    self.say(f"compiled {escape(program)} in {duration(seconds)}")
+                    text = f"compiled {escape(program)} in {duration(seconds)}"
+                    shape = self._shapes[fun_name] = self._shapes[fun_name] + 1
+                    self.say(text + f" (shape {shape})" * (shape > 1))
                 cache_hits.discard(threading.get_ident())
             if event == LOWERED:
                 stack = contextlib.ExitStack()
@@ -396,28 +399,35 @@ class Progress:
             yield show
 
     @contextlib.contextmanager
-    def evaluating(self, done: int, total: int) -> Iterator[Callable[[Response], None]]:
+    def evaluating(
+        self, done: int, total: int, every_seconds: float = 0.0
+    ) -> Iterator[Callable[[Response], None]]:
         """Show an evaluation; yield the callback for every new response.
 
         A file or a pipe gets a line after each tenth.
 
         Args:
             done: responses of an earlier process, of `total`.
+            every_seconds: least time between two lines.
         """
         new = 0
-        total_score = 0.0
+        total_score = said = 0.0
         with self.working("evaluating", stays=False) as activity:
 
             def show(response: Response) -> None:
-                nonlocal new, total_score
+                nonlocal new, total_score, said
                 new += 1
                 total_score += (response.reward or 0.0) if self.reward_leads else response.correct
                 name = "reward" if self.reward_leads else "right"
                 share = f"{new / activity.seconds():.1f}/s · {total_score / new:.2f} {name}"
-                text = f"{done + new} of {total} responses · {share}"
+                seconds, left = activity.seconds(), total - done - new
+                eta = f" · ETA {duration(left * seconds / new)}" if left else ""
+                text = f"{done + new} of {total} responses · {share}{eta}"
                 activity.text = f"evaluating: {text}"
                 tenths = 10 * (done + new) // total
-                if not self.console.is_terminal and tenths > 10 * (done + new - 1) // total:
+                is_due = tenths > 10 * (done + new - 1) // total and seconds >= said + every_seconds
+                if not self.console.is_terminal and is_due:
+                    said = seconds
                     self.say(text)
 
             yield show

@@ -104,7 +104,7 @@ def rollout_metrics(
         min_spread: rewards of a group that differ by no more have no spread.
     """
     judged = collected.judged
-    is_flat = [np.ptp(group.raw_rewards) <= min_spread for group in judged]
+    is_flat = [not group.has_spread(min_spread) for group in judged]
     scored = [g for g in judged + collected.surplus if g.prompt.index not in collected.reused]
     return (
         response_metrics(judged)
@@ -173,10 +173,16 @@ def feedback_metrics(
         values["explained_variance"] = explained
     if feedback.reference_log_ratios is not None and algorithm.trained_responses == "pairs":
         _, margins = preference_margins(feedback)
-        losses = np.logaddexp(0.0, -algorithm.preference_beta * margins)
-        values["preference_accuracy"] = mean_or_zero(margins > 0)
-        values["preference_loss"] = mean_or_zero(losses)
+        values |= preference_metrics(margins, algorithm.preference_beta)
     return values
+
+
+def preference_metrics(margins: np.ndarray, beta: float) -> dict[str, float]:
+    """Return DPO's mean loss and the accuracy of pairs by their margins; 0 counts half."""
+    return {
+        "preference_loss": mean_or_zero(np.logaddexp(0.0, -beta * margins)),
+        "preference_accuracy": mean_or_zero((np.sign(margins) + 1) / 2),
+    }
 
 
 def add_up(updates: list[dict[str, Mean]]) -> dict[str, float]:

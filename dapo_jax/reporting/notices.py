@@ -17,7 +17,6 @@ MAX_CUT = 0.5  # fraction of prompts that may be truncated; beyond it a run lear
 LIMIT_MULTIPLE = 64  # advised limits are multiples of this many tokens
 SHOWN_CHARACTERS = 200
 MAX_LOOKED_AT = 1000  # problems of a source
-MAX_USUAL_RATE = 0.01
 
 
 def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
@@ -28,18 +27,8 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
     return f"{limit}{f' with packing.row_tokens of at least {row}' * needs_rows}"
 
 
-def rate_warnings(rate: float) -> Iterator[str]:
-    """Yield a warning about a learning rate with which training diverges."""
-    if rate > MAX_USUAL_RATE:
-        yield (
-            f"config.optimizer.learning_rate = {rate:g} is far above usual rates (1e-6 for "
-            "billions of parameters, 1e-3 for a million): training will probably diverge"
-        )
-
-
 def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]:
     """Yield warnings about settings that are allowed but probably mistakes."""
-    yield from rate_warnings(config.optimizer.learning_rate)
     if config.sampler.engine != "own":
         yield f"sampler.engine = {config.sampler.engine!r}: this run can't be repeated"
     warmup, steps = config.optimizer.warmup_steps, config.total_steps

@@ -1,7 +1,7 @@
 """Scores of an evaluation: avg@k, reward, pass@k, maj@k with intervals, response statistics.
 
-Responses to the same question are samples of one problem: a benchmark file that repeats its
-problems 32 times and is sampled once gives avg@32, not mean@1. Intervals resample problems, never
+Responses to equal problems are samples of one problem: a benchmark file that repeats its rows
+32 times and is sampled once gives avg@32, not mean@1. Intervals resample problems, never
 responses. Means weigh a problem by its responses, so they are also means over the lines of the
 file. If all problems have the same score, the interval is Wilson's.
 """
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+from dapo_jax.types.structs import ROUNDING
 
 RESAMPLES = 2000
 TAIL = 50 * (1 - 0.95)  # percent on either side of an interval
@@ -51,6 +53,7 @@ class Response:
     turns: Sequence[Any] = ()  # of a multi-turn trajectory: [speaker, tokens, text] each
     reward: float | None = None  # sum of the weighted parts; None: it failed
     outcome: str = ""  # of the reward
+    digest: str = ""  # of the problem: equal rows of a file are one problem
 
     @property
     def policy_turns(self) -> int:
@@ -208,7 +211,7 @@ def _reward(problems: list[list[Response]], seed: int) -> Estimate | None:
     if not rewards:
         return None
     means = np.array([[_mean(values)] for values in rewards])
-    if not np.ptp(means):
+    if np.ptp(means) <= ROUNDING * np.abs(means).max():
         return Estimate(float(means[0, 0]), None, None)
     (estimate,) = estimates(means, np.array([len(values) for values in rewards]), seed)
     return estimate
@@ -231,9 +234,10 @@ def make_report(
     failed = collections.Counter(r.outcome for r in responses if r.failure is not None)
     responses = [response for response in responses if response.failure is None]
     responses = sorted(responses, key=lambda response: (response.index, response.sample))
-    grouped: dict[tuple[str, str], list[Response]] = {}
+    grouped: dict[tuple[str, ...], list[Response]] = {}
     for response in responses:
-        grouped.setdefault((response.question, response.answer), []).append(response)
+        key = response.digest, response.question, response.answer
+        grouped.setdefault(key, []).append(response)
     problems = list(grouped.values())
     sizes = np.array([len(samples) for samples in problems])
     listings = [len({sample.index for sample in samples}) for samples in problems]

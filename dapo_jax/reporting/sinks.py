@@ -6,15 +6,18 @@ Failed writes are warnings and are repeated with the next row.
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.config.experiment import Log
+from dapo_jax import registry
+from dapo_jax.config.experiment import Config, Log
+from dapo_jax.config.user_code import resolve
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.jsonl import AppendFile, objects, rewind
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
@@ -32,6 +35,17 @@ def rollouts_name(step: int) -> str:
 def read_rows(path: Folder) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl; none if there is no file."""
     return list(objects(path)) if path.exists() else []
+
+
+def find_sinks(text: str) -> list[Callable[[Folder, Config], RunSink]]:
+    """Return the makers of the sinks in `log.sinks`. Raises `ConfigError`."""
+    known = registry.names("sinks")
+    allowed = f"names of installed sinks ({', '.join(known) or 'there are none'}) or module:Class"
+    makers = []
+    for name in filter(None, map(str.strip, text.split(","))):
+        require(name in known or ":" in name, "log.sinks", text, allowed)
+        makers.append(registry.find("sinks", name) or resolve("log.sinks", name))
+    return makers
 
 
 class StepLines(RunSink):
@@ -168,6 +182,7 @@ def _rollout_line(
     line = {
         "source": group.prompt.source,
         "prompt_id": group.prompt.id,
+        "digest": group.prompt.digest,
         "index": group.prompt.index,
         "sample": completion.sample,
         "surplus": surplus,

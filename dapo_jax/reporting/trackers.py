@@ -8,6 +8,7 @@ import pathlib
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Log
@@ -36,7 +37,7 @@ def check_trackers(log: Log) -> None:
         # A folder called wandb with offline runs looks like a package without an origin.
         package = importlib.util.find_spec(name) if value else None
         is_installed = package is not None and package.origin is not None
-        allowed = f"{without} without the package {name}: pip install 'dapo_jax[{name}]'"
+        allowed = f"{without} without the package {name}: pip install {name}"
         require(is_installed or not value, f"log.{name}", value, allowed)
 
 
@@ -70,17 +71,18 @@ class TensorBoardEvents(RunSink):
 class WandbSink(RunSink):
     """The rows of a run in the W&B project `config.log.wandb`.
 
-    It sends each row once, under an identity that a resumed run keeps.
+    It sends the rows that W&B lacks, under an identity that a resumed run keeps: those after the
+    newest one that the service has, or that an earlier start had sent when it closed. After a kill
+    without a connection, some may be sent twice.
 
     Args:
-        sent: newest step that an earlier start of this run has sent.
+        rows: of metrics.jsonl.
 
     Raises:
         ConfigError: the service cannot be used: no key, no such mode, no answer.
     """
 
-    def __init__(self, run_dir: Folder, config: Config, sent: int):
-        self._sent = sent
+    def __init__(self, run_dir: Folder, config: Config, rows: Sequence[dict[str, Any]]):
         path = run_dir / "wandb_id"
         identity = path.read_text().strip() if path.exists() else ""
         try:
@@ -91,13 +93,21 @@ class WandbSink(RunSink):
             raise ConfigError(f"config.{field} = {config.log.wandb!r}: {reason}", field) from None
         if self._run.id != identity:
             path.write_text(self._run.id)
+        self._closed = run_dir / "wandb_closed"
+        closed = self._closed.read_text().strip() if self._closed.exists() else ""
+        self._next = max(int(closed or 0), self._run.starting_step)
+        for row in rows:
+            values = {name: row[name] for name in row if name not in ("step", "time")}
+            self.on_row(row["step"], values)
 
     def on_row(self, step: int, values: dict[str, float]) -> None:
-        if step > self._sent:
+        if step >= self._next:
             self._run.log(values, step=step, commit=True)
+            self._next = step + 1
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+        self._closed.write_text(str(self._next))
 
 
 def _open_run(identity: str, run_dir: Folder, config: Config) -> Any:

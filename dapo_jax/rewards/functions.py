@@ -2,8 +2,9 @@
 
 A reward function `(prompt, response, answer) -> float` may be `async`, may name `tokens`, and may
 return a number per token or spans of the text. If it names `responses`, one call rewards all
-responses to a prompt. Any other argument is a column of the problem's row. Workers call it unless
-the user asked for `in_process=True`.
+responses to a prompt; if it names `completions`, it gets them as TRL passes them, with lists of
+equal prompts, answers and columns. Any other argument is a column of the problem's row. Workers
+call it unless the user asked for `in_process=True`.
 """
 
 import asyncio
@@ -53,9 +54,17 @@ class GroupCall(NamedTuple):
     correct: list[bool]
     columns: str = ""  # JSON of `Problem.columns`
 
+    def of_trl(self) -> dict[str, Any]:
+        """Return the arguments that TRL passes, and the row's columns, as a list each."""
+        columns = json.loads(self.columns) if self.columns else {}
+        values = {"answer": self.answer} | columns | {"prompts": self.prompt}
+        lists = {name: [value] * len(self.responses) for name, value in values.items()}
+        return lists | {"completions": list(self.responses)}
+
 
 RESPONSE_ARGUMENTS = ResponseCall._fields[:3]
 GROUP_ARGUMENTS = GroupCall._fields[:-1]
+TRL_ARGUMENTS = ("prompts", "completions", "answer")
 
 Call = ResponseCall | GroupCall
 
@@ -138,9 +147,8 @@ def find_functions(
             names = (*arguments(function), *column_names(function).required)
             inspect.signature(function).bind(**dict.fromkeys(names))
         except (TypeError, ValueError) as error:
-            calls = " or ".join(
-                f"({'=, '.join(call)}=)" for call in (RESPONSE_ARGUMENTS, GROUP_ARGUMENTS)
-            )
+            kinds = RESPONSE_ARGUMENTS, GROUP_ARGUMENTS, TRL_ARGUMENTS
+            calls = " or ".join(f"({'=, '.join(call)}=)" for call in kinds)
             reason = f"{error}; a reward is called as {calls}"
             raise ConfigError(f"config.{field} = {name!r}: {reason}") from None
     return functions
@@ -151,6 +159,9 @@ def arguments(function: Callable) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters
     if "responses" in parameters:
         return GROUP_ARGUMENTS
+    if "completions" in parameters:
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return tuple(name for name in TRL_ARGUMENTS if takes_all or name in parameters)
     return (*RESPONSE_ARGUMENTS, TOKENS) if TOKENS in parameters else RESPONSE_ARGUMENTS
 
 
@@ -175,7 +186,7 @@ def wanted_columns(functions: Iterable[Callable]) -> WantedColumns:
 
 def sees_group(function: Callable) -> bool:
     """Return whether one call rewards all responses to a prompt."""
-    return arguments(function) == GROUP_ARGUMENTS
+    return not {"responses", "completions"}.isdisjoint(arguments(function))
 
 
 def is_async(function: Callable) -> bool:
@@ -333,11 +344,21 @@ def _select_columns(function: Callable, columns: dict[str, Any]) -> dict[str, An
 
 def _call(function: Callable, call: Call) -> Any:
     """Return the value of a function, or the exception that it raised."""
-    values = {name: getattr(call, name) for name in arguments(function)}
+    names = arguments(function)
+    if isinstance(call, GroupCall) and "completions" in names:
+        wanted = column_names(function)
+        own = {*names, *wanted.required, *wanted.optional}
+        copies = {k: v for k, v in call.of_trl().items() if wanted.every or k in own}
+        return _attempt(function, copies)
+    values = {name: getattr(call, name) for name in names}
     # Lists are copied, since a function may change its own.
     copies = {k: list(v) if isinstance(v, list) else v for k, v in values.items()}
     if call.columns:
         copies |= _select_columns(function, json.loads(call.columns))
+    return _attempt(function, copies)
+
+
+def _attempt(function: Callable, copies: dict[str, Any]) -> Any:
     try:
         return function(**copies)
     except Exception as error:

@@ -15,6 +15,7 @@ from dapo_jax.types.structs import (
     Outcome,
     Prompt,
     Verdict,
+    reaches,
     repetition,
 )
 
@@ -114,7 +115,8 @@ def reward_group(
     correct = np.array([verdict.correct for verdict in verdicts], bool)
     if config.reward.correct == "threshold":
         tokens = np.array([len(completion) for completion in completions])
-        correct = (raw >= config.reward.threshold) & (tokens > 0)
+        sizes = sum(map(np.abs, parts.values()), zero)
+        correct = reaches(raw, config.reward.threshold, sizes) & (tokens > 0)
     rewards = sum(parts.values(), zero)
     has_reward = np.array([verdict.failure is None for verdict in verdicts]) & np.isfinite(rewards)
     pairs = zip(completions, verdicts, has_reward, strict=True)

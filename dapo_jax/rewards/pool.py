@@ -41,7 +41,16 @@ from dapo_jax.runtime.workers.parent import (
 )
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool
-from dapo_jax.types.structs import SLOW, Completion, Failure, Outcome, Prompt, Verdict, present
+from dapo_jax.types.structs import (
+    SLOW,
+    Completion,
+    Failure,
+    Outcome,
+    Prompt,
+    Verdict,
+    present,
+    reaches,
+)
 
 MAX_CONCURRENT_CALLS = 64  # of async functions
 GRACE_SECONDS = 2.0  # for a worker to report that calls were late
@@ -388,7 +397,8 @@ class RewardPool:
             reply = ScoreReply(failure=make_failure(error, Outcome.CRASH))
         decided = verdict.decided if verdict.extracted is None else reply.how
         parts = {GYM: reply.score}
-        return Verdict(reply.score >= 1, verdict.extracted, reply.failure, parts, decided=decided)
+        is_correct = bool(reaches(reply.score, 1.0, 0.0))
+        return Verdict(is_correct, verdict.extracted, reply.failure, parts, decided=decided)
 
     def _add(self, verdict: Verdict, *replies: PartsReply, place: Place | None = None) -> Verdict:
         """Add rewards to a verdict; `place` assigns a list to the tokens of the response."""

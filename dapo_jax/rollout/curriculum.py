@@ -18,16 +18,16 @@ from dapo_jax.types.structs import Group, Prompt
 MAX_PASSED_OVER = 10_000  # in a row; then the next prompt is requested
 PURPOSE = zlib.crc32(b"curriculum")
 
-Pools = Mapping[str, bool]  # resting problems by id: whether their responses were all right
+Pools = Mapping[str, bool]  # resting problems by digest: whether all responses were right
 
 
 def update_pools(pools: Pools, groups: Iterable[Group], reward: Reward) -> dict[str, bool]:
     """Return the pools after groups were scored; broken groups are not among them."""
     updated = dict(pools)
     for group in groups:
-        updated.pop(group.prompt.id, None)
+        updated.pop(group.prompt.digest, None)
         if not carries_signal(group, reward):
-            updated[group.prompt.id] = bool(group.correct.any())
+            updated[group.prompt.digest] = bool(group.correct.any())
     return updated
 
 
@@ -58,7 +58,7 @@ class RestingPrompts:
         """Return the next active prompt, or a resting one whose turn has come."""
         prompt = next(self._prompts)
         for _ in range(MAX_PASSED_OVER):
-            if prompt.id not in self._pools or self._is_requested(prompt):
+            if prompt.digest not in self._pools or self._is_requested(prompt):
                 break
             self.passed_over += 1
             prompt = next(self._prompts)

@@ -55,7 +55,7 @@ class Starved(RuntimeError):
 def carries_signal(group: Group, reward: Reward) -> bool:
     """Return True if 0 < correct < G, or raw rewards differ; the shaped reward is not used."""
     if reward.correct == "spread":
-        return bool(np.ptp(group.raw_rewards) > reward.min_spread)
+        return group.has_spread(reward.min_spread)
     return 0 < int(group.correct.sum()) < len(group.correct)
 
 

@@ -1,6 +1,7 @@
-"""Decoding engine behind JetStream's `Engine` interface: prefill, insert, generate.
+"""Decoding engine with the interface of JetStream's `Engine`: prefill, insert, generate.
 
-The methods keep JetStream's signatures; additional keyword arguments make rollouts reproducible.
+The methods keep its signatures, and `extras.jetstream` adapts the types; additional keyword
+arguments make rollouts reproducible.
 """
 
 import dataclasses
@@ -14,18 +15,17 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
-from dapo_jax.extras.jetstream import (
-    NO_TOKEN,
-    Engine,
-    JetStreamTokenizer,
-    ResultTokens,
-    TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
-)
+from dapo_jax.data.prompts.tokenizer import Ends
 from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.cache_layout import choose_layout, with_scales
-from dapo_jax.rollout.engine_programs import EnginePrograms, EngineShape, Starts, engine_programs
+from dapo_jax.rollout.engine_programs import (
+    BurstTokens,
+    EnginePrograms,
+    EngineShape,
+    Starts,
+    engine_programs,
+)
 from dapo_jax.rollout.requests import SlotOutput
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.rollout.weight_transfer import TrainerWeights
@@ -55,7 +55,7 @@ class Pace:
         return result
 
 
-class PolicyEngine(Engine):
+class PolicyEngine:
     """Decodes `settings.slots` responses in parallel, `settings.burst_tokens` tokens per call.
 
     `replicas` are parts of the slots; prefilling this many prompts costs as much as one. It has
@@ -63,11 +63,6 @@ class PolicyEngine(Engine):
     """
 
     RULE_PER_SLOT = False
-    samples_per_slot: Any = 1
-    colocated_cpus: Any = None
-    max_concurrent_decodes: Any = 0
-    max_prefill_length: Any = 0
-    mesh: Any = None
 
     def __init__(
         self,
@@ -77,7 +72,7 @@ class PolicyEngine(Engine):
         *,
         max_prompt_tokens: int,  # with `settings.max_response_tokens` the size of a slot's cache
         insert_width: int = 1,
-        tokenizer: Ends,  # its `end_ids` end a response; JetStream encodes and decodes with it
+        tokenizer: Ends,  # its `end_ids` end a response
         seed: int = 0,  # part of the random key of prompts that come without a key
         frozen: Any = None,  # parameters that never change; one copy of them is made for decoding
         trained_on: jax.sharding.Mesh | None = None,
@@ -126,7 +121,6 @@ class PolicyEngine(Engine):
         self,
         *,
         params: Any,
-        existing_prefix: Prefix | None = None,
         padded_tokens: Int[Array, "P"] | Int[np.ndarray, "P"],
         true_length: int,
         key: jax.Array | None = None,
@@ -135,11 +129,6 @@ class PolicyEngine(Engine):
 
         Without `key`, the prompt's random key is made of the seed and the order of arrival.
         """
-        if existing_prefix is not None:
-            raise ValueError("prefill: existing_prefix is not supported")
-        if padded_tokens[0] == NO_TOKEN:
-            padded_tokens = np.append(padded_tokens[1:], self._tokenizer.pad_id)
-            true_length -= 1
         limit = min(len(padded_tokens), self.max_prefill_length)
         if not 0 < true_length <= limit:
             allowed = f"above 0 and at most {limit}"
@@ -194,7 +183,7 @@ class PolicyEngine(Engine):
         *,
         rule: SamplingRule = SamplingRule(),  # noqa: B008
         longest: int | None = None,
-    ) -> tuple[DecodeState, ResultTokens]:
+    ) -> tuple[DecodeState, BurstTokens]:
         """Sample up to `burst_tokens` tokens per active slot."""
         burst = self.shape.settings.burst_tokens
         needed = burst + (self.cache_tokens if longest is None else longest)
@@ -216,16 +205,6 @@ class PolicyEngine(Engine):
         if self._page_scales is None:
             return state
         return state.replace(caches=with_scales(state.caches, self._page_scales))
-
-    def get_prefix_destination_sharding(self) -> None:
-        return None  # prefill and decoding share the mesh
-
-    def get_tokenizer(self) -> TokenizerParameters:
-        return TokenizerParameters()  # empty: the tokenizer comes from the model folder
-
-    def build_tokenizer(self, metadata: TokenizerParameters) -> JetStreamTokenizer:
-        assert isinstance(self._tokenizer, Tokenizer)  # a served policy has text
-        return JetStreamTokenizer(self._tokenizer)
 
     # --- interface of the scheduler -------------------------------------------------------------
 

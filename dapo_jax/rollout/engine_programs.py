@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.extras.jetstream import ResultTokens, result_tokens
 from dapo_jax.model import decoder, inference
 from dapo_jax.model.caches import DecodeState, Prefix, PromptCache, StateCache
 from dapo_jax.model.decode_attention import SlotContext, at_each, interleave
@@ -30,6 +30,33 @@ from dapo_jax.types.structs import SamplingRule, present
 CALIBRATION_ROWS = 4
 CALIBRATION_TOKENS = 256
 CALIBRATION_MARGIN = 1.5  # keys and values of a prompt may exceed the calibrated ones by this
+
+
+@struct.dataclass
+class BurstTokens:
+    """Tokens of a burst in one array [S, 2 K + 1], and which of its columns hold what."""
+
+    data: Int[Array, "S C"]
+    tokens_idx: tuple[int, int] = struct.field(pytree_node=False)
+    valid_idx: tuple[int, int] = struct.field(pytree_node=False)
+    length_idx: tuple[int, int] = struct.field(pytree_node=False)
+
+
+def burst_tokens(
+    state: DecodeState, generated_before: Int[Array, "S"], columns: int
+) -> BurstTokens:
+    """Return the tokens of the last burst and their validity, as JetStream lays them out."""
+    at = generated_before[:, None] + jnp.arange(columns)
+    valid = at < state.generated[:, None]
+    at = jnp.minimum(at, state.tokens.shape[1] - 1)
+    tokens = jnp.where(valid, jnp.take_along_axis(state.tokens, at, axis=1), 0)
+    data = jnp.concatenate([tokens, valid, state.generated[:, None]], axis=1)
+    return BurstTokens(
+        data=data.astype(jnp.int32),
+        tokens_idx=(0, columns),
+        valid_idx=(columns, 2 * columns),
+        length_idx=(2 * columns, 2 * columns + 1),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +217,7 @@ class EnginePrograms:
 
     def _generate(
         self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: int | None
-    ) -> tuple[DecodeState, ResultTokens]:
+    ) -> tuple[DecodeState, BurstTokens]:
         """Sample up to `burst_tokens` tokens per active slot, and count the slot steps."""
         tokens = self._shape.settings.burst_tokens
         # Several replicas would have to synchronise after every token to stop early.
@@ -211,7 +238,7 @@ class EnginePrograms:
             busy_slot_steps=state.busy_slot_steps + jnp.sum(state.generated - before),
             slot_steps=state.slot_steps + steps * len(before),
         )
-        return state, result_tokens(state, before, tokens)
+        return state, burst_tokens(state, before, tokens)
 
     def _decode_one(self, params: Any, state: DecodeState, rule: SamplingRule, columns: int | None):
         """Sample one token for every active slot; other slots compute without effect.

@@ -12,7 +12,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
-from dapo_jax.data.prompts.templates import check_chat, open_template
+from dapo_jax.data.prompts.templates import check_chat, open_template, open_text
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source
 from dapo_jax.environments.registry import tool_schemas, with_reward_settings
@@ -51,6 +51,7 @@ def check_processes(config: Any) -> None:
         **dict.fromkeys(MODEL_FOLDERS, load_huggingface.fingerprint),
         "lora.folder": peft_adapters.fingerprint,
         "data.template": lambda name: open_template(name).digest,
+        "data.user_template": lambda name: open_text(name).digest,
     }
 
     def values() -> dict[str, Any]:

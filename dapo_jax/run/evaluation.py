@@ -3,10 +3,9 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -14,9 +13,8 @@ from etils import epath
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.data.difficulty import text_digest
 from dapo_jax.data.policies import model_path
-from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
@@ -28,7 +26,7 @@ from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.same_run import check_frozen, warn_about_heldout
+from dapo_jax.run.checkpointing.same_run import check_frozen, meaning, warn_about_heldout
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.export import newest_export
 from dapo_jax.runtime import processes
@@ -38,7 +36,7 @@ from dapo_jax.runtime.storage.jsonl import AppendFile, read_object
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
-from dapo_jax.types.structs import Completion, Group, Interrupted, Prompt, SamplingRule
+from dapo_jax.types.structs import Completion, Group, Interrupted, Prompt, SamplingRule, digest_json
 
 # Means over responses in a report.
 MEANS = (
@@ -154,6 +152,7 @@ def make_responses(group: Group) -> Iterator[Response]:
             repetition=repetition(completion.drawn_tokens),
             subject=prompt.subject,
             level=prompt.level,
+            digest=prompt.digest,
             turns=trajectory_fields(completion).get("turns", ()),
             **scores,
         )
@@ -226,7 +225,7 @@ class ResponseFile:
             changed = [
                 f"{name}: {settings.get(name)!r}, but it was begun with {saved.get(name)!r}"
                 for name in sorted(settings | saved)
-                if settings.get(name) != saved.get(name)
+                if meaning(name, settings.get(name)) != meaning(name, saved.get(name))
             ]
             if changed:
                 raise ConfigError(
@@ -279,10 +278,6 @@ DECIDING = (
 ).split()
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
 def deciding_settings(
     config: Config, checkpoints: Checkpoints | None, prompts: list[Prompt]
 ) -> dict[str, Any]:
@@ -293,12 +288,11 @@ def deciding_settings(
         policy = load_huggingface.fingerprint(config.model.folder)
         if config.lora.folder:
             policy += f" {peft_adapters.fingerprint(config.lora.folder)}"
-    problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
-    columns = [p.columns for p in prompts if p.columns]
+    problems = [(p.digest, p.tokens.tolist(), p.answer, p.columns) for p in prompts]
     return {
         "policy_digest": policy,
         "problems": len(problems),
-        "problems_digest": _digest([*problems, *columns]),
+        "problems_digest": digest_json(problems),
     } | {name: value for name, _, value in leaves(config) if name in DECIDING}
 
 
@@ -350,7 +344,9 @@ def claim_folder(
     model = model_path(config.model.folder).absolute().name
     name = [f"step_{checkpoints.latest_step()}" if checkpoints else model]
     name += [pathlib.Path(data.heldout_source or data.source).stem]
-    own = open_template(data.template).digest
+    own = (
+        open_text(data.user_template) if data.user_template else open_template(data.template)
+    ).digest
     name += [f"template-{own}" if own else data.template] if data.template != "none" else []
     name += [f"T{evaluation.temperature:g}", f"p{evaluation.top_p:g}"]
     below = f"evaluations/{'_'.join(name)}"
@@ -441,24 +437,19 @@ def evaluate(
         )
 
 
-def rate_problems(responses: Iterable[Response], texts: Mapping[int, str]) -> str:
-    """Return a JSON line for each problem: its pass rate, with Wilson's 95 % interval.
-
-    Args:
-        texts: of the problems, by their index in the data.
-    """
+def rate_problems(responses: Iterable[Response]) -> str:
+    """Return a JSON line for each problem: its pass rate, with Wilson's 95 % interval."""
     scores: dict[str, list[bool]] = {}
     ids: dict[str, str] = {}
     for response in responses:
         if response.failure is None:
-            digest = text_digest(texts[response.index])
-            ids.setdefault(digest, response.problem)
-            scores.setdefault(digest, []).append(response.correct)
+            ids.setdefault(response.digest, response.problem)
+            scores.setdefault(response.digest, []).append(response.correct)
     lines = []
     for digest, correct in scores.items():
         rate, count = sum(correct) / len(correct), len(correct)
         low, high = wilson(rate, count)
-        row = {"problem": ids[digest], "digest": digest, "samples": count}
+        row = {"problem": ids[digest], "identity": digest, "samples": count}
         lines.append(json.dumps(row | {"pass_rate": rate, "low": low, "high": high}) + "\n")
     return "".join(lines)
 
@@ -478,8 +469,7 @@ def write_report(
     text = json.dumps(fields | dataclasses.asdict(report), indent=2)
     storage.attempt(path.name, lambda: write_text(path, text))
     if own := config.evaluation.write_difficulty:
-        texts = {p.index: p.problem for p in components.prompts.heldout_prompts()}
-        storage.attempt(own, lambda: write_text(epath.Path(own), rate_problems(responses, texts)))
+        storage.attempt(own, lambda: write_text(epath.Path(own), rate_problems(responses)))
     components.progress.report(report, fields)
     components.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
     return {

@@ -91,7 +91,8 @@ def export(config: ExportConfig) -> pathlib.Path:
     settings = policy.settings()
     source = config.model or settings["model.folder"]
     decoder = load_huggingface.read_config(source, field="model")
-    lora = {field.name: settings[f"lora.{field.name}"] for field in dataclasses.fields(Lora)}
+    names = [field.name for field in dataclasses.fields(Lora)]
+    lora = {name: settings[f"lora.{name}"] for name in names if f"lora.{name}" in settings}
     decoder = choose_trained(decoder, settings["model.freeze_layers"], Lora(**lora))
     check_same_shapes(policy.shapes(), decoder, source)
     check_frozen(settings, source, "model")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ import numpy as np
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.rates import choose_rates
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.load_huggingface import fingerprint
+from dapo_jax.model.trainable import parameter_count
 from dapo_jax.registry import feature
 from dapo_jax.reporting import notices
 from dapo_jax.reporting.console import Progress, fit
@@ -49,6 +52,7 @@ from dapo_jax.types.structs import Interrupted, Prompt, SamplingRule
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems
 SHOWN_FAILED_GROUPS = 3
+SHOWN_EVERY_SECONDS = 30.0  # between lines of an evaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +104,15 @@ class Run:
         clock, config = Clock(), self.components.config
         samples = range(config.evaluation.samples_per_problem)
         rule = SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
-        show = self.components.progress.working
-        with show(f"evaluating {len(self._heldout)} held-out problems"):
-            responses = self._sample(self._heldout, samples, rule)
+        responses, progress = [], self.components.progress
+        total = len(self._heldout) * len(samples)
+        with (
+            progress.working(f"evaluating {len(self._heldout)} held-out problems"),
+            progress.evaluating(0, total, SHOWN_EVERY_SECONDS) as show,
+        ):
+            for response in self._sample(self._heldout, samples, rule):
+                responses.append(response)
+                show(response)
         self.files.write_evaluation(self.state.step, responses)
         evaluation.check_scored(responses)
         # Equality of answers runs in a worker process, so one process decides.
@@ -112,11 +122,10 @@ class Run:
         )
         return values | {"seconds_evaluation": clock.total()}, responses
 
-    def _sample(self, prompts: list, samples: range, rule: SamplingRule) -> list[Response]:
+    def _sample(self, prompts: list, samples: range, rule: SamplingRule) -> Iterator[Response]:
         wanted = [(prompt, samples) for prompt in prompts]
         params = self.state.learners.policy.params
-        sampled = evaluation.sample_responses(self.components, params, wanted, rule, self.signals)
-        return list(sampled)
+        return evaluation.sample_responses(self.components, params, wanted, rule, self.signals)
 
     def _first_responses(self) -> list[Response]:
         """Return a few responses to the first training prompts."""
@@ -126,7 +135,7 @@ class Run:
         count = min(CHECKED_PROMPTS, config.rollout.prompts_per_step)
         sampler = config.sampler
         rule = SamplingRule(sampler.temperature, sampler.top_p, sampler.top_k)
-        return self._sample(list(itertools.islice(prompts, count)), samples, rule)
+        return list(self._sample(list(itertools.islice(prompts, count)), samples, rule))
 
     def step(self) -> None:
         """Run a rollout step, and report it."""
@@ -292,6 +301,19 @@ def announce_policy(components: Components, state: TrainerState) -> None:
         components.progress.say(notice)
 
 
+def with_rates(components: Components, saved: Record | None) -> Components:
+    """Replace 'auto' rates of the config, print them, and warnings about settings."""
+    config, console = components.config, components.progress
+    size = parameter_count(components.decoder)
+    settings = saved and saved.settings
+    config, lines, warnings = choose_rates(config, size, config.total_steps, settings)
+    for text in lines:
+        console.say(escape(text))
+    for text in [*warnings, *notices.setting_warnings(config, components.prompts.sources)]:
+        console.warn(escape(text))
+    return dataclasses.replace(components, config=config)
+
+
 def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:
     """Return megabytes per device that stay in memory between steps, by name."""
     policy, critic = state.learners.policy, state.learners.critic
@@ -330,16 +352,16 @@ def open_run(
     )
     check_data([*components.prompts.sources, *components.prompts.heldout])
     notices.announce_data(config, components.prompts, console)
-    for text in notices.setting_warnings(config, components.prompts.sources):
-        console.warn(escape(text))
-    now = describe_run(components)
     step = checkpoints.latest_step()
-    if step is None:
+    record = None if step is None else checkpoints.record()
+    components = with_rates(components, record)
+    config = components.config
+    now = describe_run(components)
+    if record is None:
         progress = RunProgress()
         with console.working(f"loading {config.model.folder}"):
             state = first_state(components)
     else:
-        record = checkpoints.record()
         progress = record.progress
         same_run.check_record(config, now, record, storage.warn)
         with console.working(f"loading the checkpoint of step {step}"):
@@ -391,6 +413,7 @@ def finished(config: Config) -> dict[str, Any] | None:
         if step is None or step < config.total_steps:
             return None
         record = checkpoints.record()
+    config, _, _ = choose_rates(config, 1, step, record.settings)
     saved = record.settings["data.heldout_problems"]
     settings = same_run.run_settings(config, saved if config.data.heldout_problems < 0 else None)
     same_run.check_same_run(settings, record.settings)

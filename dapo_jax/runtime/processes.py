@@ -6,7 +6,9 @@ them knows: results of workers, clocks, files and signals. A single process exch
 
 import contextlib
 import functools
+import glob
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -24,6 +26,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dapo_jax.runtime import signal_handlers
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
 
@@ -36,9 +39,11 @@ HEARTBEAT_TIMEOUT_SECONDS = 15  # then JAX aborts the processes that wait for a 
 EXIT_SECONDS = 3  # processes that fail for the same reason print and exit within
 PEER_LOST = 75  # exit code, EX_TEMPFAIL of sysexits.h: start all processes again
 SIGNAL_CODE = 128  # plus the signal's number: exit code of a command that a signal stopped
+PLATFORMS = "jax_platforms"
 CACHE_DIR = "jax_compilation_cache_dir"
 MIN_COMPILE_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 DEFAULT_MIN_COMPILE_SECONDS = 1.0  # JAX's default
+DEVICE_FILES = "/dev/accel*", "/dev/vfio/*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg"
 FIRST_BYTES = 1024  # size of an all-gather; a longer message takes a second one
 LENGTH_BYTES = 4
 SHOW_CURSOR = b"\x1b[?25h"  # a live line hides it
@@ -128,12 +133,18 @@ def _join() -> None:
             raise ConfigError(f"cannot join the processes: {error}") from None
 
 
-def set_compilation_cache() -> None:
-    """Enable JAX's persistent compilation cache, also for programs that compile quickly.
+def prepare_jax() -> None:
+    """Enable JAX's compilation cache, also for programs that compile quickly.
 
-    Its folder is the one that the program has set, else JAX_COMPILATION_CACHE_DIR (empty: no
-    cache), else a folder in the user's cache.
+    With libtpu and without a device file of a TPU or GPU, JAX uses the CPU at once: libtpu would
+    search for a TPU and print errors.
+
+    The cache's folder is the one that the program has set, else JAX_COMPILATION_CACHE_DIR (empty:
+    no cache), else a folder in the user's cache.
     """
+    has_device = any(glob.glob(pattern) for pattern in DEVICE_FILES)
+    if importlib.util.find_spec("libtpu") and not (getattr(jax.config, PLATFORMS) or has_device):
+        jax.config.update(PLATFORMS, "cpu")
     if getattr(jax.config, CACHE_DIR) is None and CACHE_DIR.upper() not in os.environ:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         jax.config.update(CACHE_DIR, os.path.join(cache, "dapo_jax"))
@@ -155,7 +166,7 @@ def as_command() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set during start-up
         # No KeyboardInterrupt: libraries that are being imported swallow it or abort.
-        signal.signal(signal.SIGINT, _exit_on_signal)
+        signal_handlers.install(signal.SIGINT, _exit_on_signal)
     try:
         yield
     finally:
@@ -168,7 +179,7 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
     If a process fails, the others lose their connection to it and exit with `PEER_LOST`; JAX aborts
     those that are blocked, after `HEARTBEAT_TIMEOUT_SECONDS`.
     """
-    set_compilation_cache()
+    prepare_jax()
     with as_command():
         try:
             _join()

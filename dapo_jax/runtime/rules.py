@@ -15,6 +15,21 @@ class Choices(tuple[str, ...]):
         return f"one of {', '.join(self)}"
 
 
+class OwnChoices(Choices):
+    """The same, or a function of the user: `module:function`, or a function from Python."""
+
+    def __call__(self, value: Any) -> bool:
+        return value in self or is_own(value)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or your module:function"
+
+
+def is_own(value: Any) -> bool:
+    """Return True for the name of a user's function."""
+    return isinstance(value, str) and ":" in value
+
+
 @dataclasses.dataclass(frozen=True)
 class Range:
     """The allowed values of a number."""
@@ -43,6 +58,16 @@ class Range:
         return text if self.also is None else f"{text}, or {self.also}"
 
 
+class Addresses:
+    """The allowed values of a setting with the URL of a server; it may be empty."""
+
+    def __call__(self, value: Any) -> bool:
+        return value == "" or value.startswith(("http://", "https://"))
+
+    def __str__(self) -> str:
+        return "a URL such as http://HOST:8200"
+
+
 # Types of settings. The values of a `Literal` are its choices.
 Count = Annotated[int, Range(above=0)]
 CountOr0 = Annotated[int, Range(at_least=0)]
@@ -56,6 +81,7 @@ Unit = Annotated[float, Range(at_least=0, at_most=1)]
 Below1 = Annotated[float, Range(at_least=0, below=1)]
 Temperature = Annotated[float, Range(at_least=0.001, at_most=100.0, also=0)]
 Dtype = Literal["float32", "bfloat16"]
+Url = Annotated[str, Addresses()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +107,7 @@ class Rule:
     A setting without effect has to keep its default.
     """
 
-    allowed: Choices | Range | None = None  # None: all values of its type
+    allowed: Choices | Range | Addresses | None = None  # None: all values of its type
     read: When | None = None  # condition under which the setting has an effect; None: always
     may_change: bool | When = False  # whether, or when, a resumed run may change the value
     auto: int | None = None  # the number that 'auto' means on a command line

@@ -4,21 +4,24 @@ Errors name the setting, its value and the allowed values.
 """
 
 import codecs
+import collections
 import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 import math
 import os
 import pathlib
+import re
 import stat
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from dapo_jax.runtime.rules import Choices, Range, Rule, When
+from dapo_jax.runtime.rules import Choices, OwnChoices, Range, Rule, When
 
 T = typing.TypeVar("T")
 
@@ -27,6 +30,9 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 MIN_MAGNITUDE = 1e-30
 MAX_MAGNITUDE = 1e30
 MAX_TEXT_BYTES = 64 << 20  # of a file that is read as a whole
+HUB_ADDRESS = re.compile(
+    r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(datasets/)?([\w.-]+/[\w.-]+)", re.I
+)
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # start of a pointer file
 
 
@@ -62,10 +68,20 @@ class ConfigError(ValueError):
         self.field = field
 
 
+LATIN = "if it is Latin-1: iconv -f LATIN1 -t UTF-8"  # about text that is not UTF-8
+
+
 def check_utf8(head: bytes) -> None:
     """Raise ValueError if the first bytes of a text are a UTF-16 byte order mark."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("it is UTF-16: must be UTF-8 (iconv -f UTF-16 -t UTF-8)")
+
+
+def check_unique(names: Iterable[Any], what: str) -> None:
+    """Raise ValueError if a name occurs twice: one of the values would be lost."""
+    name, count = max(collections.Counter(names).items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise ValueError(f"the {what} {name!r} occurs twice")
 
 
 def check_regular(path: Any) -> None:
@@ -84,6 +100,19 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
     """Raise `ConfigError` with the field, its value and what is allowed, unless `condition`."""
     if not condition:
         raise ConfigError(f"config.{field} = {value!r}: must be {allowed}", field)
+
+
+def check_place(field: str, value: str) -> None:
+    """Raise `ConfigError` for an address of anything but a bucket: it would not be downloaded."""
+    if not re.match(r"(?!gs://)[a-z][\w+.-]*://[^\s{]*$", value, re.IGNORECASE):
+        return
+    allowed = "a local path or a gs:// path: nothing else is downloaded"
+    if found := HUB_ADDRESS.match(value):
+        is_data, name = found.groups()
+        folder = f"{'data' if is_data else 'models'}/{name.rpartition('/')[2]}"
+        kind = "--repo-type dataset " * bool(is_data)
+        allowed += f" unasked. First: hf download {name} {kind}--local-dir {folder}"
+    require(False, field, value, allowed)
 
 
 @contextlib.contextmanager
@@ -147,6 +176,14 @@ def explain(field: dataclasses.Field) -> str:
     return text
 
 
+def _describe(field: dataclasses.Field) -> str:
+    """Return a line of the docstring of a section: a setting, its type, default, explanation."""
+    kind = getattr(field.type, "__name__", field.type)
+    if field.default is dataclasses.MISSING:
+        return f"    {field.name}: a section, see help of {kind}"
+    return f"    {field.name} ({kind}, default {field.default!r}): {explain(field)}"
+
+
 # Type checkers treat the positional argument of `setting` as the default.
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def section(kind: type[T]) -> type[T]:
@@ -157,6 +194,8 @@ def section(kind: type[T]) -> type[T]:
     _read_types(kind)
     made: Any = dataclasses.dataclass(kind)
     initialise = made.__init__
+    lines = map(_describe, dataclasses.fields(made))
+    made.__doc__ = "\n".join([inspect.cleandoc(kind.__doc__ or ""), "", "Settings:", *lines])
 
     @functools.wraps(initialise)
     def __init__(self: Any, *values: Any, **named: Any) -> None:
@@ -166,6 +205,13 @@ def section(kind: type[T]) -> type[T]:
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         check_name(type(self), name)
+        rule = made.__dataclass_fields__[name].metadata["rule"]
+        if isinstance(value, str) and value == "auto":
+            value = rule.auto or value
+        elif callable(value) and isinstance(rule.allowed, OwnChoices):
+            from dapo_jax.runtime.workers.pickled_functions import register_own
+
+            value = register_own(value, name)
         object.__setattr__(self, name, value)
 
     made.__init__ = __init__
@@ -229,6 +275,8 @@ def check_values(config: Any) -> None:
             require(math.isfinite(value), name, value, "a finite number")
         if allowed is not None:
             require(allowed(value), name, value, str(allowed))
+        elif isinstance(value, str):
+            check_place(name, value)
         if isinstance(value, float):
             zero = "0, or " * (allowed is None or allowed(0))
             fits = value == 0 or MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE
@@ -256,9 +304,7 @@ def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
     for name, value in values.items():
         check_name(kind, str(name), f"config.{prefix}".rstrip("."))
         before = getattr(made, name)
-        if value == "auto":
-            value = made.__dataclass_fields__[name].metadata["rule"].auto or value  # type: ignore[attr-defined]
-        if dataclasses.is_dataclass(before):
+        if dataclasses.is_dataclass(before) and not isinstance(value, type(before)):
             value = from_dict(type(before), value, f"{prefix}{name}.")
         setattr(made, name, value)
     return made
@@ -275,16 +321,31 @@ def read_file(path: pathlib.Path, field: str = "") -> str:
         content = path.read_bytes()
         check_utf8(content)
         return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{named} can't be read: {error} ({LATIN})", field) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{named} can't be read: {error}", field) from None
 
 
-def read_json(path: pathlib.Path, field: str) -> dict[str, Any]:
-    """Read the object in a JSON file; raises `ConfigError` with `field`, the path's setting."""
+def read_json(path: pathlib.Path, field: str, unique_keys: bool = False) -> dict[str, Any]:
+    """Read the object in a JSON file; raises `ConfigError` with `field`, the path's setting.
+
+    Args:
+        unique_keys: reject an object that has a key twice.
+    """
     named = f"config.{field}: {path}" if field else str(path)
     text = read_file(path, field)
+
+    def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if unique_keys and len(made) < len(pairs):
+            ((key, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+            lines = [str(n) for n, line in enumerate(text.splitlines(), 1) if f'"{key}"' in line]
+            raise ValueError(f"an object has the key {key!r} twice (see lines {', '.join(lines)})")
+        return made
+
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=make)
     except RecursionError:
         raise ConfigError(f"{named} can't be read: it is nested too deeply", field) from None
     except ValueError as error:

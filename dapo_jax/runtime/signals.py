@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from dapo_jax.runtime import processes
+from dapo_jax.runtime import processes, signal_handlers
 
 # Hang-up, a scheduler's warning, the terminal's quit key. Handled unless the program or `nohup` has
 # set them before.
@@ -45,7 +45,7 @@ class Signals:
         self._writer.setblocking(False)
         more = (number for number in MORE_SIGNALS if signal.getsignal(number) is signal.SIG_DFL)
         for number in (signal.SIGTERM, signal.SIGINT, *more):
-            self._previous[number] = signal.signal(number, self._remember)
+            self._previous[number] = signal_handlers.install(number, self._remember)
         # C code writes the number even if the main thread cannot run a handler.
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, daemon=True, name="signals").start()

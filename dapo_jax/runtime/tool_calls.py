@@ -1,4 +1,4 @@
-"""Calls of tools: checks of their definitions, and calls parsed from a response.
+"""Messages with calls of tools: checks of definitions and messages, calls parsed from a response.
 
 Two formats are supported: `<tool_call>{"name", "arguments"}</tool_call>` (Hermes, Qwen), and a
 response that is nothing but JSON, either an object `{"name", "parameters"}` (Llama) or a list of
@@ -33,6 +33,41 @@ def tools_problem(tools: Any) -> str:
     return ""
 
 
+def read_message(message: Any) -> dict[str, Any]:
+    """Return a message as templates take it: parts of text joined, arguments of calls parsed.
+
+    Fields that are null are left out, as by transformers; all others stay. Raises ValueError.
+    """
+    try:
+        kept = {key: value for key, value in message.items() if value is not None}
+        calls = [_with_arguments(call) for call in kept.get("tool_calls", [])]
+        content = kept.get("content", "" if calls else None)
+        if isinstance(content, list | tuple):
+            content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+        if not isinstance(content, str):
+            raise ValueError(f"content = {content!r:.40}: must be text, or parts of type 'text'")
+        if not isinstance(kept["role"], str):
+            raise TypeError
+    except (AttributeError, KeyError, RecursionError, TypeError):
+        calls = "tool_calls of functions with a name and an object of arguments"
+        problem = f"is no message with role and content, or {calls}"
+        raise ValueError(f"{message!r:.80} {problem}") from None
+    read = {"content": content, "tool_calls": calls}
+    return kept | {key: value for key, value in read.items() if key in kept}
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call, with or without `function`, with arguments as an object."""
+    if "function" in call:
+        call = call | {"function": _with_arguments(call["function"])}
+        return call if "type" in call else call | {"type": "function"}
+    arguments = call.get("arguments") or {}
+    arguments = _load(arguments) if isinstance(arguments, str) else arguments
+    if not (isinstance(call["name"], str) and isinstance(arguments, dict)):
+        raise TypeError
+    return call | {"arguments": arguments}
+
+
 def _load(text: str) -> Any:
     try:
         return json.loads(text)
@@ -51,7 +86,8 @@ def _call(call: Any, names: set[str], *fields: str) -> dict[str, Any] | None:
     text = json.dumps(arguments, ensure_ascii=False)
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate has no UTF-8
     function = {"name": name, "arguments": text}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    # Mistral's templates demand an id of nine letters and digits.
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
 def read_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:

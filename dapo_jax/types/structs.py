@@ -13,17 +13,18 @@ import collections
 import dataclasses
 import enum
 import functools
+import hashlib
+import json
 import math
-import re
-import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 MAX_SHOWN_CHARACTERS = 200
+DIGEST_CHARACTERS = 16
+ROUNDING = 1e-6  # relative: sums of rewards, float32 ones too, differ by less if they are equal
 REPEATED_WINDOW_TOKENS = 8  # a power of two
-_BLANKS = re.compile(r"\s|\$|\\[()\[\]]")  # including delimiters of mathematics
 
 Value = TypeVar("Value")
 
@@ -33,6 +34,17 @@ def present(value: Value | None, name: str) -> Value:
     if value is None:
         raise ValueError(f"{name} is missing")
     return value
+
+
+def reaches(value: Any, bound: Any, scale: Any) -> Any:
+    """Return `value >= bound`, also if sums of numbers of the size `scale` round to below it."""
+    return value >= bound - ROUNDING * (np.abs(bound) + scale)
+
+
+def digest_json(value: Any) -> str:
+    """Return a digest of a JSON value, in hexadecimal digits."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARACTERS]
 
 
 def repetition(tokens: np.ndarray) -> float:
@@ -106,12 +118,19 @@ class Problem:
     system: str = ""  # system message of this problem
     turns: tuple[tuple[str, str], ...] = ()  # (role, text) of the conversation before it
     columns: str = ""  # JSON of the row's columns that reward functions take
+    messages: str = ""  # JSON of `turns`, problem and what follows, if these are not all
+    tools: str = ""  # JSON of the functions that the row offers
+    row: str = ""  # digest of the whole row, for a problem of a file
+
+    @property
+    def digest(self) -> str:
+        """Identity: equal for equal rows, or for generated problems that equal each other."""
+        return self.row or digest_json([self.source, self.text, self.answer, self.metadata])
 
     @property
     def fingerprint(self) -> str:
-        """Normalised text: equal for texts that differ in case, blanks and math delimiters."""
-        text = "".join([*(content for _, content in self.turns), self.text])
-        return _BLANKS.sub("", unicodedata.normalize("NFKC", text)).casefold()
+        """Text with runs of blanks collapsed, by which held-out problems are recognised."""
+        return " ".join(" ".join([*(content for _, content in self.turns), self.text]).split())
 
 
 class WantedColumns(NamedTuple):
@@ -138,6 +157,7 @@ class Prompt:
     problem: str = ""  # without the template
     metadata: str = ""  # the problem's
     columns: str = ""  # the problem's
+    digest: str = ""  # the problem's
     truncated: bool = False  # the start was cut off
     skipped: int = 0  # number of positions skipped just before it
 
@@ -284,6 +304,11 @@ class Group:
     raw_rewards: np.ndarray  # [G] float64, without shaping parts
     correct: np.ndarray  # [G] bool, by the verifier or the raw reward
     failed: tuple[FailedResponse, ...] = ()
+
+    def has_spread(self, least: float) -> bool:
+        """Return whether raw rewards differ by more than `least`, and by more than rounding."""
+        sizes = np.abs([self.raw_rewards, *self.reward_parts.values()]).sum(axis=0)
+        return bool(np.ptp(self.raw_rewards) > least + ROUNDING * sizes.max())
 
     @functools.cached_property
     def token_rewards(self) -> tuple[np.ndarray, ...] | None:

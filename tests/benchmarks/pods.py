@@ -1,6 +1,6 @@
 """Compile the programs of a run for TPU pods; needs libtpu, but no TPU.
 
-    pip install 'dapo_jax[tpu]'
+    pip install '.[tpu]'
     python tests/benchmarks/pods.py                                   # the table of RUNS
     python tests/benchmarks/pods.py --model 7B --topology v5e:4x4 --mesh fsdp=8,tensor=2
 

@@ -116,6 +116,7 @@ def test_run_stops_resumes_has_metrics_and_policy_and_is_repeatable(base, tmp_pa
     again = dapo_jax.export(result.run_dir, tmp_path / "by_name", dtype="float32")
     weights = [(folder / "model.safetensors").read_bytes() for folder in (exported, again)]
     assert weights[0] == weights[1]
+    assert {answer.policy_step for answer in answers} == {2}
     same = dapo_jax.sample(exported, ["1+2="], samples=3, max_response_tokens=512)
     assert [answer.text for answer in same[0]] == [answer.text for answer in answers]
     page = dapo_jax.report(result.run_dir, out=tmp_path / "page.html")
@@ -256,3 +257,45 @@ def test_wrong_prompts_are_rejected(base, alone):
         policy.sample([[{"role": "user", "content": "1+2="}]])
     with pytest.raises(ConfigError, match="samples = 0: must be a whole number above 0"):
         policy.sample(["1+2="], samples=0)
+
+
+class ReadsAnswer:
+    """An environment that shows the answer, with which it was given."""
+
+    def reset(self, problem):
+        return f"{int(problem.answer)}+1="
+
+    def step(self, text):
+        return dapo_jax.Observation(done=True)
+
+
+def test_an_environment_gets_the_answers(base, alone):
+    policy = dapo_jax.Policy(str(base), max_prompt_tokens=8, max_response_tokens=8, slots=4)
+    given = {"environment": ReadsAnswer, "answers": ["3", "4"]}
+    found = policy.sample(["1+2=", "2+2="], temperature=0, **given)
+    plain = policy.sample(["3+1=", "4+1="], temperature=0)
+    assert [own[0].text for own in found] == [own[0].text for own in plain]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_tokens": 24}, "there is no argument 'max_tokens'; did you mean"),
+        ({"samples": 0}, "samples = 0: must be"),
+        ({"top_p": 3.0}, "top_p = 3.0: must be"),
+        ({"answers": ["1", "2"]}, "answers = ['1', '2']: must be a list of 1 texts"),
+        ({"answers": "1"}, "answers = '1': must be a list of 1 texts"),
+        ({"environment": "nix"}, "environment.name = 'nix': must be"),
+        ({"environment": "nix_module:Nix"}, "No module named 'nix_module'"),
+        ({"tools": [print]}, "tools = 1: must be none, or prompts that are messages"),
+        ({"prompts": "1+2="}, "prompts = '1+2=': must be a list"),
+    ],
+)
+def test_arguments_of_sample_are_checked_before_a_model_is_opened(arguments, words, monkeypatch):
+    def opened(*_, **__):
+        raise AssertionError("a model was opened")
+
+    monkeypatch.setattr(dapo_jax.Policy, "__init__", opened)
+    with pytest.raises(ConfigError) as raised:
+        dapo_jax.sample("nowhere", **{"prompts": ["1+2="], **arguments})
+    assert words in str(raised.value)

@@ -7,6 +7,7 @@ import socket
 import pytest
 from command_lines import run_shown
 
+from dapo_jax.extras.doctor import Machine
 from dapo_jax.model.training_attention import TRAINING_ATTENTION
 
 BLOCKED = ("attention blocked, heads of 64", "attention blocked, heads of 128")
@@ -55,6 +56,14 @@ def test_failures_are_reported_and_do_not_hide_other_checks(doctor, tmp_path, mo
     assert code == 1 and "3 FAILED" in output
     assert {name for name, row in rows.items() if not row["ok"]} == set(BLOCKED)
     assert rows[BLOCKED[0]]["error"] == "RuntimeError: no kernel in PATH on HIDDEN"
+
+
+def test_nothing_is_written_unasked(tmp_path, alone, monkeypatch, capsys):
+    monkeypatch.setattr(Machine, "checks", lambda machine: [("one", lambda: {"n": 1234567.891})])
+    monkeypatch.chdir(tmp_path)
+    code, output, _ = run_shown("doctor", ["--short"], monkeypatch, capsys)
+    assert code == 0 and not [*tmp_path.iterdir()]
+    assert "n 1,234,568" in output and "written" not in output and "1 ok, 0 FAILED" in output
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,10 @@ class Hints:
         if text[0] == "#":
             return Observation(reward=2.0, done=True)
         return Observation(f"{len(text)} without its mark", reward=-0.5)
+
+class Broken:
+    def step(self, text):
+        return {}["missing"]
 """
 
 
@@ -80,6 +84,7 @@ def test_prompts_golds_rewards_lengths_and_memory_are_shown(dry_run):
     assert output.count("\nprompt mine-") == 3
     # Trailing newlines and special tokens are visible.
     assert output.count("=\n  | \n  gold '") == 3 and "  | <|end|>" in output
+    assert "special tokens of the first prompt: <|end|>; a response ends at <|end|>" in output
     assert "golds of 32 problems, by final_number: 32 integer" in output
     assert row(output, "gold in its form").split("  ")[-1].startswith("right: rule +1.00")
     for name in ("gold alone", "a wrong number", "the problem again"):
@@ -136,6 +141,13 @@ def test_an_environment_is_played_for_a_turn(dry_run):
     assert row(replies, "gold in its form").endswith("+2.00  the end")
     assert re.search(r"-0.50  \d+ tokens: \d without its mark$", row(replies, "gold alone"))
     assert re.search(r"  nothing +\+0.00  failed, so there is no reward: .*\wError\b", replies)
+
+
+def test_an_environment_that_fails_on_every_reply_ends_with_2(dry_run):
+    code, output, error = dry_run(ROWS, "--config.environment.name=dry_rewards:Broken")
+    assert code == 2 and "failed, so there is no reward" in output
+    assert "config.environment.name = 'dry_rewards:Broken': fails on all of 1" in error
+    assert "KeyError: 'missing'" in error and "without --dry-run this trains" not in output
 
 
 def test_docs_show_the_output_of_the_command(alone, tmp_path, monkeypatch, capsys):

@@ -16,10 +16,12 @@ from row_files import read_table
 from safetensors.numpy import load_file
 
 from dapo_jax.config.experiment import ExportConfig
-from dapo_jax.model import load_huggingface
+from dapo_jax.data.prompts.templates import read_chat_template
+from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.export import export
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.output_folder import EXPORTED, replace
 
 ROOT = pathlib.Path(__file__).parents[2]
 OTHER = ROOT / "tests/fixtures/models/llama3"
@@ -168,3 +170,17 @@ def test_the_card_is_written_without_any_record_of_the_run(saved_run, tmp_path):
     assert "## Settings" in card and "## Held-out scores" not in card
     settings = json.loads((out / "run_config.json").read_text())
     assert settings["model"]["folder"] == pathlib.Path(saved_run[1]).name
+
+
+def test_further_chat_templates_survive(tiny_folder, tmp_path):
+    for path in tiny_folder.glob("*.json"):
+        shutil.copyfile(path, tmp_path / path.name)
+    (tmp_path / "chat_template.jinja").write_text("-")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
+    out = tmp_path / "out"
+    for _ in range(2):  # the second replaces the first
+        with replace("out", str(out), EXPORTED) as folder:
+            save_huggingface.save_settings_of(tmp_path, folder, "float32")
+        assert read_chat_template(out).render([], tools=[7]) == "[7]"
+    assert not list(tmp_path.glob("*replaced*"))

@@ -1,10 +1,11 @@
 """`dapo-jax init`: a file of problems becomes a config; no file is lost."""
 
 import json
+import shutil
 
 import pytest
 from command_lines import run, run_shown
-from row_files import read_table
+from row_files import CHATML, read_table
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
@@ -115,7 +116,9 @@ def test_special_characters_are_quoted_in_the_config(here, monkeypatch, capsys):
 def test_field_with_a_separator_is_rejected(here, monkeypatch, capsys):
     write(here / "a.jsonl", [{"a,b": "1+1=?", "gold": "2"}])
     code, output = run("init", ["--data=a.jsonl", "--question=a,b"], monkeypatch, capsys)
-    assert code == 2 and "config.question = 'a,b': must be a field without , and =" in output
+    assert (
+        code == 2 and "config.question = 'a,b': must be a field of a.jsonl: a,b (1+1=?)" in output
+    )
     assert not (here / "a").exists()
 
 
@@ -124,15 +127,39 @@ def test_one_long_row_does_not_set_the_limit(here, monkeypatch, capsys):
     write(here / "a.jsonl", [{"question": "?" * 3_000_000, "answer": "1"}, *rows])
     assert run("init", ["--data=a.jsonl"], monkeypatch, capsys)[0] == 0
     data = read_config(Config, "a/config.py").data
-    assert (data.max_prompt_tokens, data.overlong_prompts) == (64, "drop")
+    assert (data.max_prompt_tokens, data.overlong_prompts) == (1024, "drop")
 
 
-def test_without_the_default_model_limits_are_estimates(here, monkeypatch, capsys):
+def test_without_the_default_model_the_download_is_named(here, monkeypatch, capsys):
     write(here / "a.jsonl", [{"question": "1+1=", "answer": "2"}])
     code, output, error = run_shown("init", ["a.jsonl"], monkeypatch, capsys)
     assert code == 0, error
-    assert "does not exist yet" in output and "hf download" in output
-    assert read_config(Config, "a/config.py").optimizer.learning_rate == 1e-6
+    assert "is missing: hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/" in output
+    config = read_config(Config, "a/config.py")
+    assert config.optimizer.learning_rate == -1  # auto
+    assert (config.data.template, config.data.user_template) == ("chat", "a/template.txt")
+
+
+def test_a_model_with_a_chat_template_is_trained_in_its_form(
+    here, byte_folder, monkeypatch, capsys
+):
+    chat = shutil.copytree(byte_folder, here / "chat")
+    (chat / "chat_template.jinja").write_text(CHATML)
+    write(here / "a.jsonl", [{"question": "1+1=?", "answer": "2"}] * 4)
+    flags = ["a.jsonl", "--model=chat", "--out=mine"]
+    assert run("init", flags, monkeypatch, capsys)[0] == 0
+    dry = ["mine/config.py", "--dry-run"]
+    code, output, error = run_shown("train", dry, monkeypatch, capsys)
+    assert code == 0, error
+    shown = "\n".join(line.removeprefix("  | ") for line in output.splitlines())
+    # The wording is inside the user's turn, and the answer of the assistant is opened.
+    assert "<|im_start|>user\n1+1=?\n\nThink step by step. The last line of your" in shown
+    assert "\nAnswer: YOUR ANSWER<|im_end|>\n<|im_start|>assistant\n" in shown
+    assert "special tokens of the first prompt: none; a response ends at <|end|>" in shown
+    assert "which data.template=chat would use" not in shown
+    dry += ["--config.data.template=none", "--config.data.user_template="]
+    code, output, _ = run_shown("train", dry, monkeypatch, capsys)
+    assert code == 0 and "has a chat template, which data.template=chat would use" in output
 
 
 def test_a_template_that_the_model_cannot_spell_is_a_warning(here, monkeypatch, capsys):

@@ -14,7 +14,7 @@ import pytest
 from served import http_serving
 from small_runs import make_evaluation, run_evaluation
 
-from dapo_jax.__main__ import entry
+from dapo_jax import registry
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.serve import server
 from dapo_jax.model import load_huggingface
@@ -95,7 +95,7 @@ def check_command(message: str, words: str, capsys) -> None:
     _, name, *arguments = shlex.split(message.partition("export it first: ")[2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [name, *arguments])
-        assert entry(name)() == 0, capsys.readouterr().err
+        assert registry.find("commands", name)() == 0, capsys.readouterr().err
     load_huggingface.check_weights("models/mine")
 
 

@@ -27,7 +27,7 @@ FILES = dict(read_table(__file__, "files")) | {
     "talk.json": '[{"question": "How many?", "answer": "2"}]',
     "bad.yaml": "seed: [1",
     "numbers.yaml": "1: 2\n",
-    "preset.yaml": "algorithm: grpo\n",
+    "preset.yaml": "algorithm: gpro\n",
     "half.yaml": "total_steps: 3.5\n",
     "list.yaml": "- seed\n",
     "none.yaml": "optimizer:\n",

@@ -6,13 +6,16 @@ import subprocess
 import sys
 
 import pytest
-from command_lines import BASE, RL, ROOT, load, run
+from command_lines import BASE, RL, ROOT, load, run, run_shown
 from row_files import read_table
 
+import dapo_jax
 from dapo_jax import registry
+from dapo_jax.algorithms import preset
 from dapo_jax.commands import checks
-from dapo_jax.config.experiment import Config, ServeConfig, SftConfig
+from dapo_jax.config.experiment import Config, DpoConfig, Lora, Optimizer, ServeConfig, SftConfig
 from dapo_jax.config.files import read_config, shipped_configs
+from dapo_jax.config.rates import choose_rates
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.sharding import mesh_shape
 
@@ -54,6 +57,26 @@ def test_every_setting_can_be_overridden(kind, file, monkeypatch):
         new = other_value(value)
         loaded = load(kind, file, f"--config.{name}={new}")
         assert dict((n, v) for n, _, v in leaves(loaded))[name] == new, name
+
+
+def test_settings_can_be_checked_without_devices_data_or_models(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for words in (["--check=v6e:8"], ["--check"], ["--check=v6e:64", "--config.mesh.fsdp=16"]):
+        code, output, _ = run_shown("train", ["qwen2p5_7b_math:v6e_8", *words], monkeypatch, capsys)
+        assert code == 0 and "the settings are valid" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_in_python_explains_every_setting_of_a_section():
+    text = dapo_jax.Sampler.__doc__ or ""
+    assert text.startswith("The decoding engine.\n\nSettings:\n")
+    line = "    slots (int, default 128): Responses decoded in parallel. Above 0."
+    assert line in text.splitlines()
+    assert "cache (str, default 'auto'): Cache layout" in text and "One of: auto, slots" in text
+    for kind in (dapo_jax.Config, dapo_jax.Algorithm, dapo_jax.Mesh, ServeConfig):
+        lines = (kind.__doc__ or "").split("Settings:\n")[1].splitlines()
+        names = [line.split()[0].removesuffix(":") for line in lines]
+        assert names == [field.name for field in dataclasses.fields(kind)]
 
 
 def test_every_config_builds_and_validates():
@@ -229,3 +252,50 @@ def test_every_command_reads_a_name_or_says_what_is_wrong(
     code, error = run(command, arguments, monkeypatch, capsys)
     assert code == 2 and all(part in error for part in said), error
     assert error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "parameters", "steps", "rate", "warmup"),
+    [
+        (Config, {}, 7_000_000_000, 1000, 1e-6, 20),
+        (Config, {}, 135_000_000, 100, 4.5e-6, 10),
+        (Config, {}, 600_000, 20, 2.6e-4, 2),
+        (Config, {}, 600_000, 1, 2.6e-4, 0),
+        (Config, {"lora": Lora(rank=8)}, 494_000_000, 30, 1.7e-5, 3),
+        (SftConfig, {}, 1_500_000_000, 90, 1e-5, 9),
+        (SftConfig, {"lora": Lora(rank=8)}, 1_500_000_000, 90, 1e-4, 9),
+        (DpoConfig, {}, 1_500_000_000, 90, 1e-6, 9),
+        (Config, {}, 1000, 20, 3e-3, 2),  # never larger
+    ],
+)
+def test_auto_is_a_rate_for_the_size_and_a_warmup_for_the_length(
+    kind, changes, parameters, steps, rate, warmup
+):
+    config = kind(**changes)
+    chosen, lines, warnings = choose_rates(config, parameters, steps)
+    assert (chosen.optimizer.learning_rate, chosen.optimizer.warmup_steps) == (rate, warmup)
+    assert f"optimizer.learning_rate = {rate:g} (auto: {parameters:,} parameters" in lines[0]
+    assert len(lines) == 2 and not warnings and config == kind(**changes)
+    saved = {"optimizer.learning_rate": 0.5, "optimizer.warmup_steps": 7}
+    saved |= {f"critic.{name}": -1 for name in saved}
+    resumed = choose_rates(config, parameters, 10 * steps, saved)[0].optimizer
+    assert (resumed.learning_rate, resumed.warmup_steps) == (0.5, 7)
+
+
+def test_a_critic_gets_twice_the_rate_and_a_policy_that_waits_a_shorter_warmup():
+    config = Config(algorithm=preset("vapo"), total_steps=100)
+    config.optimizer.warmup_steps = "auto"  # as on the command line
+    chosen, _, _ = choose_rates(config, 2_000_000_000, 100)
+    assert (chosen.optimizer.learning_rate, chosen.optimizer.warmup_steps) == (1e-6, 5)
+    critic = chosen.critic.optimizer
+    assert (critic.learning_rate, critic.warmup_steps) == (2e-6, 10)
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"), [(1e-6, "far below"), (1e-4, ""), (1e-3, ""), (0.1, "far above")]
+)
+def test_a_fixed_rate_far_from_the_usual_one_is_a_warning(rate, words):
+    config = Config(optimizer=Optimizer(learning_rate=rate))
+    chosen, (line,), warnings = choose_rates(config, 600_000, 20)
+    assert chosen.optimizer.learning_rate == rate and "warmup_steps = 2" in line
+    assert len(warnings) == bool(words) and all(words in text for text in warnings)

@@ -4,11 +4,13 @@ import dataclasses
 import json
 
 import pytest
+from conftest import heldout_prompts
+from responses import respond
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.difficulty import parse_range
-from dapo_jax.data.sources import Sources
-from dapo_jax.reporting.scores import Response
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.data.sources import Sources, read_problems
 from dapo_jax.run.evaluation import rate_problems
 from dapo_jax.runtime.settings import ConfigError
 
@@ -18,17 +20,12 @@ def data(tmp_path) -> Data:
     """Settings with ten problems, of which problem i was solved i times in nine."""
     rows = [{"problem": f"{i} + {i}?", "answer": str(2 * i)} for i in range(10)]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    common = {"question": "Q: template", "answer": "", "response": "", "extracted": None}
-    common |= {"truncated": False, "tokens": 1, "logprob": 0.0}
+    problems = read_problems((str(tmp_path / "mine.jsonl"),), "other", 0).problems
     responses = [
-        Response(f"mine-{i}", i, j, correct=j < i, reflection=False, repetition=0.0, **common)
-        for i in range(9)
-        for j in range(9)
+        respond(i, j, j < i, digest=problems[i].digest) for i in range(9) for j in range(9)
     ]
-    failed = dataclasses.replace(responses[0], failure="crash")
-    # Blanks differ from the file's: problems are compared as everywhere.
-    texts = {i: f"{i}+{i}?" for i in range(10)}
-    (tmp_path / "rates.jsonl").write_text(rate_problems([*responses, failed], texts))
+    responses.append(dataclasses.replace(responses[0], failure="crash"))
+    (tmp_path / "rates.jsonl").write_text(rate_problems(responses))
     return Data(
         source=str(tmp_path / "mine.jsonl"),
         heldout_problems=0,
@@ -48,7 +45,7 @@ def test_problems_within_the_range_are_left(data):
 def test_a_rate_has_its_samples_and_interval(data):
     with open(data.difficulty_file) as file:
         rows = [json.loads(line) for line in file]
-    assert rows[3]["problem"] == "mine-3" and rows[3]["samples"] == 9
+    assert rows[3]["samples"] == 9
     assert rows[3]["low"] < rows[3]["pass_rate"] == 1 / 3 < rows[3]["high"]
     assert rows[0]["samples"] == 9 and rows[0]["low"] == 0 < rows[0]["high"]
 
@@ -57,6 +54,34 @@ def test_a_rate_has_its_samples_and_interval(data):
 def test_a_wrong_range_names_the_setting(text):
     with pytest.raises(ConfigError, match=r"data.difficulty = .*LOW..HIGH"):
         parse_range(text)
+
+
+def test_equal_texts_with_other_answers_have_their_own_rates(tmp_path):
+    rows = [("1+1+2=", "4"), ("1+ 1+2=", "9"), ("1+1+2=", "5")]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"problem": p, "answer": a}) for p, a in rows))
+    prompts = heldout_prompts(
+        Data(heldout_source=str(path), max_prompt_tokens=9), 0, arithmetic_tokenizer()
+    )
+    responses = [
+        respond(p.index, j, p.index == 1, digest=p.digest) for p in prompts for j in (0, 1)
+    ]
+    rates = [json.loads(line) for line in rate_problems(responses).splitlines()]
+    assert [(rate["samples"], rate["pass_rate"]) for rate in rates] == [(2, 0), (2, 1), (2, 0)]
+    (tmp_path / "rates.jsonl").write_text(rate_problems(responses))
+    copy = (tmp_path / "copy.jsonl").with_suffix(".json")
+    copy.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()][::-1]))
+    data = Data(source=str(copy), heldout_problems=0, difficulty="0.5..1")
+    data.difficulty_file = str(tmp_path / "rates.jsonl")
+    (source,) = Sources(data, 0).training(set())
+    assert [problem.answer for problem in source.problems] == ["9"]
+
+
+def test_a_file_of_an_earlier_version_says_so(data, tmp_path):
+    (tmp_path / "old.jsonl").write_text('{"problem": "mine-1", "digest": "0", "pass_rate": 0.5}')
+    data.difficulty_file = str(tmp_path / "old.jsonl")
+    with pytest.raises(ConfigError, match="old.jsonl': must be a file that .* of this version"):
+        Sources(data, 0)
 
 
 def test_a_range_without_problems_or_rates_is_rejected(data, tmp_path):

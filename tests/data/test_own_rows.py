@@ -1,16 +1,22 @@
 """Rows and files of a user's own: named fields, conversations, prompts without answers."""
 
 import csv
+import dataclasses
 import gzip
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from command_lines import RL, load
 from row_files import read_table, write_lines
+from served import byte_tokenizer
 
-from dapo_jax.config.experiment import Config, Reward
+from dapo_jax.config.experiment import Config, Data, Reward
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files, read_rows
-from dapo_jax.data.row_formats import FIELDS, parse_fields, read_row
+from dapo_jax.data.prompt_stream import PromptStream
+from dapo_jax.data.prompts.templates import TEMPLATES, Beside, ChatTemplate, open_template
+from dapo_jax.data.row_formats import DAPO_AFTER, DAPO_BEFORE, FIELDS, parse_fields, read_row
 from dapo_jax.data.sources import read_problems
 from dapo_jax.runtime.settings import ConfigError
 
@@ -141,7 +147,7 @@ def test_a_line_with_other_cells_than_the_first_is_malformed(tmp_path, cells):
     ("name", "content", "reason"),
     [
         ("t.csv", b'question,answer\n"1+1?,2\n', "unexpected end of data"),
-        ("t.csv", b"question,answer\n\xff,2\n", ".*utf-8"),
+        ("t.csv", b"question,answer\n\xff,2\n", ".*utf-8.*iconv -f LATIN1 -t UTF-8"),
         ("t.parquet", b"hello", ".*[Pp]arquet"),
         ("t.jsonl.gz", b"hello", "Not a gzipped file"),
         ("t.json.gz", gzip.compress(b"[1]" * 999, mtime=0)[:-9], ".*ended before"),
@@ -153,9 +159,95 @@ def test_broken_files_say_why(tmp_path, name, content, reason):
         read(tmp_path / name)
 
 
+def test_a_latin_file_of_lines_names_iconv(tmp_path):
+    (tmp_path / "t.jsonl").write_bytes(b'{"problem": "\xe4", "answer": "1"}\n')
+    assert "iconv -f LATIN1 -t UTF-8" in read(tmp_path / "t.jsonl").messages[0]
+
+
 def test_packed_files_are_found_and_named_like_others(tmp_path):
     rows = "\n".join(json.dumps({"problem": f"{i}", "answer": "1"}) for i in range(3))
     (tmp_path / "set_train.jsonl.gz").write_bytes(gzip.compress(rows.encode(), mtime=0))
     for name in ("set", "set_train.jsonl.gz", str(tmp_path), f"{tmp_path}/*.gz"):
         (found,) = find_files("data.source", name, str(tmp_path), "train")
         assert len(read(found).problems) == 3
+
+
+def test_whitespace_is_the_users():
+    text = "  ```python\n    "
+    chat = [{"role": role, "content": text} for role in ("system", "user", "assistant", "user")]
+    for row in ({"prompt": text}, {"question": text, "final_answer": "1"}, {"messages": chat}):
+        assert read_row(row, "set", 1, needs_answer=False).text == text
+    problem = read_row({"messages": chat, "solution": text}, "set", 1, needs_answer=False)
+    assert problem.system == problem.solution == text
+    assert problem.turns == (("user", text), ("assistant", text))
+    wrapped = f"{DAPO_BEFORE}{text}{DAPO_AFTER}"
+    row = {"prompt": [{"role": "user", "content": wrapped}], "reward_model": {"ground_truth": "1"}}
+    assert read_row(row, "set", 1).text == text
+    assert [TEMPLATES["none"](problem, Beside()), problem.fingerprint] == [text, "```python" * 3]
+
+
+def make_tool(name: str, parameter: str) -> dict:
+    properties = {parameter: {"type": "integer"}}
+    return {"type": "function", "function": {"name": name, "parameters": properties}}
+
+
+TOOL = make_tool("add", "a")
+CALLS = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+CALL = {"role": "assistant", "content": "", "tool_calls": CALLS}
+RESULT = {"role": "tool", "content": "", "tool_call_id": "a", "name": "add"}
+SHOWS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+    "<{{ m.role }}>{{ m.get('content', '') }}"
+    "{% for c in m.get('tool_calls', []) %}{{ c.id }}{% endfor %}"
+    "{{ m.get('tool_call_id', '') }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+@pytest.mark.parametrize("content", ["", None])
+def test_rows_with_tools_show_them_to_the_policy(tmp_path, tools, content):
+    call = CALL | {"content": content}
+    talks = {
+        "<user>Q": [EARLIER],
+        "<system>S<user>Q<assistant>a<tool>a<user>P": [SYSTEM, EARLIER, call, RESULT, USER],
+        "<user>Q<assistant>a<tool>a": [EARLIER, call, RESULT],
+        "<user>P": [USER, call, RESULT, WORKED],  # the policy makes the calls itself
+        "<user>P<assistant>So \\boxed{7}<user>Q": [USER, WORKED, EARLIER, call],
+    }
+    tokenizer = byte_tokenizer()
+    for template in ("chat", SHOWS):
+        tokenizer.chat = ChatTemplate(SHOWS)
+        for shown, messages in talks.items():
+            problem = read_row({"prompt": messages, "tools": tools}, "set", 1, needs_answer=False)
+            text = open_template(template).write(problem, Beside(tokenizer.chat))
+            assert text == json.dumps(TOOL) + shown
+            opened = dataclasses.replace(problem, text="R")  # by an environment
+            beside = Beside(tokenizer.chat, tools=[{"x": 1}])
+            text = open_template(template).write(opened, beside)
+            assert text.startswith('{"x": 1}' + json.dumps(TOOL)) and "<user>R" in text
+    rows = [{"prompt": talk, "tools": tools, "answer": "1"} for talk in talks.values()]
+    path = write_lines(tmp_path / "t.jsonl", [{"prompt": "1", "answer": "1"}, rows[0]])
+    for template in ("none", "{{ messages }}"):
+        with pytest.raises(ConfigError, match="messages and tools: 1 rows of .* such as t-2"):
+            PromptStream(Data(source=path, template=template), 0, tokenizer)
+    assert len(read(write_lines(tmp_path / "u.jsonl", [*rows, *rows])).problems) == len(rows)
+
+
+@pytest.mark.parametrize("tools", [7, "add", ["add"], "[", {"name": "add"}])
+def test_tools_that_are_none_are_malformed(tools):
+    with pytest.raises(MalformedRow, match="tools is .*: must be a list of functions"):
+        read_row({"prompt": "P", "tools": tools, "answer": "1"}, "set", 1)
+
+
+def test_nulls_of_a_table_are_not_shown(tmp_path):
+    more = make_tool("b", "c")
+    rows = [
+        {"prompt": [EARLIER, CALL, RESULT], "tools": [TOOL]},
+        {"prompt": [EARLIER | {"weight": 1}], "tools": [more, TOOL]},
+    ]
+    table = pyarrow.Table.from_pylist([json.loads(json.dumps(row)) for row in rows])
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    found = read(tmp_path / "t.parquet", needs_answer=False).problems
+    listed = read(write_lines(tmp_path / "t.jsonl", rows), needs_answer=False).problems
+    assert [json.loads(p.tools) for p in found] == [json.loads(p.tools) for p in listed]
+    assert json.loads(found[0].messages)[1:] == json.loads(listed[0].messages)[1:]

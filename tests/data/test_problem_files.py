@@ -1,8 +1,11 @@
 """Files of problems in their published formats, what is wrong with some rows, hostile files."""
 
+import datetime
+import decimal
 import gzip
 import json
 import os
+import pathlib
 import struct
 import subprocess
 import sys
@@ -10,12 +13,13 @@ import threading
 import zlib
 
 import fake_gcs
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import csv, feather, parquet
 from row_files import read_table, write_lines
 
-from dapo_jax.config.experiment import Config
+from dapo_jax.config.experiment import Config, Data
 from dapo_jax.config.files import read_config
 from dapo_jax.data import files
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files
@@ -23,6 +27,7 @@ from dapo_jax.data.prompts.templates import DAPO
 from dapo_jax.data.row_formats import read_row
 from dapo_jax.data.sources import Source, Sources, read_problems
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.structs import WantedColumns
 
 ROWS = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(5)]
 
@@ -123,19 +128,148 @@ def test_malformed_rows_of_tables_are_named_by_row_over_all_groups(tmp_path):
     )
 
 
-def test_repeats_are_dropped_and_conflicting_answers_too(tmp_path):
+def test_rows_that_are_equal_in_everything_are_repeats(tmp_path):
     rows = [dapo_row(f"P{i}", str(i), i) for i in range(4)] * 3
-    rows += [dapo_row("P2", "9", 7), dapo_row("  P1 ", "1", 8), dapo_row("P4", "4", 4)]
-    rows += [{"question": "Prove.", "final_answer": None}]
+    rows += [dapo_row("P2", "9", 2), {"question": "Prove.", "final_answer": None}]
     loaded = load(write_lines(tmp_path / "d.jsonl", rows))
-    assert [problem.id for problem in loaded.problems] == ["set-uuid-0", "set-uuid-1"] + [
-        "set-uuid-3",
-        "set-uuid-4",
+    ids = [f"set-uuid-{i}" for i in (0, 1, 2, 3, 2)]
+    assert [problem.id for problem in loaded.problems] == ids
+    further = {"with another answer to the same text": 1}
+    assert loaded.counts == {"rows": 14, "repeats": 8, "without answer": 1} | further
+
+
+BASE = {"problem": "Write B", "answer": "4", "target": 3, "id": 0, "meta": {"a": [1, 0.5]}}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"problem": "Write b"},
+        {"problem": "Write  B"},
+        {"problem": "Write B "},
+        {"problem": "$Write B$"},
+        {"problem": "Write \uff22"},
+        {"answer": "5"},
+        {"target": 4},
+        {"meta": {"a": [1, 0.25]}},
+        {"system": "You are a pirate."},
+        {"tests": ["assert f(1)"]},
+        {"messages": [{"role": "user", "content": "Q"}]},
+        {"id": 1},
+    ],
+)
+def test_rows_that_differ_in_anything_are_several_problems(tmp_path, other):
+    loaded = load(write_lines(tmp_path / "d.jsonl", [BASE, BASE | other, BASE]))
+    assert len({problem.digest for problem in loaded.problems}) == len(loaded.problems) == 2
+    assert loaded.counts["repeats"] == 1
+
+
+def test_equal_rows_of_several_formats_are_one_problem(tmp_path):
+    rows = [BASE | {"target": 3.0, "none": None}, {"problem": "Q", "answer": "1", "none": 2}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    names = ["a.parquet", *(f"{i}.jsonl" for i in range(3))]
+    write_lines(tmp_path / "0.jsonl", [BASE, {"problem": "Q", "answer": 1, "none": 2}])
+    write_lines(tmp_path / "1.jsonl", [dict(reversed(row.items())) for row in rows])
+    write_lines(tmp_path / "2.jsonl", [{"problem": "Q", "answer": "1", "none": 2, "meta": {}}])
+    loaded = load(*(str(tmp_path / name) for name in names))
+    assert len(loaded.problems) == 2 and loaded.counts["repeats"] == 5
+
+
+FLOATS = pa.float32()
+NUMBERS = {
+    "float": pa.array([0.1, None], FLOATS),
+    "half": pa.array(np.array([0.1, 27], np.float16)),
+    "category": pa.array([0.1, 0.2], FLOATS).dictionary_encode(),
+    "decimal": [decimal.Decimal("0.12345678901234567890123456789012"), decimal.Decimal("5.00")],
+    "date": [datetime.date(2024, 1, 31)] * 2,
+    "bool": [True, False],
+    "double": [0.10000000149011612, 27.0],
+    "int": [2**60 + 1, 0],
+    "nested": pa.array([{"a": 0.1}, None], pa.struct([("a", FLOATS)])),
+    "list": pa.array([[0.1, 0.7], []], pa.list_(FLOATS)),
+    "map": pa.array([[("k", 0.1)], []], pa.map_(pa.string(), FLOATS)),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "feather"])
+def test_numbers_of_tables_have_the_shortest_text_of_their_type(tmp_path, suffix):
+    table = pa.table(NUMBERS | {"problem": ["a", "b"]})
+    path = tmp_path / f"t.{suffix}"
+    (parquet.write_table if suffix == "parquet" else feather.write_feather)(table, str(path))
+    (_, first), (_, second) = files.read_rows(path)
+    names = ["float", "half", "category", "decimal", "date", "bool", "double", "int"]
+    golds = [read_row(first, "s", 1, {"answer": name}).answer for name in [*names, "nested.a"]]
+    assert golds == ["0.1", "0.1", "0.1", "0.12345678901234567890123456789012", "2024-01-31"] + [
+        "true",
+        "0.10000000149011612",
+        "1152921504606846977",
+        "0.1",
     ]
-    assert loaded.counts == {"rows": 16, "repeats": 9, "conflicts": 2, "without answer": 1}
-    assert (
-        "line 13: the answer '9' differs from '2', the answer of set-uuid-2" in loaded.messages[0]
-    )
+    others = [read_row(second, "s", 1, {"answer": name}).answer for name in names[1:]]
+    assert others == ["27", "0.2", "5", "2024-01-31", "false", "27", "0"]
+    assert (first["list"], first["map"], second["float"]) == ([0.1, 0.7], [("k", 0.1)], None)
+
+
+def test_numbers_of_given_rows_have_the_shortest_text_of_their_type():
+    array = np.array([[0.1, np.nan]], np.float32)
+    row = {"problem": "a", "answer": np.float32(0.1), "array": array, "level": 3.0}
+    row |= {"time": np.datetime64("2024-01-31T10:00:00", "ns"), "list": [np.float16(0.1)]}
+    name = files.register_rows("numbers", [row])
+    ((_, read),) = files.read_rows(pathlib.Path(name))
+    assert (read["answer"], read["list"], read["array"]) == (0.1, [0.1], [[0.1, None]])
+    problem = read_row(read, "s", 1, columns=WantedColumns(frozenset({"time"})))
+    assert problem.columns == '{"time": "2024-01-31T10:00:00"}' and problem.level == "3"
+
+
+class DataSet:
+    """What `register_rows` uses of a `Dataset`, whose own rows have wider floats."""
+
+    def with_format(self, kind):
+        assert kind == "arrow"
+        return pa.table({"problem": ["a", "b"], "answer": pa.array([0.1, 27], FLOATS)})
+
+
+def test_numbers_of_a_data_set_have_the_shortest_text_of_their_type():
+    rows = files.read_rows(pathlib.Path(files.register_rows("numbers", DataSet())))
+    assert [read_row(row, "s", 1).answer for _, row in rows] == ["0.1", "27"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "Float32", "float16"])
+def test_numbers_of_a_data_frame_have_the_shortest_text_of_their_type(kind):
+    frame = pytest.importorskip("pandas").DataFrame({"problem": ["a", "b"], "answer": [0.1, 27]})
+    name = files.register_rows("numbers", frame.astype({"answer": kind}))
+    rows = files.read_rows(pathlib.Path(name))
+    assert [read_row(row, "s", 1).answer for _, row in rows] == ["0.1", "27"]
+
+
+def test_a_column_that_occurs_twice_is_an_error(tmp_path):
+    (tmp_path / "t.csv").write_text("question,answer,answer\n1,2,3\n")
+    table = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], ["answer", "answer"])
+    parquet.write_table(table, tmp_path / "t.parquet")
+    for name in ("t.csv", "t.parquet"):
+        with pytest.raises(ConfigError, match=f"{name} can't be read: the column 'answer' occurs"):
+            load(str(tmp_path / name))
+    one = '{"problem": "P", "answer": "1", "answer": "2"}'
+    nested = '{"problem": "P", "answer": "1", "tests": [{"a": 1, "a": 2}]}'
+    (tmp_path / "t.jsonl").write_text(f"{one}\n{json.dumps(ROWS[0])}\n{nested}\n")
+    (tmp_path / "t.json").write_text(f"[{one}, {json.dumps(ROWS[0])}, {nested}]")
+    for name in ("t.jsonl", "t.json"):
+        loaded = load(str(tmp_path / name), limit=2)
+        assert len(loaded.problems) == 1 and loaded.counts["malformed"] == 2
+        assert "has the key 'answer' twice" in loaded.messages[0]
+        assert "has the key 'a' twice" in loaded.messages[1]
+
+
+def test_an_evaluation_samples_every_row_of_a_repeated_file(tmp_path):
+    rows = [row | {"answer": "9"} for row in ROWS] * 3 + [ROWS[0]]
+    path = write_lines(tmp_path / "repeated.jsonl", rows)
+    data = Data(source="arithmetic", heldout_source=path)
+    (heldout,) = Sources(data, 0).heldout()
+    assert len(heldout.problems) == 16 and not heldout.counts["repeats"]
+    assert len({problem.digest for problem in heldout.problems}) == 6
+    (training,) = Sources(Data(source=path, heldout_problems=0), 0).training(set())
+    assert len(training.problems) == 6 and training.counts["repeats"] == 10
 
 
 @pytest.fixture
@@ -261,14 +395,6 @@ def test_buckets_are_read_like_folders(folder):
     assert done.stdout.splitlines() == [f"{shards} 5", f"{shards} 5", last]
 
 
-def test_one_gold_written_in_two_ways_is_no_conflict(tmp_path):
-    rows = [{"problem": "P", "answer": a} for a in ("1/2", r"\frac{1}{2}", "0.5", "0.50")]
-    write_lines(tmp_path / "set.jsonl", [*rows, {"problem": "Q", "answer": "1"}])
-    loaded = read_problems((str(tmp_path / "set.jsonl"),), "set", 0)
-    assert len(loaded.problems) == 2
-    assert loaded.counts["repeats"] == 3 and not loaded.counts["conflicts"]
-
-
 # --- hostile files -------------------------------------------------------------------------------
 
 SECONDS = 20.0
@@ -351,11 +477,13 @@ import resource, sys
 from dapo_jax.data.sources import read_problems
 from dapo_jax.runtime.settings import ConfigError
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[2]) << 20),) * 2)
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[2]) << 20), before[1]))
 try:
     read_problems((sys.argv[1],), "set", 0)
 except ConfigError as error:
     print(error)
+resource.setrlimit(resource.RLIMIT_AS, before)  # what ends the process needs memory too
 """
 
 

@@ -30,12 +30,12 @@ def settings(tmp_path):
     """Data settings over a folder with `one` of 40 problems and `two_train` and `two_test`."""
 
     def write(name: str, texts: list[str]) -> None:
-        rows = [json.dumps({"problem": text, "answer": text[-1]}) for text in texts]
+        rows = [json.dumps({"problem": text, "answer": text.split()[-1][-1]}) for text in texts]
         (tmp_path / name).write_text("\n".join(rows))
 
     write("one.jsonl", [f"{i}+{i}" for i in range(40)])
     write("two_train.jsonl", [f"{i}+0" for i in range(10)])
-    write("two_test.jsonl", ["1+0", "3 + 3", "$5$+5", "9+9+9"])
+    write("two_test.jsonl", [" 1+0", "3+3 ", "5+5", "9+9+9"])
 
     def make(source: str, **settings) -> Data:
         return Data(source=source, folder=str(tmp_path), **{"heldout_problems": 8} | settings)
@@ -115,18 +115,60 @@ def test_heldout_problems_of_a_file_do_not_depend_on_seed_or_order(settings):
 def test_nothing_of_a_heldout_source_is_trained_on(settings):
     data = settings("one,two", heldout_source="two")
     held = heldout_prompts(data, 0, TOKENIZER)
-    assert [p.problem for p in held] == ["1+0", "3 + 3", "$5$+5", "9+9+9"]  # the whole test file
+    assert [p.problem.strip() for p in held] == ["1+0", "3+3", "5+5", "9+9+9"]  # the whole file
     stream = PromptStream(data, 0, TOKENIZER)
     trained = {next(stream).problem for _ in range(100)}
     assert len(trained) == 40 + 10 - 4 and not trained & {"1+0", "3+3", "5+5"}
     counts = [source.counts for source in stream.sources]
     assert [count["held out"] for count in counts] == [2, 1]
     assert counts[1]["repeats"] == 1  # 0+0 is in the first source
+    one, two = (text for text in stream.warnings() if "left out" in text)
+    assert "one: 2 problems are left out: held-out ones have the same text: one-4 '3+3', " in one
+    assert "two: 1 problems are left out: held-out ones have the same text: two-2 '1+0'" in two
+
+
+def test_held_out_texts_differ_by_runs_of_blanks_alone(settings):
+    settings.write(
+        "train.jsonl", ["Sort 12 3 4", "Sort 1 2 34", "Sort 1  23\n4 ", "Write b", "x=1"]
+    )
+    settings.write("test.jsonl", ["Sort 1 23 4", "Write B", "X=1", "$x=1$"])
+    sources = Sources(settings("train.jsonl", heldout_source="test.jsonl"), 0)
+    texts = {problem.fingerprint for source in sources.heldout() for problem in source.problems}
+    (source,) = sources.training(texts)
+    kept = ["Sort 12 3 4", "Sort 1 2 34", "Write b", "x=1"]
+    assert [problem.text for problem in source.problems] == kept and source.counts["held out"] == 1
+    assert (
+        "1 problems are left out: held-out ones have the same text: train-3" in source.messages[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("texts", "count", "held"), [(5, -1, 8), (1, -1, 0), (5, 9, 8), (40, 7, 7)]
+)
+def test_rows_with_the_same_text_are_held_out_together(settings, texts, count, held):
+    rows = [{"problem": f"{i % texts}+0", "answer": "0", "target": i} for i in range(40)]
+    path = pathlib.Path(settings("one").folder) / "tasks.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    stream = PromptStream(settings("tasks", heldout_problems=count), 0, TOKENIZER)
+    heldout = stream.heldout_prompts()
+    assert len(heldout) == held and len(stream.sources[0].problems) == 40 - held
+    trained = {next(stream).problem for _ in range(200)}
+    assert not trained & {prompt.problem for prompt in heldout}
+    assert not [text for text in stream.warnings() if "left out" in text]
+
+
+def test_a_text_with_more_rows_than_may_be_held_out_is_an_error(settings):
+    rows = [{"problem": "0+0", "answer": "0", "target": i} for i in range(9)]
+    (pathlib.Path(settings("one").folder) / "tasks.jsonl").write_text(
+        "\n".join(map(json.dumps, rows))
+    )
+    with pytest.raises(ConfigError, match="heldout_problems = 3: must be 0, or as many as rows of"):
+        PromptStream(settings("tasks", heldout_problems=3), 0, TOKENIZER)
 
 
 def test_generated_problems_that_are_held_out_are_skipped(settings):
     data = settings("arithmetic", min_terms=2, max_terms=2, heldout_problems=30)
-    settings.write("sums.jsonl", [f"{i} + {j} =" for i in range(10) for j in range(4)])
+    settings.write("sums.jsonl", [f" {i}+{j}=" for i in range(10) for j in range(4)])
     prompts = read(settings("arithmetic", min_terms=2, max_terms=2, heldout_source="sums"), 200)
     assert all(int(p.problem[2]) >= 4 for p in prompts) and sum(p.skipped for p in prompts) > 100
     assert not any(p.skipped for p in read(data, 200))  # its own held-out split is disjoint
@@ -176,7 +218,7 @@ def test_files_of_other_fields_are_mixed_with_named_ones(settings):
     assert named == [True, False, False]
     assert stream.describe().count("by its own field names, not data.fields") == 2
     data = dataclasses.replace(data, source="one")  # nor is the held-out file read by the names
-    with pytest.raises(ConfigError, match="one, two has others"):
+    with pytest.raises(ConfigError, match="one, two has others: problem, answer"):
         PromptStream(data, 0, TOKENIZER)
 
 

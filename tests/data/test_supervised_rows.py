@@ -203,8 +203,8 @@ def test_pairs_that_a_cut_makes_the_same_are_dropped(tmp_path):
 
 
 def test_held_out_prompts_are_never_trained_on_whatever_the_order(tmp_path):
-    rows = [{"prompt": f"{i % 60}?", "response": str(i)} for i in range(100)]  # 40 prompts twice
-    rows[70]["prompt"] = " 10 ? "  # the same but for blanks
+    rows = [{"prompt": f"{i % 60} ?", "response": str(i)} for i in range(100)]  # 40 prompts twice
+    rows[70]["prompt"] = " 10  ? "  # the same but for blanks
     found = []
     for order in (rows, rows[::-1]):
         source = write_lines(tmp_path / "own.jsonl", order)
@@ -230,3 +230,63 @@ def test_every_pass_has_each_example_once_in_an_order_of_its_own():
     assert passes[0] != passes[1] != passes[2] != passes[0]
     assert [again(place) for place in range(149, 99, -1)][::-1] == passes[2]  # by place alone
     assert [other(place) for place in range(50)] != passes[0]
+
+
+TOOL_CHAT = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}"
+    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.id }}"
+    "{{ c.function.arguments | tojson }}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+def talk_with_tools(content, arguments='{"a": 1}') -> list[dict]:
+    function = {"name": "add", "arguments": arguments}
+    calls = [{"id": "x", "type": "function", "function": function}]
+    return [
+        {"role": "user", "content": " 1+1? ", "tool_calls": None},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "tool", "content": "", "tool_call_id": "x"},
+        {"role": "assistant", "content": "2\n"},
+    ]
+
+
+@pytest.mark.parametrize("content", ["", None])
+@pytest.mark.parametrize("tools", [TOOLS, '[{"function": {"name": "add"}}]'])
+def test_rows_with_tools_are_trained_with_their_schemas(content, tools):
+    talk = talk_with_tools(content)
+    tokenizer = tokenizer_with(TOOL_CHAT)
+    rows = [
+        ({"messages": talk, "tools": tools}, {}),
+        ({"prompt": talk[:1], "completion": talk[1:], "Tools": tools}, {"template": "chat"}),
+        ({"t": talk, "f": tools}, {"fields": "messages=t,tools=f"}),
+        ({"t": talk, "tools": tools}, {"fields": "messages=t"}),
+    ]
+    for row, changes in rows:
+        ((prompt, response, trained),) = write(row, tokenizer=tokenizer, **changes).turns
+        assert text_of(prompt) == "[add]<user> 1+1? <|end|>\n<assistant>"
+        assert text_of(response[trained]) == 'x{"a": 1}<|end|>2\n<|end|>'
+        assert text_of(response[~trained]) == "\n<tool><|end|>\n<assistant>"
+    pair = {"prompt": talk[:3], "chosen": talk[3:], "rejected": talk[1:2], "tools": tools}
+    chosen, rejected = write(pair, PAIRS, tokenizer=tokenizer).turns
+    assert text_of(chosen.prompt) == text_of(rejected.prompt) and "[add]" in text_of(chosen.prompt)
+    assert text_of(rejected.response) == 'x{"a": 1}<|end|>'
+
+
+def test_tools_that_are_not_shown_make_malformed_rows():
+    talk = talk_with_tools("")
+    for row, chat, words in (
+        ({"messages": talk}, PLAIN_CHAT, "does not use tool_calls"),
+        ({"messages": TALK, "tools": TOOLS}, PLAIN_CHAT, "does not use tools"),
+        (ROW | {"tools": TOOLS}, TOOL_CHAT, "offers tools, not for data.template = 'none'"),
+        (ROW | {"tools": "add"}, TOOL_CHAT, "tools is 'add': must be a list"),
+        ({"messages": talk_with_tools("", '{"a": "<|end|>"}')}, TOOL_CHAT, "before its end"),
+        ({"messages": talk_with_tools("", "{")}, TOOL_CHAT, "an object of arguments"),
+        ({"messages": talk_with_tools("", '{"a": "\\ud800"}')}, TOOL_CHAT, "surrogate"),
+    ):
+        with pytest.raises(MalformedRow, match=words):
+            write(row, tokenizer=tokenizer_with(chat))
+    shown = "{% for t in tools %}{{ t.function.name }}{% endfor %}: {{ problem }}"
+    example = write(ROW | {"tools": TOOLS}, template=shown, tokenizer=tokenizer_with(""))
+    assert example.text == "add:  1+1? "

@@ -1,10 +1,15 @@
 """Prompt templates, the model's own included."""
 
+import contextlib
 import json
+import os
+import subprocess
 
+import hub_templates
 import pytest
 from conftest import heldout_prompts
 from row_files import CHATML, read_table
+from word_marks import KINDS, make_tokenizer
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
@@ -15,8 +20,10 @@ from dapo_jax.data.prompts.templates import (
     ChatTemplate,
     read_chat_template,
 )
-from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, arithmetic_tokenizer
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.downloads import local_folder
+from dapo_jax.runtime.tool_calls import read_message
 from dapo_jax.types.structs import Problem
 
 EXAMPLES = (
@@ -65,7 +72,7 @@ def test_few_shot_shows_worked_examples_that_end_in_a_box():
 
 
 def test_few_shot_never_shows_the_asked_problem():
-    text = render("few_shot", "what is  $2+2$?")
+    text = render("few_shot", "What is  2+2? ")
     assert "Twice two" not in text and text.count("Solution:") == 3
     assert "What is 3+3?\n\nSolution:\nThe answer is $\\boxed{6}$." in text
 
@@ -74,6 +81,27 @@ def test_chat_renders_system_and_user_and_opens_the_answer():
     opened = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert render("chat", "Hi") == "<|im_start|>system\nBe brief.<|im_end|>\n" + opened
     assert render("chat", "Hi", Beside(ChatTemplate(CHATML))) == opened
+
+
+def test_the_users_turn_has_its_own_wording_inside_a_chat(tiny_folder, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    (tmp_path / "user.txt").write_text("Compute {problem}\nAnswer:\n")
+    wordings = {
+        str(tmp_path / "user.txt"): "Compute {}\nAnswer:",
+        "{problem}!": "{}!",
+        "{{ level }}{{ problem }}{{ system }}": "{}Be brief.",
+        "{{ messages[-1].content }}?": "{}?",
+    }
+    for user_template, expected in wordings.items():
+        data = Data(template="chat", user_template=user_template, max_prompt_tokens=1024)
+        data.system_prompt = "Be brief."
+        prompt = next(PromptStream(data, 0, tokenizer))
+        user = f"<|im_start|>user\n{expected.format(prompt.problem)}<|im_end|>\n"
+        assert prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n" + user)
+        assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_chat_templates_may_use_what_transformers_offers():
@@ -140,3 +168,152 @@ def test_few_shot_examples_are_training_problems_keyed_by_the_seed(tmp_path):
     shown = first(1).split("Problem:\n")[1:4]
     assert all(part in prompt.text for part in shown for prompt in held)
     assert not {part.split("\n")[0] for part in shown} & {prompt.problem for prompt in held}
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLED = {"name": "add", "arguments": '{"a": 1}'}
+CALLS = [{"id": "abcdefghi", "type": "function", "function": CALLED}]
+SHOWS_TOOLS = (
+    "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}{{ messages[0].content }}"
+)
+SHOWS_CALLS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments.a }}{% endfor %}"
+    "{% endfor %}{{ tools | length if tools else '' }}"
+)
+
+
+def write_templates(folder, texts, files=False):
+    """A folder with several templates, in files or in tokenizer_config.json."""
+    named = [{"name": name, "template": text} for name, text in texts.items()]
+    settings = {} if files else {"chat_template": named}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "additional_chat_templates").mkdir(exist_ok=True)
+    for name, text in texts.items() if files else ():
+        place = "chat_template" if name == "default" else f"additional_chat_templates/{name}"
+        (folder / f"{place}.jinja").write_text(text)
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_tools_are_shown_by_the_template_for_them(tmp_path, monkeypatch, files):
+    write_templates(tmp_path, {"tool_use": SHOWS_TOOLS, "default": "-", "rag": "x"}, files)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text("{}")
+    for folder in (tmp_path, local_folder(tmp_path, weights=False)):  # and a bucket's copy
+        chat = read_chat_template(folder)
+        assert chat.render(ask("Hi")) == chat.render(ask("Hi"), tools=[]) == "-"
+        assert chat.render(ask("Hi"), tools=[TOOL]) == "<add>Hi"
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    write_templates(tmp_path, {"tool_use": SHOWS_TOOLS})
+    with pytest.raises(ConfigError, match="no 'default'"):
+        read_chat_template(tmp_path).render(ask("Hi"))
+
+
+def test_a_template_that_ignores_tools_or_their_calls_is_an_error():
+    messages = [*ask("Hi"), {"role": "assistant", "content": None, "tool_calls": CALLS}]
+    for template in ("{{ messages[0].content }}", "{# tools #}-", "{% if tools %}{% endif %}-"):
+        with pytest.raises(ConfigError, match="does not use tools") as raised:
+            ChatTemplate(template).render(ask("add"), tools=[TOOL])
+        assert raised.value.field == "tools"
+        with pytest.raises(ConfigError, match="does not use tool_calls"):
+            ChatTemplate(template).render(messages)
+    demands = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}-"
+    assert ChatTemplate(demands).render(ask("Hi"), tools=[TOOL]) == "-"
+
+
+def test_messages_reach_the_template_whole():
+    asked = {"role": "user", "content": [{"type": "text", "text": "a"}, "b"], "name": None}
+    call = {"role": "assistant", "content": None, "tool_calls": CALLS, "thought": "hm"}
+    read = [read_message(message) for message in (asked, call)]
+    del call["content"]  # transformers too leaves out what is null
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert read == [
+        {"role": "user", "content": "ab"},
+        call | {"tool_calls": [CALLS[0] | {"function": function}]},
+    ]
+    assert ChatTemplate(SHOWS_CALLS).render(read) == "user:abassistant:abcdefghi1"
+
+
+@pytest.mark.parametrize(("settings", "names", "shown"), read_table(__file__, "special tokens"))
+def test_special_tokens_are_those_of_any_file(tiny_folder, tmp_path, settings, names, shown):
+    for name in ("config.json", "tokenizer.json"):
+        content = json.loads((tiny_folder / name).read_text())
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% if x_token is defined %}{{ x_token }}{% endif %}{{ eos_token }}"
+    )
+    chat = Tokenizer.from_folder(tmp_path).chat
+    if shown is None:
+        with pytest.raises(ConfigError, match="fails: the model folder names no bos_token"):
+            chat.render(ask("Hi"))
+    else:
+        assert chat.render(ask("Hi")) == shown
+
+
+HUB_TEMPLATES = {
+    "tagged": (
+        "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+        "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}"
+        "{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+        "{% endfor %}<|im_end|>\n{% endfor %}"
+    ),
+    "nine characters": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{% if tools and loop.last "
+        "%}[TOOLS]{{ tools | tojson }}{% endif %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls "
+        "%}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}"
+        "{% endif %}{{ c | tojson }}{% endfor %}{% else %}{{ m | tojson }}{% endif %}{% endfor %}"
+        "{{ eos_token }}"
+    ),
+    "null content": (
+        "{{ bos_token }}{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}"
+        "{{ 'none' if m.content is not defined }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{% endfor %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.slow
+def test_folders_are_read_as_by_transformers(tmp_path):
+    python = os.environ.get("TRANSFORMERS_PYTHON")
+    if not python:
+        pytest.skip("needs transformers: set TRANSFORMERS_PYTHON")
+    calls = [CALLS[0] | {"function": CALLED | {"arguments": {"a": 1, "b": None}}}]
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "tool", "content": "", "tool_call_id": "abcdefghi", "name": "add"}
+    talks = [(ask(" a\n", " S "), []), (ask("a"), [TOOL]), ([*ask("a"), call, result], [TOOL])]
+    talks += [([*ask("a"), call | {"content": ""}, result, *ask("b")], [TOOL])]
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    cases, tokenizers = {}, {}
+    for kind in KINDS:
+        tokenizer = make_tokenizer(kind)
+        ids = tokenizer.encode("hello  world x 你!\n")
+        rows = [ids[:end] for end in range(1, len(ids) + 1)]
+        for name, template in HUB_TEMPLATES.items():
+            folder = tmp_path / f"{kind} {name}"
+            folder.mkdir()
+            tokenizer.backend.save(str(folder / "tokenizer.json"))
+            (folder / "config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_ids[0]}))
+            texts = {"default": "{{ messages[0].content }}", "tool_use": template}
+            in_files = kind in KINDS[:2]
+            write_templates(
+                folder, texts if kind in KINDS[::2] else {"default": template}, in_files
+            )
+            (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
+            cases[folder.name] = talks, rows
+            tokenizers[folder.name] = Tokenizer.from_folder(folder)
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    output = subprocess.check_output([python, hub_templates.__file__, tmp_path], text=True)
+    for name, (prompts, texts) in json.loads(output.splitlines()[-1]).items():
+        tokenizer = tokenizers[name]
+        for (messages, tools), prompt in zip(talks, prompts, strict=True):
+            with contextlib.suppress(ConfigError) if prompt is None else contextlib.nullcontext():
+                read = [read_message(message) for message in messages]
+                assert tokenizer.chat.render(read, tools=tools) == prompt, name
+        ids = cases[name][1][-1]
+        for place, head in enumerate(texts[:-1], 1):
+            if "\ufffd" not in head:
+                stream = TextStream(tokenizer, ids[:place])
+                pieces = [stream.add([token]) for token in ids[place:]]
+                assert head + "".join(pieces) == texts[-1], name

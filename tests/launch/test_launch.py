@@ -247,6 +247,27 @@ def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
     assert text in output and "hf_abc" not in output and not cloud.calls("tpu-vm", "create")
 
 
+def test_the_trainers_arguments_are_checked_before_anything_is_made(cloud):
+    assert "settings are not checked: dapo_jax is not installed" in cloud.runs("--dry-run")
+    cloud.python = sys.executable
+    packaged = ["--config.run_dir=gs://b/r", "--", "--config=qwen2p5_7b_math:v6e_8"]
+    for words, error in {
+        ("--type=v6e-64",): "its variant v6e_8 is not for 64 chips of v6e",
+        ("--type=v6e-8", "--config.clip_hgih=1"): "config.clip_hgih: there is no such setting",
+    }.items():
+        output = cloud.does("run", "--dry-run", *words, *packaged, expect=2)
+        assert error in output and "gcloud" not in output
+    assert "gcloud" in cloud.does("run", "--dry-run", "--type=v6e-8", *packaged)
+    assert "gcloud" in cloud.runs("--dry-run", "--no-check")  # --config=x
+
+
+def test_a_config_that_is_not_sent_is_an_error(cloud):
+    (cloud.tree / "mine.py").write_text("")
+    output = cloud.does("run", "--config=mine.py:v6e_8", "--config.run_dir=gs://b", expect=2)
+    assert "--config = 'mine.py': must be a file of --ref = HEAD" in output
+    assert not cloud.calls("tpu-vm", "create")
+
+
 @pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "launch").glob("*.sh")))
 def test_scripts_pass_shellcheck(script):
     beside = pathlib.Path(sys.executable).parent

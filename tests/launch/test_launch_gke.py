@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from clouds import STUBS, output_of, wait_for
@@ -174,7 +175,7 @@ def test_a_dry_run_prints_the_manifest_and_calls_nothing(cloud):
 
 def test_the_manifest_alone_is_what_a_run_creates_and_names_its_queue(cloud):
     words = [*RUN, "--queue=tpu-queue", "--namespace=team", *TRAINER]
-    printed = launch(cloud, *words[:1], "--emit-manifest", *words[1:])
+    printed = launch(cloud, *words[:1], "--emit-manifest", "--no-check", *words[1:])
     assert not calls(cloud, "create")
     launch(cloud, *words)
     assert (cloud.folder / "manifest.yaml").read_text() == printed
@@ -188,6 +189,16 @@ def test_the_manifest_alone_is_what_a_run_creates_and_names_its_queue(cloud):
 def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
     output = launch(cloud, *RUN, "--config.run_dir=gs://b", *words, expect=2)
     assert text in output and not calls(cloud, "create")
+
+
+def test_a_config_for_other_chips_is_an_error_before_anything_is_made(cloud):
+    cloud.python = sys.executable
+    words = ["--", "--config=dapo_qwen2p5_32b", "--config.run_dir=gs://b/r"]  # for 64 chips of v5p
+    output = launch(cloud, *RUN, "--emit-manifest", *words, expect=2)
+    assert "its variant v5p_64 is not for 128 chips of v5p" in output
+    output = launch(cloud, *RUN[:3], "--type=v5e", "--topology=8x8", *words, expect=2)
+    assert "its variant v5p_64 is not for 64 chips of v5e" in output
+    assert "kind: JobSet" not in output and not calls(cloud, "create")
 
 
 def on_gpus(cloud, *words: str, expect: int = 0) -> str:

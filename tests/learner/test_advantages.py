@@ -11,6 +11,7 @@ from row_files import read_table
 
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import ESTIMATORS, SCALES, estimate, gather_feedback, whiten
+from dapo_jax.reporting.metrics import feedback_metrics
 
 RNG = np.random.default_rng(0)
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
@@ -239,6 +240,13 @@ def test_preference_is_minus_the_gradient_of_dpos_loss(tokens, rubbish):
 def test_a_preference_without_any_pair_has_no_coefficient():
     known = feedback(correct=np.ones(8, bool), log_ratios=placed(LOG_RATIOS, np.nan))
     assert not estimated("preference", known).any()
+
+
+def test_a_tied_preference_counts_half():
+    known = feedback(log_ratios=placed([[0.0] * n for n in LENGTHS], np.nan))
+    algorithm = estimator("preference", trained_responses="pairs")
+    values = feedback_metrics(algorithm, known, placed([[0.0] * n for n in LENGTHS], 0.0), None)
+    assert values["preference_accuracy"] == 0.5
 
 
 @pytest.mark.parametrize("margin", [1e5, -1e5])
@@ -490,6 +498,8 @@ def test_gpg_scales_by_the_groups_with_signal():
     expected = [a * 5 / 1 for a in loop_centred()]
     algorithm = estimator("group_centre", advantage_scale="informative")
     assert_advantages(algorithm, make_feedback(), expected)
+    rounded = REWARDS * (1 + 1e-15 * np.arange(len(REWARDS)))  # of the others, sums round
+    assert_advantages(algorithm, make_feedback(rounded), expected)
 
 
 @pytest.mark.parametrize(("scale", "rewards", "groups", "expected"), read_table(__file__, "means"))

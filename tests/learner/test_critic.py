@@ -11,6 +11,7 @@ from small_runs import equal, learn, make_groups, make_quick_config, open_run, r
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Compute, Config, Critic, Mesh, Model, Optimizer
+from dapo_jax.config.rates import choose_rates
 from dapo_jax.learner.advantages import gather_feedback
 from dapo_jax.learner.batches import TrainState
 from dapo_jax.learner.critic import scalar_config
@@ -112,6 +113,7 @@ def test_a_resumed_run_has_the_same_policy_and_critic_bit_for_bit(base, finished
 def test_how_long_the_critic_learns_alone_is_the_presets_unless_set():
     """VAPO, arXiv 2504.05118: 50 steps, in which the policy's learning rate is 0."""
     config = Config(total_steps=60, algorithm=algorithms.vapo())
+    config, _, _ = choose_rates(config, 7_000_000_000, 60)
     assert config.critic_pretrain_steps() == 50
     assert [learning_rates(config, step)[0] > 0 for step in (0, 49, 50)] == [False, False, True]
     for own in (0, 7):

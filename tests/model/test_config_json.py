@@ -8,6 +8,7 @@ import pytest
 from row_files import read_table
 
 from dapo_jax.model.config_json import NUMBERS, check_number, decoder_from_json, decoder_to_json
+from dapo_jax.model.families import family_names
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.settings import ConfigError
 
@@ -17,6 +18,7 @@ BASE = {
     "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
 }
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
@@ -107,7 +109,69 @@ def test_older_names_of_settings_give_the_same_decoder():
     new.pop("rope_theta")
     assert parse(new) == llama
     qwen3 = parse(shape | {"model_type": "qwen3"})
+    for kind, heads in {"llama": 32, "qwen3": 32, "mistral": 8}.items():  # null: one per query head
+        some = {"model_type": kind, "hidden_size": 4096, "num_attention_heads": 32}
+        assert decoder_from_json(some, "f", "model.folder").kv_heads == heads
+        assert parse(some | {"num_key_value_heads": None}).kv_heads == 32
     assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
+
+
+PLAIN, SCALED = {"rope_type": "default", "rope_theta": 1e4}, QWEN | {"type": None}
+SCALED |= {"rope_type": "yarn"}
+AS_ONE = [  # what two fields say together, and what one says
+    (
+        {"model_type": "llama", "rope_parameters": PLAIN, "rope_scaling": QWEN},
+        {"model_type": "llama", "rope_parameters": SCALED},
+    ),
+    (
+        {
+            "model_type": "llama",
+            "rope_parameters": PLAIN,
+            "rope_scaling": SCALED,
+            "rope_theta": 1e4,
+        },
+        {"model_type": "llama", "rope_scaling": QWEN},
+    ),
+    (
+        {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 5e5}, SLIDING: None}}
+        | {"rope_scaling": {"type": "linear", "factor": 8.0}, "model_type": "gemma3_text"},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+        | {"model_type": "gemma3_text"},
+    ),
+    (
+        {"model_type": "gpt_oss", "num_experts": 8, "experts_per_token": 2, "dtype": "bfloat16"},
+        {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    (
+        {"model_type": "gemma4_text", "per_layer_config": {"02": {"head_dim": 16}}},
+        {"model_type": "gemma4_text", "global_head_dim": 16},
+    ),
+]
+
+
+@pytest.mark.parametrize(("several", "one"), AS_ONE)
+def test_fields_that_complete_each_other_are_read_together(several, one):
+    """As `transformers` 5.24 merges them."""
+    assert parse(several) == parse(one)
+
+
+@pytest.mark.parametrize("kind", family_names())
+def test_a_config_that_only_names_its_class_has_the_defaults_of_the_class(kind):
+    config = decoder_from_json({"model_type": kind}, "folder", "model.folder")
+    assert decoder_from_json(decoder_to_json(config), "folder", "model.folder") == config
+
+
+def test_a_nested_config_may_leave_out_what_its_class_defaults():
+    """All that the published Gemma 3 4B states of its text model."""
+    text = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+    text |= {"model_type": "gemma3_text", "sliding_window": 1024}
+    text["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
+    config = decoder_from_json({"model_type": "gemma3", "text_config": text}, "f", "model.folder")
+    assert (config.vocab, config.heads, config.kv_heads, config.head_dim) == (262_208, 8, 4, 256)
+    assert config.tie_embeddings and config.window == 1024 and config.rope_theta == 1e6
+    del text["model_type"]
+    nameless = {"model_type": "gemma3", "text_config": text}
+    assert decoder_from_json(nameless, "f", "model.folder") == config
 
 
 def test_missing_fields_have_the_defaults_of_transformers():

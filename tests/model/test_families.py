@@ -128,6 +128,9 @@ def test_every_wrong_tensor_of_several_files_is_named_at_once(tmp_path, one_devi
     others[cut] = others[cut][:-1].astype(np.int32)
     save_file(others, second)
     (folder / "model-00009-of-00009.safetensors").write_bytes(b"\x00" * 9)
+    index = read_json(folder / INDEX)
+    index["weight_map"]["extra"] = "model-00009-of-00009.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(ConfigError) as caught:
         load_huggingface.load_params(folder, load_huggingface.read_config(folder), one_device)
     message = str(caught.value)
@@ -140,6 +143,130 @@ def test_every_wrong_tensor_of_several_files_is_named_at_once(tmp_path, one_devi
         "model-00009-of-00009.safetensors: ",
     ):
         assert words in message, words
+
+
+def test_a_nested_end_is_read_and_two_ends_are_an_error(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    for values, ends in (
+        ({"text_config": {"eos_token_id": [7, 9]}}, (7, 9)),
+        ({"text_config": {"eos_token_id": None}, "eos_token_id": 5}, (5,)),
+    ):
+        (folder / "config.json").write_text(json.dumps(values))
+        assert Tokenizer.from_folder(folder).end_ids == ends
+    values = {"text_config": {"eos_token_id": 7}, "eos_token_id": [5, 7]}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(
+        ConfigError, match=r"text_config.eos_token_id = 7 and eos_token_id = \[5, 7"
+    ):
+        Tokenizer.from_folder(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert Tokenizer.from_folder(folder).end_ids == (3,)
+
+
+def test_an_added_token_without_a_row_is_rejected_where_it_occurs(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.backend.add_special_tokens(["<image>", "[PAD]"])
+    size = tokenizer.backend.get_vocab_size()
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    change("generation_config.json", pad_token_id=size - 1)(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.check_fits(size - 2, "model.folder", folder)
+    assert tokenizer.pad_id == tokenizer.end_ids[0]
+    assert tokenizer.encode_prompt("1+2=")
+    with pytest.raises(ConfigError, match="a text holds '<image>', which the model has no row for"):
+        tokenizer.encode_prompt("1<image>")
+
+
+# --- what a folder holds besides its parameters ---------------------------------------------------
+
+
+def with_tensors(source, folder, **more):
+    """Copy a folder of one file, with further tensors in it."""
+    shutil.copytree(source, folder)
+    named = {name.replace("__", "."): array for name, array in more.items()}
+    save_file(load_file(folder / WEIGHTS) | named, folder / WEIGHTS)
+    return folder
+
+
+def test_a_head_that_is_said_to_be_tied_must_equal_the_embedding(tmp_path, one_device, monkeypatch):
+    monkeypatch.setattr(load_huggingface, "BLOCK_BYTES", 1000)  # several blocks
+    source = FOLDER / "qwen2_tied"
+    config = read_config(source)
+    table = load_file(source / WEIGHTS)["model.embed_tokens.weight"]
+    same = with_tensors(source, tmp_path / "same", lm_head__weight=table.copy())
+    load_params(same, config, one_device)
+    table[-1, -1] += 1e-3
+    other = with_tensors(source, tmp_path / "other", lm_head__weight=table)
+    with pytest.raises(ConfigError, match="lm_head.weight: differs from model.embed_tokens.weight"):
+        load_params(other, config, one_device)
+
+
+def test_derived_buffers_are_skipped_with_one_line(tmp_path, one_device, capsys):
+    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+    buffers = {name.format(layer): np.ones(4, np.float32) for layer in range(2)}
+    folder = with_tensors(FOLDER / "qwen2_tied", tmp_path / "model", **buffers)
+    load_params(folder, read_config(folder), one_device)
+    line = (
+        f"{folder}: 2 tensors that a text model does not read, such as {name.format(0)}, are skip"
+    )
+    assert capsys.readouterr().out.count(line) == 1
+
+
+def test_keys_of_layers_that_share_others_are_skipped_and_no_other_layers(tmp_path, one_device):
+    """The published Gemma 4 E2B holds them."""
+    name, array = "model.layers.{}.self_attn.k_proj.weight", np.zeros((16, 32), np.float32)
+    folder = with_tensors(FOLDER / "gemma4", tmp_path / "model", **{name.format(4): array})
+    load_params(folder, read_config(folder), one_device)
+    folder = with_tensors(FOLDER / "gemma4", tmp_path / "more", **{name.format(5): array})
+    with pytest.raises(ConfigError, match="layers.5.self_attn.k_proj.weight: unknown"):
+        load_params(folder, read_config(folder), one_device)
+
+
+def test_one_tensor_by_two_names_is_an_error(tmp_path, one_device):
+    table = load_file(FOLDER / "gemma4" / WEIGHTS)["model.norm.weight"]
+    names = {"model.language_model.norm.weight": table, "language_model.model.norm.weight": table}
+    folder = with_tensors(FOLDER / "gemma4", tmp_path / "model", **names)
+    with pytest.raises(ConfigError, match="norm.weight: beside .*norm.weight, which is the same"):
+        load_params(folder, read_config(folder), one_device)
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])  # one file; several and their index
+@pytest.mark.parametrize("extra", ["consolidated", "adapter_model", "model"])
+def test_weights_beside_those_of_the_folder_are_named_and_not_read(
+    name, extra, tmp_path, one_device, capsys
+):
+    folder = shutil.copytree(FOLDER / name, tmp_path / "model")
+    extra += ".safetensors"
+    if (folder / extra).exists():
+        extra = "mmproj.safetensors"
+    before = load_huggingface.fingerprint(folder)
+    save_file({"model.norm.weight": np.ones(32, np.float32)}, folder / extra)
+    config = read_config(folder)
+    expected = load_params(FOLDER / name, config, one_device)
+    actual = load_params(folder, config, one_device)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert load_huggingface.fingerprint(folder) == before
+    assert capsys.readouterr().out.count(f"{folder}: not read: {extra}\n") == 1
+
+
+def test_an_export_names_one_dtype(tmp_path):
+    """A folder with the older and the newer field gets the new dtype in both."""
+    folder = shutil.copytree(FOLDER / "qwen2_tied", tmp_path / "model")
+    change("config.json", dtype="float32", torch_dtype="float32")(folder)
+    save_huggingface.save_settings_of(folder, tmp_path, "bfloat16")
+    values = read_json(tmp_path / "config.json")
+    assert (values["dtype"], values["torch_dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_an_export_of_a_text_model_keeps_the_ends_beside_it(tmp_path):
+    folder = shutil.copytree(FOLDER / "gemma3", tmp_path / "model")
+    text = read_json(folder / "config.json") | {"eos_token_id": None}
+    values = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 2]}
+    (folder / "config.json").write_text(json.dumps(values))
+    save_huggingface.save_settings_of(folder, tmp_path, "float32")
+    assert read_json(tmp_path / "config.json")["eos_token_id"] == [1, 2]
 
 
 # --- broken and hostile folders ------------------------------------------------------------------

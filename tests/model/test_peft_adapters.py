@@ -113,6 +113,24 @@ def test_an_option_that_changes_the_numbers_is_rejected_by_name(changes, folder)
     with pytest.raises(ConfigError, match="lora.folder") as raised:
         peft_adapters.read_adapters(str(folder), DECODER)
     assert f"adapter_config.json: {name} = {value!r}: " in str(raised.value)
+    assert "left out" not in str(raised.value)  # which would change what the file computes
+
+
+def test_a_factor_over_the_root_of_the_rank_is_read_merged_and_written(folder, tmp_path):
+    change_config(folder, use_rslora=True)
+    settings = peft_adapters.read_settings(str(folder), TINY)
+    assert settings["rslora"] and settings["alpha"] == 7.5
+    decoder = choose_trained(TINY, 0.0, Lora(**settings))
+    assert decoder.adapters.scale == pytest.approx(7.5 / 3**0.5)
+    adapters = peft_adapters.read_adapters(str(folder), decoder)
+    with pytest.raises(ConfigError, match="--config.lora.rslora=True"):
+        peft_adapters.read_adapters(str(folder), DECODER)
+    kernel, down, up = (array.__getitem__ for array in np.ones((3, 1, 3, 3), np.float32))
+    np.testing.assert_allclose(merge(decoder.adapters, kernel, down, up, 0), 1 + 3 * 7.5 / 3**0.5)
+    written = save(tmp_path / "again", adapters, decoder)
+    values = [json.loads((place / CONFIG).read_text()) for place in (folder, written)]
+    assert values[0] == values[1] and values[1]["lora_alpha"] == 7.5
+    assert (written / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
 
 
 def test_options_that_change_no_number_are_accepted(folder):

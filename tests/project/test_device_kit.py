@@ -1,15 +1,20 @@
 """The measurements of tests/device at toy sizes, and parts that fail."""
 
+import ast
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/device/run.sh"
+IMAGE = """absl-py cloudpickle etils filelock flax huggingface-hub jax jaxtyping jinja2 numpy optax
+orbax-checkpoint prometheus-client protobuf pyarrow pyyaml rich safetensors sympy tokenizers"""
 NEEDS_GPU = ("cuDNN is not detected", "compute.attention = 'cudnn'")
 
 
@@ -22,6 +27,16 @@ def run_kit(folder: pathlib.Path, **variables: str) -> list[dict]:
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (folder / "device.jsonl").read_text().splitlines()]
+
+
+def test_the_image_and_the_collected_wheels_are_what_the_library_requires():
+    setup = ast.parse((ROOT / "setup.py").read_text())
+    keywords = [node for node in ast.walk(setup) if isinstance(node, ast.keyword)]
+    (required,) = (node.value for node in keywords if node.arg == "install_requires")
+    names = {Requirement(text).name for text in ast.literal_eval(required)}
+    (packed,) = re.findall(r"^packages=\((.*)\)$", (SCRIPT.parent / "pack.sh").read_text(), re.M)
+    of_grain = {"array-record", "portpicker"}
+    assert names - set(IMAGE.split()) == set(packed.split()) - of_grain
 
 
 def test_a_part_that_fails_or_is_too_slow_costs_no_other_part(tmp_path):

@@ -1,5 +1,6 @@
 """Links of the documentation lead somewhere, its commands are accepted, the site builds."""
 
+import html
 import os
 import pathlib
 import re
@@ -8,10 +9,13 @@ import subprocess
 import sys
 
 import pytest
+from markdown_it import MarkdownIt
 from row_files import read_table
 from shown_commands import ROOT, commands_of, split_commands, tokens_of, what_is_wrong
 
 import dapo_jax
+from dapo_jax.config.experiment import Config
+from dapo_jax.runtime.settings import TYPE_NAMES, explain, leaves, rules
 
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
@@ -126,12 +130,65 @@ def test_every_python_example_compiles(page):
             compile(token.content, str(page), "exec")
 
 
-def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
-    site = tmp_path / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+# Emphasis of stars that are footnotes: it begins after code or a word, or with a comma.
+STRAY = re.compile(r"(?:</\w+>|[^\s(>])<(?:em|strong)>|<(?:em|strong)>(?=[\s,.;:)])|\*\*")
+
+
+def stray_emphasis(page: str) -> list[str]:
+    """Return the places of a page, each with what follows, whose stars became emphasis."""
+    page = re.sub(r"<code>[^<]*</code>", "<code></code>", re.sub(r"</?span[^>]*>", "", page))
+    page = re.sub(r"<(pre|script|style).*?</\1>", "", page, flags=re.DOTALL)
+    return [page[found.start() :][:80] for found in STRAY.finditer(page)]
+
+
+def test_emphasis_between_stars_of_a_table_is_found():
+    render = MarkdownIt("commonmark").enable("table").render
+    for cell in ("`a`*, `b`, `c`*", "(x)*, y, (z)*", "`a`**, b `c`**"):
+        assert stray_emphasis(render(f"| a |\n|---|\n| {cell} |\n")), cell
+    for cell in (r"`a`\*, `c`\*", "**0.9** after *8* (*x*) `a**b`", "3 * 4 * 5"):
+        assert not stray_emphasis(render(f"| a |\n|---|\n| {cell} |\n")), cell
+
+
+@EACH
+def test_no_star_of_a_page_becomes_emphasis(page):
+    text = page.read_text(encoding="utf-8")
+    assert not stray_emphasis(MarkdownIt("commonmark").enable("table").render(text))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
+    return folder
+
+
+def test_no_star_becomes_emphasis_on_the_site(site):
+    for page in site.glob("*.html"):
+        assert not stray_emphasis(page.read_text(encoding="utf-8")), page.name
+
+
+def test_the_page_of_settings_has_all_of_them_once(site):
+    page = (site / "settings.html").read_text(encoding="utf-8")
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    text = html.unescape(re.sub("<[^>]*>", "", page))
+    for name, field, value in leaves(Config()):
+        if not name.startswith("critic.optimizer."):  # named as a section
+            assert name in ids
+            auto = rules(Config)[name].auto
+            shown = {auto: "auto", True: "true", False: "false", "": "empty"}.get(value, value)
+            shown = value if type(value) in (int, float) and value != auto else shown
+            kind = TYPE_NAMES[type(value)] + " or auto" * bool(auto)
+            assert f"{name} {kind}; default: {shown}" in text, name
+            assert explain(field).replace("`", "") in text, name
+    assert {"sft-start", "serve-http_port", "sampler-slots", "sft-data.passes"} < set(ids)
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
     assert {page.stem for page in ROOT.glob("docs/*.md")} <= {p.stem for p in site.glob("*.html")}
     assert "nothing is downloaded unasked" in (site / "install.html").read_text(encoding="utf-8")
     for page in site.glob("*.html"):

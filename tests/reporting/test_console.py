@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,3 +290,18 @@ def test_a_finished_folder_says_so_and_what_to_do(piped, base, alone, capsys):
     summary.unlink()  # killed between the last checkpoint and the end
     assert train(config)["steps"] == 2 and summary.exists()
     assert "already finished" not in capsys.readouterr().out
+
+
+def test_an_evaluation_shows_its_count_and_time_left(capsys):
+    progress = Progress()
+    done: Any = types.SimpleNamespace(correct=True, reward=1.0)
+    with progress.evaluating(0, 20) as show:
+        for _ in range(20):
+            show(done)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[0].startswith("2 of 20 responses · ")
+    assert " right · ETA " in lines[0] and "ETA" not in lines[-1]
+    with progress.evaluating(0, 20, every_seconds=60) as show:
+        for _ in range(20):
+            show(done)
+    assert not capsys.readouterr().out

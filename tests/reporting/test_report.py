@@ -73,7 +73,7 @@ def test_runs_share_a_chart_with_a_line_for_each(write_run, tmp_path):
 def test_settings_that_are_not_the_default_are_listed_for_each_run(write_run):
     runs = [write_run("a"), write_run("b", optimizer=Optimizer(learning_rate=0.5))]
     lines = [*page.changed_settings([read_run(folder) for folder in runs])]
-    assert ["optimizer.learning_rate", "1e-06", "1e-06", "0.5"] in lines
+    assert ["optimizer.learning_rate", "-1.0", "-1.0", "0.5"] in lines
     assert {name for name, *_ in lines} == {"optimizer.learning_rate", "run_dir"}
 
 

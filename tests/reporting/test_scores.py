@@ -122,6 +122,8 @@ def test_a_repeated_file_is_more_samples_of_few_problems():
     assert "repeats 3 problems up to 32 times" in describe_problems(result)
     same_text_other_answer = [respond(i, 0, True, question="q", answer=str(i)) for i in range(2)]
     assert make_report(same_text_other_answer).problems == 2
+    other_columns = [respond(i, 0, True, question="q", digest=str(i)) for i in range(2)]
+    assert make_report(other_columns).problems == 2
 
 
 def test_what_the_responses_look_like():

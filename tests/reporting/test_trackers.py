@@ -24,7 +24,7 @@ def test_wandb_without_its_package_stops_before_the_run(monkeypatch, tmp_path):
     log = Log(wandb="p")
     check_trackers(Log())
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"'p': must be empty .* 'dapo_jax\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"'p': must be empty .* pip install wandb"):
         checks.check(Config(log=log))
     monkeypatch.delitem(sys.modules, "wandb")
     (tmp_path / "wandb").mkdir()  # such as the folder of offline runs
@@ -36,7 +36,7 @@ def test_wandb_without_its_package_stops_before_the_run(monkeypatch, tmp_path):
 def test_tensorboard_without_its_package_stops_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     checks.check(Config())
-    with pytest.raises(ConfigError, match=r"= True: must be false .* 'dapo_jax\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"= True: must be false .* pip install tensorboard"):
         checks.check(Config(log=Log(tensorboard=True)))
 
 
@@ -96,6 +96,54 @@ def rows_of(records) -> list[dict]:
     ]
 
 
+class Service:
+    """What the sink uses of wandb; `lost` rows of a start are not sent when it is killed."""
+
+    def __init__(self, offline):
+        self.offline, self.sent, self.waiting = offline, [], []
+
+    def init(self, **settings):
+        self.id, self.waiting = settings["id"], []
+        self.starting_step = 0 if self.offline else max(self.sent, default=-1) + 1
+        return self
+
+    def Settings(self, **settings):
+        return settings
+
+    def log(self, values, step, commit):
+        self.waiting.append(step)
+
+    def kill(self, lost):
+        self.sent += self.waiting[: len(self.waiting) - lost]
+
+    def finish(self, exit_code):
+        self.sent += self.waiting
+
+
+@pytest.mark.parametrize(("offline", "lost"), [(False, 2), (False, 0), (True, 2), (True, 0)])
+def test_rows_that_a_kill_kept_from_the_service_are_sent_later(
+    offline, lost, monkeypatch, tmp_path
+):
+    service = Service(offline)
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    config = Config(run_dir=str(tmp_path), log=Log(wandb="project"))
+    rows = [{"step": step, "time": 1.0, "reward": 0.5} for step in range(9)]
+    sink = WandbSink(tmp_path, config, [])
+    for step in range(3):
+        sink.on_row(step, {})
+    sink.close(False)
+    sink = WandbSink(tmp_path, config, rows[:3])
+    for step in range(3, 6):
+        sink.on_row(step, {})
+    service.kill(lost)
+    sink = WandbSink(tmp_path, config, rows[:5])  # up to the newest checkpoint
+    for step in range(5, 7):
+        sink.on_row(step, {})
+    sink.close(False)
+    again = list(range(3, 6 - lost)) if offline else []
+    assert sorted(service.sent) == sorted([*range(7), *again])
+
+
 @pytest.mark.slow
 def test_an_offline_run_has_the_same_rows_and_goes_on_under_its_id(
     base, alone, tmp_path, monkeypatch
@@ -127,5 +175,5 @@ def test_what_wandb_itself_refuses_is_one_line(tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_MODE", mode)
         wandb.teardown()  # what an earlier test's run has read of the environment
         with pytest.raises(ConfigError, match="config.log.wandb = 'project': ") as refused:
-            WandbSink(tmp_path, config, -1)
+            WandbSink(tmp_path, config, [])
         assert reason in str(refused.value) and "\n" not in str(refused.value)

@@ -4,13 +4,20 @@ import dataclasses
 import json
 import time
 
+import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.rewards import judge as judge_module
 from dapo_jax.rewards import pool as pool_module
-from dapo_jax.rewards.functions import find_functions, wanted_columns
+from dapo_jax.rewards.functions import (
+    GroupCall,
+    compute,
+    find_functions,
+    sees_group,
+    wanted_columns,
+)
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.settings import ConfigError
@@ -130,3 +137,40 @@ def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):
     assert 1 <= len(lines) <= 7  # each after twice the time of the last
     assert lines[0].startswith("warning: waiting 1 s for rewards, 2 responses left: given:hangs")
     assert "given:hangs_too is running (reward.workers = 1, reward.timeout_seconds" in lines[0]
+
+
+# --- the signature of TRL ---------------------------------------------------------------------
+
+
+def trl_all(prompts, completions, **columns):
+    assert prompts == ["1+1="] * 2 and set(columns) == {"answer", "tests", "level"}
+    return [len(c) + t[0] for c, t in zip(completions, columns["tests"], strict=True)]
+
+
+def trl_named(completions, answer, level, other=None):
+    assert other is None
+    return np.array([float(a in c) + n for c, a, n in zip(completions, answer, level, strict=True)])
+
+
+async def trl_async(*, completions, prompts):
+    return [float(c.startswith(p)) for c, p in zip(completions, prompts, strict=True)]
+
+
+def test_a_reward_with_the_signature_of_trl_gets_and_returns_lists():
+    named = {f"test_columns_of_rewards:{f.__name__}": f for f in (trl_all, trl_named, trl_async)}
+    functions = find_functions([*named])
+    assert all(map(sees_group, functions.values()))
+    wanted = wanted_columns(functions.values())
+    assert (wanted.required, wanted.optional, wanted.every) == ({"level"}, {"other"}, True)
+    columns = json.dumps({"tests": [3], "level": 7})
+    call = GroupCall("1+1=", ["1+1=2", "no"], "2", [5, 2], [True, False], columns)
+    (reply,) = compute(named, [call], 5.0)
+    assert reply.failure is None
+    assert list(reply.parts.values()) == [[8.0, 5.0], [8.0, 7.0], [1.0, 0.0]]
+
+
+def test_a_reward_of_trl_with_one_number_says_what_is_missing():
+    (reply,) = compute(
+        {"f": lambda completions: 1.0}, [GroupCall("p", ["a"], "", [1], [True])], 5.0
+    )
+    assert "must be 1 numbers, one per response" in reply.failure.text

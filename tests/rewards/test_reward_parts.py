@@ -212,6 +212,40 @@ def test_a_threshold_on_the_raw_reward_decides_what_is_right():
     assert not carries_signal(score_group(config, [0.1, 0.4]), config.reward)
 
 
+PARTS = {"own:a": 0.7, "own:b": 0.2, "own:c": 0.1}
+
+
+def scored(rewards, config=None, **settings) -> Group:
+    """Return a group with the parts of each response."""
+    weights = ",".join(f"{name}={weight}" for name, weight in PARTS.items())
+    config = make_config(weights, **{"correct": "threshold", "threshold": 1.0} | settings)
+    verdicts = tuple(Verdict(False, "1", parts=dict(zip(PARTS, r, strict=True))) for r in rewards)
+    return reward_group(
+        config, make_prompt(0, [1]), (make_completion([5]),) * len(rewards), verdicts
+    )
+
+
+def test_a_sum_that_rounds_to_below_the_threshold_reaches_it():
+    group = scored([(1, 1, 1), (1, 1, 0.999), (1, 1, np.float32(0.1) * 10)])
+    assert group.raw_rewards[0] < 1 and group.correct.tolist() == [True, False, True]
+    group = scored([(100, -345, 0), (100, -345, 1)], threshold=1.1)  # 70 - 69 + 0.1
+    assert group.correct.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "least", "differs"),
+    [
+        ([(1, 1, 1), (0.9, 1.35, 1)], 0.0, False),
+        ([(1, 1, 1), (1, 1, 0.999)], 0.0, True),
+        ([(1e6, -35e5, 1), (0, 0, 1 + 1e-9)], 0.0, False),
+        ([(1, 0, 0), (1, 0.5, 0)], 0.1, False),
+    ],
+)
+def test_a_spread_is_above_rounding(rewards, least, differs):
+    group = scored(rewards, correct="spread", min_spread=least)
+    assert carries_signal(group, Reward(correct="spread", min_spread=least)) is differs
+
+
 def test_a_spread_of_raw_rewards_decides_without_any_right_answer():
     config = make_config("model=1", correct="spread", min_spread=0.1)
     assert carries_signal(score_group(config, [0.0, 0.0, 0.2]), config.reward)

@@ -107,3 +107,28 @@ def test_a_signal_makes_a_problem_active_again():
         "p2": False,
         "p9": False,
     }
+
+
+def test_rows_whose_ids_restart_rest_by_themselves(tmp_path):
+    for name, answer in ("a", "1"), ("b", "2"):
+        (tmp_path / name).mkdir()
+        rows = [{"problem": f"{i}+0=", "answer": answer, "id": i % 3} for i in range(9)]
+        (tmp_path / name / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = f"{tmp_path}/a/train.jsonl,{tmp_path}/b/train.jsonl"
+    stream = PromptStream(
+        Data(source=source, heldout_problems=0, max_prompt_tokens=8), 0, arithmetic_tokenizer()
+    )
+    prompts = [next(stream) for _ in range(18)]
+    groups = [
+        reward_group(
+            Config(),
+            prompt,
+            (make_completion([5]),) * 2,
+            (Verdict(True, "1"), Verdict(prompt.answer == "1", "1")),
+        )
+        for prompt in prompts
+    ]
+    pools = update_pools({}, groups, Reward())
+    assert len(pools) == 9
+    resting = RestingPrompts(stream, pools, 0.0, seed=0)
+    assert {next(resting).answer for _ in range(18)} == {"2"} and resting.passed_over >= 9

@@ -4,9 +4,7 @@ What JetStream tests on a mock engine (prefill, generate, both modes of the orch
 ids), on the real one; and the engine without JetStream.
 """
 
-import importlib
 import inspect
-import sys
 
 import jax
 import numpy as np
@@ -14,16 +12,23 @@ import pytest
 from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config
 
 from dapo_jax.data.prompts.tokenizer import TextStream
-from dapo_jax.extras import jetstream as jetstream_api
 from dapo_jax.extras.serve import server
-from dapo_jax.rollout import engine_programs
 
 # --- the engine, by JetStream's calls alone -------------------------------------------------
 
 
+def adapt(engine, tokenizer=TOKENIZER):
+    from dapo_jax.extras.jetstream import JetStreamEngine
+
+    return JetStreamEngine(engine, tokenizer)
+
+
 @pytest.fixture
-def jetstream():
+def jetstream(byte_engine):
+    """The served engine as JetStream's, and its parameters."""
     pytest.importorskip("jetstream", reason="google-jetstream is not installed")
+    engine, params, tokenizer = byte_engine
+    return adapt(engine, tokenizer), params
 
 
 def jetstream_prefill(engine, params, text: str, **options):
@@ -45,11 +50,11 @@ def generate(engine, params, state, slot: int, steps: int) -> list[int]:
     return drawn
 
 
-def test_the_engine_is_jetstreams(jetstream, byte_engine):
+def test_the_engine_is_jetstreams(jetstream):
     from jetstream.engine import engine_api, tokenizer_api
     from jetstream.engine.tokenizer_pb2 import TokenizerParameters
 
-    engine, params, _ = byte_engine
+    engine, params = jetstream
     assert isinstance(engine, engine_api.Engine)
     assert isinstance(engine.get_tokenizer(), TokenizerParameters)
     _, result = engine.generate(params, engine.init_decode_state())
@@ -60,8 +65,8 @@ def test_the_engine_is_jetstreams(jetstream, byte_engine):
 
 
 @pytest.mark.parametrize("jax_padding", [True, False])
-def test_a_prefix_may_be_deleted_after_insert(jetstream, byte_engine, byte_responses, jax_padding):
-    engine, params, _ = byte_engine
+def test_a_prefix_may_be_deleted_after_insert(jetstream, byte_responses, jax_padding):
+    engine, params = jetstream
     prefix = jetstream_prefill(engine, params, "3+4=", jax_padding=jax_padding)
     state = engine.insert(prefix, engine.init_decode_state(), slot=2)
     for leaf in jax.tree.leaves(prefix):
@@ -69,8 +74,8 @@ def test_a_prefix_may_be_deleted_after_insert(jetstream, byte_engine, byte_respo
     assert generate(engine, params, state, 2, 9) == byte_responses["3+4="][:9]
 
 
-def test_the_token_that_jetstream_prepends_is_removed(jetstream, byte_engine):
-    engine, params, _ = byte_engine
+def test_the_token_that_jetstream_prepends_is_removed(jetstream):
+    engine, params = jetstream
     tokenizer = engine.build_tokenizer(engine.get_tokenizer())
     ids = TOKENIZER.encode("Tell me!")
     padded = np.array([tokenizer.bos_id, *ids] + [0] * 7)
@@ -86,8 +91,8 @@ def test_the_token_that_jetstream_prepends_is_removed(jetstream, byte_engine):
         np.testing.assert_array_equal(left.values[..., :8, :], right.values[..., :8, :])
 
 
-def test_a_slot_stops_at_its_budget(jetstream, byte_engine, byte_responses):
-    engine, params, _ = byte_engine
+def test_a_slot_stops_at_its_budget(jetstream, byte_responses):
+    engine, params = jetstream
     prefix = jetstream_prefill(engine, params, "3+4=")
     state = engine.insert(prefix, engine.init_decode_state(), slot=0)
     assert generate(engine, params, state, 0, BUDGET + 3) == byte_responses["3+4="]
@@ -96,25 +101,15 @@ def test_a_slot_stops_at_its_budget(jetstream, byte_engine, byte_responses):
 # --- without JetStream ----------------------------------------------------------------------
 
 
-def test_the_engine_samples_the_same_without_jetstream(
-    byte_engine, byte_responses, alone, byte_folder, fresh_programs, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "jetstream", None)
-    for name in [name for name in sys.modules if name.startswith("jetstream.")]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, jetstream_api.__name__)
-    without = importlib.import_module(jetstream_api.__name__)
-    assert without.Engine.__module__ == "dapo_jax.rollout.without_jetstream"
-    monkeypatch.setattr(engine_programs, "result_tokens", without.result_tokens)
-    engine, params, _ = server.load_served(make_serve_config(byte_folder))
+def test_the_engine_samples_the_same_without_jetstream(byte_engine, byte_responses):
+    engine, params, _ = byte_engine
     ids = np.array(TOKENIZER.encode("3+4="))
     prefix = engine.prefill(params=params, padded_tokens=ids, true_length=len(ids))
     state = engine.insert(prefix, engine.init_decode_state(), slot=1)
     drawn = []
     for _ in byte_responses["3+4="]:
-        state, result = engine.generate(params, state)
-        assert isinstance(result, without.ResultTokens)
-        drawn.append(int(result.data[1, result.tokens_idx[0]]))
+        state, burst = engine.generate(params, state)
+        drawn.append(int(burst.data[1, burst.tokens_idx[0]]))
     assert drawn == byte_responses["3+4="]
 
 
@@ -126,17 +121,21 @@ def test_the_engine_samples_the_same_without_jetstream(
     ("cache", "interleaved"), [("paged", True), ("slots", True), ("slots", False)]
 )
 def test_jetstreams_orchestrator_drives_the_engine(
-    jetstream, byte_folder, alone, byte_engine, byte_responses, cache, interleaved
+    jetstream, byte_folder, alone, byte_responses, cache, interleaved
 ):
     from jetstream.core.proto import jetstream_pb2 as messages
     from orchestrated import Driver, orchestrate
 
-    engine, params, _ = byte_engine
+    engine, params = jetstream
     if cache == "paged":
-        engine, params, _ = server.load_served(make_serve_config(byte_folder, cache="paged"))
+        served, params, tokenizer = server.load_served(
+            make_serve_config(byte_folder, cache="paged")
+        )
+        engine = adapt(served, tokenizer)
     prefiller = engine
     if not interleaved:
-        prefiller = server.load_served(make_serve_config(byte_folder, slots=1))[0]
+        served, _, tokenizer = server.load_served(make_serve_config(byte_folder, slots=1))
+        prefiller = adapt(served, tokenizer)
     driver = Driver(
         prefill_engines=[prefiller],
         generate_engines=[engine],

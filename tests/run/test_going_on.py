@@ -4,18 +4,20 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 
 import pytest
 from disks import limited
 from small_runs import ROOT, make_quick_config, open_run
 
 from dapo_jax.commands import train
-from dapo_jax.config.experiment import Data, Log, Reward
+from dapo_jax.config.experiment import Config, Data, Log, Reward
 from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.reporting.trackers import TensorBoardEvents
+from dapo_jax.run.checkpointing.same_run import check_same_run, run_identity
 from dapo_jax.run.evaluation import ResponseFile
 from dapo_jax.run.run import finished
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.storage.jsonl import objects, rewind
 from dapo_jax.runtime.storage.retries import REPEAT_SECONDS, UNSAVED, NotSaved, Storage, write_text
 
@@ -166,6 +168,41 @@ def test_other_data_may_be_allowed(begun, capsys):
     with open_run(config("allow")) as run:
         assert run.state.step == 0
     assert "held out now may have been trained on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now", "other"),
+    [
+        ("reward.parts", "rule=1,format=0.10", "format=.1, rule=1.0", "rule=1,format=0.2"),
+        ("data.source", "a.jsonl=2,b.jsonl", "a.jsonl=2.0, b.jsonl=1", "a.jsonl,b.jsonl"),
+        ("data.fields", "problem=q,answer=a", "answer=a, problem=q", "problem=q"),
+        ("data.difficulty", "0.1..0.9", ".1..0.90", "0.1..0.8"),
+        ("data.folder", "data", "./data/", "other"),
+        ("environment.tools", "m:f,m:g", "m:f, m:g", "m:f"),
+        ("optimizer.learning_rate", 1, 1.0, 2),
+    ],
+)
+def test_settings_that_mean_the_same_are_the_same(name, before, now, other):
+    settings = {name: value for name, _, value in leaves(Config())}
+    check_same_run(settings | {name: now}, settings | {name: before})
+    same = [run_identity(settings | {name: value}, {}) for value in (before, now, other)]
+    assert same[0] == same[1] != same[2]
+    with pytest.raises(ConfigError, match=name):
+        check_same_run(settings | {name: other}, settings | {name: before})
+
+
+def test_pools_of_an_earlier_version_are_a_warning(tiny_folder, tmp_path, alone, capsys):
+    config = make_quick_config(tiny_folder, tmp_path / "run")
+    for pools, warned in ({"train-7": True}, True), ({"0123456789abcdef": True}, False):
+        with open_run(config) as run:
+            assert ("all problems are active" in capsys.readouterr().out) is False
+            run.state = dataclasses.replace(
+                run.state, source=dataclasses.replace(run.state.source, pools=pools)
+            )
+            run.keep()
+        with open_run(config):
+            assert ("all problems are active" in capsys.readouterr().out) is warned
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_changed_code_of_a_hook_is_a_warning(tiny_folder, tmp_path, alone, write_module, capsys):

@@ -229,7 +229,7 @@ def test_an_outage_stops_saving_but_not_the_run(command, store, tmp_path):
 def test_a_bucket_that_refuses_is_one_line(forbidden, run_dir, status, command, store):
     store.faults.forbidden = forbidden
     _, err = finish(start([*command, f"--config.run_dir={run_dir}"], store), code=2)
-    assert len(err.splitlines()) == 1 and status in err and run_dir in err
+    assert len(err.splitlines()) == 1 and status in err and run_dir.rpartition("/")[0] in err
 
 
 @pytest.mark.slow

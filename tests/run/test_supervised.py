@@ -18,8 +18,7 @@ from safetensors.numpy import load_file
 from several import Several, assert_rounded_alike
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
-from dapo_jax import algorithms
-from dapo_jax.__main__ import entry
+from dapo_jax import algorithms, registry
 from dapo_jax.config.experiment import Compute, DpoConfig, Lora, Mesh, Optimizer, Packing, SftConfig
 from dapo_jax.config.validation import validate
 from dapo_jax.extras.sft import training as supervised
@@ -174,7 +173,7 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     monkeypatch.setattr(supervised, "open_start", interrupted)
     line = [f"--config.out={tmp_path}/out", f"--config.data.source={source}"]
     monkeypatch.setattr(sys, "argv", [command, *line, f"--config.start={tiny_folder}"])
-    assert entry(command)() == 130
+    assert registry.find("commands", command)() == 130
     error = capfd.readouterr().err
     assert "SIGINT: stopping at the next safe point" in error
     assert "stopped by SIGINT: " in error and "No step is kept" in error

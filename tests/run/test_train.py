@@ -1,5 +1,6 @@
 """The whole loop on a policy made on the spot: it learns, stops, is killed, and repeats itself."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,10 +9,19 @@ import pytest
 from conftest import make_completion, make_prompt
 from kills import DURING_SAVE_2, assert_same_bits, run_killed
 from several import final_state
-from small_runs import STEPS, learn, make_config, read_rollouts, read_rows, start
+from small_runs import (
+    STEPS,
+    learn,
+    make_config,
+    make_quick_config,
+    open_run,
+    read_rollouts,
+    read_rows,
+    start,
+)
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Mesh, Sampler
+from dapo_jax.config.experiment import Mesh, Optimizer, Sampler
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.run.checkpointing.same_run import check_same_run
 from dapo_jax.run.components import build
@@ -152,3 +162,20 @@ def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):
     assert "too few groups carried signal" in shown and "no answer was found in 100%" in shown
     assert row["all_wrong_fraction"] == 1 and row["trained_groups"] == 0
     assert row["truncated_fraction"] == 1 and row["answer_not_found_rate"] == 1
+
+
+def test_a_longer_run_keeps_the_rates_that_auto_chose(base, alone, tmp_path, capsys):
+    config = make_quick_config(base, tmp_path, optimizer=Optimizer())
+    train(config)
+    rate = read_rows(tmp_path)[-1]["learning_rate"]
+    settings = json.loads((tmp_path / "config.json").read_text())["optimizer"]
+    assert settings["learning_rate"] == rate > 1e-4 and settings["warmup_steps"] == 0
+    assert f"optimizer.learning_rate = {rate:g} (auto: " in capsys.readouterr().out
+    config.total_steps = 40  # for which auto is 4 steps of warm-up
+    with open_run(config) as run:
+        resumed = run.components.config.optimizer
+    assert (resumed.learning_rate, resumed.warmup_steps) == (rate, 0)
+    config.total_steps = 2
+    assert train(config) is not None  # it is finished
+    explicit = dataclasses.replace(config, optimizer=Optimizer(rate, warmup_steps=0))
+    assert train(explicit) is not None

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 from kept_groups import used, without_costs
 from row_files import read_table
@@ -311,3 +312,25 @@ def test_two_processes_evaluate_as_one_does(base, tmp_path):
         assert [process.code for process in ended] == [0] * count, ended[0].err
         scores[count] = json.loads(ended[0].out.splitlines()[-1])
     assert scores[1] == scores[2]
+
+
+@pytest.mark.parametrize(
+    ("files", "libtpu", "given", "expected"),
+    [
+        ([], True, None, "cpu"),
+        ([], False, None, None),
+        (["/dev/vfio/0"], True, None, None),
+        (["/dev/nvidia0"], True, None, None),
+        ([], True, "tpu,cpu", "tpu,cpu"),
+    ],
+)
+def test_libtpu_without_a_device_is_not_asked(files, libtpu, given, expected, monkeypatch):
+    monkeypatch.setattr(processes.glob, "glob", lambda p: [f for f in files if f[:9] == p[:9]])
+    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: libtpu or None)
+    before = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", given)
+        processes.prepare_jax()
+        assert jax.config.jax_platforms == expected
+    finally:
+        jax.config.update("jax_platforms", before)

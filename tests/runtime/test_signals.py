@@ -8,14 +8,21 @@ import sys
 import threading
 import time
 
+import children
 import pytest
+from conftest import make_prompt
 from small_runs import ROOT, make_quick_config, read_rollouts, read_rows
 
 from dapo_jax.commands.train import work
-from dapo_jax.config.experiment import Log, Reward
+from dapo_jax.config.experiment import Environment, Log, Reward
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.environments.sessions import Environments
+from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.run.run import train
-from dapo_jax.run.run_files import RunFiles
+from dapo_jax.run.run_files import Callbacks, RunFiles
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.workers.pickled_functions import register_function
 
 SLOW = """
 import os, pathlib, time
@@ -219,3 +226,65 @@ def test_output_that_nobody_reads_ends_a_command_without_a_traceback(arguments):
     with os.fdopen(writer) as output:
         result = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True)
     assert result.returncode in (0, 141) and result.stderr == ""
+
+
+def reward_of(function, in_process=False) -> str:
+    name = register_function(function, in_process, taken=[])
+    pool = RewardPool(Reward(parts=f"{name}=1", timeout_seconds=60.0))
+    try:
+        verdict = pool.submit("p", "r", "7").result(timeout=100)
+        return children.ENDED if verdict.parts[name] == 1 else str(verdict)
+    finally:
+        pool.close()
+
+
+def reply_of(turn: str, **settings) -> str:
+    settings = Environment(workers=1, max_observation_tokens=2000, step_seconds=60.0, **settings)
+    environments = Environments(settings, arithmetic_tokenizer(), chat=False)
+    try:
+        (reply,) = environments.steps([environments.submit(make_prompt(0, [3, 4]), 7, [turn], [])])
+        return reply.text
+    finally:
+        environments.close()
+
+
+def called_back() -> str:
+    codes = []
+    with Signals() as signals:
+        Callbacks(signals, on_step=lambda *_: codes.append(children.end_children())).on_row(1, {})
+        time.sleep(0.2)
+        assert not signals.received  # what a child received stops no run
+    return codes[0]
+
+
+def in_process() -> str:
+    with Signals() as signals:
+        code = reward_of(children.score, in_process=True)
+        time.sleep(0.2)
+        assert not signals.received
+    return code
+
+
+USER_CODE = {
+    "reward": lambda: reward_of(children.score),
+    "async reward": lambda: reward_of(children.score_async),
+    "in-process reward": in_process,
+    "environment": lambda: reply_of("1", name="children:Ending"),
+    "tool": lambda: reply_of('{"name": "tool", "arguments": {}}', tools="children:tool"),
+    "callback": called_back,
+}
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.parametrize("kind", USER_CODE)
+def test_user_code_can_end_its_children(kind, alone):
+    assert USER_CODE[kind]() == children.ENDED
+
+
+def test_a_worker_survives_signals_that_end_its_children():
+    pool = RewardPool(Reward(parts="children:send=1", timeout_seconds=60.0))
+    try:
+        verdict = pool.submit("p", "r", "7").result(timeout=100)
+    finally:
+        pool.close()
+    assert verdict.failure is None and pool.kills == 0

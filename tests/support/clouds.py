@@ -29,6 +29,7 @@ class Cloud:
 
     def __init__(self, folder: pathlib.Path, checkout: pathlib.Path):
         self.folder = folder
+        self.python = "none"  # that checks the trainer's arguments
         self.tree = shutil.copytree(checkout, folder / "checkout")
         self.plays()
 
@@ -43,6 +44,7 @@ class Cloud:
             "XDG_STATE_HOME": str(self.folder / "state"),
             "DAPO_LAUNCH_POLL_SECONDS": "0.1",
             "DAPO_LAUNCH_SAVE_SECONDS": "2",
+            "DAPO_LAUNCH_PYTHON": self.python,
         }
 
     def start(self, *words: str, script: str = "tpu_vm.sh", path: str = "", **options):

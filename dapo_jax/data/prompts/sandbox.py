@@ -32,6 +32,16 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+class _Undefined(jinja2.Undefined):
+    """Name without a value; it writes nothing, but that of a special token is an error."""
+
+    def __str__(self) -> str:
+        name = str(self._undefined_name)
+        if self._undefined_obj is jinja2.utils.missing and name.endswith("_token"):
+            raise jinja2.UndefinedError(f"the model folder names no {name}")
+        return ""
+
+
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Return JSON without the HTML escapes of jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
@@ -45,7 +55,7 @@ def _raise_exception(message: str) -> None:
 def _environment(strict: bool) -> jinja2.Environment:
     """Return Hugging Face's environment; if `strict`, names without a value are errors."""
     environment = ImmutableSandboxedEnvironment(
-        undefined=jinja2.StrictUndefined if strict else jinja2.Undefined,
+        undefined=jinja2.StrictUndefined if strict else _Undefined,
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", _Generation],
@@ -83,6 +93,7 @@ def render(subject: str, template: str, strict: bool, values: dict[str, Any]) ->
             size += len(piece)
             if size > MAX_CHARACTERS:
                 raise jinja2.TemplateError(f"it writes more than {MAX_CHARACTERS} characters")
+            piece.encode()  # JSON may hold halves of surrogate pairs, which no tokenizer takes
             pieces.append(piece)
     except Exception as error:  # a template is a program
         raise _config_error(subject, error) from None

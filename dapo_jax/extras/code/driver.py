@@ -1,7 +1,7 @@
 """Script in the sandbox that calls a solution's functions, or runs tests that call them elsewhere.
 
-    python code_driver.py serve   replies to the calls on standard input, a JSON line each
-    python code_driver.py test    runs /code/tests; a proxy sends the calls of the solution's names
+    python driver.py serve   replies to the calls on standard input, a JSON line each
+    python driver.py test    runs /code/tests; a proxy sends the calls of the solution's names
                                   to standard output, and standard error has a line per test: 1 or 0
 
 The solution and its tests are in different sandboxes, and only plain data pass between them: the

@@ -29,7 +29,7 @@ LONGEST_ANSWER = 10_000  # characters of a program that a verdict keeps
 MAX_OUTPUT_BYTES = 1 << 20  # more than what is expected
 WALL_FACTOR = 2  # wall time of all tests, relative to the CPU time of a process
 FENCE = "```"
-DRIVER = pathlib.Path(__file__).with_name("code_driver.py").read_bytes()
+DRIVER = pathlib.Path(__file__).with_name("driver.py").read_bytes()
 FORMS = (
     'pairs {"input", "output"}, {"inputs": [...], "outputs": [...]}, the same with "fn_name" and '
     "lists of arguments, or Python texts with asserts"

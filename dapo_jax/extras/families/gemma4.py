@@ -1,13 +1,12 @@
 """Gemma 4, text only: full layers have wider heads, last layers share keys and values.
 
-Defaults are those of Gemma4TextConfig in transformers 5.24. The variant with experts beside each
-MLP (26B-A4B) is not supported.
+The variant with experts beside each MLP (26B-A4B) is not supported.
 """
 
 import dataclasses
 from typing import Any
 
-from dapo_jax.model.families.family import LAYER_TENSORS, Family, Windows
+from dapo_jax.model.families.family import LAYER_TENSORS, Family, Windows, same_value
 
 _FULL, _PERIOD, _MAX_LAYERS = "full_attention", 6, 2**10
 _ROPE = {
@@ -45,10 +44,16 @@ def _sizes_of_full_layers(values: dict[str, Any], types: Any) -> dict[str, Any]:
         return {}
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     full = [str(i) for i, kind in enumerate(types or []) if kind == _FULL]
+    if isinstance(table, dict):  # numbers are padded: '05' beside '11'
+        table = {name.lstrip("0") or "0": sizes for name, sizes in table.items()}
     sizes = table.get(full[0]) if isinstance(table, dict) and full else None
     if not isinstance(sizes, dict) or table != dict.fromkeys(full, sizes) or sizes.keys() - names:
         raise ValueError(f"per_layer_config: must be the same {' and '.join(names)} in {_FULL}")
-    return {names[name]: size for name, size in sizes.items()}
+    return {
+        outer: same_value({f"per_layer_config.{name}": sizes[name], outer: values.get(outer)})
+        for name, outer in names.items()
+        if name in sizes
+    }
 
 
 GEMMA4 = Family(
@@ -76,12 +81,9 @@ GEMMA4 = Family(
     optional=("num_global_key_value_heads", "final_logit_softcapping"),
     biases=("attention_bias",),
     defaults={
-        "head_dim": 256,
         "global_head_dim": 512,
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 256,
-        "tie_word_embeddings": True,
-        "rope_theta": 1e6,
         "rope_parameters": _ROPE,
     },
     required={

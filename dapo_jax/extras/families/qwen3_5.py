@@ -1,7 +1,4 @@
-"""Qwen3.5 (dense and with experts) and Qwen3-Next, text only: mostly gated delta-net layers.
-
-Defaults are those of the configurations in transformers 5.23.
-"""
+"""Qwen3.5 (dense and with experts) and Qwen3-Next, text only: mostly gated delta-net layers."""
 
 from dapo_jax.model.families.family import EXPERT_TENSORS, LAYER_TENSORS, Family
 
@@ -18,7 +15,6 @@ _DELTA_DEFAULTS = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
-    "head_dim": 256,
 }
 _DELTA_TENSORS = {
     "delta/conv": "linear_attn.conv1d.weight",
@@ -36,6 +32,10 @@ _EXPERT_FIELDS = {
     "shared_mlp": "shared_expert_intermediate_size",
     "experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
+}
+_EXPERT_DEFAULTS = _DELTA_DEFAULTS | {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
 }
 _SHARED_TENSORS = EXPERT_TENSORS | {
     "shared_router/kernel": "mlp.shared_expert_gate.weight",
@@ -66,7 +66,7 @@ QWEN3_5_MOE = Family(
     fixed=_FIXED | {"normalise_experts": True},
     fields=_DELTA_FIELDS | _EXPERT_FIELDS,
     biases=("attention_bias",),
-    defaults=_DELTA_DEFAULTS,
+    defaults=_EXPERT_DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8},
     delta_interval=4,
     partial_rotary=0.25,
     tensors=_QWEN3_5_MOE,
@@ -77,7 +77,8 @@ QWEN3_NEXT = Family(
     fixed=_FIXED | {"delta_fused": True},
     fields=_DELTA_FIELDS | _EXPERT_FIELDS | {"normalise_experts": "norm_topk_prob"},
     biases=("attention_bias",),
-    defaults=_DELTA_DEFAULTS | {"norm_topk_prob": True},
+    defaults=_EXPERT_DEFAULTS
+    | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
     required={"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
     delta_interval=4,
     partial_rotary=0.25,

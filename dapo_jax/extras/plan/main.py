@@ -12,7 +12,7 @@ import sys
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan.flags import PlanSettings
-from dapo_jax.runtime.settings import leaves
+from dapo_jax.runtime.settings import check_unique, leaves
 
 ONE_TURN = (
     "turns of the environment are not counted: a response is one turn, without observations, "
@@ -28,6 +28,12 @@ def read_flags() -> PlanSettings:
             parser.add_argument(f"--{name}", action="store_true")
         else:
             parser.add_argument(f"--{name}", type=type(default), default=default)
+    own = {f"--{name}" for name, _, _ in leaves(PlanSettings())}
+    names = [argument.partition("=")[0] for argument in sys.argv[1:]]
+    try:
+        check_unique([name for name in names if name in own], "flag")
+    except ValueError as error:
+        parser.error(str(error))
     flags, sys.argv[1:] = parser.parse_known_args()
     return PlanSettings(**vars(flags))
 

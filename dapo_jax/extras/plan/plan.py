@@ -123,7 +123,7 @@ def compile_all(
     compiler, measured = make_compiler(layout, settings), {}
     for program in wanted:
         compiled = measured[program.name] = compiler.measure(program)
-        peak = f"{compiled.needs / GIB:.2f} GiB" if compiled.peak is not None else "does not fit"
+        peak = f"{_gib(compiled.needs / GIB)} GiB" if compiled.peak is not None else "does not fit"
         print_progress(f"compiled {program.name}: {peak}, {compiled.compile_seconds:.0f} s")
     return measured
 
@@ -275,6 +275,10 @@ def _headline(plan: Plan) -> str:
     return f"{line}\n{compiler}"
 
 
+def _gib(size: float) -> str:
+    return f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
+
+
 def _memory_table(figures: dict[str, Any]) -> str:
     programs = figures["programs"]
     names = dict.fromkeys(name for program in programs.values() for name in program["parts"])
@@ -282,9 +286,9 @@ def _memory_table(figures: dict[str, Any]) -> str:
     rows = []
     for name, program in programs.items():
         sizes = [program["parts"].get(part, 0) / GIB for part in names]
-        cells = [f"{size:.2f}" if size else "" for size in sizes]
+        cells = [_gib(size) if size else "" for size in sizes]
         fits = "yes" if program["fits"] else "NO"
-        rows.append([name, *cells, f"{program['together_bytes'] / GIB:.2f}", fits])
+        rows.append([name, *cells, _gib(program["together_bytes"] / GIB), fits])
     title = f"HBM of a chip in GiB, of {figures['limit_bytes'] / GIB:.2f} that programs may use:"
     return f"{title}\n\n{table(['program', *names, 'together', 'fits'], rows)}"
 
@@ -295,8 +299,8 @@ def _roofline_table(figures: dict[str, Any]) -> str:
     parts = ["FLOP", "HBM", "ICI", *["DCN"] * crossed]
     rows = [
         [name, program["unit"], f"{program['work']['flops']:.3g}"]
-        + [f"{program['seconds'][part]:.4f}" for part in parts]
-        + [program["bound"], f"{program['unit_seconds']:.4f}"]
+        + [f"{program['seconds'][part]:.3g}" for part in parts]
+        + [program["bound"], f"{program['unit_seconds']:.3g}"]
         for name, program in programs.items()
         if program["peak_bytes"] is not None  # else there is no text to count bytes in
     ]
@@ -306,8 +310,10 @@ def _roofline_table(figures: dict[str, Any]) -> str:
 
 
 def _step_table(plan: Plan, settings: PlanSettings, step: dict[str, Any]) -> str:
-    rows = [[name, f"{value:,.1f}"] for name, value in step["phases"].items()]
-    rows.append(["a step", f"{step['seconds_step']:,.1f}"])
+    phases = step["phases"] | {"a step": step["seconds_step"]}
+    rows = [
+        [name, f"{value:,.1f}" if value >= 1 else f"{value:.2g}"] for name, value in phases.items()
+    ]
     config = plan.layout.config
     price, others = "", ""
     if plan.sampler:

@@ -279,7 +279,7 @@ class SimulatedPrompts:
     def __next__(self) -> Prompt:
         index, self.position = self.position, self.position + 1
         tokens = np.full(self._workload.prompt_tokens(index), index, np.int32)
-        return Prompt(index, str(index), "", tokens, "", "simulated")
+        return Prompt(index, str(index), "", tokens, "", "simulated", digest=str(index))
 
 
 class SimulatedJudge:

@@ -36,7 +36,7 @@ def target_devices(topology: Topology) -> list[Any]:
         return _tpus(topology)
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        reason = f"needs its compiler: pip install 'dapo_jax[tpu]' ({first})"
+        reason = f"needs its compiler: pip install '.[tpu]' in a checkout ({first})"
         if isinstance(error, jax.errors.JaxRuntimeError):  # else JAX finds no plugin
             reason = f"the compiler does not describe it: {first}"
         raise ConfigError(f"--topology = {topology.name!r}: {reason}") from None

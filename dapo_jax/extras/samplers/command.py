@@ -242,8 +242,8 @@ def open_vllm(config: SamplerConfig, run: Config, decoder: Any, tokenizer: Any) 
     from dapo_jax.model.peft_adapters import save_adapters
     from dapo_jax.rollout.weight_transfer import DecodingArrays
 
-    is_url = config.engine.startswith(("http://", "https://"))
-    require(is_url, "engine", config.engine, "the URL of a vLLM server, as the run needs")
+    allowed = "the URL of a vLLM server, as the run needs"
+    require(bool(config.engine), "engine", config.engine, allowed)
 
     def save(arrays: DecodingArrays, folder: pathlib.Path) -> None:
         trained = arrays.stacks(decoder)
@@ -306,13 +306,13 @@ def sample(config: SamplerConfig, should_stop: Callable[[], bool]) -> None:
 def main() -> int:
     """Run the command; exit code 2: wrong settings, or the trainer refuses this process."""
     config = command_line.load(SamplerConfig, __doc__)
-    processes.set_compilation_cache()
+    processes.prepare_jax()
     with processes.as_command(), Signals() as signals:
 
         def work() -> None:
             require(bool(config.run), "run", config.run, "the run_dir of a run")
-            is_url = config.trainer.startswith(("http://", "https://"))
-            require(is_url, "trainer", config.trainer, "a URL such as http://HOST:8200")
+            allowed = "a URL such as http://HOST:8200"
+            require(bool(config.trainer), "trainer", config.trainer, allowed)
             sample(config, signals)
 
         return checks.guarded(work) or signals.exit_code

@@ -71,11 +71,13 @@ class TokenChunk(NamedTuple):
         response: index of the response in its submission.
         ids: new tokens, without the end token.
         ended: True in the last chunk of the response.
+        end: the end token that was sampled.
     """
 
     response: int
     ids: list[int]
     ended: bool
+    end: int | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -238,7 +240,7 @@ class Generator:
             request.has_ended = is_end or is_full or request.is_cancelled
             ids = [] if is_end else [token]
             self._sampled.inc(len(ids))
-            chunk = TokenChunk(request.index, ids, request.has_ended)
+            chunk = TokenChunk(request.index, ids, request.has_ended, token if is_end else None)
             self._loop.call_soon_threadsafe(request.chunks.put_nowait, chunk)
             if request.has_ended:
                 del self._running[slot]

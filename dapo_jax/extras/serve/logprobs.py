@@ -5,13 +5,13 @@ One forward pass scores prompt and response after sampling, so that sampling is 
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dapo_jax.data.prompts.tokenizer import BROKEN_CHARACTER, Tokenizer
+from dapo_jax.data.prompts.tokenizer import BROKEN_CHARACTER, TextStream, Tokenizer
 from dapo_jax.model import inference
 from dapo_jax.model.decoder import DecoderConfig
 
@@ -60,40 +60,55 @@ class Scorer:
         return [Score(ids[0], None, []), *map(Score, ids[1:], logprobs, tops)]
 
 
-def _token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of one token; `token_id:7` if it is not a whole character."""
-    text = tokenizer.backend.decode([token], skip_special_tokens=False)
-    return f"token_id:{token}" if not text or BROKEN_CHARACTER in text else text
+def _name_tokens(
+    tokenizer: Tokenizer, before: Sequence[int], scores: Sequence[Score]
+) -> Iterator[tuple[str, dict[int, str]]]:
+    """Yield the text that each token adds, and different names of all tokens at its position.
 
-
-def completion_logprobs(tokenizer: Tokenizer, scores: list[Score]) -> dict[str, Any]:
-    """Return the `logprobs` field of a completion; its top log-probs include the token itself."""
-    tokens = [_token_text(tokenizer, score.token) for score in scores]
-    tops = []
+    A name is the text that the token would add, or `token_id:7` if that is no whole character or
+    the name of another token. Special tokens have names, and add nothing.
+    """
+    stream = TextStream(tokenizer, before)
     for score in scores:
-        top: dict[str, float] = {}
-        for token, logprob in [*score.likeliest, (score.token, score.logprob)]:
-            if logprob is not None:
-                top.setdefault(_token_text(tokenizer, token), logprob)
-        tops.append(top or None)
+        names: dict[int, str] = {}
+        for token in dict.fromkeys([score.token, *dict(score.likeliest)]):
+            name = tokenizer.special.get(token) or stream.rest([token])
+            is_name = BROKEN_CHARACTER not in name and name not in names.values()
+            is_known = tokenizer.backend.id_to_token(token) is not None
+            names[token] = name if is_name and is_known else f"token_id:{token}"
+        yield stream.add([score.token]), names
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, before: Sequence[int], scores: Sequence[Score]
+) -> dict[str, Any]:
+    """Return the `logprobs` field of a completion; its top log-probs include the token itself."""
+    named = list(_name_tokens(tokenizer, before, scores))
+    tops = []
+    for (_, names), (token, logprob, likeliest) in zip(named, scores, strict=True):
+        top = dict(likeliest) | ({} if logprob is None else {token: logprob})
+        tops.append({names[other]: value for other, value in top.items()} or None)
     return {
-        "tokens": tokens,
+        "tokens": [names[score.token] for (_, names), score in zip(named, scores, strict=True)],
         "token_logprobs": [score.logprob for score in scores],
         "top_logprobs": tops,
-        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
+        "text_offset": list(itertools.accumulate([0, *(len(text) for text, _ in named)]))[:-1],
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, scores: list[Score]) -> dict[str, Any]:
+def chat_logprobs(
+    tokenizer: Tokenizer, before: Sequence[int], scores: Sequence[Score]
+) -> dict[str, Any]:
     """Return the `logprobs` field of a chat completion."""
 
-    def entry(token: int, logprob: float | None) -> dict[str, Any]:
-        text = _token_text(tokenizer, token)
+    def entry(names: dict[int, str], token: int, logprob: float | None) -> dict[str, Any]:
+        text = names[token]
         encoded = None if text.startswith("token_id:") else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": encoded}
 
+    named = zip(_name_tokens(tokenizer, before, scores), scores, strict=True)
     content = [
-        entry(token, logprob) | {"top_logprobs": [entry(*other) for other in others]}
-        for token, logprob, others in scores
+        entry(names, token, logprob) | {"top_logprobs": [entry(names, *other) for other in others]}
+        for (_, names), (token, logprob, others) in named
     ]
     return {"content": content, "refusal": None}

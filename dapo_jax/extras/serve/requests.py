@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from dapo_jax.config.experiment import ServeConfig
+from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve.budgets import AUTO
 from dapo_jax.extras.serve.errors import RequestError, need
 from dapo_jax.extras.serve.generator import ResponseRequest, ResponseSampling
 from dapo_jax.extras.serve.logprobs import MAX_LIKELIEST
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.tool_calls import tools_problem
+from dapo_jax.runtime.tool_calls import read_message, tools_problem
 from dapo_jax.types.structs import SamplingRule
 
 MAX_STOPS = 4
@@ -21,7 +22,7 @@ TOO_LONG = "context_length_exceeded"
 ROLES = {  # and the fields of their messages besides role and content
     "system": (),
     "user": (),
-    "assistant": ("tool_calls", "refusal"),
+    "assistant": ("tool_calls",),
     "tool": ("tool_call_id", "name"),
 }
 # Fields that are not served, with the values that ask for nothing (null always asks for nothing).
@@ -148,11 +149,14 @@ class ServedModel:
                 allowed = f"at most {self.prompt_bytes}, the most that {limit} tokens hold"
                 message = f"{field} has {size} bytes: must have {allowed}"
                 raise RequestError(message, param, code=TOO_LONG)
-            prompt = self.tokenizer.encode_prompt(prompt)
+            try:
+                prompt = self.tokenizer.encode_prompt(prompt)
+            except ConfigError as error:
+                raise RequestError(f"{field}: {error}", param) from None
         if not 0 < len(prompt) <= limit:
             message = f"{field} has {len(prompt)} tokens: must have from 1 to {limit}"
             raise RequestError(message, param, code=TOO_LONG if prompt else None)
-        vocab = self.tokenizer.backend.get_vocab_size()
+        vocab = min(self.tokenizer.backend.get_vocab_size(), self.tokenizer.rows)
         for index, token in enumerate(prompt):
             if not 0 <= token < vocab:
                 message = f"{field}[{index}] = {token}: must be from 0 to {vocab - 1}"
@@ -293,52 +297,25 @@ def _chat_prompt(fields: dict[str, Any], model: ServedModel, tools: list) -> lis
     if chat is None:
         message = "messages: the model's folder has no chat template; use /v1/completions"
         raise RequestError(message, "messages")
-    if fields.get("tools") and not chat.writes_tools:
-        raise RequestError("tools: the model's chat template does not use tools", "tools")
     if "messages" not in fields:
         raise RequestError("messages is missing", "messages")
-    messages = [_message(f"messages[{i}]", item) for i, item in enumerate(fields["messages"])]
+    messages = [_message(f"messages[{i}]", m, chat) for i, m in enumerate(fields["messages"])]
     try:
         text = chat.render(messages, "messages", tools=tools)
     except ConfigError as error:
-        raise RequestError(str(error), "messages") from None
-    if not _is_text(text):
-        raise RequestError("messages: must be valid Unicode", "messages")
+        raise RequestError(str(error), error.field or "messages") from None
     return [model.prompt_ids("messages", text)]
 
 
-def _message(field: str, value: Any) -> dict[str, Any]:
+def _message(field: str, value: Any, chat: ChatTemplate) -> dict[str, Any]:
     """Return a message for the chat template. Raise `RequestError` naming `field`."""
     role: Any = value.get("role") if isinstance(value, dict) else None
     need(role in list(ROLES), f"{field}.role", role, "one of " + ", ".join(ROLES))
     message = {key: item for key, item in value.items() if item is not None and key != "refusal"}
     for key in message:
-        if key not in ("role", "content", *ROLES[role]):
+        if key not in ("role", "content", *ROLES[role]) and not chat.reads(key):
             raise RequestError(f"{field}: {reprlib.repr(key)}: is not served", field)
-    calls = _tool_calls(f"{field}.tool_calls", message.pop("tool_calls", []))
-    content = message.get("content", "" if calls else None)
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(parts) == len(content) and all(_is_text(part.get("text")) for part in parts):
-            content = "".join(part["text"] for part in parts)
-    allowed = "text, or a list of parts of type 'text'"
-    need(_is_text(content), f"{field}.content", content, allowed)
-    return message | {"content": content} | ({"tool_calls": calls} if calls else {})
-
-
-def _tool_calls(field: str, calls: Any) -> list[dict[str, Any]]:
-    """Return the calls of an earlier answer, with their arguments parsed, for the template."""
-    parsed = []
     try:
-        for call in calls:
-            function = call["function"]
-            arguments = function.get("arguments", {})
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments)
-            if not (_is_text(function["name"]) and isinstance(arguments, dict)):
-                raise ValueError
-            function = {"name": function["name"], "arguments": arguments}
-            parsed.append({"type": "function", "function": function})
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        need(False, field, calls, "a list of functions with a name and a JSON object of arguments")
-    return parsed
+        return read_message(message)
+    except ValueError as error:
+        raise RequestError(f"{field}: {error}", field) from None

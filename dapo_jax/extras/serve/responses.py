@@ -29,28 +29,33 @@ class _Piece(NamedTuple):
 
 
 class _Choice:
-    """Tokens and text of one response so far; `ended`: an end token was sampled."""
+    """Tokens and text of one response so far; `end`: the end token that was sampled."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: list[str], prompt: list[int], budget: int):
-        self._stream = TextStream(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, stop: list[str], prompt: list[int], budget: int, echo: bool
+    ):
+        self._stream = TextStream(tokenizer, () if echo else prompt)
         self._until = UntilStop(stop)
         self._budget = budget
         self.prompt = prompt
         self.ids: list[int] = []
-        self.ended = False
+        self.end: int | None = None
         self.finish_reason = None if budget else "length"
         self.unsent_ids: list[int] = []
-        self.unsent_text = ""
+        self.unsent_text = self._stream.add(prompt) if echo else ""
+        if not budget:
+            self.unsent_text += self._stream.rest()
 
     def add(self, chunk: TokenChunk) -> None:
         self.ids += chunk.ids
         self.unsent_ids += chunk.ids
         self.unsent_text += self._until.add(self._stream.add(chunk.ids))
         is_full = len(self.ids) == self._budget
-        self.ended = chunk.ended and not is_full
-        if self.ended or is_full:
+        self.end = chunk.end
+        has_ended = chunk.ended and not is_full
+        if has_ended or is_full:
             self.unsent_text += self._until.add(self._stream.rest(), last=True)
-        if self._until.stopped or self.ended:
+        if self._until.stopped or has_ended:
             self.finish_reason = "stop"
         elif is_full:
             self.finish_reason = "length"
@@ -75,7 +80,7 @@ class CompletionResponse:
         self._tokenizer = model.tokenizer
         self._scorer = scorer
         self._choices = [
-            _Choice(model.tokenizer, request.stop, prompt, budget)
+            _Choice(model.tokenizer, request.stop, prompt, budget, request.echo)
             for prompt, budget in zip(request.prompts, request.budgets, strict=True)
             for _ in range(request.n)
         ]
@@ -142,9 +147,7 @@ class CompletionResponse:
     async def _pieces(self) -> AsyncIterator[tuple[int, _Piece]]:
         """Yield index and piece of the choices as their tokens arrive."""
         for index, choice in enumerate(self._choices):
-            if self._request.echo:
-                yield index, _Piece(self._tokenizer.decode(choice.prompt))
-            if choice.finish_reason:  # the request asks only for the prompt's echo
+            if self._request.echo:  # and perhaps only this
                 yield index, await self._next_piece(choice)
         async for chunk in self._responses:
             choice = self._choices[chunk.response]
@@ -164,13 +167,12 @@ class CompletionResponse:
             reason = "tool_calls" if calls else piece.finish_reason
             piece = piece._replace(text=text, calls=calls, finish_reason=reason)
         if choice.finish_reason and self._request.likeliest is not None:
-            scored = choice.prompt + choice.ids
-            if choice.ended:
-                scored = [*scored, self._tokenizer.end_ids[0]]
+            scored = choice.prompt + choice.ids + ([] if choice.end is None else [choice.end])
             scores = await asyncio.to_thread(self._scorer.score, scored, self._request.likeliest)
             first = 0 if self._request.echo else len(choice.prompt)
             format_logprobs = chat_logprobs if self._is_chat else completion_logprobs
-            piece = piece._replace(logprobs=format_logprobs(self._tokenizer, scores[first:]))
+            logprobs = format_logprobs(self._tokenizer, scored[:first], scores[first:])
+            piece = piece._replace(logprobs=logprobs)
         return piece
 
     def _choice(self, index: int, piece: _Piece, fields: dict[str, Any]) -> dict[str, Any]:

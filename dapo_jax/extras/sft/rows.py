@@ -3,9 +3,10 @@
 Every answer of an assistant follows exactly the tokens that the sampler would see before it.
 """
 
-import collections
 import functools
 import hashlib
+import itertools
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,10 +15,26 @@ import numpy as np
 from etils import epath
 
 from dapo_jax.config.experiment import WORD_PROBLEMS, OwnData
-from dapo_jax.data.files import MAX_MESSAGES, MalformedRow, RowLog, find_files, read_rows
+from dapo_jax.data.files import (
+    MAX_MESSAGES,
+    MalformedRow,
+    RowLog,
+    find_files,
+    read_rows,
+    shown_name,
+)
 from dapo_jax.data.prompts.templates import Beside, check_chat, check_system, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.data.row_formats import Row, check_text, parse_fields, take_fields
+from dapo_jax.data.row_formats import (
+    TOOLS,
+    Row,
+    check_text,
+    parse_fields,
+    read_messages,
+    read_tools,
+    take_fields,
+)
+from dapo_jax.data.sources import hold_out
 from dapo_jax.extras import gym
 from dapo_jax.extras import words as word_problems
 from dapo_jax.runtime.limits import memory_error_as_config_error
@@ -67,9 +84,9 @@ class Example(NamedTuple):
 
 def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
     """Return the fields by key that data.fields names; may raise `ConfigError`."""
-    keys = [*dict.fromkeys(key for form in forms for key in form), SYSTEM]
+    keys = [*dict.fromkeys(key for form in forms for key in form), SYSTEM, TOOLS]
     fields = parse_fields("data.fields", data.fields, keys)
-    is_complete = any(fields.keys() - {SYSTEM} == set(form) for form in forms)
+    is_complete = any(fields.keys() - {SYSTEM, TOOLS} == set(form) for form in forms)
     allowed = f"one of these forms: {_list_forms(forms)}"
     require(not fields or is_complete, "data.fields", data.fields, allowed)
     check_system(data.template, data.system_prompt, data.fields if SYSTEM in fields else "")
@@ -83,15 +100,10 @@ def _list_forms(forms: Forms) -> str:
 def _read_messages(value: Any, field: str, role: str) -> Messages:
     """Return the messages of a conversation; a text is one message of that role."""
     if isinstance(value, str):
-        text = value.strip() if role == "user" else value
-        return [{"role": role, "content": check_text(text, field)}]
+        return [{"role": role, "content": check_text(value, field)}]
     if not isinstance(value, list) or not value:
         raise MalformedRow(f"{field} is {value!r:.40}, neither text nor messages")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise MalformedRow(f"{field} holds {message!r:.40}, no message with role and content")
-        check_text(message.get("content"), f"the {message['role']}'s message in {field}")
-    return [{k: v for k, v in message.items() if v is not None} for message in value]
+    return read_messages(value, field)
 
 
 class Writer:
@@ -107,7 +119,9 @@ class Writer:
 
     def write(self, row: Any) -> Example:
         """Return the example or pair of a row; raise `MalformedRow` if there is none."""
-        fields = take_fields(row, self._fields) or {k.lower(): value for k, value in row.items()}
+        named = take_fields(row, self._fields)
+        fields = {k.lower(): v for k, v in row.items() if not named or k.lower() == TOOLS} | named
+        self._tools = read_tools(fields)
         form = next((form for form in self._forms if fields.keys() >= set(form)), None)
         if form is None:
             names = ", ".join(fields) or "none"
@@ -139,7 +153,8 @@ class Writer:
         if self._data.template not in ("none", "chat"):
             raise MalformedRow(f"holds messages, not for data.template = {self._data.template!r}")
         try:
-            return self._tokenizer.chat.render(messages, open_answer=open_answer)
+            chat = self._tokenizer.chat
+            return chat.render(messages, open_answer=open_answer, tools=self._tools)
         except ConfigError as error:
             raise MalformedRow(str(error)) from None
 
@@ -157,7 +172,7 @@ class Writer:
 
     def _encode_answer(self, text: str, content: str) -> np.ndarray:
         """Return the ids of an answer to its end token; `content` is the row's part of it."""
-        ids = self._tokenizer.encode(text)
+        ids = self._tokenizer.encode(text, inside=True)
         ends = self._tokenizer.end_ids
         if any(token in ends for token in self._tokenizer.encode(content)[:-1]):
             raise MalformedRow("an answer holds the end token before its end")
@@ -175,7 +190,9 @@ class Writer:
         text = self._render(messages[: place + 1], False)
         if not text.startswith(prompt):
             raise MalformedRow("the chat template does not put the answer right after its prompt")
-        answer = self._encode_answer(text[len(prompt) :], messages[place]["content"])
+        message = messages[place]
+        content = message.get("content", "") + json.dumps(message.get("tool_calls"))
+        answer = self._encode_answer(text[len(prompt) :], content)
         return prompt, Turns.of(self._encode_prompt(prompt), answer)
 
     def _conversation(self, messages: Messages, first: int) -> Example:
@@ -204,7 +221,10 @@ class Writer:
 
     def _plain(self, row: Row, texts: list[str]) -> Example:
         """Return the example of a problem that the template shows, and answers to it."""
-        problem = Problem("", texts[0].strip(), "", "", system=self._system(row))
+        tools = json.dumps(self._tools) if self._tools else ""
+        problem = Problem("", texts[0], "", "", system=self._system(row), tools=tools)
+        if not self._template.shows(problem):
+            raise MalformedRow(f"offers tools, not for data.template = {self._data.template!r}")
         text = self._template.write(problem, Beside(self._tokenizer.chat))
         tokens = self._encode_prompt(text)
         turns = (Turns.of(tokens, self._encode_answer(answer, answer)) for answer in texts[1:])
@@ -224,8 +244,8 @@ class Writer:
             raise MalformedRow(f"{name} ends with no message of the role {ASSISTANT!r}")
         if row.get("prompt") is not None:
             before = _read_messages(row["prompt"], "prompt", "user")
-            whole = [(m["role"], m["content"].strip()) for m in answer]
-            prompt = [(m["role"], m["content"].strip()) for m in before]
+            whole = [(m["role"], m.get("content", "").strip()) for m in answer]
+            prompt = [(m["role"], m.get("content", "").strip()) for m in before]
             if not any(whole[i : i + len(prompt)] == prompt for i in range(len(whole))):
                 if answer[0]["role"] != ASSISTANT:
                     problem = "begins neither with the prompt nor with an answer to it"
@@ -283,16 +303,9 @@ def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example
     allowed = f"below the {len(examples)} examples of {name!r}, from which they are taken"
     require(count < len(examples), "data.heldout_examples", count, allowed)
 
-    prompts = (Problem("", example.text, "", "").fingerprint for example in examples)
-    keys = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
-    held = set()
-    for key, size in sorted(collections.Counter(keys).items()):
-        if size <= count:
-            held.add(key)
-            count -= size
-    pairs = list(zip(examples, keys, strict=True))
-    training = [example for example, key in pairs if key not in held]
-    return training, [example for example, key in pairs if key in held]
+    held = hold_out([Problem("", e.text, "", "").fingerprint for e in examples], count)
+    training = [example for example, is_held in zip(examples, held, strict=True) if not is_held]
+    return training, list(itertools.compress(examples, held))
 
 
 def _rows(data: OwnData, seed: int) -> Iterator[tuple[str, Any]]:
@@ -353,8 +366,8 @@ def read_examples(
     trained = sum(int(turns.trained.sum()) for example in training for turns in example.turns)
     malformed = f" ({counts['malformed']:,} malformed)" if counts["malformed"] else ""
     notes = (
-        f"{data.source}: {len(training):,} {kind} of {counts['rows']:,} rows{malformed}, "
-        f"{trained:,} tokens to learn. Held out: {len(heldout):,}"
+        f"{shown_name(data.source)}: {len(training):,} {kind} of {counts['rows']:,} rows"
+        f"{malformed}, {trained:,} tokens to learn. Held out: {len(heldout):,}"
     )
     return Examples(training, heldout, notes, warnings)
 

@@ -22,6 +22,7 @@ from rich.markup import escape
 from dapo_jax import algorithms
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import GENERATED, Checkpoint, DpoConfig, Packing, SftConfig
+from dapo_jax.config.rates import choose_rates
 from dapo_jax.data import arithmetic
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
@@ -44,10 +45,9 @@ from dapo_jax.learner.update import Learner, learning_rate
 from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.load_huggingface import fingerprint
-from dapo_jax.model.trainable import choose_trained
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.metrics import add_up, feedback_metrics
-from dapo_jax.reporting.notices import rate_warnings
+from dapo_jax.model.trainable import choose_trained, parameter_count
+from dapo_jax.reporting.console import Progress, duration
+from dapo_jax.reporting.metrics import add_up, feedback_metrics, preference_metrics
 from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.run import components
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
@@ -161,7 +161,7 @@ def open_examples(
     examples = read_examples(data, tokenizer, config.packing.row_tokens, forms, config.seed)
     processes.check_same(lambda: {f"the data of {data.source}": examples.digest()})
     progress.say(escape(f"data: {examples.notes}"))
-    for warning in [*examples.warnings, *rate_warnings(config.optimizer.learning_rate)]:
+    for warning in examples.warnings:
         progress.warn(escape(warning))
     count, size = len(examples.training), getattr(config, per_step)
     require(size <= count, per_step, size, f"at most {count}, the number of training examples")
@@ -249,6 +249,12 @@ def _train(config: SftConfig | DpoConfig, signals: Signals) -> None:
             policy_learner, score, config.optimizer, start.decoder, start.mesh, frozen=start.frozen
         )
         task = open_task(start, learner, signals)
+        size = parameter_count(start.decoder)
+        config, lines, warnings = choose_rates(config, size, task.steps)
+        for line in lines:
+            Progress().say(escape(line))
+        for warning in warnings:
+            Progress().warn(escape(warning))
         digests = dict(task.digests)
         if config.start:
             digests[config.start] = load_huggingface.fingerprint(config.start)
@@ -335,7 +341,7 @@ class SupervisedRun:
         self._state: TrainState | None = None
         self._writer: MetricRows | None = None
         self._pending: tuple[int, dict[str, float], dict[str, Mean]] | None = None
-        self._started = time.perf_counter()
+        self._shown = 0, time.perf_counter()  # step and time of the newest line
 
     def __enter__(self) -> "SupervisedRun":
         with contextlib.ExitStack() as stack:
@@ -401,9 +407,12 @@ class SupervisedRun:
         metrics = self._flush()
         labels = self.task.labels
         numbers = "  ".join(f"{labels[n]} {metrics[n]:.4f}" for n in labels if n in metrics)
-        seconds = time.perf_counter() - self._started
-        total = self.task.steps
-        Progress().say(f"{self._name} step {step:>5}/{total}  {numbers}  {seconds:.0f} s")
+        now, total = time.perf_counter(), self.task.steps
+        seconds = (now - self._shown[1]) / max(1, step - self._shown[0])
+        self._shown = step, now
+        eta = f"  ETA {duration(seconds * (total - step))}" * (step < total)
+        text = f"{self._name} step {step:>5}/{total}  {numbers}  {seconds:.2g} s a step{eta}"
+        Progress().say(text)
 
     def after_step(self, state: TrainState) -> None:
         """End the newest step; its line is written before a checkpoint has it."""
@@ -578,14 +587,11 @@ def pair_feedback(
 def _preferences(
     beta: float, now: Sequence[np.ndarray], reference: Sequence[np.ndarray], prefix: str
 ) -> dict[str, float]:
-    """Return mean loss and accuracy of pairs; a margin of 0 counts half."""
+    """Return the metrics of pairs, chosen and rejected in turns."""
     both = zip(now, reference, strict=False)
     gains = np.array([np.sum(np.float64(policy) - before) for policy, before in both])
     margins = gains[0::2] - gains[1::2]
-    return {
-        f"{prefix}preference_loss": float(np.logaddexp(0.0, -beta * margins).mean()),
-        f"{prefix}preference_accuracy": float(np.mean((np.sign(margins) + 1) / 2)),
-    }
+    return {f"{prefix}{name}": value for name, value in preference_metrics(margins, beta).items()}
 
 
 def _open_dpo(start: Start, learner: Learner, signals: Signals) -> Task:

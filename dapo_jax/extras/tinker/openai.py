@@ -37,7 +37,8 @@ class StoredResponses:
                 raise RequestError(json.loads(result or b"{}").get("error", "no result"))
             for sequence in MESSAGES["SampleResponse"].FromString(result).sequences:
                 ids = np.frombuffer(sequence.tokens, np.int32).tolist()
-                yield TokenChunk(number, ids[:-1] if ids[-1] in self._end_ids else ids, ended=True)
+                end = ids.pop() if ids[-1] in self._end_ids else None
+                yield TokenChunk(number, ids, True, end)
                 number += 1
 
     def cancel(self, index: int) -> None:

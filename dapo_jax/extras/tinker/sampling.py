@@ -104,7 +104,7 @@ class Decoding:
         self.weights = weights
         self.params = params
         self._engine = engine
-        self._decode = tokenizer.backend.decode
+        self._decode = tokenizer.decode_all
         self._state = engine.init_decode_state()
         self._running: dict[int, tuple[SampleJob, int]] = {}  # job and sample number by slot
         self._seen: dict[int, int] = {}  # tokens that were searched for an end, by slot
@@ -167,7 +167,7 @@ class Decoding:
                 return length
             if job.stop_texts:
                 tail = tokens[max(0, length - window) : length].tolist()
-                text = self._decode(tail, skip_special_tokens=False)
+                (text,) = self._decode([tail], special=True)
                 if any(stop in text for stop in job.stop_texts):
                     return length
         return None

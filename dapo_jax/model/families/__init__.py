@@ -1,5 +1,6 @@
 """Model families by `model_type` of config.json, one file each."""
 
+import dataclasses
 import functools
 
 from dapo_jax import registry
@@ -9,6 +10,7 @@ from dapo_jax.model.families.gpt_oss import GPT_OSS
 from dapo_jax.model.families.llama import LLAMA
 from dapo_jax.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from dapo_jax.model.families.olmo3 import OLMO3
+from dapo_jax.model.families.published_defaults import DEFAULTS
 from dapo_jax.model.families.qwen2 import QWEN2
 from dapo_jax.model.families.qwen3 import QWEN3
 from dapo_jax.model.families.qwen3_moe import QWEN3_MOE
@@ -28,4 +30,5 @@ def family_names() -> list[str]:
 @functools.cache
 def family_of(model_type: str) -> Family:
     """Return the family of one of the `family_names`."""
-    return _FAMILIES.get(model_type) or registry.find("families", model_type)
+    family = _FAMILIES.get(model_type) or registry.find("families", model_type)
+    return dataclasses.replace(family, defaults=DEFAULTS.get(model_type, {}) | family.defaults)

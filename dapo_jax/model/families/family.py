@@ -1,6 +1,7 @@
 """Declaration of a model family: fields of its config.json, names of its tensors, rotations."""
 
 import dataclasses
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,21 @@ EXPERT_TENSORS = LAYER_TENSORS | {
     "moe/expert_up/kernel": "mlp.experts.{}.up_proj.weight",
     "moe/expert_down/kernel": "mlp.experts.{}.down_proj.weight",
 }
+
+
+def same_value(said: dict[str, Any]) -> Any:
+    """Return the value of a setting that several fields may hold. Raises ValueError if two differ.
+
+    Fields that are null are left out; if all are, it is None.
+    """
+    first, *others = [n for n, value in said.items() if value is not None] or [*said]
+    for name in others:
+        if said[name] != said[first]:
+            values = (
+                f"{first} = {reprlib.repr(said[first])} and {name} = {reprlib.repr(said[name])}"
+            )
+            raise ValueError(f"{values}: must be equal")
+    return said[first]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +76,14 @@ class Family:
     classifier_name: str = ""  # prefix of its class with a scalar head, if it differs
     # Fields of DecoderConfig that are the same for all models of the family.
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Additional fields of config.json, by field of DecoderConfig, and names in newer folders.
+    # Additional fields of config.json, by field of DecoderConfig.
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     optional: tuple[str, ...] = ()  # of these names, those that may be null or left out
     # Makes a config.json uniform before it is read; raises ValueError.
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
     biases: tuple[str, ...] = ()  # fields of config.json, from `config_json.BIASES`
-    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # of fields left out
+    # Of fields left out, besides those of `published_defaults`.
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     # The only supported values of fields that would change the computed numbers.
     required: dict[str, Any] = dataclasses.field(default_factory=lambda: {"hidden_act": "silu"})
     activation_field: str = "hidden_act"  # field of `required` that names the activation function

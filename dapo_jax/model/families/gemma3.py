@@ -15,13 +15,7 @@ GEMMA3 = Family(
     },
     fields={"query_scalar": "query_pre_attn_scalar"},
     biases=("attention_bias",),
-    defaults={
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "tie_word_embeddings": True,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-    },
+    defaults={"query_pre_attn_scalar": 256, "rope_local_base_freq": 1e4},
     required={
         "hidden_activation": "gelu_pytorch_tanh",
         "attn_logit_softcapping": None,

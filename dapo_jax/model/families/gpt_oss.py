@@ -1,8 +1,4 @@
-"""gpt-oss: attention sinks, and experts with biases and clipped gates.
-
-Defaults are those of GptOssConfig in transformers 5.23; openai/gpt-oss-20b and 120b state all but
-the pattern.
-"""
+"""gpt-oss: attention sinks, and experts with biases and clipped gates."""
 
 from dapo_jax.model.families.family import EXPERT_TENSORS, LAYER_TENSORS, Family, Windows
 from dapo_jax.model.layers import GATE_LIMIT, GATE_SHARPNESS
@@ -20,11 +16,10 @@ GPT_OSS = Family(
     fields={"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     biases=("attention_bias",),
     defaults={
-        "head_dim": 64,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
         "attention_bias": True,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150_000.0,
-        "rope_scaling": {
+        "rope_parameters": {
             "rope_type": "yarn",
             "factor": 32.0,
             "truncate": False,

@@ -9,7 +9,6 @@ OLMO3 = Family(
     class_name="Olmo3",
     fixed={"qk_norm": True, "whole_qk_norm": True, "in_norms": False, "out_norms": True},
     biases=("attention_bias",),
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
     windows=Windows(by_layer=True, period=4),
     local_rope=True,
     tensors={path: name for path, name in LAYER_TENSORS.items() if path not in _NO_TENSORS}

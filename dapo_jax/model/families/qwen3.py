@@ -7,6 +7,5 @@ QWEN3 = Family(
     class_name="Qwen3",
     fixed={"qk_norm": True},
     biases=("attention_bias",),
-    defaults={"head_dim": 128},
     windows=Windows(switch=True, by_layer=True, first=28),
 )

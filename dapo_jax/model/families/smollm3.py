@@ -6,7 +6,6 @@ SMOLLM3 = Family(
     model_type="smollm3",
     class_name="SmolLM3",
     biases=("attention_bias", "mlp_bias"),
-    defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
     required={"hidden_act": "silu", "use_sliding_window": False},
     rotary_interval=4,
 )

@@ -165,7 +165,7 @@ def latest_valid(
 
 def _remove_unfinished(folder: epath.Path) -> None:
     """Remove the checkpoints that a kill or a failed save left incomplete."""
-    for path in folder.iterdir():
+    for path in folder.glob("*"):  # an empty folder of a bucket does not exist
         is_unmarked = is_remote(folder) and path.name.isdigit() and not (path / COMMITTED).exists()
         if UNNAMED in path.name or is_unmarked:
             path.rmtree()
@@ -213,6 +213,8 @@ class Checkpoints:
             for step in damaged:
                 aside = epath.Path(folder_at(self._run_dir, DAMAGED)) / str(step)
                 aside.parent.mkdir(parents=True, exist_ok=True)
+                if is_remote(self._run_dir):  # an empty folder does not exist
+                    (aside.parent / "moved").write_text(str(step))
                 if aside.exists():
                     aside.rmtree()
                 (self._folder / str(step)).rename(aside)

@@ -9,15 +9,37 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dapo_jax.config.experiment import Config
+from dapo_jax.config.algorithm import OWN_FUNCTIONS
+from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.config.user_code import resolve
+from dapo_jax.data.difficulty import parse_range
 from dapo_jax.data.prompt_stream import PromptStream
-from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.data.prompts.templates import open_template, open_text
+from dapo_jax.data.row_formats import FIELDS, parse_fields
+from dapo_jax.data.sources import parse_sources
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
-from dapo_jax.runtime.rules import Rule, When
+from dapo_jax.runtime.rules import Rule, When, is_own
 from dapo_jax.runtime.settings import ConfigError, leaves, require, rules
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
+from dapo_jax.types.structs import DIGEST_CHARACTERS
+
+
+def _list(text: str) -> list[str]:
+    return [entry.strip() for entry in text.split(",")]
+
+
+# Readers of settings that have several spellings.
+MEANINGS: dict[str, Callable[[str], Any]] = {
+    "reward.parts": lambda text: Reward(parts=text).weights(),
+    "data.source": lambda text: list(parse_sources("data.source", text).items()),
+    "data.heldout_source": lambda text: list(parse_sources("data.heldout_source", text).items()),
+    "data.fields": lambda text: parse_fields("data.fields", text, FIELDS),
+    "data.difficulty": parse_range,
+    "environment.tools": _list,
+    "lora.targets": lambda text: sorted(_list(text)),
+    **dict.fromkeys(("data.folder", "model.folder", "teacher.folder"), os.path.normpath),
+}
 
 
 @dataclasses.dataclass
@@ -30,7 +52,7 @@ class RunProgress:
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
     position: int = 0  # index of the next prompt in the data
     kept_fraction: float = 1.0  # of groups that carried signal: the next step samples ahead by it
-    pools: dict[str, bool] = dataclasses.field(default_factory=dict)  # resting problems by id
+    pools: dict[str, bool] = dataclasses.field(default_factory=dict)  # resting problems by digest
     carried_bytes: int = 0  # of the entry with the groups that the next step continues
     ahead_bytes: int = 0  # of the entry with the rollouts of the next steps
     has_behaviour: bool = False  # whether the policy before the newest update has to sample more
@@ -79,7 +101,7 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
     """Return a digest of what a run computes: 16 hexadecimal digits."""
     known = with_defaults(settings)
-    fixed = {name: value for name, value in settings.items() if not may_change(name, known)}
+    fixed = {n: meaning(n, v) for n, v in settings.items() if not may_change(n, known)}
     text = json.dumps([fixed, inputs], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -89,8 +111,9 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
     settings, saved = _resolved(settings), _resolved(saved)
     changed = []
     for name, value in settings.items():
-        if value != saved.get(name) and not may_change(name, settings):
-            before = saved.get(name)
+        before = saved.get(name)
+        is_same = meaning(name, value) == meaning(name, before)
+        if not is_same and not may_change(name, settings):
             changed.append(f"config.{name} = {value!r}, but the run was made with {before!r}")
     if changed:
         raise ConfigError(
@@ -105,6 +128,16 @@ def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
     preset = others.pop("algorithm.critic_pretrain_steps")
     steps = others["critic.pretrain_steps"]
     return others | {"critic.pretrain_steps": preset if steps < 0 else steps}
+
+
+def meaning(name: str, value: Any) -> Any:
+    """Return a value that is equal for spellings of one setting, such as rule=1 and rule=1.0."""
+    if not isinstance(value, str) or not value:
+        return float(value) if type(value) is int else value
+    try:
+        return MEANINGS[name](value) if name in MEANINGS else value
+    except ConfigError:  # of an earlier version
+        return value
 
 
 def frozen_content(folder: str) -> str:
@@ -125,6 +158,8 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
         content["lora.folder"] = peft_adapters.fingerprint(config.lora.folder)
     if digest := open_template(config.data.template).digest:
         content["data.template"] = digest
+    if config.data.user_template:
+        content["data.user_template"] = open_text(config.data.user_template).digest
     settings = {name: value for name, _, value in leaves(config)}
     if heldout_problems is not None:
         settings["data.heldout_problems"] = heldout_problems
@@ -141,8 +176,9 @@ def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
 def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
     """Return digests of the data, by source, and of the user's code, by module:function."""
     functions = {name: "reward.parts" for name in config.reward.weights() if ":" in name}
-    if config.algorithm.token_weights:
-        functions[config.algorithm.token_weights] = "algorithm.token_weights"
+    for field in ("token_weights", *OWN_FUNCTIONS):
+        if is_own(name := getattr(config.algorithm, field)):
+            functions[name] = f"algorithm.{field}"
     code = {}
     for name, field in functions.items():
         if not name.startswith((IN_PROCESS_PREFIX, PICKLED_PREFIX)):
@@ -173,11 +209,16 @@ def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str
     check_same_run(now.settings, settings)
     if changed and config.data.changed == "refuse":
         raise ConfigError(
-            f"config.data.changed = 'refuse': the data differ from those the run began with: "
-            f"{changed}. Restore them, choose another run_dir, or pass --config.data.changed=allow"
+            "config.data.changed = 'refuse': the data differ from those the run began with, or an "
+            f"earlier version of dapo_jax chose them: {changed}. Restore them, choose another "
+            "run_dir, or pass --config.data.changed=allow"
         )
     if changed:
         warn(f"{changed}. Problems that are held out now may have been trained on")
+    if any(len(key) != DIGEST_CHARACTERS for key in saved.progress.pools):
+        warn(
+            "another version of dapo_jax named the resting problems: all problems are active again"
+        )
     code = saved.inputs.get("code", {})
     for name, digest in now.inputs["code"].items():
         if code.get(name, digest) != digest:

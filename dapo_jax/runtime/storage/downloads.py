@@ -18,6 +18,7 @@ from dapo_jax.runtime.storage.retries import is_refusal, reason
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # config, tokenizer, templates
 WEIGHTS = ("*.safetensors",)
+MORE_TEMPLATES = "additional_chat_templates"  # a folder in the folder
 MAX_PARALLEL = 8  # files; a single one does not use a host's bandwidth
 Stats = dict[str, tuple[int, Any]]  # size in bytes and time of files, by name
 
@@ -28,6 +29,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _download(source: epath.Path, target: pathlib.Path, size: int) -> None:
     """Copy a file, and give it its name once it is complete."""
+    target.parent.mkdir(exist_ok=True)
     unfinished = target.with_name(f"{target.name}.unfinished")
     source.copy(epath.Path(unfinished), overwrite=True)
     if unfinished.stat().st_size != size:
@@ -39,7 +41,7 @@ def _complete(folder: epath.Path, copy: pathlib.Path, stats: Stats, field: str) 
     """Download the files that a copy lacks; other processes wait."""
     copy.mkdir(parents=True, exist_ok=True)
     with FileLock(copy.parent / "lock"):
-        local = {file.name: file.stat().st_size for file in copy.iterdir()}
+        local = {name: (copy / name).stat().st_size for name in stats if (copy / name).exists()}
         missing = {name: size for name, (size, _) in stats.items() if local.get(name) != size}
         total, free = sum(missing.values()), shutil.disk_usage(copy).free
         if total > free:
@@ -67,6 +69,8 @@ def _locate(name: str, field: str) -> tuple[pathlib.Path, Stats]:
     """Return the path of a bucket folder's copy, and its files; the same in a whole process."""
     folder = epath.Path(name)
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if MORE_TEMPLATES in names:
+        names += [f"{MORE_TEMPLATES}/{path.name}" for path in (folder / MORE_TEMPLATES).iterdir()]
     names = sorted(name for name in names if _matches(name, SMALL + WEIGHTS))
     with concurrent.futures.ThreadPoolExecutor(MAX_PARALLEL) as pool:
         sizes = zip(names, pool.map(lambda name: (folder / name).stat(), names), strict=True)

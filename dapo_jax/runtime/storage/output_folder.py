@@ -44,11 +44,16 @@ def _names(folder: pathlib.Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if not name.startswith(OWN_PREFIX))
 
 
+def _empty(folder: pathlib.Path) -> None:
+    for name in _names(folder):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def _remove(folder: pathlib.Path) -> None:
     """Remove an output folder, its mark last, so that a killed removal can be repeated."""
     with contextlib.suppress(OSError):
-        for name in _names(folder):
-            (folder / name).unlink()
+        _empty(folder)
         shutil.rmtree(folder)
 
 
@@ -189,7 +194,7 @@ def try_bucket(folder: Folder, field: str, value: str) -> None:
     path = folder / f"{OWN_PREFIX}{os.getpid()}"
     try:
         path.write_bytes(b"")
-        path.unlink()
+        path.unlink(missing_ok=True)  # a try whose answer was lost has removed it
     except Exception as error:
         if not (isinstance(error, OSError) or is_refusal(error)):
             raise
@@ -215,12 +220,11 @@ def replace(field: str, value: str, kind: str) -> Iterator[pathlib.Path | None]:
         if old.path.exists() and not target.path.exists():
             old.path.rename(target.path)
         _remove(old.path)
-        for name in _names(new.path):
-            (new.path / name).unlink()
+        _empty(new.path)
         try:
             yield new.path
-            for name in _names(new.path):
-                with (new.path / name).open("rb") as file:
+            for path in filter(pathlib.Path.is_file, new.path.rglob("*")):
+                with path.open("rb") as file:
                     os.fsync(file.fileno())
             mark = {"kind": kind, "files": _names(new.path)}
             write_text(new.path / MARK, json.dumps(mark, indent=2))

@@ -68,7 +68,8 @@ def reason(error: BaseException) -> str:
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = (str(error).splitlines() or [""])[0][:SHOWN_CHARACTERS]
+    text = re.sub(r"(http\S+/)?\bb/([\w.-]+)/o\b\S*", r"gs://\2", str(error))  # gcsfs's paths
+    text = (text.splitlines() or [""])[0][:SHOWN_CHARACTERS]
     is_said = text and isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
     return text if is_said else f"{type(error).__name__}: {text}"
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
+from dapo_jax.runtime import signal_handlers
+
 READY_LINE = b'{"ready": true}\n'
 MAX_MEMORY_BYTES = 2 << 30  # address space; resident memory is far smaller
 PARENT_CHECK_SECONDS = 1.0
@@ -72,10 +74,10 @@ def serve(make_answer: Callable[[], Callable[[dict], dict]]) -> None:
     """Answer requests until their pipe closes. A reply has the id of its request.
 
     Signals to the process group are ignored: the trainer handles them, and a worker that died of
-    one would lose pending replies.
+    one would lose pending replies. Children of the worker are ended by them.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal_handlers.install(number, signal_handlers.ignore)
     requests, output = _take_channel()
     answer = make_answer()
     exit_with_parent()

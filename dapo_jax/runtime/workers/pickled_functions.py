@@ -122,12 +122,36 @@ def register_function(
     return name
 
 
+def register_own(function: Callable, field: str) -> str:
+    """Return a name for a function that this process calls; a changed one has another name."""
+    if _is_importable(function):
+        return register_function(function, in_process=False)
+    taken = [name for name, other in _functions.items() if not _is_same(function, other)]
+    return register_function(function, in_process=True, taken=taken, field=field)
+
+
+def _is_same(function: Callable, other: Callable) -> bool:
+    """Return whether two functions have equal code and variables, as of a cell that runs again."""
+
+    def content(function: Any) -> tuple:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        return function.__code__, function.__defaults__, function.__kwdefaults__, cells
+
+    try:
+        return function is other or content(function) == content(other)
+    except Exception:  # objects that are no functions, or that can't be compared
+        return False
+
+
 def find_registered(field: str, name: str) -> Callable | None:
     """Return the function that `register_function` named; None for a name `module:function`."""
     if not name.startswith((PICKLED_PREFIX, IN_PROCESS_PREFIX)):
         return None
     option = ", in_process=True" * name.startswith(IN_PROCESS_PREFIX)
-    allowed = f"given by the program: dapo_jax.train(config, reward=function{option})"
+    call = f"dapo_jax.train(config, reward=function{option})"
+    if field.startswith("algorithm."):
+        call = f"config.{field} = function"
+    allowed = f"given by the program: {call}"
     require(name in _functions, field, name, allowed)
     return _functions[name]
 

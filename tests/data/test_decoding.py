@@ -1,0 +1,134 @@
+"""Texts of tokens after other tokens, for vocabularies over bytes and such that mark words."""
+
+import asyncio
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from word_marks import KINDS, SPECIAL, make_tokenizer
+
+from dapo_jax.config.experiment import OwnData
+from dapo_jax.data.prompts.templates import ChatTemplate
+from dapo_jax.data.prompts.tokenizer import TextStream
+from dapo_jax.environments.transcript import Transcript
+from dapo_jax.extras.serve.logprobs import Score, chat_logprobs, completion_logprobs
+from dapo_jax.extras.sft.rows import EXAMPLES, Writer
+from dapo_jax.extras.tinker.messages import MESSAGES
+from dapo_jax.extras.tinker.openai import StoredResponses
+from dapo_jax.extras.tinker.sampling import Decoding
+from dapo_jax.extras.tinker.store import State
+
+TEXTS = ("hello world", "def f(x):\n    return x", "  hello  world ", "x 你🙂 é\n", "hello hello")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_stream_and_pieces_are_the_rest_of_the_whole(kind, text):
+    tokenizer = make_tokenizer(kind)
+    ids = tokenizer.encode(text)
+    text = tokenizer.decode(ids)  # Metaspace loses a blank at the start
+    for place in range(len(ids) + 1):
+        before, after = ids[:place], ids[place:]
+        stream = TextStream(tokenizer, before)
+        streamed = "".join([*(stream.add([token]) for token in after), stream.rest()])
+        head = tokenizer.decode(before)
+        assert "\ufffd" not in streamed
+        if head and "\ufffd" not in head:
+            assert head + streamed == text
+            assert tokenizer.decode_all([after]) == [streamed] == ["".join(tokenizer.split(after))]
+        assert TextStream(tokenizer, before).rest(after) == streamed
+
+
+def test_a_lone_blank_and_a_first_blank_are_texts():
+    for kind in ("llama", "metaspace"):
+        tokenizer = make_tokenizer(kind)
+        ids = [tokenizer.backend.token_to_id(piece) for piece in ("▁", "▁world", "hello")]
+        assert tokenizer.split(ids) == [" ", " world", "hello"]
+        assert tokenizer.decode_all([ids, ids[1:]]) == ["  worldhello", " worldhello"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("echo", [False, True])
+def test_tokens_and_offsets_are_places_in_the_text(kind, echo):
+    tokenizer = make_tokenizer(kind)
+    for text in TEXTS:
+        ids = [1, *tokenizer.encode(text)] if kind != "bytes" else tokenizer.encode(text)
+        first = 0 if echo else 3
+        before, after = ids[:first], ids[first:]
+        shown = TextStream(tokenizer, before).rest(after)
+        scores = [Score(token, -1.0, [(token, -1.0)]) for token in after]
+        fields = completion_logprobs(tokenizer, before, scores)
+        places = zip(fields["tokens"], fields["text_offset"], strict=True)
+        for token, (name, at) in zip(after, places, strict=True):
+            is_hidden = name.startswith("token_id:") or token in tokenizer.special
+            assert is_hidden or shown[at : at + len(name)] == name
+        assert not any(name.startswith("token_id:") for name in fields["tokens"]) or "你" in text
+
+
+def test_different_candidates_have_different_names():
+    tokenizer = make_tokenizer("llama")
+    spell = tokenizer.backend.token_to_id
+    before = tokenizer.encode("x")
+    same = (spell("x"), spell("<0x78>"))  # the letter, and its byte
+    pairs = itertools.pairwise([*same, spell("▁hello"), spell("hello"), spell("▁"), END := 2])
+    for first, second in pairs:
+        score = Score(first, -1.0, [(second, -0.5), (first, -1.0)])
+        (top,) = completion_logprobs(tokenizer, before, [score])["top_logprobs"]
+        (entry,) = chat_logprobs(tokenizer, before, [score])["content"]
+        assert sorted(top.values()) == [-1.0, -0.5] and entry["token"] in top
+    names = [tokenizer.split([token])[0] for token in same]
+    assert (
+        names == ["x", "x"]
+        and f"token_id:{same[1]}"
+        in completion_logprobs(tokenizer, before, [Score(same[0], -1.0, [(same[1], -2.0)])])[
+            "top_logprobs"
+        ][0]
+    )
+    assert completion_logprobs(tokenizer, before, [Score(END, -1.0, [])])["tokens"] == [SPECIAL[2]]
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_an_answer_follows_its_prompt_without_another_blank(kind):
+    tokenizer = make_tokenizer(kind)
+    tokenizer.chat = ChatTemplate(PLAIN)
+    for answer in ("return x", " return x", "  x", "\nx", "x\n"):
+        for prompt in ("def f(x):\n    ", "x: ", "x"):
+            row = {"prompt": prompt, "completion": answer}
+            for template, shown in (("none", prompt), ("chat", f"user:{prompt}assistant:")):
+                writer = Writer(OwnData(template=template), tokenizer, EXAMPLES)
+                (turns,) = writer.write(row).turns
+                whole = [*turns.prompt.tolist(), *turns.response.tolist()]
+                assert tokenizer.decode(whole) == shown + answer
+    tokens, _ = Transcript(tokenizer, chat=False).tokens([{"role": "user", "content": "x"}], 9)
+    assert tokenizer.decode([*tokenizer.encode("hello"), *tokens]) == "hellox"
+
+
+def test_a_stop_text_may_begin_with_the_blank_of_a_first_word():
+    tokenizer = make_tokenizer("llama")
+    decoding = Decoding.__new__(Decoding)
+    decoding._decode = tokenizer.decode_all
+    job = SimpleNamespace(stop_ids=(), stop_texts=(" world",))
+    tokens = np.array([tokenizer.backend.token_to_id("▁world")])
+    assert decoding._find_stop(job, tokens, 0, 1) == 1
+
+
+def test_the_end_token_of_a_stored_response_is_its_own():
+    message = MESSAGES["SampleResponse"]()
+    for ids in ([5, 9], [5, 6], [7]):
+        message.sequences.add(tokens=np.array(ids, np.int32).tobytes())
+
+    async def wait(_):
+        return State.DONE, message.SerializeToString()
+
+    async def read():
+        return [chunk async for chunk in StoredResponses(["r"], wait, (7, 9))]
+
+    found = [(chunk.ids, chunk.end) for chunk in asyncio.run(read())]
+    assert found == [([5], 9), ([5, 6], None), ([], 7)]

@@ -1,0 +1,145 @@
+"""Functions of the user in place of an advantage, ratio, region, weight, KL or aggregate."""
+
+import dataclasses
+import pathlib
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from command_lines import RL, load
+from small_runs import make_quick_config, read_rows
+
+from dapo_jax.algorithms import Algorithm, preset
+from dapo_jax.config.algorithm import OWN_FUNCTIONS
+from dapo_jax.config.experiment import Config
+from dapo_jax.learner.advantages import ESTIMATORS, estimate, gather_feedback
+from dapo_jax.learner.losses import (
+    KL_ESTIMATORS,
+    LOSS_WEIGHTS,
+    RATIOS,
+    REGIONS,
+    WEIGHTS,
+    policy_loss,
+)
+from dapo_jax.run.checkpointing.same_run import run_settings
+from dapo_jax.run.run import train
+from dapo_jax.runtime.settings import ConfigError
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/own_algorithm.md"
+INDEX = np.array([[[0, 0, 1, 1, 1, 2, -1, -1]]])
+
+
+def make_feedback(rewards=(1.0, 0.0, 5.0)):
+    groups, correct = np.zeros(3, int), np.array([True, False, True])
+    return gather_feedback(INDEX, np.array(rewards), groups=groups, correct=correct)
+
+
+@pytest.fixture
+def mine(write_module):
+    """The module of the page."""
+    write_module("mine", re.search(r"```python\n(# mine\.py.*?)```", PAGE.read_text(), re.S)[1])
+    import mine
+
+    return mine
+
+
+def test_the_page_shows_an_advantage_and_a_region(mine):
+    algorithm = Algorithm(advantage="mine:median_centre", region=mine.wide_region)
+    assert algorithm.region == "mine:wide_region"
+    found = estimate(algorithm, make_feedback()).advantages
+    assert found.tolist() == [[[0, 0, -1, -1, -1, 4, 0, 0]]]
+    old, ones = jnp.log(jnp.array([[0.5, 0.9]])), jnp.ones((1, 2))
+    new = old + jnp.log(1.35)
+    _, info = policy_loss(algorithm, new, old, ones, ones, ones.astype(int))
+    assert info["clipped_high"].tolist() == [[0.0, 1.0]]  # 1 + 0.28 * 1.5 and 1 + 0.28 * 1.1
+
+
+def test_a_run_with_own_copies_of_all_equals_the_run_without(base, tmp_path, alone):
+    plain = preset("grpo")
+    own = dataclasses.replace(
+        plain,
+        advantage=lambda algorithm, feedback: ESTIMATORS["group_zscore"](algorithm, feedback),
+        ratio=lambda log_ratio, segment_ids, trained: RATIOS["token"](
+            log_ratio, segment_ids, trained
+        ),
+        region=lambda algorithm, ratio, p, old: REGIONS["ratio"](algorithm, ratio, p, old),
+        weight=lambda algorithm, ratio, positive: WEIGHTS["ratio"](algorithm, ratio, positive),
+        kl_estimator=lambda logprobs, reference: KL_ESTIMATORS["k3"](logprobs, reference),
+        aggregate=lambda tokens, groups, budget: LOSS_WEIGHTS["sequence_mean"](
+            tokens, groups, budget
+        ),
+    )
+    names = {getattr(own, field) for field in OWN_FUNCTIONS}
+    assert len(names) == len(OWN_FUNCTIONS) and all(n.startswith("in_process:") for n in names)
+    rows = []
+    for name, algorithm in {"plain": plain, "own": own}.items():
+        config = make_quick_config(base, tmp_path / name, algorithm=algorithm)
+        assert train(config) is not None
+        rows.append(read_rows(tmp_path / name))
+    assert rows[0] == rows[1]
+
+
+def test_a_changed_function_has_another_name_and_an_equal_one_the_same():
+    def make(factor):
+        return lambda logprobs, reference: factor * (logprobs - reference)
+
+    algorithm = Algorithm(kl_estimator=make(1.0))
+    first = algorithm.kl_estimator
+    algorithm.kl_estimator = make(1.0)
+    assert algorithm.kl_estimator == first
+    algorithm.kl_estimator = make(2.0)
+    assert algorithm.kl_estimator != first
+
+
+@pytest.mark.parametrize("field", OWN_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mine:nix", "has no attribute 'nix'"),
+        ("nix_module:f", "No module named 'nix_module'"),
+        ("nix", "or your module:function"),
+        ("in_process:gone", "given by the program: config.algorithm."),
+        ("mine:takes_nothing", "it is called as ("),
+    ],
+)
+def test_a_function_that_can_not_be_called_is_named_before_the_run(
+    field, name, words, write_module, capsys
+):
+    write_module("mine", "def takes_nothing(): ...")
+    with pytest.raises(SystemExit):
+        load(Config, f"{RL}:grpo", f"--config.algorithm.{field}={name}")
+    message = capsys.readouterr().err
+    assert f"config.algorithm.{field} = {name!r}: " in message and words in message
+    assert len(message.splitlines()) == 1
+
+
+def test_an_own_function_may_read_the_settings_of_the_built_in_ones(mine):
+    given = ["advantage=mine:median_centre", "advantage_scale=batch", "gamma=0.9", "pass_k=2"]
+    given += ["region=mine:wide_region", "clip_low=0.1", "weight=mine:wide_region"]
+    given[-1:] = ["critic=true", "reward_wrong=0"]
+    config = load(Config, RL, *(f"--config.algorithm.{text}" for text in given))
+    assert config.algorithm.clip_low == 0.1 and config.algorithm.critic
+
+
+@pytest.mark.parametrize("result", [0.5, [1.0, 2.0], np.zeros((1, 1, 7))])
+def test_an_advantage_of_another_shape_is_an_error(result):
+    algorithm = Algorithm(advantage=lambda algorithm, feedback: result)
+    with pytest.raises(ConfigError, match=r"algorithm.advantage = .*returns \(1, 1, 8\) or \(3,\)"):
+        estimate(algorithm, make_feedback())
+
+
+def test_values_outside_of_responses_do_not_count():
+    algorithm = Algorithm(advantage=lambda algorithm, feedback: np.full(INDEX.shape, np.nan))
+    found = estimate(algorithm, make_feedback()).advantages
+    assert np.isnan(found[INDEX >= 0]).all() and not found[INDEX < 0].any()
+
+
+def test_the_code_of_an_own_function_is_kept_with_the_run(mine, tiny_folder, tmp_path):
+    from dapo_jax.run.checkpointing.same_run import gather_inputs
+
+    config = make_quick_config(tiny_folder, tmp_path)
+    config.algorithm.region = mine.wide_region
+    assert run_settings(config)["algorithm.region"] == "mine:wide_region"
+    prompts = type("Prompts", (), {"digests": {}})()
+    assert [*gather_inputs(config, prompts)["code"]] == ["mine:wide_region"]
