@@ -24,8 +24,7 @@ def check_out(out: str) -> pathlib.Path:
     try:
         require(path.suffix == ".html" and path.parent.is_dir(), "out", out, ALLOWED)
         if path.exists():
-            is_report = MARK in path.read_bytes()[:1000]
-            require(is_report, "out", out, f"{ALLOWED}; this is another one")
+            require(MARK in path.read_bytes()[:1000], "out", out, f"{ALLOWED}; this is another one")
     except OSError as error:
         require(False, "out", out, f"{ALLOWED}; {error}")
     return path

@@ -24,21 +24,22 @@ def show_number(value: Any) -> str:
 
 def value_at(row: Mapping[str, Any], metric: str) -> float:
     """Return the value of a metric in a row; NaN if missing or the mean of an empty subset."""
-    value, subset = row.get(metric), metric.replace("up_clipped_probability", "clip_fraction_high")
+    subset = metric.replace("up_clipped_probability", "clip_fraction_high")
     is_empty = metric in SUBSET_MEANS and row.get(subset) == 0
+    value = row.get(metric, math.nan)
     is_known = isinstance(value, int | float) and -1e300 < value < 1e300 and not is_empty
     return float(value) if is_known else math.nan
 
 
 def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> np.ndarray:
-    """Return steps and values, [points, 2]; empty without a value. NaN is a gap."""
+    """Return steps and values, [points, 2]; NaN is a gap."""
     points = np.array([(row["step"], value_at(row, metric)) for row in rows], float)
     is_known = np.isfinite(points[:, 1])
     if metric.startswith("heldout_") or not is_known.any():  # rare: a line joins them
         points = points[is_known]
     if len(points) <= 2 * STRETCHES:
         return points
-    y = np.nan_to_num(points[:, 1], nan=np.nanmean(points[:, 1]))
+    y = np.nan_to_num(points[:, 1], nan=float(np.nanmean(points[:, 1])))
     parts = np.array_split(np.arange(len(y)), STRETCHES)
     kept = {part[pick(y[part])] for part in parts for pick in (np.argmin, np.argmax)}
     return points[sorted(kept)]

@@ -44,8 +44,8 @@ def headline(run: RecordedRun, metric: str) -> str:
 
 def cards(runs: Runs, leads: bool) -> Iterator[tuple[dict[str, Any], list[tuple[str, Any]]]]:
     """Yield charts and titled plots: a line per metric, or a plot per metric, a line per run."""
-    text = (importlib.resources.files(__package__) / "page.charts.toml").read_text("utf-8")
-    charts = tomllib.loads(text)["chart"]
+    table = importlib.resources.files("dapo_jax.extras.report") / "page.charts.toml"
+    charts = tomllib.loads(table.read_text("utf-8"))["chart"]
     for chart in sorted(charts, key=lambda chart: leads and "of_correctness" in chart):
         names = chart["metrics"].items()
         plots = [("", [(words, run.rows, name) for name, words in names]) for run in runs]

@@ -64,8 +64,8 @@ def _tokens(line: dict[str, Any]) -> Iterator[tuple[str, float, str, bool]]:
 def _response(line: dict[str, Any], with_tokens: bool) -> dict[str, Any]:
     """Return a response with its turns; only the policy's have tokens and rewards."""
     turns = line.get("turns") or [["policy", line.get("tokens"), line.get("response", "")]]
-    is_short = sum(len(str(text)) for _, _, text in turns) <= SHOWN_CHARACTERS
-    tokens = _tokens(line) if with_tokens and is_short else iter(())
+    length = sum(len(str(text)) for _, _, text in turns)
+    tokens = _tokens(line) if with_tokens and length <= SHOWN_CHARACTERS else iter(())
     rewards = iter(line.get("environment_rewards") or ())
     shown = [
         (True, count, next(rewards, None), [*itertools.islice(tokens, count)], _shorten(text))
