@@ -352,18 +352,17 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
     return planning.make(config, settings)
 
 
-def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.Path:
-    """Write one run, or several side by side, as an HTML page; return its path.
+def report(*runs: File, out: File = "report.html") -> pathlib.Path:
+    """Write one run, or the curves of several, as an HTML page; return its path.
 
     Args:
         runs: run_dirs, or globs of several.
         out: the page to write; an earlier report is replaced.
-        settings: `preset` of `dapo_jax.ReportConfig`.
 
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """
     names = "\n".join(os.fspath(run) for run in runs)
-    config = ReportConfig(run=names, out=os.fspath(out), **settings)
+    config = ReportConfig(run=names, out=os.fspath(out))
     check_types(config)
     check_values(config)
     feature("report_command").report(config)

@@ -694,7 +694,6 @@ class ReportConfig:
 
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
-    preset: str = setting("", "Preset to compare the algorithm with; empty: the nearest one.")
 
 
 @section

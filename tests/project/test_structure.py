@@ -15,13 +15,13 @@ import pytest
 from test_layout import LIBRARY, ROOT, tree_of
 
 LOOP = "dapo_jax.run.run"
-MAX_CLOSURE_LINES = 25_810
-MAX_CLOSURE_MODULES = 135
+MAX_CLOSURE_LINES = 24_900
+MAX_CLOSURE_MODULES = 132
 MAX_ARROWS = 71
-MAX_LIBRARY_LINES = 44_300
-MAX_TEST_LINES = 39_500
+MAX_LIBRARY_LINES = 44_170
+MAX_TEST_LINES = 39_300
 # Lines of an extra, at most; below dapo_jax/extras.
-EXTRAS: dict[str, int] = {"doctor": 180, "plan": 950}
+EXTRAS: dict[str, int] = {"report": 350, "alerts": 150}
 WALK = ROOT / "docs/architecture.md"
 
 
