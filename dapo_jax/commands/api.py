@@ -285,6 +285,8 @@ def sft(config: SftConfig | File) -> ModelFolder:
     ...         packing=dapo_jax.Packing(row_tokens=64, rows_per_microbatch=16),
     ...     )
     ... )
+    optimizer.learning_rate = 0.003 (auto: 10,400 parameters)
+    optimizer.warmup_steps = 0 (auto: 2 steps)
     sft step     1/2  nll ...
     sft step     2/2  nll ...
     policy written to ..._sft

@@ -130,7 +130,11 @@ def other_values(name: str) -> list:
     default, allowed = settings_of(Config())[name], rules(Config)[name].allowed
     if isinstance(default, bool):
         return [not default]
-    texts = allowed if isinstance(allowed, Choices) else ["elsewhere", "query,value"]
+    texts = (
+        allowed
+        if isinstance(allowed, Choices)
+        else [*("elsewhere", "query,value", "{problem}", "http://elsewhere/v1")]
+    )
     values = texts if isinstance(default, str) else NUMBERS
     legal = (v for v in values if type(v) is type(default) and (allowed is None or allowed(v)))
     return [value for value in legal if value != default]
@@ -144,7 +148,8 @@ def run_that_reads(name: str) -> dict:
             if name not in given and not READ_WHEN[name](plain | given):
                 continue
             with contextlib.suppress(SystemExit):
-                arguments = [*flags(extra), f"--config.{name}={value}"]
+                others = [flag for flag in flags(extra) if not flag.startswith(f"--config.{name}=")]
+                arguments = [*others, f"--config.{name}={value}"]
                 return settings_of(load(Config, f"{RL}:{preset}", *arguments))
     raise AssertionError(f"no run reads {name}")
 
