@@ -68,7 +68,6 @@ CHOICES = {
     "algorithm.kl_estimator": KL_ESTIMATORS,
     "optimizer.schedule": SCHEDULES,
     "critic.optimizer.schedule": SCHEDULES,
-    "reward.verifier": (*VERIFIERS, "code"),
 }
 
 
@@ -87,7 +86,7 @@ def test_conditions_name_what_lower_packages_define():
     assert {name for name in TEMPLATES if shows({"data.template": name})} == {
         name for name in TEMPLATES if open_template(name).shows_system
     }
-    assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", "f16", "q8_0", *DTYPES.values()}
+    assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", *DTYPES.values()}
 
 
 # --- settings that nothing reads -----------------------------------------------------------------
