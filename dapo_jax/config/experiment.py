@@ -248,9 +248,7 @@ class OwnData:
     system_prompt: str = setting("", SYSTEM_PROMPT)
     heldout_examples: AutoCount = setting(-1, "Examples for evaluation; -1: 1 in 20, up to 256.")
     generated_examples: Count = setting(400, "Number of generated examples.", read=MADE_ROWS)
-    passes: Positive = setting(
-        3.0, "Passes over the examples.", read=When("total_steps", lambda steps: steps == 0)
-    )
+    passes: Positive = setting(3.0, "Passes over the examples, if total_steps is 0.")
     overlong: Literal["drop", "cut"] = setting(
         "drop", "Examples longer than packing.row_tokens: 'drop' them, or 'cut' their end."
     )

@@ -151,16 +151,26 @@ def _number(value: int | float | decimal.Decimal) -> str:
     return str(int(exact)) if exact == int(exact) else f"{exact:f}".rstrip("0")
 
 
-def _canonical(value: Any) -> Any:
-    """Return a value that is equal for equal rows of all formats: without what is empty."""
+def _canonical(value: Any, nested: bool = False) -> Any:
+    """Return a value that is equal for equal rows of all formats: without what is empty.
+
+    A number in a column of its own is its text, as in CSV; inside of a value it stays a number.
+    """
     if isinstance(value, dict):
-        items = {key: _canonical(item) for key, item in value.items()}
+        items = {key: _canonical(item, nested) for key, item in value.items()}
         return {key: item for key, item in items.items() if item not in (None, "", {})}
     if isinstance(value, list | tuple):
-        return list(map(_canonical, value))
-    if isinstance(value, float | decimal.Decimal):
-        return _number(value)
-    return value if value is None else getattr(value, "isoformat", value.__str__)()
+        return [_canonical(item, True) for item in value]
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, int | float | decimal.Decimal):
+        return [_number(value)] if nested else _number(value)
+    return getattr(value, "isoformat", value.__str__)()
+
+
+def _canonical_row(row: Row) -> Row:
+    nested = {key: _canonical(value, isinstance(value, dict)) for key, value in row.items()}
+    return {key: value for key, value in nested.items() if value not in (None, "", {})}
 
 
 def _answer(value: Any, field: str = "answer") -> str | None:
@@ -213,6 +223,10 @@ def read_messages(value: Sequence[Any], field: str) -> list[Row]:
             message = read_message(_without_nulls(item))
         except ValueError as error:
             raise MalformedRow(f"{field}: {error}") from None
+        if message.get("weight", 1) != 1:
+            raise MalformedRow(f"{field}: weight = {message['weight']!r}: every answer is trained")
+        if "function_call" in message:
+            raise MalformedRow(f"{field}: function_call is read as tool_calls alone: rename it")
         role, content = message["role"], message.get("content", "")
         if content or not (role in MAY_BE_EMPTY or "tool_calls" in message):
             check_text(content, f"the {role}'s message in {field}")
@@ -372,7 +386,7 @@ def read_row(
     name = attributes.pop("id", "") or _optional(by_name, *ID_FIELDS) or number
     source_name = attributes.pop("source", "") or source
     try:
-        digest = digest_json(_canonical(row))
+        digest = digest_json(_canonical_row(row))
     except RecursionError:
         raise MalformedRow("is nested too deeply") from None
     return Problem(f"{source}-{name}", source=source_name, row=digest, **attributes)

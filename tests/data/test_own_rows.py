@@ -16,7 +16,14 @@ from dapo_jax.config.experiment import Config, Data, Reward
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files, read_rows
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import TEMPLATES, Beside, ChatTemplate, open_template
-from dapo_jax.data.row_formats import DAPO_AFTER, DAPO_BEFORE, FIELDS, parse_fields, read_row
+from dapo_jax.data.row_formats import (
+    DAPO_AFTER,
+    DAPO_BEFORE,
+    FIELDS,
+    parse_fields,
+    read_messages,
+    read_row,
+)
 from dapo_jax.data.sources import read_problems
 from dapo_jax.runtime.settings import ConfigError
 
@@ -240,6 +247,12 @@ def test_rows_with_tools_show_them_to_the_policy(tmp_path, tools, content):
 def test_tools_that_are_none_are_malformed(tools):
     with pytest.raises(MalformedRow, match="tools is .*: must be a list of functions"):
         read_row({"prompt": "P", "tools": tools, "answer": "1"}, "set", 1)
+
+
+@pytest.mark.parametrize(("field", "value"), [("weight", 0), ("function_call", {"name": "f"})])
+def test_fields_of_messages_that_are_not_read_are_malformed(field, value):
+    with pytest.raises(MalformedRow, match=f"{field}.*(every answer is trained|rename it)"):
+        read_messages([{"role": "assistant", "content": "A", field: value}], "messages")
 
 
 def test_nulls_of_a_table_are_not_shown(tmp_path):

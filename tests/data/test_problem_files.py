@@ -13,6 +13,7 @@ import threading
 import zlib
 
 import fake_gcs
+import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -152,6 +153,8 @@ BASE = {"problem": "Write B", "answer": "4", "target": 3, "id": 0, "meta": {"a":
         {"answer": "5"},
         {"target": 4},
         {"meta": {"a": [1, 0.25]}},
+        {"meta": {"a": ["1", 0.5]}},
+        {"meta": {"a": [True, 0.5]}},
         {"system": "You are a pirate."},
         {"tests": ["assert f(1)"]},
         {"messages": [{"role": "user", "content": "Q"}]},
@@ -213,10 +216,12 @@ def test_numbers_of_tables_have_the_shortest_text_of_their_type(tmp_path, suffix
 def test_numbers_of_given_rows_have_the_shortest_text_of_their_type():
     array = np.array([[0.1, np.nan]], np.float32)
     row = {"problem": "a", "answer": np.float32(0.1), "array": array, "level": 3.0}
+    row |= {"brain": np.array([0.1, 27, np.nan], ml_dtypes.bfloat16)}
     row |= {"time": np.datetime64("2024-01-31T10:00:00", "ns"), "list": [np.float16(0.1)]}
     name = files.register_rows("numbers", [row])
     ((_, read),) = files.read_rows(pathlib.Path(name))
     assert (read["answer"], read["list"], read["array"]) == (0.1, [0.1], [[0.1, None]])
+    assert read["brain"] == [0.1, 27.0, None]
     problem = read_row(read, "s", 1, columns=WantedColumns(frozenset({"time"})))
     assert problem.columns == '{"time": "2024-01-31T10:00:00"}' and problem.level == "3"
 

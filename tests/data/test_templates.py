@@ -239,6 +239,8 @@ def test_special_tokens_are_those_of_any_file(tiny_folder, tmp_path, settings, n
     for name in ("config.json", "tokenizer.json"):
         content = json.loads((tiny_folder / name).read_text())
         (tmp_path / name).write_text(json.dumps(content))
+    # The ids in config.json name none, as for transformers.
+    settings = {"eos_token": "<|end|>"} | settings
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
     (tmp_path / "chat_template.jinja").write_text(

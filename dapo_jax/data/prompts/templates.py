@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
@@ -97,12 +97,11 @@ class ChatTemplate:
         return any(name in text for text in self._texts.values())
 
 
-def read_chat_template(
-    folder: pathlib.Path, field: str = "model.folder", tokens: Iterable[tuple[str, str | None]] = ()
-) -> ChatTemplate | None:
+def read_chat_template(folder: pathlib.Path, field: str = "model.folder") -> ChatTemplate | None:
     """Read the templates of a folder's files, else of tokenizer_config.json; else return None.
 
-    `tokens` are texts of special tokens that no file needs to name; null in a file is none.
+    Special tokens are those that a file of the tokenizer names, as for transformers: an id in
+    config.json names none.
     """
 
     def read(name: str) -> dict[str, Any]:
@@ -122,7 +121,7 @@ def read_chat_template(
     extra = settings.get("extra_special_tokens")
     settings |= extra if isinstance(extra, dict) else {}
     settings |= {k: v for k, v in read("special_tokens_map.json").items() if v is not None}
-    special: dict[str, Any] = {name: token for name, token in tokens if token}
+    special: dict[str, Any] = {}
     for name, token in settings.items():
         if name.endswith("_token") and not isinstance(token, bool):
             token = token.get("content") if isinstance(token, dict) else token

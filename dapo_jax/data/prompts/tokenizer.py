@@ -194,11 +194,7 @@ class Tokenizer:
             raise
         except BaseException as error:  # the library raises plain exceptions, and may panic
             raise ConfigError(f"{named}: tokenizer.json can't be read: {error}") from None
-        settings["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else None
-        ids = {k.removesuffix("_id"): v for k, v in settings.items() if k.endswith("_token_id")}
-        named = {name: i for name, i in ids.items() if type(i) is int and 0 <= i < 1 << 32}
-        tokens = {name: backend.id_to_token(i) for name, i in named.items()}
-        tokenizer.chat = read_chat_template(folder, field, tokens.items())
+        tokenizer.chat = read_chat_template(folder, field)
         return tokenizer
 
 
