@@ -185,6 +185,7 @@ def test_a_critic_folder_that_does_not_fit_stops_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_critic_learns_to_explain_the_rewards(tiny_folder, alone, tmp_path):
     """The first token of a response decides whether it is right."""
     config = make_ppo(tiny_folder, tmp_path)

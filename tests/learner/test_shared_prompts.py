@@ -217,7 +217,8 @@ def test_prompts_are_shared_if_that_is_less_work_and_attention_supports_it():
     assert jnp.asarray(used).min() > 0
 
 
-@pytest.mark.parametrize("name", [pytest.param("dapo", marks=pytest.mark.slow), "gspo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
 def test_an_update_that_scores_its_old_policy_itself_has_the_same_gradient(name, one_device):
     algorithm = dataclasses.replace(algorithms.PRESETS[name](), importance_cap=2.0)
     learner = make_policy(one_device, TINY, algorithm)

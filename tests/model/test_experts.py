@@ -69,7 +69,8 @@ def clipped_swish(gate, up):
 
 
 @pytest.mark.parametrize(
-    ("inner", "normalise"), [(silu, True), (silu, False), (clipped_swish, True)]
+    ("inner", "normalise"),
+    [pytest.param(silu, True, marks=pytest.mark.slow), (silu, False), (clipped_swish, True)],
 )
 def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     x, logits, matrices = arrays()
@@ -307,7 +308,13 @@ def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
     np.testing.assert_allclose(balance(even), 1, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [{"expert": 4, "tensor": 2, "fsdp": 1}, {"fsdp": 4, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"expert": 4, "tensor": 2, "fsdp": 1},
+        pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_replay_is_the_same_on_a_mesh(sizes):
     hidden, routes = record()
     recorded = [ROUTES, REPLACED, BALANCE]

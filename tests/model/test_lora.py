@@ -234,6 +234,7 @@ def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(actual))
 
 
+@pytest.mark.slow
 def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
     tiny_params, tiny_folder, eight_devices
 ):

@@ -140,11 +140,13 @@ def test_a_notebook_is_committed_as_it_ran_and_small(path):
     assert path.stat().st_size < 1e6
 
 
-# One trains for minutes; the two others run in CI.
+# Two train; the loop that 3_train shows runs in the tests of the API.
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "2_four_knobs"))
+        pytest.param(
+            path, id=path.stem, marks=[pytest.mark.slow] * (path.stem != "1_loss_playground")
+        )
         for path in NOTEBOOKS
     ],
 )

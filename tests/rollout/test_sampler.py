@@ -123,7 +123,11 @@ def first_token(tiny_params, one_device):
 
 
 @pytest.mark.parametrize(
-    "rule", [SamplingRule(temperature=0.6), SamplingRule(temperature=1.3, top_p=0.9, top_k=7)]
+    "rule",
+    [
+        pytest.param(SamplingRule(temperature=0.6), marks=pytest.mark.slow),
+        SamplingRule(temperature=1.3, top_p=0.9, top_k=7),
+    ],
 )
 def test_twenty_thousand_samples_of_the_engine_follow_the_rule(first_token, rule):
     """Chi-square test; recorded log-probs are those before top-k and top-p."""

@@ -89,6 +89,7 @@ def interrupt(run, interrupted) -> None:
     run.trainer = dataclasses.replace(run.trainer, source=changed)
 
 
+@pytest.mark.slow
 def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, monkeypatch):
     with open_run(make_config(base, tmp_path / "run")) as run:
         run.begin()

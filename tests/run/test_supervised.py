@@ -242,6 +242,7 @@ def assert_merged(folder, base):
     assert moved == {"q_proj", "v_proj", "o_proj", "down_proj"}
 
 
+@pytest.mark.slow
 def test_adapters_learn_examples_and_the_folder_has_them_merged(tiny_folder, alone, tmp_path):
     config = make_lora_config("sft", tmp_path, tiny_folder)
     train_supervised(config)

@@ -57,6 +57,7 @@ def kill_when(path: pathlib.Path, number: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
     base, write_module, alone, tmp_path
 ):
@@ -82,7 +83,7 @@ def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
     assert read_rollouts(tmp_path / "stopped") == read_rollouts(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])
 def test_a_stopped_command_says_how_to_resume_and_exits_as_shells_expect(
     name, base, alone, tmp_path, capsys, monkeypatch
 ):
