@@ -378,6 +378,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_buckets_are_read_like_folders(folder):
     names = ["gs://bucket/DAPO-Math", "gs://bucket/DAPO-Math/*.parquet", "aime24"]
     with fake_gcs.serve("bucket") as store:

@@ -107,7 +107,7 @@ def by_plain():
     return arrays, ids, results("plain", arrays, ids)
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=slow), 200])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 200])
 def test_splash_skips_blocks_of_other_segments(window, monkeypatch, one_device):
     """NaN in a segment stays in its blocks and their gradients; a mask alone would spread it."""
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)

@@ -218,6 +218,7 @@ CELLS = (
 )
 
 
+@pytest.mark.slow
 def test_a_session(base, kernel, tmp_path):
     """Ctrl-C and resumption, functions of a cell, help, and output."""
     notebook = new_notebook(f"BASE = {str(base)!r}", *CELLS)

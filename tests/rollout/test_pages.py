@@ -129,7 +129,8 @@ def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_devic
     assert len({row[4] for row in rows}) == len(rows) > 1
 
 
-@pytest.mark.parametrize("end", ["abandon", pytest.param("release", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["abandon", "release"])
 def test_abandoned_responses_free_their_pages(tiny_params, one_device, unpaged, end):
     sampler, table = paged(one_device, pages=12)
     sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())

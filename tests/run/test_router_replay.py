@@ -49,6 +49,7 @@ def batch_of(learner, state, routes):
     return batch.replace(scored=scored), used
 
 
+@pytest.mark.slow
 def test_a_score_pass_records_routes_whose_replay_changes_no_bit(learner_of):
     recording, state = learner_of("old")
     plain, _ = learner_of("none")

@@ -32,6 +32,7 @@ def config_of(folder, run_dir):
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_the_columns_again_and_refuses_others(tiny_folder, tmp_path, alone):
     whole = dapo_jax.train(config_of(tiny_folder, tmp_path / "whole"), data=ROWS, reward=score)
     assert not any(whole.metrics["broken_groups"].to_pylist())
