@@ -81,6 +81,7 @@ def test_every_step_measures_the_critic(finished):
     assert known == [False, True, True]
 
 
+@pytest.mark.slow
 def test_the_critic_learns_alone_before_the_policy_moves(finished):
     run_dir, states = finished
     (start, alone, *later), rows = states, read_rows(run_dir)

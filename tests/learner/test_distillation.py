@@ -181,9 +181,8 @@ def two_steps(config):
     return seen
 
 
-@pytest.mark.parametrize(
-    "preset", [PRESETS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_wider_and_deeper_teacher_is_approached(
     preset, tiny_folder, large_folder, alone, tmp_path
 ):

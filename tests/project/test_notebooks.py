@@ -140,16 +140,8 @@ def test_a_notebook_is_committed_as_it_ran_and_small(path):
     assert path.stat().st_size < 1e6
 
 
-# Two train; the loop that 3_train shows runs in the tests of the API.
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            path, id=path.stem, marks=[pytest.mark.slow] * (path.stem != "1_loss_playground")
-        )
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.slow
+@EACH
 def test_a_notebook_runs_from_top_to_bottom(path, kernel, tmp_path):
     """With sliders, in sizes that teach nothing."""
     kept, ran = (nbformat.read(path, as_version=4) for _ in range(2))

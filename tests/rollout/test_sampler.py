@@ -238,7 +238,7 @@ def test_a_ring_holds_its_newest_tokens(length):
         assert [ring.get(i, -1) for i in range(length)] == np.maximum(actual, -1).tolist()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("slots", marks=pytest.mark.slow), "pages"])
 @pytest.mark.parametrize(
     "config", [MIXED, pytest.param(ALL, marks=pytest.mark.slow)], ids=["mixed", "all"]
 )
@@ -256,13 +256,13 @@ def tokens(one_device):
     return tokens_of(sample(open_sampler(one_device, MIXED), params_of(MIXED), SOME))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         pytest.param(
             {"slots": 8, "burst": 7, "first_window_tokens": 2, "prefill_chunk_tokens": 3},
             id="growing",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"cache": "paged", "page_tokens": 4, "pages": 16, "prefill_prompts": 4}, id="few pages"

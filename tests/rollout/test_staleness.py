@@ -51,6 +51,7 @@ def finished(base, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.slow
 def test_responses_are_one_policy_old_from_the_second_step_on(finished):
     assert [row["policy_lag"] for row in read_rows(finished)[1:]] == [0, 1, 1, 1]
 

@@ -215,6 +215,7 @@ def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups,
         assert len(done.routes) == len(prompt.tokens) + len(done.tokens) - 1
 
 
+@pytest.mark.slow
 def test_no_routes_are_recorded_by_default(params, one_device):
     silent = dataclasses.replace(ROUTES_MOE, records_routes=False)
     sampler = make_sampler(one_device, config=silent)

@@ -117,6 +117,7 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_policy_learns_its_users_examples_and_goes_on_from_there(tiny_folder, tmp_path, capsys):
     config = SftConfig(**settings(tmp_path, example_rows(), tiny_folder, examples_per_step=28))

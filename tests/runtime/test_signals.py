@@ -120,7 +120,7 @@ def start(code: str, **options) -> subprocess.Popen:
 @pytest.mark.parametrize(
     ("seconds", "signals", "last"),
     [
-        (1.5, [signal.SIGHUP], "no safe point within 1.5 s"),
+        pytest.param(1.5, [signal.SIGHUP], "no safe point within 1.5 s", marks=pytest.mark.slow),
         (0, [signal.SIGINT, signal.SIGTERM, signal.SIGINT], "exiting without saving"),
     ],
     ids=["too slow", "again"],
@@ -178,7 +178,12 @@ def test_a_program_saves_and_then_ends_as_the_signal_asks(name):
     ("code", "ended", "words"),
     [
         (DEAF_PROGRAM.format(seconds=0), 130, "exiting without saving"),
-        (PROGRAM.replace("while not signals()", "while True"), -signal.SIGINT, "KeyboardInterrupt"),
+        pytest.param(
+            PROGRAM.replace("while not signals()", "while True"),
+            -signal.SIGINT,
+            "KeyboardInterrupt",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["busy", "python"],
 )
