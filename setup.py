@@ -12,7 +12,6 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "dapo_jax/__init__.py").rea
 REPOSITORY = "https://github.com/dapo-jax/dapo_jax"
 
 GCS = "gcsfs>=2026.10"  # gs://
-PLOTLY = "plotly>=7.1"  # its script is the charts of report.html; no network is asked for it
 TENSORBOARD = "tensorboard>=2.21"
 DOCS = ["mkdocs-material>=9.8"]  # mkdocs.yml
 NOTEBOOKS = [  # notebooks/build.py, and to run them
@@ -112,7 +111,6 @@ setup(
         # and a package without wheels for Python 3.13) is for tokenizers that are not used here:
         # launch/install.sh installs it with --no-deps.
         "jetstream": ["google-jetstream==0.2.2"],
-        "report": [PLOTLY],
         "tensorboard": [TENSORBOARD],
         "wandb": ["wandb>=0.31"],
         "gguf": ["gguf>=0.19"],
@@ -131,7 +129,6 @@ setup(
             *NOTEBOOKS,
             "openai>=3.54",
             GCS,
-            PLOTLY,
             TENSORBOARD,
             "gguf>=0.19",
             "tinker==0.38.0",

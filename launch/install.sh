@@ -28,7 +28,7 @@ if [ "$(cat "$mark" 2>/dev/null)" != "$wanted" ]; then
     # All packages, with hashes, are in launch/versions.txt. This folder has none: it is installed by itself.
     # Python compiles what is imported; compiling all of every package takes a third of the installation.
     pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile)
-    "${pip[@]}" --require-hashes --no-deps -r <(pins base jetstream report "$extras") &&
+    "${pip[@]}" --require-hashes --no-deps -r <(pins base jetstream "$extras") &&
         "${pip[@]}" --no-deps --no-build-isolation -e ".${extras:+[$extras]}" &&
         echo "$wanted" >"$mark"
 fi

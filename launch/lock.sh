@@ -34,7 +34,7 @@ echo setuptools >"$folder/build.in" # which launch/install.sh installs this fold
 echo uv >"$folder/uv.in"
 echo cyclonedx-bom >"$folder/sbom.in"
 grep -oE 'google-jetstream==[0-9.]+' setup.py >"$folder/jetstream.in" # alone: see there
-extras=(cuda tpu gcs wandb gguf gym report tensorboard docs notebooks test)
+extras=(cuda tpu gcs wandb gguf gym tensorboard docs notebooks test)
 compile all --generate-hashes "${extras[@]/#/--extra=}" "${keep[@]}" setup.py "$folder/build.in"
 compile uv --generate-hashes "${keep[@]}" "$folder/uv.in"
 compile sbom --generate-hashes "${keep[@]}" "$folder/sbom.in"

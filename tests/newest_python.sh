@@ -6,16 +6,23 @@
 #   bash tests/newest_python.sh PYTHON --smoke               two steps of training, the sampler, checkpoints, an export
 #   bash tests/newest_python.sh PYTHON [pytest arguments]
 #   JAX=0.11.2 bash tests/newest_python.sh PYTHON ...        with that release of JAX
+#   PINNED=1 bash tests/newest_python.sh PYTHON ...          with the versions of launch/versions.txt, as CI
 set -euo pipefail
 cd "$(dirname "$0")/.."
-folder="build/newest-$("$1" -c 'import platform; print(platform.python_version())')${JAX:+-jax-$JAX}"
+source launch/pins.sh
+folder="build/newest-$("$1" -c 'import platform; print(platform.python_version())')${JAX:+-jax-$JAX}${PINNED:+-pinned}"
 python="$PWD/$folder/bin/python"
-wanted="$(cat setup.py | cksum) ${JAX:-}"
+wanted="$(cat setup.py launch/versions.txt | cksum) ${JAX:-}"
 if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
     "$1" -m venv --clear "$folder"
     pip=("$python" -m pip install --quiet --disable-pip-version-check --no-compile)
-    "${pip[@]}" -e '.[test]' ${JAX:+"jax==$JAX"}
-    "${pip[@]}" --no-deps "$(grep -oE 'google-jetstream==[0-9.]+' setup.py)"
+    if [ -n "${PINNED:-}" ]; then
+        "${pip[@]}" --require-hashes --no-deps -r <(pins base jetstream test)
+        "${pip[@]}" --no-deps --no-build-isolation -e .
+    else
+        "${pip[@]}" -e '.[test]' ${JAX:+"jax==$JAX"}
+        "${pip[@]}" --no-deps "$(grep -oE 'google-jetstream==[0-9.]+' setup.py)"
+    fi
     echo "$wanted" >"$folder/installed"
 fi
 shift

@@ -285,6 +285,8 @@ def sft(config: SftConfig | File) -> ModelFolder:
     ...         packing=dapo_jax.Packing(row_tokens=64, rows_per_microbatch=16),
     ...     )
     ... )
+    optimizer.learning_rate = 0.003 (auto: 10,400 parameters)
+    optimizer.warmup_steps = 0 (auto: 2 steps)
     sft step     1/2  nll ...
     sft step     2/2  nll ...
     policy written to ..._sft
@@ -333,11 +335,11 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
         config: an experiment, or a file that holds one.
         topology: such as v5p:4x4x4, v5e:2x4 or v6e:16x16; cpu:8 is this machine.
         flags: others of `dapo-jax plan --help`, such as `model` (a folder, or a published name),
-            `price`, `accuracy`, `kept`.
+            `price`, `tokens`, `kept`.
 
     Returns:
-        the output of `dapo-jax plan --json`: `fits`, `programs` with bytes and seconds, `step`
-        (None if the run does not fit), `changes` that would make it fit.
+        the output of `dapo-jax plan --json`: `fits`, `programs` with bytes, `step` with
+        seconds (None if the run does not fit), `changes` that would make it fit.
 
     Raises `ConfigError` for settings that don't fit together, or a topology without a compiler.
     """
@@ -349,21 +351,20 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
     checks.check(config)
     settings.check()
     require(not settings.json, "(flags)", flags, "without json: it prints")
-    return planning.record(planning.make(config, settings), settings)
+    return planning.make(config, settings)
 
 
-def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.Path:
-    """Write one run, or several side by side, as an HTML page; return its path.
+def report(*runs: File, out: File = "report.html") -> pathlib.Path:
+    """Write one run, or the curves of several, as an HTML page; return its path.
 
     Args:
         runs: run_dirs, or globs of several.
         out: the page to write; an earlier report is replaced.
-        settings: `preset` of `dapo_jax.ReportConfig`.
 
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """
     names = "\n".join(os.fspath(run) for run in runs)
-    config = ReportConfig(run=names, out=os.fspath(out), **settings)
+    config = ReportConfig(run=names, out=os.fspath(out))
     check_types(config)
     check_values(config)
     feature("report_command").report(config)

@@ -12,7 +12,15 @@ from dapo_jax.config.experiment import Config, DoctorConfig, DpoConfig, SftConfi
 from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.help import help_text, take_help
-from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError, leaves, nearest, require, rules
+from dapo_jax.runtime.settings import (
+    TYPE_NAMES,
+    ConfigError,
+    check_unique,
+    leaves,
+    nearest,
+    require,
+    rules,
+)
 
 BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 LONG_DASHES = ("–", "—")
@@ -151,7 +159,15 @@ def check_flag(fits: bool, flag: str, value: Any, allowed: str) -> None:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Parser of a command's flags that prints errors as one line."""
+    """Parser of a command's flags that takes each once and prints errors as one line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        names = [argument.partition("=")[0] for argument in sys.argv[1:]]
+        try:
+            check_unique([name for name in names if name in self._option_string_actions], "flag")
+        except ValueError as error:
+            self.error(str(error))
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         exit_with_error(message)

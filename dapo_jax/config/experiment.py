@@ -694,7 +694,6 @@ class ReportConfig:
 
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
-    preset: str = setting("", "Preset to compare the algorithm with; empty: the nearest one.")
 
 
 @section
@@ -713,7 +712,6 @@ class DoctorConfig:
     """Checks of this machine (`dapo-jax doctor`)."""
 
     out: str = setting("", "Folder to time and for doctor.json; empty: nothing is written.")
-    bucket: str = setting("", "Bucket or other folder to time; empty: none.")
     short: bool = setting(False, "Check small sizes, in a minute.")
 
 

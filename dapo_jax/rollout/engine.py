@@ -6,7 +6,7 @@ arguments make rollouts reproducible.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +19,7 @@ from dapo_jax.data.prompts.tokenizer import Ends
 from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.cache_layout import choose_layout, with_scales
-from dapo_jax.rollout.engine_programs import (
-    BurstTokens,
-    EnginePrograms,
-    EngineShape,
-    Starts,
-    engine_programs,
-)
+from dapo_jax.rollout.engine_programs import BurstTokens, EngineShape, Starts, engine_programs
 from dapo_jax.rollout.requests import SlotOutput
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.rollout.weight_transfer import TrainerWeights
@@ -76,7 +70,6 @@ class PolicyEngine:
         seed: int = 0,  # part of the random key of prompts that come without a key
         frozen: Any = None,  # parameters that never change; one copy of them is made for decoding
         trained_on: jax.sharding.Mesh | None = None,
-        programs: Callable[..., Any] = engine_programs,
     ):
         int8_products = settings.weights_dtype == "int8_products"
         config = dataclasses.replace(config, int8_products=int8_products)
@@ -106,7 +99,7 @@ class PolicyEngine:
         self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
         self.max_insert_width = self._insert_widths[-1]  # slots that one `insert` can fill
         trainer = TrainerWeights(trained_on or mesh, frozen or {})
-        self.programs: EnginePrograms = programs(shape, mesh, self.layout, trainer)
+        self.programs = engine_programs(shape, mesh, self.layout, trainer)
 
     # --- JetStream's interface ------------------------------------------------------------------
 

@@ -87,8 +87,7 @@ class Starts(NamedTuple):
 class EnginePrograms:
     """Programs for one policy on one mesh; each compiles at its first call.
 
-    It has one attribute for each compiled program, so more than twelve. A simulation has the same
-    public members, without `weights` and the shardings.
+    It has one attribute for each compiled program, so more than twelve.
     """
 
     def __init__(

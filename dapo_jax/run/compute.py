@@ -5,7 +5,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import cudnn_attention, training_attention
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.engine_programs import engine_programs
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.sampler_devices import open_sampling_mesh, split_devices
@@ -159,7 +158,6 @@ def open_engine(
     sampling_mesh: jax.sharding.Mesh,
     tokenizer: Ends,
     frozen: Any = None,
-    programs: Callable[..., Any] = engine_programs,
 ) -> PolicyEngine:
     """Return the sampling engine of training and evaluation.
 
@@ -179,7 +177,6 @@ def open_engine(
         tokenizer=tokenizer,
         frozen=frozen,
         trained_on=mesh,
-        programs=programs,
     )
 
 

@@ -117,8 +117,7 @@ def export(config: ExportConfig) -> pathlib.Path:
             save_huggingface.save_settings_of(source, folder, dtype)
         else:
             peft_adapters.save_adapters(folder, trained, policy.read, decoder, base)
-        run = model_card.recorded(config.run, settings, policy.step)
-        model_card.write_card(folder, config, run, policy.step, base)
+        model_card.write_card(folder, config, settings, policy.step, base)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     kind = dtype if merged else "float32"
     print(f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {kind} written to {config.out}")

@@ -1,6 +1,6 @@
 """The interfaces of the four exchangeable parts of a run.
 
-    Sampler      samples responses: the scheduler in this process, a simulated one, a remote engine
+    Sampler      samples responses: the scheduler in this process, a remote engine
     Verifier     decides whether a response is correct
     Environment  replies to the policy between the turns of a trajectory
     RunSink      shows or stores what a run reports: console, files, trackers

@@ -74,7 +74,9 @@ def command(module: str, *arguments: object) -> str:
     from dapo_jax import registry
 
     arguments_before, output = sys.argv, io.StringIO()
-    sys.argv = [f"dapo-jax {module}", *map(str, arguments)]
+    # Of an argument that is given twice, the last counts here.
+    given = {text.partition("=")[0]: text for text in map(str, arguments)}
+    sys.argv = [f"dapo-jax {module}", *given.values()]
     print("$", *sys.argv, file=sys.stderr, flush=True)
     try:
         with contextlib.redirect_stdout(output):

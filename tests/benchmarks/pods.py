@@ -21,11 +21,12 @@ import tempfile
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leave a TPU of this machine alone
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
 
+import jax
 from hlo_arrays import contents
 
 from dapo_jax.config import experiment as settings
 from dapo_jax.extras.plan.chips import GIB, parse
-from dapo_jax.extras.plan.programs import Compiler, Layout, lay_out, limit, programs
+from dapo_jax.extras.plan.programs import Compiler, Layout, lay_out, programs
 from dapo_jax.extras.plan.published_shapes import config_values
 
 TINY = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 128}
@@ -95,14 +96,28 @@ RUNS = (
 )
 
 
+class Inspector(Compiler):
+    """Compiler that keeps the texts of programs."""
+
+    def __init__(self, layout: Layout):
+        super().__init__(layout, None)
+        self.texts: list[str] = []
+
+    def compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        done = super().compiled(lowered)
+        self.texts.append(done.as_text() or "")
+        return done
+
+
 def measure(run: Run) -> None:
     """Print a JSON line per program, with what its text contains."""
     layout = run.lay_out()
-    texts: dict[str, str] = {}
-    compiler, most = Compiler(layout, None, texts.__setitem__), limit(layout)
+    compiler, most = Inspector(layout), layout.topology.limit
     by_name = {program.name: program for program in programs(layout, run.microbatches)}
     for program in map(by_name.__getitem__, run.programs.split(",")):
+        compiler.texts.clear()
         compiled = compiler.measure(program)
+        parts = compiled.record(most)["parts"]
         line = {
             "program": compiled.name,
             "fits": compiled.fits(most),
@@ -110,11 +125,11 @@ def measure(run: Run) -> None:
             "together_gib": round(compiled.together / GIB, 2),
             "host_gib": round(compiled.host / GIB, 2),
             "limit_gib": round(most / GIB, 2),
-            "there_gib": {name: round(x / GIB, 2) for name, x in compiled.parts().items()},
+            "there_gib": {name: round(x / GIB, 2) for name, x in parts.items()},
             "compile_s": round(compiled.compile_seconds, 1),
         }
-        if program.name in texts:
-            line |= contents(layout, program, texts[program.name])
+        if compiled.peak is not None:
+            line |= contents(layout, program, compiler.texts[0])
         print(json.dumps(dataclasses.asdict(run) | line), flush=True)
 
 

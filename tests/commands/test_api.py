@@ -177,7 +177,6 @@ def test_ctrl_c_in_supervised_training_saves_then_raises_keyboard_interrupt(base
         (lambda: dapo_jax.export("a", "b", step="newest"), "config.step = 'newest': must be a who"),
         (lambda: dapo_jax.export("a", "b", shards=3), "ExportConfig.shards: there is no such"),
         (lambda: dapo_jax.report("nowhere"), "config.run = 'nowhere'"),
-        (lambda: dapo_jax.report("a", preset=1), "config.preset = 1: must be text"),
         (lambda: dapo_jax.plan(dapo_jax.Config(), topology="v7:8"), "topology = 'v7:8'"),
         (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", cost=1), "PlanSettings.cost"),
         (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", json=True), "without json"),

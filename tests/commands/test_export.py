@@ -148,7 +148,7 @@ def test_the_card_has_the_front_matter_that_hubs_read(saved_run, tmp_path):
         "base_model_relation": "finetune",
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["dapo_jax", "reinforcement-learning", "dapo"],
+        "tags": ["dapo_jax", "reinforcement-learning"],
     }
     assert "# out\n" in card and str(out.parent) not in card
 
@@ -167,7 +167,7 @@ def test_the_card_is_written_without_any_record_of_the_run(saved_run, tmp_path):
     card = (out / "README.md").read_text()
     assert front_matter(card)["datasets"] == ["a/b", "c/d"]
     assert front_matter(card)["license"] == "apache-2.0" and "base_model" not in front_matter(card)
-    assert "## Curves" not in card and "## Held-out scores" not in card
+    assert "## Settings" in card and "## Held-out scores" not in card
     settings = json.loads((out / "run_config.json").read_text())
     assert settings["model"]["folder"] == pathlib.Path(saved_run[1]).name
 

@@ -10,9 +10,9 @@ from hlo_arrays import collectives, instructions
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan import chips
+from dapo_jax.extras.plan.chips import compiler_options
 from dapo_jax.extras.plan.programs import lay_out, programs
 from dapo_jax.extras.plan.published_shapes import config_values
-from dapo_jax.extras.plan.targets import compiler_options
 
 EXPERTS, WIDTH, ROW = 24, 256, 1024
 SHARDS = 4

@@ -68,7 +68,6 @@ CHOICES = {
     "algorithm.kl_estimator": KL_ESTIMATORS,
     "optimizer.schedule": SCHEDULES,
     "critic.optimizer.schedule": SCHEDULES,
-    "reward.verifier": (*VERIFIERS, "code"),
 }
 
 
@@ -87,7 +86,7 @@ def test_conditions_name_what_lower_packages_define():
     assert {name for name in TEMPLATES if shows({"data.template": name})} == {
         name for name in TEMPLATES if open_template(name).shows_system
     }
-    assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", "f16", "q8_0", *DTYPES.values()}
+    assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", *DTYPES.values()}
 
 
 # --- settings that nothing reads -----------------------------------------------------------------
@@ -130,7 +129,11 @@ def other_values(name: str) -> list:
     default, allowed = settings_of(Config())[name], rules(Config)[name].allowed
     if isinstance(default, bool):
         return [not default]
-    texts = allowed if isinstance(allowed, Choices) else ["elsewhere", "query,value"]
+    texts = (
+        allowed
+        if isinstance(allowed, Choices)
+        else [*("elsewhere", "query,value", "{problem}", "http://elsewhere/v1")]
+    )
     values = texts if isinstance(default, str) else NUMBERS
     legal = (v for v in values if type(v) is type(default) and (allowed is None or allowed(v)))
     return [value for value in legal if value != default]
@@ -144,7 +147,8 @@ def run_that_reads(name: str) -> dict:
             if name not in given and not READ_WHEN[name](plain | given):
                 continue
             with contextlib.suppress(SystemExit):
-                arguments = [*flags(extra), f"--config.{name}={value}"]
+                others = [flag for flag in flags(extra) if not flag.startswith(f"--config.{name}=")]
+                arguments = [*others, f"--config.{name}={value}"]
                 return settings_of(load(Config, f"{RL}:{preset}", *arguments))
     raise AssertionError(f"no run reads {name}")
 

@@ -183,7 +183,10 @@ def test_whitespace_is_the_users():
     wrapped = f"{DAPO_BEFORE}{text}{DAPO_AFTER}"
     row = {"prompt": [{"role": "user", "content": wrapped}], "reward_model": {"ground_truth": "1"}}
     assert read_row(row, "set", 1).text == text
-    assert [TEMPLATES["none"](problem, Beside()), problem.fingerprint] == [text, "```python" * 3]
+    assert [TEMPLATES["none"](problem, Beside()), problem.fingerprint] == [
+        text,
+        "```python ```python ```python",
+    ]
 
 
 def make_tool(name: str, parameter: str) -> dict:

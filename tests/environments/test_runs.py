@@ -69,7 +69,7 @@ def test_a_run_shows_its_trajectories_by_turns(played):
 def test_the_report_page_shows_turns(played, tmp_path):
     page = tmp_path / "report.html"
     dapo_jax.report(played[0], out=page)
-    assert '"turns":[[' in page.read_text().replace(" ", "")
+    assert '<div class="turn observed">' in page.read_text()
 
 
 def test_an_evaluation_plays_whole_trajectories(base, played):

@@ -169,7 +169,7 @@ def test_the_oldest_python_has_its_newest_jax_and_others_have_todays():
 def test_jetstream_comes_alone():
     assert pins("base", "jetstream").keys() - pins("base").keys() == {"google-jetstream"}
     assert not pins("base", "test").keys() & {"tensorflow", "seqio", "editdistance"}
-    assert "pins base jetstream report" in (ROOT / "launch/install.sh").read_text()
+    assert "pins base jetstream" in (ROOT / "launch/install.sh").read_text()
 
 
 @pytest.mark.skipif(

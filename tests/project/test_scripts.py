@@ -63,36 +63,6 @@ def test_loading_is_measured_on_a_folder():
 
 
 @pytest.mark.slow
-def test_pages_decode_more_responses_at_once():
-    sizes = ("--gib", 0.5, "--max_response", 2000, "--max_prompt", 100, "--median", 200)
-    output = run("benchmarks/schedules.py", "pages", *sizes, "--responses", 64, "--slots", 8, 16)
-    slots, ragged, few, many = map(json.loads, output.splitlines())
-    assert slots["side_by_side_most"] == slots["slots"] < few["slots"]
-    assert many["decode_steps"] < few["decode_steps"] < slots["decode_steps"]
-    assert many["seconds"] < few["seconds"] < ragged["seconds"] <= slots["seconds"]
-
-
-@pytest.mark.slow
-def test_the_hosts_part_of_a_step_is_measured():
-    output = run("benchmarks/hosts.py", "--responses", 64, "--tokens", 60, "--processes", 3)
-    lines = output.splitlines()
-    figures = json.loads(lines[-1])
-    assert figures["tokens"] > 1000 and figures["files"] > 0 and figures["bursts"] > 4
-    assert min(figures["costs"].values()) > 0
-    assert sum(line.endswith("|") and "process" in line for line in lines) == 9
-    assert figures["seconds"]["messages"] > 0
-    assert figures["beside"]["journal"] > figures["seconds"]["journal"]
-
-
-@pytest.mark.slow
-def test_the_price_of_dynamic_sampling_is_compared_with_the_ideal():
-    sizes = ("--prompts", 8, "--samples", 4, "--slots", 16, "--steps", 6, "--kept", 0.4)
-    table = run("benchmarks/schedules.py", "price", *sizes).splitlines()
-    rounds, none, _, carried = (float(cell.split()[0]) for cell in table[2].split("|")[3:-1])
-    assert 1 < carried < max(none, rounds)  # so few steps show no more
-
-
-@pytest.mark.slow
 def test_our_benchmark_and_the_comparison_run():
     sizes = ("--only", "update", "--workload", "smoke")
     output = run("benchmarks/compare.py", "--rounds", 1, "--repeats", 1, *sizes)
@@ -111,13 +81,6 @@ def test_a_real_models_step_is_timed(tmp_path):
     first, *table = output.splitlines()
     assert json.loads(first)["dapo_jax"][0]["tokens"] > 0
     assert [row.split("|")[1].strip() for row in table[2:5]] == ["rollout", "update", "step"]
-
-
-@pytest.mark.slow
-def test_chosen_rows_are_fuller():
-    rows = run("benchmarks/schedules.py", "fill").splitlines()[2:]
-    shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
-    assert len(shares) == 5 and all(chosen >= given for given, chosen in shares)
 
 
 @pytest.mark.slow
@@ -148,15 +111,6 @@ def test_a_policy_over_bytes_writes_programs(run_here, tmp_path):
         "1",
         "2",
     ]
-
-
-@pytest.mark.slow
-def test_seconds_of_other_settings_are_predicted(base, tmp_path):
-    sizes = ("--steps", 4, "--prompts", 8, "--slots", 32, 16, "--samples", 4, 3, "--terms", 3)
-    output = run("benchmarks/simulate.py", "--base", base, "--folder", tmp_path, *sizes)
-    off = json.loads(output.splitlines()[-1])
-    assert abs(off["16/4/decode_steps"]) < 0.5 and abs(off["32/3/tokens"]) < 0.5
-    assert off["costs"]["update_token"] > 0 and "| 16 | 4 | seconds_step |" in output
 
 
 TINY = (

@@ -12,8 +12,9 @@ from small_runs import make_quick_config, open_run
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, Reward, Rollout, Watch
-from dapo_jax.extras.alerts import ALERTS, Alerts, check_run, settings_of
+from dapo_jax.extras.alerts import LIMITS, Alerts, check_run
 from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.correctness import settings_of
 from dapo_jax.reporting.metrics import outcome_metrics, response_metrics, verdict_counts
 from dapo_jax.reporting.notices import warn_about_answers
 from dapo_jax.rewards.group_rewards import reward_group
@@ -61,9 +62,9 @@ INJECTED = {
 }
 
 
-@pytest.mark.parametrize("alert", [a for a in ALERTS if a.scope == "step"], ids=lambda a: a.limit)
-def test_an_alert_names_the_metric_and_its_value(alert):
-    name = alert.limit.removeprefix("watch.")
+@pytest.mark.parametrize("setting", [limit.step for limit in LIMITS if limit.step])
+def test_an_alert_names_the_metric_and_its_value(setting):
+    name = setting.removeprefix("watch.")
     values, text = INJECTED[name]
     alerts = Alerts(Config())
     assert alerts.check_step(HEALTHY) == []
@@ -82,14 +83,14 @@ def test_rewards_that_failed_are_counted_by_kind_at_the_step_and_in_the_report()
     group = make_group([RIGHT, LATE, WRONG, LATE])
     values = step_of([group])
     (text,) = Alerts(Config()).check_step(HEALTHY | values)
-    assert text == "2 of 4 responses (2 timeout) have no reward and are in no mean and no loss"
+    assert text == "responses had no reward: outcomes/timeout 2"
     assert values["failed_rewards"] == 0.5 and values["accuracy"] == 0.5
     dropped = values | {"broken_groups": 3.0, "resampled_groups": 1.0, "outcomes/crash": 1.0}
-    (output,) = Alerts(Config()).check_step(HEALTHY | dropped)
-    assert output.startswith("3 of 5 responses (2 timeout, 1 crash) have no reward")
-    assert output.endswith("no loss; groups dropped: 3; groups sampled again: 1")
+    first, second = Alerts(Config()).check_step(HEALTHY | dropped)
+    assert first.endswith(": outcomes/timeout 2, outcomes/crash 1, resampled_groups 1")
+    assert second == "groups were dropped as rewards failed: broken_groups 3"
     rows = [row(step, failed_rewards=float(step == 7)) for step in range(21)]
-    assert check_run(rows, 20, {}) == ["responses had no reward in 1 of 21 rows (step 7)"]
+    assert check_run(rows, {}) == ["responses had no reward in 1 of 21 rows (step 7)"]
 
 
 def test_what_stays_wrong_is_said_every_ten_steps_and_again_after_it_was_right():
@@ -159,8 +160,8 @@ def test_groups_of_one_are_not_all_wrong():
 )
 def test_the_report_leaves_out_what_the_settings_explain(metric, config):
     rows = [row(step, **{metric: 0.95}) for step in range(21)]
-    assert any(metric in one for one in check_run(rows, 20, {}))
-    assert not check_run(rows, 20, settings_of(config))
+    assert any(metric in one for one in check_run(rows, {}))
+    assert not check_run(rows, settings_of(config))
 
 
 @pytest.mark.parametrize(
@@ -184,11 +185,11 @@ def test_before_training_missing_answers_are_told_where_they_are_read(
 
 def test_the_report_reads_a_fall_of_accuracy_only_where_a_run_learns_it():
     rows = [row(0, heldout_accuracy=0.9), row(20)]
-    assert check_run(rows, 20, settings_of(run_of("grpo")))
+    assert check_run(rows, settings_of(run_of("grpo")))
     own = settings_of(run_of("grpo", "mine:score=1", "spread"))
     rows[-1] |= {"heldout_reward": 0.9}
-    assert not check_run(rows, 20, own)
-    (text,) = check_run([row(0, heldout_reward=0.95), *rows[1:]], 20, own)
+    assert not check_run(rows, own)
+    (text,) = check_run([row(0, heldout_reward=0.95), *rows[1:]], own)
     assert text == "held-out reward fell from 0.950 to 0.900"
 
 
@@ -204,8 +205,10 @@ def test_the_report_reads_a_fall_of_accuracy_only_where_a_run_learns_it():
     ],
 )
 def test_the_report_names_what_is_wrong_with_a_run(rows, output):
-    result = check_run(rows, 20, settings_of(Config()))
-    assert bool(result) == bool(check_run(rows, 20, {}))  # a run older than its settings
+    result = check_run(rows, settings_of(Config()))
+    assert bool(result) == bool(
+        check_run(rows, {"total_steps": 20})
+    )  # a run older than its settings
     assert bool(result) == bool(output), result
     assert output is None or any(re.search(output, one) for one in result), result
 
@@ -238,7 +241,7 @@ def test_the_report_names_what_is_wrong_with_a_run(rows, output):
 )
 def test_the_report_says_what_the_corrections_of_a_run_cost(values, config, output):
     rows = [row(step, **values) for step in range(21)]
-    assert check_run(rows, 20, settings_of(config)) == ([output] if output else [])
+    assert check_run(rows, settings_of(config)) == ([output] if output else [])
 
 
 def test_a_run_says_it_on_the_console(base, alone, tmp_path, capsys):

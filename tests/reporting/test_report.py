@@ -1,15 +1,14 @@
 """The report page: what it says of runs, what it refuses, and that no text in it is ever run."""
 
-import base64
-import hashlib
-import json
-import pathlib
+import importlib.resources
 import re
 import sys
+import tomllib
 
 import numpy as np
 import pytest
-from reports import HOSTILE, Scripts, data_of, response, row
+from conftest import check_documented
+from reports import HOSTILE, Page, response, row
 from row_files import read_table
 
 from dapo_jax.algorithms import PRESETS
@@ -17,220 +16,174 @@ from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Optimizer, ReportConfig, Reward
 from dapo_jax.extras.report import command as report
 from dapo_jax.extras.report import page, recorded_run
-from dapo_jax.extras.report.comparison import (
-    differences,
-    differing_settings,
-    experiments,
-    from_defaults,
-    from_preset,
-    headlines,
-    mean_interval,
-    welch_interval,
-)
-from dapo_jax.extras.report.curves import asset
-from dapo_jax.extras.report.recorded_run import (
-    SHOWN_CHARACTERS,
-    read_run,
-    sample_groups,
-)
+from dapo_jax.extras.report.curves import STRETCHES, draw, ticks
+from dapo_jax.extras.report.recorded_run import SHOWN_CHARACTERS, read_run, sample_groups
 from dapo_jax.reporting.console import Progress
 from dapo_jax.runtime.settings import ConfigError
 
 
-def make(*folders: str, **settings) -> str:
-    return page.page([read_run(folder) for folder in folders], ReportConfig(**settings))
+def make(*folders: str) -> str:
+    return page.page([read_run(folder) for folder in folders])
+
+
+def read_charts() -> list[dict]:
+    path = importlib.resources.files("dapo_jax.extras.report") / "page.charts.toml"
+    return tomllib.loads(path.read_text("utf-8"))["chart"]
+
+
+def titles(text: str) -> list[str]:
+    return re.findall("<h3>(.*?)</h3>", text)
 
 
 def test_text_that_a_model_wrote_is_never_markup(write_run):
     turns = [["policy", 4, HOSTILE], ["environment", 9, HOSTILE * 2000]]
-    own = {"response": HOSTILE, "prompt": HOSTILE, "prompt_id": HOSTILE, "turns": turns}
-    lines = [response(0, i, **own, token_texts=[HOSTILE] * 4) for i in range(2)]
+    own = {"response": HOSTILE, "prompt": HOSTILE, "prompt_id": HOSTILE, "answer": HOSTILE}
+    own |= {"extracted": HOSTILE, "reward_parts": {HOSTILE: 1.0}, "failure": HOSTILE}
+    lines = [response(0, 0, **own, turns=turns), response(0, 1, **own, token_texts=[HOSTILE] * 4)]
     hostile = write_run("</title><script>alert(1)<", rollouts=[(1, lines)], rows=[row(0)])
-    text = make(hostile)
-    result = Scripts(text)
-    assert [tag for tag, _ in result.tags].count("script") == len(result.scripts) == 4
+    text = make(hostile, write_run("b"))
+    result = Page(text)
+    assert not {tag for tag, _ in result.tags} & {"script", "img", "link", "iframe", "object"}
     assert not any(name.startswith("on") for _, attrs in result.tags for name in attrs)
-    (group,) = data_of(text)["rollouts"]
-    assert group["prompt"] == group["prompt_id"] == group["responses"][0]["response"] == HOSTILE
-    (_, _, drawn), (_, _, observed) = group["responses"][0]["turns"]
-    assert drawn == HOSTILE and len(observed) < 1.1 * SHOWN_CHARACTERS
-    assert "token_texts" not in group["responses"][0]  # of a trajectory that long
-    assert data_of(text)["experiments"][0]["name"] == hostile.rsplit("/")[-1]
-    code = asset("page.js")
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", code)
+    assert result.text.count(HOSTILE) > 5 + 4  # fields of the group and responses, and tokens
+    assert hostile.rsplit("/")[-1] in result.text and len(text) < 10 * SHOWN_CHARACTERS + 100_000
+    (policy,) = (a["content"] for _, a in result.tags if a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline';")
+    assert not [attrs for _, attrs in result.tags if attrs.keys() & {"src", "srcset"}]
+    assert all(attrs["href"][0] == "#" for _, attrs in result.tags if "href" in attrs)
 
 
-def test_the_page_needs_no_other_file_and_lets_no_other_script_run(write_run):
-    text = make(write_run("a"))
-    result = Scripts(text)
-    assert not any(tag == "link" or "src" in attrs for tag, attrs in result.tags)
-    policy = next(a["content"] for t, a in result.tags if a.get("http-equiv"))
-    assert "default-src 'none'" in policy and "unsafe-inline" not in policy.partition("style")[0]
-    assert "file:" not in policy
-    for script in filter(None, result.scripts[2:]):
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        assert f"'sha256-{digest}'" in policy
+def test_half_a_pair_of_surrogates_is_shown_as_a_mark(write_run):
+    folder = write_run("a", rollouts=[(1, [response(0, 0, response="so \ud800")])])
+    assert "so ?" in make(folder)
 
 
-def test_seeds_of_one_experiment_are_a_band_and_settings_tell_others_apart(write_run):
-    seeds = [write_run(f"dapo_seed{i}", seed=i, rows=[row(0), row(1, reward=i)]) for i in (0, 2)]
-    other = write_run("other", optimizer=Optimizer(learning_rate=0.5))
-    data = data_of(make(*seeds, other))
-    first, second = data["experiments"]
-    assert (first["name"], second["name"]) == ("dapo (2 seeds)", "other")
-    line = first["curves"]["lines"]["reward"]
-    assert (line["mean"][1], line["low"][1], line["high"][1]) == (1, 0, 2)
-    assert "low" not in second["curves"]["lines"]["reward"]
-    shown = experiments([read_run(folder) for folder in (*seeds, other)])
-    differing = differing_settings(shown)
-    assert ["optimizer.learning_rate", -1.0, 0.5] in differing
-    assert not any(name in ("seed", "run_dir") for name, *_ in differing)
-    assert from_defaults(shown[1].settings)[0][0] == "run_dir"
+def test_runs_share_a_chart_with_a_line_for_each(write_run, tmp_path):
+    first = write_run("a", rows=[row(0), row(10)])
+    folders = [first, write_run("b/run", seed=1), write_run("c/run", rows=[row(0, reward=None)])]
+    text = make(*folders[:2])
+    chart = text.partition("<h3>Reward</h3>")[2].partition("</article>")[0]
+    lines = re.findall(r'class="line (c\d) d0" d="(M[^"]+)"><title>(.*?)<', chart)
+    assert [(colour, name) for colour, _, name in lines] == 2 * [("c0", "a"), ("c1", "run")]
+    assert [path.count("L") for _, path, _ in lines] == [1, 20, 1, 4]
+    shown = Page(make(*folders)).text  # names that are not unique are paths
+    assert all(str(tmp_path / name) in shown for name in ("a", "b/run", "c/run"))
 
 
-def spread_run(write_run, name: str = "own", **more) -> str:
-    reward = Reward(parts="mine:score=1", correct="spread")
-    return write_run(name, algorithm=PRESETS["grpo"](), reward=reward, **more)
+def test_settings_that_are_not_the_default_are_listed_for_each_run(write_run):
+    runs = [write_run("a"), write_run("b", optimizer=Optimizer(learning_rate=0.5))]
+    lines = [*page.changed_settings([read_run(folder) for folder in runs])]
+    assert ["optimizer.learning_rate", "-1.0", "-1.0", "0.5"] in lines
+    assert {name for name, *_ in lines} == {"optimizer.learning_rate", "run_dir"}
 
 
 def test_the_reward_leads_if_no_response_counts_as_correct(write_run):
-    own = spread_run(write_run, rollouts=[(1, [response(0, i) for i in range(2)])])
-    names = [one["name"] for one in headlines(experiments([read_run(own)])[0])]
-    assert names[:3] == ["Held-out reward before", "Held-out reward after", names[2]]
-    assert names[2].startswith("Reward, last") and names[3].startswith("Held-out accuracy")
+    reward = Reward(parts="mine:score=1", correct="spread")
+    lines = [response(0, i) for i in range(2)]
+    own = write_run("own", algorithm=PRESETS["grpo"](), reward=reward, rollouts=[(1, lines)])
     text = make(own)
-    titles = re.findall("<h3>(.*?)</h3>", text.partition('id="charts"')[2])
-    assert titles[0] == "Reward" and titles.index("Held-out accuracy") > titles.index("Entropy")
-    assert data_of(text)["reward_leads"] is True
-    other = write_run("graded")
-    graded = make(other)
-    titles = re.findall("<h3>(.*?)</h3>", graded.partition('id="charts"')[2])
-    assert titles[:2] == ["Held-out accuracy", "Reward"]
-    assert not any(data_of(text)["reward_leads"] for text in (graded, make(own, other)))
+    shown = titles(text)
+    assert shown[0] == "Reward" and shown.index("Held-out accuracy") > shown.index("Entropy")
+    assert text.index("<td>heldout_reward") < text.index("<td>heldout_accuracy")
+    assert "right" not in Page(text.partition('id="rollouts"')[2]).text
+    other = write_run("graded", rollouts=[(1, lines)])
+    assert "1 of 2 right" in make(other) and "1 of 2 right" in make(own, other)
+    assert titles(make(other))[:2] == ["Held-out accuracy", "Reward"]
 
 
-def write_evaluation(folder: str, lines: list[dict]) -> None:
-    path = pathlib.Path(folder, "evaluations")
-    path.mkdir()
-    (path / "step_000005.jsonl").write_text("\n".join(map(json.dumps, lines)))
+def test_headlines_are_the_first_and_the_last_score_and_means_of_the_end(write_run):
+    rows = [row(0), *(row(s, reward=s / 20) for s in range(6, 20)), {"step": 20, "reward": 1.0}]
+    run = read_run(write_run("a", rows=[*rows, {"step": 30, "heldout_accuracy": 0.45}]))
+    assert page.headline(run, "heldout_accuracy") == "0.4 (0.3 to 0.5) → 0.45"
+    assert page.headline(run, "reward") == "0.775" and page.headline(run, "critic") == ""
 
 
-def test_the_held_out_reward_of_seeds_has_an_interval_over_the_seeds(write_run):
-    rewards = ((0, 1.0), (1, 2.0), (2, 3.0))
-    folders = [
-        spread_run(
-            write_run,
-            f"a{seed}",
-            rows=[row(0), row(5, heldout_reward=mean, heldout_accuracy=0.4)],
-            seed=seed,
-        )
-        for seed, mean in rewards
-    ]
-    (seeds,) = experiments([read_run(folder) for folder in folders])
-    (after,) = [one for one in headlines(seeds) if one["name"] == "Held-out reward after"]
-    np.testing.assert_allclose(after["value"], [2, -0.484, 4.484], atol=1e-3)  # above 1: no share
-    assert after["over"] == "over 3 seeds"
+def test_the_mean_of_nothing_is_a_gap():
+    nothing = {"clip_fraction_high": 0.0, "up_clipped_probability": 0.0}
+    some = {"clip_fraction_high": 0.1, "up_clipped_probability": 0.0}
+    rows = [row(0), row(1, **some), row(2, **nothing), row(3, **some), row(4, **some)]
+    plot = draw([("a", rows, "up_clipped_probability")], 0.05)
+    ((_, _, path),) = plot["lines"]  # a lone point is a dash; two are joined
+    assert path.count("M") == 2 and path.count("h4") == 1 and path.count("L") == 1
+    assert draw([("a", rows, "response_tokens_wrong")], 1) == {}
+    ((_, _, path),) = draw([("a", [row(s) for s in range(11)], "heldout_accuracy")], 0.05)["lines"]
+    assert path.count("M") == 1 and path.count("L") == 2  # rare evaluations are joined
+    huge = [row(0, reward=10**400), row(1, reward=float("inf")), row(2, reward="x"), row(3)]
+    assert draw([("a", huge, "reward")], 0.001)["lines"][0][2].count("M") == 1
 
 
-def test_headlines_have_the_intervals_of_the_run_or_over_its_seeds(write_run):
-    run = read_run(write_run("a"))
-    result = {one["name"]: one for one in headlines(experiments([run])[0])}
-    assert result["Held-out accuracy after"]["value"] == [0.4, 0.3, 0.5]
-    np.testing.assert_allclose(result["Held-out reward after"]["value"], [-0.2, -0.4, 0])
-    # By a table of Student's t: 4.303 for three values, whose standard error is 1 / sqrt(3).
-    np.testing.assert_allclose(mean_interval(np.array([1.0, 2, 3])), [2, -0.484, 4.484], atol=1e-3)
-    assert mean_interval(np.array([1.0])) == [1, None, None]
-    assert mean_interval(np.ones(3)) == [1, 1, 1]
-    np.testing.assert_allclose(mean_interval(np.ones(10), True), [1, 0.722, 1], atol=1e-3)
+def test_a_long_curve_keeps_its_peaks(write_run):
+    rows = [row(s, gradient_norm=90.0 if s == 2477 else 1 + s % 7) for s in range(5001)]
+    ((_, _, path),) = draw([("a", rows, "gradient_norm")], 0.001)["lines"]
+    heights = [float(y) for y in re.findall(r",([\d.]+)", path)]
+    assert len(heights) <= 2 * STRETCHES and heights.count(min(heights)) == 1
+    assert min(heights) < 20 < sorted(heights)[1]
+    assert len(make(write_run("long", 5000, rows=rows))) < 200_000
 
 
-def test_single_runs_are_compared_over_their_problems(write_run):
-    grpo = Optimizer(learning_rate=0.5)
-    folders = [
-        write_run(name, rows=[row(0), row(5)], **changes)
-        for name, changes in (
-            ("a", {}),
-            ("b", {"optimizer": grpo}),
-            ("c", {"optimizer": grpo, "seed": 1}),
-        )
-    ]
-    for folder, right in zip(folders, (4, 6, 6), strict=True):
-        lines = [response(index, 0, correct=index < right) for index in range(40)]
-        write_evaluation(folder, lines)
-    a, b = (experiments([read_run(folder)])[0] for folder in folders[:2])
-    value, low, high = differences(b, a)["Held-out accuracy after"]
-    # Standard errors of 0.048 and 0.057, so 0.075 of the difference.
-    assert value == pytest.approx(0.05) and -0.11 < low < -0.09 and 0.19 < high < 0.21
-    (several,) = experiments([read_run(folder) for folder in folders[1:]])
-    for _, low, high in differences(several, a).values():  # one run has no spread of its seeds
-        assert low is high is None
-    assert "+5.0 points" in make(*folders[:2])
+@pytest.mark.parametrize("low, high", [(0, 1), (-3.2, 4.1), (1e-7, 3e-7), (0.9995, 1), (0, 3e9)])
+def test_ticks_are_round_and_inside(low, high):
+    values = [value for value, _ in ticks(low, high)]
+    assert 2 <= len(values) <= 7 and low <= values[0] and values[-1] <= high
+    assert all(
+        float(text.replace(",", "")) == pytest.approx(v, rel=0.01) for v, text in ticks(low, high)
+    )
+    np.testing.assert_allclose(np.diff(values), values[1] - values[0])
 
 
-def test_differences_of_independent_values_have_welchs_interval():
-    # By hand: variances 2.5 and 10 of 5 values each, so an error of sqrt(2.5), and 5.88 degrees
-    # of freedom, so t = 2.459.
-    ones, others = np.arange(5.0) + 1, 2 * np.arange(5.0) + 2
-    expected = [-3, -3 - 2.459 * 2.5**0.5, -3 + 2.459 * 2.5**0.5]
-    np.testing.assert_allclose(welch_interval(ones, others), expected, atol=2e-3)
-    assert welch_interval(ones, others[:1]) == [1, None, None]
-    assert welch_interval(np.ones(3), np.ones(3)) == [0, None, None]
-    assert welch_interval(ones, np.zeros(0)) == [None, None, None]
+def test_rounding_looks_flat():
+    rows = [row(s, kl_sampler_trainer=1e-8 * (-1) ** s) for s in range(9)]
+    ((_, _, path),) = draw([("a", rows, "kl_sampler_trainer")], 0.001)["lines"]
+    assert len(set(re.findall(r",([\d.]+)", path))) == 1
 
 
-def test_the_mean_of_nothing_is_a_gap(write_run):
-    nothing = {
-        "clip_fraction_high": 0.0,
-        "up_clipped_probability": 0.0,
-        "response_tokens_wrong": 0.0,
-    }
-    some = {"clip_fraction_high": 0.1, "up_clipped_probability": 0.0, "response_tokens_wrong": 4.0}
-    rows = [row(0), row(1, **some), row(2, **nothing), row(3, reward=float("nan"), **some)]
-    lines = data_of(make(write_run("a", rows=rows)))["experiments"][0]["curves"]["lines"]
-    assert lines["up_clipped_probability"]["mean"] == [None, 0, None, 0]
-    assert lines["response_tokens_wrong"]["mean"] == [None, 4, None, 4]
-    assert lines["clip_fraction_high"]["mean"] == [0.01, 0.1, 0, 0.1]
-    assert lines["reward"]["mean"][3] is None
-    assert lines["heldout_accuracy"]["mean"] == [0.4, None, None, None]
-
-
-def test_the_preset_is_the_nearest_or_the_one_that_was_named(write_run):
-    settings = read_run(write_run("a")).settings
-    assert from_preset(settings) == ("dapo", [])
-    name, changed = from_preset(settings, "grpo")
-    assert name == "grpo" and ["algorithm.clip_high", 0.28, 0.2] in changed
-    with pytest.raises(ConfigError, match="preset = 'gpro'"):
-        from_preset(settings, "gpro")
-
-
-def test_thousands_of_steps_and_long_responses_are_sampled(write_run):
+def test_steps_are_sampled_and_long_texts_cut(write_run):
     files = [
         (step, [response(g, i, response="x" * 9000) for g in range(6) for i in range(4)])
         for step in range(1, 61)
     ]
-    folder = write_run("long", rollouts=files, rows=[row(s) for s in range(5001)])
-    text = make(folder)
-    data = data_of(text)
-    assert f"{len(data['rollouts'])} groups from at most {recorded_run.MAX_FILES}" in text
-    (one,) = data["experiments"]
-    assert one["curves"]["steps"] == 5001 and one["curves"]["points"] <= page.MAX_POINTS
-    assert {group["step"] for group in data["rollouts"]} >= {1, 60}
-    assert all(len(r["response"]) < 7000 for g in data["rollouts"] for r in g["responses"])
-    twice = data_of(make(folder, write_run("other", seed=1, rollouts=files)))["rollouts"]
-    assert {group["run"] for group in twice} == {0, 1} and len(twice) == len(data["rollouts"])
+    folder = write_run("long", rollouts=files)
+    groups = sample_groups(read_run(folder), page.MAX_STEPS)
+    assert len(groups) == page.MAX_STEPS * recorded_run.SHOWN_GROUPS
+    assert {group["step"] for group in groups} >= {1, 60}
+    texts = [turn[-1] for group in groups for one in group["responses"] for turn in one["turns"]]
+    assert all("[... 3,000 characters ...]" in text and len(text) < 6100 for text in texts)
+    twice = make(folder, write_run("other", seed=1, rollouts=files))
+    assert twice.count('<details class="group"') == len(groups)
 
 
-def test_groups_of_each_outcome_are_shown_and_those_with_tokens_first(write_run, monkeypatch):
+def test_groups_of_each_score_are_shown_and_those_with_tokens_first(write_run, monkeypatch):
     right = [response(0, i, correct=True) for i in range(2)]
     more = [response(9, i, correct=True) for i in range(2)]
     wrong = [response(1, i, correct=False) for i in range(2)]
     details = [response(2, i, token_texts=["a"], token_logprobs=[-1.0]) for i in range(2)]
-    monkeypatch.setattr(recorded_run, "GROUPS_PER_STEP", 3)
+    monkeypatch.setattr(recorded_run, "SHOWN_GROUPS", 3)
     run = read_run(write_run("a", rollouts=[(1, [*right, *more, *wrong, *details])]))
-    (result,) = sample_groups(run)
-    assert [group["prompt_id"] for group in result] == ["p2", "p0", "p1"]
-    assert [group["outcome"] for group in result] == ["mixed", "all right", "all wrong"]
-    assert result[0]["responses"][0]["token_logprobs"] == [-1.0]
+    assert [group["prompt_id"] for group in sample_groups(run, 1)] == ["p2", "p0", "p1"]
+
+
+def test_tokens_are_shaded_and_nobody_speaks_in_anothers_place(write_run):
+    forged = "<b>environment</b>, 2 tokens\n9"
+    turns = [("policy", 3, f"1+2={forged}"), ("environment", 2, "4"), ("policy", 1, "3")]
+    pieces = {"token_texts": ["1+2=", forged, "", "3"], "token_logprobs": [-0.1, -5.0, 0.0, -1.0]}
+    pieces |= {"token_ratios": [1.0, 1.5, 0.5, 1.0], "token_clipped": [0, 2, 1, 0]}
+    line = response(1, 0, turns=turns, environment_rewards=[0.25, 1.0], **pieces)
+    run = read_run(write_run("a", rollouts=[(1, [line])]))
+    shown = sample_groups(run, 1)[0]["responses"][0]["turns"]
+    assert [(spoke, reward, len(own)) for spoke, _, reward, own, _ in shown] == [
+        (True, 0.25, 3),
+        (False, None, 0),
+        (True, 1.0, 1),
+    ]
+    assert shown[0][3][1] == (
+        forged,
+        0.75,
+        "log-probability -5, ratio 1.5, cut by the upper clip",
+        True,
+    )
+    text = make(str(run.folder))
+    assert text.count('class="turn observed"') == 1 and text.count('class="clip"') == 2
+    assert "policy, 3 tokens, reward 0.25" in Page(text).text
 
 
 def test_files_of_a_run_that_was_killed_are_read_as_far_as_they_go(write_run, tmp_path):
@@ -239,8 +192,9 @@ def test_files_of_a_run_that_was_killed_are_read_as_far_as_they_go(write_run, tm
         with (tmp_path / "a" / name).open("a") as file:
             file.write('[1]\n"x"\n{"step": "x"}\n{"step": 21, "rew')
     (tmp_path / "a/rollouts/step_x.jsonl").write_text("")
-    data = data_of(make(folder))
-    assert data["experiments"][0]["curves"]["steps"] == 21 and data["rollouts"]
+    run = read_run(folder)
+    assert [one["step"] for one in run.rows] == [*range(21)]
+    assert sample_groups(run, 1)[0]["prompt_id"] == "p0"
 
 
 def command(*arguments: str) -> int:
@@ -257,12 +211,11 @@ def test_the_command_takes_several_runs_and_globs_each_once(write_run, tmp_path,
     out = tmp_path / "page.html"
     for _ in range(2):  # an earlier report is replaced
         code = command(
-            f"--run={tmp_path}/a*", f"--run={folders[2]}", f"--run={folders[0]}", f"--out={out}"
+            f"--run={tmp_path}/a*", f"--run={folders[2]}", f"--run={folders[0]}/", f"--out={out}"
         )
-        assert code == 0 and "3 runs" in capsys.readouterr().out
-    assert len(data_of(out.read_text())["experiments"][0]["runs"]) == 3
-    assert [path.name for path in tmp_path.glob("*page*")] == ["page.html"]
-    assert not [*tmp_path.glob("*.js")]
+        assert code == 0 and "runs: 3;" in capsys.readouterr().out
+    assert "<h1>a1, a2, b</h1>" in out.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a1", "a2", "b", "page.html"]
 
 
 @pytest.mark.parametrize("arguments, output", read_table(__file__, "wrong"))
@@ -299,22 +252,24 @@ def test_positional_arguments_get_the_name_of_a_flag():
     assert command_line.name_positional(["--help", "mesh"], "run", repeated=True)[1] == "mesh"
 
 
-def test_without_plotly_a_page_says_what_its_charts_need(write_run, monkeypatch):
-    folder = read_run(write_run("a")).folder
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    page.write_own_page(folder, Progress(False))
-    text = (folder / page.PAGE).read_text()
-    assert not any("src" in attrs for _, attrs in Scripts(text).tags)
-    assert len(text) < 1e6 and "dapo_jax[report]" in text
-
-
 def test_a_run_does_not_fail_at_its_page(write_run, monkeypatch, capsys):
-    def broken():
-        raise ModuleNotFoundError("No module named 'plotly'")
+    def broken(*_):
+        raise OSError("the disk is full")
 
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", broken)
     folder = read_run(write_run("a")).folder
+    page.write_own_page(folder, Progress(False))
+    (folder / page.PAGE).unlink()
+    monkeypatch.setattr(page, "write_text", broken)
     page.write_own_page(folder, Progress(True))
     assert "report.html was not written: " in capsys.readouterr().out
     assert not (folder / page.PAGE).exists()
+
+
+def test_every_curve_is_of_metrics_that_exist():
+    charts = read_charts()
+    names = [name for chart in charts for name in chart["metrics"]]
+    check_documented(names)
+    assert len(names) == len(set(names))
+    words = [word for chart in charts for word in chart["metrics"].values()]
+    assert all(words) and not any("_" in word for word in words)
+    assert all(chart["healthy"] and chart["ill"] for chart in charts)

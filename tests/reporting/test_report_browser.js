@@ -2,13 +2,11 @@
     const found = [], box = (one) => one.getBoundingClientRect();
     const meet = (a, b) => a.left < b.right - 2 && b.left < a.right - 2
         && a.top < b.bottom - 2 && b.top < a.bottom - 2;
-    for (const plot of document.querySelectorAll(".plot")) {
+    for (const plot of document.querySelectorAll(".card > svg")) {
         const name = plot.closest("article").innerText;
         const say = (...what) => found.push([name, ...what].join(" | "));
         const room = box(plot);
-        for (const svg of plot.querySelectorAll("svg.main-svg")) {
-            if (Math.abs(box(svg).width - room.width) > 2) say(box(svg).width, room.width);
-        }
+        if (box(plot.parentElement).width - room.width > 40) say(room.width);
         const texts = [...plot.querySelectorAll("text")].filter((one) => box(one).width);
         texts.forEach((one, i) => {
             const others = texts.slice(i + 1).filter((other) => meet(box(one), box(other)));

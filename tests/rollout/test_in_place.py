@@ -5,11 +5,10 @@ import re
 import jax
 import numpy as np
 import pytest
-from hlo_arrays import instructions
+from hlo_arrays import COLLECTIVES, group_size, instructions
 from row_files import read_table
 from samplers import make_engine
 
-from dapo_jax.extras.plan.hlo_text import COLLECTIVES, group_size
 from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.types.structs import SamplingRule
 

@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 from conftest import TINY, make_prompt
 from fake_vllm import FakeVllm, save_digest, serving
-from named_meshes import named_mesh
 from remote_samplers import remote_scheduler
 from samplers import END, TOKENIZER, make_engine
 from small_runs import equal, make_quick_config
 from toy_sampler import ScriptedSampler, ToySampler
 
-from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
-from dapo_jax.extras.plan.simulate import Costs, Simulation
-from dapo_jax.extras.plan.workload import AssumedWorkload
 from dapo_jax.extras.samplers.remote_sampler import RemoteSampler
 from dapo_jax.extras.vllm import VllmSampler, VllmServer
 from dapo_jax.rollout.scheduler import Scheduler
@@ -25,22 +21,9 @@ from dapo_jax.run.run import first_state
 from dapo_jax.step import train_step
 from dapo_jax.types.structs import SamplingRule
 
-# The tokens of a simulated prompt are its position in the data.
 PROMPTS = [make_prompt(i, [i] * (3 + i % 4)) for i in range(2, 9)]
 SAMPLES = 3
 IN_OTHER_PROCESSES = RemoteSampler, VllmSampler
-WITHOUT_WEIGHTS = "simulated", "scripted"
-
-
-def simulated(slots: int):
-    config = Config(
-        data=Data(max_prompt_tokens=8),
-        rollout=Rollout(prompts_per_step=8, samples_per_prompt=SAMPLES),
-        sampler=Sampler(slots=slots, burst_tokens=3, max_response_tokens=20, cache="slots"),
-    )
-    workload = AssumedWorkload(8, 0.8, 20, prompt_median_tokens=4, max_prompt_tokens=8)
-    mesh = named_mesh(Mesh(), "tpu", 1)
-    return Simulation(config, TINY, mesh, workload, Costs()).sampler
 
 
 def make_schedulers(mesh, slots) -> list[Scheduler]:
@@ -60,7 +43,6 @@ SAMPLERS = {
     "scheduler with pages": lambda mesh, slots: Scheduler(
         make_engine(mesh, slots, cache="paged", page_tokens=4), TOKENIZER, seed=5
     ),
-    "simulated": lambda mesh, slots: simulated(slots),
     "own server": lambda mesh, slots: remote_scheduler(make_schedulers(mesh, slots)),
     "vllm": lambda mesh, slots: vllm_sampler(slots),
     "scripted": lambda mesh, slots: ScriptedSampler(lambda index: 2 + index % 5, slots),
@@ -174,7 +156,7 @@ def test_the_step_of_the_policy_is_recorded(begin):
 def test_prepared_weights_are_those_of_the_next_session_alone(
     begin, open_sampler, tiny_params, request
 ):
-    if request.node.callspec.params["open_sampler"] in (*WITHOUT_WEIGHTS, "vllm"):
+    if request.node.callspec.params["open_sampler"] in ("scripted", "vllm"):
         return  # it loads nothing onto devices
     sampler = open_sampler()
     expected = finish_groups(begin())
@@ -246,7 +228,7 @@ def test_a_weight_update_leaves_nothing_of_the_earlier_policy(begin, tiny_params
     updated = finish_groups(sampler)
     steps = {done.policy_step for group in updated.values() for done in group}
     assert steps == {7}
-    if request.node.callspec.params["open_sampler"] not in WITHOUT_WEIGHTS:
+    if request.node.callspec.params["open_sampler"] != "scripted":
         tokens = [
             [done.tokens.tolist() for group in groups.values() for done in group]
             for groups in (first, updated)

@@ -159,7 +159,7 @@ def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):
     train(config)
     row = read_rows(tmp_path)[1]
     shown = capsys.readouterr().out
-    assert "only 0 groups carried signal" in shown and "no answer was found in 100%" in shown
+    assert "too few groups carried signal" in shown and "no answer was found in 100%" in shown
     assert row["all_wrong_fraction"] == 1 and row["trained_groups"] == 0
     assert row["truncated_fraction"] == 1 and row["answer_not_found_rate"] == 1
 

@@ -132,7 +132,7 @@ def test_a_run_that_only_skips_stops_and_keeps_the_checkpoints_from_before(stopp
     assert "2 steps in a row took no update: the gradient was not finite" in error
     assert "optimizer.max_skipped_steps = 2" in error
     assert [row["skipped_updates"] for row in read_rows(run_dir)] == [0, 1, 1]
-    assert "step 2: an update was skipped: the gradient was not finite" in said
+    assert "step 2: updates were skipped as not finite: skipped_for_gradient 1" in said
     assert saved_steps(run_dir) == [1]
 
 

@@ -21,14 +21,6 @@ UNTIL = """new Promise(done => {{
         : performance.now() > begun + 20000 ? done(false) : setTimeout(look, 20);
     look();
 }})"""
-# Scrolls to each picture and waits until it is drawn.
-SCROLL = """(async () => {
-    for (const plot of document.querySelectorAll(".plot")) {
-        plot.scrollIntoView();
-        while (!plot.children.length) await new Promise(done => setTimeout(done, 20));
-    }
-    scrollTo(0, 0);
-})()"""
 
 
 class Browser:
@@ -76,16 +68,11 @@ class Browser:
         assert self.run(UNTIL.format(f"({condition})")), (condition, self.trouble)
 
     def open(self, page: pathlib.Path, width: int) -> None:
-        """Load a page at a width in CSS pixels, and wait for a report's first picture."""
+        """Load a page at a width in CSS pixels."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=page.as_uri())
-        self.wait("document.documentElement?.dataset.firstPicture")
-
-    def scroll_through(self) -> None:
-        """Scroll to the end and back as a reader does, so that every picture is drawn."""
-        self.wait("document.querySelector('#spent .plot')")  # the last ones are there
-        self.run(SCROLL)
+        self.wait(f"document.readyState == 'complete' && location.href == '{page.as_uri()}'")
 
     def screenshot(self, path: pathlib.Path) -> None:
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)

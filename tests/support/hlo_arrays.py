@@ -7,10 +7,22 @@ from typing import NamedTuple
 
 import jax
 
-from dapo_jax.extras.plan import hlo_text
-from dapo_jax.extras.plan.hlo_text import COLLECTIVES, HloText
 from dapo_jax.extras.plan.programs import SAMPLING, Layout, Program
 from dapo_jax.runtime.sharding import DECODING, TRAINING, shards
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# Operations without memory of their own.
+FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "constant", "conditional")
+FREE += ("send", "send-done", "recv-done")
+ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
+HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")  # of a computation
+# name = shapes operation(rest
+LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+# [groups, devices per group]; a mesh and its axes; or the first group itself.
+IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}")
+FIRST = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 
 
 class Instruction(NamedTuple):
@@ -25,7 +37,7 @@ class Instruction(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * hlo_text.BYTES.get(self.dtype, 1)
+        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
 
     def label(self, operation: str) -> str:
         return f"{operation} {self.dtype}[{','.join(map(str, self.shape))}]"
@@ -34,22 +46,36 @@ class Instruction(NamedTuple):
         return self.label(self.operation)
 
 
+def group_size(line: str) -> int:
+    """Return the number of devices in a collective; 0 means all."""
+    if match := IOTA.search(line):
+        return int(match[1])
+    if match := AXES.search(line):
+        sizes = dict(re.findall(r"('\w+')=(\d+)", match[1]))
+        return math.prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'\w+'", match[2]))
+    match = FIRST.search(line)
+    return len(match[1].split(",")) if match else 0
+
+
 def instructions(text: str) -> list[Instruction]:
     """Return the arrays that a program writes to memory, so those outside of fusions."""
-    hlo, arrays = HloText(text), []
+    arrays, computation = [], ""
+    fused = set(re.findall(r" fusion\(.*\bcalls=%?([\w.\-]+)", text))
     bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
-    for computation, lines in hlo.computations.items():
-        for line in lines.values():
-            if computation in hlo.fused or line.operation in hlo_text.FREE:
-                continue
-            operation = line.operation
-            if operation == "fusion" and "all-reduce-scatter" in line.name:
-                operation = "reduce-scatter"  # as TPUs write one
-            source = re.search(r'op_name="([^"]*)"', line.rest)
-            path, group = source[1] if source else "", hlo_text.group_size(line.rest)
-            for dtype, dimensions, _ in hlo_text.ARRAY.findall(line.shapes):
-                shape, looped = hlo_text.shape_of(dimensions), computation in bodies
-                arrays.append(Instruction(operation, dtype, shape, path, group, looped))
+    for written in text.splitlines():
+        if header := HEADER.match(written):
+            computation = header[1]
+        line = LINE.match(written)
+        if not line or computation in fused or line[3] in FREE:
+            continue
+        name, shapes, operation, rest = line.groups()
+        if operation == "fusion" and "all-reduce-scatter" in name:
+            operation = "reduce-scatter"  # as TPUs write one
+        source = re.search(r'op_name="([^"]*)"', rest)
+        path, looped = source[1] if source else "", computation in bodies
+        for dtype, dimensions in ARRAY.findall(shapes):
+            shape = tuple(int(size) for size in dimensions.split(",") if size)
+            arrays.append(Instruction(operation, dtype, shape, path, group_size(rest), looped))
     return arrays
 
 

@@ -1,4 +1,4 @@
-"""Meshes of devices that need not be there, for simulations and for layouts."""
+"""Meshes of devices that need not be there, for layouts."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Folders of runs made without a run, and the data of a page."""
+"""Folders of runs made without a run, and a reader of pages."""
 
 import dataclasses
 import html.parser
@@ -57,28 +57,16 @@ def run_writer(tmp_path):
     return write
 
 
-class Scripts(html.parser.HTMLParser):
-    """The tags of a page, and what stands in its scripts."""
+class Page(html.parser.HTMLParser):
+    """The tags of a page, its texts and the text outside of them."""
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags, self.scripts, self._inside = [], [], False
+        self.tags, self.text = [], ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        self._inside = tag == "script"
-        if self._inside:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        self._inside = False
 
     def handle_data(self, data):
-        if self._inside:
-            self.scripts[-1] += data
-
-
-def data_of(text: str) -> dict:
-    data, rollouts, *_ = map(json.loads, Scripts(text).scripts[:2])
-    return data | {"rollouts": rollouts}
+        self.text += data

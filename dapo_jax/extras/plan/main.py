@@ -4,20 +4,42 @@
 
 The compiler of the device compiles the run's own programs, without the device. Exit code 0:
 everything fits; 1: something does not, with how much is missing and what to change; 2: wrong
-settings. Memory is the compiler's figure; seconds are a roofline's, since nothing runs. Flags:
+settings. Memory is the compiler's figure; seconds are a formula's, since nothing runs. Flags:
 """
 
 import sys
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
-from dapo_jax.extras.plan.flags import PlanSettings
-from dapo_jax.runtime.settings import check_unique, leaves
+from dapo_jax.runtime.rules import Count, PositiveOr0, Share
+from dapo_jax.runtime.settings import check_types, check_values, leaves, section, setting
 
-ONE_TURN = (
-    "turns of the environment are not counted: a response is one turn, without observations, "
-    "without repeated prefills and without waiting for the environment"
-)
+ONE_TURN = "turns of the environment are not counted: a response is one turn, without observations"
+
+
+@section
+class PlanSettings:
+    """Flags of `dapo-jax plan`, in addition to the config that it plans."""
+
+    topology: str = setting("", "KIND:SHAPE, as in v5p:4x4x4, v5e:2x4 or v6e:16x16.")
+    slices: Count = setting(1, "Number of slices of that topology; mesh.data is a multiple of it.")
+    model: str = setting("", "Folder with a config.json or a published name; empty: the config's.")
+    json: bool = setting(False, "Print one JSON object instead of tables.")
+    cache: str = setting("auto", "Folder of earlier results; 'none': compile everything again.")
+    price: PositiveOr0 = setting(0.0, "Dollars per chip-hour; 0: show no dollars.")
+    flops: Share = setting(0.75, "Assumed fraction of peak FLOP/s; MFU is it x useful / executed.")
+    hbm: Share = setting(0.8, "Assumed fraction of peak memory bandwidth.")
+    busy: Share = setting(0.6, "Assumed fraction of slots that hold a live response, on average.")
+    kept: Share = setting(0.5, "Assumed fraction of groups neither all correct nor all wrong.")
+    tokens: PositiveOr0 = setting(0.0, "Assumed mean length of a response; 0: 0.2 of the limit.")
+
+    def check(self) -> None:
+        """Raise `ConfigError` that names a flag of a wrong type or out of range."""
+        try:
+            check_types(self)
+            check_values(self)
+        except command_line.ConfigError as error:
+            raise command_line.ConfigError(f"--{str(error).removeprefix('config.')}") from None
 
 
 def read_flags() -> PlanSettings:
@@ -28,12 +50,6 @@ def read_flags() -> PlanSettings:
             parser.add_argument(f"--{name}", action="store_true")
         else:
             parser.add_argument(f"--{name}", type=type(default), default=default)
-    own = {f"--{name}" for name, _, _ in leaves(PlanSettings())}
-    names = [argument.partition("=")[0] for argument in sys.argv[1:]]
-    try:
-        check_unique([name for name in names if name in own], "flag")
-    except ValueError as error:
-        parser.error(str(error))
     flags, sys.argv[1:] = parser.parse_known_args()
     return PlanSettings(**vars(flags))
 
@@ -54,7 +70,7 @@ def main() -> int:
     def work() -> int:
         settings.check()
         if config.environment.used:
-            plan.print_progress(f"warning: {ONE_TURN}")
+            print(f"warning: {ONE_TURN}", file=sys.stderr)
         return plan.plan(config, settings)
 
     return guarded(work)

@@ -11,45 +11,34 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.extras.plan import hlo_text
-from dapo_jax.extras.plan.chips import GIB, Topology
-from dapo_jax.extras.plan.hlo_text import Times, Traffic
+from dapo_jax.extras.plan.chips import Topology, compiler_options, target_devices
 from dapo_jax.extras.plan.published_shapes import read_shape
-from dapo_jax.extras.plan.simulate import Text
-from dapo_jax.extras.plan.targets import compiler_options, target_devices
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.learners import LearnerPrograms
 from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.trainable import choose_trained, is_trained, join, without
+from dapo_jax.model.trainable import choose_trained, is_trained, without
 from dapo_jax.registry import feature
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.engine_programs import EnginePrograms, Starts
-from dapo_jax.run.compute import (
-    check_divisible,
-    numerics,
-    open_engine,
-    open_learners,
-    open_meshes,
-)
+from dapo_jax.rollout.engine_programs import Starts
+from dapo_jax.run import compute
 from dapo_jax.runtime import sharding
 from dapo_jax.types.structs import SamplingRule
 
-RESERVED_GIB = 0.26  # of a TPU's memory, reserved by its compiler
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Messages of a TPU's compiler about all memory needed, or about temporaries only.
 _ALL = re.compile(r"Used ([\d.]+)([KMGT]?) of")
 _TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds")
-COMPILERS = ("jax", "jaxlib", "libtpu")
 SAMPLING = ("load", "prefill", "insert", "decode")
 
 
@@ -76,39 +65,44 @@ class Layout:
     reference: Any
 
 
-def _abstract(
-    decoder: DecoderConfig, mesh: jax.sharding.Mesh, selected: Callable[[str], bool]
-) -> Any:
-    """Return shapes and shardings of the selected parameters in their forward dtype."""
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        shardings,
+    )
+
+
+def _abstract(decoder: DecoderConfig, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Return shapes and shardings of all parameters in their forward dtype, by path."""
     boxed = decoders.abstract_params(decoder)
-    shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
-    flat = {}
-    for path, leaf in sharding.flatten(sharding.unbox(boxed)).items():
-        dtype = param_paths.forward_dtype(path, decoder)
-        if selected(path):
-            flat[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shardings[path])
-    return unflatten_dict(flat, sep="/")
+    placed = _placed(sharding.unbox(boxed), sharding.tree_shardings(mesh, boxed))
+    return {
+        path: leaf.update(dtype=param_paths.forward_dtype(path, decoder))
+        for path, leaf in sharding.flatten(placed).items()
+    }
 
 
 def lay_out(config: Config, topology: Topology, devices: list | None = None) -> Layout:
     """Lay a config out for a topology, or given devices of one. Raises `ConfigError`."""
     devices = target_devices(topology) if devices is None else devices
     rows = config.packing.rows_per_microbatch
-    mesh, sampling_mesh = open_meshes(config.mesh, rows, devices=devices)
-    numbers = numerics(config.compute, mesh, config.rows().row_tokens)
+    mesh, sampling_mesh = compute.open_meshes(config.mesh, rows, devices=devices)
+    numbers = compute.numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = read_shape(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
-    check_divisible(decoder, mesh)
-    frozen = _abstract(decoder, mesh, lambda path: not is_trained(path, decoder))
-    reference = None
-    if config.algorithm.reference:
-        reference = join(frozen, _abstract(decoder, mesh, lambda path: is_trained(path, decoder)))
-    learners = open_learners(config, decoder, mesh, frozen)
+    compute.check_divisible(decoder, mesh)
+    flat = _abstract(decoder, mesh)
+    untrained = {path: leaf for path, leaf in flat.items() if not is_trained(path, decoder)}
+    frozen = unflatten_dict(untrained, sep="/")
+    reference = unflatten_dict(flat, sep="/") if config.algorithm.reference else None
+    learners = compute.open_learners(config, decoder, mesh, frozen)
     if config.algorithm.distils:
         distilled = feature("teacher")
         teacher = distilled.abstract_teacher(config, decoder, mesh, read_shape)
         learners = distilled.open_programs(config, decoder, mesh, frozen, teacher)
-    engine = open_engine(config, decoder, mesh, sampling_mesh, Text(), frozen)
+    ends: Any = types.SimpleNamespace(pad_id=0, end_ids=(1,))
+    engine = compute.open_engine(config, decoder, mesh, sampling_mesh, ends, frozen)
     return Layout(
         config, topology, decoder, mesh, sampling_mesh, learners, engine, frozen, reference
     )
@@ -171,38 +165,17 @@ def training_programs(layout: Layout, microbatches: int) -> Iterator[Program]:
         yield Program("critic update", lambda: critic.lower("update", batch), alive)
 
 
-def _placed(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        shardings,
-    )
-
-
 def sampling_programs(layout: Layout) -> Iterator[Program]:
     """Yield the engine's programs; the trainer's state stays on the chips meanwhile."""
-    trained, params = layout.learners.policy.abstract_state.params, decoding_weights(layout)
-    weights = cast(EnginePrograms, layout.engine.programs).weights
-    shared = layout.sampling_mesh is layout.mesh
-    loading = _resident(layout) | ({"decoding weights": params} if shared else {})
-    yield Program("load", lambda: weights.load_trained.lower(trained), loading)
-    yield from decoding_programs(layout, _resident(layout) if shared else {})
-
-
-def decoding_weights(layout: Layout) -> Any:
-    """Return the shapes of the weights that decode."""
-    trained, weights = layout.learners.policy.abstract_state.params, layout.engine.programs.weights
+    engine, trained = layout.engine, layout.learners.policy.abstract_state.params
+    compiled, resident = engine.programs, _resident(layout)
+    weights = compiled.weights
     held = weights.load_frozen.abstract(layout.frozen) if layout.frozen else {}
-    return decoders.for_decoding(
-        held | weights.load_trained.abstract(trained), layout.engine.config
-    )
-
-
-def decoding_programs(layout: Layout, alive: dict[str, Any]) -> Iterator[Program]:
-    """Yield the programs that sample, all that `dapo-jax sampler` runs, beside arrays `alive`."""
-    engine, params = layout.engine, decoding_weights(layout)
-    compiled = cast(EnginePrograms, engine.programs)
-    alive = alive | {"decoding weights": params}
+    held = held | weights.load_trained.abstract(trained)
+    params = decoders.for_decoding(held, engine.config)
+    shared = layout.sampling_mesh is layout.mesh
+    loading = resident | ({"decoding weights": params} if shared else {})
+    yield Program("load", lambda: weights.load_trained.lower(trained), loading)
     window = engine.layout.window(engine.cache_tokens)  # caches of full length
     empty = jax.eval_shape(functools.partial(compiled.empty, window=window))
     state = _placed(empty, compiled.state_shardings)
@@ -213,7 +186,8 @@ def decoding_programs(layout: Layout, alive: dict[str, Any]) -> Iterator[Program
     prefill = params, tokens, lengths, keys, lengths
     prefix = jax.eval_shape(compiled.prefill, *prefill)
     prefix = prefix.replace(caches=_placed(prefix.caches, compiled.prompt_shardings))
-    alive = alive | {"cache": state, "prompts": prefix}
+    alive = {"decoding weights": params, "cache": state, "prompts": prefix}
+    alive = (resident if shared else {}) | alive
     yield Program("prefill", lambda: compiled.prefill.lower(*prefill), alive)
     pages, width = engine.pages, engine.max_insert_width
     ints = jax.ShapeDtypeStruct((width,), jnp.int32)
@@ -232,7 +206,7 @@ def programs(layout: Layout, microbatches: int) -> Iterator[Program]:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """Memory and traffic of a compiled program; bytes are per chip."""
+    """Memory of a compiled program; bytes are per chip."""
 
     name: str
     peak: int | None  # with arguments and results; None if it does not compile
@@ -240,7 +214,6 @@ class CompiledProgram:
     host: int
     alive: dict[str, int]  # all arrays that exist while it runs, by name
     beside: int  # those of them that are not the program's arguments or results
-    traffic: Traffic
     compile_seconds: float
 
     def fits(self, limit: int) -> bool:
@@ -251,38 +224,35 @@ class CompiledProgram:
         """Bytes of the program and all other arrays."""
         return self.needs + self.beside
 
-    def parts(self) -> dict[str, int]:
-        """Return the parts of `together`: arrays by name, and the program's temporary memory."""
-        return self.alive | {"temporary": max(0, self.together - sum(self.alive.values()))}
+    def record(self, limit: int) -> dict[str, Any]:
+        """Return the figures; parts are arrays by name, and the program's temporary memory."""
+        temporary = max(0, self.together - sum(self.alive.values()))
+        return {
+            "fits": self.fits(limit),
+            "peak_bytes": self.peak,
+            "together_bytes": self.together,
+            "host_bytes": self.host,
+            "parts": self.alive | {"temporary": temporary},
+        }
 
 
-def versions() -> str:
-    """Return the versions of the installed compilers."""
-    installed = ((name, [*importlib.metadata.distributions(name=name)]) for name in COMPILERS)
+def versions(names: Iterable[str] = ("jax", "jaxlib", "libtpu")) -> str:
+    """Return the versions of those packages that are installed."""
+    installed = ((name, [*importlib.metadata.distributions(name=name)]) for name in names)
     return ", ".join(f"{name} {copies[0].version}" for name, copies in installed if copies)
 
 
 class Compiler:
-    """Compiler of a layout's programs, with a cache of results in `folder`, if there is one.
+    """Compiler of a layout's programs, with a cache of results in `folder`, if there is one."""
 
-    `inspect` is called with the name and the compiled text of a program that was not cached.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        folder: pathlib.Path | None,
-        inspect: Callable[[str, str], None] = lambda name, text: None,
-    ):
-        self._layout, self._folder, self._inspect = layout, folder, inspect
-        topology = layout.topology
-        self._key = f"{topology} {versions()} {hlo_text.VERSION}"
-        self._options = compiler_options(topology)
+    def __init__(self, layout: Layout, folder: pathlib.Path | None):
+        self._layout, self._folder = layout, folder
+        self._options = compiler_options(layout.topology)
 
     def measure(self, program: Program) -> CompiledProgram:
         """Compile a program, or read its cached result."""
         started = time.perf_counter()
-        facts = self._facts(program.lower(), program.name)
+        facts = self._facts(program.lower())
         alive, counted = {}, set()
         for name, tree in program.alive.items():
             leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in counted]
@@ -295,7 +265,6 @@ class Compiler:
             host=facts["host"],
             alive=alive,
             beside=max(0, sum(alive.values()) - facts["known"]),
-            traffic=Traffic(**{name: Times(**times) for name, times in facts["traffic"].items()}),
             compile_seconds=time.perf_counter() - started,
         )
 
@@ -306,45 +275,40 @@ class Compiler:
             sizes = (leaf.dtype.itemsize for leaf in leaves)
             return sum(math.prod(s) * size for s, size in zip(shapes, sizes, strict=True))
         nothing = jax.jit(lambda arrays: jnp.zeros(()), keep_unused=True)
-        return self._facts(nothing.lower(leaves), "")["arguments"]
+        return self._facts(nothing.lower(leaves))["arguments"]
 
-    def _facts(self, lowered: jax.stages.Lowered, name: str) -> dict[str, Any]:
+    def _facts(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
         """Return what `_compile` does, kept in the folder."""
         if self._folder is None:
-            return self._compile(lowered, name)
-        text = f"{self._key}\n{name}\n{self._options}\n{lowered.as_text()}"
+            return self._compile(lowered)
+        text = f"{self._layout.topology} {versions()}\n{self._options}\n{lowered.as_text()}"
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
         if path.exists():
             return json.loads(path.read_text())
-        facts = self._compile(lowered, name)
+        facts = self._compile(lowered)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(facts))
         temporary.replace(path)
         return facts
 
-    def _compile(self, lowered: jax.stages.Lowered, name: str) -> dict[str, Any]:
-        """Compile a program; without a name only the size of its arguments counts."""
+    def compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Return a program, compiled with the options of a run."""
+        return lowered.compile(compiler_options=self._options)
+
+    def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
         try:
-            done = lowered.compile(compiler_options=self._options)
+            memory: Any = self.compiled(lowered).memory_analysis()  # every platform has it
         except jax.errors.JaxRuntimeError as error:
             missing = missing_memory(error)
-            nothing = {"peak": None, "host": 0, "traffic": {}, "arguments": missing["needs"]}
-            return nothing | missing
-        memory: Any = done.memory_analysis()  # exists for every platform of a plan
+            return {"peak": None, "host": 0, "arguments": missing["needs"]} | missing
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        facts = {
+        return {
             "peak": memory.peak_memory_in_bytes,
             "needs": memory.peak_memory_in_bytes,
             "arguments": memory.argument_size_in_bytes,
             "known": memory.argument_size_in_bytes + results,
             "host": memory.host_temp_size_in_bytes,
         }
-        if not name:
-            return facts
-        text = done.as_text() or ""
-        self._inspect(name, text)
-        traffic = hlo_text.read(text, self._layout.topology.chips)
-        return facts | {"traffic": dataclasses.asdict(traffic)}
 
 
 def missing_memory(error: RuntimeError) -> dict[str, Any]:
@@ -358,9 +322,3 @@ def missing_memory(error: RuntimeError) -> dict[str, Any]:
         raise error
     needs = int(float(match[1]) * _UNITS[match[2]])
     return {"needs": needs, "known": 0 if match.re is _TEMPORARIES else needs}
-
-
-def limit(layout: Layout) -> int:
-    """Return the bytes of a chip that programs may use."""
-    reserved = RESERVED_GIB if layout.topology.chip.platform == "tpu" else 0.0
-    return int((layout.topology.chip.hbm_gib - reserved) * GIB)

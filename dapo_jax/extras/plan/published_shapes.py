@@ -2,10 +2,8 @@
 
 The values, in published_shapes.json, are those of each model's config.json (huggingface.co: Qwen,
 meta-llama, google, openai, allenai, HuggingFaceTB); for multimodal Gemma, those of its text part.
-
 """
 
-import difflib
 import importlib.resources
 import json
 import pathlib
@@ -16,7 +14,7 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.config_json import decoder_from_json
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.runtime.storage.paths import is_remote
 
 _SHAPES: dict[str, dict[str, Any]] = json.loads(
@@ -48,10 +46,7 @@ def read_shape(model: str, **numerics: Any) -> DecoderConfig:
     if not published and (model_path(model) / "config.json").exists():
         return load_huggingface.read_config(model, **numerics)
     if values is None:
-        near = difflib.get_close_matches(pathlib.PurePath(model).name, NAMES, n=3, cutoff=0.3)
-        hint = f" (near: {', '.join(near)})" if near else ""
-        raise ConfigError(
-            f"config.model.folder = {model!r}: must be a folder with a config.json, or one of "
-            f"{', '.join(NAMES)}{hint}"
-        )
+        hint = nearest(pathlib.PurePath(model).name, NAMES, cutoff=0.3)
+        allowed = f"a folder with a config.json, or one of {', '.join(NAMES)}{hint}"
+        raise ConfigError(f"config.model.folder = {model!r}: must be {allowed}")
     return decoder_from_json(values, model, "model.folder", **numerics)

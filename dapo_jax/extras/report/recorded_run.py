@@ -1,53 +1,33 @@
-"""Reader of a run's folder for the report: settings, rows, a sample of the rollouts.
-
-The run may be unfinished, killed, or older than a setting or a metric. Lines that are no JSON
-objects are skipped.
-"""
+"""Reader of a run's folder for the report: it may be unfinished, damaged, or of an old version."""
 
 import collections
-import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from dapo_jax.extras.report.curves import show_number
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.paths import Folder, folder_at
 
-SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}  # of its config.json
-MAX_FILES = 24  # rollouts files of all runs
-MAX_BYTES = 32_000_000  # of each file
-GROUPS_PER_STEP = 4
+MAX_BYTES = 32_000_000  # of each rollouts file
+SHOWN_GROUPS = SHOWN_TOKENS = 4  # groups of a step; responses of a group with their tokens
 SHOWN_CHARACTERS = 6000  # the middle of a longer text is cut
 ALLOWED = "the folder of a run, with config.json and metrics.jsonl"
-# Fields of a response that the page shows.
-TEXT_FIELDS = ("response", "extracted", "failure")
-TOKEN_FIELDS = ("token_texts", "token_logprobs", "token_ratios", "token_clipped")
-OTHER_FIELDS = (
-    "correct outcome truncated surplus tokens reward reward_parts advantage environment_rewards"
-).split()
+CLIPS = ("", *(f", cut by the {name} clip" for name in ("lower", "upper", "dual")))
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordedRun:
+class RecordedRun(NamedTuple):
     """The records of a run: `settings` by dotted name, `rows` in the order of steps."""
 
+    name: str
     folder: Folder
     settings: dict[str, Any]
     rows: list[dict[str, Any]]
-
-    @property
-    def name(self) -> str:
-        return self.folder.name or str(self.folder)
-
-
-def sort_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the newest row of each step, in the order of steps."""
-    by_step = {row["step"]: row for row in rows if type(row.get("step")) is int}
-    return [by_step[step] for step in sorted(by_step)]
 
 
 def read_run(name: str) -> RecordedRun:
@@ -55,102 +35,70 @@ def read_run(name: str) -> RecordedRun:
     folder = folder_at(name)
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        rows = sort_rows(list(objects(folder / "metrics.jsonl")))
+        lines = objects(folder / "metrics.jsonl")
+        rows = {line["step"]: line for line in lines if type(line.get("step")) is int}
     except (OSError, ValueError) as error:
         raise ConfigError(f"config.run = {name!r}: must be {ALLOWED}; {error}", "run") from None
-    is_run = isinstance(settings, dict) and settings.keys() >= SECTIONS_OF_A_RUN
+    is_run = isinstance(settings, dict) and settings.keys() >= {"algorithm", "rollout", "sampler"}
     require(is_run, "run", name, f"{ALLOWED}; its config.json is not that of a run")
     require(bool(rows), "run", name, f"{ALLOWED}; there is no row in its metrics.jsonl")
-    return RecordedRun(folder, flatten_dict(settings, sep="."), rows)
-
-
-def heldout_means(run: RecordedRun, field: str, which: int) -> np.ndarray | None:
-    """Return the mean of a field over the responses to each held-out problem, [P].
-
-    None if it is not recorded for every response.
-
-    Args:
-        field: "correct" or "reward".
-        which: 0 for the first evaluation of the run, -1 for the last.
-    """
-    steps = [row["step"] for row in run.rows if "heldout_accuracy" in row]
-    path = run.folder / "evaluations" / f"step_{steps[which] if steps else 0:06d}.jsonl"
-    by_problem: dict[Any, list[float]] = {}
-    if path.exists():
-        for line in objects(path):
-            if line.get("failure") is not None:
-                continue
-            if (value := line.get(field)) is None:
-                return None
-            by_problem.setdefault(line.get("index"), []).append(float(value))
-    return np.array([np.mean(values) for values in by_problem.values()]) if by_problem else None
-
-
-# --- rollouts -------------------------------------------------------------------------------
-
-
-def spread_out(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced numbers below `count`, with both ends."""
-    if count == 0:
-        return []
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
+    ordered = [rows[step] for step in sorted(rows)]
+    return RecordedRun(folder.name or name, folder, flatten_dict(settings, sep="."), ordered)
 
 
 def _shorten(text: Any) -> str:
-    text = str(text)
-    half = SHOWN_CHARACTERS // 2
-    if len(text) <= SHOWN_CHARACTERS:
-        return text
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+    text, half = str(text), SHOWN_CHARACTERS // 2
+    cut = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+    return cut if len(text) > SHOWN_CHARACTERS else text
 
 
-def _response(line: dict[str, Any]) -> dict[str, Any]:
-    fields = {name: line[name] for name in OTHER_FIELDS if name in line}
-    fields |= {name: _shorten(line[name]) for name in TEXT_FIELDS if line.get(name) is not None}
-    turns = [[speaker, tokens, str(text)] for speaker, tokens, text in line.get("turns") or ()]
-    fields["turns"] = [[speaker, tokens, _shorten(text)] for speaker, tokens, text in turns]
-    text = "".join(text for _, _, text in turns) or str(line.get("response", ""))
-    if len(text) <= SHOWN_CHARACTERS:
-        fields |= {name: line[name] for name in TOKEN_FIELDS if name in line}
-    return fields
+def _tokens(line: dict[str, Any]) -> Iterator[tuple[str, float, str, bool]]:
+    """Yield text, darkness and facts of each sampled token, and whether it was clipped."""
+    names = ("token_logprobs", "token_ratios", "token_clipped")
+    values = [line.get(name) or itertools.repeat(None) for name in names]
+    for text, logprob, ratio, clip in zip(line.get("token_texts", ()), *values, strict=False):
+        facts = f"log-probability {show_number(logprob)}, ratio {show_number(ratio)}"
+        yield text, min(0.75, -(logprob or 0.0) / 6), facts + CLIPS[clip or 0], bool(clip)
 
 
-def _outcome(lines: list[dict[str, Any]]) -> str:
-    lines = [line for line in lines if line.get("failure") is None]
-    if not lines:
-        return "no reward"
-    correct = sum(bool(line.get("correct")) for line in lines)
-    if 0 < correct < len(lines):
-        return "mixed"
-    return "all right" if correct else "all wrong"
+def _response(line: dict[str, Any], with_tokens: bool) -> dict[str, Any]:
+    """Return a response with its turns; only the policy's have tokens and rewards."""
+    turns = line.get("turns") or [["policy", line.get("tokens"), line.get("response", "")]]
+    length = sum(len(str(text)) for _, _, text in turns)
+    tokens = _tokens(line) if with_tokens and length <= SHOWN_CHARACTERS else iter(())
+    rewards = iter(line.get("environment_rewards") or ())
+    shown = [
+        (True, count, next(rewards, None), [*itertools.islice(tokens, count)], _shorten(text))
+        if speaker == "policy"
+        else (False, count, None, [], _shorten(text))
+        for speaker, count, text in turns
+    ]
+    return line | {"turns": shown, "is_dialogue": bool(line.get("turns"))}
 
 
-def _groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
-    """Return a few groups of a rollouts file: first those with tokens, then of every outcome."""
+def _groups_of(path: Folder) -> Iterator[dict[str, Any]]:
+    """Yield a few groups of a rollouts file: first those with tokens, then of every score."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for line in objects(path, MAX_BYTES):
         groups.setdefault(line.get("index"), []).append(line)
-    outcomes = collections.Counter[str]()
+    seen = collections.Counter[int]()
 
-    def rank(group: list[dict[str, Any]]) -> tuple[bool, int]:
-        outcomes[_outcome(group)] += 1
-        return "token_texts" not in group[0], outcomes[_outcome(group)]
+    def rank(lines: list[dict[str, Any]]) -> tuple[bool, int]:
+        seen[right := sum(bool(line.get("correct")) for line in lines)] += 1
+        return "token_texts" not in lines[0], seen[right]
 
-    return [
-        {name: _shorten(lines[0].get(name, "")) for name in ("prompt", "answer", "prompt_id")}
-        | {"step": step, "outcome": _outcome(lines), "responses": [*map(_response, lines)]}
-        for lines in sorted(groups.values(), key=rank)[:GROUPS_PER_STEP]
-    ]
-
-
-def rollouts_files(run: RecordedRun, most: int = 0) -> dict[int, Folder]:
-    """Return the rollouts file of each step, or of at most `most` evenly spaced steps."""
-    numbers = {path: path.stem[5:] for path in (run.folder / "rollouts").glob("step_*.jsonl")}
-    files = {int(number): path for path, number in numbers.items() if number.isdigit()}
-    steps = sorted(files)
-    return {steps[i]: files[steps[i]] for i in spread_out(len(steps), most or len(steps))}
+    for lines in sorted(groups.values(), key=rank)[:SHOWN_GROUPS]:
+        rewards = [line["reward"] for line in lines if line.get("reward") is not None]
+        texts = {n: _shorten(lines[0].get(n, "")) for n in ("prompt", "answer", "prompt_id")}
+        yield texts | {
+            "step": int(path.stem[5:]),
+            "reward": float(np.mean(rewards)) if rewards else None,
+            "responses": [_response(line, i < SHOWN_TOKENS) for i, line in enumerate(lines)],
+        }
 
 
-def sample_groups(run: RecordedRun, most: int = MAX_FILES) -> list[list[dict[str, Any]]]:
+def sample_groups(run: RecordedRun, most: int) -> list[dict[str, Any]]:
     """Return a few groups of each of at most `most` evenly spaced steps."""
-    return [_groups_of(path, step) for step, path in rollouts_files(run, most).items()]
+    paths = sorted((run.folder / "rollouts").glob(f"step_{6 * '[0-9]'}.jsonl"))
+    even = np.linspace(0, len(paths) - 1, min(len(paths), most)).round().astype(int)
+    return [group for i in even for group in _groups_of(paths[i])]
