@@ -222,6 +222,7 @@ def test_the_policy_as_its_own_teacher_adds_nothing_to_an_advantage(tiny_folder,
     assert len(np.unique(record.advantages[index == 0])) == 1 and record.advantages.any()
 
 
+@pytest.mark.slow
 def test_int8_teacher_gives_similar_scores_in_a_quarter_of_the_memory(
     tiny_folder, large_folder, alone, tmp_path
 ):

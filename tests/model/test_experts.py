@@ -107,6 +107,7 @@ def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     assert_close(gradients(grouped, x, logits, matrices), expected, tolerance)
 
 
+@pytest.mark.slow
 def test_int8_experts_have_a_scale_for_each_of_their_channels():
     x, logits, matrices = arrays()
     weights, chosen, _ = (array[0] for array in route(jnp.asarray(logits), PER_TOKEN, True))
@@ -245,6 +246,7 @@ def test_replayed_routes_of_the_same_parameters_change_no_bit():
     assert not records.replaced.any()
 
 
+@pytest.mark.slow
 def test_frozen_layers_record_and_replay_theirs():
     layers = jax.device_get(make_params()["layers"])
     apart, rest = jax.tree.map(lambda x: x[:1], layers), jax.tree.map(lambda x: x[1:], layers)

@@ -200,6 +200,7 @@ def slow_pool(tmp_path, monkeypatch):
     pools[-1].close()
 
 
+@pytest.mark.slow
 def test_a_scorer_is_made_ready_before_its_clock_starts(slow_pool):
     """So rearc, whose sources take seconds to parse, and its worker would die before the end."""
     pool = slow_pool(1.0)

@@ -130,6 +130,7 @@ def test_parts_are_mixed_by_their_weights_and_kept_apart(write_module):
 FAILURES = read_table(__file__, "failures")
 
 
+@pytest.mark.slow
 def test_a_failing_function_costs_its_response_and_no_other(write_module, monkeypatch):
     """The group says which part failed, on which response; a worker is lost only where it must."""
     monkeypatch.setattr(pool_module, "LATE_FACTOR", 1)

@@ -127,7 +127,8 @@ def test_weights_do_not_depend_on_devices_or_layers_per_call(one_device):
     assert scale.data.shape == (4 // 2, 8)  # cut as the channels are
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=pytest.mark.slow), "int8_products"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "int8_products"])
 def test_slots_and_pages_on_one_and_four_devices_sample_the_same(dtype, one_device):
     params, actual = random_params(UNTIED), []
     prompt = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)

@@ -60,6 +60,7 @@ def iter_of(rows):
     return Iterator()
 
 
+@pytest.mark.slow
 def test_an_evaluation_scores_all_rows(tiny_folder, tmp_path, alone):
     config = config_of(tiny_folder, tmp_path / "run")
     options = {"model": str(tiny_folder), "reward": score, "k": 1}

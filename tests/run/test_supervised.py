@@ -134,6 +134,7 @@ def test_a_policy_learns_its_users_examples_and_goes_on_from_there(tiny_folder, 
     assert read_metrics(config.out)[0]["heldout_nll"] == pytest.approx(rows[-1]["heldout_nll"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, tmp_path, capsys):
     config = DpoConfig(**settings(tmp_path, pair_rows(), tiny_folder, pairs_per_step=28))
