@@ -285,6 +285,7 @@ def test_fifty_interleavings_of_two_tenants(connect):
         assert play_together(clients, 3, random.Random(number)) == alone, number
 
 
+@pytest.mark.slow
 def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=1):
     """Raw requests, since the SDK hides the order of acknowledgements."""
     state = tmp_path / "state"
@@ -341,7 +342,7 @@ def run_calls(server: TinkerServer, kills: list[int]) -> list:
     chunk = {"type": "encoded_text", "tokens": WORDS[0]}
     ask |= {"prompt": {"chunks": [chunk]}, "sampling_params": {"max_tokens": 6}}
     _, future = server.post("asample", ask)
-    if len(kills) > 1:
+    if kills:
         server.kill()
         server.start()
     results.append(server.result(future["request_id"]))

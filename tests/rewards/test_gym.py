@@ -107,12 +107,12 @@ def test_an_answer_that_may_be_correct_reaches_the_scorer(answer, gold):
 
 
 def test_checking_an_answer_is_fast():
-    began = time.monotonic()
+    began = time.process_time()
     texts = ("(" * 10_000, "a(" * 5_000, "1" * 10_000, "e" * 10_000, " \n,;" * 2_500, "\\a" * 5000)
     for text in texts:
         for gold in ("1", None, "word"):
             gym.is_finite(text, gold)
-    assert time.monotonic() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 # --- scorers that misbehave -----------------------------------------------------------------
