@@ -191,6 +191,7 @@ def test_wrong_arguments_raise_the_errors_of_the_commands(call, words, tmp_path,
     assert words in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_plan_is_a_dictionary(tmp_path, alone):
     config = quick("", tmp_path, algorithm=dapo_jax.preset("reinforce"))
     config.rollout.updates_per_rollout = 1

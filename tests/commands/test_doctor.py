@@ -27,6 +27,7 @@ def doctor(tmp_path, alone, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_short_form_passes_and_keeps_names_and_paths_out(doctor, tmp_path):
     code, output, rows = doctor()
     assert code == 0, output

@@ -109,6 +109,7 @@ def test_unreadable_golds_are_counted(dry_run):
     assert "wrong (unfinished)" in row(output, "gold, not worked out")
 
 
+@pytest.mark.slow
 def test_user_reward_functions_run_in_a_worker(dry_run, tmp_path):
     (tmp_path / "pid").write_text(str(os.getpid()))
     parts = "--config.reward.parts=rule=1,dry_rewards:long=100,dry_rewards:elsewhere=50"

@@ -47,14 +47,24 @@ def server(byte_folder, tmp_path_factory):
 
 
 @pytest.fixture
-def client(server, monkeypatch):
-    return connect(server, monkeypatch)
-
-
-def connect(server: TinkerServer, monkeypatch) -> "tinker.ServiceClient":
+def connect(server, monkeypatch):
+    """Make clients, which would tell of failed heartbeats for minutes if they were left open."""
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    return tinker.ServiceClient(base_url=server.url)
+    clients = []
+
+    def make(server: TinkerServer = server) -> "tinker.ServiceClient":
+        clients.append(tinker.ServiceClient(base_url=server.url))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close("success").result(60)
+
+
+@pytest.fixture
+def client(connect):
+    return connect()
 
 
 def datum(ids: list[int], **inputs) -> "types.Datum":
@@ -104,13 +114,13 @@ def test_a_model_is_trained_saved_loaded_and_sampled(client):
         np.testing.assert_allclose(scored[len(WORDS[1]) :], logprobs, rtol=0, atol=1e-4)
 
 
-def test_lists_and_descriptions(client, server):
+def test_lists_and_descriptions(client):
     model = client.create_lora_training_client(base_model=NAME, rank=2, train_mlp=False).result()
     path = model.save_state("first", ttl_seconds=7200).result().path
     with pytest.raises(tinker.TinkerError, match="a new name; weights may also overwrite"):
         model.save_state("first").result()
     model.save_state("first", ttl_seconds=7200, overwrite=True).result()
-    rest = tinker.RestClient(base_url=server.url)
+    rest = client.create_rest_client()
     about = rest.get_weights_info_by_tinker_path(path).result()
     assert (about.lora_rank, about.train_attn, about.train_mlp) == (2, True, False)
     run = rest.get_training_run(model.model_id).result()
@@ -260,21 +270,22 @@ def play_together(clients: list, steps: int, chance: random.Random) -> list[list
 
 
 @pytest.mark.slow
-def test_tenants_at_the_same_time_get_what_each_gets_alone(server, monkeypatch):
+def test_tenants_at_the_same_time_get_what_each_gets_alone(connect):
     steps = 6
-    alone = [play(connect(server, monkeypatch), seed, steps) for seed in range(3)]
-    clients = [connect(server, monkeypatch) for _ in range(3)]
+    alone = [play(connect(), seed, steps) for seed in range(3)]
+    clients = [connect() for _ in range(3)]
     assert play_together(clients, steps, random.Random(0)) == alone
 
 
 @pytest.mark.slow
-def test_fifty_interleavings_of_two_tenants(server, monkeypatch):
-    alone = [play(connect(server, monkeypatch), seed, 3) for seed in range(2)]
+def test_fifty_interleavings_of_two_tenants(connect):
+    alone = [play(connect(), seed, 3) for seed in range(2)]
     for number in range(50):
-        clients = [connect(server, monkeypatch) for _ in range(2)]
+        clients = [connect() for _ in range(2)]
         assert play_together(clients, 3, random.Random(number)) == alone, number
 
 
+@pytest.mark.slow
 def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=1):
     """Raw requests, since the SDK hides the order of acknowledgements."""
     state = tmp_path / "state"
@@ -384,7 +395,7 @@ def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
 
 
 @pytest.mark.slow
-def test_a_step_takes_little_more_than_one_of_training(tmp_path, monkeypatch, capsys):
+def test_a_step_takes_little_more_than_one_of_training(tmp_path, connect, capsys):
     """Full parameters, 64 sequences of 128 tokens; medians of steps in turn."""
     import tinker_update
 
@@ -411,7 +422,7 @@ def test_a_step_takes_little_more_than_one_of_training(tmp_path, monkeypatch, ca
     )
     seconds: dict[str, list[float]] = {"train": [], "server": []}
     try:
-        client = connect(server, monkeypatch)
+        client = connect(server)
         model = client.create_lora_training_client(base_model=NAME, rank=0).result()
         for _ in range(int(os.environ.get("TINKER_STEPS", "12"))):
             print(file=trainer.stdin, flush=True)
@@ -420,6 +431,7 @@ def test_a_step_takes_little_more_than_one_of_training(tmp_path, monkeypatch, ca
             passed, stepped = model.forward_backward(data, "ppo"), model.optim_step(ADAM)
             passed.result(), stepped.result()
             seconds["server"].append(time.perf_counter() - began)
+        client.close("success").result()
     finally:
         trainer.kill()
         server.kill()

@@ -179,7 +179,13 @@ def batch_of_training(data: list[Datum]) -> tuple[TrainBatch, int]:
     return TrainBatch(ScoredBatch(rows, rows.sampler_logprobs), advantages, weights), used
 
 
-@pytest.mark.parametrize("loss", OURS)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(loss, marks=[pytest.mark.slow] * (loss in ("cispo", "importance_sampling")))
+        for loss in OURS
+    ],
+)
 def test_gradients_are_those_of_training(loss, learner, one_device, tiny_params):
     data = make_data(loss, seed=1)
     packed = pack_data(data, loss, 1)

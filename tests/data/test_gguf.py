@@ -101,7 +101,13 @@ def round_trip(folder: pathlib.Path, place: pathlib.Path, dtype: str) -> pathlib
     return place / "back"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gemma3", "llama3", "mistral")))
+        for name in FAMILIES
+    ],
+)
 def test_a_round_trip_changes_no_logits(family, tmp_path, one_device):
     folder = make_folder(tmp_path / "hf", family)
     back = round_trip(folder, tmp_path, "f32")

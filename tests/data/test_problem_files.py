@@ -383,6 +383,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_buckets_are_read_like_folders(folder):
     names = ["gs://bucket/DAPO-Math", "gs://bucket/DAPO-Math/*.parquet", "aime24"]
     with fake_gcs.serve("bucket") as store:
@@ -492,7 +493,13 @@ resource.setrlimit(resource.RLIMIT_AS, before)  # what ends the process needs me
 """
 
 
-@pytest.mark.parametrize("name", ["rows.json.gz", "rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rows.json.gz",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rows.jsonl", "rows.parquet")),
+    ],
+)
 def test_missing_memory_is_one_line_that_names_the_file(name, tmp_path):
     path = tmp_path / name
     if name == "rows.json.gz":

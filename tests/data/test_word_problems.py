@@ -60,6 +60,7 @@ def test_the_control_rewards_by_a_coin():
     assert rewards == [coin(str(i), "#### 1", "2") for i in range(2000)]
 
 
+@pytest.mark.slow
 def test_a_supervised_run_learns_generated_examples(byte_folder, tmp_path):
     data = OwnData("word_problems", template="{problem}\n", generated_examples=24)
     changes = {"data": data, "packing": Packing(256, 8), "mesh": Mesh(1, 8, 1)}

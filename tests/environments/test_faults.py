@@ -13,6 +13,7 @@ from row_files import read_table
 
 from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.environments import sessions
 from dapo_jax.environments.builtin import SecondTry
 from dapo_jax.environments.registry import with_reward_settings
 from dapo_jax.environments.sessions import Environments
@@ -90,7 +91,8 @@ def step(environments, said, seed=7, failed=None, index=0, answer=""):
 
 
 @pytest.mark.parametrize(("said", "failure"), read_table(__file__, "steps"))
-def test_a_step_that_fails_ends_its_trajectory_alone(opened, said, failure):
+def test_a_step_that_fails_ends_its_trajectory_alone(opened, said, failure, monkeypatch):
+    monkeypatch.setattr(sessions, "LATE_FACTOR", 1)
     environments = opened(step_seconds=0.5)
     assert step(environments, ["0"]).text == step(environments, ["0"], index=1).text == "1+7"
     failed = step(environments, ["0", said])

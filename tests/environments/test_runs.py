@@ -140,7 +140,11 @@ def responses(run_dir) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("cache", "rounds", "but"), [("slots", 10, OF_THE_SCHEDULE), ("paged", 1, "")]
+    ("cache", "rounds", "but"),
+    [
+        pytest.param("slots", 10, OF_THE_SCHEDULE, marks=pytest.mark.slow),
+        ("paged", 1, ""),
+    ],
 )
 def test_silence_changes_no_bit_of_a_run(cache, rounds, but, base, tmp_path, write_module):
     write_module("silence", SILENT)

@@ -48,7 +48,7 @@ def test_a_queued_request_waits_until_it_is_active(cloud):
     assert "--force" in cloud.calls("queued-resources", "delete")[0] and not cloud.exists()
 
 
-@pytest.mark.parametrize("queued", [[], ["--queued"]])
+@pytest.mark.parametrize("queued", [[], pytest.param(["--queued"], marks=pytest.mark.slow)])
 def test_preempted_while_running_it_is_made_again_and_goes_on(cloud, queued):
     cloud.plays(runs=[{"preempt": 3}, {}])
     output = cloud.runs("--spot", *queued)
@@ -59,6 +59,7 @@ def test_preempted_while_running_it_is_made_again_and_goes_on(cloud, queued):
     assert len(cloud.calls(kind, "create")) == 2 and len(cloud.calls(kind, "delete")) == 2
 
 
+@pytest.mark.slow
 def test_a_preempted_machine_that_says_nothing_is_noticed(cloud):
     cloud.plays(runs=[{"preempt": 2, "stands_still": 2}, {}])
     output = cloud.runs("--spot")
@@ -202,6 +203,7 @@ def test_deleting_asks(cloud):
     assert not cloud.exists()
 
 
+@pytest.mark.slow
 def test_results_that_are_not_on_gs_come_here(cloud):
     cloud.plays(workers=1)
     cloud.runs(folder="runs/a")

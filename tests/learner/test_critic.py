@@ -81,6 +81,7 @@ def test_every_step_measures_the_critic(finished):
     assert known == [False, True, True]
 
 
+@pytest.mark.slow
 def test_the_critic_learns_alone_before_the_policy_moves(finished):
     run_dir, states = finished
     (start, alone, *later), rows = states, read_rows(run_dir)
@@ -185,6 +186,7 @@ def test_a_critic_folder_that_does_not_fit_stops_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_critic_learns_to_explain_the_rewards(tiny_folder, alone, tmp_path):
     """The first token of a response decides whether it is right."""
     config = make_ppo(tiny_folder, tmp_path)

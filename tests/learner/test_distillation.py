@@ -181,9 +181,8 @@ def two_steps(config):
     return seen
 
 
-@pytest.mark.parametrize(
-    "preset", [PRESETS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_wider_and_deeper_teacher_is_approached(
     preset, tiny_folder, large_folder, alone, tmp_path
 ):
@@ -223,6 +222,7 @@ def test_the_policy_as_its_own_teacher_adds_nothing_to_an_advantage(tiny_folder,
     assert len(np.unique(record.advantages[index == 0])) == 1 and record.advantages.any()
 
 
+@pytest.mark.slow
 def test_int8_teacher_gives_similar_scores_in_a_quarter_of_the_memory(
     tiny_folder, large_folder, alone, tmp_path
 ):
@@ -260,7 +260,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
 
 # --- two steps of every preset -------------------------------------------------------------------
 
-QUICK = ("dpo", "grpo", "gspo", "rloo", "vapo")  # between them every branch of an update
+QUICK = ("dpo", "grpo", "vapo")  # between them every model that an update trains or reads
 RL_PRESETS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in sorted(algorithms.PRESETS)

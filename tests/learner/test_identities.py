@@ -133,6 +133,11 @@ def test_on_policy_the_policy_term_has_gradient_minus_weights_times_advantages(n
 # --- packing, microbatches, devices ----------------------------------------------------------
 
 # Terms only add up: what breaks one of them shows in the sum.
+SLOW = (
+    "product",
+    "pairs",
+    "geometric mean, region, corrections of responses, KL to the sampler",
+)
 DIFFERENT = {
     "sequence ratio": algorithms.gspo(),
     "positive NLL, KL in the loss, entropy, importance": dataclasses.replace(
@@ -201,7 +206,7 @@ def assert_gradients_are_close(make, params, algorithm, meshes, **options):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(algorithm, id=name, marks=[pytest.mark.slow] * (name in ("product", "pairs")))
+        pytest.param(algorithm, id=name, marks=[pytest.mark.slow] * (name in SLOW))
         for name, algorithm in DIFFERENT.items()
     ],
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MOE, TINY
-from cudnn_reference import cudnn_found, cudnn_reference  # noqa: F401
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from learners import assert_close, make_batch, place
 
 from dapo_jax import algorithms
@@ -41,7 +41,68 @@ GEMMA = dataclasses.replace(  # every switch of the family
     activation="gelu_tanh",
 )
 RNG = np.random.default_rng(3)
+DOCUMENTED = cudnn.MaskType.PADDING_CAUSAL
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH = 4, 384, 4, 2, 16
+
+
+def segment_and_place(offsets, lengths, tokens: int):
+    """Return each token's segment (-1: none) and its place in it; -1 marks missing segments."""
+    starts, lengths = offsets[:, :-1, None], lengths[:, :, None]
+    place = jnp.arange(tokens) - starts
+    inside = (starts >= 0) & (place >= 0) & (place < lengths)
+    number = jnp.arange(lengths.shape[1])[:, None]
+    return (inside * (number + 1)).sum(axis=1) - 1, (inside * place).sum(axis=1)
+
+
+def reference(
+    queries,
+    keys,
+    values,
+    *,
+    q_seqlen,
+    kv_seqlen,
+    q_offsets,
+    kv_offsets,
+    scale,
+    mask_type,
+    sliding_window_length,
+):
+    """Return the output; NaN for tokens outside of segments, which the kernel doesn't write."""
+    assert mask_type == DOCUMENTED and q_offsets.shape[1] == q_seqlen.shape[1] + 1
+    assert all(a.dtype == jnp.int32 for a in (q_seqlen, kv_seqlen, q_offsets, kv_offsets))
+    segment, place = segment_and_place(q_offsets, q_seqlen, queries.shape[1])
+    key_segment, key_place = segment_and_place(kv_offsets, kv_seqlen, keys.shape[1])
+    distance = place[:, :, None] - key_place[:, None, :]
+    seen = (segment[:, :, None] == key_segment[:, None, :]) & (distance >= 0)
+    if sliding_window_length is not None:
+        seen &= distance < sliding_window_length
+    keys, values = (jnp.repeat(x, queries.shape[2] // x.shape[2], axis=2) for x in (keys, values))
+    scores = jnp.einsum("bqhe,bkhe->bhqk", queries, keys).astype(jnp.float32) * scale
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30))
+    mixed = jnp.einsum("bhqk,bkhe->bqhe", weights.astype(values.dtype), values)
+    return jnp.where((segment >= 0)[:, :, None, None], mixed, jnp.nan)
+
+
+@pytest.fixture
+def cudnn_reference(monkeypatch):
+    """Replace the kernel by the reference, in float32; return the windows of its calls."""
+    windows = []
+
+    def call(*arrays, **options):
+        windows.append(options["sliding_window_length"])
+        return reference(*arrays, **options)
+
+    monkeypatch.setattr(cudnn, "dot_product_attention", call)
+    monkeypatch.setattr(cudnn_attention, "DTYPE", jnp.float32)
+    return windows
+
+
+@pytest.fixture
+def cudnn_found(monkeypatch):
+    """Let programs be lowered as on a machine with an H100 and cuDNN."""
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: cudnn_attention.CUDNN_VERSION)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(cudnn_attention, "JAX_VERSION", (0, 10))
 
 
 def ragged_ids(length: int, rows: int = ROWS) -> np.ndarray:
@@ -107,7 +168,7 @@ def by_plain():
     return arrays, ids, results("plain", arrays, ids)
 
 
-@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 200])
 def test_splash_skips_blocks_of_other_segments(window, monkeypatch, one_device):
     """NaN in a segment stays in its blocks and their gradients; a mask alone would spread it."""
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
@@ -222,7 +283,8 @@ def test_remat_attention_keeps_what_attention_needs(name, one_device):
     assert products["none"] == products["dots"] < products["attention"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.slow), "blocked"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "blocked"])
 def test_what_backward_keeps_does_not_change_the_numbers(name, tiny_params, one_device):
     tokens = jnp.asarray(RNG.integers(2, 32, (2, 24)))
     ids = jnp.asarray(ragged_ids(24, rows=2))
@@ -270,7 +332,7 @@ def test_packed_rows_by_cudnn_equal_plain_attention(
     sizes,
     monkeypatch,
     by_plain,
-    cudnn_reference,  # noqa: F811
+    cudnn_reference,
 ):
     monkeypatch.setattr(cudnn_attention, "SEGMENTS", sizes)
     monkeypatch.setattr(blockwise_attention, "BLOCK", 64)

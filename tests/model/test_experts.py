@@ -69,7 +69,8 @@ def clipped_swish(gate, up):
 
 
 @pytest.mark.parametrize(
-    ("inner", "normalise"), [(silu, True), (silu, False), (clipped_swish, True)]
+    ("inner", "normalise"),
+    [pytest.param(silu, True, marks=pytest.mark.slow), (silu, False), (clipped_swish, True)],
 )
 def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     x, logits, matrices = arrays()
@@ -106,6 +107,7 @@ def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     assert_close(gradients(grouped, x, logits, matrices), expected, tolerance)
 
 
+@pytest.mark.slow
 def test_int8_experts_have_a_scale_for_each_of_their_channels():
     x, logits, matrices = arrays()
     weights, chosen, _ = (array[0] for array in route(jnp.asarray(logits), PER_TOKEN, True))
@@ -244,6 +246,7 @@ def test_replayed_routes_of_the_same_parameters_change_no_bit():
     assert not records.replaced.any()
 
 
+@pytest.mark.slow
 def test_frozen_layers_record_and_replay_theirs():
     layers = jax.device_get(make_params()["layers"])
     apart, rest = jax.tree.map(lambda x: x[:1], layers), jax.tree.map(lambda x: x[1:], layers)
@@ -307,7 +310,13 @@ def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
     np.testing.assert_allclose(balance(even), 1, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [{"expert": 4, "tensor": 2, "fsdp": 1}, {"fsdp": 4, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"expert": 4, "tensor": 2, "fsdp": 1},
+        pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_replay_is_the_same_on_a_mesh(sizes):
     hidden, routes = record()
     recorded = [ROUTES, REPLACED, BALANCE]

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+import samplers
+from conftest import TINY, make_prompt
 from flax.traverse_util import flatten_dict
-from frozen_samplers import RULE, make_sampler, sample
 from learners import assert_close, make_batch, make_learner, place
 from small_runs import equal, learn, make_groups, make_quick_config, open_run
 
@@ -28,6 +28,7 @@ from dapo_jax.model.trainable import (
     join,
     without,
 )
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.components import build, load_frozen
 from dapo_jax.run.evaluation import evaluate
@@ -38,6 +39,19 @@ from dapo_jax.types.structs import SamplingRule
 LORA = Lora(rank=3, alpha=6.0)
 DECODER = choose_trained(TINY, 0.0, LORA)
 GREEDY = SamplingRule(temperature=0)
+RULE = SamplingRule()
+PROMPTS = [make_prompt(i, [2 + i, 7, 9]) for i in range(3)]
+
+
+def make_sampler(config, mesh, frozen=None) -> Scheduler:
+    sizes = {"burst": 4, "response": 24, "width": 4, "first_window_tokens": 16}
+    engine = samplers.make_engine(mesh, config=config, frozen=frozen, **sizes)
+    return Scheduler(engine, samplers.TOKENIZER, seed=0)
+
+
+def sample(sampler, params, rule=RULE):
+    done = samplers.sample(sampler, params, PROMPTS, 4, rule)
+    return [completion for index in sorted(done) for completion in done[index]]
 
 
 def make_lora_learner(folder, mesh):
@@ -234,6 +248,7 @@ def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(actual))
 
 
+@pytest.mark.slow
 def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
     tiny_params, tiny_folder, eight_devices
 ):
@@ -250,6 +265,7 @@ def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, after, before)))
 
 
+@pytest.mark.slow
 def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device, eight_devices):
     apart = split(tiny_params)
     frozen = {"frozen_layers": apart.pop("frozen_layers")}

@@ -93,6 +93,7 @@ def test_packed_rows_on_eight_devices_give_the_gradients_of_separate_rows(eight_
         np.testing.assert_allclose(a / 4, b, atol=1e-4 * float(jnp.abs(b).max()) + 1e-5)
 
 
+@pytest.mark.slow
 def test_slots_pages_and_scores_equal_training_of_mixed_layers(one_device):
     assert_decoding_equals_training(make_params(), GEMMA_4, one_device)
 

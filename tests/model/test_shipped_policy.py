@@ -124,6 +124,7 @@ def test_a_share_that_leaves_no_work_is_refused(tmp_path):
         dapo_jax.sft(config)
 
 
+@pytest.mark.slow
 def test_the_shipped_policy_seldom_works_and_is_then_right():
     policy = dapo_jax.Policy(
         "dapo_jax:two_strategies_base", max_prompt_tokens=16, max_response_tokens=64, slots=64

@@ -68,6 +68,7 @@ def test_every_figure_in_the_text_of_the_page_stands_in_a_table():
     assert len(figures) > 20 and not [figure for figure in figures if figure not in shown]
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_from_end_to_end(tmp_path, monkeypatch, alone):
     """The figures of a small run are counted again from what it wrote."""
     whole = two_strategies.get_config

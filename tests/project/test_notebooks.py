@@ -140,14 +140,8 @@ def test_a_notebook_is_committed_as_it_ran_and_small(path):
     assert path.stat().st_size < 1e6
 
 
-# One trains for minutes; the two others run in CI.
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "2_four_knobs"))
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.slow
+@EACH
 def test_a_notebook_runs_from_top_to_bottom(path, kernel, tmp_path):
     """With sliders, in sizes that teach nothing."""
     kept, ran = (nbformat.read(path, as_version=4) for _ in range(2))
@@ -216,6 +210,7 @@ CELLS = (
 )
 
 
+@pytest.mark.slow
 def test_a_session(base, kernel, tmp_path):
     """Ctrl-C and resumption, functions of a cell, help, and output."""
     notebook = new_notebook(f"BASE = {str(base)!r}", *CELLS)

@@ -237,7 +237,13 @@ sys.exit(processes.run(work))
 """
 
 
-@pytest.mark.parametrize("reader", ["head -3", "true", "head -3; exec >&-"])
+@pytest.mark.parametrize(
+    "reader",
+    [
+        *(pytest.param(reader, marks=pytest.mark.slow) for reader in ("head -3", "true")),
+        "head -3; exec >&-",
+    ],
+)
 def test_a_closed_console_ends_nothing(reader, tmp_path):
     (tmp_path / "long.py").write_text(LONG)
     program = f"'{sys.executable}' '{tmp_path}/long.py' '{tmp_path}/done'"

@@ -124,6 +124,7 @@ def test_a_function_without_its_column_breaks_its_group_alone():
 def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):
     monkeypatch.setattr(judge_module, "NOTICE_SECONDS", 1.0)
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(pool_module, "LATE_FACTOR", 1)
 
     def hangs(prompt, response, answer):
         time.sleep(60)

@@ -150,6 +150,7 @@ def test_functions_that_wait_wait_side_by_side():
 
 def test_a_call_that_waits_for_ever_or_holds_up_the_others_costs_itself(monkeypatch):
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(pool_module, "LATE_FACTOR", 1)
 
     async def odd(prompt, response, answer):
         if response == "ever":

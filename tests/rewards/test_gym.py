@@ -107,12 +107,12 @@ def test_an_answer_that_may_be_correct_reaches_the_scorer(answer, gold):
 
 
 def test_checking_an_answer_is_fast():
-    began = time.monotonic()
+    began = time.process_time()
     texts = ("(" * 10_000, "a(" * 5_000, "1" * 10_000, "e" * 10_000, " \n,;" * 2_500, "\\a" * 5000)
     for text in texts:
         for gold in ("1", None, "word"):
             gym.is_finite(text, gold)
-    assert time.monotonic() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 # --- scorers that misbehave -----------------------------------------------------------------
@@ -200,6 +200,7 @@ def slow_pool(tmp_path, monkeypatch):
     pools[-1].close()
 
 
+@pytest.mark.slow
 def test_a_scorer_is_made_ready_before_its_clock_starts(slow_pool):
     """So rearc, whose sources take seconds to parse, and its worker would die before the end."""
     pool = slow_pool(1.0)

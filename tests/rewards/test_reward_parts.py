@@ -11,6 +11,7 @@ from row_files import read_table
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Reward, Sampler
 from dapo_jax.reporting.metrics import response_metrics
+from dapo_jax.rewards import pool as pool_module
 from dapo_jax.rewards.functions import BUILTIN_FUNCTIONS, think_format
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS, reward_group
 from dapo_jax.rewards.judge import Judge
@@ -129,8 +130,10 @@ def test_parts_are_mixed_by_their_weights_and_kept_apart(write_module):
 FAILURES = read_table(__file__, "failures")
 
 
-def test_a_failing_function_costs_its_response_and_no_other(write_module):
+@pytest.mark.slow
+def test_a_failing_function_costs_its_response_and_no_other(write_module, monkeypatch):
     """The group says which part failed, on which response; a worker is lost only where it must."""
+    monkeypatch.setattr(pool_module, "LATE_FACTOR", 1)
     write_module("own", OWN)
     config = make_config("rule=1,own:fussy=1", workers=2, timeout_seconds=1.0)
     fine = ["#### 7", "#### 8"]
@@ -308,7 +311,7 @@ def lacks_answers(prompt, responses):
 TEXTS = ["#### 7", "so #### 7", "#### 8", "#### 7", ""]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_function_rewards_each_response_of_its_group(write_module, workers):
     write_module("own", GROUP_OWN)
     parts = "rule=1,own:ranks=2,own:shortest=0.5,own:later=1,own:alone=0.1"
@@ -330,7 +333,8 @@ def test_a_function_rewards_each_response_of_its_group(write_module, workers):
 GROUP_FAILURES = read_table(__file__, "group_failures")
 
 
-def test_a_function_that_fails_breaks_its_group_and_no_other(write_module):
+def test_a_function_that_fails_breaks_its_group_and_no_other(write_module, monkeypatch):
+    monkeypatch.setattr(pool_module, "LATE_FACTOR", 1)
     write_module("own", GROUP_OWN)
     config = make_config("rule=1,own:fussy=1,own:alone=1", workers=2, timeout_seconds=1.0)
     fine = ["#### 7", "#### 8"]

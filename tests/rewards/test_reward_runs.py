@@ -170,6 +170,7 @@ class Killed(BaseException):
     """Stands for a SIGKILL, which leaves no time to save."""
 
 
+@pytest.mark.slow
 def test_rewards_of_groups_and_tokens_train_and_resume_with_the_same_bits(
     tiny_folder, score_folder, write_module, alone, tmp_path, monkeypatch
 ):

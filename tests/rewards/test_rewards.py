@@ -10,6 +10,7 @@ from row_files import read_table
 
 from dapo_jax.algorithms import dapo, grpo
 from dapo_jax.config.experiment import Config, Reward, Sampler
+from dapo_jax.extras.math import algebra_process
 from dapo_jax.extras.math.verifier import final_number
 from dapo_jax.rewards.group_rewards import overlong_punishment, reward_group
 from dapo_jax.rewards.pool import RewardPool
@@ -117,9 +118,10 @@ def test_closing_leaves_no_worker_behind_not_even_one_that_is_starting(monkeypat
     assert [process.poll() is None for process in started] == [False]
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(together, monkeypatch):
     """The real pool over a worker program that misbehaves on request."""
+    monkeypatch.setattr(algebra_process, "BUSY_FACTOR", 2)
     start = process_module.subprocess.Popen
     monkeypatch.setattr(
         process_module.subprocess,

@@ -40,6 +40,7 @@ def finished(base, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.slow
 def test_a_run_reports_carried_groups_and_policy_lag(finished):
     rows = read_rows(finished)
     assert rows[0]["policy_lag"] == rows[0]["continued_fraction"] == 0

@@ -81,7 +81,10 @@ def last_logits(loaded, config):
     return inference.decode_step(loaded, config, attend_prompt, tokens[:, 7], context, caches)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith("llama")) for kind in KINDS],
+)
 def test_int8_weights_are_close_and_give_the_logits_of_rounded_weights(kind, one_device):
     config, params = KINDS[kind], random_params(KINDS[kind])
     before = jax.tree.map(np.array, params)
@@ -124,6 +127,7 @@ def test_weights_do_not_depend_on_devices_or_layers_per_call(one_device):
     assert scale.data.shape == (4 // 2, 8)  # cut as the channels are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int8_products"])
 def test_slots_and_pages_on_one_and_four_devices_sample_the_same(dtype, one_device):
     params, actual = random_params(UNTIED), []

@@ -129,7 +129,8 @@ def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_devic
     assert len({row[4] for row in rows}) == len(rows) > 1
 
 
-@pytest.mark.parametrize("end", ["abandon", pytest.param("release", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["abandon", "release"])
 def test_abandoned_responses_free_their_pages(tiny_params, one_device, unpaged, end):
     sampler, table = paged(one_device, pages=12)
     sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
@@ -171,7 +172,10 @@ def test_an_eight_bit_cache_stays_near_the_exact_one(dtype, tiny_params, one_dev
     assert len(gaps) > 30 and 1e-6 < np.mean(gaps) < 0.05
 
 
-@pytest.mark.parametrize(("int8", "window"), [(False, None), (True, Window(5))])
+@pytest.mark.parametrize(
+    ("int8", "window"),
+    [pytest.param(False, None, marks=pytest.mark.slow), (True, Window(5))],
+)
 def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8, one_device, monkeypatch):
     """Head order, window and scale are those that the TPU's kernel receives."""
     rng = np.random.default_rng(0)

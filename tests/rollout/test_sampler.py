@@ -123,7 +123,11 @@ def first_token(tiny_params, one_device):
 
 
 @pytest.mark.parametrize(
-    "rule", [SamplingRule(temperature=0.6), SamplingRule(temperature=1.3, top_p=0.9, top_k=7)]
+    "rule",
+    [
+        pytest.param(SamplingRule(temperature=0.6), marks=pytest.mark.slow),
+        SamplingRule(temperature=1.3, top_p=0.9, top_k=7),
+    ],
 )
 def test_twenty_thousand_samples_of_the_engine_follow_the_rule(first_token, rule):
     """Chi-square test; recorded log-probs are those before top-k and top-p."""
@@ -234,7 +238,7 @@ def test_a_ring_holds_its_newest_tokens(length):
         assert [ring.get(i, -1) for i in range(length)] == np.maximum(actual, -1).tolist()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("slots", marks=pytest.mark.slow), "pages"])
 @pytest.mark.parametrize(
     "config", [MIXED, pytest.param(ALL, marks=pytest.mark.slow)], ids=["mixed", "all"]
 )
@@ -252,13 +256,13 @@ def tokens(one_device):
     return tokens_of(sample(open_sampler(one_device, MIXED), params_of(MIXED), SOME))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         pytest.param(
             {"slots": 8, "burst": 7, "first_window_tokens": 2, "prefill_chunk_tokens": 3},
             id="growing",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"cache": "paged", "page_tokens": 4, "pages": 16, "prefill_prompts": 4}, id="few pages"

@@ -50,7 +50,11 @@ SAMPLERS = {
 }
 
 
-@pytest.fixture(scope="module", params=SAMPLERS)
+# Of the toy, which is an example, one run is trained.
+MARKED = [pytest.param(name, marks=[pytest.mark.slow] * (name == "toy")) for name in SAMPLERS]
+
+
+@pytest.fixture(scope="module", params=MARKED)
 def open_sampler(request, one_device):
     made = {}  # each once: its programs are compiled once
 

@@ -51,6 +51,7 @@ def finished(base, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.slow
 def test_responses_are_one_policy_old_from_the_second_step_on(finished):
     assert [row["policy_lag"] for row in read_rows(finished)[1:]] == [0, 1, 1, 1]
 
@@ -89,6 +90,7 @@ def interrupt(run, interrupted) -> None:
     run.trainer = dataclasses.replace(run.trainer, source=changed)
 
 
+@pytest.mark.slow
 def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, monkeypatch):
     with open_run(make_config(base, tmp_path / "run")) as run:
         run.begin()

@@ -88,7 +88,7 @@ def test_a_callback_stops_a_run_which_then_resumes(base, tmp_path, alone):
     assert resumed and resumed["steps"] == 2
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_whose_callback_raises_is_saved_first(last, base, tmp_path, alone):
     steps, sink = [], Rows()
 

@@ -90,7 +90,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_an_evaluation_that_was_ended_goes_on_to_what_an_uninterrupted_one_gives(
     name, whole, base, tmp_path, alone, capsys
 ):

@@ -147,6 +147,7 @@ def draw(remote, step, count):
     return remote.leases.counts
 
 
+@pytest.mark.slow
 def test_fifty_samplers_draw_each_group_once(monkeypatch):
     """Engines of three hang once they hold leases: others draw their groups."""
     scripted, opened = remote_scripted(50, seconds=3.0, stall_seconds=1.0)
@@ -162,7 +163,7 @@ def test_fifty_samplers_draw_each_group_once(monkeypatch):
     assert all(other.submitted for other in scripted[1:])
 
 
-@pytest.mark.parametrize("passes", [0.7, 0.95])
+@pytest.mark.parametrize("passes", [0.7, pytest.param(0.95, marks=pytest.mark.slow)])
 def test_cut_connections_lose_no_group(passes):
     rng = random.Random(0)
     proxies = []
@@ -209,7 +210,10 @@ def test_a_full_disk_makes_the_trainer_sample_the_step(monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize("kind", ["deleted", "flipped", "torn"])
+@pytest.mark.parametrize(
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("deleted", "flipped")), "torn"],
+)
 def test_a_version_that_is_damaged_under_samplers_is_written_again(kind, monkeypatch):
     _, opened = remote_scripted(2)
     read, is_damaged = weight_versions.WeightVersions.read, threading.Event()

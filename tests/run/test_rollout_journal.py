@@ -103,8 +103,9 @@ def files_of(folder) -> list[str]:
     return sorted(path.name for path in (folder / FOLDER).rglob("*.groups"))
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_step_that_kept_groups_ends_with_the_same_bits(
-    moe_folder, score_folder, tmp_path, monkeypatch
+    kills, moe_folder, score_folder, tmp_path, monkeypatch
 ):
     """Windows would have grown, and what waits and runs is another each time."""
     devices = jax.devices()[:1]
@@ -125,7 +126,7 @@ def test_a_step_that_kept_groups_ends_with_the_same_bits(
             time.sleep(0.05)
         raise Killed
 
-    for _ in range(3):
+    for _ in range(kills):
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(RolloutJournal, "add", add_or_stop)
             train(make(tmp_path / "run"))

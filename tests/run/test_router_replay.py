@@ -49,6 +49,7 @@ def batch_of(learner, state, routes):
     return batch.replace(scored=scored), used
 
 
+@pytest.mark.slow
 def test_a_score_pass_records_routes_whose_replay_changes_no_bit(learner_of):
     recording, state = learner_of("old")
     plain, _ = learner_of("none")
@@ -214,6 +215,7 @@ def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups,
         assert len(done.routes) == len(prompt.tokens) + len(done.tokens) - 1
 
 
+@pytest.mark.slow
 def test_no_routes_are_recorded_by_default(params, one_device):
     silent = dataclasses.replace(ROUTES_MOE, records_routes=False)
     sampler = make_sampler(one_device, config=silent)

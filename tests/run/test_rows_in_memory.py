@@ -32,6 +32,7 @@ def config_of(folder, run_dir):
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_the_columns_again_and_refuses_others(tiny_folder, tmp_path, alone):
     whole = dapo_jax.train(config_of(tiny_folder, tmp_path / "whole"), data=ROWS, reward=score)
     assert not any(whole.metrics["broken_groups"].to_pylist())
@@ -59,6 +60,7 @@ def iter_of(rows):
     return Iterator()
 
 
+@pytest.mark.slow
 def test_an_evaluation_scores_all_rows(tiny_folder, tmp_path, alone):
     config = config_of(tiny_folder, tmp_path / "run")
     options = {"model": str(tiny_folder), "reward": score, "k": 1}

@@ -117,6 +117,7 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_policy_learns_its_users_examples_and_goes_on_from_there(tiny_folder, tmp_path, capsys):
     config = SftConfig(**settings(tmp_path, example_rows(), tiny_folder, examples_per_step=28))
@@ -133,6 +134,7 @@ def test_a_policy_learns_its_users_examples_and_goes_on_from_there(tiny_folder, 
     assert read_metrics(config.out)[0]["heldout_nll"] == pytest.approx(rows[-1]["heldout_nll"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, tmp_path, capsys):
     config = DpoConfig(**settings(tmp_path, pair_rows(), tiny_folder, pairs_per_step=28))
@@ -242,6 +244,7 @@ def assert_merged(folder, base):
     assert moved == {"q_proj", "v_proj", "o_proj", "down_proj"}
 
 
+@pytest.mark.slow
 def test_adapters_learn_examples_and_the_folder_has_them_merged(tiny_folder, alone, tmp_path):
     config = make_lora_config("sft", tmp_path, tiny_folder)
     train_supervised(config)

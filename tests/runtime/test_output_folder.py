@@ -115,7 +115,7 @@ def test_the_real_command_rejects_before_any_work(tmp_path):
     assert len(done.stderr.splitlines()) == 1 and "holds 'chapters'" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["train", "export"])
+@pytest.mark.parametrize("command", ["train", pytest.param("export", marks=pytest.mark.slow)])
 def test_a_folder_that_cannot_be_created_is_one_line(command, saved_run, tmp_path, capsys):
     """Root may write a read-only folder, but nobody can make one in /proc."""
     parent = pathlib.Path("/proc")

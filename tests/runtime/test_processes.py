@@ -68,6 +68,7 @@ def test_two_processes_stop_and_die_together_and_go_on_as_one_does(dies, base, o
     assert all((run_dir / name).stat().st_size for name in files)
 
 
+@pytest.mark.slow
 def test_processes_with_other_settings_stop_at_the_start(base, tmp_path):
     patch = "config.optimizer.learning_rate = 2e-3 if INDEX else 1e-3"
     run = start_training(base, tmp_path / "run", 2, 2, patch=patch)

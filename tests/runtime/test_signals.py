@@ -57,6 +57,7 @@ def kill_when(path: pathlib.Path, number: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
     base, write_module, alone, tmp_path
 ):
@@ -82,7 +83,7 @@ def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
     assert read_rollouts(tmp_path / "stopped") == read_rollouts(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])
 def test_a_stopped_command_says_how_to_resume_and_exits_as_shells_expect(
     name, base, alone, tmp_path, capsys, monkeypatch
 ):
@@ -119,7 +120,7 @@ def start(code: str, **options) -> subprocess.Popen:
 @pytest.mark.parametrize(
     ("seconds", "signals", "last"),
     [
-        (1.5, [signal.SIGHUP], "no safe point within 1.5 s"),
+        pytest.param(1.5, [signal.SIGHUP], "no safe point within 1.5 s", marks=pytest.mark.slow),
         (0, [signal.SIGINT, signal.SIGTERM, signal.SIGINT], "exiting without saving"),
     ],
     ids=["too slow", "again"],
@@ -177,7 +178,12 @@ def test_a_program_saves_and_then_ends_as_the_signal_asks(name):
     ("code", "ended", "words"),
     [
         (DEAF_PROGRAM.format(seconds=0), 130, "exiting without saving"),
-        (PROGRAM.replace("while not signals()", "while True"), -signal.SIGINT, "KeyboardInterrupt"),
+        pytest.param(
+            PROGRAM.replace("while not signals()", "while True"),
+            -signal.SIGINT,
+            "KeyboardInterrupt",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["busy", "python"],
 )
