@@ -38,13 +38,13 @@ def run_here(monkeypatch, capsys, alone):
 
 
 def test_attacks_on_the_verifier_are_refused():
-    output = run("verifier/attack_verifier.py", "--golds", 12, "--every", 5)
+    output = run("extras/math/attack_verifier.py", "--golds", 12, "--every", 5)
     totals = json.loads(output.splitlines()[-1])
     assert totals["attacks"] > 500 and totals["accepted"] == totals["killed"] == 0
 
 
 def test_the_fuzzer_finds_nothing():
-    assert "nothing did harm" in run("verifier/fuzz_verifier.py", "--minutes", 0.02)
+    assert "nothing did harm" in run("extras/math/fuzz_verifier.py", "--minutes", 0.02)
 
 
 @pytest.mark.slow
@@ -129,3 +129,42 @@ def test_presets_and_values_of_a_setting_are_compared(base, tmp_path, run_here):
     output = run_here("family", "--seeds", 1, "--folder", tmp_path, *varied, *bench.flags(TINY))
     assert output.count("| `dapo` none |") == output.count("| `dapo` all |") == 2
     assert "not finite: none" in output
+
+
+@pytest.mark.slow
+def test_gold_answers_equal_themselves(tmp_path):
+    rows = [
+        {"problem": "Add $1+1$.", "answer": "2", "solution": r"It is \boxed{2}."},
+        {"problem": "Factor $x^2-1$.", "answer": "(x-1)(x+1)", "solution": r"\boxed{(x+1)(x-1)}"},
+    ]
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = run("benchmarks/gold.py", path)
+    assert "| 2 | 0 | 2 of 2 | 2 of 2 | 2 of 2 |" in output
+
+
+@pytest.mark.slow
+def test_the_verifier_is_timed():
+    output = run("benchmarks/verifier.py", "--responses", 64, "--characters", 500, "--workers", 1)
+    lines = [json.loads(line) for line in output.splitlines() if line[0] == "{"]
+    assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
+
+
+@pytest.mark.slow
+def test_rules_of_the_verifier_are_switched_off():
+    rows = run("benchmarks/ablation.py", "--every", 23).splitlines()
+    changes = {row.split(" | ")[0]: row.split(" | ")[1:] for row in rows[2:]}
+    assert int(changes["| unfinished answers"][0]) > 0
+    assert int(changes["| intervals and inequalities"][1].rstrip(" |")) > 0
+
+
+@pytest.mark.slow
+def test_what_shared_prompts_save_is_computed_and_timed(run_here):
+    output = run_here("shared_prompts")
+    saved = {
+        row.split("|")[1].strip(): row.split("|")[-2].strip() for row in output.splitlines()[2:]
+    }
+    assert saved["GSM8K, 8 examples in the prompt"] > "70%" and saved["32B's config"] == "0%"
+    rounds = run_here("shared_prompts", "--seconds", "--smoke", "--rounds", 1).splitlines()
+    separate, shared = (json.loads(rounds[-1])[name] for name in ("separate", "shared"))
+    assert shared["positions"] < separate["positions"] and min(shared.values()) > 0
