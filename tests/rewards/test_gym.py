@@ -10,7 +10,7 @@ from dapo_jax.config.experiment import Reward
 from dapo_jax.extras import gym
 from dapo_jax.rewards import pool as pool_module
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.scoring import SCORER_ERROR
+from dapo_jax.rewards.scoring import SCORER_ERROR, scores
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import WorkerProcess
 from dapo_jax.types.structs import SLOW, Outcome
@@ -231,3 +231,8 @@ def test_the_scorers_process_is_limited():
         assert (bounded["Max file size"], bounded["Max address space"]) == ("0", str(2 << 30))
     finally:
         worker.kill()
+
+
+def test_the_source_of_a_problem_says_who_scores_it():
+    """Tasks of verifiers have metadata too, and no scorer of their own here."""
+    assert scores("gym:countdown") and not scores("verifiers:reverse_text") and not scores("gsm8k")
