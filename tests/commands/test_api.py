@@ -54,7 +54,7 @@ def test_import_loads_no_heavy_module():
         "assert dapo_jax.is_equivalent(r'\\boxed{0.5}', '1/2')\n"
         "heavy = {'tensorflow', 'jetstream', 'orbax', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "import dapo_jax.train\n"
+        "import dapo_jax.step\n"
         "assert callable(dapo_jax.train) and callable(dapo_jax.evaluate)\n"
         "from dapo_jax.step import train_step\n"
     )
