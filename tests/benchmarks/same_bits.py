@@ -180,7 +180,9 @@ def record(name: str, models: dict[str, str], work: pathlib.Path) -> dict:
         else:
             run("sft", source, *arguments)
     else:
-        settings = [f"--config.{part}" for part in f"{SMALL} {changes.format(**models)}".split()]
+        parts = f"{SMALL} {changes.format(**models)}".split()
+        given = {part.partition("=")[0]: f"--config.{part}" for part in parts}  # the last counts
+        settings = list(given.values())
         processes = 2 if name == "two_processes" else 1
         run("train", source, *settings, f"--config.run_dir={run_dir}", processes=processes)
         run("export", f"--config.run={run_dir}", f"--config.out={exported}")
