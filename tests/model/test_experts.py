@@ -70,7 +70,7 @@ def clipped_swish(gate, up):
 
 @pytest.mark.parametrize(
     ("inner", "normalise"),
-    [pytest.param(silu, True, marks=pytest.mark.slow), (silu, False), (clipped_swish, True)],
+    [(silu, True), (silu, False), (clipped_swish, True)],
 )
 def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     x, logits, matrices = arrays()

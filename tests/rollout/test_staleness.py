@@ -67,7 +67,7 @@ def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(
             loaded.append(run.components.sampler._prepared[0])
             return learners.update(*arguments)
 
-        monkeypatch.setattr(sys.modules["dapo_jax.train"], "update", note)
+        monkeypatch.setattr(sys.modules["dapo_jax.step"], "update", note)
         run.step()
         changed = jax.tree.leaves(
             jax.tree.map(lambda a, b: (a != b).any(), before, run.state.learners.policy.params)
