@@ -19,7 +19,7 @@ from dapo_jax.extras.math import sympy_stage
 from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
 from dapo_jax.extras.math.verifier import Settings, make_verifier
 
-CASES = pathlib.Path(__file__).parents[1] / "extras/math/verifier_cases.jsonl"
+CASES = pathlib.Path(__file__).parents[1] / "verifier/verifier_cases.jsonl"
 Pair = tuple[str, str, bool]  # response, gold answer, whether they are equivalent
 
 

@@ -38,13 +38,13 @@ def run_here(monkeypatch, capsys, alone):
 
 
 def test_attacks_on_the_verifier_are_refused():
-    output = run("extras/math/attack_verifier.py", "--golds", 12, "--every", 5)
+    output = run("verifier/attack_verifier.py", "--golds", 12, "--every", 5)
     totals = json.loads(output.splitlines()[-1])
     assert totals["attacks"] > 500 and totals["accepted"] == totals["killed"] == 0
 
 
 def test_the_fuzzer_finds_nothing():
-    assert "nothing did harm" in run("extras/math/fuzz_verifier.py", "--minutes", 0.02)
+    assert "nothing did harm" in run("verifier/fuzz_verifier.py", "--minutes", 0.02)
 
 
 @pytest.mark.slow
