@@ -203,7 +203,7 @@ class _Job(NamedTuple):
 
     @property
     def scored(self) -> bool:
-        """Whether the problem's source scores the answer itself."""
+        """Return True if the problem's source scores the answer itself."""
         return bool(self.metadata) and scores(self.source)
 
 
