@@ -222,7 +222,7 @@ class Algorithm:
 
     @property
     def distils(self) -> bool:
-        """Whether the policy learns from a teacher."""
+        """Return True if the policy learns from a teacher."""
         return self.distillation != "none"
 
     def scored_minibatches(self, updates: int) -> range:
