@@ -45,7 +45,7 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 2_048, 20_480  # of the latter 4,096 are the soft punishment's
 

@@ -33,7 +33,7 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 1_024
 

@@ -35,7 +35,7 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 1_024, 3_072
 

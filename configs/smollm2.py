@@ -29,7 +29,7 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 STEPS = 20
 ALGORITHM = dataclasses.replace(algorithms.preset("dapo"), overlong_punishment=False)

@@ -8,7 +8,7 @@ dapo-jax sft smollm2_base:gsm8k        the training solutions of GSM8K; hours
 """
 
 from dapo_jax.config.experiment import Mesh, Optimizer, OwnData, Packing, SftConfig
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 COUNTDOWN = "gym:countdown?min_numbers=3&max_numbers=3&max_value=20&min_target=10&max_target=99"
 TASKS = {

@@ -26,7 +26,7 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 NAIVE = {  # DAPO's settings with every trick off, and no KL
     "clip_high": 0.2,

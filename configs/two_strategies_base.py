@@ -16,7 +16,7 @@ from dapo_jax.config.experiment import (
     Packing,
     SftConfig,
 )
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 FIRST = 0.9  # learns both
 

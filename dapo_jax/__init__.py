@@ -37,7 +37,7 @@ _DEFINED_IN = {
     "Observation": "types.structs",
     "is_equivalent": "extras.math.algebra_process",
     "overlong_punishment": "rewards.group_rewards",
-    "ConfigError": "runtime.settings",
+    "ConfigError": "types.errors",
     "sample": "commands.policy",
     "Policy": "commands.policy",
 }
@@ -98,7 +98,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dapo_jax.extras.math.algebra_process import is_equivalent
     from dapo_jax.learner import advantages, losses
     from dapo_jax.rewards.group_rewards import overlong_punishment
-    from dapo_jax.runtime.settings import ConfigError
+    from dapo_jax.types.errors import ConfigError
     from dapo_jax.types.structs import JudgeUnavailable, Observation
 
 

@@ -6,8 +6,8 @@ import sys
 
 from dapo_jax import registry
 from dapo_jax.runtime.limits import check_limits
-from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.runtime.streams import BrokenPipeSafeStream, has_reader
+from dapo_jax.types.errors import ConfigError, nearest
 
 COMMANDS = {
     "init": "write a config for a file of problems",

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 
 def _changed(start: Callable[[], Algorithm], **changes) -> Callable[[], Algorithm]:

@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from dapo_jax.config import experiment
-from dapo_jax.runtime.settings import TYPE_NAMES, explain, leaves
+from dapo_jax.config.settings import TYPE_NAMES, explain, leaves
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHOWN = {

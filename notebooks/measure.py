@@ -39,7 +39,7 @@ PAGE = ROOT / "docs/ablation.md"
 
 def decisive(config: object) -> dict[str, object]:
     """The settings that differ from the defaults; not where it runs, nor its seed."""
-    from dapo_jax.runtime.settings import leaves
+    from dapo_jax.config.settings import leaves
 
     defaults = {name: value for name, _, value in leaves(type(config)())}
     differing = {name: value for name, _, value in leaves(config) if value != defaults[name]}

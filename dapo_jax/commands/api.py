@@ -17,17 +17,11 @@ from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config, with_preset
+from dapo_jax.config.settings import check_types, check_values, with_values
 from dapo_jax.registry import feature
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import (
-    ConfigError,
-    check_types,
-    check_values,
-    nearest,
-    require,
-    with_values,
-)
 from dapo_jax.runtime.workers.pickled_functions import register_function
+from dapo_jax.types.errors import ConfigError, nearest, require
 
 if TYPE_CHECKING:
     import pyarrow

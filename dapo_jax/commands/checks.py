@@ -9,6 +9,8 @@ from typing import Any
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
 from dapo_jax.config.files import config_for_folder
+from dapo_jax.config.rules import is_own
+from dapo_jax.config.settings import leaves
 from dapo_jax.config.user_code import choose
 from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system, open_text
@@ -20,8 +22,6 @@ from dapo_jax.reporting.trackers import check_trackers
 from dapo_jax.rewards.functions import find_functions
 from dapo_jax.rewards.verifying import find_verifier
 from dapo_jax.runtime import limits, processes
-from dapo_jax.runtime.rules import is_own
-from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.storage.output_folder import RUN, check_free
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
 from dapo_jax.runtime.storage.retries import (
@@ -31,6 +31,7 @@ from dapo_jax.runtime.storage.retries import (
     reason,
     suppress_storage_errors,
 )
+from dapo_jax.types.errors import ConfigError, require
 
 WORKERS_PER_CORE = 64  # each has its own processes, most of which wait for other machines
 FOLDERS = (

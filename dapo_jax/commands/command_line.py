@@ -12,15 +12,8 @@ from dapo_jax.config.experiment import Config, DoctorConfig, DpoConfig, SftConfi
 from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.help import help_text, take_help
-from dapo_jax.runtime.settings import (
-    TYPE_NAMES,
-    ConfigError,
-    check_unique,
-    leaves,
-    nearest,
-    require,
-    rules,
-)
+from dapo_jax.config.settings import TYPE_NAMES, leaves, rules
+from dapo_jax.types.errors import ConfigError, check_unique, nearest, require
 
 BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 LONG_DASHES = ("–", "—")

@@ -11,7 +11,7 @@ import sys
 from dapo_jax.commands.command_line import exit_with_error
 from dapo_jax.config.experiment import Config, SftConfig
 from dapo_jax.config.files import shipped_configs, summary
-from dapo_jax.runtime.settings import nearest
+from dapo_jax.types.errors import nearest
 
 COMMANDS = {"train": Config, "sft": SftConfig}
 

@@ -25,8 +25,8 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.run import components, memory
 from dapo_jax.runtime.processes import printable
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Completion, Group, Problem, Prompt
 
 SHOWN_PROMPTS = 3

@@ -14,7 +14,7 @@ import sys
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 SHORT_NAMES = {
     "model": "model.folder",

@@ -17,10 +17,11 @@ from dapo_jax.commands import checks
 from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
+from dapo_jax.config.settings import check_types, check_values
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, check_types, check_values, nearest, require
 from dapo_jax.runtime.tool_calls import read_message
 from dapo_jax.runtime.workers.pickled_functions import register_function
+from dapo_jax.types.errors import ConfigError, nearest, require
 
 if TYPE_CHECKING:
     from dapo_jax.environments.sessions import Environments

@@ -24,7 +24,7 @@ from dataclasses import fields
 from dapo_jax.commands import command_line
 from dapo_jax.config import files
 from dapo_jax.config.experiment import Config, OneMesh, SftConfig
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 def make_base(config: Config) -> None:

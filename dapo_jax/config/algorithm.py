@@ -9,7 +9,7 @@ Every method multiplies the gradient of log p(token) by a coefficient (arXiv 240
 
 from typing import Annotated, Literal
 
-from dapo_jax.runtime.rules import (
+from dapo_jax.config.rules import (
     Choices,
     CountOr0,
     OwnChoices,
@@ -21,7 +21,7 @@ from dapo_jax.runtime.rules import (
     When,
     is_own,
 )
-from dapo_jax.runtime.settings import section, setting
+from dapo_jax.config.settings import section, setting
 
 # Keys of advantages.ESTIMATORS, and what an estimator needs: the rewards of a 'group', a 'centred'
 # scale, an estimate 'per token', the critic's 'values', 'energies' of tokens, or 'no reward'.

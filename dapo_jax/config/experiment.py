@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from dapo_jax import registry
 from dapo_jax.config.algorithm import IF_CRITIC, IF_TEACHER, Algorithm
-from dapo_jax.runtime.rules import (
+from dapo_jax.config.rules import (
     AutoCount,
     Below1,
     Count,
@@ -25,7 +25,8 @@ from dapo_jax.runtime.rules import (
     Url,
     When,
 )
-from dapo_jax.runtime.settings import part, require, section, setting
+from dapo_jax.config.settings import part, section, setting
+from dapo_jax.types.errors import require
 
 DEFAULT_HELDOUT = 256
 GENERATED = ("arithmetic", "multi_digit_sums")  # data.source of a supervised run without files

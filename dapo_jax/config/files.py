@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.foreign_names import advice
+from dapo_jax.config.settings import from_dict
 from dapo_jax.config.user_code import describe_error, short_path
-from dapo_jax.runtime.settings import ConfigError, from_dict, nearest, read_file, read_json
+from dapo_jax.runtime.text_files import read_file, read_json
+from dapo_jax.types.errors import ConfigError, nearest
 
 YAML = (".yaml", ".yml")
 ROWS = (".csv", ".jsonl", ".parquet", ".arrow", ".feather", ".gz")  # of data

@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_jax.runtime.settings import ConfigError, explain, leaves, nearest
+from dapo_jax.config.settings import explain, leaves
+from dapo_jax.types.errors import ConfigError, nearest
 
 COLUMNS = 80
 NAME_COLUMNS = 39

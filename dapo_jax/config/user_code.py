@@ -10,8 +10,8 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.pickled_functions import find_registered
+from dapo_jax.types.errors import ConfigError
 
 # Prefixes of files that are not the user's: libraries, this package, and code without a file.
 LIBRARIES = (

@@ -22,8 +22,9 @@ from dapo_jax.config.experiment import (
     ServeConfig,
     SftConfig,
 )
-from dapo_jax.runtime.rules import is_own
-from dapo_jax.runtime.settings import check_read, check_types, check_values, leaves, require
+from dapo_jax.config.rules import is_own
+from dapo_jax.config.settings import check_read, check_types, check_values, leaves
+from dapo_jax.types.errors import require
 
 Checks = Iterator[tuple[str, bool, str]]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from etils import epath
 
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Problem
 
 

@@ -18,15 +18,8 @@ import pyarrow
 from etils import epath
 from pyarrow import parquet
 
-from dapo_jax.runtime.settings import (
-    LATIN,
-    ConfigError,
-    check_place,
-    check_regular,
-    check_unique,
-    check_utf8,
-    require,
-)
+from dapo_jax.runtime.text_files import LATIN, check_regular, check_utf8
+from dapo_jax.types.errors import ConfigError, check_place, check_unique, require
 
 T = TypeVar("T")
 Rows = Iterator[tuple[str, Any]]  # (line or row number, row or `MalformedRow`)

@@ -17,7 +17,7 @@ from dapo_jax.data.prompts.templates import Beside, check_chat, open_template, o
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.row_formats import NO_COLUMNS
 from dapo_jax.data.sources import Source, Sources, every_problem
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Problem, Prompt, WantedColumns, present
 
 MEASURED_PROBLEMS = 500  # of a file, to report the lengths of prompts

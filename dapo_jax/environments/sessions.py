@@ -12,10 +12,10 @@ from dapo_jax.environments.registry import open_factory, tool_names, tool_schema
 from dapo_jax.environments.transcript import Transcript
 from dapo_jax.environments.worker import Reply, Request
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import LATE_FACTOR, Limits, RestartingWorker
 from dapo_jax.runtime.workers.pickled_functions import FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool, gather_results
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Interrupted, Observation, Problem, Prompt
 
 WORKER = "dapo_jax.environments.worker"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dapo_jax.data.prompts.tokenizer import BROKEN_CHARACTER, Tokenizer
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import present
 
 TURN = "7f3a9c"  # placeholder of the policy's turn in a rendered template

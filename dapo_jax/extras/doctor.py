@@ -36,8 +36,8 @@ from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run.compute import numerics, open_sampler
 from dapo_jax.run.step_record import take_steps
 from dapo_jax.runtime import processes, sharding
-from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
+from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Prompt, Verdict, present
 
 TINY = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}

@@ -20,7 +20,7 @@ from typing import Any
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import InitConfig
-from dapo_jax.runtime.settings import ConfigError, naming, require
+from dapo_jax.types.errors import ConfigError, naming, require
 from dapo_jax.types.structs import Problem
 
 MODEL = InitConfig().model

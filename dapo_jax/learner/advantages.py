@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.user_code import choose
 from dapo_jax.learner.packing import place_tokens, take_tokens
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 from dapo_jax.types.structs import ROUNDING, present
 
 STD_EPSILON = 1e-6

@@ -29,8 +29,8 @@ from dapo_jax.model.splash_attention import shared_cost
 from dapo_jax.model.training_attention import SHORT_ROW_TOKENS, shares_prompts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import timed
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import shards, to_host
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Group, present
 
 TokenWeights = Callable[[Group, int], Sequence[float]]  # user function: group, sample -> [n]

@@ -28,7 +28,8 @@ from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.families import family_of
 from dapo_jax.model.param_paths import TensorPart, forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
-from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
+from dapo_jax.runtime.text_files import check_regular, read_json
+from dapo_jax.types.errors import ConfigError
 
 READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # of a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once

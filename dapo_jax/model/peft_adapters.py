@@ -24,7 +24,8 @@ from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.model.load_huggingface import DTYPES, list_problems
 from dapo_jax.model.trainable import is_trained, without_adapters
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError, check_regular, read_json, require
+from dapo_jax.runtime.text_files import check_regular, read_json
+from dapo_jax.types.errors import ConfigError, require
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PUBLISHED: dict[str, str] = dict(zip(ADAPTER_NAMES, ("lora_A", "lora_B"), strict=True))

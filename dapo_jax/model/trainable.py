@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, init_params
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer
 _INPUTS = {False: ("qkv", "z", "b", "a"), True: ("qkvz", "ba")}  # of a delta-net layer, if fused

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapo_jax.config.experiment import OF_THE_ANSWER, Config
-from dapo_jax.runtime.settings import leaves
+from dapo_jax.config.settings import leaves
 
 Settings = Mapping[str, Any]  # by dotted name
 Condition = Callable[[Settings], Any]

@@ -17,11 +17,11 @@ from dapo_jax.config.user_code import resolve
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
-from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.jsonl import AppendFile, objects, rewind
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
 from dapo_jax.types.contracts import RunSink
+from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import CollectedGroups, Completion, Failure, Group, Trace
 
 TOKEN_DECIMALS = 3

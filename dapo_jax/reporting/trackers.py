@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.jsonl import AppendFile
 from dapo_jax.runtime.storage.paths import Folder, is_remote
 from dapo_jax.runtime.storage.retries import Storage
 from dapo_jax.types.contracts import RunSink
+from dapo_jax.types.errors import ConfigError, require
 
 FORBIDDEN_CHARACTERS = "/\\#?%:"  # in names of projects
 MAX_CHARACTERS = 128

@@ -27,8 +27,8 @@ from dapo_jax import registry
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.user_code import describe_error, resolve
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS
-from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.workers.pickled_functions import find_registered
+from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Failure, Outcome, WantedColumns
 
 TOKENS = "tokens"  # optional argument: the text of each token of the response

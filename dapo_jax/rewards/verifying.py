@@ -7,7 +7,6 @@ from dapo_jax import registry
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.rewards.functions import ResponseCall, make_failure
-from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.workers.parent import (
     BUSY_FACTOR,
     ComputedTooLong,
@@ -15,6 +14,7 @@ from dapo_jax.runtime.workers.parent import (
     RestartingWorker,
 )
 from dapo_jax.types.contracts import VerifierResult
+from dapo_jax.types.errors import require
 from dapo_jax.types.structs import SLOW, Outcome, Verdict, WantedColumns
 
 WORKER = "dapo_jax.rewards.worker"

@@ -24,9 +24,9 @@ def make_parts(file: str, seconds: str, reward: str, *names: str) -> Callable[[d
         reward: JSON of the settings of rewards.
     """
     from dapo_jax.config.experiment import Reward
+    from dapo_jax.config.settings import from_dict
     from dapo_jax.config.user_code import describe_error
     from dapo_jax.rewards.functions import PartsReply, compute, find_functions, read_call
-    from dapo_jax.runtime.settings import from_dict
     from dapo_jax.runtime.workers.pickled_functions import load_copies
     from dapo_jax.types.structs import Failure, Outcome
 
@@ -55,7 +55,7 @@ def make_scores() -> Callable[[dict], dict]:
     # Each thread of numpy's libraries would reserve a part of the address space.
     os.environ |= dict.fromkeys(NUMPY_THREADS, "1")
     from dapo_jax.rewards.scoring import SCORER_ERROR, ScoreReply, ScoreRequest, find_source
-    from dapo_jax.runtime.settings import ConfigError
+    from dapo_jax.types.errors import ConfigError
     from dapo_jax.types.structs import Failure, Outcome
 
     limit_process()

@@ -24,7 +24,7 @@ from dapo_jax.rollout.requests import SlotOutput
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.rollout.weight_transfer import TrainerWeights
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 from dapo_jax.types.structs import SamplingRule
 
 

@@ -28,8 +28,8 @@ from dapo_jax.rollout.dynamic_sampling import (
 )
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.runtime.clock import timed
-from dapo_jax.runtime.settings import require
 from dapo_jax.types.contracts import Sampler
+from dapo_jax.types.errors import require
 from dapo_jax.types.structs import (
     CollectedGroups,
     Group,

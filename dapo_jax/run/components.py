@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from dapo_jax import registry
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.settings import leaves
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
@@ -34,9 +35,9 @@ from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run import compute
 from dapo_jax.run.memory import check_run_fits
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.step import Trainer
 from dapo_jax.types.contracts import Sampler, do_nothing
+from dapo_jax.types.errors import ConfigError, require
 
 # Settings that name a model folder.
 MODEL_FOLDERS = (

@@ -23,9 +23,9 @@ from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.sampler_devices import open_sampling_mesh, split_devices
-from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.sharding import AXES, DECODING, TRAINING, make_mesh, shards
 from dapo_jax.types.contracts import Sampler
+from dapo_jax.types.errors import require
 
 HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
 # Fields of the decoder that are also names of logical axes.

@@ -13,6 +13,7 @@ from etils import epath
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.settings import leaves, with_values
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
@@ -30,12 +31,12 @@ from dapo_jax.run.checkpointing.same_run import check_frozen, meaning, warn_abou
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.export import newest_export
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves, require, with_values
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
+from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Completion, Group, Interrupted, Prompt, SamplingRule, digest_json
 
 # Means over responses in a report.

@@ -18,7 +18,7 @@ from dapo_jax.model.param_paths import forward_dtype
 from dapo_jax.model.trainable import is_trained
 from dapo_jax.registry import feature
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.types.errors import ConfigError, require
 
 FLOAT_BYTES = 4
 SAMPLED_TOKEN_BYTES = 8  # a token and its log-prob

@@ -41,13 +41,13 @@ from dapo_jax.run.step_record import measure, trace
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.output_folder import RUN, claim
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
 from dapo_jax.step import Trainer, TrainerState, train_step
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Interrupted, Prompt, SamplingRule
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # before the first step, without held-out problems

@@ -16,12 +16,12 @@ from dapo_jax.reporting.sinks import MetricRows, RolloutFiles, StepLines, find_s
 from dapo_jax.reporting.trackers import TensorBoardEvents, WandbSink
 from dapo_jax.run.evaluation import stamp, write_responses
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, nearest, require
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
 from dapo_jax.types.contracts import RunSink
+from dapo_jax.types.errors import ConfigError, nearest, require
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"

@@ -7,7 +7,7 @@ import pathlib
 import urllib.error
 import urllib.request
 
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 KEY_VARIABLE = "DAPO_API_KEY"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

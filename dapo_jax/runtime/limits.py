@@ -7,7 +7,7 @@ import resource
 import traceback
 from collections.abc import Iterator
 
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 # Measured on two cores: with less, JAX's libraries abort while they are loaded.
 MIN_ADDRESS_SPACE = 3 << 30  # bytes

@@ -27,8 +27,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.runtime import signal_handlers
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
+from dapo_jax.types.errors import ConfigError
 
 # Set by launchers that start the processes themselves; JAX detects Cloud TPU, GKE and Slurm.
 COORDINATOR = "DAPO_COORDINATOR"

@@ -13,8 +13,8 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.sharding import AXES, by_slice, fills_a_box, make_mesh
+from dapo_jax.types.errors import require
 
 WEIGHT_AXES = ("expert", "decode_tensor", "tensor")  # axes that shard weights in decoding
 

@@ -22,7 +22,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 AXES = ("data", "fsdp", "expert", "context", "decode_tensor", "tensor")
 

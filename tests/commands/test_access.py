@@ -11,7 +11,7 @@ from served import connect, http_serving, make_serve_config, serving
 
 from dapo_jax.extras.serve import server
 from dapo_jax.runtime.keys import read_key
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 ASKED = {"model": "policy", "prompt": "3+4=", "max_tokens": 4}
 

@@ -18,8 +18,8 @@ from supervised_runs import pair_rows, settings
 import dapo_jax
 from dapo_jax.commands import api
 from dapo_jax.extras.plan.published_shapes import config_values
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers import pickled_functions
+from dapo_jax.types.errors import ConfigError
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 512}
 

@@ -20,8 +20,8 @@ from dapo_jax.data.prompts.templates import read_chat_template
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.export import export
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.output_folder import EXPORTED, replace
+from dapo_jax.types.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 OTHER = ROOT / "tests/fixtures/models/llama3"

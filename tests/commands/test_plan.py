@@ -26,8 +26,8 @@ from dapo_jax.extras.plan.programs import Compiler, lay_out, missing_memory, tra
 from dapo_jax.extras.plan.published_shapes import NAMES, config_values, read_shape
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.model.logprobs import Rows, token_logprobs
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
+from dapo_jax.types.errors import ConfigError
 
 # In billions, from names and model cards.
 PARAMETERS = """

@@ -21,7 +21,7 @@ from dapo_jax.model import load_huggingface
 from dapo_jax.run import export
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy, checkpoint_folder
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from served import (
 from dapo_jax.extras.serve import budgets
 from dapo_jax.extras.serve import server as serve
 from dapo_jax.run import memory
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from dapo_jax.extras.serve.server import load_served
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
 from dapo_jax.run.export import export
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 tinker = pytest.importorskip("tinker")
 types = pytest.importorskip("tinker.types")

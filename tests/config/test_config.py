@@ -16,8 +16,9 @@ from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, DpoConfig, Lora, Optimizer, ServeConfig, SftConfig
 from dapo_jax.config.files import read_config, shipped_configs
 from dapo_jax.config.rates import choose_rates
-from dapo_jax.runtime.settings import ConfigError, leaves
+from dapo_jax.config.settings import leaves
 from dapo_jax.runtime.sharding import mesh_shape
+from dapo_jax.types.errors import ConfigError
 
 # overrides below `config.` | what the message has to name
 BAD = read_table(__file__, "bad")

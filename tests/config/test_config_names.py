@@ -9,7 +9,7 @@ from dapo_jax.algorithms import preset
 from dapo_jax.commands import api
 from dapo_jax.config.experiment import Config, SftConfig
 from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

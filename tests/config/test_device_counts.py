@@ -25,7 +25,7 @@ from dapo_jax.extras.plan.programs import lay_out
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
 from dapo_jax.run.compute import open_mesh
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 def tried(path, name, count):
     config = read_config(object, f"{path}:{name}" if name else str(path))

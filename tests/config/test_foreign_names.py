@@ -7,7 +7,7 @@ from command_lines import ROOT
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.foreign_names import advice, settings_by_argument
-from dapo_jax.runtime.settings import leaves
+from dapo_jax.config.settings import leaves
 
 KNOWN = {name for name, _, _ in leaves(Config())}
 KNOWN |= {name.rpartition(".")[0] for name in KNOWN} - {""}

@@ -12,14 +12,14 @@ from row_files import read_table
 from dapo_jax import algorithms
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.experiment import Config, ExportConfig, Optimizer, SftConfig
+from dapo_jax.config.rules import Choices
+from dapo_jax.config.settings import leaves, rules
 from dapo_jax.data.prompts.templates import TEMPLATES, open_template
 from dapo_jax.extras.math.verifier import BY_VALUE, VERIFIERS
 from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.learner.update import SCHEDULES
 from dapo_jax.model.load_huggingface import DTYPES
-from dapo_jax.runtime.rules import Choices
-from dapo_jax.runtime.settings import leaves, rules
 
 # preset | overrides below `config.` | what the message has to name: field, value, what is allowed
 REFUSED = read_table(__file__, "refused")

@@ -14,7 +14,7 @@ from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.row_formats import read_row
 from dapo_jax.data.sources import read_problems
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import WantedColumns
 
 TESTS = WantedColumns(frozenset({"tests"}), frozenset({"rubric"}))

@@ -12,7 +12,7 @@ from dapo_jax.data.difficulty import parse_range
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.sources import Sources, read_problems
 from dapo_jax.run.evaluation import rate_problems
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 @pytest.fixture

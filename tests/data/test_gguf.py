@@ -15,7 +15,7 @@ from dapo_jax.data import policies
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import Tokenizer as ModelTokenizer
 from dapo_jax.model import load_huggingface
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 gguf = pytest.importorskip("gguf")
 gguf_files = pytest.importorskip("dapo_jax.extras.gguf")

@@ -19,7 +19,7 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
 from dapo_jax.run.components import check_lengths
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem
 
 PROBLEM = Problem("p", "1+1?", "2", "", "algebra", "3", turns=(("user", "Hi"), ("assistant", "Ho")))

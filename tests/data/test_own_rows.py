@@ -25,7 +25,7 @@ from dapo_jax.data.row_formats import (
     read_row,
 )
 from dapo_jax.data.sources import read_problems
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 def test_fields_are_named_by_key():

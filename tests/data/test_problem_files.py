@@ -27,7 +27,7 @@ from dapo_jax.data.files import MalformedRow, NoAnswer, find_files
 from dapo_jax.data.prompts.templates import DAPO
 from dapo_jax.data.row_formats import read_row
 from dapo_jax.data.sources import Source, Sources, read_problems
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import WantedColumns
 
 ROWS = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(5)]
@@ -481,7 +481,7 @@ def test_a_table_with_offsets_beyond_its_end_is_refused(tmp_path):
 LIMITED = """
 import resource, sys
 from dapo_jax.data.sources import read_problems
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 before = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[2]) << 20), before[1]))

@@ -20,7 +20,7 @@ from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.sources import Sources, parse_sources
 from dapo_jax.extras import gym
 from dapo_jax.extras.math.verifier import final_number
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 TOKENIZER = arithmetic_tokenizer()
 

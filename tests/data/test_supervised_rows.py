@@ -12,7 +12,7 @@ from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.extras.sft.rows import EXAMPLES, PAIRS, Writer, endless_order, read_examples
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 PLAIN_CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>\n{% endfor %}"

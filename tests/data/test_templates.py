@@ -21,9 +21,9 @@ from dapo_jax.data.prompts.templates import (
     read_chat_template,
 )
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, arithmetic_tokenizer
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.downloads import local_folder
 from dapo_jax.runtime.tool_calls import read_message
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem
 
 EXAMPLES = (

@@ -22,7 +22,7 @@ from dapo_jax.environments.builtin import Calculator
 from dapo_jax.extras.sft.training import train_supervised
 from dapo_jax.extras.words import make_examples, make_problem, make_word_problem
 from dapo_jax.rewards.functions import coin, find_functions
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 @pytest.mark.parametrize("source", WORD_PROBLEMS)

@@ -17,7 +17,7 @@ from dapo_jax.environments import sessions
 from dapo_jax.environments.builtin import SecondTry
 from dapo_jax.environments.registry import with_reward_settings
 from dapo_jax.environments.sessions import Environments
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Interrupted, Problem
 
 TOKENIZER = arithmetic_tokenizer()

@@ -8,7 +8,7 @@ import pytest
 from dapo_jax.config.user_code import read_options
 from dapo_jax.environments.registry import open_factory
 from dapo_jax.environments.worker import Request, Sessions
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem
 
 PROBLEM = Problem("p1", "1+1", "2", "test")

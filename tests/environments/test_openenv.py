@@ -10,7 +10,7 @@ import pytest
 from row_files import read_table
 
 from dapo_jax.environments.registry import open_factory
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem
 
 GAME = (

@@ -16,7 +16,7 @@ from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.environments.builtin import Guessing
 from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 STEPS = 2
 

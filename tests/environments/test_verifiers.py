@@ -15,7 +15,7 @@ from dapo_jax.data.sources import Sources, parse_sources
 from dapo_jax.environments.registry import open_factory, tool_schemas
 from dapo_jax.environments.worker import Request, Sessions
 from dapo_jax.extras.environments.verifiers_tasks import read_tasks
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Observation, Problem, present
 
 AUTHORS = "kalomaze/alphabetic-arxiv-authors-it1"

@@ -12,6 +12,7 @@ from small_runs import equal, learn, make_groups, make_quick_config, open_run, r
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Compute, Config, Critic, Mesh, Model, Optimizer
 from dapo_jax.config.rates import choose_rates
+from dapo_jax.config.settings import leaves
 from dapo_jax.learner.advantages import gather_feedback
 from dapo_jax.learner.batches import TrainState
 from dapo_jax.learner.critic import scalar_config
@@ -23,8 +24,8 @@ from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.checkpointing.same_run import check_same_run, with_defaults
 from dapo_jax.run.components import build
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.step import TrainerState
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Verdict
 
 STEPS, ALONE = 3, 1

@@ -30,7 +30,7 @@ from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
 from dapo_jax.run import components, memory
 from dapo_jax.run.components import build
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 SHAPE = dataclasses.replace(LARGE, vocab=TINY.vocab)  # as a run holds it
 # Every third token of a response has no loss.

@@ -20,7 +20,7 @@ from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Completion, Verdict
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}

@@ -24,7 +24,7 @@ from dapo_jax.learner.losses import (
 )
 from dapo_jax.run.checkpointing.same_run import run_settings
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/own_algorithm.md"
 INDEX = np.array([[[0, 0, 1, 1, 1, 2, -1, -1]]])

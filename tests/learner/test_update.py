@@ -39,7 +39,7 @@ from dapo_jax.learner.ratios import EDGES, RATIO_HISTOGRAM
 from dapo_jax.learner.update import learning_rate
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 def microbatches_of(row_tokens: int, rows: int) -> int:

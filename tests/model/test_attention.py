@@ -27,8 +27,8 @@ from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import Window
 from dapo_jax.run.compute import attention_notice, numerics, open_mesh
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.types.errors import ConfigError
 
 MIXED = dataclasses.replace(TINY, window=3, sliding=(True, False))
 GEMMA = dataclasses.replace(  # every switch of the family

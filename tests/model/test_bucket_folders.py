@@ -17,7 +17,7 @@ import numpy as np
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model.load_huggingface import fingerprint, load_params, read_config
 from dapo_jax.model.save_huggingface import save_settings_of
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.runtime.sharding import make_mesh
 
 for folder in sys.argv[1:]:

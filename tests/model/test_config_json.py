@@ -10,7 +10,7 @@ from row_files import read_table
 from dapo_jax.model.config_json import NUMBERS, check_number, decoder_from_json, decoder_to_json
 from dapo_jax.model.families import family_names
 from dapo_jax.model.rotary import RopeScaling
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 BASE = {
     "vocab_size": 32,

@@ -38,8 +38,8 @@ from dapo_jax.model.trainable import choose_trained, merge
 from dapo_jax.run import memory
 from dapo_jax.run.compute import check_divisible
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.types.errors import ConfigError
 
 MODELS = pathlib.Path(__file__).parents[1] / "fixtures/models"
 

@@ -31,8 +31,9 @@ from dapo_jax.model.experts import REPLACED
 from dapo_jax.model.load_huggingface import load_params, read_config
 from dapo_jax.run.export import export as export_run
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import MAX_TEXT_BYTES, ConfigError
 from dapo_jax.runtime.sharding import make_mesh
+from dapo_jax.runtime.text_files import MAX_TEXT_BYTES
+from dapo_jax.types.errors import ConfigError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/models"
 MODELS = sorted(FOLDER.iterdir())

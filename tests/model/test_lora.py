@@ -33,7 +33,7 @@ from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.components import build, load_frozen
 from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.export import export
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SamplingRule
 
 LORA = Lora(rank=3, alpha=6.0)

@@ -24,8 +24,8 @@ from dapo_jax.model.load_huggingface import read_config
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.types.errors import ConfigError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/models/gemma4"
 GEMMA_4 = dataclasses.replace(  # every switch of the family

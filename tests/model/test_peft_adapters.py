@@ -28,8 +28,8 @@ from dapo_jax.model.trainable import MATRICES, choose_trained, is_trained, join,
 from dapo_jax.run.components import load_frozen
 from dapo_jax.run.export import policy_layers
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.types.errors import ConfigError
 
 LORA = Lora(rank=3, alpha=7.5, targets="key,out,down")
 DECODER = choose_trained(TINY, 0.0, LORA)

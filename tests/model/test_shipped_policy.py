@@ -20,7 +20,7 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.plan.published_shapes import read_shape
 from dapo_jax.extras.serve.server import served_name
 from dapo_jax.model import load_huggingface
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 def test_only_what_loading_reads_ships_and_it_is_small():

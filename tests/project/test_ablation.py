@@ -11,7 +11,7 @@ import pytest
 
 from dapo_jax import algorithms
 from dapo_jax.config.validation import validate
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))

@@ -9,10 +9,10 @@ from test_from_peers import TRL, VERL, codes
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, DpoConfig, ServeConfig, SftConfig
+from dapo_jax.config.rules import Choices
+from dapo_jax.config.settings import rules
 from dapo_jax.environments.registry import BUILTIN_ENVIRONMENTS
 from dapo_jax.model.families import family_names
-from dapo_jax.runtime.rules import Choices
-from dapo_jax.runtime.settings import rules
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 KINDS = Config, SftConfig, DpoConfig, ServeConfig

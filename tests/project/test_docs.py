@@ -15,7 +15,7 @@ from shown_commands import ROOT, commands_of, split_commands, tokens_of, what_is
 
 import dapo_jax
 from dapo_jax.config.experiment import Config
-from dapo_jax.runtime.settings import TYPE_NAMES, explain, leaves, rules
+from dapo_jax.config.settings import TYPE_NAMES, explain, leaves, rules
 
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]

@@ -16,8 +16,8 @@ from test_layout import LIBRARY, ROOT, tree_of
 
 LOOP = "dapo_jax.run.run"
 MAX_CLOSURE_LINES = 24_850
-MAX_CLOSURE_MODULES = 130
-MAX_ARROWS = 81
+MAX_CLOSURE_MODULES = 132
+MAX_ARROWS = 86
 MAX_LIBRARY_LINES = 43_750
 MAX_TEST_LINES = 40_450
 # Lines of an extra, at most.
@@ -37,8 +37,8 @@ EXTRAS = {
     "plan": 950,
     "report": 350,
     "samplers": 1_224,
-    "serve": 1_581,
-    "sft": 1_101,
+    "serve": 1_582,
+    "sft": 1_102,
     "tinker": 2_022,
     "vllm": 198,
     "words": 181,

@@ -31,7 +31,7 @@ from dapo_jax.reporting.console import (
 from dapo_jax.reporting.notices import describe_scores
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import print_error, printable
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Group, Turn, Verdict
 
 STEP = dict(read_table(__file__, "step"))

@@ -10,8 +10,8 @@ from row_files import read_table
 
 from dapo_jax.config.experiment import Config, Data, ExportConfig, Lora, Model, Reward
 from dapo_jax.config.files import read_config
+from dapo_jax.config.settings import leaves
 from dapo_jax.reporting import model_card
-from dapo_jax.runtime.settings import leaves
 
 HOME = "/home/alice/secret"
 

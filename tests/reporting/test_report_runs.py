@@ -13,8 +13,8 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.report import page
 from dapo_jax.reporting.sinks import token_fields
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.types.contracts import RunSink
+from dapo_jax.types.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.reporting.trackers import TensorBoardEvents, WandbSink, check_trackers
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 @pytest.mark.parametrize("project", ["a/b", "a:b", " a", "a" * 129])

@@ -15,7 +15,7 @@ from dapo_jax.data.row_formats import MalformedRow, read_row
 from dapo_jax.extras.code import sandbox
 from dapo_jax.extras.code.verifier import judge_code, last_block, read_tests, run_code, with_tests
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Outcome, WantedColumns
 
 SECONDS = 1.0

@@ -20,8 +20,8 @@ from dapo_jax.rewards.functions import (
 )
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.pickled_functions import register_function
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import WantedColumns
 
 COLUMNS = {"tests": [[1, 2], [3, 4]], "rubric": {"weight": 0.5}, "tokens": 9, "id": "a"}

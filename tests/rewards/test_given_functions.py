@@ -17,9 +17,9 @@ import pytest
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards import pool as pool_module
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers import pickled_functions
 from dapo_jax.runtime.workers.pickled_functions import register_function
+from dapo_jax.types.errors import ConfigError
 
 FACTOR = 2.0
 

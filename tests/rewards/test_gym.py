@@ -11,8 +11,8 @@ from dapo_jax.extras import gym
 from dapo_jax.rewards import pool as pool_module
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.scoring import SCORER_ERROR, scores
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import WorkerProcess
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SLOW, Outcome
 
 HONEST = """

@@ -18,8 +18,8 @@ from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.dynamic_sampling import carries_signal
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.pickled_functions import register_function
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Group, Outcome, Turn, Verdict, repetition
 
 OWN = """

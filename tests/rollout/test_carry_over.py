@@ -10,7 +10,7 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SamplingRule, with_texts
 
 SLOW = pytest.mark.slow

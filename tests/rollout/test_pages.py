@@ -30,7 +30,7 @@ from dapo_jax.reporting.notices import setting_warnings
 from dapo_jax.rollout.cache_layout import choose_layout
 from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageGeometry, PageTable
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SamplingRule
 
 RAGGED = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(1 + 3 * i % 17)]) for i in range(14)]

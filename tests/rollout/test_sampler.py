@@ -38,8 +38,8 @@ from dapo_jax.rollout.sampling import (
 )
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run import memory
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SamplingRule
 
 

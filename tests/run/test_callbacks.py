@@ -10,9 +10,9 @@ from dapo_jax.config.experiment import Checkpoint, Data, Evaluation
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
 from dapo_jax.run.run_files import Callbacks
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.types.contracts import RunSink
+from dapo_jax.types.errors import ConfigError
 
 DATA = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4)
 

@@ -21,8 +21,8 @@ from dapo_jax.run.checkpointing.checkpoints import (
     saved_steps,
 )
 from dapo_jax.run.checkpointing.same_run import Record
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
+from dapo_jax.types.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from small_runs import PROBLEMS, ROOT, SAMPLES, make_evaluation, run_evaluation
 from dapo_jax.commands.evaluate import main
 from dapo_jax.config.experiment import Data, Environment, Evaluation
 from dapo_jax.run.evaluation import ResponseFile
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 def out(run_dir, name="responses.jsonl") -> str:

@@ -12,14 +12,15 @@ from small_runs import ROOT, make_quick_config, open_run
 
 from dapo_jax.commands import train
 from dapo_jax.config.experiment import Config, Data, Log, Reward
+from dapo_jax.config.settings import leaves
 from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.reporting.trackers import TensorBoardEvents
 from dapo_jax.run.checkpointing.same_run import check_same_run, run_identity
 from dapo_jax.run.evaluation import ResponseFile
 from dapo_jax.run.run import finished
-from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.storage.jsonl import objects, rewind
 from dapo_jax.runtime.storage.retries import REPEAT_SECONDS, UNSAVED, NotSaved, Storage, write_text
+from dapo_jax.types.errors import ConfigError
 
 # --- metrics.jsonl -----------------------------------------------------------------------------
 

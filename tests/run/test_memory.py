@@ -26,8 +26,8 @@ from dapo_jax.model.trainable import choose_trained
 from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.run import memory
 from dapo_jax.run.components import build
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
+from dapo_jax.types.errors import ConfigError
 
 TOO_MUCH = {
     "slots": (

@@ -28,7 +28,7 @@ from dapo_jax.extras.samplers.leases import AnswerLimits, Leases
 from dapo_jax.rollout import group_format
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SamplingRule
 
 # --- messages ------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from dapo_jax.model.logprobs import Rows, hidden_states
 from dapo_jax.rollout.group_format import pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SamplingRule
 
 

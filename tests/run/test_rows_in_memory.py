@@ -9,7 +9,7 @@ from small_runs import make_quick_config, read_rollouts
 
 import dapo_jax
 from dapo_jax.config.experiment import Checkpoint, Data, Log, Reward, Rollout
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 ROWS = [{"problem": f"{i}+{i}=", "tests": [i, {"digit": 2 * i % 10}]} for i in range(40)]
 

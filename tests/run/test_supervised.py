@@ -29,9 +29,9 @@ from dapo_jax.learner.packing import pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.output_folder import replace
+from dapo_jax.types.errors import ConfigError
 
 ROW_TOKENS = 20
 RNG = np.random.default_rng(5)

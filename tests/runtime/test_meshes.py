@@ -16,8 +16,8 @@ from dapo_jax.model import decoder
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.run.compute import check_divisible, open_mesh, open_meshes
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh
+from dapo_jax.types.errors import ConfigError
 
 PROMPT = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
 

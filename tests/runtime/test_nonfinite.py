@@ -24,7 +24,7 @@ from dapo_jax.run.checkpointing import checkpoints
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
 from dapo_jax.run.run import train
 from dapo_jax.runtime.nonfinite import NotFinite, count_skipped, describe
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 
 def test_arrays_are_named_with_how_much_of_them_is_not_finite():

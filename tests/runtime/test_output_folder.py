@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 from dapo_jax.config.experiment import Config
 from dapo_jax.model import save_huggingface
 from dapo_jax.run.evaluation import claim_folder
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.output_folder import (
     EVALUATION,
     EXPORTED,
@@ -32,6 +31,7 @@ from dapo_jax.runtime.storage.output_folder import (
     claim,
     replace,
 )
+from dapo_jax.types.errors import ConfigError
 
 
 def make_foreign(path):

@@ -29,9 +29,9 @@ from small_runs import equal, read_rows
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, checkpoint_folder
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import PEER_LOST
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage import output_folder
 from dapo_jax.runtime.storage.output_folder import RUN, TRAINED, check_free, claim
+from dapo_jax.types.errors import ConfigError
 
 # Exit codes after another process was lost: a failed collective, or JAX's abort.
 LOST = {PEER_LOST, -signal.SIGABRT}
@@ -84,7 +84,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 AGREE = """
 import sys
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 def work():
     me = processes.index()
     assert processes.all_gather_json("x" * (me * 5000), "long") == ["", "x" * 5000]

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from dapo_jax.config.experiment import SftConfig
+from dapo_jax.config.settings import leaves
 from dapo_jax.data.arithmetic import make_worked_example
-from dapo_jax.runtime.settings import leaves
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAME = "dapo_jax:arithmetic_base"

@@ -25,7 +25,7 @@ from dapo_jax import registry
 from dapo_jax.__main__ import COMMANDS
 from dapo_jax.commands import command_line
 from dapo_jax.config import experiment
-from dapo_jax.runtime.settings import leaves
+from dapo_jax.config.settings import leaves
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOT_HERE = {"torch"}  # a package that a script of the repository needs and tests do without

@@ -8,9 +8,9 @@ import re
 from filelock import FileLock
 
 from dapo_jax.registry import feature
-from dapo_jax.runtime.settings import ConfigError, check_place, nearest
 from dapo_jax.runtime.storage.downloads import cached_model, local_folder
 from dapo_jax.runtime.storage.paths import is_remote
+from dapo_jax.types.errors import ConfigError, check_place, nearest
 
 SHIPPED = "dapo_jax:"
 # Names of models in packages of the index: the package's module.

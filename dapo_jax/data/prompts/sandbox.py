@@ -14,7 +14,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 # A constant date keeps the prompts of a resumed run equal; this is Llama 3's default.
 TODAY = datetime.date(2024, 7, 26)

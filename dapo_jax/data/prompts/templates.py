@@ -12,7 +12,8 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.data.prompts import sandbox
-from dapo_jax.runtime.settings import ConfigError, check_utf8, read_file, read_json, require
+from dapo_jax.runtime.text_files import check_utf8, read_file, read_json
+from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Problem, present
 
 Messages = list[dict[str, Any]]

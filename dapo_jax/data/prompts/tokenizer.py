@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.templates import ChatTemplate, read_chat_template
-from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
+from dapo_jax.runtime.text_files import check_regular, read_json
+from dapo_jax.types.errors import ConfigError
 
 VOCAB_MULTIPLE = 32
 NO_PAD = -1  # pad_token_id in the first Llama folders: there is no such token

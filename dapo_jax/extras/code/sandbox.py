@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 CODE = "/code"  # folder of a program's files
 MEMORY_BYTES = 1 << 30  # private memory of a process

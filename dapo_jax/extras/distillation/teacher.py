@@ -21,7 +21,7 @@ from dapo_jax.model.quantisation import quantise
 from dapo_jax.run.compute import check_divisible, numerics, open_learners
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.kept_programs import keep
-from dapo_jax.runtime.settings import require
+from dapo_jax.types.errors import require
 
 FIELD = "teacher.folder"
 READ = functools.partial(load_huggingface.read_config, field=FIELD)

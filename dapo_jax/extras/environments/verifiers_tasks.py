@@ -9,7 +9,7 @@ import types
 from typing import Any, NamedTuple
 
 from dapo_jax.config.experiment import Data
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem
 
 PREFIX = "verifiers:"

@@ -12,7 +12,7 @@ import jax
 from jax.experimental import topologies
 
 from dapo_jax.commands.command_line import check_flag
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 GIB = 2**30
 _TPU_VARIABLES = {  # without a TPU nothing answers libtpu's queries

@@ -11,8 +11,8 @@ import sys
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
-from dapo_jax.runtime.rules import Count, PositiveOr0, Share
-from dapo_jax.runtime.settings import check_types, check_values, leaves, section, setting
+from dapo_jax.config.rules import Count, PositiveOr0, Share
+from dapo_jax.config.settings import check_types, check_values, leaves, section, setting
 
 ONE_TURN = "turns of the environment are not counted: a response is one turn, without observations"
 

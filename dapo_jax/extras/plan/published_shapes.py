@@ -14,8 +14,8 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.config_json import decoder_from_json
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.runtime.storage.paths import is_remote
+from dapo_jax.types.errors import ConfigError, nearest
 
 _SHAPES: dict[str, dict[str, Any]] = json.loads(
     (importlib.resources.files("dapo_jax.extras.plan") / "published_shapes.json").read_text()

@@ -11,8 +11,8 @@ import pathlib
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import ReportConfig
-from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.storage.paths import folder_at
+from dapo_jax.types.errors import require
 
 ALLOWED = "a new .html file in a folder that exists, or an earlier report"
 MARK = b'<meta name="generator" content="dapo-jax report">'

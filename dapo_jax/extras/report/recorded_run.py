@@ -10,9 +10,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from dapo_jax.extras.report.curves import show_number
-from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.paths import Folder, folder_at
+from dapo_jax.types.errors import ConfigError, require
 
 MAX_BYTES = 32_000_000  # of each rollouts file
 SHOWN_GROUPS = SHOWN_TOKENS = 4  # groups of a step; responses of a group with their tokens

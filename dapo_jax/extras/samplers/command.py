@@ -26,11 +26,11 @@ from dapo_jax.commands import checks, command_line
 from dapo_jax.config.experiment import Config, Mesh, SamplerConfig
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import post, read_key
-from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import suppress_storage_errors
+from dapo_jax.types.errors import ConfigError, require
 
 PAUSE_SECONDS = 0.5  # before a sampler without work, trainer or weights tries again
 TIMEOUT_SECONDS = 60.0  # of a message

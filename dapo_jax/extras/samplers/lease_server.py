@@ -21,7 +21,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.extras.samplers.leases import Leases, WrongAnswer, counts_from
 from dapo_jax.rollout import group_format
 from dapo_jax.runtime.keys import has_key
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.types.errors import ConfigError
 
 EXCHANGE = "/v1/exchange"
 MAX_BYTES = 1 << 28  # of a message, also decompressed

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.settings import leaves
 from dapo_jax.data.policies import model_path
 from dapo_jax.extras.samplers.lease_server import LeaseServer
 from dapo_jax.extras.samplers.leases import LOCAL, AnswerLimits, Leases, Session, Task
@@ -18,7 +19,6 @@ from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.checkpointing.same_run import may_change
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import LOOPBACK, read_key
-from dapo_jax.runtime.settings import leaves
 from dapo_jax.runtime.storage.retries import is_storage_error, reason
 from dapo_jax.types.contracts import FinishedResponses, Sampler, do_nothing
 from dapo_jax.types.structs import Completion, PartialGroup, Prompt, SamplerCounts, SamplingRule

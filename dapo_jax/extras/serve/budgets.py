@@ -7,7 +7,8 @@ from dapo_jax.config.experiment import Sampler, ServeConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.model.config_json import text_part
 from dapo_jax.run import memory
-from dapo_jax.runtime.settings import read_json, require
+from dapo_jax.runtime.text_files import read_json
+from dapo_jax.types.errors import require
 
 AUTO = -1
 BUDGETS = ("max_prompt_tokens", "max_response_tokens")

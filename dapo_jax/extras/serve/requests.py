@@ -13,8 +13,8 @@ from dapo_jax.extras.serve.budgets import AUTO
 from dapo_jax.extras.serve.errors import RequestError, need
 from dapo_jax.extras.serve.generator import ResponseRequest, ResponseSampling
 from dapo_jax.extras.serve.logprobs import MAX_LIKELIEST
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.tool_calls import read_message, tools_problem
+from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SamplingRule
 
 MAX_STOPS = 4

@@ -24,8 +24,8 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.extras.serve.access import Access, exposure_warning
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import read_key
-from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.signals import Signals
+from dapo_jax.types.errors import ConfigError, require
 
 POLL_SECONDS = 0.1
 RESERVED_FILES = 128  # open files other than connections

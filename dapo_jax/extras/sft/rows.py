@@ -38,7 +38,7 @@ from dapo_jax.data.sources import hold_out
 from dapo_jax.extras import gym
 from dapo_jax.extras import words as word_problems
 from dapo_jax.runtime.limits import memory_error_as_config_error
-from dapo_jax.runtime.settings import ConfigError, naming, require
+from dapo_jax.types.errors import ConfigError, naming, require
 from dapo_jax.types.structs import Problem
 
 Messages = list[dict[str, Any]]

@@ -23,6 +23,7 @@ from dapo_jax import algorithms
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import GENERATED, Checkpoint, DpoConfig, Packing, SftConfig
 from dapo_jax.config.rates import choose_rates
+from dapo_jax.config.settings import leaves
 from dapo_jax.data import arithmetic
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
@@ -57,12 +58,12 @@ from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
-from dapo_jax.runtime.settings import leaves, require
 from dapo_jax.runtime.sharding import flatten, to_host, unbox
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, UNFINISHED, claim, replace
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
+from dapo_jax.types.errors import require
 from dapo_jax.types.structs import Completion, Interrupted, Prompt
 
 # Metrics of an update that have a meaning without sampling.

@@ -25,7 +25,6 @@ from dapo_jax.learner.batches import TrainState
 from dapo_jax.run.checkpointing.same_run import Record
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.nonfinite import check_state
-from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.sharding import flatten
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
 from dapo_jax.runtime.storage.retries import (
@@ -38,6 +37,7 @@ from dapo_jax.runtime.storage.retries import (
     sync_folder,
     write_text,
 )
+from dapo_jax.types.errors import ConfigError, require
 
 CHECKSUMS = "checksums.json"  # the last file that is written before a checkpoint gets its name
 COMMITTED = "commit_success.txt"  # marks a complete checkpoint on an object store

@@ -11,6 +11,8 @@ from typing import Any
 
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Reward
+from dapo_jax.config.rules import Rule, When, is_own
+from dapo_jax.config.settings import leaves, rules
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.difficulty import parse_range
 from dapo_jax.data.prompt_stream import PromptStream
@@ -19,9 +21,8 @@ from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import parse_sources
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
-from dapo_jax.runtime.rules import Rule, When, is_own
-from dapo_jax.runtime.settings import ConfigError, leaves, require, rules
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
+from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import DIGEST_CHARACTERS
 
 

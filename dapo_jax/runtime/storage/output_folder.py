@@ -16,9 +16,9 @@ from typing import NoReturn
 from filelock import FileLock, Timeout
 
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.storage.paths import Folder, folder_at, is_remote
 from dapo_jax.runtime.storage.retries import is_refusal, reason, storage_fault, write_text
+from dapo_jax.types.errors import require
 
 OWN_PREFIX = ".dapo_jax."  # of the mark and the lock
 MARK, LOCK = f"{OWN_PREFIX}json", f"{OWN_PREFIX}lock"

@@ -21,7 +21,7 @@ from typing import Any
 
 import cloudpickle
 
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.types.errors import ConfigError, require
 
 IN_PROCESS_PREFIX = "in_process:"  # of functions that the trainer's process calls
 PICKLED_PREFIX = "given:"  # of functions that workers receive as copies

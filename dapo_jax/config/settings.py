@@ -3,25 +3,17 @@
 Errors name the setting, its value and the allowed values.
 """
 
-import codecs
-import collections
-import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
-import json
 import math
-import os
-import pathlib
-import re
-import stat
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from dapo_jax.runtime.rules import Choices, OwnChoices, Range, Rule, When
+from dapo_jax.config.rules import Choices, OwnChoices, Range, Rule, When
+from dapo_jax.types.errors import ConfigError, check_place, nearest, require
 
 T = typing.TypeVar("T")
 
@@ -29,11 +21,6 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 # Magnitudes that float32 arithmetic does not turn into 0 or infinity.
 MIN_MAGNITUDE = 1e-30
 MAX_MAGNITUDE = 1e30
-MAX_TEXT_BYTES = 64 << 20  # of a file that is read as a whole
-HUB_ADDRESS = re.compile(
-    r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(datasets/)?([\w.-]+/[\w.-]+)", re.I
-)
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # start of a pointer file
 
 
 def setting(
@@ -56,87 +43,6 @@ def part(kind: Callable[[], T], *, read: When | None = None, may_change: bool = 
     """Return a dataclass field for a section, with the rule of settings that have none."""
     rule = Rule(read=read, may_change=may_change)
     return dataclasses.field(default_factory=kind, metadata={"rule": rule})
-
-
-class ConfigError(ValueError):
-    """An invalid setting (`field` is its dotted name) or combination of settings."""
-
-    exit_code = 2  # of a command that it ends
-
-    def __init__(self, message: str, field: str = ""):
-        super().__init__(message)
-        self.field = field
-
-
-LATIN = "if it is Latin-1: iconv -f LATIN1 -t UTF-8"  # about text that is not UTF-8
-
-
-def check_utf8(head: bytes) -> None:
-    """Raise ValueError if the first bytes of a text are a UTF-16 byte order mark."""
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError("it is UTF-16: must be UTF-8 (iconv -f UTF-16 -t UTF-8)")
-
-
-def check_unique(names: Iterable[Any], what: str) -> None:
-    """Raise ValueError if a name occurs twice: one of the values would be lost."""
-    name, count = max(collections.Counter(names).items(), key=lambda item: item[1], default=("", 0))
-    if count > 1:
-        raise ValueError(f"the {what} {name!r} occurs twice")
-
-
-def check_regular(path: Any) -> None:
-    """Raise OSError if a local path is not a regular file, or is a Git LFS pointer.
-
-    Reading a pipe or a device may never end.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError("it is a pipe, a device or a folder: must be a file")
-    with open(path, "rb") as file:
-        if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise OSError("it is a Git LFS pointer, not the file: run git lfs pull in its checkout")
-
-
-def require(condition: bool, field: str, value: Any, allowed: str) -> None:
-    """Raise `ConfigError` with the field, its value and what is allowed, unless `condition`."""
-    if not condition:
-        raise ConfigError(f"config.{field} = {value!r}: must be {allowed}", field)
-
-
-def check_place(field: str, value: str) -> None:
-    """Raise `ConfigError` for an address of anything but a bucket: it would not be downloaded."""
-    if not re.match(r"(?!gs://)[a-z][\w+.-]*://[^\s{]*$", value, re.IGNORECASE):
-        return
-    allowed = "a local path or a gs:// path: nothing else is downloaded"
-    if found := HUB_ADDRESS.match(value):
-        is_data, name = found.groups()
-        folder = f"{'data' if is_data else 'models'}/{name.rpartition('/')[2]}"
-        kind = "--repo-type dataset " * bool(is_data)
-        allowed += f" unasked. First: hf download {name} {kind}--local-dir {folder}"
-    require(False, field, value, allowed)
-
-
-@contextlib.contextmanager
-def naming(field: str, value: Any) -> Iterator[None]:
-    """Add the setting that names a file to errors about the file inside the context."""
-    try:
-        yield
-    except ConfigError as error:
-        if str(error).startswith("config."):
-            raise
-        raise ConfigError(f"config.{field} = {value!r}: {error}", field) from None
-
-
-RENAMED = {"lag": "staleness"}  # last parts of the names of earlier versions
-
-
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
-    """Return the suggestion `; did you mean ...?`, or "" if no known name is similar."""
-    known = list(known)
-    last = {full: full.rpartition(".")[2] for full in (name, *known)}
-    initials = [n for n in known if "".join(w[:1] for w in last[n].split("_")) == last[name]]
-    renamed = [full for full in known if last[full] == RENAMED.get(last[name])]
-    similar = renamed or initials or difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
-    return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def check_name(kind: type, name: str, section: str = "") -> None:
@@ -308,48 +214,3 @@ def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
             value = from_dict(type(before), value, f"{prefix}{name}.")
         setattr(made, name, value)
     return made
-
-
-def read_file(path: pathlib.Path, field: str = "") -> str:
-    """Read a small text file; raises `ConfigError` with `field`, the setting with the path."""
-    named = f"config.{field}: {path}" if field else str(path)
-    try:
-        check_regular(path)
-        size = path.stat().st_size
-        if size > MAX_TEXT_BYTES:
-            raise ValueError(f"it has {size:,} bytes, more than {MAX_TEXT_BYTES:,}")
-        content = path.read_bytes()
-        check_utf8(content)
-        return content.decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{named} can't be read: {error} ({LATIN})", field) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{named} can't be read: {error}", field) from None
-
-
-def read_json(path: pathlib.Path, field: str, unique_keys: bool = False) -> dict[str, Any]:
-    """Read the object in a JSON file; raises `ConfigError` with `field`, the path's setting.
-
-    Args:
-        unique_keys: reject an object that has a key twice.
-    """
-    named = f"config.{field}: {path}" if field else str(path)
-    text = read_file(path, field)
-
-    def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if unique_keys and len(made) < len(pairs):
-            ((key, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
-            lines = [str(n) for n, line in enumerate(text.splitlines(), 1) if f'"{key}"' in line]
-            raise ValueError(f"an object has the key {key!r} twice (see lines {', '.join(lines)})")
-        return made
-
-    try:
-        content = json.loads(text, object_pairs_hook=make)
-    except RecursionError:
-        raise ConfigError(f"{named} can't be read: it is nested too deeply", field) from None
-    except ValueError as error:
-        raise ConfigError(f"{named} can't be read: {error}", field) from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{named}: must hold an object", field)
-    return content

@@ -1,0 +1,70 @@
+"""Errors of settings: each names the field, its value and what is allowed."""
+
+import collections
+import contextlib
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+RENAMED = {"lag": "staleness"}  # last parts of the names of earlier versions
+HUB_ADDRESS = re.compile(
+    r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(datasets/)?([\w.-]+/[\w.-]+)", re.I
+)
+
+
+class ConfigError(ValueError):
+    """An invalid setting (`field` is its dotted name) or combination of settings."""
+
+    exit_code = 2  # of a command that it ends
+
+    def __init__(self, message: str, field: str = ""):
+        super().__init__(message)
+        self.field = field
+
+
+def require(condition: bool, field: str, value: Any, allowed: str) -> None:
+    """Raise `ConfigError` with the field, its value and what is allowed, unless `condition`."""
+    if not condition:
+        raise ConfigError(f"config.{field} = {value!r}: must be {allowed}", field)
+
+
+@contextlib.contextmanager
+def naming(field: str, value: Any) -> Iterator[None]:
+    """Add the setting that names a file to errors about the file inside the context."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(error).startswith("config."):
+            raise
+        raise ConfigError(f"config.{field} = {value!r}: {error}", field) from None
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
+    """Return the suggestion `; did you mean ...?`, or "" if no known name is similar."""
+    known = list(known)
+    last = {full: full.rpartition(".")[2] for full in (name, *known)}
+    initials = [n for n in known if "".join(w[:1] for w in last[n].split("_")) == last[name]]
+    renamed = [full for full in known if last[full] == RENAMED.get(last[name])]
+    similar = renamed or initials or difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
+    return f"; did you mean {' or '.join(similar)}?" if similar else ""
+
+
+def check_unique(names: Iterable[Any], what: str) -> None:
+    """Raise ValueError if a name occurs twice: one of the values would be lost."""
+    name, count = max(collections.Counter(names).items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise ValueError(f"the {what} {name!r} occurs twice")
+
+
+def check_place(field: str, value: str) -> None:
+    """Raise `ConfigError` for an address of anything but a bucket: it would not be downloaded."""
+    if not re.match(r"(?!gs://)[a-z][\w+.-]*://[^\s{]*$", value, re.IGNORECASE):
+        return
+    allowed = "a local path or a gs:// path: nothing else is downloaded"
+    if found := HUB_ADDRESS.match(value):
+        is_data, name = found.groups()
+        folder = f"{'data' if is_data else 'models'}/{name.rpartition('/')[2]}"
+        kind = "--repo-type dataset " * bool(is_data)
+        allowed += f" unasked. First: hf download {name} {kind}--local-dir {folder}"
+    require(False, field, value, allowed)
