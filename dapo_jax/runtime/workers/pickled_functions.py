@@ -43,10 +43,17 @@ def _cached(function: Callable, parameters: dict[str, Any]) -> Callable:
     return functools.lru_cache(**parameters)(function)
 
 
+def _code_of_file(file: str, make: Callable[..., types.CodeType], *fields: Any) -> types.CodeType:
+    return make(*fields).replace(co_filename=file)
+
+
 class _Pickler(cloudpickle.Pickler):
     """Pickler that rejects arrays on devices, since a worker would occupy the trainer's device."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 drops the file, which errors name
+            make, fields, *_ = self.dispatch_table[types.CodeType](obj)
+            return _code_of_file, (obj.co_filename, make, *fields)
         if isinstance(obj, functools._lru_cache_wrapper) and not _is_importable(obj):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
