@@ -104,7 +104,10 @@ setup(
         "uvicorn>=0.54",
     ],
     extras_require={
-        "cuda": ["jax[cuda12]>=0.10.2"],
+        "cuda": [  # cuDNN's attention needs 0.11.1, which Python 3.11 can't have
+            "jax[cuda12]>=0.10.2; python_version < '3.12'",
+            "jax[cuda12]>=0.11.1; python_version >= '3.12'",
+        ],
         "tpu": ["jax[tpu]>=0.10.2", GCS],
         "gcs": [GCS],
         # The last release; the package called jetstream is another. What it depends on (TensorFlow,

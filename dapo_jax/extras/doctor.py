@@ -41,7 +41,7 @@ from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Prompt, Verdict, present
 
 TINY = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
-PACKAGES = "dapo_jax jax jaxlib libtpu jax-cuda12-plugin flax optax orbax-checkpoint numpy".split()
+PACKAGES = "dapo_jax jax jaxlib jax-cuda12-plugin jax-cuda13-plugin libtpu flax optax".split()
 # Largest differences: of attention, relative to the largest number, and of log-probs in nats.
 LIMITS = {"float32": (2e-5, 1e-3), "bfloat16": (3e-2, 0.25)}
 Row = dict[str, Any]
