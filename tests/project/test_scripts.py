@@ -19,12 +19,6 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
-FEW = (  # replaces what a benchmark sets itself
-    "evaluation.samples_per_problem=1 compute.scan_unroll=1 rollout.prompts_per_step=4 "
-    "rollout.samples_per_prompt=4"
-)
-
-
 @pytest.fixture
 def run_here(monkeypatch, capsys, alone):
     monkeypatch.chdir(ROOT)
@@ -83,36 +77,6 @@ def test_a_real_models_step_is_timed(tmp_path):
     assert [row.split("|")[1].strip() for row in table[2:5]] == ["rollout", "update", "step"]
 
 
-@pytest.mark.slow
-def test_growth_is_measured_and_drawn(tmp_path):
-    picture = tmp_path / "growth.png"
-    sizes = ("--axes", "vocab", "grid", "--most", 512, "--smoke")
-    output = run("benchmarks/growth.py", *sizes, "--plot", picture)
-    assert "| vocabulary | 512 |" in output and "rows of 160 tokens |" in output
-    assert picture.stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_accuracy_is_measured_against_staleness(run_here, tmp_path):
-    picture = tmp_path / "staleness.png"
-    sizes = ("--folder", tmp_path, "--staleness", 0, "--steps", 1, "--plot", picture)
-    output = run_here("staleness", *sizes, *bench.flags(FEW))
-    assert output.count("heldout_accuracy") == 1 and "| old_logprobs=sampler |" in output
-    assert picture.stat().st_size > 10_000
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
-def test_a_policy_over_bytes_writes_programs(run_here, tmp_path):
-    sizes = ("--folder", tmp_path, "--sft_steps", 12, "--steps", 2)
-    output = run_here("programs", *sizes, *bench.flags(FEW))
-    assert [line.split("|")[1].strip() for line in output.splitlines() if "0." in line] == [
-        "0",
-        "1",
-        "2",
-    ]
-
-
 TINY = (
     "total_steps=2 algorithm.importance_cap=2 compute.scan_unroll=1 rollout.prompts_per_step=4 "
     "rollout.samples_per_prompt=4 rollout.updates_per_rollout=2 data.min_terms=2 data.max_terms=3 "
@@ -132,39 +96,7 @@ def test_presets_and_values_of_a_setting_are_compared(base, tmp_path, run_here):
 
 
 @pytest.mark.slow
-def test_gold_answers_equal_themselves(tmp_path):
-    rows = [
-        {"problem": "Add $1+1$.", "answer": "2", "solution": r"It is \boxed{2}."},
-        {"problem": "Factor $x^2-1$.", "answer": "(x-1)(x+1)", "solution": r"\boxed{(x+1)(x-1)}"},
-    ]
-    path = tmp_path / "few.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output = run("benchmarks/gold.py", path)
-    assert "| 2 | 0 | 2 of 2 | 2 of 2 | 2 of 2 |" in output
-
-
-@pytest.mark.slow
 def test_the_verifier_is_timed():
     output = run("benchmarks/verifier.py", "--responses", 64, "--characters", 500, "--workers", 1)
     lines = [json.loads(line) for line in output.splitlines() if line[0] == "{"]
     assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
-
-
-@pytest.mark.slow
-def test_rules_of_the_verifier_are_switched_off():
-    rows = run("benchmarks/ablation.py", "--every", 23).splitlines()
-    changes = {row.split(" | ")[0]: row.split(" | ")[1:] for row in rows[2:]}
-    assert int(changes["| unfinished answers"][0]) > 0
-    assert int(changes["| intervals and inequalities"][1].rstrip(" |")) > 0
-
-
-@pytest.mark.slow
-def test_what_shared_prompts_save_is_computed_and_timed(run_here):
-    output = run_here("shared_prompts")
-    saved = {
-        row.split("|")[1].strip(): row.split("|")[-2].strip() for row in output.splitlines()[2:]
-    }
-    assert saved["GSM8K, 8 examples in the prompt"] > "70%" and saved["32B's config"] == "0%"
-    rounds = run_here("shared_prompts", "--seconds", "--smoke", "--rounds", 1).splitlines()
-    separate, shared = (json.loads(rounds[-1])[name] for name in ("separate", "shared"))
-    assert shared["positions"] < separate["positions"] and min(shared.values()) > 0
