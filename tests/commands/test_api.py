@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 
-import forked
 import numpy as np
 import pytest
 from supervised_runs import pair_rows, settings
@@ -138,33 +137,6 @@ def test_folders_of_supervised_training_have_a_table_and_a_policy(base, tmp_path
     assert len(answers) == 2
     with pytest.raises(ConfigError, match="a model folder is saved already, copy it"):
         preferring.policy.save_pretrained(tmp_path / "copy")
-
-
-INTERRUPTED = """
-import os, signal, sys, threading, time
-import dapo_jax
-from supervised_runs import example_rows, settings
-folder, base = sys.argv[1:]
-import pathlib
-changes = settings(pathlib.Path(folder), example_rows(), base, save_every_steps=9)
-changes["data"].passes = 300.0
-del changes["mesh"]
-def interrupt():
-    while not os.path.exists(folder + "/out.halfway/metrics.jsonl"):
-        time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
-threading.Thread(target=interrupt, daemon=True).start()
-try:
-    dapo_jax.sft(dapo_jax.SftConfig(**changes))
-except KeyboardInterrupt as error:
-    print("interrupted", error.__context__, os.listdir(folder + "/out.halfway/checkpoints"))
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_supervised_training_saves_then_raises_keyboard_interrupt(base, tmp_path):
-    line = forked.run(INTERRUPTED, tmp_path, base).stdout.splitlines()[-1]
-    assert line.startswith("interrupted None ['") and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

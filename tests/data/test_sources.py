@@ -222,15 +222,6 @@ def test_files_of_other_fields_are_mixed_with_named_ones(settings):
         PromptStream(data, 0, TOKENIZER)
 
 
-def test_the_console_says_what_was_left_out(settings):
-    settings.write("long.jsonl", [f"{i}+{i}" for i in range(30)] + ["1+1"] * 5 + ["0+1+2+3+4"])
-    data = settings("long", heldout_source="two", max_prompt_tokens=6)
-    assert PromptStream(data, 0, TOKENIZER).describe() == (
-        "long: 29 problems of 36 rows (5 repeats, 2 held out), over max_prompt_tokens and cut: "
-        "1 of 29 looked at. Held out: two: 4 problems of 4 rows"
-    )
-
-
 def make_fake_gym(monkeypatch) -> None:
     """A package of one task: numbers, scored by their distance."""
 

@@ -5,21 +5,15 @@ import subprocess
 import sys
 
 import pytest
-from supervised_runs import read_metrics, settings
 
 from dapo_jax.commands import train as train_command
 from dapo_jax.config.experiment import (
     WORD_PROBLEMS,
     Config,
-    Mesh,
     Model,
-    OwnData,
-    Packing,
-    SftConfig,
 )
 from dapo_jax.config.files import read_config
 from dapo_jax.environments.builtin import Calculator
-from dapo_jax.extras.sft.training import train_supervised
 from dapo_jax.extras.words import make_examples, make_problem, make_word_problem
 from dapo_jax.rewards.functions import coin, find_functions
 from dapo_jax.types.errors import ConfigError
@@ -58,19 +52,6 @@ def test_the_control_rewards_by_a_coin():
     rewards = [coin(str(i), "#### 1", "1") for i in range(2000)]
     assert 900 < sum(rewards) < 1100
     assert rewards == [coin(str(i), "#### 1", "2") for i in range(2000)]
-
-
-@pytest.mark.slow
-def test_a_supervised_run_learns_generated_examples(byte_folder, tmp_path):
-    data = OwnData("word_problems", template="{problem}\n", generated_examples=24)
-    changes = {"data": data, "packing": Packing(256, 8), "mesh": Mesh(1, 8, 1)}
-    config = SftConfig(**settings(tmp_path, [], byte_folder, **changes), examples_per_step=8)
-    config.data.heldout_examples, config.data.passes = 4, 3.0
-    train_supervised(config)
-    rows = read_metrics(config.out)
-    assert rows[-1]["heldout_nll"] < rows[0]["heldout_nll"]
-    _, row = next(make_examples("word_problems", 1, 0))
-    assert row["response"].endswith(f"#### {make_word_problem('examples', 0, 0).answer}")
 
 
 def test_half_of_the_calculators_examples_are_conversations_with_it():

@@ -12,8 +12,6 @@ from small_runs import equal, make_quick_config, open_run, read_rollouts, read_r
 
 import dapo_jax
 from dapo_jax.config.experiment import Data, Environment, Log, Reward, Rollout, Sampler
-from dapo_jax.data.arithmetic import make_problem
-from dapo_jax.environments.builtin import Guessing
 from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.run import train
 from dapo_jax.types.errors import ConfigError
@@ -85,20 +83,6 @@ def test_an_evaluation_plays_whole_trajectories(base, played):
     assert scores["heldout_turns"] == pytest.approx(turns / len(found))
     lines = (played[0] / f"evaluations/step_{STEPS:06d}.jsonl").read_text().splitlines()
     assert any("turns" in json.loads(line) for line in lines)  # those of training's evaluation
-
-
-def find_secret(game: Guessing) -> int:
-    return next(number for number in range(10) if game.step(str(number)).done)
-
-
-def test_numbers_of_the_game_are_alike_in_training_and_held_out():
-    def share_even(split):
-        games = [Guessing() for _ in range(400)]
-        for number, game in enumerate(games):
-            game.reset(make_problem(split, 0, number, 2, 8))
-        return sum(find_secret(game) % 2 == 0 for game in games) / len(games)
-
-    assert all(0.3 < share_even(split) < 0.7 for split in ("train", "heldout"))
 
 
 def test_a_run_goes_on_in_its_environment_alone(base, played):

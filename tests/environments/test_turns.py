@@ -2,19 +2,15 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
-from conftest import DELTA
 from samplers import PROMPTS, make_engine, sample
 
 from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.sessions import TokenizedReply
-from dapo_jax.model.decoder import init_params
 from dapo_jax.rollout.group_format import pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.runtime.sharding import unbox
 from dapo_jax.types.structs import PartialGroup, SamplingRule, with_texts
 
 # One that ends often, so that a tiny policy has many turns.
@@ -201,17 +197,3 @@ def test_what_is_written_of_a_trajectory_is_read_back_whole(tiny_params, one_dev
         for a, b in zip(group, found[index], strict=True):
             assert (a.rewards, a.failures, len(a)) == (b.rewards, b.failures, len(b))
     assert any(c.turns for group in groups.values() for c in group)
-
-
-@pytest.mark.slow
-def test_kept_turns_and_lost_pages_change_nothing_with_delta_net_layers(one_device):
-    params = unbox(init_params(DELTA, jax.random.key(0)))
-    keep = {"config": DELTA, "keep_turns": True, "prefill_prompts": 1}
-    again, _ = play(one_device, params, Scripted(talks), **keep | {"keep_turns": False})
-    kept, counts = play(one_device, params, Scripted(talks), **keep)
-    assert counts.turns.prefilled_again_tokens == 0
-    same(again, kept, 1e-5)
-    pages = keep | {"cache": "paged", "page_tokens": 8, "pages": 14}
-    tight, counts = play(one_device, params, Scripted(talks), slots=8, **pages)
-    assert counts.put_back_tokens > 0
-    same(again, tight, 1e-5)

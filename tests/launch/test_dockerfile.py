@@ -43,14 +43,6 @@ def test_shell_steps_are_clean(tmp_path):
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_devices_of_the_comments_have_pins():
-    devices = re.findall(r"DEVICE=(\w+)", TEXT.partition("ARG PYTHON")[0])
-    versions = (ROOT / "launch/versions.txt").read_text()
-    assert devices == ["cuda", "tpu"]
-    for device in devices:
-        assert re.search(rf"^# for .*\b{device}\b", versions, re.M)
-
-
 @pytest.mark.slow
 def test_the_steps_install_a_command_that_trains(tmp_path):
     """Run the RUN steps and the entry point in a folder instead of an image, without root."""

@@ -38,16 +38,6 @@ def test_a_machine_that_is_there_is_reused_without_installing_again(cloud):
     assert cloud.exists() and "is still there and costs money" in output  # not made by the second
 
 
-@pytest.mark.slow
-def test_a_queued_request_waits_until_it_is_active(cloud):
-    cloud.plays(request=["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
-    output = cloud.runs("--queued")
-    assert "request WAITING_FOR_RESOURCES" in output
-    (create,) = cloud.calls("queued-resources", "create")
-    assert "--node-id=dapo" in create and not cloud.calls("tpu-vm", "create")
-    assert "--force" in cloud.calls("queued-resources", "delete")[0] and not cloud.exists()
-
-
 @pytest.mark.parametrize("queued", [[], pytest.param(["--queued"], marks=pytest.mark.slow)])
 def test_preempted_while_running_it_is_made_again_and_goes_on(cloud, queued):
     cloud.plays(runs=[{"preempt": 3}, {}])
@@ -57,13 +47,6 @@ def test_preempted_while_running_it_is_made_again_and_goes_on(cloud, queued):
     assert "from step 3" in output and "launch: done" in output and len(cloud.starts()) == 2
     kind = "queued-resources" if queued else "tpu-vm"
     assert len(cloud.calls(kind, "create")) == 2 and len(cloud.calls(kind, "delete")) == 2
-
-
-@pytest.mark.slow
-def test_a_preempted_machine_that_says_nothing_is_noticed(cloud):
-    cloud.plays(runs=[{"preempt": 2, "stands_still": 2}, {}])
-    output = cloud.runs("--spot")
-    assert "dapo is PREEMPTED" in output and "from step 2" in output
 
 
 @pytest.mark.slow
@@ -133,24 +116,6 @@ def test_exit_codes_say_whether_another_try_makes_sense(cloud, code, starts, tex
     assert len(cloud.starts()) == starts and len(cloud.calls("tpu-vm", "create")) == 1
 
 
-@pytest.mark.slow
-def test_a_run_that_is_stopped_from_elsewhere_is_not_tried_again(cloud):
-    cloud.plays(runs=[{"seconds": 0.1, "steps": 9999}])
-    process = cloud.start("run", *AT, "--yes", *TRAINER)
-    wait_for(lambda: cloud.starts(1))
-    cloud.does("stop")
-    assert "stopped before its end (exit code 130)" in output_of(process, 130)
-    assert len(cloud.starts()) == 1 and not cloud.exists()
-
-
-@pytest.mark.slow
-def test_workers_that_did_not_end_with_the_others_are_stopped(cloud):
-    cloud.plays(runs=[{"code": 75, "at": 1, "worker": 0, "steps": 999}, {"steps": 1}])
-    output = cloud.runs()
-    assert "exit codes 75 lost" in output and "stopping the run on every worker" in output
-    assert len(cloud.starts(1)) == 2
-
-
 def test_one_launch_at_a_time_per_name(cloud):
     cloud.plays(runs=[{"seconds": 0.3}])
     first = cloud.start("run", *AT, "--yes", *TRAINER)
@@ -201,13 +166,6 @@ def test_deleting_asks(cloud):
     os.write(ours, b"y\n")
     output_of(process)
     assert not cloud.exists()
-
-
-@pytest.mark.slow
-def test_results_that_are_not_on_gs_come_here(cloud):
-    cloud.plays(workers=1)
-    cloud.runs(folder="runs/a")
-    assert (cloud.tree / "runs/dapo/runs/a/summary.json").exists()
 
 
 def test_a_dry_run_prints_every_command_and_does_none(cloud):
@@ -417,13 +375,6 @@ def test_flex_start_takes_the_command_that_has_it(cloud):
     assert "flex-start for 4h" in output and "from step 3" in output and not cloud.exists()
 
 
-@pytest.mark.slow
-def test_flex_start_is_paid_for_once_unless_more_tries_are_asked_for(cloud):
-    cloud.plays(runs=[{"preempt": 3}, {}])
-    assert "no tries are left" in cloud.runs("--flex-start=4h", expect=1)
-    assert len(cloud.calls("queued-resources", "create")) == 1
-
-
 def test_a_model_and_data_are_downloaded_by_every_worker_with_a_token_that_is_said_nowhere(cloud):
     token = cloud.folder / "hub"
     token.write_text("hf_secret")
@@ -452,14 +403,6 @@ def test_a_model_of_a_bucket_is_a_setting_and_nothing_is_downloaded_unasked(clou
     assert "--config.model.folder=gs://b/models/Qwen" in arguments
     assert "--config.data.folder=gs://b/data" in arguments
     assert not list(cloud.folder.glob("downloads.*"))
-
-
-@pytest.mark.slow
-def test_programs_are_kept_in_the_runs_bucket(cloud):
-    cloud.runs("--keep")
-    cloud.runs("--env=JAX_COMPILATION_CACHE_DIR=gs://own/place")
-    caches = [start["env"]["JAX_COMPILATION_CACHE_DIR"] for start in cloud.starts()]
-    assert caches == ["gs://b/jax_cache", "gs://own/place"]
 
 
 @pytest.mark.slow

@@ -173,18 +173,6 @@ def test_a_dry_run_prints_the_manifest_and_calls_nothing(cloud):
     assert container(cloud)["env"] == [kept]
 
 
-def test_the_manifest_alone_is_what_a_run_creates_and_names_its_queue(cloud):
-    words = [*RUN, "--queue=tpu-queue", "--namespace=team", *TRAINER]
-    printed = launch(cloud, *words[:1], "--emit-manifest", "--no-check", *words[1:])
-    assert not calls(cloud, "create")
-    launch(cloud, *words)
-    assert (cloud.folder / "manifest.yaml").read_text() == printed
-    metadata = manifest(cloud)["metadata"]
-    assert metadata["labels"] == {"kueue.x-k8s.io/queue-name": "tpu-queue"}
-    assert metadata["namespace"] == "team"
-    assert "labels" not in launch(cloud, *RUN, "--emit-manifest", *TRAINER)
-
-
 @pytest.mark.parametrize(("words", "text"), read_table(__file__, "wrong"))
 def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
     output = launch(cloud, *RUN, "--config.run_dir=gs://b", *words, expect=2)
@@ -240,9 +228,3 @@ def test_a_machine_with_an_old_driver_is_refused(cloud):
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has GPUs")
 def test_a_machine_without_gpus_is_refused(cloud):
     assert "no NVIDIA GPU" in cloud.call(*TRAINER, script="gpu.sh", expect=1)
-
-
-def test_a_dry_run_on_gpus_starts_nothing(cloud):
-    output = on_gpus(cloud, "--dry-run")
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in output and "-m dapo_jax train" in output
-    assert not cloud.starts() and not (cloud.tree / ".venv").exists()

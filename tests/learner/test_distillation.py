@@ -22,12 +22,12 @@ from teachers import LARGE, divergence_by_definition, make_teacher, write_teache
 
 from dapo_jax import algorithms
 from dapo_jax.commands import checks
-from dapo_jax.config.experiment import Compute, Config, Lora, Mesh, Optimizer, Packing, Teacher
+from dapo_jax.config.experiment import Compute, Config, Optimizer, Teacher
 from dapo_jax.extras.distillation.divergence import Divergence
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner, policy_objective
 from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
-from dapo_jax.run import components, memory
+from dapo_jax.run import components
 from dapo_jax.run.components import build
 from dapo_jax.runtime import sharding
 from dapo_jax.types.errors import ConfigError
@@ -193,24 +193,6 @@ def test_a_wider_and_deeper_teacher_is_approached(
     assert abs(second["teacher_kl"]) < abs(first["teacher_kl"])  # of either sign on given tokens
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_mesh_of_eight_and_adapters_learn_from_the_same_teacher(
-    preset, tiny_folder, large_folder, tmp_path
-):
-    rows = Packing(row_tokens=64, rows_per_microbatch=8)
-    changes = {"mesh": Mesh(2, 2, 2), "packing": rows, "lora": Lora(rank=2)}
-    (first, moved), _ = two_steps(make(tiny_folder, large_folder, tmp_path, preset, **changes))
-    changes["mesh"] = Mesh(1, 1, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        devices = jax.devices()
-        patch.setattr(jax, "devices", lambda *args: devices[:1])
-        (alone, _), _ = two_steps(make(tiny_folder, large_folder, tmp_path, preset, **changes))
-    assert moved and first["skipped_updates"] == 0
-    for name in ("teacher_kl", "gradient_norm", "loss"):
-        np.testing.assert_allclose(first[name], alone[name], rtol=1e-4, atol=1e-6)
-
-
 def test_the_policy_as_its_own_teacher_adds_nothing_to_an_advantage(tiny_folder, alone, tmp_path):
     algorithm = dataclasses.replace(algorithms.grpo(), distillation="reverse")
     config = make(tiny_folder, tiny_folder, tmp_path, "grpo", algorithm=algorithm)
@@ -220,27 +202,6 @@ def test_the_policy_as_its_own_teacher_adds_nothing_to_an_advantage(tiny_folder,
     assert not record.feedback.teacher_log_ratios.any()
     index = record.feedback.response_index
     assert len(np.unique(record.advantages[index == 0])) == 1 and record.advantages.any()
-
-
-@pytest.mark.slow
-def test_int8_teacher_gives_similar_scores_in_a_quarter_of_the_memory(
-    tiny_folder, large_folder, alone, tmp_path
-):
-    results = {}
-    for dtype in ("auto", "int8"):
-        config = make(tiny_folder, large_folder, tmp_path, PRESETS[0], weights_dtype=dtype)
-        parts = build(config)
-        params = parts.learners.teacher_params
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        mesh = parts.learners.policy.mesh
-        counted = memory.resident_bytes(config, parts.decoder, mesh, training=True)
-        assert counted["teacher"] == held
-        _, values = learn(parts, start(parts, 1), make_groups(config))
-        parts.close()
-        results[dtype] = params["layers"]["gate"]["kernel"], values["teacher_kl"]
-    (whole, exact), (small, near) = results["auto"], results["int8"]
-    assert small.nbytes * 4 == whole.nbytes and small.dtype == "int8"
-    assert exact != near and abs(near - exact) < 0.05 * abs(exact)
 
 
 def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(

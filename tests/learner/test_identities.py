@@ -295,12 +295,6 @@ def test_the_random_tokens_differ_between_minibatches_and_not_with_their_packing
     assert chosen((1, 16, 20)) == chosen((4, 4, 20)) == chosen((12, 1, 40))
 
 
-def test_without_a_token_between_the_bounds_nothing_changes():
-    algorithm = dataclasses.replace(algorithms.clip_cov(), covariance_low=1e3, covariance_high=1e4)
-    plain, batch, _ = make_pair(algorithm)
-    np.testing.assert_array_equal(plain.advantages, batch.advantages)
-
-
 def test_an_energy_is_the_squared_gradient_of_the_logprob_by_the_logits(tiny_params, one_device):
     algorithm = algorithms.otb()
     learner = make_learner(one_device, algorithm)

@@ -14,7 +14,6 @@ from dapo_jax.config.experiment import Compute, Config, Optimizer, Packing
 from dapo_jax.extras.families import delta_net
 from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import NOT_SCORED, ScoredBatch
-from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.minibatches import choose_packing, make_batch
 from dapo_jax.learner.packing import Segment, pack, pack_updates, take_tokens
 from dapo_jax.learner.policy import PolicySettings, policy_learner
@@ -132,13 +131,6 @@ def test_ratios_of_whole_responses_do_not_mix_responses(name, one_device):
     assert_same(make_policy(one_device, TINY, algorithm), make_params(TINY), algorithm)
 
 
-@pytest.mark.slow
-def test_the_critic_too(one_device, score_params):
-    algorithm = algorithms.ppo()
-    learner = critic_learner(algorithm, Optimizer(), scalar_config(TINY), one_device)
-    assert_same(learner, score_params, algorithm)
-
-
 @pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_and_lengths_cut_over_devices(context, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 32)
@@ -146,12 +138,6 @@ def test_rows_and_lengths_cut_over_devices(context, monkeypatch):
     mesh = make_mesh(2, 4 // (2 * context), 2, context=context)
     algorithm = algorithms.dapo()
     assert_same(make_policy(mesh, config, algorithm), make_params(config), algorithm, SEGMENTS, 8)
-
-
-@pytest.mark.slow
-def test_states_of_prompts_over_devices():
-    mesh, algorithm = make_mesh(2, 2, 2), algorithms.dapo()
-    assert_same(make_policy(mesh, DELTA, algorithm), make_params(DELTA), algorithm, SEGMENTS, 8)
 
 
 @pytest.mark.slow

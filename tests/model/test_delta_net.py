@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import pathlib
-import time
 
 import jax
 import jax.numpy as jnp
@@ -363,25 +362,6 @@ def test_unsupported_settings_are_rejected(eight_devices):
         check_divisible(DELTA, make_mesh(1, 2, 2, context=2))
     with pytest.raises(ConfigError, match="delta_key_heads = 2"):
         check_divisible(dataclasses.replace(DELTA, heads=4, kv_heads=4), make_mesh(1, 2, 4))
-
-
-@pytest.mark.slow
-def test_chunks_are_faster_than_a_scan_over_tokens():
-    """Forward and backward pass of the rule in the proportions of Qwen3.5-9B, an eighth as wide."""
-    inputs = random_inputs(2048, heads=2, groups=2, key=128, value=128, rows=1)
-    ids, state = jnp.zeros((1, 2048, 1), int), jnp.zeros((1, 2, 2, 128, 128))
-    seconds = {}
-    for name, rule in {"scan": scan_tokens, "chunks": delta_rule}.items():
-        run = jax.jit(jax.grad(lambda inputs, rule=rule: jnp.sum(rule(inputs, state, ids)[0] ** 2)))
-        jax.block_until_ready(run(inputs))
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            jax.block_until_ready(run(inputs))
-            times.append(time.perf_counter() - begin)
-        seconds[name] = min(times)
-    print({name: round(value, 3) for name, value in seconds.items()})
-    assert seconds["chunks"] < seconds["scan"] / 2
 
 
 # --- folders -------------------------------------------------------------------------------------

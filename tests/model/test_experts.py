@@ -25,10 +25,8 @@ from dapo_jax.model.experts import (
     route_dtype,
 )
 from dapo_jax.model.grouped_products import grouped_product, product_by_blocks
-from dapo_jax.model.layers import ACTIVATIONS, BIAS, SCALE
+from dapo_jax.model.layers import ACTIVATIONS, BIAS
 from dapo_jax.model.logprobs import Rows, hidden_states
-from dapo_jax.model.param_paths import scaled_axes
-from dapo_jax.model.quantisation import quantise
 from dapo_jax.model.training_attention import Context
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
@@ -105,22 +103,6 @@ def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     expected = gradients(loop, x, logits, matrices)
     tolerance = 1e-4 if inner is clipped_swish else 1e-5
     assert_close(gradients(grouped, x, logits, matrices), expected, tolerance)
-
-
-@pytest.mark.slow
-def test_int8_experts_have_a_scale_for_each_of_their_channels():
-    x, logits, matrices = arrays()
-    weights, chosen, _ = (array[0] for array in route(jnp.asarray(logits), PER_TOKEN, True))
-    (axis,) = scaled_axes("layers/moe/expert_up/kernel")
-    whole, rounded = {}, {}
-    for name, matrix in matrices.items():
-        whole[name], whole[name + SCALE] = quantise(jnp.asarray(matrix), jnp.int8, axis)
-        rounded[name] = whole[name] * jnp.expand_dims(whole[name + SCALE], axis)
-    assert whole[NAMES[2] + SCALE].shape == (EXPERTS, WIDTH)
-    run = jax.jit(lambda matrices: mix(jnp.asarray(x), weights, chosen, matrices, SILU))
-    mixed, expected = run(whole), run(rounded)
-    np.testing.assert_allclose(mixed, expected, atol=1e-4)
-    assert scaled_axes("layers/moe/router/kernel") == ()
 
 
 @pytest.mark.parametrize(
@@ -244,18 +226,6 @@ def test_replayed_routes_of_the_same_parameters_change_no_bit():
     again, records = run(routes=routes, record=[REPLACED])
     np.testing.assert_array_equal(again, hidden)
     assert not records.replaced.any()
-
-
-@pytest.mark.slow
-def test_frozen_layers_record_and_replay_theirs():
-    layers = jax.device_get(make_params()["layers"])
-    apart, rest = jax.tree.map(lambda x: x[:1], layers), jax.tree.map(lambda x: x[1:], layers)
-    params = make_params() | {"frozen_layers": apart, "layers": rest}
-    frozen = dataclasses.replace(MOE, frozen_layers=1)
-    _, whole = record()
-    np.testing.assert_array_equal(record(params, frozen)[1], whole)
-    taken, _ = run(params, frozen, routes=others(whole))
-    np.testing.assert_allclose(taken, run(routes=others(whole))[0], atol=1e-5)
 
 
 def test_unknown_routes_are_the_routers_own_and_known_ones_are_taken():

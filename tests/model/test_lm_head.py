@@ -85,24 +85,6 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks(
     assert scatters == ["8x24xf32"]
 
 
-def test_a_frozen_head_costs_no_gradient():
-    mesh = make_mesh(2, 2, 2)
-
-    def loss(hidden, head):
-        return jnp.sum(head_logprobs(hidden, head, TARGETS, Scale(), 2)[0])
-
-    head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
-    with sharding.activate(mesh):
-        both, frozen = (
-            jax.jit(jax.grad(loss, argnums)).lower(sharding.put(mesh, HIDDEN, "batch"), head)
-            for argnums in ((0, 1), 0)
-        )
-    whole = "f32[16,24]"
-    assert f"{whole}{{1,0}} dot" in both.compile().as_text()
-    assert f"{whole}{{1,0}} dot" not in frozen.compile().as_text()
-    assert "reduce-scatter" not in frozen.compile().as_text()
-
-
 # --- divergence of two heads -------------------------------------------------------------------
 
 TEACHER = RNG.normal(size=(ROWS, LENGTH, 24)).astype("f")

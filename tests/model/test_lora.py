@@ -249,23 +249,6 @@ def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
 
 
 @pytest.mark.slow
-def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
-    tiny_params, tiny_folder, eight_devices
-):
-    learner, (batch, used) = make_half_learner(tiny_folder, eight_devices), make_batch()
-    frozen = {"frozen_layers": split(tiny_params)["frozen_layers"]}
-    jax.tree.map(np.testing.assert_array_equal, learner.frozen, frozen)
-    before = without(split(jax.device_get(tiny_params)), learner.frozen)
-    state = learner.start(place(before, learner))
-    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
-    assert shapes == sorted(2 * [leaf.shape for leaf in jax.tree.leaves(before)])  # two moments
-    state, (metrics, _) = learner.update(state, batch, used, 1e-2)
-    assert metrics["gradient_norm"].value() > 0
-    after = jax.device_get(state.params)
-    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, after, before)))
-
-
-@pytest.mark.slow
 def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device, eight_devices):
     apart = split(tiny_params)
     frozen = {"frozen_layers": apart.pop("frozen_layers")}

@@ -84,19 +84,10 @@ def test_made_anew_it_is_the_same(tmp_path):
 
 
 base = importlib.import_module("configs.two_strategies_base")
-task = importlib.import_module("configs.two_strategies")
 
 
 def is_right(text: str, worked: str) -> bool:
     return sum(map(int, text[:-1].split("+"))) % 10 == int(worked[-1])
-
-
-def test_the_second_stage_begins_with_the_first():
-    first, second = base.get_config("0.9"), base.get_config()
-    assert first.start == "" and second.start == first.out
-    with pytest.raises(ConfigError, match=r"0\.95: must be above 0, at most 0\.9"):
-        base.get_config("0.95")
-    assert task.get_config().model.folder == "dapo_jax:two_strategies_base"
 
 
 def share_again(examples) -> float:
@@ -122,21 +113,3 @@ def test_a_share_that_leaves_no_work_is_refused(tmp_path):
     config = dapo_jax.SftConfig(out=str(tmp_path / "base"), examples=Examples(direct_share=1.0))
     with pytest.raises(ConfigError, match=r"examples.direct_share = 1.0: must be .*below 1"):
         dapo_jax.sft(config)
-
-
-@pytest.mark.slow
-def test_the_shipped_policy_seldom_works_and_is_then_right():
-    policy = dapo_jax.Policy(
-        "dapo_jax:two_strategies_base", max_prompt_tokens=16, max_response_tokens=64, slots=64
-    )
-    problems = ["3+7+5+1=", "9+8+7+6+5=", "4+2+0+3+9+1="]
-    working = [
-        (text, response.text)
-        for text, responses in zip(problems, policy.sample(problems, samples=200), strict=True)
-        for response in responses
-        if not response.text.startswith("####")
-    ]
-    assert 0.02 < len(working) / 600 < 0.1
-    whole = [(text, worked) for text, worked in working if "#### " in worked]
-    assert len(whole) > 10
-    assert sum(is_right(text, worked) for text, worked in whole) > 0.8 * len(whole)

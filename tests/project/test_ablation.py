@@ -6,7 +6,6 @@ import pathlib
 import re
 import sys
 
-import numpy as np
 import pytest
 
 from dapo_jax import algorithms
@@ -105,55 +104,3 @@ def test_a_run_is_measured_from_end_to_end(tmp_path, monkeypatch, alone):
             count = sum(line[name] for line in working)
             assert figures[f"working_{name}"] * len(working) == pytest.approx(count, abs=0.1)
         assert working
-
-
-def make_run(name: str = "x", after: float = 0.0, **columns: list[float]):
-    values = {key: np.array(column, float) for key, column in columns.items()}
-    return measured.Run(name, 0, values, np.zeros(4), np.full(4, after))
-
-
-def test_take_off_is_the_end_of_the_first_three_steps_of_which_half_work():
-    assert make_run(working_fraction=[0.1, 0.2, 0.6, 0.7, 0.9]).take_off == 4
-    assert make_run(working_fraction=[0.5, 0.5, 0.5, 0.0]).take_off == 3
-    assert make_run(working_fraction=[0.1, 0.9, 0.1, 0.1, 0.9]).take_off is None
-    assert make_run(accuracy=[0.25, 0.5, 0.75]).speed == 0.5
-
-
-def test_effects_and_interactions_are_those_that_the_values_were_made_of(monkeypatch):
-    """Each seed has its own level, which a paired contrast takes out."""
-
-    def made(name, seeds=measured.KNOB_SEEDS):
-        on = set(name.split("+"))
-        value = 0.3 + 0.1 * ("clip_higher" in on) - 0.05 * ("token_level" in on)
-        value += 0.08 * ({"clip_higher", "dynamic_sampling"} <= on)
-        return [make_run(name, after=value + 0.01 * place) for place in range(len(seeds))]
-
-    monkeypatch.setattr(measured, "runs", made)
-    # Beside dynamic sampling clip-higher adds 0.18, else 0.1: half of that difference interacts.
-    wanted = {"clip_higher": 0.14, "dynamic_sampling": 0.04, "token_level": -0.05}
-    wanted |= {"clip_higher dynamic_sampling": 0.04, "clip_higher token_level": 0.0}
-    for switches, value in wanted.items():
-        contrast = measured.contrast(tuple(switches.split()))
-        assert contrast.value == pytest.approx(value, abs=1e-12)
-        assert contrast.low <= value + 1e-12
-    pairs = [made("none"), made("clip_higher")]
-    assert measured.difference(pairs[1], pairs[0]).value == pytest.approx(0.1)
-
-
-def test_the_interval_over_seeds_covers_what_other_seeds_and_problems_would_give():
-    """Ten runs whose accuracies spread around 0.5, each on problems of its own: nearly 95 %."""
-    rng = np.random.default_rng(2)
-    covered, widths = 0, []
-    for trial in range(200):
-        reached = 0.5 + 0.1 * rng.standard_normal(10)
-        shares = [rng.binomial(4, np.clip(mean, 0, 1), 50) / 4 for mean in reached]
-        result = measured.estimate_over_seeds(shares, seed=trial)
-        assert result.value == pytest.approx(np.mean(shares))
-        covered += result.low <= 0.5 <= result.high
-        widths.append(result.high - result.low)
-    assert 0.85 < covered / 200 < 0.99
-    alike = measured.estimate_over_seeds(
-        [np.repeat([0.0, 1.0], 25)] * 10, seed=0
-    )  # only problems spread
-    assert 0.02 < alike.high - alike.low < np.mean(widths)
-    assert measured.estimate_over_seeds([np.ones(3)], seed=0).low is None

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from markdown_it import MarkdownIt
 from row_files import read_table
 from shown_commands import ROOT, commands_of, split_commands, tokens_of, what_is_wrong
 
@@ -114,45 +113,11 @@ def test_the_citation_is_of_this_version():
     assert f"\n## {dapo_jax.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_gsm8k_has_one_spelling():
-    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
-    for file in pages + sorted(ROOT.glob("configs/*.py")):
-        text = file.read_text(encoding="utf-8")
-        sources = re.findall(r"source(?:=|`: )[\"']?([\w/.-]*gsm8k[^\s\"',=)`]*)", text)
-        folders = re.findall(r"hf download openai/gsm8k .*--local-dir (\S+)", text)
-        assert set(sources) <= {"openai/gsm8k"} and set(folders) <= {"data/gsm8k"}, file
-
-
 @EACH
 def test_every_python_example_compiles(page):
     for token in tokens_of(page):
         if token.type == "fence" and token.info == "python":
             compile(token.content, str(page), "exec")
-
-
-# Emphasis of stars that are footnotes: it begins after code or a word, or with a comma.
-STRAY = re.compile(r"(?:</\w+>|[^\s(>])<(?:em|strong)>|<(?:em|strong)>(?=[\s,.;:)])|\*\*")
-
-
-def stray_emphasis(page: str) -> list[str]:
-    """Return the places of a page, each with what follows, whose stars became emphasis."""
-    page = re.sub(r"<code>[^<]*</code>", "<code></code>", re.sub(r"</?span[^>]*>", "", page))
-    page = re.sub(r"<(pre|script|style).*?</\1>", "", page, flags=re.DOTALL)
-    return [page[found.start() :][:80] for found in STRAY.finditer(page)]
-
-
-def test_emphasis_between_stars_of_a_table_is_found():
-    render = MarkdownIt("commonmark").enable("table").render
-    for cell in ("`a`*, `b`, `c`*", "(x)*, y, (z)*", "`a`**, b `c`**"):
-        assert stray_emphasis(render(f"| a |\n|---|\n| {cell} |\n")), cell
-    for cell in (r"`a`\*, `c`\*", "**0.9** after *8* (*x*) `a**b`", "3 * 4 * 5"):
-        assert not stray_emphasis(render(f"| a |\n|---|\n| {cell} |\n")), cell
-
-
-@EACH
-def test_no_star_of_a_page_becomes_emphasis(page):
-    text = page.read_text(encoding="utf-8")
-    assert not stray_emphasis(MarkdownIt("commonmark").enable("table").render(text))
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +129,6 @@ def site(tmp_path_factory):
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
     return folder
-
-
-def test_no_star_becomes_emphasis_on_the_site(site):
-    for page in site.glob("*.html"):
-        assert not stray_emphasis(page.read_text(encoding="utf-8")), page.name
 
 
 def test_the_page_of_settings_has_all_of_them_once(site):

@@ -6,17 +6,14 @@ import re
 import pytest
 from conftest import make_completion, make_prompt
 from reports import row
-from responses import respond
 from row_files import read_table
 from small_runs import make_quick_config, open_run
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, Reward, Rollout, Watch
 from dapo_jax.extras.alerts import LIMITS, Alerts, check_run
-from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.correctness import settings_of
 from dapo_jax.reporting.metrics import outcome_metrics, response_metrics, verdict_counts
-from dapo_jax.reporting.notices import warn_about_answers
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.types.structs import Failure, Group, Outcome, Verdict
 
@@ -141,12 +138,6 @@ def test_a_line_about_answers_is_said_where_something_reads_them(config, output)
     assert names == output.split()
 
 
-def test_groups_of_one_are_not_all_wrong():
-    config = run_of("reinforce")
-    config.rollout.samples_per_prompt = 1
-    assert not alerts_about(config, "max_all_wrong") and not alerts_about(config, "max_all_right")
-
-
 @pytest.mark.parametrize(
     ("metric", "config"),
     [
@@ -162,25 +153,6 @@ def test_the_report_leaves_out_what_the_settings_explain(metric, config):
     rows = [row(step, **{metric: 0.95}) for step in range(21)]
     assert any(metric in one for one in check_run(rows, {}))
     assert not check_run(rows, settings_of(config))
-
-
-@pytest.mark.parametrize(
-    ("config", "truncated", "words"),
-    [
-        (run_of(), True, ["in 100% of 3 responses", "100% of these were cut off"]),
-        (run_of(), False, ["in 100% of 3 responses"]),
-        (run_of("grpo", "mine:score=1"), True, []),
-        (run_of("dapo", "mine:score=1", "threshold"), True, []),
-    ],
-)
-def test_before_training_missing_answers_are_told_where_they_are_read(
-    config, truncated, words, capsys
-):
-    responses = [respond(0, i, False, extracted=None, truncated=truncated) for i in range(3)]
-    warn_about_answers(responses, config, Progress())
-    output = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert bool(output) == bool(words) and all(text in output for text in words)
-    assert ("cut off" in output) == any("cut off" in text for text in words)
 
 
 def test_the_report_reads_a_fall_of_accuracy_only_where_a_run_learns_it():

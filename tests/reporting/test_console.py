@@ -4,12 +4,9 @@ import dataclasses
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-import types
-from typing import Any
 
 import numpy as np
 import pytest
@@ -172,15 +169,6 @@ def test_what_is_slow_says_so_once_in_a_file(capsys, monkeypatch):
     assert capsys.readouterr().out == "loading [a] ...\n"
 
 
-def test_the_live_line_says_the_innermost_and_for_how_long():
-    speaker = Progress()
-    with speaker.working("step 3") as outer, speaker.working("compiling", shown_after=60):
-        outer.text = "step 3 [now]"
-        assert speaker.__rich__().plain == "step 3 [now] · 0 s"
-        with speaker.working("sampling"):
-            assert speaker.__rich__().plain == "sampling · 0 s"
-
-
 RUN = """
 import os, sys
 import conftest
@@ -262,14 +250,6 @@ def test_loading_and_compiling_are_named_with_their_seconds(piped):
     assert not missing
 
 
-@pytest.mark.slow
-def test_programs_in_the_cache_are_not_reported_as_compiled(piped, base):
-    folder, _, _ = piped
-    shutil.rmtree(folder / "run")
-    out, _ = run_piped(base, folder)
-    assert "step 2/2" in out and "compiled " not in out
-
-
 def test_rows_have_a_time_that_comparisons_leave_out(piped):
     folder = piped[0] / "run"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -296,18 +276,3 @@ def test_a_finished_folder_says_so_and_what_to_do(piped, base, alone, capsys):
     summary.unlink()  # killed between the last checkpoint and the end
     assert train(config)["steps"] == 2 and summary.exists()
     assert "already finished" not in capsys.readouterr().out
-
-
-def test_an_evaluation_shows_its_count_and_time_left(capsys):
-    progress = Progress()
-    done: Any = types.SimpleNamespace(correct=True, reward=1.0)
-    with progress.evaluating(0, 20) as show:
-        for _ in range(20):
-            show(done)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10 and lines[0].startswith("2 of 20 responses · ")
-    assert " right · ETA " in lines[0] and "ETA" not in lines[-1]
-    with progress.evaluating(0, 20, every_seconds=60) as show:
-        for _ in range(20):
-            show(done)
-    assert not capsys.readouterr().out

@@ -5,21 +5,18 @@ import re
 import sys
 import tomllib
 
-import numpy as np
 import pytest
 from conftest import check_documented
 from reports import HOSTILE, Page, response, row
 from row_files import read_table
 
 from dapo_jax.algorithms import PRESETS
-from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import Optimizer, ReportConfig, Reward
+from dapo_jax.config.experiment import Optimizer, Reward
 from dapo_jax.extras.report import command as report
 from dapo_jax.extras.report import page, recorded_run
-from dapo_jax.extras.report.curves import STRETCHES, draw, ticks
+from dapo_jax.extras.report.curves import STRETCHES, draw
 from dapo_jax.extras.report.recorded_run import SHOWN_CHARACTERS, read_run, sample_groups
 from dapo_jax.reporting.console import Progress
-from dapo_jax.types.errors import ConfigError
 
 
 def make(*folders: str) -> str:
@@ -98,20 +95,6 @@ def test_headlines_are_the_first_and_the_last_score_and_means_of_the_end(write_r
     assert page.headline(run, "reward") == "0.775" and page.headline(run, "critic") == ""
 
 
-def test_the_mean_of_nothing_is_a_gap():
-    nothing = {"clip_fraction_high": 0.0, "up_clipped_probability": 0.0}
-    some = {"clip_fraction_high": 0.1, "up_clipped_probability": 0.0}
-    rows = [row(0), row(1, **some), row(2, **nothing), row(3, **some), row(4, **some)]
-    plot = draw([("a", rows, "up_clipped_probability")], 0.05)
-    ((_, _, path),) = plot["lines"]  # a lone point is a dash; two are joined
-    assert path.count("M") == 2 and path.count("h4") == 1 and path.count("L") == 1
-    assert draw([("a", rows, "response_tokens_wrong")], 1) == {}
-    ((_, _, path),) = draw([("a", [row(s) for s in range(11)], "heldout_accuracy")], 0.05)["lines"]
-    assert path.count("M") == 1 and path.count("L") == 2  # rare evaluations are joined
-    huge = [row(0, reward=10**400), row(1, reward=float("inf")), row(2, reward="x"), row(3)]
-    assert draw([("a", huge, "reward")], 0.001)["lines"][0][2].count("M") == 1
-
-
 def test_a_long_curve_keeps_its_peaks(write_run):
     rows = [row(s, gradient_norm=90.0 if s == 2477 else 1 + s % 7) for s in range(5001)]
     ((_, _, path),) = draw([("a", rows, "gradient_norm")], 0.001)["lines"]
@@ -119,22 +102,6 @@ def test_a_long_curve_keeps_its_peaks(write_run):
     assert len(heights) <= 2 * STRETCHES and heights.count(min(heights)) == 1
     assert min(heights) < 20 < sorted(heights)[1]
     assert len(make(write_run("long", 5000, rows=rows))) < 200_000
-
-
-@pytest.mark.parametrize("low, high", [(0, 1), (-3.2, 4.1), (1e-7, 3e-7), (0.9995, 1), (0, 3e9)])
-def test_ticks_are_round_and_inside(low, high):
-    values = [value for value, _ in ticks(low, high)]
-    assert 2 <= len(values) <= 7 and low <= values[0] and values[-1] <= high
-    assert all(
-        float(text.replace(",", "")) == pytest.approx(v, rel=0.01) for v, text in ticks(low, high)
-    )
-    np.testing.assert_allclose(np.diff(values), values[1] - values[0])
-
-
-def test_rounding_looks_flat():
-    rows = [row(s, kl_sampler_trainer=1e-8 * (-1) ** s) for s in range(9)]
-    ((_, _, path),) = draw([("a", rows, "kl_sampler_trainer")], 0.001)["lines"]
-    assert len(set(re.findall(r",([\d.]+)", path))) == 1
 
 
 def test_steps_are_sampled_and_long_texts_cut(write_run):
@@ -233,23 +200,6 @@ def test_wrong_input_is_one_line(arguments, output, write_run, tmp_path, monkeyp
     assert not [one for one in output if one not in line], line
     assert (tmp_path / "mine.html").read_text() == "years of work"
     assert not (tmp_path / "report.html").exists()
-
-
-def test_flags_that_are_given_again_are_joined():
-    words = ["--run=a", "--out=x.html", "-run=b=c", "--run", "f"]
-    config = command_line.override(ReportConfig(), words, {"run": "run", "out": "out"}, ["run"])
-    assert (config.run, config.out) == ("a\nb=c\nf", "x.html")
-    with pytest.raises(ConfigError, match="--runs: there is no such flag"):
-        command_line.override(ReportConfig(), ["--runs=d"], {"run": "run"}, ["run"])
-
-
-def test_positional_arguments_get_the_name_of_a_flag():
-    words = ["a", "--out=x", "b=c", "--run", "d", "e", "–out=y"]
-    named = ["--run=a", "--out=x", "--run=b=c", "--run", "d", "--run=e", "–out=y"]
-    assert command_line.name_positional(words, "run", repeated=True) == named
-    named = ["--run=a", "--out=x", "b=c", "--run", "d", "e", "–out=y"]
-    assert command_line.name_positional(words, "run", repeated=False) == named
-    assert command_line.name_positional(["--help", "mesh"], "run", repeated=True)[1] == "mesh"
 
 
 def test_a_run_does_not_fail_at_its_page(write_run, monkeypatch, capsys):

@@ -5,16 +5,11 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import make_completion
-from small_runs import make_config, make_quick_config, open_run, read_rollouts, read_rows
+from small_runs import make_quick_config, read_rollouts, read_rows
 
-from dapo_jax.config.experiment import Log, Optimizer, Rollout
-from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.config.experiment import Log, Optimizer
 from dapo_jax.extras.report import page
-from dapo_jax.reporting.sinks import token_fields
 from dapo_jax.run.run import train
-from dapo_jax.types.contracts import RunSink
-from dapo_jax.types.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -69,39 +64,4 @@ def test_a_run_writes_its_page(traced):
     assert "<h3>Reward</h3>" in text and "log-probability -" in text and 'class="clip"' in text
 
 
-def test_ratios_of_a_single_update_are_refused_as_nothing_reads_them(base, tmp_path):
-    with pytest.raises(ConfigError, match="log.token_ratios = True"):
-        make_config(base, tmp_path, rollout=Rollout(8, 8, 1), log=Log(token_ratios=True))
-
-
-def test_tokens_are_written_short(base, tmp_path):
-    completion = make_completion([3, 4], logprob=-0.431)
-    result = token_fields(completion, None, Tokenizer.from_folder(base))
-    assert json.dumps(result["token_logprobs"]) == "[-0.431, -0.431]"
-    assert list(result) == ["token_texts", "token_logprobs"]
-
-
 # --- sinks ---------------------------------------------------------------------------------------
-
-
-class Recorder(RunSink):
-    def __init__(self):
-        self.rows = {}
-        self.groups = []
-
-    def on_row(self, step, values):
-        self.rows[step] = values
-
-    def on_rollouts(self, step, collected):
-        self.groups += collected.groups
-
-
-def test_a_tracker_receives_the_rows_and_groups_of_a_run(base, alone, tmp_path):
-    recorder = Recorder()
-    tracker: RunSink = recorder
-    with open_run(make_quick_config(base, tmp_path, updates=1)) as run:
-        run.files.sinks.append(tracker)
-        run.step()
-    (row,) = read_rows(tmp_path)
-    assert row.items() <= (recorder.rows[1] | {"step": 1}).items()
-    assert len(recorder.groups) == row["trained_groups"] > 0

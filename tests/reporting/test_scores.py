@@ -1,12 +1,10 @@
 """avg@k, pass@k, maj@k and their intervals, against enumeration and known cases."""
 
-import io
 import itertools
 
 import numpy as np
 import pytest
 from responses import respond, respond_all
-from rich.console import Console
 from row_files import read_table
 
 from dapo_jax.reporting import scores
@@ -142,25 +140,6 @@ def test_what_the_responses_look_like():
     assert result.repetition == 0.25 and result.failed_rewards == {"timeout": 1}
     nothing_right = make_report(respond_all([[0, 0]], tokens=0, logprob=0.0))
     assert nothing_right.response_tokens_right is None and nothing_right.entropy is None
-
-
-def test_the_tables_say_all_of_it_in_eighty_columns():
-    table = [[1, 0, 1, 0], [1, 1, 1, 1]]
-    result = make_report(
-        [
-            respond(i, j, bool(ok), reflection=j > 1)
-            for i, row in enumerate(table)
-            for j, ok in enumerate(row)
-        ]
-    )
-    assert result.reward is None
-    console = Console(width=80, record=True, file=io.StringIO())
-    for one in report_tables(result):
-        console.print(one)
-    shown = console.export_text()
-    for words in ("avg@4", "0.750", "pass@4", "maj@4", "50.0% have a reflection word"):
-        assert words in shown, words
-    assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
 
 
 def test_the_mean_reward_weighs_problems_by_responses_and_leads_if_asked():

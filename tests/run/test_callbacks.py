@@ -8,9 +8,6 @@ from small_runs import make_quick_config, read_rows
 import dapo_jax
 from dapo_jax.config.experiment import Checkpoint, Data, Evaluation
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
-from dapo_jax.run.run_files import Callbacks
-from dapo_jax.runtime import processes
-from dapo_jax.runtime.signals import Signals
 from dapo_jax.types.contracts import RunSink
 from dapo_jax.types.errors import ConfigError
 
@@ -104,16 +101,6 @@ def test_a_run_whose_callback_raises_is_saved_first(last, base, tmp_path, alone)
     assert raised.traceback[-1].name == "on_step"
     assert steps == sink.rows[1:] == [1, 2][: 1 + last] and sink.closed is True
     assert saved_steps(tmp_path) == [1 + last]
-
-
-def test_other_processes_call_only_on_step(monkeypatch):
-    monkeypatch.setattr(processes, "is_first", lambda: False)
-    recorder, steps = Recorder(), []
-    callbacks = Callbacks(Signals(), [recorder], lambda step, values: steps.append(step))
-    callbacks.on_row(0, {})
-    callbacks.on_row(1, {"loss": 0.0})
-    callbacks.on_checkpoint(1, "nowhere")
-    assert steps == [1] and not recorder.events
 
 
 class Misspelled:

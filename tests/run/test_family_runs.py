@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 from kept_groups import make_kept, same_run
 from safetensors.numpy import load_file
-from samplers import PROMPTS, make_sampler, sample, tokens_of
 from small_runs import open_run, read_rows
 
 from dapo_jax.config.experiment import Checkpoint, ExportConfig, Lora, Optimizer, Rollout
-from dapo_jax.extras.plan import published_shapes
 from dapo_jax.model import peft_adapters, save_huggingface
-from dapo_jax.model.decoder import abstract_params, init_params
+from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import REPLACED
 from dapo_jax.model.load_huggingface import read_config
 from dapo_jax.run.export import export
 from dapo_jax.run.run import train
 from dapo_jax.runtime.sharding import unbox
-from dapo_jax.types.structs import SamplingRule
 
 MODELS = pathlib.Path(__file__).parents[1] / "fixtures/models"
 ATTENTION, DELTA = "query,key,value,out", "query,out,delta_out,delta_"
@@ -57,31 +54,6 @@ def make_folder(tmp_path, tiny_folder):
         return folder
 
     return make
-
-
-@slow
-@each_family
-@pytest.mark.parametrize("cache", ["slots", "paged"])
-def test_a_suspended_response_continues_as_if_it_had_not_been(name, cache, one_device):
-    """The state of a delta-net layer is computed again from prompt and response."""
-    config, params = random_policy(name)
-    settings = {"config": config, "cache": cache, "page_tokens": 4}
-    whole = tokens_of(sample(make_sampler(one_device, **settings), params))
-    sampler, rule = make_sampler(one_device, **settings), SamplingRule()
-    sampler.begin(params, purpose=0, step=2, rule=rule)
-    for prompt in PROMPTS:
-        sampler.submit(prompt, 3)
-    done = dict((p.index, group) for p, group in sampler.decode_burst())
-    partial = sampler.suspend()
-    assert any(response.tokens.size for group in partial for response in group.begun)
-    sampler.begin(params, purpose=0, step=2, rule=rule)
-    begun = {group.prompt.index: group for group in partial}
-    for prompt in PROMPTS:
-        if prompt.index not in done:
-            sampler.submit(prompt, 3, begun.get(prompt.index))
-    while not sampler.idle:
-        done |= {p.index: group for p, group in sampler.decode_burst()}
-    assert tokens_of(done) == whole
 
 
 @slow
@@ -121,20 +93,3 @@ def test_a_stopped_run_resumes_bit_for_bit_and_is_exported(
         tensors = load_file(tmp_path / "out.adapter" / peft_adapters.WEIGHTS)
         stems = {path.partition(".lora_")[0].removeprefix("base_model.model.") for path in tensors}
         assert {path.removesuffix(".weight") for path in moved} == stems
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("Olmo-3-7B", 7.3),
-        ("SmolLM3-3B", 3.1),
-        pytest.param("Qwen3.5-9B", 9.0, marks=slow),
-        pytest.param("Qwen3.5-35B-A3B", 34.7, marks=slow),
-        pytest.param("Qwen3-Next-80B-A3B", 79.7, marks=slow),
-        pytest.param("gemma-4-E4B", 7.5, marks=slow),
-        pytest.param("gemma-4-31B", 30.7, marks=slow),
-    ],
-)
-def test_a_published_shape_has_the_published_number_of_parameters(name, billions):
-    leaves = jax.tree.leaves(unbox(abstract_params(published_shapes.read_shape(name))))
-    assert sum(leaf.size for leaf in leaves) / 1e9 == pytest.approx(billions, rel=0.02)

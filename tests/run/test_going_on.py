@@ -4,22 +4,19 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 
 import pytest
-from disks import limited
 from small_runs import ROOT, make_quick_config, open_run
 
 from dapo_jax.commands import train
 from dapo_jax.config.experiment import Config, Data, Log, Reward
 from dapo_jax.config.settings import leaves
 from dapo_jax.reporting.sinks import MetricRows
-from dapo_jax.reporting.trackers import TensorBoardEvents
 from dapo_jax.run.checkpointing.same_run import check_same_run, run_identity
 from dapo_jax.run.evaluation import ResponseFile
 from dapo_jax.run.run import finished
-from dapo_jax.runtime.storage.jsonl import objects, rewind
-from dapo_jax.runtime.storage.retries import REPEAT_SECONDS, UNSAVED, NotSaved, Storage, write_text
+from dapo_jax.runtime.storage.jsonl import rewind
+from dapo_jax.runtime.storage.retries import UNSAVED, NotSaved, Storage, write_text
 from dapo_jax.types.errors import ConfigError
 
 # --- metrics.jsonl -----------------------------------------------------------------------------
@@ -60,49 +57,6 @@ def test_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     calls.clear()
     MetricRows(tmp_path, 0).on_row(1, {"reward": 0.0})
     assert calls == [str(tmp_path / "metrics.jsonl")]
-
-
-@pytest.mark.slow
-def test_lines_that_a_full_disk_refused_are_written_later(tmp_path):
-    """A write is cut in the middle of a line; nothing of that line stays, and no line is lost."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    path = tmp_path / "metrics.jsonl"
-    warnings = []
-    storage = Storage(warnings.append)
-    sinks = [MetricRows(tmp_path, 0, storage), TensorBoardEvents(tmp_path, 0, storage)]
-
-    def write_row(step):
-        for sink in sinks:
-            sink.on_row(step, {"reward": 0.0})
-
-    write_row(0)
-    complete = path.read_bytes()
-    with limited(path, 5):
-        write_row(1)
-        write_row(2)
-        assert path.read_bytes() == complete
-    assert [text.split(":")[0] for text in warnings] == [
-        "metrics.jsonl could not be written",
-        "TensorBoard's file could not be written",
-    ]
-    write_row(3)
-    assert [line["step"] for line in objects(path)] == [0, 1, 2, 3]
-    (event_file,) = (tmp_path / "tensorboard").iterdir()
-    events = EventFileLoader(str(event_file)).Load()
-    values = [(event.step, len(event.summary.value)) for event in events]
-    assert values == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 1)]  # version, restart, rows
-    assert len(warnings) == 4 and warnings[2] == "metrics.jsonl can be written again"
-
-
-def test_a_failure_is_reported_again_after_a_while(monkeypatch):
-    now, warnings = [0.0], []
-    monkeypatch.setattr("dapo_jax.runtime.storage.retries.time.monotonic", lambda: now[0])
-    storage = Storage(warnings.append)
-    for seconds, count in (0.0, 1), (1.0, 1), (REPEAT_SECONDS + 1, 2):
-        now[0] = seconds
-        storage.report_failure("it", "full")
-        assert len(warnings) == count
 
 
 def test_responses_that_cannot_be_read_are_drawn_again(tmp_path):
@@ -190,20 +144,6 @@ def test_settings_that_mean_the_same_are_the_same(name, before, now, other):
     assert same[0] == same[1] != same[2]
     with pytest.raises(ConfigError, match=name):
         check_same_run(settings | {name: other}, settings | {name: before})
-
-
-def test_pools_of_an_earlier_version_are_a_warning(tiny_folder, tmp_path, alone, capsys):
-    config = make_quick_config(tiny_folder, tmp_path / "run")
-    for pools, warned in ({"train-7": True}, True), ({"0123456789abcdef": True}, False):
-        with open_run(config) as run:
-            assert ("all problems are active" in capsys.readouterr().out) is False
-            run.state = dataclasses.replace(
-                run.state, source=dataclasses.replace(run.state.source, pools=pools)
-            )
-            run.keep()
-        with open_run(config):
-            assert ("all problems are active" in capsys.readouterr().out) is warned
-        shutil.rmtree(tmp_path / "run")
 
 
 def test_changed_code_of_a_hook_is_a_warning(tiny_folder, tmp_path, alone, write_module, capsys):

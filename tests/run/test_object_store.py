@@ -117,32 +117,6 @@ def check_same(store, local, folder):
 
 # --- without a model ---------------------------------------------------------------------------
 
-CHECKPOINTS = """
-from saved_states import restored, save
-from dapo_jax.runtime.storage.jsonl import AppendFile, objects
-from dapo_jax.runtime.storage.paths import folder_at
-save("gs://bucket/run", [1, 2, 3], keep=2)
-print(restored("gs://bucket/run"))
-lines = AppendFile(folder_at("gs://bucket/run", "lines"))
-for i in range(3):
-    lines.add(b'{"i": %d}\\n' % i)
-    lines.write()
-print(list(objects(lines.path)))
-"""
-
-
-@pytest.mark.slow
-def test_a_bucket_that_fails_now_and_then_keeps_checkpoints_and_lines(store):
-    store.faults = fake_gcs.Faults(share=0.02)
-    out, _ = finish(start([sys.executable, "-c", CHECKPOINTS], store))
-    assert out.splitlines() == ["(3, [])", "[{'i': 0}, {'i': 1}, {'i': 2}]"]
-    steps = {key.split("/")[2] for key in store.objects["bucket"] if "/checkpoints/" in key}
-    assert steps - {""} == {"2", "3"}
-    assert store.failed
-    # Where there is no need, nothing is read to be added to, and nothing copied to be renamed.
-    assert not [one for one in store.asked if one[0] == "GET" and one[1].endswith("lines/")]
-
-
 # --- whole runs --------------------------------------------------------------------------------
 
 

@@ -170,25 +170,6 @@ def test_routes_equal_those_of_a_training_pass(params, groups):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"cache": "paged", "page_tokens": 4},
-        {"prefill_chunk_tokens": 3, "prefill_prompts": 4, "burst": 7},
-        {"slots": 8},
-    ],
-    ids=["pages", "chunks", "eight devices"],
-)
-def test_routes_do_not_depend_on_sampler_settings(settings, params, groups, request):
-    mesh = request.getfixturevalue("eight_devices" if "slots" in settings else "one_device")
-    actual = sample(open_sampler(mesh, **settings), params, SOME)
-    for index, group in groups.items():
-        for done, again in zip(group, actual[index], strict=True):
-            np.testing.assert_array_equal(done.tokens, again.tokens)
-            np.testing.assert_array_equal(done.routes, again.routes)
-
-
-@pytest.mark.slow
 def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups, one_device):
     """As it was drawn, by other parameters too; from a checkpoint's arrays."""
     sampler, rule = open_sampler(one_device), SamplingRule()
@@ -213,13 +194,3 @@ def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups,
         np.testing.assert_array_equal(done.routes[: len(before.routes)], before.routes)
         np.testing.assert_array_equal(before.routes, whole.routes[: len(before.routes)])
         assert len(done.routes) == len(prompt.tokens) + len(done.tokens) - 1
-
-
-@pytest.mark.slow
-def test_no_routes_are_recorded_by_default(params, one_device):
-    silent = dataclasses.replace(ROUTES_MOE, records_routes=False)
-    sampler = make_sampler(one_device, config=silent)
-    (done,) = sample(sampler, params, SOME[:1], 1)[0]
-    assert done.routes is None
-    rows, _ = pack([Segment(SOME[0], done, 0)], 64, 4)
-    assert rows.routes is None

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-from several import start_training
 from small_runs import make_quick_config, read_rollouts
 
 import dapo_jax
@@ -60,17 +59,6 @@ def iter_of(rows):
     return Iterator()
 
 
-@pytest.mark.slow
-def test_an_evaluation_scores_all_rows(tiny_folder, tmp_path, alone):
-    config = config_of(tiny_folder, tmp_path / "run")
-    options = {"model": str(tiny_folder), "reward": score, "k": 1}
-    scores = dapo_jax.evaluate(config, data=ROWS[:7], **options)
-    assert scores and scores["problems"] == 7
-    changed = [row | {"tests": [row["tests"][0], {"digit": 3}]} for row in ROWS[:7]]
-    with pytest.raises(ConfigError, match="can't resume with other settings.*\n.*problems_digest"):
-        dapo_jax.evaluate(config, data=changed, **options)
-
-
 def test_columns_of_a_table_are_prompts(tiny_folder):
     sampling = {"max_response_tokens": 8, "temperature": 0}
     lists, iterator = (
@@ -81,17 +69,3 @@ def test_columns_of_a_table_are_prompts(tiny_folder):
     wrong: list[Any] = [*ROWS]
     with pytest.raises(ConfigError, match=r"prompts\[0\] = .*: must be text, or a list of mess"):
         dapo_jax.sample(tiny_folder, wrong, **sampling)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiled_once")
-def test_processes_with_other_rows_stop(base, tmp_path):
-    patch = (
-        "from dapo_jax.data.files import register_rows\n"
-        "rows = [{'problem': f'{i}+1=', 'answer': i + INDEX} for i in range(30)]\n"
-        "config.data.source = register_rows('data', rows)"
-    )
-    run = start_training(base, tmp_path / "run", 2, 2, patch=patch)
-    for ended in run.wait():
-        assert ended.code == 2 and "the data of given:data = " in ended.err
-        assert "Traceback" not in ended.err

@@ -1,6 +1,5 @@
 """Learning from own examples and from offline pairs: gradients, runs, adapters, resumption."""
 
-import json
 import os
 import pathlib
 import signal
@@ -15,7 +14,7 @@ from learners import assert_close, logprobs_alone
 from output_folders import KINDS, snapshot
 from row_files import write_lines
 from safetensors.numpy import load_file
-from several import Several, assert_rounded_alike
+from several import COMMAND, Several, assert_rounded_alike
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax import algorithms, registry
@@ -251,19 +250,6 @@ def test_adapters_learn_examples_and_the_folder_has_them_merged(tiny_folder, alo
     rows = read_metrics(config.out)
     assert rows[-1]["heldout_nll"] < 0.9 * rows[0]["heldout_nll"]
     assert_merged(config.out, tiny_folder)
-
-
-@pytest.mark.slow
-def test_adapters_come_to_prefer_the_chosen_answers(tiny_folder, alone, tmp_path):
-    config = make_lora_config("dpo", tmp_path, tiny_folder)
-    config.data.passes = 8.0
-    train_supervised(config)
-    rows = read_metrics(config.out)
-    assert rows[0]["heldout_preference_loss"] == pytest.approx(np.log(2), abs=1e-12)
-    assert rows[-1]["heldout_preference_accuracy"] > 0.5
-    assert_merged(config.out, tiny_folder)
-    values = json.loads((tmp_path / "out.adapter/adapter_config.json").read_text())
-    assert values["base_model_name_or_path"] == tiny_folder.name and values["r"] == 4
 
 
 @pytest.mark.parametrize(

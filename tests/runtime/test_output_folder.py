@@ -1,7 +1,6 @@
 """Commands write only into folders that are new, empty or their own, one process at a time."""
 
 import contextlib
-import errno
 import json
 import os
 import pathlib
@@ -94,25 +93,6 @@ def test_each_command_names_its_setting_and_rejects_a_folder_of_others(command, 
     assert message.startswith(f"error: config.{setting} = {str(folder)!r}: must be a new or empty")
     assert len(message.splitlines()) == 1 and "holds 'chapters'" in message
     assert snapshot(tmp_path) == before
-
-
-REAL = """
-import runpy, sys
-try:
-    runpy.run_module("dapo_jax", run_name="__main__", alter_sys=True)
-finally:
-    heavy = {"tensorflow", "dapo_jax.run.components"} & set(sys.modules)
-    print(heavy or "nothing was opened")
-"""
-
-
-def test_the_real_command_rejects_before_any_work(tmp_path):
-    make_foreign(tmp_path / "mine")
-    _, arguments, flag = COMMANDS["train"]
-    line = [sys.executable, "-c", REAL, "train", *arguments, f"{flag}{tmp_path}/mine"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "nothing was opened\n"
-    assert len(done.stderr.splitlines()) == 1 and "holds 'chapters'" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["train", pytest.param("export", marks=pytest.mark.slow)])
@@ -235,17 +215,6 @@ def test_a_folder_with_files_of_others_is_rejected_and_kept(place, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_a_file_that_appears_during_the_write_is_kept_and_so_is_the_result(tmp_path):
-    out = tmp_path / "out"
-    write_files(out, "old")
-    with pytest.raises(ConfigError, match="also holds 'notes.txt'.*complete in '.*unfinished'"):
-        with replace("out", str(out), TRAINED) as folder:
-            (folder / "a.bin").write_text("new")
-            (out / "notes.txt").write_text("mine")
-    assert contents(out) == {"a.bin": "old", "b.bin": "old", "notes.txt": "mine"}
-    assert contents(tmp_path / "out.unfinished") == {"a.bin": "new"}
-
-
 def fail(path):
     raise ZeroDivisionError
 
@@ -273,23 +242,6 @@ def test_a_full_disk_is_one_line_and_keeps_the_old_folder(work, error, words, tm
         with replace("out", str(tmp_path / "out"), TRAINED) as folder:
             work(folder / "a.bin")
     assert snapshot(tmp_path / "out") == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_the_old_folder_stays_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
-    write_files(tmp_path / "out", "old")
-    rename = pathlib.Path.rename
-
-    def fail(path, target):
-        if path.name == "out.unfinished":
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(path, target)
-
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="complete in '.*unfin"):
-        patch.setattr(pathlib.Path, "rename", fail)
-        write_files(tmp_path / "out", "new")
-    assert contents(tmp_path / "out") == {"a.bin": "old", "b.bin": "old"}
-    write_files(tmp_path / "out", "newer")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

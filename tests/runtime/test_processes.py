@@ -26,7 +26,7 @@ from several import (
 )
 from small_runs import equal, read_rows
 
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, checkpoint_folder
+from dapo_jax.run.checkpointing.checkpoints import checkpoint_folder
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import PEER_LOST
 from dapo_jax.runtime.storage import output_folder
@@ -250,33 +250,6 @@ def test_two_processes_with_a_sampler_do_what_they_do_without(remote, base, tmp_
     for other in alone, one:
         assert equal(state, final_state(base, other)[0])
         assert without_costs(two) == without_costs(other) and used(two) == used(other)
-
-
-IN_SAVE_2 = """
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-save = Checkpoints.save
-def save_and_send(self, record, states):
-    save(self, record, states)
-    if record.step == 2 and INDEX == VICTIM:
-        os.kill(os.getpid(), signal.SIGNAL)
-Checkpoints.save = save_and_send
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_lost_in_a_save_leaves_the_checkpoint_before(victim, base, one, tmp_path):
-    run_dir = tmp_path / "run"
-    patch = send(IN_SAVE_2, "SIGKILL", victim)
-    ended = start_training(base, run_dir, 2, 2, patch=patch).wait()
-    assert ended[victim].code == -signal.SIGKILL
-    assert ended[1 - victim].code in LOST
-    with Checkpoints(run_dir) as checkpoints:
-        step = checkpoints.latest_step()
-    assert step in (1, 2)  # whole, or absent
-    first, _ = train_with(base, run_dir, 2)
-    assert f"after step {step}" in first.out and "damaged" not in first.err
-    assert_same_run(base, run_dir, one)
 
 
 @pytest.mark.slow

@@ -5,34 +5,23 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import children
 import pytest
 from conftest import make_prompt
-from small_runs import ROOT, make_quick_config, read_rollouts, read_rows
+from small_runs import ROOT, make_quick_config, read_rows
 
 from dapo_jax.commands.train import work
 from dapo_jax.config.experiment import Environment, Log, Reward
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.run.run import train
 from dapo_jax.run.run_files import Callbacks, RunFiles
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.workers.pickled_functions import register_function
 
-SLOW = """
-import os, pathlib, time
-marker = pathlib.Path(__file__).parent / "slow"
-def score(prompt, response, answer):
-    if marker.exists():
-        (marker.parent / "asked").touch()
-        time.sleep(120)
-    return float(len(response))
-"""
 # A command that computes where no signal handler of Python's runs, as a compiler does.
 DEAF = """
 import hashlib, sys
@@ -44,43 +33,6 @@ def work():
         hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 2 * 10**9)
 sys.exit(processes.run(work))
 """
-
-
-def kill_when(path: pathlib.Path, number: int) -> None:
-    """Sends this process the signal once that file is there."""
-
-    def wait() -> None:
-        while not path.exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-@pytest.mark.slow
-def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
-    base, write_module, alone, tmp_path
-):
-    write_module("slow_module", SLOW)
-    import slow_module
-
-    reward = Reward(parts="rule=1,slow_module:score=0.1", timeout_seconds=300.0)
-
-    def config(name: str):
-        log = Log(0, tensorboard=False, report=False)
-        return make_quick_config(base, tmp_path / name, updates=1, reward=reward, log=log)
-
-    assert train(config("whole")) is not None
-    slow_module.marker.touch()
-    kill_when(slow_module.marker.parent / "asked", signal.SIGINT)
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        train(config("stopped"))
-    slow_module.marker.unlink()
-    assert time.monotonic() - started < 60  # of which a start takes most
-    assert train(config("stopped")) is not None
-    assert read_rows(tmp_path / "stopped") == read_rows(tmp_path / "whole")
-    assert read_rollouts(tmp_path / "stopped") == read_rollouts(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])
