@@ -35,7 +35,7 @@ SYSTEM = (
     'counts. Reply with one JSON object and nothing else: {{"reason": "one or two sentences", '
     '"score": N}}, where N is a whole number from 0 (worst) to {highest} (best).'
 )
-AGAIN = "Reply with the JSON object alone."
+AGAIN = "Reply with the JSON object alone."  # no judge reads its own reply, which may quote
 SCHEMA = {
     "type": "object",
     "properties": {"reason": {"type": "string"}, "score": {"type": "integer"}},
@@ -43,7 +43,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "grade", "strict": True, "schema": SCHEMA}}
-_CONTROL = re.compile(r"<|\[(?=/?[A-Z_]+\])")  # begins <|im_end|>, </s>, [INST], ...
+UNREAD = (400, 413, 422)  # of what is too long, or filtered
+# Each control token has one: <|im_end|>, </s>, [INST], [gMASK], [UNUSED_TOKEN_145], ]~b], ...
+_CONTROL = re.compile(r"[<>\[\]]")
 _FENCED = re.compile(r"```(?:json)?\n(.*)\n```", re.DOTALL)
 
 
@@ -92,12 +94,25 @@ class ModelJudge:
 
     async def __call__(self, prompt: str, response: str, answer: str, rubric: str = "") -> Score:
         """Return the score of a response. Raises JudgeUnavailable."""
-        messages = write_messages(self._settings, prompt, response, answer, rubric)
+        messages, without = (
+            write_messages(self._settings, prompt, text, answer, rubric) for text in (response, "")
+        )
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._score, messages
+            self._threads, self._score, messages, without
         )
 
-    def _score(self, messages: list[dict[str, str]]) -> Score:
+    def _score(self, messages: list[dict], without: list[dict] | None) -> Score:
+        """Return the score; 0 if the judge can grade only messages `without` the response."""
+        try:
+            return self._grade(messages)
+        except _Unread as error:
+            if without is None:
+                raise JudgeUnavailable(str(error)) from None
+        score = Score(0)
+        score.counts = self._score(without, None).counts
+        return score
+
+    def _grade(self, messages: list[dict[str, str]]) -> Score:
         settings = self._settings
         request: dict[str, Any] = {"model": settings.model, "messages": messages}
         request |= {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
@@ -105,7 +120,7 @@ class ModelJudge:
         place = hashlib.sha256(json.dumps(request).encode()).hexdigest()
         path = epath.Path(settings.cache) / place[:2] / f"{place}.json" if settings.cache else None
         calls = tokens_in = tokens_out = 0
-        reply, error = _read(path), ""
+        reply, error = _read(path), Exception()
         for attempt in range(settings.retries + 1):
             try:
                 if reply is None:
@@ -114,16 +129,15 @@ class ModelJudge:
                     tokens_in += usage.get("prompt_tokens") or 0
                     tokens_out += usage.get("completion_tokens") or 0
                 score = Score(read_score(reply, settings.highest))
-            except _Rejected as failure:
-                raise JudgeUnavailable(str(failure)) from None
+            except JudgeUnavailable:
+                raise
             except (OSError, http.client.HTTPException) as failure:
-                error = str(failure)
+                error = JudgeUnavailable(str(failure))
                 time.sleep(FIRST_DELAY_SECONDS * 2**attempt)
             except ValueError as failure:
-                error = f"the judge replied {reply!r:.100}: {failure}"
-                own = {"role": "assistant", "content": reply or ""}
-                again = {"role": "user", "content": AGAIN}
-                request |= {"messages": [*messages, own, again]}
+                error = _Unread(f"the judge replied {reply!r:.100}: {failure}")
+                again = {"role": "system", "content": f"{messages[0]['content']} {AGAIN}"}
+                request |= {"messages": [again, messages[1]]}
                 reply = None
             else:
                 if path is not None and calls:
@@ -134,13 +148,13 @@ class ModelJudge:
                 counts = {"calls": calls, "tokens": tokens_in + tokens_out, "cost": cost / 1e6}
                 score.counts = {f"judge_{name}": float(count) for name, count in counts.items()}
                 return score
-        raise JudgeUnavailable(f"{settings.url}, after {settings.retries} retries: {error}")
+        raise type(error)(f"{settings.url}, after {settings.retries} retries: {error}")
 
     def _ask(self, request: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the text and the usage of a reply.
 
         Raises:
-            _Rejected: the server would reject another try too.
+            _Unread, JudgeUnavailable: the server would reject another try too.
             OSError, HTTPException, ValueError: another try may succeed.
         """
         url = f"{self._settings.url.rstrip('/')}/chat/completions"
@@ -155,15 +169,16 @@ class ModelJudge:
             text = f"status {error.code}: {error.read(300).decode(errors='replace')}"
             if error.code in RETRIED:
                 raise OSError(text) from None
-            raise _Rejected(f"{url}: {text}") from None
+            kind = _Unread if error.code in UNREAD else JudgeUnavailable
+            raise kind(f"{url}: {text}") from None
         try:
             return str(reply["choices"][0]["message"]["content"]), reply.get("usage") or {}
         except (KeyError, IndexError, TypeError):
             raise ValueError("no chat completion") from None
 
 
-class _Rejected(Exception):
-    """Request that a server rejects."""
+class _Unread(Exception):
+    """Messages without a grade, perhaps by the response in them."""
 
 
 def _read(path: epath.Path | None) -> str | None:

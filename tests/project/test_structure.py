@@ -32,7 +32,7 @@ EXTRAS = {
     "gym": 193,
     "init": 187,
     "jetstream": 124,
-    "judge": 173,
+    "judge": 188,
     "math": 4_543,
     "plan": 950,
     "report": 350,
