@@ -15,7 +15,6 @@ import time
 import bench
 
 from dapo_jax.data.sources import read_problems
-from dapo_jax.extras.math import sympy_stage
 from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
 from dapo_jax.extras.math.verifier import Settings, make_verifier
 
@@ -51,7 +50,6 @@ def pairs_of(path: str, problems: int, different: int) -> list[Pair]:
 def main() -> None:
     options, files = bench.read_arguments(__doc__, others=True, problems=300, different=3)
     judges = {"dapo_jax": ours}
-    sympy_stage.load()
     if importlib.util.find_spec("math_verify"):
         judges["math-verify"] = math_verify
     rows = [json.loads(line) for line in CASES.read_text().splitlines()]

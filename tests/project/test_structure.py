@@ -33,7 +33,7 @@ EXTRAS = {
     "init": 187,
     "jetstream": 124,
     "judge": 188,
-    "math": 4_543,
+    "math": 4_416,
     "plan": 950,
     "report": 350,
     "samplers": 1_224,

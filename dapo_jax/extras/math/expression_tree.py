@@ -44,8 +44,8 @@ class Tree(NamedTuple):
 
     kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
     'product', 'quotient', 'power', 'function' (value: its name), or the name of a known function;
-    'total', 'times', 'integral' (ends, body), 'limit' (target, body): value is the name of their
-    variable, which is of kind 'bound';
+    'total', 'times', 'integral' (ends, body): value is the name of their variable, which is of
+    kind 'bound';
     'numeral' (value: fmpq) and 'mixed' (a numeral and a quotient) where arithmetic is as written.
     """
 
@@ -184,10 +184,14 @@ def binomial(above: Tree, below: Tree) -> Tree:
 
 
 def bind(kind: str, letter: Tree, ends: list[Tree], body: Tree) -> Tree:
-    """Return a sum, product, integral or limit over a letter. Raises `Refused` for a number."""
+    """Return a sum, product or integral over a letter. Raises `Refused` for a number.
+
+    Its variable is named by what it encloses, so that the letter does not matter.
+    """
     if letter.kind not in ("symbol", "i"):
         raise Refused("a variable that is a number")
-    variable = Tree("bound", value=f"#{letter.value or letter.kind}")
+    inner = {node.value for node in nodes(body) if node.kind == "bound"}
+    variable = Tree("bound", value=f"#{len(inner)}")
 
     def renamed(tree: Tree) -> Tree:
         if tree == letter:

@@ -34,7 +34,7 @@ _FUNCTION_NAMES = {"f", "F", "Gamma", "zeta", "phi", "psi"}  # before any bracke
 _CONSTANTS = {"pi": trees.PI, **dict.fromkeys(("infty", "infinity", "inf"), trees.INFINITY)}
 _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TIMES = {"*", r"\times", r"\cdot"}
-_BOUND = {"sum": "total", "prod": "times", "lim": "limit", "int": "integral"}  # bind a variable
+_BOUND = {"sum": "total", "prod": "times", "int": "integral"}  # bind a variable
 _OF_SEVERAL = {"max", "min", "gcd"}
 _FACTORS = {*FUNCTIONS, *GREEK, *_CONSTANTS, *_BOUND, *_OF_SEVERAL, "frac", "binom", "mathbf"}
 _DIFFERENTIALS = {"d", r"\delta", r"\Delta"}
@@ -69,9 +69,9 @@ _INFINITIES = (trees.INFINITY, trees.negate(trees.INFINITY))
 
 
 def _holds_infinity(tree: Tree) -> bool:
-    """Return True for infinity elsewhere than as an end of a sum, product, integral or limit."""
+    """Return True for infinity elsewhere than as an end of a sum, product or integral."""
     parts = tree.parts
-    if tree.kind in ("total", "times", "integral", "limit"):
+    if tree.kind in _BOUND.values():
         parts = tuple(part for part in parts if part not in _INFINITIES)
     return tree.kind == "infinity" or any(map(_holds_infinity, parts))
 
@@ -346,17 +346,15 @@ class _Parser:
         return members
 
     def _over_a_range(self, name: str) -> Tree:
-        """Read a sum, a product or a limit; its body ends at the next sign."""
+        """Read a sum or a product; its body ends at the next sign."""
         self._take("_")
         self._take("{")
         letter = self._variable(self._take())
-        self._take(*("=",) if name != "lim" else (r"\to", r"\rightarrow"))
-        ends = [self._sum()]
+        self._take("=")
+        low = self._sum()
         self._take("}")
-        if name != "lim":
-            self._take("^")
-            ends.append(self._argument())
-        return trees.bind(_BOUND[name], letter, ends, self._product())
+        self._take("^")
+        return trees.bind(_BOUND[name], letter, [low, self._argument()], self._product())
 
     def _integral(self) -> Tree:
         ends = []

@@ -30,7 +30,7 @@ _STEPS = {
     }.items()
     for name in names.split()
 }
-_TO_DO = {"abs", "floor", "ceiling", "total", "times", "integral", "limit"}  # also of letters
+_TO_DO = {"abs", "floor", "ceiling", "total", "times", "integral"}  # also of letters
 _POWER_TO_DO = {"product", "quotient", "power", "odd_root", "i", "abs"}  # as bases
 CONSTANTS = {"pi", "e", "i", "surd"}  # steps that are none where gold has functions of numbers
 ROUGH_BITS, ROUGH_WORK = 64, 100_000
