@@ -1,7 +1,6 @@
 """Times rollout, update and whole step of dapo_jax on the peers' model and workloads.
 
     python tests/benchmarks/ours.py --workload uniform --repeats 5
-    python tests/benchmarks/ours.py --only update --profile
 
 4.2 M parameters, float32, prompts of 32 tokens, 64 slots, entropy computed in the update.
 
@@ -12,19 +11,14 @@
 
 Prints a JSON line per measurement, with the arithmetic of the matrix products alone over a product
 of two square matrices timed in the same process; the first (compiling) call is reported apart.
-`--profile` prints the seconds of one call by kind of operation, from JAX's profiler. They are
-processor seconds: two devices that compute at once count twice. `waiting` is the cores' idle time.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
-import gzip
 import json
 import os
 import pathlib
-import re
 import statistics
 import tempfile
 import time
@@ -63,18 +57,8 @@ MEDIAN_TOKENS, SPREAD = 84.0, 1.0  # of the log-normal law; cut at 512 its mean 
 SHAPE = {"layers": 4, "embed": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "mlp": 1024}
 DECODER = DecoderConfig(VOCAB, **SHAPE, tie_embeddings=False)
 SMOKE_DECODER = dataclasses.replace(DECODER, layers=1, embed=32, head_dim=8, mlp=64)
-# The first match counts; a fusion is named after its operations.
-KINDS = {
-    "matrix products": r"dot|gemm|convolution|ynn",
-    "exchange between devices": r"all-|reduce-scatter|collective|permute",
-    "exponentials: softmax, SiLU": r"exponential|exp|logistic|softmax",
-    "draws: keys, sorts, arg max": r"threefry|rng|sort|argmax|cumsum|shift|xor",
-    "copies and places": r"copy|slice|gather|scatter|concatenate|pad|transpose|cache",
-    "sums and norms": r"reduce|rsqrt",
-}
 # Forward and backward; of a step's tokens each is drawn, scored and trained on.
 PASSES = {"rollout": 1, "update": 3, "step": 5}
-PARENTS = re.compile(r"^(while|call|conditional|ThunkExecutor|Thunk|custom-call-start)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,36 +230,6 @@ def measure(call: Callable[[], float], repeats: int) -> dict[str, float | list[f
     }
 
 
-def seconds_by_kind(folder: str) -> dict[str, float]:
-    """Return the seconds of the operations in the trace of a folder."""
-    (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
-    seconds: collections.Counter[str] = collections.Counter()
-    for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
-        name = event.get("args", {}).get("hlo_op", "")
-        if event.get("ph") == "X" and name and not PARENTS.match(name):
-            kinds = (kind for kind, names in KINDS.items() if re.search(names, name))
-            kind = next(kinds, "other elementwise")
-            seconds[kind] += event["dur"] / 1e6
-    return dict(seconds)
-
-
-def profile(name: str, call: Callable[[], float]) -> None:
-    call()
-    call()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            started = time.perf_counter()
-            call()
-            wall = time.perf_counter() - started
-        seconds = seconds_by_kind(folder)
-    cores = min(os.cpu_count() or 1, 2)
-    seconds["waiting"] = cores * wall - sum(seconds.values())
-    print(f"{name}: {wall:.2f} s on {jax.device_count()} devices")
-    bench.print_table(["operations", "processor seconds", "share"])
-    for kind, value in sorted(seconds.items(), key=lambda item: -item[1]):
-        bench.print_row([kind, f"{value:.3f}", f"{value / (cores * wall):.0%}"])
-
-
 def main() -> None:
     args = bench.read_arguments(
         __doc__,
@@ -284,7 +238,6 @@ def main() -> None:
         only=list(PASSES),
         keep_groups=False,  # as a run with checkpoint.keep_groups samples
         rows=0,  # per microbatch; 0: the workload's
-        profile=False,
     )
     workload = dataclasses.replace(WORKLOADS[args.workload], keep_groups=args.keep_groups)
     if args.rows:
@@ -294,9 +247,6 @@ def main() -> None:
         products -= 2 * VOCAB * workload.decoder.embed  # the embedding is looked up
         for name in args.only:
             call = getattr(calls, name)
-            if args.profile:
-                profile(name, call)
-                continue
             line = {"framework": "dapo_jax", "workload": args.workload, "bench": name}
             line |= measure(call, args.repeats)
             gflops = line["tokens_per_s"] * PASSES[name] * products / 1e9

@@ -1,15 +1,11 @@
 """Times a DAPO step of configs/smollm2.py beside TRL's, and compares the two gradients.
 
     python tests/benchmarks/compare.py --workload smollm2 --trl V/bin/python
-    python tests/benchmarks/real_model.py --trl V/bin/python --learn 12
 
 Both libraries start from the same folder and take the same prompts, samples per prompt, updates
 per rollout, response limit, learning rate and optimizer, in float32 and without dynamic sampling,
 which TRL does not have. A response ends where the policy ends it. The gradient is that of the
 first minibatch that dapo_jax sampled; TRL computes it from the same tokens and advantages.
-
-`--learn N` trains N steps instead and prints seconds, without evaluations, and the accuracy on
-held-out problems, sampled at temperature 1.
 """
 
 import contextlib
@@ -31,7 +27,6 @@ import bench
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "smollm2.py"
 BATCH, GRADIENT = "batch.json", "gradient"
 PARTS = ["rollout", "update", "step"]
-LEARN_PROBLEMS = 200
 WARM_UP = 2  # steps before the timed ones: dapo_jax compiles its update for two lengths of rows
 
 
@@ -105,22 +100,11 @@ class Ours:
         return state, seconds | {"tokens": tokens}, record
 
     def write_rows(self, prompts: Any) -> None:
-        """Write training prompts for TRL, and the held-out problems of the config."""
-        from dapo_jax.extras import words as word_problems
-
-        steps = max(self.args.learn, self.args.repeats + WARM_UP)
+        """Write training prompts for TRL."""
+        steps = self.args.repeats + WARM_UP
         rows = [next(prompts) for _ in range(self.args.prompts * steps)]
         texts = [{"prompt": row.text, "answer": row.answer} for row in rows]
         (self.args.work / "rows.json").write_text(json.dumps(texts))
-        template, seed = self.config.data.template, self.config.seed
-        problems = [
-            word_problems.make_problem("word_problems", "heldout", seed, i)
-            for i in range(LEARN_PROBLEMS)
-        ]
-        heldout = [
-            {"prompt": template.format(problem=p.text), "answer": p.answer} for p in problems
-        ]
-        (self.args.work / "heldout.json").write_text(json.dumps(heldout))
 
     def write_gradient(self, parts: Any, record: Any) -> None:
         from dapo_jax.learner.packing import take_tokens
@@ -141,27 +125,6 @@ class Ours:
             for segment in segments
         ]
         (self.args.work / BATCH).write_text(json.dumps(responses))
-
-    def learn(self) -> None:
-        """Train `--learn` steps; print seconds and held-out accuracy after each evaluation.
-
-        Dynamic sampling is on, as in the config.
-        """
-        from dapo_jax.run.components import build
-
-        with contextlib.closing(build(self.config)) as parts:
-            self.write_rows(parts.prompts)
-        run = self.args.work / "ours"
-        flags = [f"--config.run_dir={run}", f"--config.model.folder={self.args.model}"]
-        flags += [f"--config.total_steps={self.args.learn}", "--config.evaluation.top_p=1"]
-        flags += [f"--config.evaluation.every_steps={self.args.every}"]
-        bench.command("train", f"--config={CONFIG}:words", *flags)
-        seconds = 0.0
-        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-            seconds += row.get("seconds_step", 0.0)
-            if "heldout_accuracy" in row:
-                accuracy = row["heldout_accuracy"]
-                print_line(step=row["step"], seconds=round(seconds, 1), accuracy=accuracy)
 
 
 class Trl:
@@ -291,38 +254,6 @@ class Trl:
         save_file(gradient, self.args.work / "trl" / "model.safetensors")
         model.zero_grad(set_to_none=True)
 
-    def learn(self) -> None:
-        """Train `--learn` steps; print seconds and accuracy on held-out problems every 4 steps."""
-        trainer = self.make_trainer(self.args.learn)
-        spent, last = [0.0], [time.perf_counter()]
-
-        def after_step(step: int, _: float) -> None:
-            spent[0] += time.perf_counter() - last[0]
-            if step % self.args.every == 0 or step == self.args.learn:
-                print_line(step=step, seconds=round(spent[0], 1), accuracy=self.accuracy(trainer))
-            last[0] = time.perf_counter()
-
-        self.timed_steps(trainer, after_step)
-
-    def accuracy(self, trainer: Any) -> float:
-        import torch
-
-        problems = json.loads((self.args.work / "heldout.json").read_text())
-        tokenizer, right = trainer.processing_class, 0.0
-        for i in range(0, len(problems), 50):
-            part = problems[i : i + 50]
-            batch = tokenizer([row["prompt"] for row in part], return_tensors="pt", padding=True)
-            with torch.no_grad():
-                out = trainer.model.generate(
-                    **batch, max_new_tokens=self.args.new_tokens, do_sample=True, top_k=0
-                )
-            texts = tokenizer.batch_decode(
-                out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
-            )
-            rewards = self.reward(texts, [row["answer"] for row in part])
-            right += sum(reward > 0 for reward in rewards)
-        return right / len(problems)
-
 
 def run_side(args: Any, side: str, python: str) -> list[dict]:
     """Run a side in a process of its own; return the lines that it prints."""
@@ -357,9 +288,6 @@ def compare(args: Any) -> None:
             lines = {name: run_side(args, side, python) for name, (side, python) in sides.items()}
             print_line(**lines)
             rounds.append(lines)
-        if args.learn:
-            print_learning(rounds[0])
-            return
         print_seconds(rounds)
         if args.trl:
             difference, norm = gradient_difference(pathlib.Path(folder))
@@ -387,13 +315,6 @@ def median(lines: list[dict], part: str) -> float:
     return statistics.median(line[part] for line in lines if part in line)
 
 
-def print_learning(lines: dict[str, list[dict]]) -> None:
-    bench.print_table(["library", "step", "seconds", "held-out accuracy"])
-    for side, rows in lines.items():
-        for row in rows:
-            bench.print_row([side, row["step"], row["seconds"], f"{row['accuracy']:.3f}"])
-
-
 def read_arguments() -> Any:
     return bench.read_arguments(
         __doc__,
@@ -403,8 +324,6 @@ def read_arguments() -> Any:
         work="",
         rounds=1,
         repeats=3,
-        learn=0,
-        every=4,  # steps between the evaluations of --learn
         prompts=8,
         group=8,
         updates=2,
@@ -421,7 +340,7 @@ def main() -> None:
     args.work = pathlib.Path(args.work)
     with contextlib.redirect_stdout(sys.stderr):  # what a library prints looks like JSON
         side = {"ours": Ours, "trl": Trl}[args.side](args)
-        side.learn() if args.learn else side.measure()
+        side.measure()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from supervised_runs import pair_rows, settings
 
 import dapo_jax
 from dapo_jax.commands import api
-from dapo_jax.extras.plan.published_shapes import config_values
 from dapo_jax.runtime.workers import pickled_functions
 from dapo_jax.types.errors import ConfigError
 
@@ -161,19 +160,6 @@ def test_wrong_arguments_raise_the_errors_of_the_commands(call, words, tmp_path,
     with pytest.raises(ConfigError) as error:
         call()
     assert words in str(error.value)
-
-
-@pytest.mark.slow
-def test_a_plan_is_a_dictionary(tmp_path, alone):
-    config = quick("", tmp_path, algorithm=dapo_jax.preset("reinforce"))
-    config.rollout.updates_per_rollout = 1
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(config_values("Qwen2.5-0.5B") | TINY))
-    planned = dapo_jax.plan(
-        config, topology="cpu:1", model=str(tmp_path / "model"), cache=str(tmp_path / "cache")
-    )
-    assert planned["fits"] and planned["chips"] == 1 and planned["step"]["seconds_step"] > 0
-    assert planned["programs"]["update"]["peak_bytes"] > 0 and config.model.folder == ""
 
 
 def test_a_reward_is_a_python_function(base, tmp_path, alone, write_module):

@@ -1,7 +1,6 @@
 """`dapo-jax train --dry-run`: what a run would see, without weights, compilation or files."""
 
 import json
-import os
 import re
 
 import pytest
@@ -107,17 +106,6 @@ def test_unreadable_golds_are_counted(dry_run):
     )
     assert "by math: 41 number" in output and "warning" not in output
     assert "wrong (unfinished)" in row(output, "gold, not worked out")
-
-
-@pytest.mark.slow
-def test_user_reward_functions_run_in_a_worker(dry_run, tmp_path):
-    (tmp_path / "pid").write_text(str(os.getpid()))
-    parts = "--config.reward.parts=rule=1,dry_rewards:long=100,dry_rewards:elsewhere=50"
-    code, output, error = dry_run(ROWS, parts)
-    assert code == 0, error
-    gold = row(output, "gold in its form")
-    length = len(gold.split("####")[1].split()[0]) + len("#### ")
-    assert f"dry_rewards:long {length:+.2f}" in gold and "dry_rewards:elsewhere +0.00" in gold
 
 
 def test_failing_reward_function_is_named(dry_run):

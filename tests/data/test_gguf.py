@@ -228,23 +228,6 @@ def test_types_lose_only_their_precision(dtype, tmp_path):
     assert all(errors[name] == 0 for name in before if before[name].ndim == 1)
 
 
-def test_a_q8_0_round_trip_is_within_its_rounding(tmp_path):
-    folder = widen(make_folder(tmp_path / "hf", "llama3"))
-    back = round_trip(folder, tmp_path, "q8_0")
-    before, after = (load_all(path) for path in (folder, back))
-    for name in before:
-        if before[name].ndim == 1:
-            continue
-        blocks, errors = (a.reshape(-1, 32) for a in (before[name], before[name] - after[name]))
-        steps = np.abs(blocks).max(-1, keepdims=True) / 127
-        # Half a step, and the rounding of the step to float16.
-        assert (np.abs(errors) <= (0.5 + 127 / 2**11) * steps).all()
-    (tmp_path / "again").mkdir()
-    again = load_all(round_trip(back, tmp_path / "again", "q8_0"))
-    for name in before:
-        np.testing.assert_allclose(again[name], after[name], rtol=1e-3)
-
-
 def load_all(folder: pathlib.Path) -> dict[str, np.ndarray]:
     files = folder.glob("*.safetensors")
     return {k: v.astype(np.float32) for f in files for k, v in load_file(f).items()}

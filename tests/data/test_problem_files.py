@@ -12,7 +12,6 @@ import sys
 import threading
 import zlib
 
-import fake_gcs
 import ml_dtypes
 import numpy as np
 import pyarrow as pa
@@ -20,8 +19,7 @@ import pytest
 from pyarrow import csv, feather, parquet
 from row_files import read_table, write_lines
 
-from dapo_jax.config.experiment import Config, Data
-from dapo_jax.config.files import read_config
+from dapo_jax.config.experiment import Data
 from dapo_jax.data import files
 from dapo_jax.data.files import MalformedRow, NoAnswer, find_files
 from dapo_jax.data.prompts.templates import DAPO
@@ -226,19 +224,6 @@ def test_numbers_of_given_rows_have_the_shortest_text_of_their_type():
     assert problem.columns == '{"time": "2024-01-31T10:00:00"}' and problem.level == "3"
 
 
-class DataSet:
-    """What `register_rows` uses of a `Dataset`, whose own rows have wider floats."""
-
-    def with_format(self, kind):
-        assert kind == "arrow"
-        return pa.table({"problem": ["a", "b"], "answer": pa.array([0.1, 27], FLOATS)})
-
-
-def test_numbers_of_a_data_set_have_the_shortest_text_of_their_type():
-    rows = files.read_rows(pathlib.Path(files.register_rows("numbers", DataSet())))
-    assert [read_row(row, "s", 1).answer for _, row in rows] == ["0.1", "27"]
-
-
 def test_a_column_that_occurs_twice_is_an_error(tmp_path):
     (tmp_path / "t.csv").write_text("question,answer,answer\n1,2,3\n")
     table = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], ["answer", "answer"])
@@ -334,54 +319,11 @@ def test_a_downloaded_data_set_is_found_by_its_name_on_the_hub(hub_folders, name
     assert paths == tuple(str(hub_folders / file) for file in found.split())
 
 
-@pytest.mark.parametrize("config", ["qwen2p5_0p5b_gsm8k", "qwen2p5_1p5b_gsm8k"])
-def test_the_configs_read_the_downloaded_gsm8k(hub_folders, monkeypatch, config):
-    (hub_folders / "data").mkdir()
-    (hub_folders / "gsm8k").rename(hub_folders / "data/gsm8k")
-    monkeypatch.chdir(hub_folders)
-    data = read_config(Config, config).data
-    assert data.source == data.heldout_source == "openai/gsm8k"
-    sources = Sources(data, seed=0)
-    (heldout,), (training,) = sources.heldout(), sources.training(set())
-    for source, split in (heldout, "test"), (training, "train"):
-        assert [problem.answer for problem in source.problems] == ["0", "1", "2"]
-        assert all(problem.text.startswith(f"main/{split}-") for problem in source.problems)
-
-
 @pytest.mark.parametrize("name", ["math", "a", "nothing", "{}/**/1.parquet"])
 def test_a_name_of_no_single_file_lists_what_is_there(folder, name):
     expected = "without \\*\\*" if "**" in name else "holds DAPO-Math, a-1.json, .*math500.json"
     with pytest.raises(ConfigError, match=f"config.data.source = .*{expected}"):
         find_files("data.source", name.format(folder), str(folder), "train")
-
-
-READ = """
-import sys
-from dapo_jax.data.files import find_files
-from dapo_jax.data.sources import read_problems
-
-for name in sys.argv[1:]:
-    paths = find_files("data.source", name, "gs://bucket", "test")
-    print(*paths, len(read_problems(paths, "set", 0).problems))
-"""
-
-
-@pytest.mark.slow
-def test_buckets_are_read_like_folders(folder):
-    names = ["gs://bucket/DAPO-Math", "gs://bucket/DAPO-Math/*.parquet", "aime24"]
-    with fake_gcs.serve("bucket") as store:
-        for path in (p for p in folder.rglob("*") if p.is_file()):
-            store.write("bucket", str(path.relative_to(folder)), path.read_bytes())
-        done = subprocess.run(
-            [sys.executable, "-c", READ, *names],
-            env=os.environ | store.environment,
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr
-    shards = " ".join(f"gs://bucket/DAPO-Math/{i}.parquet" for i in range(2))
-    last = "gs://bucket/aime24_test.jsonl 1"
-    assert done.stdout.splitlines() == [f"{shards} 5", f"{shards} 5", last]
 
 
 # --- hostile files -------------------------------------------------------------------------------

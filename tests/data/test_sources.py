@@ -276,26 +276,6 @@ def test_without_the_package_a_gym_task_says_how_to_get_it(monkeypatch, settings
         PromptStream(settings("gym:leg_counting"), 0, TOKENIZER)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "task", ["leg_counting", "chain_sum", "countdown?max_numbers=4", "rearc", "sudoku"]
-)
-def test_the_real_gym_scores_its_own_answers(task, settings):
-    pytest.importorskip("reasoning_gym")
-    data = settings(f"gym:{task}", heldout_problems=3, train_problems=20, max_prompt_tokens=9999)
-    for prompt in [*read(data, 5), *heldout_prompts(data, 0, TOKENIZER)]:
-        assert gym.score(f"gym:{task}", prompt.metadata, prompt.answer) == 1.0
-        assert gym.score(f"gym:{task}", prompt.metadata, "no answer at all") < 1.0
-    assert [p.problem for p in read(data, 5)] == [p.problem for p in read(data, 5)]
-
-
-@pytest.mark.slow
-def test_a_task_whose_real_scorer_evaluates_is_refused_by_name(settings):
-    pytest.importorskip("reasoning_gym")
-    with pytest.raises(ConfigError, match="'gym:puzzle24': its scorer evaluates the answer"):
-        read(settings("gym:puzzle24", train_problems=20), 1)
-
-
 # --- the arithmetic of the tests -----------------------------------------------------------------
 
 

@@ -12,10 +12,8 @@ from dapo_jax.config.experiment import (
     Config,
     Model,
 )
-from dapo_jax.config.files import read_config
 from dapo_jax.environments.builtin import Calculator
-from dapo_jax.extras.words import make_examples, make_problem, make_word_problem
-from dapo_jax.rewards.functions import coin, find_functions
+from dapo_jax.extras.words import make_problem, make_word_problem
 from dapo_jax.types.errors import ConfigError
 
 
@@ -42,29 +40,6 @@ def test_problems_are_keyed_and_held_out_ones_share_no_text():
     assert not {*texts["heldout"]} & {*texts["train"], *texts["examples"]}
     problem = make_problem("word_problems", "heldout", 1, 7)
     assert (problem.text, problem.source) == (texts["heldout"][7], "word_problems")
-
-
-def test_the_control_rewards_by_a_coin():
-    config = read_config(Config, "smollm2:random_reward")
-    ((name, weight),) = config.reward.weights().items()
-    (function,) = find_functions([name]).values()
-    assert function is coin and weight == 1
-    rewards = [coin(str(i), "#### 1", "1") for i in range(2000)]
-    assert 900 < sum(rewards) < 1100
-    assert rewards == [coin(str(i), "#### 1", "2") for i in range(2000)]
-
-
-def test_half_of_the_calculators_examples_are_conversations_with_it():
-    calculator = Calculator()
-    rows = [row["response"] for _, row in make_examples("calculator_problems", 100, 0)]
-    conversations = [row for row in rows if not isinstance(row, str)]
-    assert 35 < len(conversations) < 65
-    for messages in conversations:
-        *turns, last = [message["content"] for message in messages]
-        assert [message["role"] for message in messages[:2]] == ["assistant", "user"]
-        for call, reply in zip(turns[::2], turns[1::2], strict=True):
-            assert calculator.step(call).text == reply
-        assert calculator.step(last).done and last == f"#### {turns[-1]}"
 
 
 @pytest.mark.parametrize(("code", "starts"), [(0, True), (130, False)])

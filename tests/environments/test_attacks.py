@@ -12,6 +12,7 @@ from row_files import read_table
 
 from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.environments import sessions
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.environments.tools import ToolUse
 
@@ -106,6 +107,7 @@ def environments(tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
+        patch.setattr(sessions, "LATE_FACTOR", 1)
         made = Environments(settings, TOKENIZER, chat=False)
         yield made
         made.close()
@@ -119,12 +121,22 @@ def step(environments, turns, index):
     return reply
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("attack", "outcome", "words"), read_table(__file__, "environments"))
+RAISED = "exit interrupt deep memory".split()  # of which the place is said
+QUICK = "hang kill exit nan bytes flood fork special forge".split()
+
+
+@pytest.mark.parametrize(
+    ("attack", "outcome", "words"),
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row[0] not in QUICK))
+        for row in read_table(__file__, "environments")
+    ],
+)
 def test_an_environment_breaks_its_own_trajectory_at_most(environments, attack, outcome, words):
     assert step(environments, ["count"], 1).text == step(environments, ["count"], 2).text == "1"
     reply = step(environments, ["count", attack], 2)
-    assert words in reply.failure
+    assert words in reply.failure and reply.late == words.startswith("no reply")
+    assert ("hostile_attacks.py:" in reply.failure) == (attack in RAISED)
     assert reply.reward == 0 and reply.lost == (outcome == "no reward")
     if outcome == "no reward":
         assert not reply.tokens

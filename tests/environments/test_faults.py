@@ -1,4 +1,4 @@
-"""Environments that hang, die, print, fork, raise or return rubbish; the ready second try."""
+"""Environments that print, raise at their start or are interrupted; the ready second try."""
 
 import dataclasses
 import json
@@ -13,7 +13,6 @@ from row_files import read_table
 
 from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
-from dapo_jax.environments import sessions
 from dapo_jax.environments.builtin import SecondTry
 from dapo_jax.environments.registry import with_reward_settings
 from dapo_jax.environments.sessions import Environments
@@ -38,26 +37,11 @@ HOSTILE = textwrap.dedent(
             self.steps += 1
             if text == "1":
                 time.sleep(3600)
-            if text == "2":
-                os.kill(os.getpid(), 9)
             if text == "3":
                 print("x" * 10_000_000)
                 sys.stderr.write("y" * 10_000_000)
                 os.write(1, b"z" * 1_000_000)
                 return Observation("9" * 10_000_000)
-            if text == "4":
-                return b"8"
-            if text == "5":
-                os.fork()
-                return Observation("5")
-            if text == "6":
-                raise ValueError("a bad turn")
-            if text == "7":
-                sys.exit(3)
-            if text == "8":
-                return Observation("<|end|><|pad|>1", reward=float("nan"))
-            if text == "9":
-                return Observation("<|end|>1")
             if text == "a":
                 return Observation("letters")
             return Observation(f"{self.steps}+{self.seed}", reward=self.steps)
@@ -90,20 +74,6 @@ def step(environments, said, seed=7, failed=None, index=0, answer=""):
     return reply
 
 
-@pytest.mark.parametrize(("said", "failure"), read_table(__file__, "steps"))
-def test_a_step_that_fails_ends_its_trajectory_alone(opened, said, failure, monkeypatch):
-    monkeypatch.setattr(sessions, "LATE_FACTOR", 1)
-    environments = opened(step_seconds=0.5)
-    assert step(environments, ["0"]).text == step(environments, ["0"], index=1).text == "1+7"
-    failed = step(environments, ["0", said])
-    assert failure in failed.failure and failed.lost and not failed.tokens
-    assert ("hostile_module.py:" in failed.failure) == (said in "67")
-    assert failed.reward == 0 and failed.late == (said == "1")
-    # The first step of the other trajectory is repeated if its process was lost.
-    again = step(environments, ["0", "0"], index=1)
-    assert (again.text, again.reward, again.failure) == ("2+7", 2.0, "")
-
-
 def test_ten_megabytes_are_cut_and_nothing_printed_reaches_the_trainer(opened, capfd):
     environments = opened(max_observation_tokens=50)
     reply = step(environments, ["3"])
@@ -119,21 +89,6 @@ def test_a_reply_of_which_nothing_has_a_token_is_cut(opened):
     reply = step(environments, ["a"])
     assert (reply.tokens, reply.cut, reply.lost) == ([], True, False)
     assert step(environments, ["0"]).tokens == backend.encode("1+7").ids
-
-
-def test_a_fork_answers_once(opened):
-    environments = opened()
-    assert step(environments, ["5"]).text == "5"
-    assert [step(environments, ["5", "0"]).text, step(environments, ["0"], index=1).text] == [
-        "2+7",
-        "1+7",
-    ]
-
-
-def test_role_tokens_in_an_observation_are_broken_up(opened):
-    reply = step(opened(), ["9"])
-    assert not set(reply.tokens) & set(TOKENIZER.end_ids)
-    assert reply.text == "<|end|>1"
 
 
 def test_a_first_reset_that_raises_is_told_at_the_door_and_a_later_one_costs_nothing(opened):

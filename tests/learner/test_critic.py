@@ -274,16 +274,3 @@ def test_the_reference_is_held_in_the_compute_dtype_and_sharded_as_the_policy(
     places = jax.tree.leaves(parts.learners.policy.shardings.params)
     for leaf, place in zip(leaves, places, strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
-
-
-@pytest.mark.slow
-def test_a_reference_of_another_shape_or_tokenizer_is_rejected(
-    tiny_folder, other_folder, base, alone, tmp_path
-):
-    tokenizer = other_folder / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace("again", "gaina"))
-    for folder, words in ((base, "shape"), (other_folder, "tokenizer")):
-        model = Model(folder=str(tiny_folder), reference_folder=str(folder))
-        config = make_quick_config(tiny_folder, tmp_path, "grpo", model=model)
-        with pytest.raises(ConfigError, match=f"model.reference_folder = '{folder}'.*{words}"):
-            build(config)

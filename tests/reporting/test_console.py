@@ -25,7 +25,6 @@ from dapo_jax.reporting.console import (
     remaining,
     step_lines,
 )
-from dapo_jax.reporting.notices import describe_scores
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import print_error, printable
 from dapo_jax.types.errors import ConfigError
@@ -77,26 +76,6 @@ def test_a_step_says_everything_once():
     alone = shown(step_lines(7, 30, no_update | {"explained_variance": 0.5}))
     assert "critic only" in alone[0] and "explains 0.50" in alone[1]
     assert "95 %" not in step_lines(7, 30, STEP | {"heldout_accuracy": 0.5})[2]  # of one problem
-
-
-def test_held_out_reward_is_shown_beside_accuracy_and_leads_without_it():
-    values = STEP | HELDOUT | {"heldout_reward": -0.5, "no_spread_fraction": 0.4}
-    lines = step_lines(7, 30, values | {"heldout_reward_low": -0.6, "heldout_reward_high": -0.4})
-    assert lines[2:] == [
-        "  [bold]held-out accuracy 0.938[/]  (95 %: 0.920 to 0.955)",
-        "  held-out reward -0.500  (95 %: -0.600 to -0.400)",
-    ]
-    lines = step_lines(7, 30, values, reward_leads=True)
-    assert lines[1].startswith("  kept 0.60 (no spread 0.40)  tokens 33")
-    assert lines[2:] == ["  [bold]held-out reward -0.500[/]"]
-    assert not any("accuracy" in line or "wrong" in line for line in lines)
-    scores = {"heldout_accuracy_before": 0.0, "heldout_accuracy_after": 0.0}
-    scores |= {"heldout_reward_before": 0.076, "heldout_reward_after": 0.788}
-    assert describe_scores(scores, True) == "held-out reward 0.076 -> 0.788"
-    both = "held-out accuracy 0.000 -> 0.000, reward 0.076 -> 0.788"
-    assert describe_scores(scores, False) == both
-    assert describe_scores(HELDOUT, False) == "held-out accuracy 0.938"
-    assert not describe_scores(dict.fromkeys(scores), False) and not describe_scores({}, True)
 
 
 def test_the_eta_goes_by_the_last_steps_and_not_by_the_first(capsys):

@@ -18,12 +18,10 @@ from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
 from dapo_jax.model.logprobs import Rows, hidden_states
-from dapo_jax.rollout.group_format import pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.sharding import unbox
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import SamplingRule
 
 
 @pytest.fixture(scope="module")
@@ -167,30 +165,3 @@ def test_routes_equal_those_of_a_training_pass(params, groups):
             compared += done.routes.size
     assert compared > 500
     assert len(np.unique(np.concatenate([g.routes for g in groups[0]]))) > 4
-
-
-@pytest.mark.slow
-def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups, one_device):
-    """As it was drawn, by other parameters too; from a checkpoint's arrays."""
-    sampler, rule = open_sampler(one_device), SamplingRule()
-    sampler.begin(params, purpose=0, step=2, rule=rule)
-    for prompt in SOME:
-        sampler.submit(prompt, 3)
-    sampler.decode_burst()
-    partial = sampler.suspend()
-    places = {prompt.index: prompt for prompt in SOME}
-    partial = unpack_partial(pack_partial(partial), places.__getitem__)
-    other = jax.tree.map(lambda x: x + 0.3 * jnp.sign(x), params)
-    sampler.begin(other, purpose=0, step=3, rule=rule)
-    for group in partial:
-        sampler.submit(group.prompt, 3, group)
-    actual = {}
-    while not sampler.idle:
-        actual |= {prompt.index: done for prompt, done in sampler.decode_burst()}
-    begun = [(group.prompt, response) for group in partial for response in group.begun]
-    assert begun
-    for prompt, before in begun:
-        done, whole = actual[prompt.index][before.sample], groups[prompt.index][before.sample]
-        np.testing.assert_array_equal(done.routes[: len(before.routes)], before.routes)
-        np.testing.assert_array_equal(before.routes, whole.routes[: len(before.routes)])
-        assert len(done.routes) == len(prompt.tokens) + len(done.tokens) - 1

@@ -133,30 +133,6 @@ def test_a_policy_learns_its_users_examples_and_goes_on_from_there(tiny_folder, 
     assert read_metrics(config.out)[0]["heldout_nll"] == pytest.approx(rows[-1]["heldout_nll"])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
-def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, tmp_path, capsys):
-    config = DpoConfig(**settings(tmp_path, pair_rows(), tiny_folder, pairs_per_step=28))
-    config.data.passes = 8.0
-    train_supervised(config)
-    told = capsys.readouterr().out
-    assert "held-out accuracy 0.500 -> " in told and "held-out loss 0.693 -> " in told
-    rows = read_metrics(config.out)
-    for name in ("", "heldout_"):
-        assert rows[0][f"{name}preference_loss"] == pytest.approx(np.log(2), abs=1e-12)
-        assert rows[0][f"{name}preference_accuracy"] == 0.5
-    assert rows[-1]["heldout_preference_loss"] < 0.6
-    assert rows[-1]["heldout_preference_accuracy"] >= 0.75
-    # With the result as policy and the start as reference, the margins are those of the end.
-    config.start, config.reference = config.out, str(tiny_folder)
-    config.total_steps, config.optimizer.learning_rate = 1, 1e-12
-    config.out = str(tmp_path / "again")
-    train_supervised(config)
-    again = read_metrics(config.out)[0]
-    for name in ("heldout_preference_loss", "heldout_preference_accuracy"):
-        assert again[name] == pytest.approx(rows[-1][name], abs=1e-5)
-
-
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     command, tiny_folder, alone, tmp_path, monkeypatch, capfd
