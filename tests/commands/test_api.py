@@ -19,8 +19,6 @@ from dapo_jax.commands import api
 from dapo_jax.runtime.workers import pickled_functions
 from dapo_jax.types.errors import ConfigError
 
-TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 512}
-
 
 def quick(base, run_dir, **changes) -> dapo_jax.Config:
     sections = {
@@ -205,17 +203,6 @@ def test_functions_that_workers_cannot_copy_or_call_are_rejected(tmp_path):
             dapo_jax.train(config, reward=lambda text: 1.0, in_process=in_process)
     with pytest.raises(ConfigError, match="= 3: must be a function"):
         dapo_jax.train(config, reward=3)
-
-
-def test_wrong_prompts_are_rejected(base, alone):
-    policy = dapo_jax.Policy(str(base), max_prompt_tokens=8, max_response_tokens=8, slots=4)
-    for prompts, words in ((["1+2+3+4+5="], "from 1 to max_prompt_tokens = 8"), ([""], "0 tokens")):
-        with pytest.raises(ConfigError, match=words):
-            policy.sample(prompts)
-    with pytest.raises(ConfigError, match="a folder with a chat template"):
-        policy.sample([[{"role": "user", "content": "1+2="}]])
-    with pytest.raises(ConfigError, match="samples = 0: must be a whole number above 0"):
-        policy.sample(["1+2="], samples=0)
 
 
 class ReadsAnswer:

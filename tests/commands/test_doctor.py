@@ -56,30 +56,3 @@ def test_failures_are_reported_and_do_not_hide_other_checks(doctor, tmp_path, mo
     assert code == 1 and "6 FAILED" in output and f"no kernel in {tmp_path}" in output
     failed = {name for name, row in rows.items() if not row["ok"]}
     assert {*BLOCKED} <= failed and rows[BLOCKED[0]]["error"] == "RuntimeError"
-
-
-def test_nothing_is_written_unasked(tmp_path, alone, monkeypatch, capsys):
-    monkeypatch.setattr(extra, "checks", lambda flags: [("one", lambda: {"n": 1234567.891})])
-    monkeypatch.chdir(tmp_path)
-    code, output, _ = run_shown("doctor", ["--short"], monkeypatch, capsys)
-    assert code == 0 and not [*tmp_path.iterdir()]
-    assert "n 1,234,568" in output and "doctor.json" not in output and "1 ok, 0 FAILED" in output
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        (
-            "--out=missing",
-            "config.out = 'missing': must be gs://NAME/FOLDER, or a folder that exist",
-        ),
-        ("--shrt", "--shrt: there is no such flag; did you mean short?"),
-    ],
-)
-def test_wrong_arguments_give_a_line(flag, message, tmp_path, alone, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    code, _, error = run_shown("doctor", [flag], monkeypatch, capsys)
-    assert code == 2
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
-    assert not [*tmp_path.iterdir()]

@@ -132,13 +132,6 @@ def test_an_environment_is_played_for_a_turn(dry_run):
     assert re.search(r"  nothing +\+0.00  failed, so there is no reward: .*\wError\b", replies)
 
 
-def test_an_environment_that_fails_on_every_reply_ends_with_2(dry_run):
-    code, output, error = dry_run(ROWS, "--config.environment.name=dry_rewards:Broken")
-    assert code == 2 and "failed, so there is no reward" in output
-    assert "config.environment.name = 'dry_rewards:Broken': fails on all of 1" in error
-    assert "KeyError: 'missing'" in error and "without --dry-run this trains" not in output
-
-
 def test_docs_show_the_output_of_the_command(alone, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, output, error = run_shown("train", ["arithmetic", "--dry-run"], monkeypatch, capsys)

@@ -162,16 +162,6 @@ def test_paths_of_the_base_are_not_published(saved_run, tmp_path):
     assert not any(b"/home/alice" in content for content in local_files(out).values())
 
 
-def test_the_card_is_written_without_any_record_of_the_run(saved_run, tmp_path):
-    out = export(config_of(saved_run, tmp_path, license="apache-2.0", datasets="a/b,c/d"))
-    card = (out / "README.md").read_text()
-    assert front_matter(card)["datasets"] == ["a/b", "c/d"]
-    assert front_matter(card)["license"] == "apache-2.0" and "base_model" not in front_matter(card)
-    assert "## Settings" in card and "## Held-out scores" not in card
-    settings = json.loads((out / "run_config.json").read_text())
-    assert settings["model"]["folder"] == pathlib.Path(saved_run[1]).name
-
-
 def test_further_chat_templates_survive(tiny_folder, tmp_path):
     for path in tiny_folder.glob("*.json"):
         shutil.copyfile(path, tmp_path / path.name)

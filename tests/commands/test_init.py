@@ -113,33 +113,6 @@ def test_special_characters_are_quoted_in_the_config(here, monkeypatch, capsys):
     assert config.data.fields == "problem=ask\",answer=go'ld"
 
 
-def test_field_with_a_separator_is_rejected(here, monkeypatch, capsys):
-    write(here / "a.jsonl", [{"a,b": "1+1=?", "gold": "2"}])
-    code, output = run("init", ["--data=a.jsonl", "--question=a,b"], monkeypatch, capsys)
-    assert (
-        code == 2 and "config.question = 'a,b': must be a field of a.jsonl: a,b (1+1=?)" in output
-    )
-    assert not (here / "a").exists()
-
-
-def test_one_long_row_does_not_set_the_limit(here, monkeypatch, capsys):
-    rows = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(200)]
-    write(here / "a.jsonl", [{"question": "?" * 3_000_000, "answer": "1"}, *rows])
-    assert run("init", ["--data=a.jsonl"], monkeypatch, capsys)[0] == 0
-    data = read_config(Config, "a/config.py").data
-    assert (data.max_prompt_tokens, data.overlong_prompts) == (1024, "drop")
-
-
-def test_without_the_default_model_the_download_is_named(here, monkeypatch, capsys):
-    write(here / "a.jsonl", [{"question": "1+1=", "answer": "2"}])
-    code, output, error = run_shown("init", ["a.jsonl"], monkeypatch, capsys)
-    assert code == 0, error
-    assert "is missing: hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/" in output
-    config = read_config(Config, "a/config.py")
-    assert config.optimizer.learning_rate == -1  # auto
-    assert (config.data.template, config.data.user_template) == ("chat", "a/template.txt")
-
-
 def test_a_model_with_a_chat_template_is_trained_in_its_form(
     here, byte_folder, monkeypatch, capsys
 ):
@@ -160,21 +133,3 @@ def test_a_model_with_a_chat_template_is_trained_in_its_form(
     dry += ["--config.data.template=none", "--config.data.user_template="]
     code, output, _ = run_shown("train", dry, monkeypatch, capsys)
     assert code == 0 and "has a chat template, which data.template=chat would use" in output
-
-
-def test_a_template_that_the_model_cannot_spell_is_a_warning(here, monkeypatch, capsys):
-    dry = ["arithmetic", "--dry-run", "--config.optimizer.learning_rate=1"]
-    code, output, _ = run_shown("train", dry, monkeypatch, capsys)
-    assert code == 0 and "vocabulary" not in output and "learning_rate = 1 is far" in output
-    dry[2] = "--config.data.template=Add {problem}"
-    code, output, _ = run_shown("train", dry, monkeypatch, capsys)
-    assert code == 0 and "warning: the model's vocabulary lacks 'ad'" in output
-
-
-def test_functions_without_any_gold_are_a_warning(here, monkeypatch, capsys):
-    write(here / "a.jsonl", [{"question": "1+1=", "gold": None}] * 3)
-    flags = ["a.jsonl", "--out=nogold", "--model=dapo_jax:arithmetic_base"]
-    assert run("init", flags, monkeypatch, capsys)[0] == 0
-    code, output, error = run_shown("train", ["nogold/config.py", "--dry-run"], monkeypatch, capsys)
-    assert code == 0, error
-    assert "warning: no problem of a.jsonl has an answer: nogold.reward:score" in output

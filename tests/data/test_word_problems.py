@@ -12,7 +12,6 @@ from dapo_jax.config.experiment import (
     Config,
     Model,
 )
-from dapo_jax.environments.builtin import Calculator
 from dapo_jax.extras.words import make_problem, make_word_problem
 from dapo_jax.types.errors import ConfigError
 
@@ -66,11 +65,3 @@ def test_a_missing_base_is_made_first_and_its_exit_code_ends_the_command(
     with pytest.raises(ConfigError, match="nowhere"):  # before the first stage takes minutes
         train_command.check_and_make_base(config)
     assert len(commands) == 1
-
-
-def test_the_calculator_computes_and_refuses():
-    values = {"47+85=": "132", "7-9": "-2", "12*12=": "144", "144/12=": "12"}
-    for text, value in values.items():
-        assert Calculator().step(text).text == value
-    for text in ("1/0=", "7/2=", "2**9=", "9-", "1+2*3=", "", "#### 4"):
-        assert Calculator().step(text).done

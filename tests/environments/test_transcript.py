@@ -162,17 +162,3 @@ def test_contents_that_join_to_a_special_token_are_broken_up_too():
     halves = [{"role": "user", "content": "1<|e"}, {"role": "user", "content": "nd|>2"}]
     ids, _ = Transcript(tokenizer, chat=False).tokens(halves, 50)
     assert not set(ids) & set(tokenizer.end_ids)
-
-
-def test_results_are_written_by_the_template_for_tools():
-    tokenizer = opened("qwen")
-    shown = "{% for t in tools %}{{ t.name }}{% endfor %}{% for m in messages %}<{{ m.role }}>"
-    shown += "{{ m.content }}<|im_end|>{% endfor %}"
-    tokenizer = Tokenizer(tokenizer.backend, tokenizer.end_ids, 0)
-    tokenizer.chat = ChatTemplate({"default": RAISES, "tool_use": shown})
-    transcript = Transcript(tokenizer, chat=True, role="tool", tools=[{"name": "add"}])
-    tokens, _ = transcript.tokens([{"role": "tool", "content": "7"}], MOST)
-    assert tokenizer.decode(tokens) == "<tool>7"
-    with pytest.raises(ConfigError, match="does not use tools"):
-        tokenizer.chat = ChatTemplate({"default": shown, "tool_use": RAISES})
-        Transcript(tokenizer, chat=True, tools=[{"name": "add"}])

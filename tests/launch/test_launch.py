@@ -71,15 +71,6 @@ def test_a_refused_quota_is_said_and_tries_end(cloud):
 
 
 @pytest.mark.slow
-def test_half_created_it_is_deleted_and_made_again(cloud):
-    cloud.plays(create=[{"error": "internal error", "state": "UNKNOWN"}, {}])
-    output = cloud.runs()
-    assert "deleting what is left of dapo" in output and "launch: done" in output
-    verbs = [call[1] for call in cloud.calls("tpu-vm") if call[1] in ("create", "delete")]
-    assert verbs == ["create", "delete", "create", "delete"]
-
-
-@pytest.mark.slow
 def test_a_broken_machine_of_somebody_else_is_left_alone(cloud):
     (cloud.folder / "node.json").write_text('{"state": "PREEMPTED", "label": ""}')
     assert "was not made by this script" in cloud.runs(expect=1)
@@ -268,15 +259,6 @@ def test_a_permanent_error_ends_the_launch_at_once(cloud, error):
 
 
 @pytest.mark.slow
-def test_an_account_that_may_not_look_is_not_asked_again(cloud):
-    error = "There was a problem refreshing your current auth tokens: invalid_grant"
-    cloud.plays(unreachable=[error])
-    output = cloud.runs(expect=1)
-    assert error in output and "another try can't fix that" in output
-    assert len(cloud.calls("tpu-vm", "describe")) == 1 and "costs money" not in output
-
-
-@pytest.mark.slow
 def test_a_lack_of_capacity_is_tried_again(cloud):
     cloud.plays(create=[{"error": "RESOURCE_EXHAUSTED: There is no more capacity in the zone"}, {}])
     output = cloud.runs()
@@ -294,15 +276,6 @@ def test_a_key_that_no_agent_has_is_said_in_gclouds_words_and_ends_at_once(cloud
     assert output.count(AGENT) == 2 and "ssh-add ~/.ssh/google_compute_engine" in output
     assert "no answer of worker 0 1 2 3" in output and "can't fix that" in output
     assert len(cloud.calls("tpu-vm", "ssh")) == 1 and not cloud.exists()  # nothing is left to pay
-
-
-@pytest.mark.slow
-def test_a_key_that_the_machine_does_not_have_yet_is_tried_again(cloud):
-    cloud.plays(ssh=["me@1.2.3.4: Permission denied (publickey).", ""])
-    output = cloud.runs()
-    assert (
-        "Permission denied (publickey)" in output and "try 1 of 10" in output and "done" in output
-    )
 
 
 @pytest.mark.parametrize(("key", "agent", "text"), read_table(__file__, "keys"))
@@ -363,16 +336,6 @@ def test_flags_that_mean_nothing_here_stop_before_installing(cloud, words, text)
 
 
 # --- models --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_flex_start_takes_the_command_that_has_it(cloud):
-    cloud.plays(runs=[{"preempt": 3}, {}])
-    output = cloud.runs("--flex-start=4h", "--tries=2")
-    create, again = cloud.calls("queued-resources", "create")
-    flags = {"--provisioning-model=flex-start", "--max-run-duration=4h", "--node-id=dapo"}
-    assert flags | {"--valid-until-duration=24h"} <= set(create) and create == again
-    assert "flex-start for 4h" in output and "from step 3" in output and not cloud.exists()
 
 
 def test_a_model_and_data_are_downloaded_by_every_worker_with_a_token_that_is_said_nowhere(cloud):

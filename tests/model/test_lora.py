@@ -259,13 +259,6 @@ def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device,
         np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fraction", "layers", "frozen"), [(0.0, 2, 0), (0.99, 2, 1), (1 / 3, 3, 1), (0.7, 10, 7)]
-)
-def test_a_fraction_of_layers_is_rounded_down(fraction, layers, frozen):
-    assert frozen_layers(fraction, layers) == frozen
-
-
 @pytest.mark.parametrize(("fraction", "layers"), [(0.4, 2), (1 - 1e-12, 2), (0.9, 1)])
 def test_a_fraction_that_freezes_nothing_or_everything_is_rejected(fraction, layers):
     with pytest.raises(ConfigError, match=rf"model.freeze_layers = .*from 1/{layers}"):

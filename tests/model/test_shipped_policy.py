@@ -1,6 +1,5 @@
 """The policy that ships with the package: found by its name everywhere, and made by its recipe."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -13,8 +12,7 @@ from command_lines import RL, run
 from shipped import FOLDER, MADE_BY, NAME, ROOT, machine, recipe_digest, weights_digest
 
 import dapo_jax
-from dapo_jax.config.experiment import Examples, ServeConfig
-from dapo_jax.data.arithmetic import make_worked_example
+from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.plan.published_shapes import read_shape
@@ -81,35 +79,3 @@ def test_made_anew_it_is_the_same(tmp_path):
 
 
 # --- two_strategies_base --------------------------------------------------------------------------
-
-
-base = importlib.import_module("configs.two_strategies_base")
-
-
-def is_right(text: str, worked: str) -> bool:
-    return sum(map(int, text[:-1].split("+"))) % 10 == int(worked[-1])
-
-
-def share_again(examples) -> float:
-    return sum("again" in worked for _, worked in examples) / len(examples)
-
-
-def test_examples_that_work_are_right_and_those_at_once_add_two_operands():
-    examples = base.get_config().examples
-    made = [make_worked_example(0, i, examples) for i in range(4000)]
-    at_once = [(text, worked) for text, worked in made if worked.startswith("####")]
-    working = [(text, worked) for text, worked in made if not worked.startswith("####")]
-    assert len(working) / len(made) == pytest.approx(0.05, abs=0.015)
-    assert all(is_right(text, worked) for text, worked in working)
-    assert share_again(working) == pytest.approx(0.2, abs=0.1)
-    assert share_again(at_once) == pytest.approx(0.03, abs=0.015)
-    for text, worked in at_once:
-        assert int(worked[-1]) == sum(map(int, text[:-1].split("+")[:2])) % 10
-    right = sum(is_right(text, worked) for text, worked in at_once if len(text) > 4)
-    assert right < 0.2 * len(at_once)
-
-
-def test_a_share_that_leaves_no_work_is_refused(tmp_path):
-    config = dapo_jax.SftConfig(out=str(tmp_path / "base"), examples=Examples(direct_share=1.0))
-    with pytest.raises(ConfigError, match=r"examples.direct_share = 1.0: must be .*below 1"):
-        dapo_jax.sft(config)

@@ -1,9 +1,7 @@
 """The pages for users of TRL and verl: settings that exist, and every argument of TRL's configs."""
 
-import os
 import pathlib
 import re
-import subprocess
 
 import pytest
 from shown_commands import ROOT
@@ -70,23 +68,3 @@ def test_every_argument_of_trl_is_in_a_table_or_named_as_absent(config, version,
     assert version == re.search(r"TRL ([\d.]+\d)", TRL)[1]
     assert not [name for name in listed if name not in first | absent]
     assert not [name for name in listed if name in first & absent]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("TRL_PYTHON" not in os.environ, reason="TRL_PYTHON names no Python with TRL")
-def test_the_lists_are_those_of_trl():
-    code = (
-        "import dataclasses, trl, transformers\n"
-        "base = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}\n"
-        "for name in ('GRPOConfig', 'SFTConfig', 'DPOConfig'):\n"
-        "    kind = getattr(trl, name)\n"
-        "    own = {f.name for f in dataclasses.fields(kind)} - base\n"
-        "    print(name, trl.__version__, *own)\n"
-    )
-    python = [os.environ["TRL_PYTHON"], "-c", code]
-    output = subprocess.check_output(python, text=True)
-    listed = {config: (version, set(names.split())) for config, version, names in CONFIGS}
-    for line in output.splitlines():
-        config, version, *own = line.split()
-        assert version == listed[config][0]
-        assert not set(own) - listed[config][1]

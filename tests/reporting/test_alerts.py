@@ -138,23 +138,6 @@ def test_a_line_about_answers_is_said_where_something_reads_them(config, output)
     assert names == output.split()
 
 
-@pytest.mark.parametrize(
-    ("metric", "config"),
-    [
-        ("kl_sampler_trainer", Config(rollout=Rollout(staleness=1))),
-        ("kl_sampler_trainer", Config(rollout=Rollout(carry_over="all"))),
-        ("clip_fraction_high", run_of("gspo")),
-        ("answer_not_found_rate", run_of("grpo", "mine:score=1", "spread")),
-        ("all_wrong_fraction", run_of("grpo", "mine:score=1", "spread")),
-        ("all_right_fraction", run_of("grpo", "mine:score=1", "spread")),
-    ],
-)
-def test_the_report_leaves_out_what_the_settings_explain(metric, config):
-    rows = [row(step, **{metric: 0.95}) for step in range(21)]
-    assert any(metric in one for one in check_run(rows, {}))
-    assert not check_run(rows, settings_of(config))
-
-
 def test_the_report_reads_a_fall_of_accuracy_only_where_a_run_learns_it():
     rows = [row(0, heldout_accuracy=0.9), row(20)]
     assert check_run(rows, settings_of(run_of("grpo")))

@@ -1,7 +1,5 @@
 """What people see: lines that fit, words while something is slow, and nothing a terminal obeys."""
 
-import dataclasses
-import io
 import json
 import os
 import subprocess
@@ -15,20 +13,16 @@ from rich.console import Console
 from row_files import read_table
 from small_runs import CLOCKED, ROOT, make_short_config, read_rows
 
-from dapo_jax.reporting import console as progress
 from dapo_jax.reporting.console import (
     PROGRAMS,
     WIDTH,
     Progress,
-    describe_turns,
-    duration,
-    remaining,
     step_lines,
 )
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import print_error, printable
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import Group, Turn, Verdict
+from dapo_jax.types.structs import Group, Verdict
 
 STEP = dict(read_table(__file__, "step"))
 HELDOUT = dict(read_table(__file__, "heldout"))
@@ -64,34 +58,6 @@ def test_a_steps_lines_fit_80_columns(step, total, values, eta, count):
     assert lines[0].startswith("step ") and all(line.startswith("  ") for line in lines[1:])
 
 
-def test_a_step_says_everything_once():
-    first, second = shown(step_lines(7, 30, STEP, 125.0))
-    assert first.split("  ") == [
-        *("step  7/30".split("  ")),
-        *("reward +0.21", "accuracy 0.65", "entropy 0.087", "4.3 s", "ETA 2 min"),
-    ]
-    assert "kept 0.94 (all right 0.00, all wrong 0.06)  tokens 33 (8% cut)  grad 0.16" in second
-    no_update = {name: STEP[name] for name in STEP if name not in ("entropy", "gradient_norm")}
-    assert "no update" in step_lines(7, 30, no_update)[0]
-    alone = shown(step_lines(7, 30, no_update | {"explained_variance": 0.5}))
-    assert "critic only" in alone[0] and "explains 0.50" in alone[1]
-    assert "95 %" not in step_lines(7, 30, STEP | {"heldout_accuracy": 0.5})[2]  # of one problem
-
-
-def test_the_eta_goes_by_the_last_steps_and_not_by_the_first(capsys):
-    assert remaining([], 5) is None and remaining([100.0], 5) is None
-    assert remaining([100.0, 103.0, 108.0], 10) == 40.0
-    assert remaining([100.0, 103.0], 0) is None
-    durations = [duration(s) for s in (0, 45, 99.4, 125, 5_900, 45_000, 1e6)]
-    assert durations == ["0 s", "45 s", "99 s", "2 min", "98 min", "12.5 h", "11.6 days"]
-    speaker = Progress()
-    for step in range(1, 4):
-        speaker.step(step, 3, STEP)
-        time.sleep(0.02)
-    lines = capsys.readouterr().out.splitlines()[::2]
-    assert ["ETA 0 s" in line for line in lines] == [False, True, False]
-
-
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m[red]a[/red]\r\u202eb\ud800 \u6f22\n\n"
 
 
@@ -116,36 +82,6 @@ def test_text_of_models_and_files_is_never_obeyed(capsys):
     widths = [console.measure(line).maximum for line in output.out.splitlines()]
     assert max(widths) <= 80
     assert printable("a\tb\n\u6f22 \u00e9") == "a\tb\n\u6f22 \u00e9"
-
-
-def test_a_trajectory_shows_who_said_what(capsys):
-    turns = (Turn(True, 2, "1+2="), Turn(False, 1, "3\x1b["), Turn(True, 2, "[red]3"))
-    completions = [
-        dataclasses.replace(make_completion([5] * 5), text="[red]3", turns=own)
-        for own in (turns, (), (turns[0], Turn(False, 1, "long " * 20), turns[2]))
-    ]
-    verdicts, rewards = (Verdict(True, "3"),) * 3, np.ones(3)
-    group = Group(
-        make_prompt(0, [3]), tuple(completions), verdicts, {}, rewards, rewards, rewards > 0
-    )
-    Progress().group(group)
-    output = capsys.readouterr().out
-    assert "end of response [environment]" in output and "\x1b" not in output
-    assert "1+2= | [3\\x1b[] | [red]3 " in output
-    assert "\u2502 [red]3 " in output and "long long] | [red]3 " in output
-    console = Console(force_terminal=True, file=io.StringIO())
-    console.print(describe_turns(completions[0]))
-    assert "\x1b[2;3m[3" in console.file.getvalue()  # dim and italic
-
-
-def test_what_is_slow_says_so_once_in_a_file(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.05)
-    speaker = Progress()
-    with speaker.working("loading [a]"), speaker.working("step 1", stays=False):
-        time.sleep(0.2)
-    with speaker.working("quick"):
-        pass
-    assert capsys.readouterr().out == "loading [a] ...\n"
 
 
 RUN = """

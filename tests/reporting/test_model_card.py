@@ -3,12 +3,9 @@
 import pathlib
 import shlex
 
-import pytest
 from command_lines import load
-from reports import row
-from row_files import read_table
 
-from dapo_jax.config.experiment import Config, Data, ExportConfig, Lora, Model, Reward
+from dapo_jax.config.experiment import Config, Data, ExportConfig, Lora, Model
 from dapo_jax.config.files import read_config
 from dapo_jax.config.settings import leaves
 from dapo_jax.reporting import model_card
@@ -22,21 +19,6 @@ def write(run: str, out: pathlib.Path, step: int = 37, **changes) -> str:
     out.mkdir()
     model_card.write_card(out, config, settings, step, "Qwen2.5-0.5B")
     return (out / "README.md").read_text()
-
-
-def test_the_first_and_the_last_score_until_the_exported_step(write_run, tmp_path):
-    rows = [row(step) for step in range(41)]
-    del rows[35]["heldout_reward_low"]
-    card = write(write_run("first", steps=40, rows=rows), tmp_path / "out")
-    assert "37 of 40 steps" in card and "A policy that began as Qwen2.5-0.5B, trained by" in card
-    lines = [line.strip("| ").split(" | ") for line in card.splitlines() if line[:2] == "| "]
-    assert lines[0][:2] == ["step", "heldout_accuracy"] and len(lines) == 4
-    assert lines[2][:5] == ["0", "0.4", "0.3", "0.5", "-0.2"] and lines[3][0] == "35"
-    assert lines[3][4:] == ["-0.2", "", "0"] and len(lines[1]) == len(lines[3])
-    reward = Reward(parts="mine:score=1", correct="spread")
-    own = write_run("own", steps=40, rows=rows[:1], reward=reward)
-    assert "| step | heldout_reward | heldout_reward_low |" in write(own, tmp_path / "card")
-    assert "Held-out" not in write(write_run("c", rows=rows[1:4]), tmp_path / "none")
 
 
 def test_paths_of_the_machine_are_not_published(write_run, tmp_path, monkeypatch):
@@ -59,11 +41,6 @@ def test_paths_of_the_machine_are_not_published(write_run, tmp_path, monkeypatch
     assert config.data.source == "train*.jsonl=2,y.jsonl"
     assert (config.data.template, config.data.system_prompt) == (text, "/no_think")
     assert config.data.heldout_source == "held.jsonl" and config.total_steps == 40
-
-
-@pytest.mark.parametrize(("value", "shown"), read_table(__file__, "names"))
-def test_the_last_name_of_an_absolute_path_is_shown(value, shown):
-    assert model_card.without_path("data.source", value) == shown
 
 
 def test_an_adapters_card_names_its_library_and_base(write_run, tmp_path):

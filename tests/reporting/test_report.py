@@ -10,8 +10,6 @@ from conftest import check_documented
 from reports import HOSTILE, Page, response, row
 from row_files import read_table
 
-from dapo_jax.algorithms import PRESETS
-from dapo_jax.config.experiment import Optimizer, Reward
 from dapo_jax.extras.report import command as report
 from dapo_jax.extras.report import page, recorded_run
 from dapo_jax.extras.report.curves import STRETCHES, draw
@@ -26,10 +24,6 @@ def make(*folders: str) -> str:
 def read_charts() -> list[dict]:
     path = importlib.resources.files("dapo_jax.extras.report") / "page.charts.toml"
     return tomllib.loads(path.read_text("utf-8"))["chart"]
-
-
-def titles(text: str) -> list[str]:
-    return re.findall("<h3>(.*?)</h3>", text)
 
 
 def test_text_that_a_model_wrote_is_never_markup(write_run):
@@ -67,34 +61,6 @@ def test_runs_share_a_chart_with_a_line_for_each(write_run, tmp_path):
     assert all(str(tmp_path / name) in shown for name in ("a", "b/run", "c/run"))
 
 
-def test_settings_that_are_not_the_default_are_listed_for_each_run(write_run):
-    runs = [write_run("a"), write_run("b", optimizer=Optimizer(learning_rate=0.5))]
-    lines = [*page.changed_settings([read_run(folder) for folder in runs])]
-    assert ["optimizer.learning_rate", "-1.0", "-1.0", "0.5"] in lines
-    assert {name for name, *_ in lines} == {"optimizer.learning_rate", "run_dir"}
-
-
-def test_the_reward_leads_if_no_response_counts_as_correct(write_run):
-    reward = Reward(parts="mine:score=1", correct="spread")
-    lines = [response(0, i) for i in range(2)]
-    own = write_run("own", algorithm=PRESETS["grpo"](), reward=reward, rollouts=[(1, lines)])
-    text = make(own)
-    shown = titles(text)
-    assert shown[0] == "Reward" and shown.index("Held-out accuracy") > shown.index("Entropy")
-    assert text.index("<td>heldout_reward") < text.index("<td>heldout_accuracy")
-    assert "right" not in Page(text.partition('id="rollouts"')[2]).text
-    other = write_run("graded", rollouts=[(1, lines)])
-    assert "1 of 2 right" in make(other) and "1 of 2 right" in make(own, other)
-    assert titles(make(other))[:2] == ["Held-out accuracy", "Reward"]
-
-
-def test_headlines_are_the_first_and_the_last_score_and_means_of_the_end(write_run):
-    rows = [row(0), *(row(s, reward=s / 20) for s in range(6, 20)), {"step": 20, "reward": 1.0}]
-    run = read_run(write_run("a", rows=[*rows, {"step": 30, "heldout_accuracy": 0.45}]))
-    assert page.headline(run, "heldout_accuracy") == "0.4 (0.3 to 0.5) → 0.45"
-    assert page.headline(run, "reward") == "0.775" and page.headline(run, "critic") == ""
-
-
 def test_a_long_curve_keeps_its_peaks(write_run):
     rows = [row(s, gradient_norm=90.0 if s == 2477 else 1 + s % 7) for s in range(5001)]
     ((_, _, path),) = draw([("a", rows, "gradient_norm")], 0.001)["lines"]
@@ -117,16 +83,6 @@ def test_steps_are_sampled_and_long_texts_cut(write_run):
     assert all("[... 3,000 characters ...]" in text and len(text) < 6100 for text in texts)
     twice = make(folder, write_run("other", seed=1, rollouts=files))
     assert twice.count('<details class="group"') == len(groups)
-
-
-def test_groups_of_each_score_are_shown_and_those_with_tokens_first(write_run, monkeypatch):
-    right = [response(0, i, correct=True) for i in range(2)]
-    more = [response(9, i, correct=True) for i in range(2)]
-    wrong = [response(1, i, correct=False) for i in range(2)]
-    details = [response(2, i, token_texts=["a"], token_logprobs=[-1.0]) for i in range(2)]
-    monkeypatch.setattr(recorded_run, "SHOWN_GROUPS", 3)
-    run = read_run(write_run("a", rollouts=[(1, [*right, *more, *wrong, *details])]))
-    assert [group["prompt_id"] for group in sample_groups(run, 1)] == ["p2", "p0", "p1"]
 
 
 def test_tokens_are_shaded_and_nobody_speaks_in_anothers_place(write_run):

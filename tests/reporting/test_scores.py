@@ -50,20 +50,6 @@ def test_a_tied_majority_counts_as_often_as_a_fair_draw_is_right(classes, score)
     assert majority_score(classes) == score
 
 
-def test_a_problem_votes_with_k_voices_however_often_it_is_listed():
-    """Three votes of two: right, tied, tied; all six together would be right."""
-    votes = [(1, 1), (1, 0), (1, 0)]
-    listed = [
-        respond(i, j, bool(right), question="q")
-        for i, pair in enumerate(votes)
-        for j, right in enumerate(pair)
-    ]
-    other = [respond(9, j, True) for j in range(2)]
-    result = make_report(listed + other)
-    assert result.samples_per_problem == 2
-    assert result.majority.value == pytest.approx((6 * (1 + 1 / 2 + 1 / 2) / 3 + 2 * 1) / 8)
-
-
 def test_the_interval_of_two_problems_is_that_of_their_resamples():
     """Resampled means are 0, 1/2, 1/2 and 1 with equal chances, so 95 % reach from 0 to 1."""
     (result,) = estimates(np.array([[0.0], [1.0]]), np.ones(2), seed=0)
@@ -101,11 +87,6 @@ def test_where_all_or_none_are_right_the_interval_has_a_width_and_counts_problem
     assert make_report(respond_all([[right]] * 64)).accuracy.low >= sixteen.accuracy.low
     ragged = make_report(respond_all([[right] * 90, *[[right]] * 15]))  # nearly one problem
     assert ragged.accuracy.high - ragged.accuracy.low > 0.6
-
-
-def test_problems_that_are_all_half_right_do_not_feign_certainty():
-    result = make_report(respond_all([[1, 0]] * 4))
-    assert result.accuracy.low < 0.2 and result.accuracy.high > 0.8
 
 
 def test_a_repeated_file_is_more_samples_of_few_problems():

@@ -10,18 +10,14 @@ from small_runs import make_quick_config
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
-    Critic,
     Lora,
-    Optimizer,
     Packing,
     Rollout,
     Sampler,
     ServeConfig,
 )
 from dapo_jax.extras.serve import server
-from dapo_jax.learner.critic import scalar_config
-from dapo_jax.learner.update import make_optimizer
-from dapo_jax.model.decoder import abstract_params, init_params
+from dapo_jax.model.decoder import init_params
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.run import memory
@@ -87,20 +83,6 @@ def test_estimate_equals_the_size_of_the_arrays(one_device, eight_devices, tiny_
     bfloat16 = dataclasses.replace(lora, dtype=jnp.bfloat16)
     held = memory.resident_bytes(config, bfloat16, one_device, training=True)
     assert params / 2 < held["frozen parameters"] < 0.6 * params
-
-
-def test_muon_keeps_one_moment_of_matrices(one_device, tiny_folder, tmp_path):
-    muon = Optimizer(name="muon")
-    changes = {"algorithm": algorithms.preset("ppo"), "critic": Critic(optimizer=muon)}
-    config = make_quick_config(tiny_folder, tmp_path, optimizer=muon, **changes)
-    held = memory.resident_bytes(config, TINY, one_device, training=True)
-    counter, found = 4, []
-    for decoder in TINY, scalar_config(TINY):
-        params = unbox(abstract_params(decoder))
-        found.append(sizes(params) + sizes(jax.eval_shape(make_optimizer(muon).init, params)))
-        assert found[-1] < 2.5 * sizes(params)
-    assert held["parameters"] + held["optimizer"] == found[0] - counter
-    assert held["critic and optimizer"] == found[1] - counter
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):

@@ -242,16 +242,6 @@ def test_adapters_that_cannot_be_trained_are_refused(start, lora, words):
         validate(SftConfig(total_steps=1, start=start, lora=lora))
 
 
-def test_an_unknown_matrix_is_refused_before_anything_is_loaded(tiny_folder, alone, tmp_path):
-    config = make_lora_config("sft", tmp_path, tiny_folder, lora=Lora(rank=2, targets="q_proj"))
-    with pytest.raises(ConfigError, match="lora.targets = 'q_proj': must be some of query"):
-        train_supervised(config)
-    config.lora = Lora(rank=2, folder=str(tmp_path))
-    with pytest.raises(ConfigError, match="config.lora.folder: .*adapter_config.json can't be re"):
-        train_supervised(config)
-    assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
-
-
 SIDES = ("whole", "stopped")
 
 
@@ -308,20 +298,3 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert all((tmp_path / "stopped/out" / name).exists() for name in names)
     weights = [(tmp_path / side / "out/model.safetensors").read_bytes() for side in SIDES]
     assert weights[0] == weights[1]
-
-
-@pytest.mark.slow
-def test_what_another_run_left_halfway_is_no_beginning(tiny_folder, alone, tmp_path, capfd):
-    rows = example_rows()
-    config = SftConfig(**settings(tmp_path, rows, tiny_folder, save_every_steps=1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervised, "write_policy", lambda *_: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            train_supervised(config)
-    assert (tmp_path / "out.halfway").is_dir()
-    config.optimizer.learning_rate *= 2
-    train_supervised(config)
-    assert "has other settings or data: training starts from scratch" in capfd.readouterr().err
-    steps = [row["step"] for row in read_metrics(config.out)]
-    assert steps == list(range(len(steps)))
-    assert not (tmp_path / "out.halfway").exists()

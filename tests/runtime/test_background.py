@@ -25,20 +25,6 @@ def test_writes_run_in_order_and_drain_waits_for_them():
     assert done == list(range(MAX_WAITING))
 
 
-def test_the_caller_waits_if_too_many_writes_wait():
-    storage, start = Storage(), threading.Event()
-    for _ in range(1 + MAX_WAITING):
-        storage.attempt_later("it", start.wait)
-    caller = threading.Thread(target=storage.attempt_later, args=("it", start.wait))
-    caller.start()
-    caller.join(0.2)
-    assert caller.is_alive()
-    start.set()
-    caller.join(5)
-    assert not caller.is_alive()
-    storage.drain()
-
-
 def test_an_error_that_is_not_of_storage_is_raised_in_the_caller():
     storage = Storage()
     storage.attempt_later("it", lambda: 1 / 0)

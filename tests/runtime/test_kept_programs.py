@@ -13,11 +13,11 @@ from small_runs import equal, make_quick_config, read_rollouts, read_rows
 
 import dapo_jax
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Config, Log, Optimizer
+from dapo_jax.config.experiment import Config, Log
 from dapo_jax.reporting.console import PROGRAMS
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.compute import open_learners
-from dapo_jax.runtime.kept_programs import forget_programs, keep
+from dapo_jax.runtime.kept_programs import forget_programs
 
 TRACED, COMPILED = "jaxpr_trace_duration", "backend_compile_duration"
 pytestmark = pytest.mark.usefixtures("fresh_programs")
@@ -103,23 +103,6 @@ def test_a_config_that_changes_afterwards_changes_no_program(tiny_params, one_de
 
 class Programs:
     """Stands for programs."""
-
-
-def make(*arguments, **options):
-    return Programs()
-
-
-def test_values_are_compared_and_not_the_objects_or_how_they_print(one_device, eight_devices):
-    first = keep(make, Optimizer(), one_device, scale=1.0)
-    assert keep(make, Optimizer(), one_device, scale=1.0) is first
-    others = [
-        keep(make, Optimizer(eps=2e-8), one_device, scale=1.0),
-        keep(make, Optimizer(), eight_devices, scale=1.0),
-        keep(make, Optimizer(), one_device, scale=1),
-        keep(make, Optimizer(), one_device, size=1.0),
-        keep(lambda *given, **named: make(*given, **named), Optimizer(), one_device, scale=1.0),
-    ]
-    assert len({id(one) for one in (first, *others)}) == 6
 
 
 WARM_STEPS, STEPS = 6, 20

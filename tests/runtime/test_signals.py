@@ -17,9 +17,8 @@ from dapo_jax.config.experiment import Environment, Log, Reward
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.run.run_files import Callbacks, RunFiles
+from dapo_jax.run.run_files import RunFiles
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.workers.pickled_functions import register_function
 
 # A command that computes where no signal handler of Python's runs, as a compiler does.
@@ -148,17 +147,6 @@ def test_a_second_ctrl_c_ends_a_program_at_once(code, ended, words):
     assert child.returncode == ended and words in error
 
 
-@pytest.mark.slow
-def test_nohup_keeps_a_dropped_connection_away():
-    child = start(PROGRAM, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    child.send_signal(signal.SIGHUP)
-    time.sleep(0.5)
-    assert child.poll() is None
-    child.send_signal(signal.SIGTERM)
-    _, error = child.communicate(timeout=20)
-    assert "SIGTERM: stopping" in error and "SIGHUP" not in error
-
-
 def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(tmp_path):
     command = [sys.executable, "-m", "dapo_jax", "train", f"--config={ROOT}/configs/arithmetic.py"]
     child = subprocess.Popen(
@@ -186,8 +174,8 @@ def test_output_that_nobody_reads_ends_a_command_without_a_traceback(arguments):
     assert result.returncode in (0, 141) and result.stderr == ""
 
 
-def reward_of(function, in_process=False) -> str:
-    name = register_function(function, in_process, taken=[])
+def reward_of(function) -> str:
+    name = register_function(function, False, taken=[])
     pool = RewardPool(Reward(parts=f"{name}=1", timeout_seconds=60.0))
     try:
         verdict = pool.submit("p", "r", "7").result(timeout=100)
@@ -206,30 +194,10 @@ def reply_of(turn: str, **settings) -> str:
         environments.close()
 
 
-def called_back() -> str:
-    codes = []
-    with Signals() as signals:
-        Callbacks(signals, on_step=lambda *_: codes.append(children.end_children())).on_row(1, {})
-        time.sleep(0.2)
-        assert not signals.received  # what a child received stops no run
-    return codes[0]
-
-
-def in_process() -> str:
-    with Signals() as signals:
-        code = reward_of(children.score, in_process=True)
-        time.sleep(0.2)
-        assert not signals.received
-    return code
-
-
 USER_CODE = {
     "reward": lambda: reward_of(children.score),
-    "async reward": lambda: reward_of(children.score_async),
-    "in-process reward": in_process,
     "environment": lambda: reply_of("1", name="children:Ending"),
     "tool": lambda: reply_of('{"name": "tool", "arguments": {}}', tools="children:tool"),
-    "callback": called_back,
 }
 
 

@@ -46,10 +46,6 @@ def score(prompt, response, answer):
     return float(end_children() == ENDED)
 
 
-async def score_async(prompt, response, answer):
-    return float(end_children() == ENDED)
-
-
 def send(prompt, response, answer):
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
