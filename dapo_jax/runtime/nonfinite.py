@@ -25,9 +25,8 @@ class NotFinite(RuntimeError):
 
 
 @jax.jit
-def _count(leaf: jax.Array) -> jax.Array:
-    # float32, because a stack of layers can have more values than int32 counts.
-    return jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32)
+def _is_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()
 
 
 def path_name(path: tuple) -> str:
@@ -43,7 +42,8 @@ def describe(tree: Any) -> str:
     """
     broken = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if count := float(_count(leaf)):
+        if not _is_finite(leaf):  # on CPUs a sum needs a float32 copy of the leaf
+            count = float(jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32))  # int32 is too small
             broken.append(f"{path_name(path)} ({count:.0f} of {np.size(leaf)})")
     rest = len(broken) - MAX_SHOWN
     return ", ".join(broken[:MAX_SHOWN]) + f" and {rest} more" * (rest > 0)

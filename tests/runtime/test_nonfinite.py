@@ -23,6 +23,7 @@ from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.run.checkpointing import checkpoints
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
 from dapo_jax.run.run import train
+from dapo_jax.runtime import nonfinite
 from dapo_jax.runtime.nonfinite import NotFinite, count_skipped, describe
 from dapo_jax.types.errors import ConfigError
 
@@ -31,6 +32,12 @@ def test_arrays_are_named_with_how_much_of_them_is_not_finite():
     tree = {"a": {"b": jnp.array([1.0, jnp.nan, -jnp.inf])}, "c": jnp.arange(3)}
     assert describe(tree) == "a/b (2 of 3)"
     assert describe({"c": jnp.ones(2)}) == ""
+
+
+def test_the_check_of_a_stack_needs_less_memory_than_the_stack():
+    stack = jnp.ones((16, 64, 256), jnp.bfloat16)
+    program = nonfinite._is_finite.lower(stack).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.6 * stack.nbytes
 
 
 def spoil(folder, name: str, value: float) -> None:
