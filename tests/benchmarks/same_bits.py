@@ -176,6 +176,9 @@ def record(name: str, models: dict[str, str], work: pathlib.Path) -> dict:
             pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
             arguments += [f"--config.data.source={pairs}", "--config.pairs_per_step=8"]
             arguments += ["--config.start=dapo_jax:arithmetic_base"]
+            # Not the defaults, which follow the model and the length of the run.
+            fixed = ("learning_rate=1e-4", "warmup_steps=1")
+            arguments += [f"--config.optimizer.{value}" for value in fixed]
             run("dpo", *arguments, "--config.packing.row_tokens=160")
         else:
             run("sft", source, *arguments)
