@@ -9,6 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.model.logprobs import Rows
 
 NOT_SCORED = np.inf  # in place of the old log-prob of a token; no log-prob is above 0
+# Names of models beside the policy that score its tokens.
+REFERENCE, CRITIC, TEACHER = "reference", "critic", "teacher"
 
 
 class PackedRows(struct.PyTreeNode):
@@ -39,15 +41,13 @@ class ScoredBatch(struct.PyTreeNode):
     """Packed rows with the outputs of the score pass.
 
     `old_logprobs` is None, or NOT_SCORED in a step of several updates, if the update differentiates
-    the old policy itself: the ratio is then exactly 1. The others are None if the algorithm has no
-    reference, critic or teacher.
+    the old policy itself: the ratio is then exactly 1. `scores` are those of the other models that
+    the algorithm has, by name: log-probs of the reference and the teacher, values of the critic.
     """
 
     rollouts: PackedRows
     old_logprobs: Float[Array, "*M R T"] | None
-    reference_logprobs: Float[Array, "*M R T"] | None = None
-    values: Float[Array, "*M R T"] | None = None
-    teacher_logprobs: Float[Array, "*M R T"] | None = None
+    scores: dict[str, Float[Array, "*M R T"]] = struct.field(default_factory=dict)
     energies: Float[Array, "*M R T"] | None = None
 
 

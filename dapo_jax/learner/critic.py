@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Optimizer
-from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch
+from dapo_jax.learner.batches import CRITIC, Mean, PackedRows, TokenScores, TrainBatch
 from dapo_jax.learner.losses import value_loss
 from dapo_jax.learner.packing import Segment, pack, tree_index
 from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
@@ -32,7 +32,7 @@ def critic_objective(
     weights = present(batch.value_weights, "value_weights")
     # Padding may hold NaN, and NaN * 0 is NaN.
     values = jnp.where(weights > 0, values, 0.0)
-    old = jnp.where(weights > 0, present(batch.scored.values, "values"), 0.0)
+    old = jnp.where(weights > 0, present(batch.scored.scores.get(CRITIC), "values"), 0.0)
     returns = jnp.where(weights > 0, present(batch.returns, "returns"), 0.0)
     losses, cut = value_loss(values, old, returns, algorithm.value_clip)
     return (weights * losses).sum(), {"value_clip_fraction": weighted(cut, weights)}

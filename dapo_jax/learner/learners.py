@@ -1,41 +1,72 @@
-"""Policy and critic together: compiled programs, states, and an update of both."""
+"""The models of a run: compiled programs, states, and an update of those that are trained."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
-from dapo_jax.config.experiment import Config
-from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
+from dapo_jax.config.experiment import Config, Optimizer
+from dapo_jax.learner.batches import CRITIC, Mean, TrainBatch, TrainState
 from dapo_jax.learner.policy import IMPORTANCE_SQUARE
 from dapo_jax.learner.ratios import RATIO_HISTOGRAM
 from dapo_jax.learner.update import Learner, UpdateOutputs, learning_rate
+from dapo_jax.model.decoder import DecoderConfig
+
+POLICY = "policy"
+
+
+class Model(NamedTuple):
+    """Shape and parameters of a frozen model; the parameters may be abstract."""
+
+    decoder: DecoderConfig
+    params: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScorer:
+    """A model beside the policy: its program, and its parameters if it is frozen."""
+
+    learner: Learner | None  # None: no score pass, the policy's update reads the parameters
+    params: Any = None  # None: the model is trained, and `LearnerStates` has them
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnerPrograms:
-    """Compiled programs of policy, critic and teacher, and the parameters of frozen models."""
+    """Compiled programs of the policy, and of the models that score its tokens, by name."""
 
     policy: Learner
-    critic: Learner | None = None
-    reference: Any = None  # parameters of the reference, None without one
-    teacher: Learner | None = None
-    teacher_params: Any = None  # for 'jsd', the policy's update reads them too
+    scorers: Mapping[str, TokenScorer] = dataclasses.field(default_factory=dict)
+
+    def trained(self) -> dict[str, Learner]:
+        """Return the programs of the models that are trained, by name; the policy is the first."""
+        pairs = self.scorers.items()
+        others = {name: s.learner for name, s in pairs if s.learner and s.params is None}
+        return {POLICY: self.policy} | others
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnerStates:
-    """The train states of policy and critic."""
+    """The train states of the policy and of the other trained models, by name."""
 
     policy: TrainState
-    critic: TrainState | None = None
+    others: Mapping[str, TrainState] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, states: Mapping[str, TrainState]) -> "LearnerStates":
+        """Return the states of a mapping that has all of them."""
+        return cls(states[POLICY], {k: state for k, state in states.items() if k != POLICY})
+
+    def by_name(self) -> dict[str, TrainState]:
+        """Return all of them by name; the policy is the first."""
+        return {POLICY: self.policy, **self.others}
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRecord:
     """The batch and metrics of an optimizer update; arrays may still be computed on devices."""
 
-    learner: str  # "policy" or "critic"
+    learner: str  # name of the model
     minibatch: int  # its index in the step
     batch: TrainBatch
     microbatches: int  # number of microbatches that are not empty
@@ -45,49 +76,48 @@ class UpdateRecord:
     importance_square: Mean | None = None  # of weights, for the effective sample size
 
 
-def learning_rates(config: Config, step: int) -> tuple[float, float]:
-    """Return the rates of policy and critic; the policy's is 0 while only the critic is trained."""
-    pretrain_steps = config.critic_pretrain_steps()
-    policy = 0.0
-    if step >= pretrain_steps:
-        remaining = config.total_steps - pretrain_steps
-        policy = learning_rate(config.optimizer, step - pretrain_steps, remaining)
-    if not config.algorithm.critic:
-        return policy, 0.0
-    return policy, learning_rate(config.critic.optimizer, step, config.total_steps)
+def optimizers(config: Config) -> dict[str, Optimizer]:
+    """Return the optimizer settings of the trained models, by name."""
+    critic = {CRITIC: config.critic.optimizer} if config.algorithm.critic else {}
+    return {POLICY: config.optimizer} | critic
+
+
+def learning_rates(config: Config, step: int) -> dict[str, float]:
+    """Return the rates by model; the policy's is 0 while only the critic is trained."""
+    waits = {POLICY: config.critic_pretrain_steps()}
+
+    def rate(name: str, settings: Optimizer) -> float:
+        wait = waits.get(name, 0)
+        if step < wait:
+            return 0.0
+        return learning_rate(settings, step - wait, config.total_steps - wait)
+
+    return {name: rate(name, settings) for name, settings in optimizers(config).items()}
 
 
 def update(
     programs: LearnerPrograms,
     states: LearnerStates,
-    rates: tuple[float, float],  # of policy and critic
+    rates: Mapping[str, float],  # by model
     minibatch: int,
     batch: TrainBatch,
     microbatches: int,
 ) -> tuple[LearnerStates, list[UpdateRecord]]:
-    """Take an optimizer step of policy and critic; skip a batch without loss weights.
+    """Take an optimizer step of each trained model; skip a batch without loss weights.
 
     The new states and metrics are returned while the devices still compute them.
     """
     if not batch.loss_weights.any():  # all responses were filtered
         return states, []
-
-    def record(learner: str, outputs: UpdateOutputs) -> UpdateRecord:
+    new, records = states.by_name(), []
+    for name, learner in programs.trained().items():
+        outputs = UpdateOutputs({})
+        if rates[name]:
+            new[name], outputs = learner.update(new[name], batch, microbatches, rates[name])
         means, logprobs = outputs
         histogram = means.pop(RATIO_HISTOGRAM, None)
         square = means.pop(IMPORTANCE_SQUARE, None)
-        return UpdateRecord(
-            learner, minibatch, batch, microbatches, means, logprobs, histogram, square
+        records.append(
+            UpdateRecord(name, minibatch, batch, microbatches, means, logprobs, histogram, square)
         )
-
-    policy = states.policy
-    critic = states.critic
-    outputs = UpdateOutputs({})
-    rate, critic_rate = rates
-    if rate:
-        policy, outputs = programs.policy.update(policy, batch, microbatches, rate)
-    records = [record("policy", outputs)]
-    if programs.critic and critic:
-        critic, outputs = programs.critic.update(critic, batch, microbatches, critic_rate)
-        records.append(record("critic", outputs))
-    return LearnerStates(policy, critic), records
+    return LearnerStates.of(new), records

@@ -12,6 +12,8 @@ from dapo_jax.config.algorithm import OF_ENERGIES, Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.batches import (
     NOT_SCORED,
+    REFERENCE,
+    TEACHER,
     Mean,
     PackedRows,
     TokenScores,
@@ -36,7 +38,6 @@ from dapo_jax.registry import feature
 from dapo_jax.types.structs import present
 
 IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size
-TEACHER = "teacher"  # key of its parameters among the frozen ones
 
 
 def token_metrics(
@@ -62,10 +63,11 @@ def token_metrics(
         "kl_sampler_trainer": sampler - trainer,
         "policy_nll": -logprobs,
     }
-    if batch.scored.reference_logprobs is not None:
-        values["kl_reference"] = k3(logprobs, batch.scored.reference_logprobs)
-    if batch.scored.teacher_logprobs is not None:
-        values["teacher_kl"] = old_logprobs - batch.scored.teacher_logprobs
+    scores = batch.scored.scores
+    if scores.get(REFERENCE) is not None:
+        values["kl_reference"] = k3(logprobs, scores[REFERENCE])
+    if TEACHER in scores:
+        values["teacher_kl"] = old_logprobs - scores[TEACHER]
     means = {name: weighted(value, trained) for name, value in values.items()}
     means["up_clipped_probability"] = weighted(probability, info["clipped_high"])
     if batch.scored.old_logprobs is not None and algorithm.ratio != "none":
@@ -79,7 +81,7 @@ def _kl(
     """Return the KL of each token, from log-probs that are 0 on untrained tokens."""
     other = {"old": old, "sampler": sampler}.get(algorithm.kl_to)
     if other is None:
-        reference = present(batch.scored.reference_logprobs, "reference_logprobs")
+        reference = present(batch.scored.scores.get(REFERENCE), "reference log-probs")
         other = jnp.where(batch.loss_weights > 0, reference, 0.0)
     kl = estimate_kl(algorithm, logprobs, other)
     if algorithm.kl_importance:  # r k3 has the gradient r (log p - log ref) (2512.02556)

@@ -9,7 +9,15 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, gather_feedback
-from dapo_jax.learner.batches import NOT_SCORED, PackedRows, ScoredBatch, TokenScores
+from dapo_jax.learner.batches import (
+    CRITIC,
+    NOT_SCORED,
+    REFERENCE,
+    TEACHER,
+    PackedRows,
+    ScoredBatch,
+    TokenScores,
+)
 from dapo_jax.learner.learners import LearnerPrograms, LearnerStates
 from dapo_jax.learner.losses import estimate_kl
 from dapo_jax.learner.minibatches import Minibatches, trained_tokens
@@ -24,7 +32,7 @@ from dapo_jax.types.structs import Group, present
 def score_pass(
     config: Config, learners: LearnerPrograms, states: LearnerStates, minibatches: Minibatches
 ) -> ScoredBatch:
-    """Score a rollout batch with the policy, reference, teacher and critic that a run has.
+    """Score a rollout batch with the policy, and with the other models that the run has.
 
     The result is returned while the devices still compute it.
     """
@@ -50,22 +58,20 @@ def score_pass(
             scores = [nothing, *scores]
         return jax.tree.map(lambda *parts: jnp.stack(parts), *scores)
 
-    old = reference = values = teacher = energies = None
-    distilled = algorithm.distillation == "reverse"
+    old = energies = None
     if algorithm.old_logprobs == "sampler":
         old = rollouts.sampler_logprobs
     elif scored := algorithm.scored_minibatches(len(minibatches)):
-        scores = score(learners.policy, states.policy.params, rollouts, scored.start)
-        old, energies = scores.values, scores.energies
-        if scores.routes is not None:
-            rollouts = rollouts.replace(routes=scores.routes)
-    if algorithm.reference:
-        reference = score(learners.policy, learners.reference).values
-    if learners.critic and states.critic:
-        values = score(learners.critic, states.critic.params).values
-    if distilled and learners.teacher:
-        teacher = score(learners.teacher, learners.teacher_params).values
-    return ScoredBatch(rollouts, old, reference, values, teacher, energies)
+        own = score(learners.policy, states.policy.params, rollouts, scored.start)
+        old, energies = own.values, own.energies
+        if own.routes is not None:
+            rollouts = rollouts.replace(routes=own.routes)
+    scores = {}
+    for name, model in learners.scorers.items():
+        if model.learner:
+            params = states.others[name].params if model.params is None else model.params
+            scores[name] = score(model.learner, params).values
+    return ScoredBatch(rollouts, old, scores, energies)
 
 
 @timed("score")
@@ -82,7 +88,7 @@ def make_feedback(
     algorithm = config.algorithm
     index = np.asarray(scored.rollouts.response_index)
     old = scored.old_logprobs
-    reference = scored.reference_logprobs
+    reference, values = scored.scores.get(REFERENCE), scored.scores.get(CRITIC)
     penalties = log_ratios = None
     if old is not None and reference is not None:
         if algorithm.kl == "reward":
@@ -98,8 +104,8 @@ def make_feedback(
         each = (g.token_rewards or [np.zeros(len(c)) for c in g.completions] for g in groups)
         token_rewards = place_tokens([rewards for group in each for rewards in group], index)
     teacher = None
-    if scored.teacher_logprobs is not None:
-        teacher = to_host(scored.teacher_logprobs - present(old, "old_logprobs"))
+    if TEACHER in scored.scores:
+        teacher = to_host(scored.scores[TEACHER] - present(old, "old_logprobs"))
     trained = trained_tokens(minibatches.responses(), algorithm)
     sizes = [len(group.rewards) for group in groups]
     return gather_feedback(
@@ -115,5 +121,5 @@ def make_feedback(
         correct=np.concatenate([group.correct for group in groups]),
         trained=place_tokens(trained, index) > 0,
         teacher_log_ratios=teacher,
-        values=None if scored.values is None else to_host(scored.values).astype(np.float64),
+        values=None if values is None else to_host(values).astype(np.float64),
     )

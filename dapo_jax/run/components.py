@@ -18,8 +18,9 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source
 from dapo_jax.environments.registry import tool_schemas, with_reward_settings
 from dapo_jax.environments.sessions import Environments
+from dapo_jax.learner.batches import REFERENCE, TEACHER
 from dapo_jax.learner.critic import RewardModel, scalar_config
-from dapo_jax.learner.learners import LearnerPrograms
+from dapo_jax.learner.learners import POLICY, LearnerPrograms, Model
 from dapo_jax.learner.minibatches import TokenWeights
 from dapo_jax.model import load_huggingface, peft_adapters, trainable
 from dapo_jax.model.decoder import DecoderConfig
@@ -115,18 +116,21 @@ class Components:
         source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 
-    def first_params(self) -> Any:
-        """Return the trained parameters before the first step, on the mesh."""
-        folder, mesh = self.config.model.folder, self.learners.policy.mesh
-        return load_trained(folder, self.decoder, mesh, self.config.seed, self.config.lora.folder)
+    def first_params(self, model: str = POLICY) -> Any:
+        """Return the parameters of a trained model before the first step, on the mesh.
 
-    def critic_params(self) -> Any:
-        """Return the critic's initial parameters, from the folder of a policy or reward model."""
-        own, mesh = self.config.critic.folder, self.learners.policy.mesh
-        folder = own or self.config.model.folder
+        The critic's are those of the folder of a policy or a reward model.
+        """
+        folder, mesh = self.config.model.folder, self.learners.policy.mesh
+        if model == POLICY:
+            adapters = self.config.lora.folder
+            return load_trained(folder, self.decoder, mesh, self.config.seed, adapters)
+        own = self.config.critic.folder
         field = "critic.folder" if own else "model.folder"
         shape = scalar_config(self.decoder)
-        return load_huggingface.load_params(folder, shape, mesh, field=field, fresh_score=True)
+        return load_huggingface.load_params(
+            own or folder, shape, mesh, field=field, fresh_score=True
+        )
 
     def close(self) -> None:
         """Stop the worker processes, and what the sampler serves."""
@@ -167,12 +171,10 @@ def load_frozen(
 def load_reference(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
 ) -> Any:
-    """Return the reference policy, sharded like the policy, or None if the config has none.
+    """Return the reference policy, sharded like the policy.
 
     A reference of the same folder shares `frozen` with the policy.
     """
-    if not config.algorithm.reference:
-        return None
     folder, policy = config.model.reference_folder, config.model.folder
     if folder and folder != policy:
         field = "model.reference_folder"
@@ -309,12 +311,13 @@ def build(
             check_same_model(
                 "critic.folder", config.critic.folder, config.model.folder, scalar_config
             )
-        learners = compute.open_learners(config, decoder, mesh, frozen)
+        others: dict[str, Model] = {}
         if training and config.algorithm.distils:
-            distilled = feature("teacher")
-            teacher = distilled.load_teacher(config, decoder, mesh)
-            learners = distilled.open_programs(config, decoder, mesh, frozen, teacher)
-        reference = load_reference(config, decoder, mesh, frozen) if training else None
+            others[TEACHER] = feature("teacher").load_teacher(config, decoder, mesh)
+        if training and config.algorithm.reference:
+            reference = load_reference(config, decoder, mesh, frozen)
+            others[REFERENCE] = Model(decoder, reference)
+        learners = compute.open_learners(config, decoder, mesh, frozen, others)
         pool = RewardPool(config.reward, tokenizer.split)
         model = load_reward_model(config, mesh)
         sampler = compute.open_sampler(engine, tokenizer, config.seed, environments)
@@ -334,7 +337,7 @@ def build(
             sampler=sampler,
             environments=environments,
             judge=Judge(config, pool, model and model.score, should_abort, tokenizer.decode_all),
-            learners=dataclasses.replace(learners, reference=reference),
+            learners=learners,
             progress=progress,
             frozen=frozen,
             token_weights=token_weights,

@@ -5,7 +5,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
 from dapo_jax.data.prompts.tokenizer import Decodes, Ends
+from dapo_jax.learner.batches import CRITIC, REFERENCE, TEACHER
 from dapo_jax.learner.critic import critic_learner, scalar_config
-from dapo_jax.learner.learners import LearnerPrograms
+from dapo_jax.learner.learners import LearnerPrograms, Model, TokenScorer
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import cudnn_attention, training_attention
 from dapo_jax.model.decoder import DecoderConfig
@@ -192,15 +194,29 @@ def open_learners(
     decoder: DecoderConfig,
     mesh: jax.sharding.Mesh,
     frozen: Any,
-    teacher: DecoderConfig | None = None,
+    others: Mapping[str, Model] = MappingProxyType({}),
 ) -> LearnerPrograms:
-    """Return the programs of the policy, and of the critic if the algorithm has one."""
-    algorithm, compute = config.algorithm, config.compute
-    temperature = config.sampler.temperature
-    critic = None
+    """Return the programs of the policy, and of the models that the algorithm has beside it.
+
+    Args:
+        others: frozen models by name: the reference, the teacher. For 'jsd', the policy's update
+            reads the teacher itself.
+    """
+    algorithm, compute, optimizer = config.algorithm, config.compute, config.optimizer
+    plain = PolicySettings(algorithm, compute, config.sampler.temperature)
+    read = others.get(TEACHER) if algorithm.distillation == "jsd" else None
+    settings = dataclasses.replace(plain, keep_logprobs=config.log.token_ratios)
+    if read:
+        settings = dataclasses.replace(settings, teacher=read.decoder)
+        frozen = {**(frozen or {}), TEACHER: read.params}
+    policy = keep(policy_learner, settings, optimizer, decoder, mesh, frozen=frozen)
+    scorers = {}
+    if REFERENCE in others:
+        scorers[REFERENCE] = TokenScorer(policy, others[REFERENCE].params)
     if algorithm.critic:
-        settings = config.critic.optimizer
-        critic = keep(critic_learner, algorithm, settings, scalar_config(decoder), mesh)
-    score = PolicySettings(algorithm, compute, temperature, config.log.token_ratios, teacher)
-    policy = keep(policy_learner, score, config.optimizer, decoder, mesh, frozen=frozen)
-    return LearnerPrograms(policy, critic)
+        rates, shape = config.critic.optimizer, scalar_config(decoder)
+        scorers[CRITIC] = TokenScorer(keep(critic_learner, algorithm, rates, shape, mesh))
+    if teacher := others.get(TEACHER):
+        learner = None if read else keep(policy_learner, plain, optimizer, teacher.decoder, mesh)
+        scorers[TEACHER] = TokenScorer(learner, teacher.params)
+    return LearnerPrograms(policy, scorers)

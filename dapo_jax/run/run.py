@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.rates import choose_rates
-from dapo_jax.learner.learners import LearnerStates
+from dapo_jax.learner.learners import POLICY, LearnerStates, optimizers
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
 from dapo_jax.registry import feature
@@ -172,9 +172,7 @@ class Run:
             values = values | self.evaluate()[0]
         self.files.write_row(step, values)
         self.progress.unwritten = None
-        for prefix, optimizer in zip(
-            PREFIXES, (config.optimizer, config.critic.optimizer), strict=True
-        ):
+        for prefix, optimizer in zip(PREFIXES, optimizers(config).values(), strict=False):
             count = self.progress.skipped.get(prefix, 0)
             check_skipped(count, optimizer.max_skipped_steps, values, prefix)
         learns = not any(self.progress.skipped.values())  # else older checkpoints are worth more
@@ -201,7 +199,7 @@ class Run:
             has_behaviour=source.behaviour is not None,
         )
         record = dataclasses.replace(self.store.record, step=self.state.step, progress=progress)
-        states = {"state": learners.policy, "critic": learners.critic}
+        states = {"state": learners.policy, **learners.others}
         states |= {"behaviour": source.behaviour, "carried": carried, "ahead": ahead}
         self.store.checkpoints.save(record, states)
 
@@ -252,19 +250,20 @@ def due(step: int, every: int) -> bool:
 
 def first_state(components: Components) -> TrainerState:
     """Return the state before the first step."""
-    learners, critic = components.learners, None
-    if learners.critic:
-        critic = learners.critic.start(components.critic_params())
-    policy = learners.policy.start(components.first_params())
-    return TrainerState(0, LearnerStates(policy, critic), SourceState())
+    states = {
+        name: learner.start(components.first_params(name))
+        for name, learner in components.learners.trained().items()
+    }
+    return TrainerState(0, LearnerStates.of(states), SourceState())
 
 
 def restore(components: Components, checkpoints: Checkpoints, record: Record) -> TrainerState:
     """Return the state of the newest checkpoint; `record` belongs to it."""
-    learners, critic, behaviour = components.learners, None, None
-    policy = checkpoints.state(learners.policy.abstract_state)
-    if learners.critic:
-        critic = checkpoints.state(learners.critic.abstract_state, "critic")
+    learners, behaviour = components.learners, None
+    states = {
+        name: checkpoints.state(learner.abstract_state, "state" if name == POLICY else name)
+        for name, learner in learners.trained().items()
+    }
     progress = record.progress
     if progress.has_behaviour:
         behaviour = checkpoints.state(learners.policy.abstract_state.params, "behaviour")
@@ -285,7 +284,7 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
     source = SourceState(
         progress.position, progress.kept_fraction, partial, progress.pools, ahead, behaviour
     )
-    return TrainerState(record.step, LearnerStates(policy, critic), source)
+    return TrainerState(record.step, LearnerStates.of(states), source)
 
 
 def announce_policy(components: Components, state: TrainerState) -> None:
@@ -316,17 +315,13 @@ def with_rates(components: Components, saved: Record | None) -> Components:
 
 def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:
     """Return megabytes per device that stay in memory between steps, by name."""
-    policy, critic = state.learners.policy, state.learners.critic
-    return megabytes_per_device(
-        policy=policy.params,
-        policy_optimizer=policy.opt_state,
-        policy_frozen=components.frozen,
-        sampler_frozen=components.sampler.resident(),
-        critic=critic and critic.params,
-        critic_optimizer=critic and critic.opt_state,
-        reference=components.learners.reference,
-        teacher=components.learners.teacher_params,
-    )
+    held: dict[str, Any] = {}
+    for name, trained in state.learners.by_name().items():
+        held |= {name: trained.params, f"{name}_optimizer": trained.opt_state}
+    held |= {"policy_frozen": components.frozen, "sampler_frozen": components.sampler.resident()}
+    scorers = components.learners.scorers.items()
+    held |= {name: model.params for name, model in scorers if model.params is not None}
+    return megabytes_per_device(**held)
 
 
 def open_run(

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.learner.batches import Mean
-from dapo_jax.learner.learners import LearnerPrograms, LearnerStates, learning_rates
+from dapo_jax.learner.batches import CRITIC, Mean
+from dapo_jax.learner.learners import POLICY, LearnerPrograms, LearnerStates, learning_rates
 from dapo_jax.learner.packing import fill
 from dapo_jax.learner.ratios import quantiles, trace_ratios, trace_responses
 from dapo_jax.model.decoder import DecoderConfig
@@ -43,11 +43,11 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
     rollouts = record.rollouts
     host_values = _host_metrics(config, record)  # overlaps device compute
     means = jax.device_get([(update.learner, update.means) for update in record.updates])
-    policy = [values for learner, values in means if learner == "policy"]
+    policy = [values for learner, values in means if learner == POLICY]
     critic = [
         {f"value_{name.removeprefix('value_')}": mean for name, mean in values.items()}
         for learner, values in means
-        if learner == "critic"
+        if learner == CRITIC
     ]
     seconds = {f"seconds_{part}": spent for part, spent in clock.seconds.items()}
     seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
@@ -66,20 +66,20 @@ def _host_metrics(config: Config, record: StepRecord) -> dict[str, float]:
     if record.minibatches and record.feedback and record.advantages is not None:
         arrays = record.feedback, record.advantages, record.returns
         values |= feedback_metrics(config.algorithm, *arrays)
-        taken = sum(update.learner == "policy" for update in record.updates)
-        rate, critic_rate = learning_rates(config, record.step)
+        taken = sum(update.learner == POLICY for update in record.updates)
+        rates = learning_rates(config, record.step)
         values |= {
-            "learning_rate": rate,
+            "learning_rate": rates[POLICY],
             "empty_updates": float(len(record.minibatches) - taken),
             "packing_fill": fill(record.minibatches.rollouts, record.minibatches.microbatches),
         }
-        values |= {"value_learning_rate": critic_rate} if config.algorithm.critic else {}
+        values |= {"value_learning_rate": rates[CRITIC]} if CRITIC in rates else {}
     return values
 
 
 def _ratio_metrics(record: StepRecord, means: list[dict[str, Mean]]) -> dict[str, float]:
     """Return the quantiles of the ratios and the effective sample size of the policy's updates."""
-    updates = [update for update in record.updates if update.learner == "policy"]
+    updates = [update for update in record.updates if update.learner == POLICY]
     fetched = jax.device_get([(u.ratio_histogram, u.importance_square) for u in updates])
     histograms = [histogram.total for histogram, _ in fetched if histogram is not None]
     squares = [square for _, square in fetched if square is not None]

@@ -31,9 +31,7 @@ STEPS, ALONE = 3, 1
 
 def host(run) -> dict:
     """What a step changes, on the host."""
-    return jax.device_get(
-        {"policy": run.state.learners.policy, "critic": run.state.learners.critic}
-    )
+    return jax.device_get(run.state.learners.by_name())
 
 
 def make_ppo(base, run_dir) -> Config:
@@ -101,10 +99,14 @@ def test_how_long_the_critic_learns_alone_is_the_presets_unless_set():
     config = Config(total_steps=60, algorithm=algorithms.vapo())
     config, _, _ = choose_rates(config, 7_000_000_000, 60)
     assert config.critic_pretrain_steps() == 50
-    assert [learning_rates(config, step)[0] > 0 for step in (0, 49, 50)] == [False, False, True]
+    assert [learning_rates(config, step)["policy"] > 0 for step in (0, 49, 50)] == [
+        False,
+        False,
+        True,
+    ]
     for own in (0, 7):
         config.critic.pretrain_steps = own
-        assert config.critic_pretrain_steps() == own and learning_rates(config, own)[0] > 0
+        assert config.critic_pretrain_steps() == own and learning_rates(config, own)["policy"] > 0
     for preset in set(algorithms.PRESETS) - {"vapo"}:
         assert not Config(algorithm=algorithms.PRESETS[preset]()).critic_pretrain_steps()
 
@@ -132,7 +134,7 @@ def make_tiny(folder, critic_folder="") -> Config:
 
 def first_critic(config):
     parts = build(config)
-    critic = jax.device_get(parts.critic_params())
+    critic = jax.device_get(parts.first_params("critic"))
     parts.close()
     return critic
 
@@ -235,7 +237,7 @@ def distances(parts, params, groups) -> tuple[list[float], TrainState]:
 def test_the_reference_stays_while_the_policy_moves_away_from_it(grpo_parts, tiny_params):
     groups = make_groups(grpo_parts.config)
     actual, state = distances(grpo_parts, tiny_params, groups)
-    assert_same(grpo_parts.learners.reference, tiny_params)
+    assert_same(grpo_parts.learners.scorers["reference"].params, tiny_params)
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, tiny_params)
     assert all(jax.tree.leaves(moved))
     assert abs(actual[0]) < 1e-9  # before the first update both are the same policy
@@ -258,7 +260,10 @@ def test_a_reference_folder_of_its_own_is_read(
     model = Model(folder=str(tiny_folder), reference_folder=str(other_folder))
     parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", model=model))
     parts.close()
-    assert_same(parts.learners.reference, jax.tree.map(lambda leaf: leaf * 1.5, tiny_params))
+    assert_same(
+        parts.learners.scorers["reference"].params,
+        jax.tree.map(lambda leaf: leaf * 1.5, tiny_params),
+    )
     assert_same(parts.first_params(), tiny_params)
 
 
@@ -268,9 +273,9 @@ def test_the_reference_is_held_in_the_compute_dtype_and_sharded_as_the_policy(
     changes = {"compute": Compute(dtype="bfloat16"), "mesh": Mesh(2, 2, 2)}
     parts = build(make_quick_config(tiny_folder, tmp_path, "dpo", **changes))
     parts.close()
-    leaves = jax.tree.leaves(parts.learners.reference)
+    leaves = jax.tree.leaves(parts.learners.scorers["reference"].params)
     assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16", "float32"}  # norms stay float32
-    assert parts.learners.reference["embedding"].dtype == "bfloat16"
+    assert parts.learners.scorers["reference"].params["embedding"].dtype == "bfloat16"
     places = jax.tree.leaves(parts.learners.policy.shardings.params)
     for leaf, place in zip(leaves, places, strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)

@@ -137,7 +137,7 @@ def test_on_policy_the_gradient_is_that_of_the_sampled_reverse_kl():
     batch = jax.tree.map(lambda array: jnp.asarray(array[0]), batch)
     old, weights = batch.scored.old_logprobs, batch.loss_weights
     gaps = jnp.asarray(RNG.normal(0, 1, old.shape), jnp.float32)
-    scored = batch.scored.replace(teacher_logprobs=old + gaps)
+    scored = batch.scored.replace(scores={"teacher": old + gaps})
     batch = batch.replace(scored=scored, advantages=gaps)
 
     def loss(logprobs):
@@ -237,7 +237,7 @@ def test_two_steps_of_a_preset_are_finite_and_change_the_trained_models(
     with open_run(config) as run:
         models = {"policy": lambda: run.state.learners.policy.params}
         if config.algorithm.critic:
-            models["critic"] = lambda: run.state.learners.critic.params
+            models["critic"] = lambda: run.state.learners.others["critic"].params
         before = jax.device_get({name: params() for name, params in models.items()})
         for _ in range(2):
             run.step()

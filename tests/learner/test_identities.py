@@ -73,7 +73,7 @@ def make_update(algorithm, shape=(1, 16, 20), near=None, spread_of_old=0.3):
     estimates = estimate(algorithm, feedback)
     reference = np.float32(references) if algorithm.reference else None
     values = None if values is None else np.float32(values)
-    scored = ScoredBatch(rollouts, np.float32(olds), reference, values)
+    scored = ScoredBatch(rollouts, np.float32(olds), {"reference": reference, "critic": values})
     return make_batch(scored, SEGMENTS, estimates, algorithm, BUDGET), used
 
 
@@ -173,7 +173,7 @@ def test_packing_does_not_change_the_advantages_and_weights_of_a_response(name):
     for shape in ((1, 16, 20), (12, 1, 40), (4, 4, 20)):
         batch, _ = make_update(PRESETS[name](), shape)
         index = batch.scored.rollouts.response_index
-        values = dataclasses.replace(batch, scored=batch.scored.values)
+        values = dataclasses.replace(batch, scored=batch.scored.scores["critic"])
         actual.append([array[index == i] for array in jax.tree.leaves(values) for i in range(10)])
     for other in actual[1:]:
         for left, right in zip(other, actual[0], strict=True):

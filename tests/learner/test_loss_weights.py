@@ -249,7 +249,7 @@ def gathered(algorithm, earned, weights=None):
     rewards = np.array(earned)
     known = {"correct": np.array(CORRECT), "reward_parts": {"rule": rewards}, "token_rewards": None}
     groups = [types.SimpleNamespace(rewards=rewards, baseline=None, **known)]
-    scored = ScoredBatch(rollouts, old, reference, values)
+    scored = ScoredBatch(rollouts, old, {"reference": reference, "critic": values})
     return make_feedback(
         config, Minibatches([segments], rollouts, [1]), scored, groups
     ), np.float64(old) - reference

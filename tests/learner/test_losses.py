@@ -65,7 +65,7 @@ def make_case(log_ratios, seed=0, rubbish=np.nan, old=True):
         integers, segment_ids(), integers, integers - 1, on_trained(sampler, fill)
     )
     olds = on_trained(logprobs - log_ratios, fill) if old else None
-    scored = ScoredBatch(rollouts, olds, on_trained(reference, fill))
+    scored = ScoredBatch(rollouts, olds, {"reference": on_trained(reference, fill)})
     weights = on_trained(rng.uniform(0.1, 1, count), 0.0)
     nll_weights = on_trained(rng.uniform(0, 0.3, count) * (np.arange(count) % 3 > 0), 0.0)
     batch = TrainBatch(scored, advantages, weights, nll_weights)
@@ -110,7 +110,8 @@ def loop_terms(algorithm, batch, logprobs, entropy, start):
                 weight = min(math.exp(drift), algorithm.importance_cap)
             terms.append(batch.loss_weights[p] * weight * loss)
             if algorithm.kl == "loss":
-                kl = loop_kl(algorithm.kl_estimator, logprobs[p], scored.reference_logprobs[p])
+                reference = scored.scores["reference"][p]
+                kl = loop_kl(algorithm.kl_estimator, logprobs[p], reference)
                 terms.append(batch.loss_weights[p] * algorithm.kl_coefficient * kl)
             terms.append(-batch.loss_weights[p] * algorithm.entropy_coefficient * entropy[p])
             if batch.nll_weights is not None:
@@ -218,7 +219,7 @@ def test_the_value_loss_and_its_gradient_are_ppos_loop(clip):
     weights[0, ::5] = 0
     values, returns = old + moves, old + targets
     batch = TrainBatch(
-        ScoredBatch(None, None, None, old), None, None, None, returns, value_weights=weights
+        ScoredBatch(None, None, {"critic": old}), None, None, None, returns, value_weights=weights
     )
 
     def loop_loss(i, value):
@@ -249,7 +250,7 @@ def test_rubbish_on_padding_reaches_neither_value_loss_nor_gradient(rubbish):
     filled = np.where(weights > 0, numbers, np.float32(rubbish))
 
     def run(array):
-        scored = ScoredBatch(None, None, None, array - 0.1)
+        scored = ScoredBatch(None, None, {"critic": array - 0.1})
         batch = TrainBatch(scored, None, None, None, array + 1, value_weights=weights)
         return jax.value_and_grad(lambda x: critic_objective(dapo(), batch, x)[0])(array)
 

@@ -60,9 +60,9 @@ def make_batches(algorithm, segments, microbatches: int = 1):
         rows = (64 if microbatches == 1 else 4, microbatches)
         rollouts, used = pack(segments, ROW_TOKENS, *rows, share)
         values = np.where(rollouts.response_index >= 0, 0.5, 0.0).astype(np.float32)
-        critic = values if algorithm.critic else None
+        critic = {"critic": values} if algorithm.critic else {}
         old = rollouts.sampler_logprobs if algorithm.old_logprobs == "recompute" else None
-        scored = ScoredBatch(rollouts, old, values=critic)
+        scored = ScoredBatch(rollouts, old, critic)
         placed = broadcast_to_tokens(advantages, rollouts.response_index)
         estimates = Estimates(placed, placed if algorithm.critic else None)
         batches.append((make_batch(scored, segments, estimates, algorithm, BUDGET), used))

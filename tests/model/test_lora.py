@@ -158,7 +158,7 @@ def test_a_run_starts_from_adapters_that_its_reference_has_too(run, tmp_path):
     with open_run(config) as begun:
         first = begun.state.learners.policy.params
         assert equal(jax.device_get(first), state.params)
-        reference = flatten_dict(begun.components.learners.reference)
+        reference = flatten_dict(begun.components.learners.scorers["reference"].params)
         for path, array in flatten_dict(state.params).items():
             np.testing.assert_array_equal(reference[path], array)
         begun.state = dataclasses.replace(begun.state, step=1)
@@ -269,9 +269,14 @@ def test_a_run_freezes_the_fraction_of_its_config(tiny_folder, tiny_params, alon
     model = Model(folder=str(tiny_folder), freeze_layers=0.5)
     parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", model=model))
     parts.close()
-    for params in (join(parts.frozen, parts.first_params()), parts.learners.reference):
+    for params in (
+        join(parts.frozen, parts.first_params()),
+        parts.learners.scorers["reference"].params,
+    ):
         jax.tree.map(np.testing.assert_array_equal, params, split(tiny_params))
-    frozen, kept = (x["frozen_layers"] for x in (parts.learners.reference, parts.frozen))
+    frozen, kept = (
+        x["frozen_layers"] for x in (parts.learners.scorers["reference"].params, parts.frozen)
+    )
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (frozen, kept)), strict=True))
     moments = parts.learners.policy.abstract_state.opt_state[1].mu
     assert set(moments) == set(tiny_params) and moments["layers"]["up"]["kernel"].shape[0] == 1

@@ -197,7 +197,8 @@ def feedback_of_groups(kl: bool):
         return array
 
     old = place([[2 * p for p in own] for own in PENALTIES], 99.0)
-    scored = ScoredBatch(rollouts, old, 0 * old if kl else None, place(VALUES, np.nan))
+    reference = {"reference": 0 * old} if kl else {}
+    scored = ScoredBatch(rollouts, old, {"critic": place(VALUES, np.nan)} | reference)
     return make_feedback(config, Minibatches([segments], rollouts, [used]), scored, groups), place
 
 

@@ -307,7 +307,8 @@ def make_case(log_ratios, drifts, seed=0, rubbish=np.nan, per_token=False, certa
     for row, segment, start, n in LAYOUT:
         ids[row, start - 2 : start + n] = segment
     rollouts = PackedRows(integers, ids, integers, integers - 1, scatter(q, rubbish))
-    scored = ScoredBatch(rollouts, scatter(old, rubbish), scatter(reference, rubbish))
+    scores = {"reference": scatter(reference, rubbish)}
+    scored = ScoredBatch(rollouts, scatter(old, rubbish), scores)
     return TrainBatch(scored, advantages, weights), scatter(p, rubbish), responses
 
 

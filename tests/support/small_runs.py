@@ -157,9 +157,9 @@ class GivenGroups:
 def start(components: Components, step: int = 0, critic: bool = False) -> TrainerState:
     """The state before `step` with the parameters of the model folder."""
     learners = components.learners
-    value = learners.critic.start(components.critic_params()) if critic else None
-    policy = learners.policy.start(components.first_params())
-    return TrainerState(step, LearnerStates(policy, value), source.SourceState())
+    trained = learners.trained() if critic else {"policy": learners.policy}
+    states = {name: own.start(components.first_params(name)) for name, own in trained.items()}
+    return TrainerState(step, LearnerStates.of(states), source.SourceState())
 
 
 def step_on(components: Components, state: TrainerState, groups) -> tuple[TrainerState, StepRecord]:

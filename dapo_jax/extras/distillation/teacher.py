@@ -1,37 +1,28 @@
-"""Frozen teacher of a run: shape, parameters on the learner's mesh, and programs."""
+"""Frozen teacher of a run: its shape, and its parameters on the learner's mesh."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.learner.learners import LearnerPrograms
-from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner
+from dapo_jax.learner.learners import Model
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import SCALE
 from dapo_jax.model.param_paths import forward_dtype, scaled_axes
 from dapo_jax.model.quantisation import quantise
-from dapo_jax.run.compute import check_divisible, numerics, open_learners
+from dapo_jax.run.compute import check_divisible, numerics
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.types.errors import require
 
 FIELD = "teacher.folder"
 READ = functools.partial(load_huggingface.read_config, field=FIELD)
-
-
-class Teacher(NamedTuple):
-    """Shape and parameters of a teacher; the parameters may be abstract."""
-
-    decoder: DecoderConfig
-    params: Any
 
 
 def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any) -> DecoderConfig:
@@ -60,7 +51,7 @@ def abstract_teacher(
     policy: DecoderConfig,
     mesh: jax.sharding.Mesh,
     read: Callable[..., DecoderConfig] = READ,
-) -> Teacher:
+) -> Model:
     """Return the shapes, dtypes and shardings of the teacher, with the policy's vocabulary."""
     decoder = _shape_in_folder(config, policy, mesh, read)
     decoder = dataclasses.replace(decoder, vocab=policy.vocab)
@@ -80,7 +71,7 @@ def abstract_teacher(
             scale_sharding = jax.sharding.NamedSharding(mesh, jax.P(*spec))
             flat[path + SCALE] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=scale_sharding)
         flat[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shardings[path])
-    return Teacher(decoder, unflatten_dict(flat, sep="/"))
+    return Model(decoder, unflatten_dict(flat, sep="/"))
 
 
 def teacher_bytes(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> float:
@@ -89,7 +80,7 @@ def teacher_bytes(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
-def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> Teacher:
+def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> Model:
     """Return the teacher, sharded like the policy.
 
     Rows of its vocabulary beyond the policy's are padding and are dropped. Raises `ConfigError`.
@@ -105,25 +96,7 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
         names = [name for name in (path, path + SCALE) if name in targets]
         converted = _convert(path, flat.pop(path), [targets[name] for name in names])
         flat |= zip(names, converted, strict=True)
-    return Teacher(abstract.decoder, unflatten_dict(flat, sep="/"))
-
-
-def open_programs(
-    config: Config,
-    decoder: DecoderConfig,
-    mesh: jax.sharding.Mesh,
-    frozen: Any,
-    teacher: Teacher,
-) -> LearnerPrograms:
-    """Return the programs of policy and teacher, and of the critic if there is one."""
-    scorer = shape = None
-    if config.algorithm.distillation == "jsd":
-        frozen, shape = {**(frozen or {}), TEACHER: teacher.params}, teacher.decoder
-    else:
-        settings = PolicySettings(config.algorithm, config.compute, config.sampler.temperature)
-        scorer = keep(policy_learner, settings, config.optimizer, teacher.decoder, mesh)
-    programs = open_learners(config, decoder, mesh, frozen, shape)
-    return dataclasses.replace(programs, teacher=scorer, teacher_params=teacher.params)
+    return Model(abstract.decoder, unflatten_dict(flat, sep="/"))
 
 
 def _convert(path: str, leaf: jax.Array, targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:

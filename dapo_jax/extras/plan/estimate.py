@@ -25,6 +25,7 @@ import jax
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan.main import PlanSettings
 from dapo_jax.extras.plan.programs import Layout
+from dapo_jax.learner.batches import TEACHER
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.run import memory
@@ -146,7 +147,8 @@ def estimate_step(layout: Layout, weight_bytes: int, settings: PlanSettings) -> 
     seen = decoder, lengths.trained, lengths.trained_context
     scored = algorithm.scored_minibatches(rollout.updates_per_rollout)
     passes = len(scored) / rollout.updates_per_rollout + algorithm.reference + algorithm.critic
-    of_teacher = sum(leaf.size for leaf in jax.tree.leaves(layout.learners.teacher_params))
+    teacher = layout.learners.scorers.get(TEACHER)
+    of_teacher = sum(leaf.size for leaf in jax.tree.leaves(teacher and teacher.params))
     models, (useful, executed) = 1 + algorithm.critic, update_flops(*seen)
     flops = {
         "prefill": forward_flops(decoder, groups * lengths.prompt, lengths.prompt / 2),

@@ -22,8 +22,8 @@ from flax.traverse_util import unflatten_dict
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan.chips import Topology, compiler_options, target_devices
 from dapo_jax.extras.plan.published_shapes import read_shape
-from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
-from dapo_jax.learner.learners import LearnerPrograms
+from dapo_jax.learner.batches import REFERENCE, TEACHER, PackedRows, ScoredBatch, TrainBatch
+from dapo_jax.learner.learners import LearnerPrograms, Model
 from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig
@@ -61,8 +61,7 @@ class Layout:
     sampling_mesh: jax.sharding.Mesh  # the same as `mesh`, or separate devices
     learners: LearnerPrograms
     engine: PolicyEngine
-    frozen: Any  # shapes of parameters, as of the reference policy's
-    reference: Any
+    frozen: Any  # shapes of parameters
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:
@@ -95,17 +94,15 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     flat = _abstract(decoder, mesh)
     untrained = {path: leaf for path, leaf in flat.items() if not is_trained(path, decoder)}
     frozen = unflatten_dict(untrained, sep="/")
-    reference = unflatten_dict(flat, sep="/") if config.algorithm.reference else None
-    learners = compute.open_learners(config, decoder, mesh, frozen)
+    others = {}
     if config.algorithm.distils:
-        distilled = feature("teacher")
-        teacher = distilled.abstract_teacher(config, decoder, mesh, read_shape)
-        learners = distilled.open_programs(config, decoder, mesh, frozen, teacher)
+        others[TEACHER] = feature("teacher").abstract_teacher(config, decoder, mesh, read_shape)
+    if config.algorithm.reference:
+        others[REFERENCE] = Model(decoder, unflatten_dict(flat, sep="/"))
+    learners = compute.open_learners(config, decoder, mesh, frozen, others)
     ends: Any = types.SimpleNamespace(pad_id=0, end_ids=(1,))
     engine = compute.open_engine(config, decoder, mesh, sampling_mesh, ends, frozen)
-    return Layout(
-        config, topology, decoder, mesh, sampling_mesh, learners, engine, frozen, reference
-    )
+    return Layout(config, topology, decoder, mesh, sampling_mesh, learners, engine, frozen)
 
 
 def _batch(layout: Layout, microbatches: int, scores_old: bool) -> TrainBatch:
@@ -118,9 +115,7 @@ def _batch(layout: Layout, microbatches: int, scores_old: bool) -> TrainBatch:
     scored = ScoredBatch(
         PackedRows(whole, whole, whole, whole, real),
         real if scores_old or algorithm.old_logprobs == "sampler" else None,
-        real if algorithm.reference else None,
-        critic,
-        real if layout.learners.teacher else None,
+        {name: real for name, model in layout.learners.scorers.items() if model.learner},
     )
     correct = real if algorithm.positive_nll_coefficient else None
     return TrainBatch(scored, real, real, correct, critic, critic)
@@ -131,13 +126,12 @@ def _resident(layout: Layout) -> dict[str, Any]:
     learners = layout.learners
     state = learners.policy.abstract_state
     held = {"parameters": state.params, "optimizer": state.opt_state, "frozen": layout.frozen}
-    if layout.reference is not None:
-        held["reference"] = without(layout.reference, layout.frozen)
-    if learners.teacher_params is not None:
-        held["teacher"] = learners.teacher_params
-    if learners.critic:
-        held["critic"] = learners.critic.abstract_state.params
-        held["critic's optimizer"] = learners.critic.abstract_state.opt_state
+    for name, model in learners.scorers.items():
+        if model.params is not None:
+            held[name] = without(model.params, layout.frozen if name == REFERENCE else {})
+        elif model.learner:
+            trained = model.learner.abstract_state
+            held |= {name: trained.params, f"{name}'s optimizer": trained.opt_state}
     if layout.config.rollout.staleness:
         held["policy before the update"] = jax.tree.map(copy.copy, state.params)
     return {name: tree for name, tree in held.items() if jax.tree.leaves(tree)}
@@ -146,7 +140,7 @@ def _resident(layout: Layout) -> dict[str, Any]:
 def training_programs(layout: Layout, microbatches: int) -> Iterator[Program]:
     """Yield the updates and score passes of policy, reference, teacher and critic."""
     learners, alive = layout.learners, _resident(layout)
-    policy, critic, teacher = learners.policy, learners.critic, learners.teacher
+    policy = learners.policy
     updates = layout.config.rollout.updates_per_rollout
     scores_old = bool(layout.config.algorithm.scored_minibatches(updates))
     batch = _batch(layout, microbatches, scores_old)
@@ -154,15 +148,14 @@ def training_programs(layout: Layout, microbatches: int) -> Iterator[Program]:
     yield Program("update", lambda: policy.lower("update", batch), alive)
     if scores_old:
         yield Program("score", lambda: policy.lower("score", rollouts), alive)
-    if layout.reference is not None:
-        lower = functools.partial(policy.lower, "score", rollouts, layout.reference)
-        yield Program("reference score", lower, alive)
-    if teacher:
-        lower = functools.partial(teacher.lower, "score", rollouts, learners.teacher_params)
-        yield Program("teacher score", lower, alive)
-    if critic:
-        yield Program("critic score", lambda: critic.lower("score", rollouts), alive)
-        yield Program("critic update", lambda: critic.lower("update", batch), alive)
+    for name, model in learners.scorers.items():
+        if not model.learner:
+            continue
+        lower = functools.partial(model.learner.lower, "score", rollouts, model.params)
+        yield Program(f"{name} score", lower, alive)
+        if model.params is None:
+            lower = functools.partial(model.learner.lower, "update", batch)
+            yield Program(f"{name} update", lower, alive)
 
 
 def sampling_programs(layout: Layout) -> Iterator[Program]:
