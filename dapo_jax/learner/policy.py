@@ -188,30 +188,33 @@ def policy_learner(
     if config.experts:
         recorded = [BALANCE] if algorithm.router_replay == "none" else [BALANCE, REPLACED]
 
-    def run(params, rows: PackedRows, record: Sequence[str] = ()):
+    def run(params, rows: PackedRows, needed: Array, record: Sequence[str] = ()):
         routed = rows.inputs._replace(routes=rows.routes)
         hidden, records = hidden_states(params, config, routed, record)
-        logprobs, entropy = logprobs_of(params, hidden, rows.tokens, scale, chunk_tokens)
+        logprobs, entropy = logprobs_of(params, hidden, rows.tokens, needed, scale, chunk_tokens)
         return hidden, logprobs, entropy, records
 
     def score(params, rows: PackedRows) -> TokenScores:
         record = [ROUTES] if algorithm.router_replay == "old" and rows.routes is None else []
-        hidden, logprobs, _, records = run(params, rows, record)
+        needed = rows.response_index >= 0
+        hidden, logprobs, _, records = run(params, rows, needed, record)
         energies = None
         if algorithm.advantage in OF_ENERGIES:
-            arrays = params, hidden, rows.tokens, logprobs
+            arrays = params, hidden, rows.tokens, needed, logprobs
             energies = energies_of(*arrays, scale, chunk_tokens)
         return TokenScores(logprobs, records.routes, energies)
 
     def loss(params, batch: TrainBatch) -> tuple[Array, UpdateOutputs]:
         rows = batch.scored.rollouts
-        hidden, logprobs, entropy, records = run(params, rows, recorded)
+        # Traces show the ratios of untrained tokens too.
+        needed = rows.response_index >= 0 if settings.keep_logprobs else batch.loss_weights > 0
+        hidden, logprobs, entropy, records = run(params, rows, needed, recorded)
         divergence = None
         if distilled and settings.teacher:
             teacher = params[TEACHER]
             teacher_hidden, _ = hidden_states(teacher, settings.teacher, rows.inputs)
             kind = distilled.divergence_of(algorithm)
-            pair = params, hidden, teacher, teacher_hidden
+            pair = params, hidden, teacher, teacher_hidden, needed
             divergence = distilled.divergences_of(*pair, kind, chunk_tokens)
         value, metrics = policy_objective(algorithm, batch, logprobs, entropy, divergence)
         if recorded:

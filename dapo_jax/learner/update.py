@@ -18,6 +18,7 @@ from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch, TrainState
 from dapo_jax.learner.muon import with_muon
 from dapo_jax.model.layers import ADAPTER_NAMES
+from dapo_jax.model.lm_head import put, take
 from dapo_jax.model.trainable import join, without
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.nonfinite import REASONS
@@ -176,11 +177,10 @@ class Learner:
 
     def _score_fn(self, params: Any, rollouts: PackedRows, microbatches) -> TokenScores:
         def score_microbatch(i):
-            return self._score_rows(params, _microbatch(rollouts, i))
+            return self._score_rows(params, take(rollouts, i))
 
         def body(i, scores):
-            place = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
-            return jax.tree.map(place, scores, score_microbatch(i))
+            return put(scores, score_microbatch(i), i)
 
         count = len(rollouts.tokens)
         shapes = jax.eval_shape(score_microbatch, 0)
@@ -215,7 +215,7 @@ class Learner:
             return value, jax.lax.stop_gradient(outputs)
 
         def compute_microbatch(i):
-            rows = jax.grad(loss, has_aux=True)(params, _microbatch(batch, i))
+            rows = jax.grad(loss, has_aux=True)(params, take(batch, i))
             # XLA:TPU crashes on microbatch gradients added in a loop without the barrier.
             gradient, (means, logprobs) = jax.lax.optimization_barrier(rows)
             if logprobs is not None:  # placed among zeros, so that adding combines microbatches
@@ -266,10 +266,3 @@ def apply_gradient(
     for i, name in enumerate(REASONS):
         means[name] = Mean(jnp.where(first == i, 1.0 - taken, 0.0), jnp.ones(()))
     return new, means
-
-
-def _microbatch(tree: Any, index: Any) -> Any:
-    """Return the rows of a microbatch from every [M, R, T] array of a tree."""
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree
-    )

@@ -1,9 +1,11 @@
 """Output head of a language model, sharded by vocabulary: log-probs and entropies.
 
-Logits are computed in chunks of tokens, so [R, T, V] never exists. Each device has the logits of
-its own tokens over its own part of the vocabulary. The head is gathered over the other axes once
-per call, and its gradient is summed in float32 over all chunks and then reduced once. Autodiff
-would do both in every chunk, in the compute dtype.
+Logits are computed in chunks of tokens, so [R, T, V] never exists, and only of the tokens that a
+caller needs: prompts, observations of tools and padding have none. If all of them fit into one
+chunk, they are kept for the gradient instead of computed again. Each device has the logits of its
+own tokens over its own part of the vocabulary. The head is gathered over the other axes once per
+call, and its gradient is summed in float32 over all chunks and then reduced once. Autodiff would do
+both in every chunk, in the compute dtype.
 """
 
 import functools
@@ -19,6 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.runtime import sharding
 
 ROWS, WEIGHTS = ("batch", "sequence"), ("embed", "vocab")  # logical names
+MAX_PIECES = 4  # of the tokens that fit into one chunk
+MIN_PIECE_TOKENS = 128
 
 
 class Softmax(NamedTuple):
@@ -39,8 +43,10 @@ class HeadShard:
 
         self.vocab = axes("vocab")
         self.embed = axes("embed")
-        row_axes = axes("batch") + axes("sequence")
-        self.copies = tuple(axis for axis in row_axes if axis not in self.embed)
+        rows = axes("batch") + axes("sequence")
+        self.copies = tuple(axis for axis in rows if axis not in self.embed)
+        outside = mesh.manual_axes if mesh is not None else ()  # those of `per_replica`
+        self.all_rows = tuple(dict.fromkeys((*rows, *outside)))
 
     def whole(self, head: Float[Array, "d v"], dtype: Any) -> Float[Array, "D v"]:
         head = head.astype(dtype)
@@ -80,23 +86,64 @@ class HeadShard:
         return jnp.where((targets >= 0) & (targets < size), targets, size)
 
 
-def cut_chunks(chunk_tokens: int, *arrays: Array) -> tuple[Array, ...]:
-    """Cut [r, t, ...] into [chunks, tokens, ...] of equal size; the last chunk is padded."""
-    tokens = math.prod(arrays[0].shape[:2])
-    count = math.ceil(tokens / chunk_tokens)
-    size = math.ceil(tokens / count)
+class Chunks(NamedTuple):
+    """The tokens [r, t] of a device in chunks of equal size; those that are needed come first."""
 
-    def cut(array: Array) -> Array:
-        flat = array.reshape(tokens, *array.shape[2:])
-        pad = [(0, count * size - tokens)] + [(0, 0)] * (flat.ndim - 1)
-        return jnp.pad(flat, pad).reshape(count, size, *flat.shape[1:])
+    needed: Bool[Array, "r t"]
+    order: Int[Array, "r*t"]  # of the tokens in the chunks
+    count: Int[Array, ""]  # number of chunks that any device needs, at most `total`
+    total: int
+    size: int  # tokens of a chunk
 
-    return tuple(map(cut, arrays))
+    def cut(self, *arrays: Array) -> tuple[Array, ...]:
+        """Return [r, t, ...] as [total, size, ...]; the last chunk is padded."""
+
+        def cut(array: Array) -> Array:
+            flat = jnp.asarray(array).reshape(-1, *array.shape[2:])[self.order]
+            pad = [(0, self.total * self.size - len(flat))] + [(0, 0)] * (flat.ndim - 1)
+            return jnp.pad(flat, pad).reshape(self.total, self.size, *flat.shape[1:])
+
+        return tuple(map(cut, arrays))
+
+    def uncut(self, chunks: Array) -> Array:
+        """Return [total, size, ...] as [r, t, ...], 0 on tokens that are not needed."""
+        flat = chunks.reshape(-1, *chunks.shape[2:])[: len(self.order)]
+        back = jnp.zeros_like(flat).at[self.order].set(flat, unique_indices=True)
+        back = back.reshape(*self.needed.shape, *back.shape[1:])
+        return jnp.where(self.needed.reshape(self.needed.shape + (1,) * (back.ndim - 2)), back, 0)
+
+    def map(self, function: Callable, *chunks: Any) -> Any:
+        """Return the results of a function on each chunk that is needed, and zeros for the rest."""
+
+        def body(i: Any, results: Any) -> Any:
+            return put(results, function(*take(chunks, i)), i)
+
+        shapes = jax.eval_shape(lambda: function(*take(chunks, 0)))
+        zeros = jax.tree.map(lambda x: jnp.zeros((self.total, *x.shape), x.dtype), shapes)
+        return jax.lax.fori_loop(0, self.count, body, zeros)
 
 
-def uncut(chunks: Array, rows: int, length: int) -> Array:
-    flat = chunks.reshape(-1, *chunks.shape[2:])
-    return flat[: rows * length].reshape(rows, length, *flat.shape[1:])
+def take(tree: Any, index: Any) -> Any:
+    """Return the entries of arrays at an index of their first axis."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def put(tree: Any, entries: Any, index: Any) -> Any:
+    """Return arrays with other entries at an index of their first axis."""
+    place = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+    return jax.tree.map(place, tree, entries)
+
+
+def chunks_of(shard: HeadShard, chunk_tokens: int, needed: Bool[Array, "r t"]) -> Chunks:
+    """Return the chunks of a device's tokens, of at most `chunk_tokens`."""
+    pieces = min(MAX_PIECES, math.ceil(needed.size / MIN_PIECE_TOKENS))
+    total = max(math.ceil(needed.size / chunk_tokens), pieces)
+    size = math.ceil(needed.size / total)
+    count = (jnp.sum(needed) + size - 1) // size
+    if shard.all_rows:  # all devices take as many turns, since they exchange in each
+        count = jax.lax.pmax(count, shard.all_rows)
+    order = jnp.argsort(jnp.logical_not(needed).reshape(-1), stable=True)
+    return Chunks(needed, order, count, total, size)
 
 
 class Scale(NamedTuple):
@@ -121,66 +168,85 @@ def logits_of(hidden: Float[Array, "n D"], head: Float[Array, "D v"], scale: Sca
     return scale.logits(jnp.dot(hidden, head, preferred_element_type=jnp.float32))
 
 
-def _forward(shard: HeadShard, scale: Scale, chunk_tokens: int, hidden, head, targets):
+def _forward(
+    shard: HeadShard, scale: Scale, chunk_tokens: int, keeps: bool, hidden, head, targets, needed
+):
+    """Return the `Softmax` of each token, and with `keeps` the logits less the largest."""
     whole = shard.whole(head, hidden.dtype)
+    chunks = chunks_of(shard, chunk_tokens, needed)
 
-    def chunk_softmax(chunk):
-        logits = logits_of(chunk[0], whole, scale)
+    def chunk_softmax(states, targets):
+        logits = logits_of(states, whole, scale)
         # The largest is subtracted first, as in the sampler: large numbers differ by few digits.
         largest = shard.largest(jnp.max(logits, axis=-1))
         logits -= largest[:, None]
         powers = jnp.exp(logits)
-        at = shard.local(chunk[1], logits.shape[1])[:, None]
+        at = shard.local(targets, logits.shape[1])[:, None]
         drawn = jnp.take_along_axis(logits, at, axis=-1, mode="fill", fill_value=0.0)[:, 0]
         sums = drawn, jnp.sum(powers, axis=-1), jnp.sum(powers * logits, axis=-1)
         drawn, total, weighted = shard.add(jnp.stack(sums))
         log_total = jnp.log(total)
-        return Softmax(drawn - log_total, log_total - weighted / total, largest, log_total)
+        softmax = Softmax(drawn - log_total, log_total - weighted / total, largest, log_total)
+        return softmax, logits if keeps else None
 
-    softmax = jax.lax.map(chunk_softmax, cut_chunks(chunk_tokens, hidden, targets))
-    return jax.tree.map(lambda chunks: uncut(chunks, *targets.shape), softmax)
+    softmax, kept = chunks.map(chunk_softmax, *chunks.cut(hidden, targets))
+    return *map(chunks.uncut, softmax), *([kept] if keeps else [])
 
 
-def _backward(shard: HeadShard, scale: Scale, chunk_tokens: int, hidden, head, targets, *kept):
+def _backward(shard: HeadShard, scale: Scale, chunk_tokens: int, *arrays):
     """Return gradients of hidden states and head.
 
     d log p(target) / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
     """
+    hidden, head, targets, needed, *rows = arrays
     whole = shard.whole(head, hidden.dtype)
+    chunks = chunks_of(shard, chunk_tokens, needed)
 
-    def slope_of_chunk(chunk):
-        states, targets, softmax, d_logprob, d_entropy = chunk
-        logits = logits_of(states, whole, scale)
-        logprobs = logits - softmax.largest[:, None] - softmax.log_total[:, None]
+    def slope_of_chunk(states, targets, *rest):
+        softmax, (d_logprob, d_entropy, *kept) = Softmax(*rest[:4]), rest[4:]
+        logits = kept[0] if kept else logits_of(states, whole, scale) - softmax.largest[:, None]
+        logprobs = logits - softmax.log_total[:, None]
         slope = d_logprob[:, None] + d_entropy[:, None] * (logprobs + softmax.entropy[:, None])
         change = -jnp.exp(logprobs) * slope
-        at = shard.local(targets, logits.shape[1])
-        hit = jnp.arange(logits.shape[1])[None] == at[:, None]
+        at = shard.local(targets, logprobs.shape[1])
+        hit = jnp.arange(logprobs.shape[1])[None] == at[:, None]
+        logits += softmax.largest[:, None]
         return scale.gradient(change + jnp.where(hit, d_logprob[:, None], 0.0), logits)
 
-    cut = cut_chunks(chunk_tokens, hidden, targets, *jax.tree.leaves(kept))
-    chunks = (*cut[:2], Softmax(*cut[2:6]), *cut[6:])
-    return add_up(shard, slope_of_chunk, hidden, head, whole, chunks)
+    cut = *chunks.cut(hidden, targets, *rows[:6]), *rows[6:]  # the logits are cut already
+    return add_up(shard, slope_of_chunk, chunks, hidden, head, whole, cut)
 
 
-def add_up(shard: HeadShard, slope_of_chunk: Callable, hidden, head, whole, chunks: tuple):
+def add_up(
+    shard: HeadShard, slope_of_chunk: Callable, chunks: Chunks, hidden, head, whole, cut: tuple
+):
     """Return gradients of hidden states and head from that of each chunk's logits [n, v]."""
 
-    def add_chunk(gradient, chunk):
-        states, *_ = chunk
-        change = slope_of_chunk(chunk).astype(hidden.dtype)
+    def add_chunk(i, carry):
+        gradient, back = carry
+        (states, *rest), counts = take((cut, needed), i)
+        change = jnp.where(counts[:, None], slope_of_chunk(states, *rest), 0.0)
+        change = change.astype(hidden.dtype)
         gradient += jnp.dot(states.T, change, preferred_element_type=jnp.float32)
-        back = shard.add(jnp.dot(change, whole.T, preferred_element_type=jnp.float32))
-        return gradient, back.astype(hidden.dtype)
+        own = shard.add(jnp.dot(change, whole.T, preferred_element_type=jnp.float32))
+        return gradient, put(back, own.astype(hidden.dtype), i)
 
-    gradient, back = jax.lax.scan(add_chunk, jnp.zeros(whole.shape, jnp.float32), chunks)
-    return uncut(back, *hidden.shape[:2]), shard.reduced(gradient).astype(head.dtype)
+    (needed,) = chunks.cut(chunks.needed)  # the last chunk has others too
+    zeros = jnp.zeros(whole.shape, jnp.float32), jnp.zeros_like(cut[0])
+    gradient, back = jax.lax.fori_loop(0, chunks.count, add_chunk, zeros)
+    return chunks.uncut(back), shard.reduced(gradient).astype(head.dtype)
+
+
+def _row_axes() -> tuple[str, ...]:
+    """Return the mesh axes that cut the tokens of rows."""
+    return sharding.active_axes("batch") + sharding.active_axes("sequence")
 
 
 def sharded(function: Callable, takes: str, gives: str, *options: Any):
     """Return `function(shard, *options, *arrays)` mapped over devices.
 
-    `takes` and `gives` have a letter per array: h(idden states), w(eights of a head), r(ows).
+    `takes` and `gives` have a letter per array: h(idden states), w(eights of a head), r(ows), and
+    l(ogits) [chunks, tokens, V].
     """
     mesh = sharding.active_mesh()
     local = functools.partial(function, HeadShard(mesh), *options)
@@ -188,6 +254,7 @@ def sharded(function: Callable, takes: str, gives: str, *options: Any):
         return local
     rows, weights = sharding.active_spec(*ROWS), sharding.active_spec(*WEIGHTS)
     specs = {"h": PartitionSpec(*rows, None), "w": weights, "r": rows}
+    specs["l"] = PartitionSpec(_row_axes() or None, None, weights[-1])
     out_specs = [specs[kind] for kind in gives]
     return jax.shard_map(
         local,
@@ -197,33 +264,44 @@ def sharded(function: Callable, takes: str, gives: str, *options: Any):
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def head_logprobs(
     hidden: Float[Array, "R T D"],
     head: Float[Array, "D V"],
     targets: Int[Array, "R T"],
+    needed: Bool[Array, "R T"],
     scale: Scale,
     chunk_tokens: int,  # tokens per device with logits in memory at the same time
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Return the log-prob of each target and the entropy of its distribution; float32."""
-    return _keep(hidden, head, targets, scale, chunk_tokens)[0]
+    """Return the log-prob of each target and the entropy of its distribution; float32.
+
+    Both are 0, and have no gradient, where they are not needed.
+    """
+    return _run(hidden, head, targets, needed, scale, chunk_tokens, keeps=False)[0]
 
 
-def _keep(hidden, head, targets, scale, chunk_tokens):
+def _run(hidden, head, targets, needed, scale, chunk_tokens, keeps):
     with jax.named_scope("head"):
-        run = sharded(_forward, "hwr", "r", scale, chunk_tokens)
-        softmax = run(hidden, head, targets)
-    return (softmax.logprobs, softmax.entropy), (hidden, head, targets, softmax)
+        gives = "rrrr" + "l" * keeps
+        run = sharded(_forward, "hwrr", gives, scale, chunk_tokens, keeps)
+        logprobs, entropy, *rest = run(hidden, head, targets, needed)
+    return (logprobs, entropy), (hidden, head, targets, needed, logprobs, entropy, *rest)
+
+
+def _keep(hidden, head, targets, needed, scale, chunk_tokens):
+    mesh = sharding.active_mesh()
+    devices = math.prod(mesh.shape[axis] for axis in _row_axes()) if mesh is not None else 1
+    fits = needed.size <= chunk_tokens * devices
+    return _run(hidden, head, targets, needed, scale, chunk_tokens, keeps=fits)
 
 
 def _gradients(scale, chunk_tokens, kept, upstream):
-    hidden, head, targets, softmax = kept
-    rows = (*softmax, *upstream)
+    arrays, rows, logits = kept[:4], (*kept[4:8], *upstream), kept[8:]
     with jax.named_scope("head"):
-        takes = "hwr" + "r" * len(rows)
+        takes = "hwrr" + "r" * len(rows) + "l" * len(logits)
         run = sharded(_backward, takes, "hw", scale, chunk_tokens)
-        back, gradient = run(hidden, head, targets, *rows)
-    return back, gradient, None
+        back, gradient = run(*arrays, *rows, *logits)
+    return back, gradient, None, None
 
 
 head_logprobs.defvjp(_keep, _gradients)

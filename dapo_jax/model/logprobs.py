@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
@@ -31,7 +31,8 @@ def token_logprobs(
     """Return log p(tokens[t] | tokens[<t]) and the entropy of its distribution, at t; float32."""
     hidden, _ = hidden_states(params, config, rows)
     scale = Scale(temperature, config.logit_cap)
-    return logprobs_of(params, hidden, rows.tokens, scale, chunk_tokens)
+    needed = jnp.ones(rows.tokens.shape, bool)
+    return logprobs_of(params, hidden, rows.tokens, needed, scale, chunk_tokens)
 
 
 def hidden_states(
@@ -55,15 +56,19 @@ def logprobs_of(
     params: Any,
     hidden: Float[Array, "R T D"],
     tokens: Int[Array, "R T"],
+    needed: Bool[Array, "R T"],
     scale: Scale,
     chunk_tokens: int,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Return log-probs and entropies as `token_logprobs`, from the final hidden states."""
-    following = jnp.roll(tokens, -1, axis=1)
+    """Return log-probs and entropies as `token_logprobs`, from the final hidden states.
+
+    Those of tokens that are not needed are 0; products with the head are left out for them.
+    """
+    following, wanted = jnp.roll(tokens, -1, axis=1), jnp.roll(needed, -1, axis=1)
     # jax.custom_vjp loses the function's type.
     logprobs, entropy = cast(
         tuple[Array, Array],
-        head_logprobs(hidden, head_kernel(params), following, scale, chunk_tokens),
+        head_logprobs(hidden, head_kernel(params), following, wanted, scale, chunk_tokens),
     )
     return jnp.roll(logprobs, 1, axis=1), jnp.roll(entropy, 1, axis=1)
 
@@ -72,6 +77,7 @@ def energies_of(
     params: Any,
     hidden: Float[Array, "R T D"],
     tokens: Int[Array, "R T"],
+    needed: Bool[Array, "R T"],
     logprobs: Float[Array, "R T"],  # of the tokens
     scale: Scale,
     chunk_tokens: int,
@@ -79,7 +85,7 @@ def energies_of(
     """Return 1 - 2 p(tokens[t]) + sum p^2: the squared gradient of log p by the logits."""
     # The log of sum p^2 is 2 log p - log p at half the temperature, for any token.
     half = scale._replace(temperature=scale.temperature / 2)
-    sharper, _ = logprobs_of(params, hidden, tokens, half, chunk_tokens)
+    sharper, _ = logprobs_of(params, hidden, tokens, needed, half, chunk_tokens)
     squares = jnp.exp(2 * logprobs - sharper)
     return jnp.maximum(1 - 2 * jnp.exp(logprobs) + squares, 0.0)
 

@@ -9,6 +9,7 @@ import pytest
 from teachers import divergence_by_definition
 
 from dapo_jax.extras.distillation.divergence import Divergence, head_divergence
+from dapo_jax.model import lm_head
 from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
@@ -20,19 +21,27 @@ HEAD = RNG.normal(size=(WIDTH, VOCAB)).astype("f")
 TARGETS = RNG.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
 WEIGHTS = RNG.normal(size=(2, ROWS, LENGTH)).astype("f")
 MESHES = [(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8)]
+# Tokens that need the head: all, some, those of one device, none.
+NEEDED = {
+    "all": np.ones((ROWS, LENGTH), bool),
+    "some": RNG.uniform(size=(ROWS, LENGTH)) < 0.4,
+    "uneven": np.arange(ROWS)[:, None] < np.full(LENGTH, 2),
+    "none": np.zeros((ROWS, LENGTH), bool),
+}
 
 
-def by_definition(hidden, head, targets, temperature):
+def by_definition(hidden, head, targets, needed, temperature):
     logprobs = jax.nn.log_softmax(hidden @ head / temperature)
     drawn = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
-    return drawn, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+    return jnp.where(needed, drawn, 0), jnp.where(needed, entropy, 0)
 
 
-def with_gradients(function, *options):
+def with_gradients(function, *options, needed=NEEDED["all"]):
     """Values, and gradients with respect to hidden states and head of a loss of both values."""
 
     def loss(hidden, head):
-        values = function(hidden, head, TARGETS, *options)
+        values = function(hidden, head, TARGETS, needed, *options)
         return jnp.sum(jnp.stack(values) * WEIGHTS), values
 
     return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
@@ -43,32 +52,48 @@ def assert_same(actual, expected, atol=4e-6):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 14, 10**6])
-def test_values_and_gradients_equal_those_of_the_softmax(temperature, chunk_tokens):
-    actual = with_gradients(head_logprobs, Scale(temperature), chunk_tokens)(HIDDEN, HEAD)
-    assert_same(actual, with_gradients(by_definition, temperature)(HIDDEN, HEAD))
+@pytest.mark.parametrize("needed", NEEDED)
+@pytest.mark.parametrize("chunk_tokens", [1, 14, 10**6])
+def test_values_and_gradients_equal_those_of_the_softmax(needed, chunk_tokens, monkeypatch):
+    monkeypatch.setattr(lm_head, "MIN_PIECE_TOKENS", 16)  # four pieces
+    wanted = NEEDED[needed]
+    actual = with_gradients(head_logprobs, Scale(0.6), chunk_tokens, needed=wanted)(HIDDEN, HEAD)
+    assert_same(actual, with_gradients(by_definition, 0.6, needed=wanted)(HIDDEN, HEAD))
+
+
+def test_products_with_the_head_are_made_for_needed_tokens_only(monkeypatch):
+    monkeypatch.setattr(lm_head, "MIN_PIECE_TOKENS", 14)
+    hidden = HIDDEN.copy()
+    hidden[2:] = np.nan  # which a product would spread
+    _, gradient = with_gradients(head_logprobs, Scale(), 14, needed=NEEDED["uneven"])(hidden, HEAD)[
+        0
+    ]
+    assert np.isfinite(gradient).all()
 
 
 def test_capped_logits_and_their_gradients_equal_those_of_the_softmax():
-    def capped(hidden, head, targets):
+    def capped(hidden, head, targets, needed):
         logits = 2.0 * jnp.tanh(hidden @ head / 2.0)
-        return by_definition(logits, jnp.eye(head.shape[1]), targets, 0.7)
+        return by_definition(logits, jnp.eye(head.shape[1]), targets, needed, 0.7)
 
-    actual = with_gradients(head_logprobs, Scale(0.7, 2.0), 5)(HIDDEN, HEAD)
-    assert_same(actual, with_gradients(capped)(HIDDEN, HEAD))
+    for chunk_tokens in 5, 10**6:
+        actual = with_gradients(head_logprobs, Scale(0.7, 2.0), chunk_tokens)(HIDDEN, HEAD)
+        assert_same(actual, with_gradients(capped)(HIDDEN, HEAD))
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [3, 10**6])
-def test_sharding_does_not_change_the_results(sizes, chunk_tokens):
+@pytest.mark.parametrize("needed", ["all", "uneven"])
+def test_sharding_does_not_change_the_results(sizes, chunk_tokens, needed):
     data, fsdp, decode_tensor, tensor = sizes
     mesh = make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
     head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
     hidden = sharding.put(mesh, HIDDEN, "batch")
     with sharding.activate(mesh):
-        actual = with_gradients(head_logprobs, Scale(0.8), chunk_tokens)(hidden, head)
-    assert_same(actual, with_gradients(by_definition, 0.8)(HIDDEN, HEAD))
+        options = Scale(0.8), chunk_tokens
+        actual = with_gradients(head_logprobs, *options, needed=NEEDED[needed])(hidden, head)
+    expected = with_gradients(by_definition, 0.8, needed=NEEDED[needed])
+    assert_same(actual, expected(HIDDEN, HEAD))
 
 
 def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks():
@@ -83,6 +108,24 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks(
     assert gathers == ["16x24xbf16"] * 2
     scatters = re.findall(r"stablehlo.reduce_scatter.*?-> tensor<(\S+)>", text, re.S)
     assert scatters == ["8x24xf32"]
+
+
+def test_a_frozen_head_costs_no_gradient():
+    mesh = make_mesh(2, 2, 2)
+
+    def loss(hidden, head):
+        return jnp.sum(head_logprobs(hidden, head, TARGETS, NEEDED["all"], Scale(), 2)[0])
+
+    head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
+    with sharding.activate(mesh):
+        both, frozen = (
+            jax.jit(jax.grad(loss, argnums)).lower(sharding.put(mesh, HIDDEN, "batch"), head)
+            for argnums in ((0, 1), 0)
+        )
+    whole = "f32[16,24]"
+    assert f"{whole}{{1,0}} dot" in both.compile().as_text()
+    assert f"{whole}{{1,0}} dot" not in frozen.compile().as_text()
+    assert "reduce-scatter" not in frozen.compile().as_text()
 
 
 # --- divergence of two heads -------------------------------------------------------------------
@@ -105,14 +148,18 @@ def diverging(function):
 def chunked(kind, chunk_tokens, teacher=TEACHER, teacher_head=TEACHER_HEAD):
     return diverging(
         lambda hidden, head: head_divergence(
-            hidden, head, teacher, teacher_head, kind, chunk_tokens
+            hidden, head, teacher, teacher_head, COUNTED != 0, kind, chunk_tokens
         )
     )
 
 
 def assert_divergence_of_the_paper(actual, kind):
     expected = diverging(
-        lambda hidden, head: divergence_by_definition(TEACHER @ TEACHER_HEAD, hidden @ head, kind)
+        lambda hidden, head: jnp.where(
+            COUNTED == 0,
+            0,
+            divergence_by_definition(TEACHER @ TEACHER_HEAD, hidden @ head, kind),
+        )
     )
     assert_same(actual, expected(HIDDEN, HEAD / 2), 1e-5)
 
@@ -122,7 +169,7 @@ def test_divergence_and_its_gradients_equal_the_papers_equation(kind):
     actual = chunked(kind, 9)(HIDDEN, HEAD / 2)  # chunks cross rows, the last one is padded
     assert_divergence_of_the_paper(actual, kind)
     (back, _), values = actual
-    assert (np.asarray(values) > 0).all() and not back[2, 1:3].any()
+    assert ((np.asarray(values) > 0) == (COUNTED != 0)).all() and not back[2, 1:3].any()
 
 
 @pytest.mark.parametrize("sizes", [MESHES[0], MESHES[2]], ids=str)

@@ -69,8 +69,9 @@ def test_large_logits_keep_their_precision_and_equal_the_samplers(shift):
     targets, sampled = draw(logits.reshape(14, 40), keys, jnp.arange(14), SamplingRule())
     exact = np.float64(states[..., 1:]) @ np.float64(head[1:])
     exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    every = np.ones((2, 7), bool)
     for chunk_tokens in (4, 10**6):
-        score = jax.jit(lambda *x, size=chunk_tokens: head_logprobs(*x, Scale(), size))
+        score = jax.jit(lambda *x, size=chunk_tokens: head_logprobs(*x, every, Scale(), size))
         logprobs, entropy = score(states, head, targets.reshape(2, 7))
         expected = np.take_along_axis(exact, np.asarray(targets).reshape(2, 7, 1), -1)[..., 0]
         np.testing.assert_allclose(logprobs, expected, atol=1e-6)

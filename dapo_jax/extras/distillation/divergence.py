@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.model.decoder import head_kernel
-from dapo_jax.model.lm_head import HeadShard, Scale, add_up, cut_chunks, logits_of, sharded, uncut
+from dapo_jax.model.lm_head import HeadShard, Scale, add_up, chunks_of, logits_of, sharded
 
 MIN_REST = 1e-30  # probability of all tokens but the likeliest
 
@@ -82,16 +82,17 @@ def _distributions(shard: HeadShard, divergence: Divergence, states: Sequence, h
 
 
 def _divergences(shard: HeadShard, divergence: Divergence, chunk_tokens: int, *arrays):
-    hidden, head, teacher, teacher_head = arrays
+    hidden, head, teacher, teacher_head, needed = arrays
     heads = shard.whole(head, hidden.dtype), shard.whole(teacher_head, teacher.dtype)
 
-    def of_chunk(states):
+    chunks = chunks_of(shard, chunk_tokens, needed)
+
+    def of_chunk(*states):
         both, compared, rest = _distributions(shard, divergence, states, heads)
         terms = jnp.sum(jnp.where(compared, divergence.terms(*both), 0.0), axis=-1)
         return shard.add(terms) + divergence.terms(*rest)[:, 0]
 
-    divergences = jax.lax.map(of_chunk, cut_chunks(chunk_tokens, hidden, teacher))
-    return uncut(divergences, *hidden.shape[:2])
+    return chunks.uncut(chunks.map(of_chunk, *chunks.cut(hidden, teacher)))
 
 
 def _divergence_gradients(shard: HeadShard, divergence: Divergence, chunk_tokens: int, *arrays):
@@ -99,10 +100,10 @@ def _divergence_gradients(shard: HeadShard, divergence: Divergence, chunk_tokens
 
     d D / d logit = s - q sum(s), with the slopes s = d D / d log q.
     """
-    hidden, head, teacher, teacher_head, upstream = arrays
+    hidden, head, teacher, teacher_head, needed, upstream = arrays
     heads = shard.whole(head, hidden.dtype), shard.whole(teacher_head, teacher.dtype)
 
-    def slope_of_chunk(chunk):
+    def slope_of_chunk(*chunk):
         *states, upstream = chunk
         both, compared, rest = _distributions(shard, divergence, states, heads)
         # A token of the rest has a slope in proportion to its probability.
@@ -111,33 +112,36 @@ def _divergence_gradients(shard: HeadShard, divergence: Divergence, chunk_tokens
         total = shard.add(jnp.sum(slopes, axis=-1))[:, None]
         return (slopes - jnp.exp(both[1]) * total) * upstream[:, None] / divergence.temperature
 
-    chunks = cut_chunks(chunk_tokens, hidden, teacher, upstream)
-    return add_up(shard, slope_of_chunk, hidden, head, heads[0], chunks)
+    chunks = chunks_of(shard, chunk_tokens, needed)
+    cut = chunks.cut(hidden, teacher, upstream)
+    return add_up(shard, slope_of_chunk, chunks, hidden, head, heads[0], cut)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def head_divergence(
     hidden: Float[Array, "R T D"],  # final hidden states of both; the teacher's have no gradient
     head: Float[Array, "D V"],
     teacher: Float[Array, "R T E"],  # final hidden states of both; the teacher's have no gradient
     teacher_head: Float[Array, "E V"],
+    needed: Bool[Array, "R T"],  # elsewhere it is 0
     divergence: Divergence,
     chunk_tokens: int,  # tokens per device with logits of both in memory at the same time
 ) -> Float[Array, "R T"]:
     """Return the student's divergence from the teacher's next-token distributions, in nats."""
-    return _keep_divergence(hidden, head, teacher, teacher_head, divergence, chunk_tokens)[0]
+    arrays = hidden, head, teacher, teacher_head, needed
+    return _keep_divergence(*arrays, divergence, chunk_tokens)[0]
 
 
-def _keep_divergence(hidden, head, teacher, teacher_head, divergence, chunk_tokens):
-    arrays = hidden, head, teacher, teacher_head
+def _keep_divergence(hidden, head, teacher, teacher_head, needed, divergence, chunk_tokens):
+    arrays = hidden, head, teacher, teacher_head, needed
     with jax.named_scope("divergence"):
-        return sharded(_divergences, "hwhw", "r", divergence, chunk_tokens)(*arrays), arrays
+        return sharded(_divergences, "hwhwr", "r", divergence, chunk_tokens)(*arrays), arrays
 
 
 def _gradients_of_divergence(divergence, chunk_tokens, kept, upstream):
     with jax.named_scope("divergence"):
-        run = sharded(_divergence_gradients, "hwhwr", "hw", divergence, chunk_tokens)
-        return *run(*kept, upstream), None, None
+        run = sharded(_divergence_gradients, "hwhwrr", "hw", divergence, chunk_tokens)
+        return *run(*kept, upstream), None, None, None
 
 
 head_divergence.defvjp(_keep_divergence, _gradients_of_divergence)
@@ -148,12 +152,14 @@ def divergences_of(
     hidden: Float[Array, "R T D"],
     teacher_params: Any,
     teacher_hidden: Float[Array, "R T E"],
+    needed: Bool[Array, "R T"],
     divergence: Divergence,
     chunk_tokens: int,
 ) -> Float[Array, "R T"]:
     """Return, at t, the divergence of the distributions of tokens[t]; float32, in nats."""
     head, teacher_head = head_kernel(params), head_kernel(teacher_params)
+    wanted = jnp.roll(needed, -1, axis=1)
     divergences = head_divergence(
-        hidden, head, teacher_hidden, teacher_head, divergence, chunk_tokens
+        hidden, head, teacher_hidden, teacher_head, wanted, divergence, chunk_tokens
     )
     return jnp.roll(cast(Array, divergences), 1, axis=1)

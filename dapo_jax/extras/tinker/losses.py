@@ -62,7 +62,9 @@ def _target_logprobs(params: Any, config: DecoderConfig, batch: LossBatch) -> Ar
     count, targets = shape[-1], batch.inputs["target_tokens"].reshape(len(hidden), -1)
     repeated = jnp.repeat(hidden, count, axis=1) if count > 1 else hidden
     scale = Scale(cap=config.logit_cap)
-    pair: Any = head_logprobs(repeated, head_kernel(params), targets, scale, LOGPROB_CHUNK_TOKENS)
+    needed = jnp.repeat(batch.rows.segment_ids > 0, count, axis=1)
+    arrays = repeated, head_kernel(params), targets, needed
+    pair: Any = head_logprobs(*arrays, scale, LOGPROB_CHUNK_TOKENS)
     return pair[0].reshape(shape)
 
 
