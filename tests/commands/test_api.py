@@ -143,14 +143,9 @@ def test_folders_of_supervised_training_have_a_table_and_a_policy(base, tmp_path
         (lambda: dapo_jax.sft(dapo_jax.SftConfig()), "config.total_steps = 0: must be above 0"),
         (lambda: dapo_jax.dpo(dapo_jax.DpoConfig()), "config.data.source = ''"),
         (lambda: dapo_jax.export("nowhere", "out"), "config.run = 'nowhere'"),
-        (lambda: dapo_jax.export("a", "b", step="newest"), "config.step = 'newest': must be a who"),
         (lambda: dapo_jax.export("a", "b", shards=3), "ExportConfig.shards: there is no such"),
-        (lambda: dapo_jax.report("nowhere"), "config.run = 'nowhere'"),
         (lambda: dapo_jax.plan(dapo_jax.Config(), topology="v7:8"), "topology = 'v7:8'"),
-        (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", cost=1), "PlanSettings.cost"),
-        (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", json=True), "without json"),
         (lambda: dapo_jax.evaluate(dapo_jax.Config(), top_k=1), "no argument 'top_k'; did you"),
-        (lambda: dapo_jax.evaluate(dapo_jax.Config(), k=0), "samples_per_problem = 0"),
     ],
 )
 def test_wrong_arguments_raise_the_errors_of_the_commands(call, words, tmp_path, monkeypatch):
@@ -227,10 +222,8 @@ def test_an_environment_gets_the_answers(base, alone):
     ("arguments", "words"),
     [
         ({"max_tokens": 24}, "there is no argument 'max_tokens'; did you mean"),
-        ({"samples": 0}, "samples = 0: must be"),
         ({"top_p": 3.0}, "top_p = 3.0: must be"),
         ({"answers": ["1", "2"]}, "answers = ['1', '2']: must be a list of 1 texts"),
-        ({"answers": "1"}, "answers = '1': must be a list of 1 texts"),
         ({"environment": "nix"}, "environment.name = 'nix': must be"),
         ({"environment": "nix_module:Nix"}, "No module named 'nix_module'"),
         ({"tools": [print]}, "tools = 1: must be none, or prompts that are messages"),

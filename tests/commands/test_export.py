@@ -16,11 +16,9 @@ from row_files import read_table
 from safetensors.numpy import load_file
 
 from dapo_jax.config.experiment import ExportConfig
-from dapo_jax.data.prompts.templates import read_chat_template
-from dapo_jax.model import load_huggingface, save_huggingface
+from dapo_jax.model import load_huggingface
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.export import export
-from dapo_jax.runtime.storage.output_folder import EXPORTED, replace
 from dapo_jax.types.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -160,17 +158,3 @@ def test_paths_of_the_base_are_not_published(saved_run, tmp_path):
     out = export(config_of(saved_run, tmp_path, model=str(base)))
     assert json.loads((out / "config.json").read_text()) == values
     assert not any(b"/home/alice" in content for content in local_files(out).values())
-
-
-def test_further_chat_templates_survive(tiny_folder, tmp_path):
-    for path in tiny_folder.glob("*.json"):
-        shutil.copyfile(path, tmp_path / path.name)
-    (tmp_path / "chat_template.jinja").write_text("-")
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
-    out = tmp_path / "out"
-    for _ in range(2):  # the second replaces the first
-        with replace("out", str(out), EXPORTED) as folder:
-            save_huggingface.save_settings_of(tmp_path, folder, "float32")
-        assert read_chat_template(out).render([], tools=[7]) == "[7]"
-    assert not list(tmp_path.glob("*replaced*"))

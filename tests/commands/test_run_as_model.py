@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import shlex
 import shutil
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -49,14 +47,6 @@ def test_the_newest_checkpoint_is_exported_once(run, capsys):
 
 def decoder(folder: str):
     return load_huggingface.read_config(folder)
-
-
-def test_a_checkpoint_that_was_replaced_is_exported_again(run, capsys):
-    folder = export.newest_export(run, "model")
-    later = time.time() + 5  # file systems round times
-    os.utime(pathlib.Path(run, "checkpoints/2/checksums.json"), (later, later))
-    assert export.newest_export(run, "model") == folder
-    assert capsys.readouterr().out.count("written to") == 2
 
 
 def test_serve_takes_a_run_and_names_it_for_clients(run, byte_engine, monkeypatch):
@@ -103,9 +93,3 @@ def test_training_from_a_run_names_the_command(run, capsys):
     with pytest.raises(ConfigError) as raised:
         load_huggingface.read_config(run, field="start")
     check_command(str(raised.value), "config.start = 'runs/mine': is a run, not a model", capsys)
-
-
-def test_a_run_that_has_not_saved_is_one_line(run):
-    shutil.rmtree(checkpoint_folder(run))
-    with pytest.raises(ConfigError, match="must be a model folder, or a run that has saved"):
-        export.newest_export(run, "model")

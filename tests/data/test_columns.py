@@ -13,7 +13,6 @@ from dapo_jax.data.files import MalformedRow, register_rows
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.row_formats import read_row
-from dapo_jax.data.sources import read_problems
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import WantedColumns
 
@@ -75,22 +74,6 @@ def test_other_answers_are_as_before():
         assert (problem.answer, problem.columns) == (text, "")
 
 
-def source_of(tmp_path, rows, wanted=TESTS):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_problems((str(path),), "set", 0, columns=wanted)
-
-
-def test_other_columns_are_other_data(tmp_path):
-    rows = [ROW | {"question": f"1+{i}="} for i in range(3)]
-    digests = source_of(tmp_path, rows).digests()
-    changed = [*rows[:2], rows[2] | {"tests": []}]
-    assert source_of(tmp_path, changed).digests() != digests
-    none = row_formats.NO_COLUMNS
-    without = [source_of(tmp_path, some, none).digests() for some in (rows, changed)]
-    assert without[0] == without[1]
-
-
 def stream(source: str, wanted=TESTS, **settings) -> PromptStream:
     data = Data(source=source, max_prompt_tokens=8, **settings)
     return PromptStream(data, 0, arithmetic_tokenizer(), columns=wanted)
@@ -104,13 +87,6 @@ def test_prompts_have_the_columns_of_their_rows(tmp_path):
     assert {p.text: json.loads(p.columns) for p in some} == {
         row["question"]: {"tests": row["tests"]} for row in rows
     }
-
-
-def test_generated_problems_have_no_columns():
-    match = r"config.data.source = 'arithmetic': must be rows with the columns .*\(tests\)"
-    with pytest.raises(ConfigError, match=match):
-        stream("arithmetic")
-    assert next(stream("arithmetic", EVERY)).columns == ""
 
 
 # --- rows of the program --------------------------------------------------------------------
@@ -182,15 +158,6 @@ def test_what_is_no_table_is_refused_in_one_line(rows, reason):
     with pytest.raises(ConfigError, match=reason) as refused:
         register_rows("data", rows)
     assert "\n" not in str(refused.value)
-
-
-def test_rows_that_are_no_problems_are_named_by_number():
-    with pytest.raises(ConfigError, match="'given:data': none .*given:data row 1: is str, not an"):
-        stream(register_rows("data", ["1+1=", "2+2="]))
-    with pytest.raises(ConfigError, match="config.data.source = 'given:data': holds no rows"):
-        stream(register_rows("data", []))
-    with pytest.raises(ConfigError, match=r"'given:absent': must be rows that .*data=rows\)"):
-        stream("given:absent")
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from dapo_jax.extras.serve.logprobs import Score, chat_logprobs, completion_logp
 from dapo_jax.extras.sft.rows import EXAMPLES, Writer
 from dapo_jax.extras.tinker.messages import MESSAGES
 from dapo_jax.extras.tinker.openai import StoredResponses
-from dapo_jax.extras.tinker.sampling import Decoding
 from dapo_jax.extras.tinker.store import State
 
 TEXTS = ("hello world", "def f(x):\n    return x", "  hello  world ", "x 你🙂 é\n", "hello hello")
@@ -38,14 +36,6 @@ def test_text_stream_and_pieces_are_the_rest_of_the_whole(kind, text):
             assert head + streamed == text
             assert tokenizer.decode_all([after]) == [streamed] == ["".join(tokenizer.split(after))]
         assert TextStream(tokenizer, before).rest(after) == streamed
-
-
-def test_a_lone_blank_and_a_first_blank_are_texts():
-    for kind in ("llama", "metaspace"):
-        tokenizer = make_tokenizer(kind)
-        ids = [tokenizer.backend.token_to_id(piece) for piece in ("▁", "▁world", "hello")]
-        assert tokenizer.split(ids) == [" ", " world", "hello"]
-        assert tokenizer.decode_all([ids, ids[1:]]) == ["  worldhello", " worldhello"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,15 +98,6 @@ def test_an_answer_follows_its_prompt_without_another_blank(kind):
                 assert tokenizer.decode(whole) == shown + answer
     tokens, _ = Transcript(tokenizer, chat=False).tokens([{"role": "user", "content": "x"}], 9)
     assert tokenizer.decode([*tokenizer.encode("hello"), *tokens]) == "hellox"
-
-
-def test_a_stop_text_may_begin_with_the_blank_of_a_first_word():
-    tokenizer = make_tokenizer("llama")
-    decoding = Decoding.__new__(Decoding)
-    decoding._decode = tokenizer.decode_all
-    job = SimpleNamespace(stop_ids=(), stop_texts=(" world",))
-    tokens = np.array([tokenizer.backend.token_to_id("▁world")])
-    assert decoding._find_stop(job, tokens, 0, 1) == 1
 
 
 def test_the_end_token_of_a_stored_response_is_its_own():

@@ -69,13 +69,6 @@ def test_equal_texts_with_other_answers_have_their_own_rates(tmp_path):
     assert [problem.answer for problem in source.problems] == ["9"]
 
 
-def test_a_file_of_an_earlier_version_says_so(data, tmp_path):
-    (tmp_path / "old.jsonl").write_text('{"problem": "mine-1", "digest": "0", "pass_rate": 0.5}')
-    data.difficulty_file = str(tmp_path / "old.jsonl")
-    with pytest.raises(ConfigError, match="old.jsonl': must be a file that .* of this version"):
-        Sources(data, 0)
-
-
 def test_a_range_without_problems_or_rates_is_rejected(data, tmp_path):
     with pytest.raises(ConfigError, match="none of 10 is in it"):
         Sources(dataclasses.replace(data, difficulty="0.34..0.35"), 0).training(set())

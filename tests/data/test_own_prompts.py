@@ -13,7 +13,7 @@ from small_runs import make_quick_config
 
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Packing, Reward
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
-from dapo_jax.data.prompts.templates import TEMPLATES, Beside, ChatTemplate, open_template
+from dapo_jax.data.prompts.templates import Beside, ChatTemplate, open_template
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
@@ -74,19 +74,6 @@ def test_a_template_that_is_none_stops_before_the_run(tmp_path, text, reason, ca
     assert all(part in message for part in reason.split(".*")), message
 
 
-def test_only_templates_that_show_one_read_a_system_message():
-    reads = {name for name in TEMPLATES if "system" in open_template(name).reads}
-    assert reads == {"chat"}
-    for name in TEMPLATES:
-        settings = [f"--config.data.template={name}", "--config.data.system_prompt=Hi"]
-        try:
-            load(Config, RL, *settings, "--config.reward.verifier=math")
-        except SystemExit:
-            assert name not in reads
-        else:
-            assert name in reads
-
-
 @pytest.fixture
 def conversations(tmp_path):
     """Data settings over a file whose rows have a system message, one of them earlier turns."""
@@ -113,21 +100,6 @@ def test_conversations_need_a_template_that_shows_them(conversations):
         plain = dataclasses.replace(conversations, template="none", heldout_problems=held)
         with pytest.raises(ConfigError, match="template = 'none': must be chat.*1 rows .* as c-4"):
             PromptStream(plain, 0, arithmetic_tokenizer())
-
-
-def test_a_system_message_that_no_prompt_shows_is_named(tmp_path):
-    messages = [{"role": "system", "content": "0"}, {"role": "user", "content": "1+1="}]
-    rows = [{"messages": messages, "answer": 2}, {"problem": "2+2=", "answer": 4}]
-    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    stream = PromptStream(Data(source=str(tmp_path / "c.jsonl")), 0, arithmetic_tokenizer())
-    (complaint,) = stream.warnings()
-    assert "1 problems have a system message" in complaint and "'none'" in complaint
-
-
-def test_a_prompt_of_which_nothing_is_left_is_an_error(conversations):
-    data = dataclasses.replace(conversations, template="{% if level %}{{ messages }}{% endif %}")
-    with pytest.raises(ConfigError, match="the prompt of c-. has no token"):
-        next(PromptStream(data, 0, arithmetic_tokenizer()))
 
 
 def announced(config: Config) -> str:

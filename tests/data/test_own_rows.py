@@ -5,15 +5,13 @@ import dataclasses
 import gzip
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from command_lines import RL, load
 from row_files import read_table, write_lines
 from served import byte_tokenizer
 
 from dapo_jax.config.experiment import Config, Data, Reward
-from dapo_jax.data.files import MalformedRow, NoAnswer, find_files, read_rows
+from dapo_jax.data.files import MalformedRow, NoAnswer, read_rows
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import TEMPLATES, Beside, ChatTemplate, open_template
 from dapo_jax.data.row_formats import (
@@ -48,16 +46,6 @@ def test_fields_that_name_nothing_are_rejected_before_the_run(text, capsys):
     assert stopped.value.code == 2 and len(message.splitlines()) == 1
     assert f"config.data.fields = {text!r}: must be KEY=FIELD" in message
     assert "problem, answer, solution" in message
-
-
-@pytest.mark.parametrize(("overrides", "words"), read_table(__file__, "unread"))
-def test_settings_of_data_that_nothing_would_read_are_refused(overrides, words, capsys):
-    with pytest.raises(SystemExit):
-        load(Config, RL, *(f"--config.data.{text}" for text in overrides.split()))
-    message = capsys.readouterr().err
-    assert len(message.splitlines()) == 1 and all(word in message for word in words), message
-    allowed = "fields=system=s source=mine.csv template={{system}}{{problem}} system_prompt=Hi"
-    load(Config, RL, *(f"--config.data.{text}" for text in allowed.split()))
 
 
 USER, WORKED = {"role": "user", "content": "P"}, {"role": "assistant", "content": "So \\boxed{7}"}
@@ -166,19 +154,6 @@ def test_broken_files_say_why(tmp_path, name, content, reason):
         read(tmp_path / name)
 
 
-def test_a_latin_file_of_lines_names_iconv(tmp_path):
-    (tmp_path / "t.jsonl").write_bytes(b'{"problem": "\xe4", "answer": "1"}\n')
-    assert "iconv -f LATIN1 -t UTF-8" in read(tmp_path / "t.jsonl").messages[0]
-
-
-def test_packed_files_are_found_and_named_like_others(tmp_path):
-    rows = "\n".join(json.dumps({"problem": f"{i}", "answer": "1"}) for i in range(3))
-    (tmp_path / "set_train.jsonl.gz").write_bytes(gzip.compress(rows.encode(), mtime=0))
-    for name in ("set", "set_train.jsonl.gz", str(tmp_path), f"{tmp_path}/*.gz"):
-        (found,) = find_files("data.source", name, str(tmp_path), "train")
-        assert len(read(found).problems) == 3
-
-
 def test_whitespace_is_the_users():
     text = "  ```python\n    "
     chat = [{"role": role, "content": text} for role in ("system", "user", "assistant", "user")]
@@ -253,17 +228,3 @@ def test_tools_that_are_none_are_malformed(tools):
 def test_fields_of_messages_that_are_not_read_are_malformed(field, value):
     with pytest.raises(MalformedRow, match=f"{field}.*(every answer is trained|rename it)"):
         read_messages([{"role": "assistant", "content": "A", field: value}], "messages")
-
-
-def test_nulls_of_a_table_are_not_shown(tmp_path):
-    more = make_tool("b", "c")
-    rows = [
-        {"prompt": [EARLIER, CALL, RESULT], "tools": [TOOL]},
-        {"prompt": [EARLIER | {"weight": 1}], "tools": [more, TOOL]},
-    ]
-    table = pyarrow.Table.from_pylist([json.loads(json.dumps(row)) for row in rows])
-    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    found = read(tmp_path / "t.parquet", needs_answer=False).problems
-    listed = read(write_lines(tmp_path / "t.jsonl", rows), needs_answer=False).problems
-    assert [json.loads(p.tools) for p in found] == [json.loads(p.tools) for p in listed]
-    assert json.loads(found[0].messages)[1:] == json.loads(listed[0].messages)[1:]

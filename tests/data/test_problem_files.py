@@ -5,14 +5,12 @@ import decimal
 import gzip
 import json
 import os
-import pathlib
 import struct
 import subprocess
 import sys
 import threading
 import zlib
 
-import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -26,7 +24,6 @@ from dapo_jax.data.prompts.templates import DAPO
 from dapo_jax.data.row_formats import read_row
 from dapo_jax.data.sources import Source, Sources, read_problems
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import WantedColumns
 
 ROWS = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(5)]
 
@@ -118,15 +115,6 @@ def test_malformed_rows_are_named_by_file_and_line_up_to_a_limit(tmp_path):
         load(path, limit=1)
 
 
-def test_malformed_rows_of_tables_are_named_by_row_over_all_groups(tmp_path):
-    rows = [*ROWS[:3], {"problem": "", "answer": "1"}, ROWS[4]]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet", row_group_size=2)
-    assert (
-        "t.parquet row 4: problem is empty"
-        in load(str(tmp_path / "t.parquet"), limit=1).messages[0]
-    )
-
-
 def test_rows_that_are_equal_in_everything_are_repeats(tmp_path):
     rows = [dapo_row(f"P{i}", str(i), i) for i in range(4)] * 3
     rows += [dapo_row("P2", "9", 2), {"question": "Prove.", "final_answer": None}]
@@ -209,19 +197,6 @@ def test_numbers_of_tables_have_the_shortest_text_of_their_type(tmp_path, suffix
     others = [read_row(second, "s", 1, {"answer": name}).answer for name in names[1:]]
     assert others == ["27", "0.2", "5", "2024-01-31", "false", "27", "0"]
     assert (first["list"], first["map"], second["float"]) == ([0.1, 0.7], [("k", 0.1)], None)
-
-
-def test_numbers_of_given_rows_have_the_shortest_text_of_their_type():
-    array = np.array([[0.1, np.nan]], np.float32)
-    row = {"problem": "a", "answer": np.float32(0.1), "array": array, "level": 3.0}
-    row |= {"brain": np.array([0.1, 27, np.nan], ml_dtypes.bfloat16)}
-    row |= {"time": np.datetime64("2024-01-31T10:00:00", "ns"), "list": [np.float16(0.1)]}
-    name = files.register_rows("numbers", [row])
-    ((_, read),) = files.read_rows(pathlib.Path(name))
-    assert (read["answer"], read["list"], read["array"]) == (0.1, [0.1], [[0.1, None]])
-    assert read["brain"] == [0.1, 27.0, None]
-    problem = read_row(read, "s", 1, columns=WantedColumns(frozenset({"time"})))
-    assert problem.columns == '{"time": "2024-01-31T10:00:00"}' and problem.level == "3"
 
 
 def test_a_column_that_occurs_twice_is_an_error(tmp_path):

@@ -1,6 +1,5 @@
 """Sources by name, mixed by weight; what is held out; one order for all; made-up arithmetic."""
 
-import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -92,12 +91,6 @@ def test_the_order_goes_on_from_any_place_and_counts_what_it_skips(settings):
     assert sum(p.skipped for p in whole) == whole[-1].index + 1 - 60 > 0
 
 
-def test_a_digest_tells_problems_apart(settings):
-    one, two = (Sources(settings(name), 0).heldout()[0].digests() for name in ("one", "two"))
-    again = Sources(settings("one"), 1).heldout()[0].digests()
-    assert one == again != two
-
-
 def test_heldout_problems_of_a_file_do_not_depend_on_seed_or_order(settings):
     data = settings("one")
     first, again = (heldout_prompts(data, seed, TOKENIZER) for seed in (0, 1))
@@ -157,27 +150,12 @@ def test_rows_with_the_same_text_are_held_out_together(settings, texts, count, h
     assert not [text for text in stream.warnings() if "left out" in text]
 
 
-def test_a_text_with_more_rows_than_may_be_held_out_is_an_error(settings):
-    rows = [{"problem": "0+0", "answer": "0", "target": i} for i in range(9)]
-    (pathlib.Path(settings("one").folder) / "tasks.jsonl").write_text(
-        "\n".join(map(json.dumps, rows))
-    )
-    with pytest.raises(ConfigError, match="heldout_problems = 3: must be 0, or as many as rows of"):
-        PromptStream(settings("tasks", heldout_problems=3), 0, TOKENIZER)
-
-
 def test_generated_problems_that_are_held_out_are_skipped(settings):
     data = settings("arithmetic", min_terms=2, max_terms=2, heldout_problems=30)
     settings.write("sums.jsonl", [f" {i}+{j}=" for i in range(10) for j in range(4)])
     prompts = read(settings("arithmetic", min_terms=2, max_terms=2, heldout_source="sums"), 200)
     assert all(int(p.problem[2]) >= 4 for p in prompts) and sum(p.skipped for p in prompts) > 100
     assert not any(p.skipped for p in read(data, 200))  # its own held-out split is disjoint
-
-
-def test_shares_of_several_sources_add_up_to_the_held_out_problems(settings):
-    held = Sources(settings("one=3,two=1,arithmetic", heldout_problems=11), 0).heldout()
-    assert [len(source.problems) for source in held] == [7, 2, 2]
-    assert Sources(settings("one", heldout_problems=0), 0).heldout() == []
 
 
 @pytest.mark.parametrize(("source", "more", "message"), read_table(__file__, "impossible"))
@@ -206,20 +184,6 @@ def test_a_file_that_can_not_be_read_says_what_is_in_it(settings, source, more, 
     with pytest.raises(ConfigError, match=message) as stopped:
         PromptStream(settings(source, **more), 0, TOKENIZER)
     assert "\n" not in str(stopped.value) and "data.fields" in str(stopped.value)
-
-
-def test_files_of_other_fields_are_mixed_with_named_ones(settings):
-    rows = [json.dumps({"q": f"{i}+{i}", "gold": i}) for i in range(50, 60)]
-    (pathlib.Path(settings("one").folder) / "mine.jsonl").write_text("\n".join(rows))
-    data = settings("mine,one", fields="problem=q,answer=gold", heldout_source="two")
-    stream = PromptStream(data, 0, TOKENIZER)
-    assert {next(stream).source for _ in range(9)} == {"mine", "one"}
-    named = [source.named for source in [*stream.sources, *stream.heldout]]
-    assert named == [True, False, False]
-    assert stream.describe().count("by its own field names, not data.fields") == 2
-    data = dataclasses.replace(data, source="one")  # nor is the held-out file read by the names
-    with pytest.raises(ConfigError, match="one, two has others: problem, answer"):
-        PromptStream(data, 0, TOKENIZER)
 
 
 def make_fake_gym(monkeypatch) -> None:
@@ -298,13 +262,6 @@ def test_worked_examples_end_in_their_own_last_result_and_are_often_wrong():
         assert worked.endswith(f"#### {last}")
         right += final_number(worked, str(eval(text[:-1]) % 10), "").correct
     assert 0.4 < right / 500 < 0.7
-
-
-def test_worked_examples_without_errors_are_all_right_and_never_ramble():
-    for i in range(300):
-        text, worked = arithmetic.make_worked_example(0, i, Examples(errors=False, max_terms=6))
-        assert final_number(worked, str(eval(text[:-1]) % 10), "").correct
-        assert "again" not in worked and worked.count("=") == text.count("+")
 
 
 def test_every_character_of_the_task_survives_the_tokenizer():

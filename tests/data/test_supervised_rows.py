@@ -191,17 +191,6 @@ def test_bad_rows_are_named_up_to_a_limit_and_long_ones_counted(tmp_path):
             read_examples(data, tokenizer_with(), row_tokens, EXAMPLES)
 
 
-def test_pairs_that_a_cut_makes_the_same_are_dropped(tmp_path):
-    rows = [
-        {"prompt": "p", "chosen": "aaab", "rejected": "aaac"},
-        {"prompt": "p", "chosen": "x", "rejected": "aaac"},
-        {"prompt": "pppp", "chosen": "x", "rejected": "y"},
-    ]
-    data = own(write_lines(tmp_path / "own.jsonl", rows), overlong="cut")
-    (left,) = read_examples(data, tokenizer_with(), 4, PAIRS).training
-    assert [text_of(one.response) for one in left.turns] == ["x<|end|>", "aaa"]
-
-
 def test_held_out_prompts_are_never_trained_on_whatever_the_order(tmp_path):
     rows = [{"prompt": f"{i % 60} ?", "response": str(i)} for i in range(100)]  # 40 prompts twice
     rows[70]["prompt"] = " 10  ? "  # the same but for blanks

@@ -63,26 +63,6 @@ def test_templates_ask_in_the_published_words():
     assert set(VERIFIERS_OF) <= set(TEMPLATES)
 
 
-def test_few_shot_shows_worked_examples_that_end_in_a_box():
-    assert render("few_shot", "5+5?") == (
-        "Problem:\nWhat is 1+1?\n\nSolution:\nOne and one: $\\boxed{2}$\n\n\n"
-        "Problem:\nWhat is 2+2?\n\nSolution:\nTwice two.\nThe answer is $\\boxed{4}$.\n\n\n"
-        "Problem:\n5+5?\n\nSolution:"
-    )
-
-
-def test_few_shot_never_shows_the_asked_problem():
-    text = render("few_shot", "What is  2+2? ")
-    assert "Twice two" not in text and text.count("Solution:") == 3
-    assert "What is 3+3?\n\nSolution:\nThe answer is $\\boxed{6}$." in text
-
-
-def test_chat_renders_system_and_user_and_opens_the_answer():
-    opened = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert render("chat", "Hi") == "<|im_start|>system\nBe brief.<|im_end|>\n" + opened
-    assert render("chat", "Hi", Beside(ChatTemplate(CHATML))) == opened
-
-
 def test_the_users_turn_has_its_own_wording_inside_a_chat(tiny_folder, tmp_path):
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())

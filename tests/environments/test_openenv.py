@@ -7,7 +7,6 @@ and its folder envs/textarena_env on PYTHONPATH as textarena_env.
 import importlib.util
 
 import pytest
-from row_files import read_table
 
 from dapo_jax.environments.registry import open_factory
 from dapo_jax.types.errors import ConfigError
@@ -58,11 +57,3 @@ def test_a_published_game_is_played_turn_by_turn():
     environment.reset(Problem("0", "Play.", "", ""))
     wrong = environment.step("no number")
     assert not wrong.done and "invalid" in wrong.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "told"), read_table(__file__, "names"))
-def test_a_name_that_is_none_stops_at_the_door(name, told):
-    pytest.importorskip("textarena_env")
-    with pytest.raises(ConfigError, match=told):
-        open_factory(name)

@@ -192,11 +192,3 @@ def test_rewards_of_steps_stand_on_the_ends_of_their_turns():
     for own, placed, reward in zip(found, expected, group.rewards, strict=True):
         placed[-1] += reward - placed.sum()  # the verifier's
         np.testing.assert_allclose(own, placed[::-1].cumsum()[::-1], atol=1e-6)
-
-
-def test_an_empty_response_has_no_turn_to_reward():
-    config = Config(environment=Environment(name="x:Y", rewards="steps"))
-    config.reward.parts = "environment=1"
-    nothing = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), False, 0, "", rewards=(3,))
-    group = reward_group(config, SEGMENTS[0].prompt, (nothing,), (Verdict(True, "1"),))
-    assert group.rewards.tolist() == [3] and group.token_rewards is None

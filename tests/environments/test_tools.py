@@ -163,24 +163,12 @@ def test_a_turn_without_a_call_is_the_answer(text):
     assert observation.done and not (observation.messages or observation.failure)
 
 
-def test_a_repeated_step_says_the_same():
-    text = call("add", a=1, b=2) * 3
-    assert use().step(text) == use().step(text)
-    ids = [message["tool_call_id"] for message in use().step(text).messages]
-    assert len({*ids}) == 3 and {len(one) for one in ids} == {9}
-
-
 @pytest.mark.parametrize("text", [call("large"), call("large") * 3])
 def test_ten_megabytes_stay_a_result_of_a_tool(text):
     request = Request(Problem("0", "?", "", ""), turns=[text])
     reply = Sessions(use).answer(request)
     assert reply.cut and reply.observation.role == "tool" and not reply.observation.failure
     assert len(reply.observation.text) == MAX_CHARACTERS and not reply.observation.messages
-
-
-def test_a_tool_that_exits_is_left_to_the_worker():
-    with pytest.raises(SystemExit):
-        use().step(call("exits"))
 
 
 def test_calls_beyond_the_limit_are_one_error():

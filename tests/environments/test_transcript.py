@@ -1,9 +1,6 @@
 """Transcripts: what stands between two turns is what the chat template writes there."""
 
 import functools
-import json
-import os
-import subprocess
 
 import chat_families
 import pytest
@@ -52,19 +49,6 @@ def test_a_trajectory_is_token_for_token_what_the_template_renders(family, name)
     assert played(tokenizer, family, talk) == whole
 
 
-@pytest.mark.slow
-def test_folders_by_transformers(tmp_path):
-    """With $CHAT_TEMPLATES also for templates as they were published."""
-    python = os.environ.get("TRANSFORMERS_PYTHON")
-    if not python:
-        pytest.skip("needs transformers: set TRANSFORMERS_PYTHON")
-    subprocess.run([python, chat_families.__file__, tmp_path], check=True)
-    for family, name in NAMES:
-        tokenizer = Tokenizer.from_folder(tmp_path / family)
-        expected = json.loads((tmp_path / family / "expected.json").read_text())[name]
-        assert played(tokenizer, family, conversations(family)[name]) == expected, (family, name)
-
-
 def test_what_was_drawn_stays_where_the_template_rewrites_it():
     tokenizer = opened("thinking")
     thought = {"role": "assistant", "content": "<think>  odd </think> 42"}
@@ -74,18 +58,6 @@ def test_what_was_drawn_stays_where_the_template_rewrites_it():
     observed = "<|im_end|>\n<|im_start|>user\nNo<|im_end|>\n<|im_start|>assistant\n"
     assert text == begin + thought["content"] + observed
     assert "odd" not in tokenizer.chat.render([ASKED, *talk])
-
-
-@pytest.mark.parametrize(
-    ("between", "kept"),
-    [("\n<|im_end|>\n", "\n"), ("<|im_end|>", ""), (" ;\n", " ;\n"), (" ;<|im_end|>", None)],
-)
-def test_the_end_of_a_turn_in_other_templates(between, kept):
-    shown = f"{{% for m in messages %}}[{{{{ m.role }}}}] {{{{ m.content + {between!r} }}}}"
-    tokenizer = opened("qwen", shown + "{% endfor %}[assistant] ")
-    tokens, _ = Transcript(tokenizer, chat=True).tokens([{"role": "user", "content": "7"}], MOST)
-    text = tokenizer.backend.decode(tokens, skip_special_tokens=False)
-    assert text == f"{between if kept is None else kept}[user] 7{between}[assistant] "
 
 
 RAISES = (

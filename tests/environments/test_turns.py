@@ -9,9 +9,8 @@ from samplers import PROMPTS, make_engine, sample
 from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.sessions import TokenizedReply
-from dapo_jax.rollout.group_format import pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.types.structs import PartialGroup, SamplingRule, with_texts
+from dapo_jax.types.structs import SamplingRule, with_texts
 
 # One that ends often, so that a tiny policy has many turns.
 TOKENIZER = Tokenizer(arithmetic_tokenizer().backend, end_ids=(1, 2, 3, 4), pad_id=0)
@@ -184,16 +183,3 @@ def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(keep_turns, tiny_p
         for a, b in zip(group, groups[index], strict=True):
             assert a.tokens.tolist() == b.tokens.tolist() and a.turns == b.turns
             assert a.rewards == b.rewards
-
-
-def test_what_is_written_of_a_trajectory_is_read_back_whole(tiny_params, one_device):
-    groups, _ = play(one_device, tiny_params, Scripted(talks))
-    partial = [PartialGroup(p, 2, finished=groups[p.index]) for p in PROMPTS]
-    places = {prompt.index: prompt for prompt in PROMPTS}
-    back = unpack_partial(pack_partial(partial), places.__getitem__)
-    found = {group.prompt.index: group.finished for group in back}
-    same(groups, found)
-    for index, group in groups.items():
-        for a, b in zip(group, found[index], strict=True):
-            assert (a.rewards, a.failures, len(a)) == (b.rewards, b.failures, len(b))
-    assert any(c.turns for group in groups.values() for c in group)

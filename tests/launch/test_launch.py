@@ -63,14 +63,6 @@ def test_a_machine_that_shuts_down_has_not_finished(cloud):
 
 
 @pytest.mark.slow
-def test_a_refused_quota_is_said_and_tries_end(cloud):
-    cloud.plays(create=[{"error": "Quota limit 'TPUV6EPreemptible' has been exceeded. Limit: 8"}])
-    output = cloud.runs("--tries=3", expect=1)
-    assert output.count("the quota does not allow it") == 3 and "Limit: 8" in output
-    assert "no tries are left" in output and len(cloud.calls("tpu-vm", "create")) == 3
-
-
-@pytest.mark.slow
 def test_a_broken_machine_of_somebody_else_is_left_alone(cloud):
     (cloud.folder / "node.json").write_text('{"state": "PREEMPTED", "label": ""}')
     assert "was not made by this script" in cloud.runs(expect=1)
@@ -366,25 +358,3 @@ def test_a_model_of_a_bucket_is_a_setting_and_nothing_is_downloaded_unasked(clou
     assert "--config.model.folder=gs://b/models/Qwen" in arguments
     assert "--config.data.folder=gs://b/data" in arguments
     assert not list(cloud.folder.glob("downloads.*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_models_on_a_worker_outlive_a_new_commit(cloud, interrupted):
-    cloud.plays(workers=1)
-    cloud.runs("--keep")
-    base = cloud.folder / "workers/0/dapo_jax_run"
-    tree = base / "tree"
-    (tree / "models/Qwen").mkdir(parents=True)
-    (tree / "models/Qwen/model.safetensors").write_text("weights")
-    (tree / ".hidden").write_text("mine")
-    if interrupted:  # between the two renames of an installation
-        (base / "tree.id").unlink()
-        tree.rename(base / "tree.old")
-    (cloud.tree / "setup.py").write_text("new")
-    git = ["git", "-C", str(cloud.tree), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, "commit", "-qam", "b"], check=True)
-    cloud.runs()
-    assert (tree / "models/Qwen/model.safetensors").read_text() == "weights"
-    assert (tree / ".hidden").read_text() == "mine" and (tree / "setup.py").read_text() == "new"
-    assert (tree / ".venv/bin/python").exists() and not (base / "tree.old").exists()

@@ -107,18 +107,6 @@ def test_a_slurm_job_is_requeued_if_another_start_may_help(machine, code, restar
     assert told == ("requeue 7\n" if requeued else "")
 
 
-def test_slurm_runs_the_trainer_and_signals_it_in_time():
-    text = (ROOT / "launch" / SLURM).read_text()
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.+))?$", text, re.MULTILINE))
-    assert options["ntasks-per-node"] == "1" and "requeue" in options
-    number, _, seconds = options["signal"].partition("@")
-    code = 128 + getattr(signal, f"SIG{number}")
-    assert f" {code} | 143) again=yes" in text and int(seconds) == 300
-    # Slurm ignores options behind the first command.
-    assert text.rindex("#SBATCH") < text.index("\nset ")
-    assert "set -- train" in text and not what_is_wrong([*trainer_of(text), "train", *TRAINER])
-
-
 def test_slurm_script_passes_shellcheck(tmp_path):
     check_shell((ROOT / "launch" / SLURM).read_text(), tmp_path)
 

@@ -138,13 +138,6 @@ def test_hostile_arguments_stand_in_the_manifest_as_they_are(cloud):
     assert not (cloud.tree / "trap").exists()
 
 
-def test_a_secret_is_named_only(cloud):
-    launch(cloud, *RUN, "--secret-env=HF_TOKEN=hf/token", *TRAINER)
-    _, variable = container(cloud)["env"]
-    reference = {"secretKeyRef": {"name": "hf", "key": "token"}}
-    assert variable == {"name": "HF_TOKEN", "valueFrom": reference}
-
-
 def test_a_second_jobset_of_the_name_is_refused(cloud):
     launch(cloud, *RUN, "--detach", *TRAINER)
     assert "AlreadyExists" in launch(cloud, *RUN, *TRAINER, expect=1)
@@ -201,11 +194,6 @@ def test_a_run_on_gpus_is_started_again_and_ends(cloud):
     assert "try 1 of 3: ended with exit code 75" in output
     assert "jax_cache" in cloud.starts()[0]["env"]["JAX_COMPILATION_CACHE_DIR"]
     assert "[cuda]" in (cloud.folder / "pip.log").read_text()
-
-
-def test_wrong_settings_on_gpus_are_not_tried_again(cloud):
-    cloud.plays(runs=[{"code": 2, "at": 1}])
-    assert "a setting is wrong" in on_gpus(cloud, expect=2) and len(cloud.starts()) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

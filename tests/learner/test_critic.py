@@ -12,7 +12,6 @@ from small_runs import equal, learn, make_groups, make_quick_config, open_run, r
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Compute, Config, Critic, Mesh, Model, Optimizer
 from dapo_jax.config.rates import choose_rates
-from dapo_jax.config.settings import leaves
 from dapo_jax.learner.advantages import gather_feedback
 from dapo_jax.learner.batches import TrainState
 from dapo_jax.learner.critic import scalar_config
@@ -20,7 +19,6 @@ from dapo_jax.learner.learners import LearnerStates, learning_rates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.rollout.source import SourceState
-from dapo_jax.run.checkpointing.same_run import check_same_run, with_defaults
 from dapo_jax.run.components import build
 from dapo_jax.run.run import train
 from dapo_jax.step import TrainerState
@@ -109,20 +107,6 @@ def test_how_long_the_critic_learns_alone_is_the_presets_unless_set():
         assert config.critic_pretrain_steps() == own and learning_rates(config, own)["policy"] > 0
     for preset in set(algorithms.PRESETS) - {"vapo"}:
         assert not Config(algorithm=algorithms.PRESETS[preset]()).critic_pretrain_steps()
-
-
-def test_runs_from_before_the_setting_of_pretraining_resume_as_they_were():
-    def settings(make, steps):
-        config = Config(algorithm=make(), critic=Critic(pretrain_steps=steps))
-        return {name: value for name, _, value in leaves(config)}
-
-    for make, steps in ((algorithms.grpo, -1), (algorithms.vapo, 5)):
-        old = settings(make, max(steps, 0))
-        del old["algorithm.critic_pretrain_steps"]
-        check_same_run(settings(make, steps), with_defaults(old))
-    with pytest.raises(ConfigError, match="pretrain_steps = 50, but the run was made with 0"):
-        check_same_run(settings(algorithms.vapo, -1), settings(algorithms.vapo, 0))
-    check_same_run(settings(algorithms.vapo, 50), settings(algorithms.vapo, -1))
 
 
 def make_tiny(folder, critic_folder="") -> Config:

@@ -20,7 +20,6 @@ from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Completion, Verdict
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
@@ -330,15 +329,3 @@ def test_the_hook_sees_a_group_and_the_number_of_a_response():
         expected = 0.5 * np.arange(1, n + 1) / n / len(wrong) if i in wrong else np.zeros(n)
         actual = batch.loss_weights[rollouts.response_index == i]
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("weights", "shape"), [(np.ones(4), (4,)), (1.0, ()), (-np.ones(5), (5,)), ([np.inf] * 5, (5,))]
-)
-def test_weights_that_do_not_fit_a_response_are_rejected(weights, shape):
-    with pytest.raises(ConfigError) as caught:
-        split_groups(CONFIG, make_groups(), lambda group, sample: weights)
-    message = str(caught.value)
-    assert "config.algorithm.token_weights = 'own:hook'" in message
-    assert "5 finite numbers, none below 0, for response 0 to prompt p0" in message
-    assert f"got shape {shape}" in message

@@ -114,25 +114,11 @@ def test_a_function_that_can_not_be_called_is_named_before_the_run(
     assert len(message.splitlines()) == 1
 
 
-def test_an_own_function_may_read_the_settings_of_the_built_in_ones(mine):
-    given = ["advantage=mine:median_centre", "advantage_scale=batch", "gamma=0.9", "pass_k=2"]
-    given += ["region=mine:wide_region", "clip_low=0.1", "weight=mine:wide_region"]
-    given[-1:] = ["critic=true", "reward_wrong=0"]
-    config = load(Config, RL, *(f"--config.algorithm.{text}" for text in given))
-    assert config.algorithm.clip_low == 0.1 and config.algorithm.critic
-
-
 @pytest.mark.parametrize("result", [0.5, [1.0, 2.0], np.zeros((1, 1, 7))])
 def test_an_advantage_of_another_shape_is_an_error(result):
     algorithm = Algorithm(advantage=lambda algorithm, feedback: result)
     with pytest.raises(ConfigError, match=r"algorithm.advantage = .*returns \(1, 1, 8\) or \(3,\)"):
         estimate(algorithm, make_feedback())
-
-
-def test_values_outside_of_responses_do_not_count():
-    algorithm = Algorithm(advantage=lambda algorithm, feedback: np.full(INDEX.shape, np.nan))
-    found = estimate(algorithm, make_feedback()).advantages
-    assert np.isnan(found[INDEX >= 0]).all() and not found[INDEX < 0].any()
 
 
 def test_the_code_of_an_own_function_is_kept_with_the_run(mine, tiny_folder, tmp_path):

@@ -140,17 +140,6 @@ def test_rows_and_lengths_cut_over_devices(context, monkeypatch):
     assert_same(make_policy(mesh, config, algorithm), make_params(config), algorithm, SEGMENTS, 8)
 
 
-@pytest.mark.slow
-def test_recorded_routes_are_replayed_where_they_agree(one_device):
-    """A response whose prompt took other experts keeps a prompt of its own."""
-    segments = make_segments(routes=True)
-    other = segments[1].completion
-    changed = (other.routes + 1) % MOE.experts
-    segments[1] = segments[1]._replace(completion=dataclasses.replace(other, routes=changed))
-    algorithm = dataclasses.replace(algorithms.dapo(), router_replay="sampler")
-    assert_same(make_policy(one_device, MOE, algorithm), make_params(MOE), algorithm, segments)
-
-
 def test_a_prompt_is_packed_once_and_every_response_once():
     rollouts, _ = pack(SEGMENTS, ROW_TOKENS, 64, share_prompts=True)
     separate, _ = pack(SEGMENTS, ROW_TOKENS, 64)

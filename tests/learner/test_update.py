@@ -22,8 +22,7 @@ from learners import (
 )
 
 from dapo_jax import algorithms
-from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import Config, Optimizer, Packing
+from dapo_jax.config.experiment import Optimizer, Packing
 from dapo_jax.learner.packing import (
     Segment,
     assign_rows,
@@ -279,14 +278,6 @@ def test_responses_over_half_a_row_get_longer_rows():
     assert places(updates, actual) < 0.75 * places(updates, SHORTEST)
 
 
-def test_a_last_microbatch_that_is_nearly_empty_is_halved():
-    long = Packing(row_tokens=600, rows_per_microbatch=8, share_prompts=False)
-    updates = [segments([600] * 9)]
-    actual = choose(updates, long)
-    assert actual == dataclasses.replace(long, rows_per_microbatch=4)
-    assert places(updates, actual) == 12 * 600 < places(updates, long)
-
-
 def test_no_row_is_longer_than_attention_allows():
     updates = [segments([60] * 96)]
     assert choose(updates, longest=100) == SHORTEST
@@ -295,23 +286,6 @@ def test_no_row_is_longer_than_attention_allows():
     assert choose(updates, attention_tokens=10.0) == SHORTEST
 
 
-def test_an_empty_batch_takes_the_shortest_rows():
-    assert choose([[]]) == SHORTEST
-
-
 def test_fill_counts_what_microbatches_compute():
     rollouts, used = pack_updates([segments([50, 50, 30]), segments([9])], Packing(100, 2, False))
     assert used == [1, 1] and fill(rollouts, used) == pytest.approx(139 / 400)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--config.packing.row_tokens=auto"], ["--config.packing.row_tokens", "auto"]],
-    ids=["one word", "two"],
-)
-def test_auto_is_a_value_on_the_command_line(arguments):
-    config = command_line.override(Config(), arguments)
-    assert config.packing.row_tokens == -1
-    longest = config.data.max_prompt_tokens + config.sampler.max_response_tokens
-    assert longest <= config.rows().row_tokens < longest + 128
-    assert config.rows().row_tokens % 128 == 0 or longest <= 512

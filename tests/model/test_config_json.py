@@ -20,7 +20,6 @@ BASE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 
 
@@ -46,20 +45,6 @@ def test_windows_equal_those_of_transformers(kind, values, window, sliding):
     ]
     written = json.loads(json.dumps(decoder_to_json(config)))
     assert parse(written) == config
-
-
-def test_older_and_newer_folders_of_gemma_give_the_same_decoder():
-    old = {"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 2}
-    old |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    tables = {FULL: old["rope_scaling"] | {"rope_theta": 5e5}, SLIDING: {"rope_type": "default"}}
-    new = {"model_type": "gemma3_text", "sliding_window": 8, "rope_parameters": tables}
-    new["layer_types"] = [SLIDING, FULL, SLIDING]
-    config = parse(old)
-    assert parse(new) == config
-    assert config.tie_embeddings and config.head_dim == 256 and config.query_scalar == 256
-    full, sliding = config.of_layer(1), config.of_layer(0)
-    assert (full.rope_theta, full.rope_scaling) == (5e5, RopeScaling(8.0, kind="linear"))
-    assert (sliding.rope_theta, sliding.rope_scaling) == (1e4, None)
 
 
 def test_only_full_layers_of_olmo_scale_their_rotations():
@@ -172,20 +157,6 @@ def test_a_nested_config_may_leave_out_what_its_class_defaults():
     del text["model_type"]
     nameless = {"model_type": "gemma3", "text_config": text}
     assert decoder_from_json(nameless, "f", "model.folder") == config
-
-
-def test_missing_fields_have_the_defaults_of_transformers():
-    decoder = parse(GPT_OSS | {"rope_theta": None})
-    assert (
-        decoder.window == 128 and decoder.sliding == (True, False, True) and decoder.head_dim == 64
-    )
-    assert decoder.qkv_bias and decoder.out_bias and not decoder.tie_embeddings
-    scaling = decoder.rope_scaling
-    assert scaling.kind == "yarn" and scaling.factor == 32 and not scaling.truncate
-    assert decoder.rope_theta == 150_000 and scaling.original_tokens == 4096
-    for values in (GPT_OSS, GPT_OSS | {"rope_parameters": {"rope_type": "default"}}):
-        decoder = parse(values)
-        assert parse(decoder_to_json(decoder)) == decoder
 
 
 @pytest.mark.parametrize(

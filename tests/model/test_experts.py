@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +30,6 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
 MOE = dataclasses.replace(MOE, experts_per_token=3, normalise_experts=True)
-SILU = ACTIVATIONS["silu"]
 RNG = np.random.default_rng(0)
 TOKENS, PER_TOKEN, EXPERTS, WIDTH, INNER = 6, 3, 8, 6, 5
 SHAPES = [(EXPERTS, WIDTH, INNER), (EXPERTS, WIDTH, INNER), (EXPERTS, INNER, WIDTH)]
@@ -134,24 +131,6 @@ def test_gradients_on_eight_devices_with_cut_experts_equal_one_device(config, si
     assert gate[1] == config.experts // sizes["expert"]
     with sharding.activate(mesh):
         assert_close(gradients(hidden, params), expected, 2e-5)
-
-
-def test_no_array_has_a_place_for_each_pair_of_token_and_expert():
-    """In the program as it is compiled here, and as it is traced for others."""
-    tokens, experts, taken, width, inner = 96, 64, 2, 8, 8
-    draws = (RNG.normal(size=(experts, *pair)).astype("f") for pair in [(width, inner)] * 3)
-    logits = jnp.asarray(RNG.normal(size=(1, tokens, experts)).astype("f"))
-    weights, chosen, _ = (array[0] for array in route(logits, taken, True))
-
-    def loss(x, weights, matrices):
-        return jnp.sum(mix(x, weights, chosen, matrices, SILU))
-
-    arrays = jnp.ones((tokens, width)), weights, dict(zip(NAMES, draws, strict=True))
-    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arrays)
-    shapes = re.findall(r"[fs]\d+\[([\d,]+)\]", traced.lower().compile().as_text())
-    sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
-    assert len(sizes) > 100 and max(sizes) < tokens * experts * inner / 4
-    assert "ragged_dot" in str(traced.jaxpr)
 
 
 # --- products of sorted rows ----------------------------------------------------------------------

@@ -248,17 +248,6 @@ def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(actual))
 
 
-@pytest.mark.slow
-def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device, eight_devices):
-    apart = split(tiny_params)
-    frozen = {"frozen_layers": apart.pop("frozen_layers")}
-    actual = sample(make_sampler(HALF, eight_devices, frozen), apart)
-    expected = sample(make_sampler(TINY, one_device), tiny_params)
-    for a, b in zip(actual, expected, strict=True):
-        assert a.tokens.tolist() == b.tokens.tolist()
-        np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
-
-
 @pytest.mark.parametrize(("fraction", "layers"), [(0.4, 2), (1 - 1e-12, 2), (0.9, 1)])
 def test_a_fraction_that_freezes_nothing_or_everything_is_rejected(fraction, layers):
     with pytest.raises(ConfigError, match=rf"model.freeze_layers = .*from 1/{layers}"):

@@ -111,17 +111,6 @@ def test_layers_repeat_in_periods_and_share_the_last_keys_of_their_kind():
     }
 
 
-def test_equal_consecutive_layers_are_in_the_program_once():
-    def products(period):
-        kinds = dataclasses.replace(GEMMA_4, sharing_layers=0, layers=6, sliding=period)
-        params = unbox(abstract_params(kinds))
-        ids = jnp.zeros((1, 8), jnp.int32)
-        run = jax.jit(lambda params: Decoder(kinds).apply({"params": params}, ids, ids, ids))
-        return run.lower(params).as_text().count("dot_general")
-
-    assert products((True, True, False) * 2) == products((True, False) * 3)
-
-
 def scanned(jaxpr):
     """Return the shapes that scans of a program stack up, those inside of scans included."""
     shapes = set()

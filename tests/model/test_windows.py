@@ -10,7 +10,7 @@ import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
 from named_meshes import named_mesh
-from test_attention import GEMMA, MIXED, assert_equal, inputs, ragged_ids, results
+from test_attention import GEMMA, assert_equal, inputs, ragged_ids, results
 
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model import blockwise_attention, inference
@@ -46,16 +46,6 @@ def unstacked(params, config):
         layers = layer_paths(path, config)
         flat |= {path: leaf} if layers == [path] else dict(zip(layers, leaf, strict=True))
     return for_decoding(flat, config)
-
-
-def test_frozen_layers_keep_their_own_windows(tiny_params):
-    frozen, trained = (
-        jax.tree.map(lambda leaf, at=at: leaf[at], tiny_params["layers"])
-        for at in (slice(0, 1), slice(1, 2))
-    )
-    params = tiny_params | {"frozen_layers": frozen, "layers": trained}
-    split = hidden(params, dataclasses.replace(MIXED, frozen_layers=1))
-    np.testing.assert_allclose(split, hidden(tiny_params, MIXED), atol=1e-6)
 
 
 def decode(params, caches, attend, tables, config):

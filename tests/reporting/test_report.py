@@ -44,23 +44,6 @@ def test_text_that_a_model_wrote_is_never_markup(write_run):
     assert all(attrs["href"][0] == "#" for _, attrs in result.tags if "href" in attrs)
 
 
-def test_half_a_pair_of_surrogates_is_shown_as_a_mark(write_run):
-    folder = write_run("a", rollouts=[(1, [response(0, 0, response="so \ud800")])])
-    assert "so ?" in make(folder)
-
-
-def test_runs_share_a_chart_with_a_line_for_each(write_run, tmp_path):
-    first = write_run("a", rows=[row(0), row(10)])
-    folders = [first, write_run("b/run", seed=1), write_run("c/run", rows=[row(0, reward=None)])]
-    text = make(*folders[:2])
-    chart = text.partition("<h3>Reward</h3>")[2].partition("</article>")[0]
-    lines = re.findall(r'class="line (c\d) d0" d="(M[^"]+)"><title>(.*?)<', chart)
-    assert [(colour, name) for colour, _, name in lines] == 2 * [("c0", "a"), ("c1", "run")]
-    assert [path.count("L") for _, path, _ in lines] == [1, 20, 1, 4]
-    shown = Page(make(*folders)).text  # names that are not unique are paths
-    assert all(str(tmp_path / name) in shown for name in ("a", "b/run", "c/run"))
-
-
 def test_a_long_curve_keeps_its_peaks(write_run):
     rows = [row(s, gradient_norm=90.0 if s == 2477 else 1 + s % 7) for s in range(5001)]
     ((_, _, path),) = draw([("a", rows, "gradient_norm")], 0.001)["lines"]

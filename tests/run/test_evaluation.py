@@ -147,27 +147,6 @@ def run_command(*arguments) -> int:
         return main()
 
 
-def test_short_flags_stand_for_settings_and_the_last_line_is_json(base, tmp_path, alone, capsys):
-    code = run_command(
-        f"--config={ROOT}/configs/arithmetic.py",
-        f"--model={base}",
-        "--k=2",
-        "--top_p",
-        "0.5",
-        "--temperature=0.7",
-        f"--out={tmp_path}/here",
-        "--config.data.heldout_problems=4",
-        "--config.sampler.slots=8",
-        "--config.sampler.max_response_tokens=24",
-        f"--config.run_dir={tmp_path}",
-    )
-    shown = capsys.readouterr().out
-    last = json.loads(shown.splitlines()[-1])
-    assert code == 0 and last["policy"] == str(base) and "heldout_accuracy" in last
-    assert "avg@2" in shown and "T 0.7 · top_p 0.5" in shown
-    assert len((tmp_path / "here/responses.jsonl").read_text().splitlines()) == 8
-
-
 def test_a_run_folder_without_a_checkpoint_is_an_error(base, tmp_path, capsys):
     flags = f"--config.run_dir={tmp_path}", f"--config.model.folder={base}"
     assert run_command(f"--config={ROOT}/configs/arithmetic.py", *flags) == 2

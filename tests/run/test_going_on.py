@@ -6,9 +6,8 @@ import os
 import pathlib
 
 import pytest
-from small_runs import ROOT, make_quick_config, open_run
+from small_runs import make_quick_config, open_run
 
-from dapo_jax.commands import train
 from dapo_jax.config.experiment import Config, Data, Log, Reward
 from dapo_jax.config.settings import leaves
 from dapo_jax.reporting.sinks import MetricRows
@@ -16,7 +15,7 @@ from dapo_jax.run.checkpointing.same_run import check_same_run, run_identity
 from dapo_jax.run.evaluation import ResponseFile
 from dapo_jax.run.run import finished
 from dapo_jax.runtime.storage.jsonl import rewind
-from dapo_jax.runtime.storage.retries import UNSAVED, NotSaved, Storage, write_text
+from dapo_jax.runtime.storage.retries import Storage, write_text
 from dapo_jax.types.errors import ConfigError
 
 # --- metrics.jsonl -----------------------------------------------------------------------------
@@ -173,15 +172,3 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_ends_once(tiny_folder, tm
     summary = {"steps": config.total_steps} | scores
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert finished(config) == summary
-
-
-def test_a_run_that_can_t_save_its_end_says_so_in_one_line(tmp_path, monkeypatch, capsys):
-    def fail(config, signals):
-        raise NotSaved("step 3: No space left on device")
-
-    monkeypatch.setattr("dapo_jax.run.run.train", fail)
-    run_dir = f"--config.run_dir={tmp_path}"
-    monkeypatch.setattr("sys.argv", ["main", f"--config={ROOT}/configs/arithmetic.py", run_dir])
-    assert train.main() == UNSAVED == 74
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "step 3: No space left on device. Earlier checkpoints are complete" in line

@@ -83,12 +83,3 @@ def test_estimate_equals_the_size_of_the_arrays(one_device, eight_devices, tiny_
     bfloat16 = dataclasses.replace(lora, dtype=jnp.bfloat16)
     held = memory.resident_bytes(config, bfloat16, one_device, training=True)
     assert params / 2 < held["frozen parameters"] < 0.6 * params
-
-
-def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    limit = tmp_path / "memory.max"
-    limit.write_text("max\n")
-    monkeypatch.setattr(memory, "LIMITS", (str(limit), str(tmp_path / "none")))
-    assert memory.host_bytes() > 1e6
-    limit.write_text("1000000\n")
-    assert memory.host_bytes() == 1e6

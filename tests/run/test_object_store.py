@@ -217,26 +217,3 @@ def test_a_run_does_not_begin_anew_where_its_bucket_does_not_answer(command, sto
 
 
 # --- other commands ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_other_commands_read_a_run_on_a_bucket(command, store, tmp_path):
-    finish(start([*command, "--config.total_steps=2"], store))
-    python, _, _, config = command
-    evaluate = [python, "-m", "dapo_jax", "evaluate", config]
-    for flags in ["--k=2"], ["--k=3"]:  # which adds to what is there
-        out, _ = finish(start([*evaluate, *flags], store))
-        assert json.loads(out.splitlines()[-1])["samples_per_problem"] == int(flags[0][-1])
-    lines = [
-        found.content.splitlines()
-        for key, found in store.objects["bucket"].items()
-        if key.endswith("responses.jsonl")
-    ]
-    assert len(lines) == 1 and len(lines[0]) == 24
-    for name, flags in {
-        "export": [f"--config.run={RUN}", f"--config.out={tmp_path / 'model'}"],
-        "report": [f"--run={RUN}", f"--out={tmp_path / 'page.html'}"],
-    }.items():
-        finish(start([python, "-m", f"dapo_jax.{name}", *flags], store))
-    assert (tmp_path / "model" / "model.safetensors").exists()
-    assert (tmp_path / "page.html").stat().st_size > 1e6

@@ -69,6 +69,7 @@ def test_a_run_leaves_what_people_look_for(finished):
     assert summary["heldout_reward_before"] == rows[0]["heldout_reward"]
 
 
+@pytest.mark.slow
 def test_one_device_and_eight_train_alike(base, finished, alone, tmp_path):
     train(make_config(base, tmp_path, mesh=Mesh(1, 1, 1), total_steps=1))
     one = read_rows(tmp_path)[1]

@@ -76,10 +76,3 @@ def test_what_runs_out_in_a_command_is_one_line_with_its_place(error, words, cap
     assert guarded(lambda: names["fail"](error)) == os.EX_OSERR
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1 and "update.py:2)" in said
-
-
-def test_other_errors_keep_their_traceback():
-    with pytest.raises(OSError, match="No such file"):
-        guarded(lambda: open("/nowhere/at/all"))
-    with pytest.raises(RuntimeError, match="a bug"):
-        guarded(lambda: (_ for _ in ()).throw(RuntimeError("a bug")))

@@ -75,17 +75,6 @@ def test_a_mesh_that_only_training_or_decoding_fits_is_rejected():
         check_divisible(TINY, mesh)
 
 
-def test_a_name_that_does_not_divide_is_left_out():
-    mesh = make_mesh(1, 4, 2)
-    with sharding.activate(mesh):
-        even, odd = (
-            jax.jit(lambda x: sharding.constrain(x, "batch", "length"))(np.ones((4, length)))
-            for length in (6, 7)
-        )
-    assert even.addressable_shards[0].data.shape == (1, 3)
-    assert odd.addressable_shards[0].data.shape == (1, 7)
-
-
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """TPU chip that need not be there."""

@@ -26,11 +26,8 @@ from several import (
 )
 from small_runs import equal, read_rows
 
-from dapo_jax.run.checkpointing.checkpoints import checkpoint_folder
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import PEER_LOST
-from dapo_jax.runtime.storage import output_folder
-from dapo_jax.runtime.storage.output_folder import RUN, TRAINED, check_free, claim
 from dapo_jax.types.errors import ConfigError
 
 # Exit codes after another process was lost: a failed collective, or JAX's abort.
@@ -172,20 +169,6 @@ def test_the_compilation_cache_is_set_unless_the_environment_has_one(said, kept,
     environment |= {} if said is None else {"JAX_COMPILATION_CACHE_DIR": said}
     told = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
     assert told.strip() == kept.format(tmp_path)
-
-
-def test_a_remote_folder_keeps_its_name_and_has_no_lock(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    # There is none; tests/run/test_object_store.py has one.
-    monkeypatch.setattr(output_folder, "try_bucket", lambda folder, *_: folder)
-    name = "gs://bucket/runs/one"
-    assert str(checkpoint_folder(name)) == f"{name}/checkpoints"
-    check_free("run_dir", name, RUN)
-    with claim("run_dir", name, RUN) as folder:
-        assert str(folder / "metrics.jsonl") == f"{name}/metrics.jsonl"
-    with pytest.raises(ConfigError, match="a folder of this file system"):
-        check_free("out", name, TRAINED)
-    assert not list(tmp_path.iterdir())
 
 
 CARRY_OVER = "config.rollout.carry_over, config.algorithm.importance_cap = 'all', 2.0\n"

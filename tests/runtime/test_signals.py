@@ -161,19 +161,6 @@ def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(tmp_path
     assert child.returncode in (-signal.SIGINT, 130, 0) and "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    ["--help", "train --help-all", pytest.param("configs show arithmetic", marks=MORE)],
-)
-def test_output_that_nobody_reads_ends_a_command_without_a_traceback(arguments):
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "dapo_jax", *arguments.split()]
-    with os.fdopen(writer) as output:
-        result = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True)
-    assert result.returncode in (0, 141) and result.stderr == ""
-
-
 def reward_of(function) -> str:
     name = register_function(function, False, taken=[])
     pool = RewardPool(Reward(parts=f"{name}=1", timeout_seconds=60.0))

@@ -1,12 +1,6 @@
-"""Small model folders whose chat templates have the structure of known families' own.
+"""Small model folders whose chat templates have the structure of known families' own."""
 
-As a program, with `transformers`: `python chat_families.py FOLDER` writes a folder of each family
-by that library, and beside it what `apply_chat_template` makes of conversations.
-"""
-
-import json
 import pathlib
-import sys
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -92,32 +86,3 @@ def make_backend(family: str) -> Backend:
 def begin_token(family: str) -> str | None:
     known = {"hermes": "<|begin_of_text|>", "llama": "<|begin_of_text|>", "mistral": "<s>"}
     return known.get(family)
-
-
-def write_with_transformers(root: pathlib.Path) -> None:
-    """Writes the folders, and `expected.json` in each: ids by name of the conversation."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    for family, (_, special, _) in FAMILIES.items():
-        folder = root / family
-        made = PreTrainedTokenizerFast(
-            tokenizer_object=make_backend(family),
-            eos_token=special[0],
-            bos_token=begin_token(family),
-            chat_template=FAMILIES[family][0],
-        )
-        made.save_pretrained(folder)
-        ends = made.convert_tokens_to_ids(special[:2])
-        (folder / "config.json").write_text(json.dumps({"eos_token_id": ends}))
-        read = AutoTokenizer.from_pretrained(folder)
-
-        def ids(messages, read=read):
-            text = read.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return read(text, add_special_tokens=False)["input_ids"]
-
-        expected = {name: ids([ASKED, *talk]) for name, talk in conversations(family).items()}
-        (folder / "expected.json").write_text(json.dumps(expected))
-
-
-if __name__ == "__main__":
-    write_with_transformers(pathlib.Path(sys.argv[1]))
