@@ -54,6 +54,7 @@ def token_metrics(
     sampler = batch.scored.rollouts.sampler_logprobs
     # If the old log-probs are the sampler's, only this forward pass has the trainer's.
     trainer = logprobs if algorithm.old_logprobs == "sampler" else old_logprobs
+    likelier = jnp.exp(trainer - sampler)  # MLPerf allows 0.999 to 1.002
     values = {
         "entropy": entropy,
         "mean_probability": probability,
@@ -61,6 +62,7 @@ def token_metrics(
         "clip_fraction_high": info["clipped_high"],
         "clip_fraction_dual": info["clipped_dual"],
         "kl_sampler_trainer": sampler - trainer,
+        "sampler_match_fraction": (likelier >= 0.999) & (likelier <= 1.002),
         "policy_nll": -logprobs,
     }
     scores = batch.scored.scores

@@ -171,6 +171,18 @@ def test_the_policy_objective_and_its_gradient_are_the_papers_loop(changes):
     assert_objective_is_the_loop(algorithm, make_case(0 * WILD, old=False))
 
 
+def test_tokens_that_trainer_and_sampler_find_equally_likely_are_counted():
+    """To MLPerf's band, also beside rubbish on untrained tokens."""
+    batch, logprobs, entropy = make_case(0 * WILD)
+    ratios = np.resize([0.9989, 0.9991, 1.0, 1.0019, 1.0021], len(TRAINED))
+    sampler = logprobs - on_trained(np.log(ratios))
+    rollouts = dataclasses.replace(batch.scored.rollouts, sampler_logprobs=sampler)
+    batch = dataclasses.replace(batch, scored=dataclasses.replace(batch.scored, rollouts=rollouts))
+    _, metrics = policy_objective(dapo(), batch, logprobs, entropy)
+    expected = np.mean(abs(ratios - 1.0005) < 0.0015)
+    assert metrics["sampler_match_fraction"].value() == pytest.approx(expected)
+
+
 def test_the_clip_is_reported_where_it_cut_the_gradient():
     ratios = [1e-3, 0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 5.0, 50.0]
     cases = list(itertools.product(ratios, [-2.0, 0.0, 1.5]))

@@ -179,4 +179,5 @@ def test_a_run_reports_and_corrects_the_rounding_of_its_sampler(base, alone, tmp
     train(make_quick_config(base, tmp_path / "run", algorithm=algorithm, sampler=sampler))
     for row in read_rows(tmp_path / "run")[1:]:
         assert 1e-6 < abs(row["kl_sampler_trainer"]) < 0.01  # unrounded: below 1e-8
+        assert 0 < row["sampler_match_fraction"] < 1
         assert 0.9 < row["importance_weight"] < 1.1 and row["importance_weight"] != 1

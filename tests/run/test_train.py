@@ -48,6 +48,7 @@ def test_a_run_leaves_what_people_look_for(finished):
     assert all(0 < row["kept_fraction"] <= 1 and row["trained_groups"] == 8 for row in rows[1:])
     assert all(row["gradient_norm"] > 0 and row["entropy"] > 0 for row in rows[1:])
     assert all(abs(row["kl_sampler_trainer"]) < 1e-4 for row in rows[1:])
+    assert all(row["sampler_match_fraction"] == 1 for row in rows[1:])
     assert {"heldout_accuracy" in row for row in rows} == {True, False}
     lines = read_rollouts(run_dir)["step_000001.jsonl"].splitlines()
     line = json.loads(lines[0])
