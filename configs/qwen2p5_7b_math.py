@@ -3,9 +3,8 @@
 dapo-jax train --config=configs/qwen2p5_7b_math.py:v6e_8 \
     --config.run_dir=gs://BUCKET/math_7b --config.data.folder=gs://BUCKET/data
 
-Hardware: 8 chips of v6e (the default: one host) or 16; 4, 8 or 16 of v5p; or 16 of v5e: a name of
-VARIANTS behind the colon. docs/pods.md has the plan's estimate of a step for v6e_8
-and v5e_16.
+Hardware: 8 chips of v6e (the default: one host) or 16; 4, 8 or 16 of v5p; 16 of v5e; or 4 of tpu7x:
+a name of VARIANTS behind the colon. docs/pods.md has the plan's estimate of a step.
 
 Expected: not yet run here. The nearest published number is MATH-500 77.2 and AIME 2024 33.3 from
 52.4 and 16.7, of reinforcement learning on 8,000 problems of MATH by PPO from the same model
@@ -57,6 +56,7 @@ VARIANTS = {
     "v5p_4": Variant(Mesh(fsdp=2, decode_tensor=2), 4, 64),
     "v5p_16": Variant(Mesh(fsdp=8, decode_tensor=2), 16, 64, "attention"),
     "v5p_8": Variant(Mesh(fsdp=4, decode_tensor=2), 8, 64, "attention"),
+    "tpu7x_4": Variant(Mesh(fsdp=4, decode_tensor=2), 8, 64, "attention"),  # two devices a chip
     "v5e_16": Variant(Mesh(fsdp=4, tensor=4), 4, 32, load_layers=7),
 }
 

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced: environment variables and flags of JAX, XLA and libtpu, each with its reason. The one place for flags.
 # Usage: source launch/env.sh KIND
-#   KIND   cpu, gpu, tpu, or tpu-GENERATION as tpu-v6e
+#   KIND   cpu, gpu, tpu, or tpu-GENERATION as tpu-v6e or tpu-tpu7x
 # A flag or variable that is already set keeps its value.
 
 flag() { # VARIABLE --name=value
@@ -35,6 +35,10 @@ case "$1" in
         # One operation may use 96 of v6e's 128 MiB of VMEM, so that larger tiles stay on the chip: MaxText's
         # DENSE_VMEM_LIMIT_FLAG (same file).
         flag LIBTPU_INIT_ARGS --xla_tpu_scoped_vmem_limit_kib=98304
+        ;;
+    tpu-tpu7x)
+        # The same of its 64 MiB: the recipe of Llama-3.1-70B in tpu-recipes (training/ironwood).
+        flag LIBTPU_INIT_ARGS --xla_tpu_scoped_vmem_limit_kib=61440
         ;;
 esac
 case "$1" in

@@ -27,8 +27,8 @@ for argument in "$@"; do
         --gpu) kind=gpu ;;
         --cpu) kind=cpu; export JAX_PLATFORMS=cpu ;;
         --tpu) kind=tpu ;;
-        --tpu=v[2-6]*) kind="tpu-${argument#*=}" ;;
-        --tpu=*) echo "error: $argument: must be a generation, as --tpu=v6e" >&2; exit 2 ;;
+        --tpu=v[2-6]* | --tpu=tpu7x) kind="tpu-${argument#*=}" ;;
+        --tpu=*) echo "error: $argument: must be a generation, as --tpu=v6e or --tpu=tpu7x" >&2; exit 2 ;;
         --processes=*) processes="${argument#*=}" ;;
         --samplers=*) samplers="${argument#*=}" ;;
         --config.run_dir=*) run_dir="${argument#*=}" && arguments+=("$argument") ;;

@@ -106,7 +106,8 @@ def check_machine(config: Config, file: str, machine: str) -> None:
         raise ConfigError(f"--config={file}: its variant {name} is not for {chips} chips of {kind}")
     if not config.mesh.sampler_share:
         sizes = {field.name: getattr(config.mesh, field.name) for field in fields(OneMesh)}
-        mesh_shape(**sizes, devices=int(chips))
+        # Each of an Ironwood chip's two cores is a device.
+        mesh_shape(**sizes, devices=int(chips) * (2 if kind == "tpu7x" else 1))
 
 
 def check(machine: str) -> int:

@@ -25,6 +25,7 @@ from dapo_jax.extras.plan.programs import Compiler, lay_out, missing_memory, tra
 from dapo_jax.extras.plan.published_shapes import NAMES, config_values, read_shape
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.model.logprobs import Rows, token_logprobs
+from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import unbox
 from dapo_jax.types.errors import ConfigError
 
@@ -280,23 +281,34 @@ ENVIRONMENT = (ROOT / "launch/env.sh").read_text()
 
 
 def test_chips_are_counted():
-    counts = {"v5e:1x1": 1, "v6e:2x4": 8, "v5p:2x2x2": 8, "cpu:16": 16}
+    counts = {"v5e:1x1": 1, "v6e:2x4": 8, "v5p:2x2x2": 8, "tpu7x:2x2x1": 4, "cpu:16": 16}
     assert {name: chips.parse(name).chips for name in counts} == counts
     assert chips.parse("v5p:4x4x4", 3).chips == 192
 
 
-@pytest.mark.parametrize("kind", ["v6e:4x4", "v5p:2x2x1"])
+@pytest.mark.parametrize("kind", ["v6e:4x4", "v5p:2x2x1", "tpu7x:2x2x1"])
 def test_a_plan_compiles_with_the_flags_of_a_run(kind, monkeypatch):
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     options = compiler_options(chips.parse(kind)) or {}
     flags = {f"--{name}={value}" for name, value in options.items()}
     assert flags and all(flag in ENVIRONMENT for flag in flags)
-    assert ("xla_tpu_scoped_vmem_limit_kib" in options) == kind.startswith("v6e")
+    limit = {"v6e": "98304", "tpu7x": "61440"}.get(kind.partition(":")[0])
+    assert options.get("xla_tpu_scoped_vmem_limit_kib") == limit
     fusion = "xla_tpu_enable_async_collective_fusion"
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{fusion}=false")
     changed = compiler_options(chips.parse(kind)) or {}
     assert options[fusion] == "true" and changed[fusion] == "false"
     assert compiler_options(chips.parse("cpu:1")) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@pytest.mark.parametrize("kind", [kind for kind in chips.CHIPS if kind != "cpu"])
+def test_the_compiler_knows_every_chip_and_how_many_devices_it_is(kind):
+    topology = chips.parse(f"{kind}:2x2" + "x1" * (chips.CHIPS[kind].dimensions - 2))
+    devices = chips.target_devices(topology)
+    assert len(devices) == topology.chips * topology.chip.devices
+    assert dict(sharding.make_mesh(1, -1, 2, devices).shape)["fsdp"] == len(devices) // 2
 
 
 CONFIGS = ("dapo_qwen2p5_32b", "qwen2p5_7b_math", "qwen2p5_1p5b_gsm8k", "qwen2p5_0p5b_gsm8k")

@@ -62,8 +62,11 @@ def test_every_setting_can_be_overridden(kind, file, monkeypatch):
 
 def test_settings_can_be_checked_without_devices_data_or_models(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for words in (["--check=v6e:8"], ["--check"], ["--check=v6e:64", "--config.mesh.fsdp=16"]):
-        code, output, _ = run_shown("train", ["qwen2p5_7b_math:v6e_8", *words], monkeypatch, capsys)
+    resized = ["--check=v6e:64", "--config.mesh.fsdp=16"]
+    cases = [("v6e_8", word) for word in (["--check=v6e:8"], ["--check"], resized)]
+    for variant, words in [*cases, ("tpu7x_4", ["--check=tpu7x:4"])]:  # of two devices each
+        arguments = [f"qwen2p5_7b_math:{variant}", *words]
+        code, output, _ = run_shown("train", arguments, monkeypatch, capsys)
         assert code == 0 and "the settings are valid" in output
     assert not list(tmp_path.iterdir())
 

@@ -26,7 +26,7 @@ _TPU_VARIABLES = {  # without a TPU nothing answers libtpu's queries
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak figures of an accelerator."""
+    """Peak figures of a device, which is a chip unless a chip has several `devices`."""
 
     flops_per_second: float  # matrix products in bfloat16
     hbm_gib: float  # that programs may use: a TPU's compiler reserves 0.26 GiB
@@ -35,15 +35,17 @@ class Chip:
     dimensions: int
     config_name: str = "default"  # the compiler's name for the chip's mode
     platform: str = "tpu"
+    devices: int = 1
 
 
-# docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}. cpu is this machine, to try a plan out; its
-# figures are made up.
+# docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; a tpu7x chip is two devices of JAX.
+# cpu is this machine, to try a plan out; its figures are made up.
 CHIPS = {
     "v4": Chip(275e12, 30.99, 1228e9, 4, 3, "megacore"),
     "v5e": Chip(197e12, 15.49, 819e9, 16, 2),
     "v5p": Chip(459e12, 95.48, 2765e9, 4, 3, "megacore"),
     "v6e": Chip(918e12, 30.99, 1640e9, 16, 2),
+    "tpu7x": Chip(2307e12 / 2, 94.48, 7380e9 / 2, 4, 3, devices=2),
     "cpu": Chip(5e11, 4.0, 2e10, 0, 1, platform="cpu"),
 }
 
@@ -63,7 +65,7 @@ class Topology:
 
     @property
     def limit(self) -> int:
-        """Bytes of a chip that programs may use."""
+        """Bytes of a device that programs may use."""
         return int(self.chip.hbm_gib * GIB)
 
 
@@ -105,7 +107,7 @@ def target_devices(topology: Topology) -> list[Any]:
 
 def _tpus(topology: Topology) -> list[Any]:
     multiple, sizes = topology.chip.ring_multiple, topology.shape
-    # A dimension is a ring if its size is a multiple of 4 (v4, v5p), or 16 (v5e, v6e).
+    # A dimension is a ring if its size is a multiple of 4 (v4, v5p, tpu7x), or 16 (v5e, v6e).
     rings = tuple(size % multiple == 0 for size in sizes)
     if topology.chip.dimensions == 2:
         rings = (*(size == multiple for size in sizes), False)

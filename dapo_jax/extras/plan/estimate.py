@@ -83,10 +83,8 @@ def update_flops(config: DecoderConfig, tokens: float, context: float) -> tuple[
     The backward pass takes twice the forward pass: gradients of each layer's inputs and of its
     weights. Frozen weights have no gradients, and layers below all trained ones have neither.
     """
-    forward, head = (
-        forward_flops(config, tokens, context),
-        2.0 * config.embed * config.vocab * tokens,
-    )
+    forward = forward_flops(config, tokens, context)
+    head = 2.0 * config.embed * config.vocab * tokens
     trained = 1 - config.frozen_layers / config.layers
     attention = trained * attention_flops(config, tokens, context)
     useful = forward + 2 * (trained * (forward - head) + head)
@@ -122,10 +120,7 @@ def assumed_lengths(config: Config, settings: PlanSettings) -> Lengths:
 
 
 def slot_bytes(layout: Layout, context: float) -> float:
-    """Return the bytes that a chip of a replica reads for a live slot in a decode step.
-
-    They are the keys and values of `context` tokens, or of a layer's window, and states.
-    """
+    """Return the bytes of keys, values and states that a decode step reads on a device a slot."""
     decoder, pieces = layout.decoder, layout.sampling_mesh.size / layout.engine.replicas
     sizes = memory.token_bytes(decoder, layout.config.sampler, pieces)
     held = 2 * memory.state_bytes(decoder, pieces)  # read and written

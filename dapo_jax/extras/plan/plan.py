@@ -63,7 +63,8 @@ def make(config: Config, settings: PlanSettings) -> dict[str, Any]:
         "topology": layout.topology.name,
         "slices": layout.topology.slices,
         "chips": layout.topology.chips,
-        "sampling_chips": layout.sampling_mesh.size,
+        "devices": layout.topology.chips * layout.topology.chip.devices,
+        "sampling_devices": layout.sampling_mesh.size,
         "mesh": dict(layout.mesh.shape),
         "limit_bytes": most,
         "versions": programs.versions(),
@@ -110,9 +111,9 @@ def amount(value: float) -> str:
 
 def _headline(made: dict[str, Any]) -> str:
     sizes = " x ".join(f"{name} {size}" for name, size in made["mesh"].items() if size > 1)
-    learning, sampling = math.prod(made["mesh"].values()), made["sampling_chips"]
-    if learning + sampling == made["chips"]:
-        sizes += f" learn, {sampling} chips sample"
+    learning, sampling = math.prod(made["mesh"].values()), made["sampling_devices"]
+    if learning + sampling == made["devices"]:
+        sizes += f" learn, {sampling} devices sample"
     slices = f"{made['slices']} x " if made["slices"] > 1 else ""
     on = f"{slices}{made['topology']}, {made['chips']} chips: {sizes or 'one device'}"
     compiler = f"compiled by {made['versions']} in {made['seconds']:.0f} s; nothing ran on a device"
@@ -129,7 +130,7 @@ def _memory_table(made: dict[str, Any]) -> str:
         cells = [amount(size) if size else "" for size in sizes]
         together = amount(program["together_bytes"] / GIB)
         rows.append([name, *cells, together, "yes" if program["fits"] else "NO"])
-    title = f"HBM of a chip in GiB, of {made['limit_bytes'] / GIB:.2f} that programs may use:"
+    title = f"HBM of a device in GiB, of {made['limit_bytes'] / GIB:.2f} that programs may use:"
     return f"{title}\n\n{_table(['program', *names, 'together', 'fits'], rows)}"
 
 
