@@ -215,7 +215,7 @@ def byte_engine(byte_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
         opened = server.load_served(make_serve_config(byte_folder))
-    server.warm_up(*opened[:2])
+    server.warm_up(opened, make_serve_config(byte_folder))
     return opened
 
 

@@ -201,8 +201,8 @@ class Policy:
     ) -> "list[list[Completion]]":
         """Sample responses to each prompt; arguments as for `dapo_jax.sample`."""
         from dapo_jax.environments.sessions import Environments
-        from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule
-        from dapo_jax.types.structs import with_texts
+        from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING
+        from dapo_jax.types.structs import RolloutKey, SamplingRule, with_texts
 
         prompts, chat = _check_sampling(
             prompts,
@@ -228,15 +228,15 @@ class Policy:
             requests = [self._encode(i, text, gold, environments) for i, (text, gold) in pairs]
             sampler.environments = environments
             rule = SamplingRule(temperature, top_p, top_k)
-            sampler.begin(self._params, purpose=SAMPLE_FOR_SERVING, step=0, rule=rule)
+            sampler.begin(self._params, RolloutKey(SAMPLE_FOR_SERVING), rule)
             for prompt in requests:
                 sampler.submit(prompt, samples)
             while not sampler.idle:
-                for prompt, completions in sampler.decode_burst():
+                for request, completions in sampler.step():
                     step = self._step or 0  # the random numbers are those of step 0
                     done = [dataclasses.replace(c, policy_step=step) for c in completions]
-                    responses[prompt.index] = done
-            sampler.release()
+                    responses[request.prompt.index] = done
+            sampler.close()
         decode_all = self.tokenizer.decode_all
         return [list(with_texts(responses[prompt.index], decode_all)) for prompt in requests]
 

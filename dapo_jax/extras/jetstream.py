@@ -1,17 +1,21 @@
 """The engine behind JetStream's own `Engine`, for its orchestrator; needs google-jetstream."""
 
 import contextlib
+import itertools
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_keys
+from dapo_jax.types.structs import SamplingRule
 
 REPLACED = ("seqio", "seqio.vocabularies", "tiktoken", "tiktoken.load")
 NO_TOKEN = -1
@@ -78,8 +82,18 @@ class JetStreamEngine(Engine):
     max_prefill_length: Any = 0
     mesh: Any = None
 
-    def __init__(self, engine: PolicyEngine, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        engine: PolicyEngine,
+        tokenizer: Tokenizer,
+        rule: SamplingRule = SamplingRule(),  # noqa: B008
+        seed: int = 0,  # part of the random keys, with the order of arrival
+    ):
+        if (burst := engine.shape.settings.burst_tokens) != 1:
+            allowed = "1, as JetStream drops the other tokens of a response's last burst"
+            raise ValueError(f"burst_tokens = {burst}: must be {allowed}")
         self._engine, self._tokenizer = engine, tokenizer
+        self._rule, self._seed, self._arrivals = rule, seed, itertools.count()
         self.max_concurrent_decodes = engine.max_concurrent_decodes
         self.max_prefill_length = engine.max_prefill_length
         self.mesh = engine.mesh
@@ -101,15 +115,39 @@ class JetStreamEngine(Engine):
         if padded_tokens[0] == NO_TOKEN:
             padded_tokens = np.append(padded_tokens[1:], self._tokenizer.pad_id)
             true_length -= 1
-        tokens = {"padded_tokens": padded_tokens, "true_length": true_length}
-        return self._engine.prefill(params=params, **tokens, key=key)
+        engine = self._engine
+        limit = min(len(padded_tokens), engine.max_prefill_length)
+        if not 0 < true_length <= limit:
+            allowed = f"above 0 and at most {limit}"
+            raise ValueError(f"prefill: true_length = {true_length}: must be {allowed}")
+        if key is None:
+            key = sample_keys([(self._seed, SAMPLE_FOR_SERVING, 0, next(self._arrivals))])[0]
+        keys = jnp.stack([key] * engine.prefill_batch(1))
+        tokens = np.asarray(padded_tokens)[None]
+        return engine.prefill_prompts(params, tokens, [true_length], keys)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        if pages := self._engine.pages:
+            if not pages.claim(slot, int(prefix.true_length[0]), prompt=("alone", slot)):
+                raise ValueError(f"slot {slot}: no pages are left; raise sampler.pages")
         return self._engine.insert(prefix, decode_state, slot)
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, ResultTokens]:
-        state, burst = self._engine.generate(params, decode_state)
-        return state, ResultTokens(**vars(burst), samples_per_slot=1)
+        engine = self._engine
+        if engine.pages:
+            engine.pages.reserve(engine.pages.slots, engine.shape.settings.burst_tokens)
+        rule, longest = self._rule, engine.cache_tokens
+        state, (tokens, counts) = engine.generate(params, decode_state, rule=rule, longest=longest)
+        size = tokens.shape[1]
+        valid = jnp.arange(size) < counts[:, None]
+        data = [jnp.where(valid, tokens, 0), valid, state.generated[:, None]]
+        return state, ResultTokens(
+            data=jnp.concatenate(data, axis=1).astype(jnp.int32),
+            tokens_idx=(0, size),
+            valid_idx=(size, 2 * size),
+            length_idx=(2 * size, 2 * size + 1),
+            samples_per_slot=1,
+        )
 
     def init_decode_state(self) -> DecodeState:
         return self._engine.init_decode_state()

@@ -22,10 +22,20 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.rollout.requests import PendingGroup, carry_groups
+from dapo_jax.rollout.requests import carry_groups
 from dapo_jax.runtime.keys import post
-from dapo_jax.types.contracts import FinishedResponses, do_nothing
-from dapo_jax.types.structs import Completion, PartialGroup, Prompt, SamplerCounts, SamplingRule
+from dapo_jax.types.contracts import do_nothing
+from dapo_jax.types.structs import (
+    Completion,
+    Finished,
+    PartialGroup,
+    Prompt,
+    Request,
+    RolloutKey,
+    SamplerCounts,
+    SamplingRule,
+    Stop,
+)
 
 POLL_SECONDS = 0.2  # between looks at messages of the trainer
 TIMEOUT_SECONDS = 3600.0  # of a response
@@ -69,13 +79,14 @@ class VllmSampler:
     environments = None
 
     def __init__(self, server: VllmServer, save: Callable[[Any, pathlib.Path], None], seed: int):
+        self.key: RolloutKey | None = None
         self.counts = SamplerCounts()
         self._server, self._save, self._seed = server, save, seed
         self._pool = concurrent.futures.ThreadPoolExecutor(server.slots)
-        self._running: dict[concurrent.futures.Future[Completion], PendingGroup] = {}
+        self._running: dict[concurrent.futures.Future[Completion], Request] = {}
         self._adapter = ""  # name of the loaded version
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="dapo_jax_adapters_"))
-        self._keyed: tuple[int, int, int, SamplingRule] = (0, 0, 0, SamplingRule())
+        self._rule = SamplingRule()
 
     @property
     def idle(self) -> bool:
@@ -85,23 +96,11 @@ class VllmSampler:
     def room(self) -> int:
         return self._server.slots - len(self._running)
 
-    def prepare(self, params: Any, policy_step: int) -> None:
-        """Do nothing: the server loads adapters when nothing runs."""
-
-    def begin(
-        self,
-        params: Any,
-        *,
-        purpose: int,
-        step: int,
-        rule: SamplingRule,
-        policy_step: int | None = None,
-    ) -> None:
+    def begin(self, params: Any, key: RolloutKey, rule: SamplingRule) -> None:
         """Replace the adapter: abort all requests, forget cached prompts, load the new version."""
         post, before = self._server.post, self._adapter
-        self.abandon()
-        version = step if policy_step is None else policy_step
-        name = f"policy-{version}-{uuid.uuid4().hex[:8]}"
+        self.stop(keep=False)
+        name = f"policy-{key.policy_step}-{uuid.uuid4().hex[:8]}"
         folder = self._folder / name
         folder.mkdir()
         self._save(params, folder)
@@ -115,33 +114,48 @@ class VllmSampler:
         finally:
             post("/resume")
         self._adapter = name
-        self._keyed = purpose, step, version, rule
+        self.key, self._rule = key, rule
         self.counts = SamplerCounts()
 
-    def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
-        finished = {done.sample: done for done in carried.finished} if carried else {}
-        self._add(PendingGroup(prompt, range(samples), True, self._keyed[1], finished))
+    def submit(
+        self,
+        prompt: Prompt,
+        samples: int | Sequence[int],
+        rule: SamplingRule | None = None,
+        budget: int | None = None,
+        stop: Stop = Stop(),  # noqa: B008
+        *,
+        carried: PartialGroup | None = None,
+    ) -> Request:
+        assert self.key is not None  # set by `begin`
+        request = Request(prompt, samples, rule or self._rule, budget, stop, self.key.step)
+        if stop.texts:
+            raise ValueError(f"prompt {prompt.id!r}: stop.texts = {stop.texts}: must be empty")
+        if carried:
+            request.finished = {done.sample: done for done in carried.finished}
+        for sample in request.samples:
+            if sample not in request.finished:
+                future = self._pool.submit(self._ask, self._adapter, self.key, request, sample)
+                self._running[future] = request
+        return request
 
-    def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
-        self._add(PendingGroup(prompt, samples, False, self._keyed[1]))
+    def cancel(self, request: Request) -> None:
+        """Forget the responses of a request; the server finishes those that it has begun."""
+        for future in [future for future, other in self._running.items() if other is request]:
+            future.cancel()
+            del self._running[future]
+            self.counts.abandoned_responses += 1
 
-    def _add(self, group: PendingGroup) -> None:
-        if len(group.prompt.tokens) == 0:
-            raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
-        for sample in group.samples:
-            if sample not in group.finished:
-                future = self._pool.submit(self._request, self._adapter, group.prompt, sample)
-                self._running[future] = group
-
-    def _request(self, adapter: str, prompt: Prompt, sample: int) -> Completion:
-        purpose, step, policy_step, rule = self._keyed
-        key = json.dumps([self._seed, purpose, step, prompt.index, sample]).encode()
-        seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> (64 - SEED_BITS)
+    def _ask(self, adapter: str, key: RolloutKey, request: Request, sample: int) -> Completion:
+        parts = [self._seed, key.purpose, key.step, request.prompt.index, sample]
+        digest = hashlib.sha256(json.dumps(parts).encode()).digest()
+        seed = int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
+        rule, limit = request.rule or self._rule, self._server.response_tokens
         body = {
             "model": adapter,
-            "prompt": prompt.tokens.tolist(),
-            "max_tokens": self._server.response_tokens,
-            "stop_token_ids": list(self._server.end_ids),
+            "prompt": request.prompt.tokens.tolist(),
+            "max_tokens": min(limit, request.budget or limit),
+            "stop_token_ids": [*self._server.end_ids, *request.stop.ids],
             "seed": seed,
             "temperature": rule.temperature,
             "top_p": rule.top_p,
@@ -158,9 +172,9 @@ class VllmSampler:
         tokens = np.array(choice["token_ids"], np.int32)
         logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
         cut = choice["finish_reason"] == "length"
-        return Completion(tokens, logprobs, cut, policy_step, "", sample)
+        return Completion(tokens, logprobs, cut, key.policy_step, "", sample)
 
-    def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
+    def step(self, meanwhile: Callable[[], None] = do_nothing) -> list[Finished]:
         """Wait a moment for responses. Raise `EngineUnavailable`."""
         meanwhile()
         if not self._running:
@@ -168,7 +182,7 @@ class VllmSampler:
         wait, first = concurrent.futures.wait, concurrent.futures.FIRST_COMPLETED
         ended, _ = wait(self._running, POLL_SECONDS, first)
         self.counts.bursts += 1
-        finished: list[FinishedResponses] = []
+        finished: list[Finished] = []
         for future in [future for future in self._running if future in ended]:
             group, response = self._running.pop(future), future.result()
             self.counts.tokens += len(response)
@@ -176,13 +190,9 @@ class VllmSampler:
             finished += group.finish(response)
         return finished
 
-    def suspend(self) -> list[PartialGroup]:
+    def stop(self, keep: bool) -> list[PartialGroup]:
         """Stop everything; responses that have begun are sampled again."""
         groups = dict.fromkeys(self._running.values())
-        self.abandon()
-        return carry_groups((group, None) for group in groups)
-
-    def abandon(self) -> None:
         self.counts.abandoned_responses += len(self._running)
         for future in self._running:
             future.cancel()
@@ -190,9 +200,8 @@ class VllmSampler:
             self._running.clear()
             self._server.post("/pause?mode=abort")
             self._server.post("/resume")
+        return carry_groups((group, None) for group in groups if keep)
 
-    def release(self) -> None:
-        self.abandon()
-
-    def resident(self) -> None:
-        return None
+    def close(self) -> None:
+        self.stop(keep=False)
+        self.key = None

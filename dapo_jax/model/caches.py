@@ -76,7 +76,6 @@ class Prefix(struct.PyTreeNode):
     key: jax.Array  # [B]
     drawn: Int[Array, "B"]  # number of last tokens that belong to a resumed response
     routes: Int[Array, "B P L k"] | None = None  # if the engine records them
-    rules: Any = None  # SamplingRules of [B] if each response has its own
 
 
 class DecodeState(struct.PyTreeNode):

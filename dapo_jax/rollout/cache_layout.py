@@ -92,10 +92,6 @@ class CacheLayout:
         pairs = zip(lengths, caches, strict=True)
         return all(not isinstance(c, KVCache) or n <= c.values.shape[2] for n, c in pairs)
 
-    def longest(self, caches: Caches) -> int:
-        """Return the tokens of the longest cache without pages."""
-        return max(cache.values.shape[2] for cache in caches if isinstance(cache, KVCache))
-
     def columns(self, needed: int) -> int | None:
         """Return the page table columns that attention reads for `needed` tokens of a slot."""
         if self.pages is None:

@@ -38,7 +38,7 @@ class CarryOverCollection(Collection):
     def resume(self, sampler: Sampler) -> None:
         for group in self._partial:
             if group.judged is None:
-                sampler.submit(group.prompt, self._rollout.samples_per_prompt, group)
+                sampler.submit(group.prompt, self._rollout.samples_per_prompt, carried=group)
 
     def _target(self, sampler: Sampler, in_flight: int) -> int:
         """Return also a target that keeps every slot busy, up to a batch ahead."""
@@ -68,7 +68,7 @@ class CarryOverCollection(Collection):
     def end(self, sampler: Sampler, judge: Judge, position: int) -> CollectedGroups:
         """Return the collected groups, and the groups for the next step."""
         self.read_verdicts(judge)
-        unfinished = sampler.suspend()
+        unfinished = sampler.stop(keep=True)
         groups = self.first_kept()
         surplus = self._kept - {group.prompt.index for group in groups}
         started = [group.prompt.index for group in unfinished if group.tokens]

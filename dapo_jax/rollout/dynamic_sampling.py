@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.types.contracts import FinishedResponses, Sampler
-from dapo_jax.types.structs import CollectedGroups, Completion, Group, Interrupted, Prompt
+from dapo_jax.types.contracts import Sampler
+from dapo_jax.types.structs import CollectedGroups, Completion, Finished, Group, Interrupted, Prompt
 
 INITIAL_KEPT_FRACTION = 0.5  # estimate before any group is scored
 MIN_KEPT_FRACTION = 1 / 16  # bounds how many prompts a pessimistic estimate requests
@@ -159,9 +159,9 @@ class Collection:
             self._add(group)
         return group is None
 
-    def submit(self, judge: Judge, ended: list[FinishedResponses]) -> None:
+    def submit(self, judge: Judge, ended: list[Finished]) -> None:
         """Submit finished groups to the judge, and empty the list."""
-        self._unread += [judge.submit(*group) for group in ended]
+        self._unread += [judge.submit(request.prompt, done) for request, done in ended]
         ended.clear()
 
     def read_verdicts(self, judge: Judge) -> None:
@@ -245,7 +245,7 @@ class Collection:
 
         Surplus groups are not trained on: the next step requests their prompts from its policy.
         """
-        sampler.abandon()
+        sampler.stop(keep=False)
         groups = self.first_kept()
         following = groups[-1].prompt.index + 1 if len(groups) == self._wanted else position
         surplus = {i for i in self._scored if i >= following}
@@ -330,7 +330,7 @@ def collect(
         Interrupted: `interrupted()` was True between two bursts, or the judge stopped waiting.
     """
     samples = collection.config.rollout.samples_per_prompt
-    ended: list[FinishedResponses] = []  # in the last burst
+    ended: list[Finished] = []  # in the last burst
     submit_ended = functools.partial(collection.submit, judge, ended)
     seek(prompts, collection.start)
     collection.resume(sampler)
@@ -344,7 +344,7 @@ def collect(
             prompt = next(prompts)
             if collection.request(prompt, finished):
                 sampler.submit(prompt, samples)
-        ended += sampler.decode_burst(submit_ended)
+        ended += sampler.step(submit_ended)
         collection.read_verdicts(judge)
         if collection.too_many_failed():
             break

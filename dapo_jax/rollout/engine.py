@@ -1,8 +1,4 @@
-"""Decoding engine with the interface of JetStream's `Engine`: prefill, insert, generate.
-
-The methods keep its signatures, and `extras.jetstream` adapts the types; additional keyword
-arguments make rollouts reproducible.
-"""
+"""Decoding engine: prefill prompts, insert them into slots, generate tokens."""
 
 import dataclasses
 import itertools
@@ -10,18 +6,16 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.data.prompts.tokenizer import Ends
 from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.cache_layout import choose_layout, with_scales
-from dapo_jax.rollout.engine_programs import BurstTokens, EngineShape, Starts, engine_programs
+from dapo_jax.rollout.engine_programs import EngineShape, Starts, engine_programs
 from dapo_jax.rollout.requests import SlotOutput
-from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
+from dapo_jax.rollout.sampling import stack_rules
 from dapo_jax.rollout.weight_transfer import TrainerWeights
 from dapo_jax.runtime import sharding
 from dapo_jax.types.errors import require
@@ -52,11 +46,8 @@ class Pace:
 class PolicyEngine:
     """Decodes `settings.slots` responses in parallel, `settings.burst_tokens` tokens per call.
 
-    `replicas` are parts of the slots; prefilling this many prompts costs as much as one. It has
-    more than twelve attributes, since JetStream's interface names many of them.
+    `replicas` are parts of the slots; prefilling this many prompts costs as much as one.
     """
-
-    RULE_PER_SLOT = False
 
     def __init__(
         self,
@@ -66,8 +57,7 @@ class PolicyEngine:
         *,
         max_prompt_tokens: int,  # with `settings.max_response_tokens` the size of a slot's cache
         insert_width: int = 1,
-        tokenizer: Ends,  # its `end_ids` end a response
-        seed: int = 0,  # part of the random key of prompts that come without a key
+        end_ids: tuple[int, ...] = (),  # tokens that end a response
         frozen: Any = None,  # parameters that never change; one copy of them is made for decoding
         trained_on: jax.sharding.Mesh | None = None,
     ):
@@ -77,17 +67,13 @@ class PolicyEngine:
         slots = settings.slots
         allowed = f"a multiple of data x fsdp = {self.replicas}"
         require(slots % self.replicas == 0, "sampler.slots", slots, allowed)
-        self.shape = shape = EngineShape(
-            config, settings, max_prompt_tokens, tokenizer.end_ids, self.RULE_PER_SLOT
-        )
+        self.shape = shape = EngineShape(config, settings, max_prompt_tokens, end_ids)
         self.config = config
         self.cache_tokens = shape.cache_tokens
         self.max_response_tokens = settings.max_response_tokens
         self.max_concurrent_decodes = settings.slots
         self.max_prefill_length = max_prompt_tokens
         self.mesh = mesh
-        self._tokenizer = tokenizer
-        self._arrival_keys = (sample_key(seed, SAMPLE_FOR_SERVING, 0, i) for i in itertools.count())
         self._pace = Pace(mesh)
         # Maximum number of prompts of one `prefill_prompts`.
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
@@ -101,34 +87,12 @@ class PolicyEngine:
         trainer = TrainerWeights(trained_on or mesh, frozen or {})
         self.programs = engine_programs(shape, mesh, self.layout, trainer)
 
-    # --- JetStream's interface ------------------------------------------------------------------
-
     def load_params(self, params: Any) -> Any:
         """Return decoding weights for the trainer's live parameters."""
-        loaded = self.programs.load(params)
+        loaded = self.programs.weights.load(params)
         if self.layout.calibrated:
             self._page_scales = self.programs.calibrate(loaded)
         return loaded
-
-    def prefill(
-        self,
-        *,
-        params: Any,
-        padded_tokens: Int[Array, "P"] | Int[np.ndarray, "P"],
-        true_length: int,
-        key: jax.Array | None = None,
-    ) -> Prefix:
-        """Compute keys and values of one prompt that is padded on the right.
-
-        Without `key`, the prompt's random key is made of the seed and the order of arrival.
-        """
-        limit = min(len(padded_tokens), self.max_prefill_length)
-        if not 0 < true_length <= limit:
-            allowed = f"above 0 and at most {limit}"
-            raise ValueError(f"prefill: true_length = {true_length}: must be {allowed}")
-        key = next(self._arrival_keys) if key is None else key
-        keys = jnp.stack([key] * self.prefill_batch(1))
-        return self.prefill_prompts(params, np.asarray(padded_tokens)[None], [true_length], keys)
 
     def insert(
         self,
@@ -138,6 +102,7 @@ class PolicyEngine:
         *,
         sample_index: int | np.ndarray = 0,
         row: int | np.ndarray = 0,
+        rules: Sequence[SamplingRule] = (),  # of each, if the state has a rule per slot
     ) -> DecodeState:
         """Start a response to prompt `row` of `prefix` in `slot`.
 
@@ -154,10 +119,6 @@ class PolicyEngine:
         width = next(width for width in self._insert_widths if len(slots) <= width)
         fills = None
         if self.pages:
-            for number, row in zip(slots.tolist(), rows, strict=True):
-                if not self.pages.claimed(number):  # JetStream does not call `claim`
-                    tokens = int(prefix.true_length[row])
-                    self.pages.claim(number, tokens, prompt=("alone", number), beside=False)
             fills = self.pages.fills(slots, rows, width=width, prompts=prompts, time=time)
         pad = (0, width - len(slots))
         # The scatter drops an index past the last slot.
@@ -166,6 +127,7 @@ class PolicyEngine:
             np.pad(rows, pad).astype(np.int32),
             np.pad(samples, pad).astype(np.int32),
             fills,
+            stack_rules([*rules, *[SamplingRule()] * pad[1]]) if rules else None,
         )
         return self._pace(self.programs.insert(prefix, decode_state, starts))
 
@@ -175,19 +137,21 @@ class PolicyEngine:
         decode_state: DecodeState,
         *,
         rule: SamplingRule = SamplingRule(),  # noqa: B008
-        longest: int | None = None,
-    ) -> tuple[DecodeState, BurstTokens]:
-        """Sample up to `burst_tokens` tokens per active slot."""
+        longest: int,  # tokens of the longest response with its prompt that runs or is held
+    ) -> tuple[DecodeState, tuple[jax.Array, jax.Array]]:
+        """Sample up to `burst_tokens` tokens per active slot; return them and their numbers.
+
+        A rule per slot in the state takes precedence over `rule`.
+        """
         burst = self.shape.settings.burst_tokens
-        needed = burst + (self.cache_tokens if longest is None else longest)
+        needed = burst + longest
         state = self._fit(decode_state, needed)
         if self.pages:
-            if longest is None:  # JetStream does not call `reserve_burst`
-                self.pages.reserve(self.pages.slots, burst)
             if (tables := self.pages.changed_tables()) is not None:
                 state = state.replace(tables=self.programs.split(tables))
             self.pages.advance(burst)
         columns = self.layout.columns(needed)
+        rule = rule if state.rules is None else SamplingRule()
         return self.programs.generate(params, state, rule=rule, columns=columns)
 
     def init_decode_state(self) -> DecodeState:
@@ -199,7 +163,10 @@ class PolicyEngine:
             return state
         return state.replace(caches=with_scales(state.caches, self._page_scales))
 
-    # --- interface of the scheduler -------------------------------------------------------------
+    def with_rules(self, state: DecodeState, rule: SamplingRule) -> DecodeState:
+        """Return a state whose slots have a rule each, at first this one."""
+        rules = stack_rules([rule] * self.max_concurrent_decodes)
+        return state.replace(rules=jax.tree.map(self.programs.split, rules))
 
     def claim(self, free: Sequence[int], tokens: int, prompt: Hashable) -> int | None:
         """Reserve cache space for a prompt in the first free slot that has it; None if none has."""

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
@@ -21,7 +20,7 @@ from dapo_jax.model.inference import empty_routes, prefill
 from dapo_jax.model.quantisation import to_int8
 from dapo_jax.rollout.cache_layout import CacheLayout, choose_layout
 from dapo_jax.rollout.page_table import Fills
-from dapo_jax.rollout.sampling import repeat_rule, sample_tokens, sample_tokens_by_slot
+from dapo_jax.rollout.sampling import SamplingRules, sample_tokens, sample_tokens_by_slot
 from dapo_jax.rollout.weight_transfer import DecodingWeights, TrainerWeights
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.kept_programs import keep
@@ -32,31 +31,13 @@ CALIBRATION_TOKENS = 256
 CALIBRATION_MARGIN = 1.5  # keys and values of a prompt may exceed the calibrated ones by this
 
 
-@struct.dataclass
-class BurstTokens:
-    """Tokens of a burst in one array [S, 2 K + 1], and which of its columns hold what."""
-
-    data: Int[Array, "S C"]
-    tokens_idx: tuple[int, int] = struct.field(pytree_node=False)
-    valid_idx: tuple[int, int] = struct.field(pytree_node=False)
-    length_idx: tuple[int, int] = struct.field(pytree_node=False)
-
-
 def burst_tokens(
     state: DecodeState, generated_before: Int[Array, "S"], columns: int
-) -> BurstTokens:
-    """Return the tokens of the last burst and their validity, as JetStream lays them out."""
-    at = generated_before[:, None] + jnp.arange(columns)
-    valid = at < state.generated[:, None]
-    at = jnp.minimum(at, state.tokens.shape[1] - 1)
-    tokens = jnp.where(valid, jnp.take_along_axis(state.tokens, at, axis=1), 0)
-    data = jnp.concatenate([tokens, valid, state.generated[:, None]], axis=1)
-    return BurstTokens(
-        data=data.astype(jnp.int32),
-        tokens_idx=(0, columns),
-        valid_idx=(columns, 2 * columns),
-        length_idx=(2 * columns, 2 * columns + 1),
-    )
+) -> tuple[Int[Array, "S K"], Int[Array, "S"]]:
+    """Return the tokens of the last burst, and their number in each slot."""
+    at = jnp.minimum(generated_before[:, None] + jnp.arange(columns), state.tokens.shape[1] - 1)
+    tokens = jnp.take_along_axis(state.tokens, at, axis=1)
+    return tokens, state.generated - generated_before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +48,6 @@ class EngineShape:
     settings: Sampler  # sizes of slots, cache and calls; not the sampling rule
     max_prompt_tokens: int  # maximum length of a prompt
     end_ids: tuple[int, ...]  # tokens that end a response
-    rule_per_slot: bool = False  # each response has its own sampling rule
 
     @property
     def cache_tokens(self) -> int:
@@ -82,6 +62,7 @@ class Starts(NamedTuple):
     rows: Int[Any, "n"]
     samples: Int[Any, "n"]
     fills: Fills | None  # cache pages to write; None if the cache has no pages
+    rules: SamplingRules | None = None  # None if all slots share one
 
 
 class EnginePrograms:
@@ -106,7 +87,9 @@ class EnginePrograms:
         replicated = place()
         shapes = jax.eval_shape(functools.partial(self._empty, window=1))
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else replicated, shapes)
-        self.state_shardings = state = per_slot.replace(caches=layout.shardings())
+        self.state_shardings = state = per_slot.replace(
+            caches=layout.shardings(), rules=place("batch")
+        )
         self.prompt_shardings = layout.prompt_shardings()
         self.prefill = jax.jit(
             self._prefill,
@@ -142,12 +125,6 @@ class EnginePrograms:
         self.empty = jax.jit(self._empty, static_argnames="window", out_shardings=state)
         self.rows = jax.jit(lambda array, slots: array[slots], out_shardings=replicated)
 
-    def resident(self) -> dict[str, Array]:
-        return self.weights.frozen()
-
-    def load(self, params: Any) -> Any:
-        return self.weights.load(params)
-
     def split(self, array: np.ndarray) -> jax.Array:
         """Shard an array like the slots; every process has the same host array."""
         place = sharding.sharding(self._mesh, "batch", column=sharding.DECODING)
@@ -157,7 +134,6 @@ class EnginePrograms:
         config, settings = self._shape.config, self._shape.settings
         slots = settings.slots
         pages = self._layout.pages
-        rules = repeat_rule(SamplingRule(), slots) if self._shape.rule_per_slot else None
         routes = None
         if config.records_routes:
             routes = empty_routes(config, slots, self._shape.cache_tokens)
@@ -175,7 +151,6 @@ class EnginePrograms:
             logprobs=jnp.zeros(responses, jnp.float32),
             busy_slot_steps=jnp.zeros((), jnp.int32),
             slot_steps=jnp.zeros((), jnp.int32),
-            rules=rules,
             routes=routes,
             known=counts if settings.keep_turns else None,
         )
@@ -216,7 +191,7 @@ class EnginePrograms:
 
     def _generate(
         self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: int | None
-    ) -> tuple[DecodeState, BurstTokens]:
+    ) -> tuple[DecodeState, tuple[Array, Array]]:
         """Sample up to `burst_tokens` tokens per active slot, and count the slot steps."""
         tokens = self._shape.settings.burst_tokens
         # Several replicas would have to synchronise after every token to stop early.
@@ -289,7 +264,7 @@ def _start_responses(
 
     The known tokens of a resumed response are on the host: only their count is written.
     """
-    slots, rows, samples, fills = starts
+    slots, rows, samples, fills, rules = starts
 
     def place(array, value):
         return array.at[slots].set(value, mode="drop")
@@ -314,7 +289,7 @@ def _start_responses(
         key=place(state.key, keys),
         routes=routes,
         known=None if state.known is None else place(state.known, prefix.drawn[rows]),
-        rules=jax.tree.map(lambda old, new: place(old, new[rows]), state.rules, prefix.rules),
+        rules=jax.tree.map(place, state.rules, rules),
     )
 
 

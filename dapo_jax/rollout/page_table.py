@@ -68,11 +68,6 @@ class PageTable:
         """Slots that hold pages, the oldest first."""
         return list(self._prompts)
 
-    @property
-    def free_pages(self) -> int:
-        """Number of free pages of all replicas."""
-        return sum(map(len, self._free))
-
     def pages_of(self, slot: int) -> list[int]:
         """Return the pages of a slot, numbered within its replica."""
         return self.tables[slot, : self._count[slot]].tolist()
@@ -87,12 +82,12 @@ class PageTable:
         """Return the replica of a slot."""
         return slot // self.geometry.slots_per_replica
 
-    def claim(self, slot: int, tokens: int, prompt: Hashable, *, beside: bool = True) -> bool:
+    def claim(self, slot: int, tokens: int, prompt: Hashable) -> bool:
         """Allocate the first pages of a response in a slot; return False if too few are free.
 
         The last of its `tokens` is not cached before the first decode step. Responses that name the
-        same prompt share its full pages. With `beside` a free page is left for every growing
-        response of the replica; without it, a lack of pages raises ValueError.
+        same prompt share its full pages. A free page is left for every growing response of the
+        replica.
         """
         self.release(slot)
         replica = self.replica(slot)
@@ -100,14 +95,11 @@ class PageTable:
         whole = cached // self.geometry.page_tokens
         shared = self._shared.get((replica, prompt))
         needed = 1 + (whole if shared is None else 0)
-        if beside:
-            width = self.geometry.slots_per_replica
-            counts = self._count[replica * width :][:width]
-            needed += np.count_nonzero((counts > 0) & (counts < self.tables.shape[1]))
+        width = self.geometry.slots_per_replica
+        counts = self._count[replica * width :][:width]
+        needed += np.count_nonzero((counts > 0) & (counts < self.tables.shape[1]))
         if needed > len(self._free[replica]):
-            if beside:
-                return False
-            raise ValueError(f"slot {slot}: no pages are left; raise sampler.pages")
+            return False
         fills = []
         if shared is None:
             shared = [self._free[replica].pop() for _ in range(whole)]
@@ -123,10 +115,6 @@ class PageTable:
         self._fills[slot] = [*fills, (own, whole)]
         self._changed = True
         return True
-
-    def claimed(self, slot: int) -> bool:
-        """Return True if the slot has pages and its prompt is not yet written."""
-        return slot in self._fills
 
     def fills(
         self, slots: Iterable[int], rows: Iterable[int], *, width: int, prompts: int, time: int

@@ -1,4 +1,4 @@
-"""Requests of the scheduler: groups in progress, responses that resume, trajectories.
+"""Requests in the scheduler: responses that wait or resume, trajectories.
 
 A response that an earlier step started is pending on its own. Its prompt is the problem's prompt
 followed by the known tokens, and its key is the key of the step that started it, so that sampling
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.model.caches import Prefix
-from dapo_jax.types.structs import Completion, PartialGroup, Prompt, Turn, TurnCounts
+from dapo_jax.types.structs import Completion, NewTokens, PartialGroup, Request, Turn, TurnCounts
 
 MIN_BUCKET_TOKENS = 16
 RESUMED_BUCKET_FACTOR = 4  # resumed responses have many lengths: use fewer, larger buckets
@@ -32,37 +33,61 @@ class SlotOutput(NamedTuple):
     routes: np.ndarray | None  # [T, L, k] of prompt and response, if the engine records them
 
 
-@dataclasses.dataclass(eq=False)
-class PendingGroup:
-    """Requested responses to one prompt, and those that are finished."""
+class Reader:
+    """Text of a response as its tokens arrive; finds its end tokens and stop texts."""
 
-    prompt: Prompt
-    samples: Sequence[int]
-    whole: bool  # all samples are returned together
-    step: int  # part of the random key
-    finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
+    def __init__(self, tokenizer: Tokenizer, request: Request, end_ids: Sequence[int]):
+        self._stops = request.stop.texts
+        special = any(name in text for name in tokenizer.special.values() for text in self._stops)
+        self._stream = TextStream(tokenizer, request.prompt.tokens.tolist(), special)
+        self._ids = {*end_ids, *request.stop.ids}
+        self._watch = request.watch
+        self._held = ""  # text that may be the start of a stop
+        self.seen = 0  # tokens
+        self.stopped = False
 
-    def finish(self, completion: Completion) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-        """Add a finished response; return what can be handed out now, if anything."""
-        if not self.whole:
-            return [(self.prompt, (completion,))]
-        self.finished[completion.sample] = completion
-        if len(self.finished) < len(self.samples):
-            return []
-        return [(self.prompt, tuple(self.finished[i] for i in self.samples))]
+    def read(self, sample: int, ids: list[int], last: bool) -> bool:
+        """Read new tokens up to a stop, and show them; `last` ones end the response otherwise."""
+        text, stop = self._held, None
+        for count, token in enumerate(ids, 1):
+            self.seen += 1
+            self.stopped = token in self._ids
+            text += "" if self.stopped else self._stream.add([token])
+            stop = self._find(text)
+            if self.stopped or stop is not None:
+                del ids[count:]
+                break
+        if stop is None and (last or self.stopped):
+            text += self._stream.rest()
+            stop = self._find(text)
+        self.stopped |= stop is not None
+        last |= self.stopped
+        starts = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        size = len(text) - (0 if last else max(starts, default=0)) if stop is None else stop
+        self._held = text[size:]
+        if self._watch:
+            self._watch(NewTokens(sample, ids, text[:size], last, self.stopped))
+        return self.stopped
+
+    def _find(self, text: str) -> int | None:
+        """Return where the first stop text begins."""
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        return min(places, default=None)
 
 
 @dataclasses.dataclass(eq=False)
 class PendingResponses:
-    """Responses of a group that start with the same tokens."""
+    """Responses of a request that start with the same tokens."""
 
-    group: PendingGroup
+    group: Request
     waiting: collections.deque[int]  # sample numbers of the responses that have no slot yet
     prefix_id: int  # names the cache entries that these responses share
     padded: np.ndarray  # tokens to prefill, padded on the right
     resumed: Completion | None = None  # the response so far, if this is one response that resumes
     fed: int = 0  # number of its last tokens that decode steps are fed because prefill lacks them
     prefilled: tuple[Prefix, int] | None = None  # prefilled prompts, and the row of this one
+    # By sample; they last until the response ends, also if it is sampled a second time.
+    readers: dict[int, Reader] = dataclasses.field(default_factory=dict)
 
     @property
     def known_tokens(self) -> int:
@@ -136,9 +161,9 @@ def make_completion(
     )
 
 
-def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[PartialGroup]:
+def carry_groups(parts: Iterable[tuple[Request, Completion | None]]) -> list[PartialGroup]:
     """Return the groups to carry over, in data order."""
-    partial: dict[PendingGroup, list[Completion]] = {}
+    partial: dict[Request, list[Completion]] = {}
     for group, response in parts:
         partial.setdefault(group, []).extend([response] if response else [])
     carried = [
@@ -165,7 +190,7 @@ class Trajectory(NamedTuple):
     """Trajectory that waits for the reply of its environment, or that has received it."""
 
     burst: int  # its turn ended after this burst
-    group: PendingGroup
+    group: Request
     completion: Completion
     request: Any
     held: HeldSlot | None  # None: its slot was released
@@ -203,15 +228,21 @@ class Trajectories:
             if waiting.held and waiting.held.slot in slots:
                 waiting.held.slot = None
 
-    def unfinished(self) -> list[tuple[PendingGroup, Completion]]:
+    def unfinished(self) -> list[tuple[Request, Completion]]:
         """Return all trajectories as far as they were sampled."""
         return [(waiting.group, waiting.completion) for waiting in self._awaiting]
+
+    def cancel(self, group: Request) -> list[int]:
+        """Forget the trajectories of a request; return the slots that they held."""
+        cancelled = [waiting for waiting in self._awaiting if waiting.group is group]
+        self._awaiting = collections.deque(w for w in self._awaiting if w.group is not group)
+        return [w.held.slot for w in cancelled if w.held and w.held.slot is not None]
 
     def clear(self) -> None:
         self._awaiting.clear()
 
     def request(
-        self, group: PendingGroup, completion: Completion, burst: int, held: HeldSlot | None = None
+        self, group: Request, completion: Completion, burst: int, held: HeldSlot | None = None
     ) -> bool:
         """Request the reply to a turn; return False if the response ends here."""
         if self._environments is None or completion.truncated:

@@ -1,6 +1,5 @@
 """Token sampling: the next token of every slot, and its recorded log-probability."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,13 +24,11 @@ class SamplingRules(NamedTuple):
     top_k: Int[Array, "S"]
 
 
-def repeat_rule(rule: SamplingRule, count: int) -> SamplingRules:
-    """Return the sampling rules of `count` slots that share one rule."""
-    return SamplingRules(
-        temperature=jnp.full(count, rule.temperature, jnp.float32),
-        top_p=jnp.full(count, max(rule.top_p, MIN_TOP_P), jnp.float32),
-        top_k=jnp.full(count, rule.top_k, jnp.int32),
-    )
+def stack_rules(rules: Sequence[SamplingRule]) -> SamplingRules:
+    """Return the sampling rules of several slots."""
+    temperature, top_p, top_k = np.array(rules, np.float64).T
+    top_p = np.maximum(top_p, MIN_TOP_P).astype(np.float32)
+    return SamplingRules(temperature.astype(np.float32), top_p, top_k.astype(np.int32))
 
 
 def truncate(probabilities: Float[Array, "S V"], top_p: float, top_k: int) -> Float[Array, "S V"]:
@@ -130,28 +127,18 @@ def sample_tokens_by_slot(
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 
 
-def sample_key(seed: int, purpose: int, step: int | np.uint32, index: int) -> jax.Array:
-    """Return the key of a prompt's responses; `index` is its position in the data order."""
-    return sample_keys(seed, purpose, [step], [index])[0]
-
-
-def sample_keys(seed: int, purpose: int, steps: Sequence, indices: Sequence[int]) -> jax.Array:
-    """Return the keys [n] of several prompts, each equal to `sample_key`, in one call.
+def sample_keys(parts: Sequence[tuple[int, int, int, int]]) -> jax.Array:
+    """Return the keys [n] of prompts from (seed, purpose, step, position in the data) of each.
 
     One call per prompt costs the host more than the prefill of a small policy.
     """
-    parts = np.array([[purpose] * len(steps), steps, indices], np.uint32)
-    return _fold_each(_first_key(seed), parts.T)
-
-
-@functools.lru_cache(maxsize=8)
-def _first_key(seed: int) -> jax.Array:
-    return jax.random.key(seed)
+    return _fold_each(np.array([[int(x) % 2**32 for x in part] for part in parts], np.uint32))
 
 
 @jax.jit
-@functools.partial(jax.vmap, in_axes=(None, 0))
-def _fold_each(key: jax.Array, parts: Any) -> jax.Array:
-    for i in range(3):
+@jax.vmap
+def _fold_each(parts: Any) -> jax.Array:
+    key = jax.random.key(parts[0])
+    for i in range(1, 4):
         key = jax.random.fold_in(key, parts[i])
     return key

@@ -9,28 +9,33 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.data.prompts.tokenizer import Decodes
+from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.requests import (
     RESUMED_BUCKET_FACTOR,
     HeldSlot,
-    PendingGroup,
     PendingResponses,
+    Reader,
     Trajectories,
     carry_groups,
     make_completion,
     pad_prompt,
 )
-from dapo_jax.rollout.sampling import sample_keys
+from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, sample_keys
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.types.contracts import FinishedResponses, do_nothing
+from dapo_jax.types.contracts import do_nothing
 from dapo_jax.types.structs import (
     Completion,
+    Finished,
+    NewTokens,
     PartialGroup,
     Prompt,
+    Request,
+    RolloutKey,
     SamplerCounts,
     SamplingRule,
+    Stop,
     present,
     with_texts,
 )
@@ -38,14 +43,12 @@ from dapo_jax.types.structs import (
 
 @dataclasses.dataclass
 class Decoding:
-    """Policy, decode state and key of a rollout; `release` frees the arrays."""
+    """Policy, decode state and key of a rollout; `close` frees the arrays."""
 
     params: Any = None
     state: Any = None
+    key: RolloutKey = RolloutKey(0)
     rule: SamplingRule = SamplingRule()
-    purpose: int = 0
-    step: int = 0
-    policy_step: int = 0
     slot_steps: tuple[int, int] = (0, 0)  # busy and total, that the state had counted before
 
 
@@ -64,7 +67,8 @@ class Slots:
         sample = pending.waiting.popleft()
         self.responses[slot] = pending, sample
         observed = pending.known_tokens - len(pending.resumed or ())
-        self.limit[slot] = observed + sampled_limit
+        budget = pending.group.budget or sampled_limit
+        self.limit[slot] = observed + min(budget, sampled_limit)
         self.prompt_tokens[slot] = len(pending.group.prompt.tokens)
         return sample
 
@@ -85,65 +89,72 @@ class Scheduler:
     def __init__(
         self,
         engine: PolicyEngine,
-        tokenizer: Decodes,
+        tokenizer: Tokenizer,
         seed: int,
         environments: Any = None,  # such as `environments.sessions.Environments`
     ):
         self.environments = environments
+        self.key: RolloutKey | None = None
         self.counts = SamplerCounts()
         self._engine = engine
         self._tokenizer = tokenizer
         self._seed = seed
         self._decoding = Decoding()
-        self._prepared: tuple[int, Any] = (-1, None)  # step and weights of a policy
         self._waiting: collections.deque[PendingResponses] = collections.deque()
         self._prefix_ids = itertools.count()
         self._slots = Slots(engine.max_concurrent_decodes)
         self._trajectories = Trajectories(None, engine.max_response_tokens)
 
-    def prepare(self, params: Any, policy_step: int) -> None:
-        self._prepared = policy_step, self._engine.load_params(params)
+    def begin(self, params: Any, key: RolloutKey, rule: SamplingRule) -> None:
+        self.close()
+        self.open(self._engine.load_params(params), key, rule)
 
-    def begin(
-        self,
-        params: Any,
-        *,
-        purpose: int,
-        step: int,
-        rule: SamplingRule,
-        policy_step: int | None = None,
+    def open(
+        self, weights: Any, key: RolloutKey, rule: SamplingRule, rule_per_slot: bool = False
     ) -> None:
-        """Load the trainer's parameters and empty the slots."""
-        self.release()
-        engine = self._engine
-        policy_step = step if policy_step is None else policy_step
-        (prepared, loaded), self._prepared = self._prepared, (-1, None)
-        self._decoding = Decoding(
-            params=loaded if prepared == policy_step else engine.load_params(params),
-            state=engine.init_decode_state(),
-            rule=rule,
-            purpose=purpose,
-            step=step,
-            policy_step=policy_step,
-        )
+        """Begin with decoding weights; `rule_per_slot` if requests will have other rules."""
+        engine, self.key = self._engine, key
+        state = engine.init_decode_state()
+        if rule_per_slot:
+            state = engine.with_rules(state, rule)
+        self._decoding = Decoding(weights, state, key, rule)
         self._slots.generated[:] = 0
-        key = self._seed, purpose
-        self._trajectories = Trajectories(self.environments, engine.max_response_tokens, key)
+        seed = self._seed, key.purpose
+        self._trajectories = Trajectories(self.environments, engine.max_response_tokens, seed)
         turns = self._trajectories.counts if self.environments is not None else None
         self.counts = SamplerCounts(turns=turns)
 
-    def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
-        group = PendingGroup(prompt, range(samples), whole=True, step=self._decoding.step)
+    def submit(
+        self,
+        prompt: Prompt,
+        samples: int | Sequence[int],
+        rule: SamplingRule | None = None,
+        budget: int | None = None,
+        stop: Stop = Stop(),  # noqa: B008
+        *,
+        carried: PartialGroup | None = None,
+        seed: int | None = None,
+        watch: Callable[[NewTokens], None] | None = None,
+    ) -> Request:
+        """Request responses; `seed` and `watch` are fields of `Request`."""
+        decoding = self._decoding
+        request = Request(prompt, samples, rule or decoding.rule, budget, stop, decoding.key.step)
+        request.seed, request.watch = seed, watch
         if carried is not None and carried.tokens:
-            group.step = carried.step
-            group.finished = {response.sample: response for response in carried.finished}
-        self._queue(group, carried)
+            request.step = carried.step
+            request.finished = {response.sample: response for response in carried.finished}
+        if request.rule != decoding.rule and decoding.state.rules is None:
+            decoding.state = self._engine.with_rules(decoding.state, decoding.rule)
+        self._queue(request, carried)
+        return request
 
-    def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
-        self._queue(PendingGroup(prompt, samples, whole=False, step=self._decoding.step))
-
-    def resident(self) -> Any:
-        return self._engine.programs.resident()
+    def cancel(self, request: Request) -> None:
+        waiting = (pending for pending in self._waiting if pending.group is not request)
+        self._waiting = collections.deque(waiting)
+        slots = [s for s, (pending, _) in self._slots.responses.items() if pending.group is request]
+        self._discard(slots)
+        for slot in [*slots, *self._trajectories.cancel(request)]:
+            self._engine.release(slot)
 
     @property
     def idle(self) -> bool:
@@ -154,7 +165,7 @@ class Scheduler:
         waiting = sum(len(pending.waiting) for pending in self._waiting)
         return self._engine.max_concurrent_decodes - len(self._occupied()) - waiting
 
-    def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
+    def step(self, meanwhile: Callable[[], None] = do_nothing) -> list[Finished]:
         completed = self._resume_trajectories()
         self._fill_slots()
         if not self._slots.responses:
@@ -165,22 +176,47 @@ class Scheduler:
         occupied = self._occupied()
         longest = int((self._slots.prompt_tokens + self._slots.generated)[occupied].max()) - 1
         decoding = self._decoding
-        decoding.state, _ = self._engine.generate(
+        decoding.state, burst = self._engine.generate(
             decoding.params, decoding.state, rule=decoding.rule, longest=longest
         )
         meanwhile()
         active = self._await_burst()
+        self._read_burst(burst, active)
         ends = (~active | (self._slots.generated >= self._slots.limit)).tolist()
         ended = [slot for slot in self._slots.responses if ends[slot]]
         decoding.state = self._engine.stop(decoding.state, [slot for slot in ended if active[slot]])
         return completed + self._collect(ended)
 
-    def suspend(self) -> list[PartialGroup]:
+    def stop(self, keep: bool) -> list[PartialGroup]:
+        partial = self._partial_groups() if keep else []
+        occupied = self._occupied()
+        self._discard(list(self._slots.responses), kept=keep)
+        for slot in occupied:
+            self._engine.release(slot)
+        self._waiting.clear()
+        self._trajectories.clear()
+        return partial
+
+    def close(self) -> None:
+        if self.key is not None:
+            self.stop(keep=False)
+        self._decoding, self.key = Decoding(), None
+
+    def _discard(self, slots: list[int], kept: bool = False) -> None:
+        """Stop running responses and add them to the counts; `kept` ones are sampled further."""
+        for slot in slots:
+            pending, _ = self._slots.responses.pop(slot)
+            tokens = self._slots.sampled_here(slot, pending)
+            self.counts.unfinished_tokens += tokens * kept
+            self.counts.abandoned_tokens += tokens * (not kept)
+            self.counts.abandoned_responses += not kept
+        self._decoding.state = self._engine.stop(self._decoding.state, slots)
+
+    def _partial_groups(self) -> list[PartialGroup]:
         parts = [(pending.group, pending.resumed) for pending in self._waiting]
         parts += self._trajectories.unfinished()
         slots = list(self._slots.responses)
-        policy_step = self._decoding.policy_step
-        partial = []
+        partial, policy_step = [], self._decoding.key.policy_step
         outputs = self._engine.fetch_responses(self._decoding.state, slots)
         for slot, output in zip(slots, outputs, strict=True):
             pending, sample = self._slots.responses[slot]
@@ -188,31 +224,12 @@ class Scheduler:
             partial.append(
                 make_completion(pending, sample, output, length, policy_step=policy_step)
             )
-            self.counts.unfinished_tokens += self._slots.sampled_here(slot, pending)
         if self.environments is not None:
             partial = with_texts(partial, self._tokenizer.decode_all)
         for slot, response in zip(slots, partial, strict=True):
             pending, _ = self._slots.responses[slot]
             parts.append((pending.group, response if self._slots.generated[slot] else None))
-        self._clear()
         return carry_groups(parts)
-
-    def abandon(self) -> None:
-        for slot, (pending, _) in self._slots.responses.items():
-            self.counts.abandoned_responses += 1
-            self.counts.abandoned_tokens += self._slots.sampled_here(slot, pending)
-        self._clear()
-
-    def release(self) -> None:
-        self.abandon()
-        self._decoding = Decoding()
-
-    def _clear(self) -> None:
-        for slot in self._occupied():
-            self._engine.release(slot)
-        self._slots.responses.clear()
-        self._waiting.clear()
-        self._trajectories.clear()
 
     def _occupied(self) -> list[int]:
         """Return the running slots, then those that trajectories hold; the oldest first."""
@@ -220,10 +237,8 @@ class Scheduler:
 
     # --- the queue ------------------------------------------------------------------------------
 
-    def _queue(self, group: PendingGroup, carried: PartialGroup | None = None) -> None:
+    def _queue(self, group: Request, carried: PartialGroup | None) -> None:
         tokens = group.prompt.tokens
-        if len(tokens) == 0:
-            raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
         begun = {response.sample: response for response in carried.begun} if carried else {}
         for response in begun.values():
             # A carried response that had ended its turn still needs the environment's reply.
@@ -238,7 +253,7 @@ class Scheduler:
             prefix_id = next(self._prefix_ids)
             self._waiting.append(PendingResponses(group, waiting, prefix_id, padded))
 
-    def _resumed(self, group: PendingGroup, response: Completion) -> PendingResponses:
+    def _resumed(self, group: Request, response: Completion) -> PendingResponses:
         """Return a response that resumes after a prefill of prompt and known tokens."""
         known = np.concatenate([group.prompt.tokens, response.tokens])
         limit = self._engine.cache_tokens
@@ -248,7 +263,7 @@ class Scheduler:
 
     def _has_ended(self, tokens: np.ndarray) -> bool:
         """Return True if the last token ends a response or a turn."""
-        return len(tokens) > 0 and int(tokens[-1]) in self._tokenizer.end_ids
+        return len(tokens) > 0 and int(tokens[-1]) in self._engine.shape.end_ids
 
     # --- starting responses ---------------------------------------------------------------------
 
@@ -294,12 +309,7 @@ class Scheduler:
             batch = batch[: engine.replicas]
         padding = engine.prefill_batch(len(batch)) - len(batch)
         groups = [pending.group for pending in [*batch, *[batch[-1]] * padding]]
-        keys = sample_keys(
-            self._seed,
-            decoding.purpose,
-            [group.step for group in groups],
-            [group.prompt.index for group in groups],
-        )
+        keys = sample_keys([self._key_parts(group) for group in groups])
         prefix = engine.prefill_prompts(
             decoding.params,
             np.stack([pending.padded for pending in batch]),
@@ -311,13 +321,23 @@ class Scheduler:
             pending.prefilled = (prefix, row)
         self.counts.prefills += len(batch)
 
+    def _key_parts(self, group: Request) -> tuple[int, int, int, int]:
+        if group.seed is None:
+            return self._seed, self._decoding.key.purpose, group.step, group.prompt.index
+        high, low = divmod(group.seed, 2**32)
+        return low, SAMPLE_BY_SEED, high, group.prompt.index
+
     def _insert(self, prefix: Prefix, starts: Sequence[tuple[int, int, int]]) -> None:
         """Start responses, (slot, sample, row of the prefix) each, as many per call as possible."""
         width = self._engine.max_insert_width
         for i in range(0, len(starts), width):
             slots, samples, rows = np.array(starts[i : i + width]).T
+            state, rules = self._decoding.state, ()
+            if state.rules is not None:
+                groups = [self._slots.responses[slot][0].group for slot in slots.tolist()]
+                rules = [present(group.rule, "rule") for group in groups]
             self._decoding.state = self._engine.insert(
-                prefix, self._decoding.state, slots, sample_index=samples, row=rows
+                prefix, state, slots, sample_index=samples, row=rows, rules=rules
             )
 
     def _feed(self, slots: Sequence[int]) -> None:
@@ -346,11 +366,11 @@ class Scheduler:
 
     # --- turns ----------------------------------------------------------------------------------
 
-    def _resume_trajectories(self) -> list[FinishedResponses]:
+    def _resume_trajectories(self) -> list[Finished]:
         """Resume trajectories with the replies that are due; return groups that this finished."""
         running = bool(self._slots.responses)
         idle = not running and (not self._waiting or bool(self._trajectories.held_slots))
-        completed: list[FinishedResponses] = []
+        completed: list[Finished] = []
         queued: list[PendingResponses] = []
         kept: list[int] = []
         for turn in self._trajectories.due(self.counts.bursts, idle):
@@ -394,21 +414,40 @@ class Scheduler:
             counts.slot_steps += int(total) - total_before
         return active
 
-    def _collect(self, slots: list[int]) -> list[FinishedResponses]:
+    def _read_burst(self, burst: tuple[Any, Any], active: np.ndarray) -> None:
+        """Read the new tokens of responses with stops or a watcher; a stop becomes the limit."""
+        watched = {
+            slot: (pending, sample)
+            for slot, (pending, sample) in self._slots.responses.items()
+            if pending.group.watch or any(pending.group.stop)
+        }
+        if not watched:
+            return
+        tokens, counts = to_host(burst)
+        for slot, (pending, sample) in watched.items():
+            if sample not in pending.readers:
+                ends = self._engine.shape.end_ids
+                pending.readers[sample] = Reader(self._tokenizer, pending.group, ends)
+            reader = pending.readers[sample]
+            end = min(self._slots.generated[slot], self._slots.limit[slot])
+            first = self._slots.generated[slot] - counts[slot]
+            ids = tokens[slot, max(reader.seen - first, 0) : max(end - first, 0)].tolist()
+            last = not active[slot] or end == self._slots.limit[slot]
+            if reader.read(sample, ids, last):
+                self._slots.limit[slot] = reader.seen
+
+    def _collect(self, slots: list[int]) -> list[Finished]:
         """Take ended responses out of their slots; return the groups that this finished."""
         ended, responses, completed = [], [], []
+        policy_step = self._decoding.key.policy_step
         outputs = self._engine.fetch_responses(self._decoding.state, slots)
         for slot, output in zip(slots, outputs, strict=True):
             pending, sample = self._slots.responses.pop(slot)
             length = int(min(self._slots.generated[slot], self._slots.limit[slot]))
-            response = make_completion(
-                pending,
-                sample,
-                output,
-                length,
-                policy_step=self._decoding.policy_step,
-                truncated=not self._has_ended(output.tokens[:length]),
-            )
+            reader = pending.readers.pop(sample, None)
+            cut = not (reader and reader.stopped or self._has_ended(output.tokens[:length]))
+            fields = {"policy_step": policy_step, "truncated": cut}
+            response = make_completion(pending, sample, output, length, **fields)
             ended.append((slot, pending))
             responses.append(response)
             self.counts.tokens += length - pending.known_tokens
@@ -424,6 +463,6 @@ class Scheduler:
                 self._engine.release(slot)
         return completed
 
-    def _finish(self, group: PendingGroup, completion: Completion) -> list[FinishedResponses]:
+    def _finish(self, group: Request, completion: Completion) -> list[Finished]:
         self.counts.responses += 1
         return group.finish(completion)

@@ -35,6 +35,7 @@ from dapo_jax.types.structs import (
     Group,
     Interrupted,
     PartialGroup,
+    RolloutKey,
     SamplerCounts,
     SamplingRule,
 )
@@ -114,8 +115,8 @@ class RolloutSource:
         rollout, *ahead = state.ahead
         behaviour = self.copy_behaviour(params) if self.copy_behaviour else None
         state = dataclasses.replace(state, ahead=tuple(ahead), behaviour=behaviour)
-        if behaviour is not None and self._missing_step(state, step):
-            self.sampler.prepare(params, step)
+        if behaviour is not None and (following := self._missing_step(state, step)):
+            self._begin(behaviour, following, step)  # before the update, which keeps devices busy
         return state, rollout
 
     @timed("ahead")
@@ -163,19 +164,27 @@ class RolloutSource:
     def sample(self, state: SourceState, params: Any, step: int, policy_step: int) -> Rollout:
         """Return the rollouts of `step`, sampled by a policy trained for `policy_step` steps."""
         start = time.perf_counter()
-        sampler, settings = self.sampler, self.config.sampler
-        keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": step, "policy_step": policy_step}
-        rule = SamplingRule(settings.temperature, settings.top_p, settings.top_k)
-        sampler.begin(params, rule=rule, **keyed)
+        sampler = self.sampler
+        self._begin(params, step, policy_step)
         collection = open_collection(
             self.config, state.kept_fraction, step, state.partial, state.position
         )
         rate, seed = self.config.rollout.resting_rate, self.config.seed
         prompts = RestingPrompts(self.prompts, state.pools, rate, seed)
-        with self.show(step + 1, sampler.counts) as on_burst:
-            hooks = CollectionHooks(self.journal.add, on_burst, self.interrupted)
-            finished = self.journal.begin(step)
-            batch = collect(collection, prompts, sampler, self.judge, hooks, finished)
-        counts = dataclasses.replace(sampler.counts)
-        sampler.release()  # an update may need the memory of the caches
+        try:
+            with self.show(step + 1, sampler.counts) as on_burst:
+                hooks = CollectionHooks(self.journal.add, on_burst, self.interrupted)
+                finished = self.journal.begin(step)
+                batch = collect(collection, prompts, sampler, self.judge, hooks, finished)
+            counts = dataclasses.replace(sampler.counts)
+        finally:
+            sampler.close()  # an update may need the memory of the caches
         return Rollout(batch, counts, time.perf_counter() - start, prompts.passed_over)
+
+    def _begin(self, params: Any, step: int, policy_step: int) -> None:
+        """Begin to sample a step, unless that was done ahead."""
+        key = RolloutKey(SAMPLE_FOR_TRAINING, step, policy_step)
+        settings = self.config.sampler
+        if self.sampler.key != key:
+            rule = SamplingRule(settings.temperature, settings.top_p, settings.top_k)
+            self.sampler.begin(params, key, rule)

@@ -106,6 +106,7 @@ class Components:
     environments: Environments | None
     token_weights: TokenWeights | None  # user function
     decoder: DecoderConfig
+    decoding_copy: Callable[[], Any]  # of `frozen`; the first call makes it
     close_sampler: Callable[[], None] = do_nothing
 
     def trainer(self, **options: Any) -> Trainer:
@@ -306,7 +307,9 @@ def build(
         prompts = open_prompts(config, tokenizer, environments, training)
         check_lengths(config, prompts.lengths)
         frozen = load_frozen(config.model.folder, decoder, mesh)
-        engine = compute.open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
+        engine = compute.open_engine(
+            config, decoder, mesh, sampling_mesh, tokenizer.end_ids, frozen
+        )
         if config.critic.folder:
             check_same_model(
                 "critic.folder", config.critic.folder, config.model.folder, scalar_config
@@ -335,6 +338,7 @@ def build(
             tokenizer=tokenizer,
             prompts=prompts,
             sampler=sampler,
+            decoding_copy=engine.programs.weights.frozen,
             environments=environments,
             judge=Judge(config, pool, model and model.score, should_abort, tokenizer.decode_all),
             learners=learners,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
-from dapo_jax.data.prompts.tokenizer import Decodes, Ends
+from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.batches import CRITIC, REFERENCE, TEACHER
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.learners import LearnerPrograms, Model, TokenScorer
@@ -158,7 +158,7 @@ def open_engine(
     decoder: DecoderConfig,
     mesh: jax.sharding.Mesh,
     sampling_mesh: jax.sharding.Mesh,
-    tokenizer: Ends,
+    end_ids: tuple[int, ...],
     frozen: Any = None,
 ) -> PolicyEngine:
     """Return the sampling engine of training and evaluation.
@@ -176,14 +176,14 @@ def open_engine(
         settings,
         max_prompt_tokens=config.data.max_prompt_tokens,
         insert_width=max(config.rollout.samples_per_prompt, config.evaluation.samples_per_problem),
-        tokenizer=tokenizer,
+        end_ids=end_ids,
         frozen=frozen,
         trained_on=mesh,
     )
 
 
 def open_sampler(
-    engine: PolicyEngine, tokenizer: Decodes, seed: int, environments: Any = None
+    engine: PolicyEngine, tokenizer: Tokenizer, seed: int, environments: Any = None
 ) -> Sampler:
     """Return the sampler of a run; a run with another back end returns that here."""
     return Scheduler(engine, tokenizer, seed, environments)

@@ -37,7 +37,15 @@ from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
 from dapo_jax.types.errors import ConfigError, require
-from dapo_jax.types.structs import Completion, Group, Interrupted, Prompt, SamplingRule, digest_json
+from dapo_jax.types.structs import (
+    Completion,
+    Group,
+    Interrupted,
+    Prompt,
+    RolloutKey,
+    SamplingRule,
+    digest_json,
+)
 
 # Means over responses in a report.
 MEANS = (
@@ -72,17 +80,17 @@ def sample_responses(
     random numbers, and a response sampled later equals the one that would have come at once.
     """
     sampler, judge = components.sampler, components.judge
-    sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
+    sampler.begin(params, RolloutKey(SAMPLE_FOR_EVALUATION), rule)
     for prompt, samples in wanted:
-        sampler.submit_each(prompt, samples)
+        sampler.submit(prompt, samples)
     pending: list[Pending] = []
     while not sampler.idle and not interrupted():
-        pending += [judge.submit(*finished) for finished in sampler.decode_burst()]
+        pending += [judge.submit(request.prompt, done) for request, done in sampler.step()]
         scored, pending = _split_scored(pending)
         for group in judge.groups(scored):
             yield from make_responses(group)
     stopped = not sampler.idle
-    sampler.release()
+    sampler.close()
     if stopped:
         futures.wait([v for group in pending for v in group.verdicts], MAX_WAIT_SECONDS)
         pending, _ = _split_scored(pending)

@@ -318,7 +318,7 @@ def resident_megabytes(components: Components, state: TrainerState) -> dict[str,
     held: dict[str, Any] = {}
     for name, trained in state.learners.by_name().items():
         held |= {name: trained.params, f"{name}_optimizer": trained.opt_state}
-    held |= {"policy_frozen": components.frozen, "sampler_frozen": components.sampler.resident()}
+    held |= {"policy_frozen": components.frozen, "sampler_frozen": components.decoding_copy()}
     scorers = components.learners.scorers.items()
     held |= {name: model.params for name, model in scorers if model.params is not None}
     return megabytes_per_device(**held)

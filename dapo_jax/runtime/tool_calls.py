@@ -14,23 +14,6 @@ OPEN_CALL = "<tool_call>"
 PYTHON_TAG = "<|python_tag|>"  # plain text for some tokenizers
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MAX_TOOLS = 128
-
-
-def tools_problem(tools: Any) -> str:
-    """Return what is wrong with the `tools` of a request; empty if nothing is."""
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        return f"must be a list of up to {MAX_TOOLS} tools"
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type") != "function":
-            return "must be of objects with type 'function' and an object function"
-        name = function.get("name")
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            return "must have names of 1 to 64 letters, digits, '_', '-' or '.'"
-        if not isinstance(function.get("parameters", {}), dict):
-            return f"must have a JSON schema as parameters of {name!r}"
-    return ""
 
 
 def read_message(message: Any) -> dict[str, Any]:

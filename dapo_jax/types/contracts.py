@@ -12,21 +12,22 @@ from `RunSink`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:  # verifier processes import this module, and need no arrays
     from dapo_jax.types.structs import (
         CollectedGroups,
-        Completion,
+        Finished,
         Observation,
         PartialGroup,
         Problem,
         Prompt,
+        Request,
+        RolloutKey,
         SamplerCounts,
         SamplingRule,
+        Stop,
     )
-
-FinishedResponses: TypeAlias = "tuple[Prompt, tuple[Completion, ...]]"
 
 
 def do_nothing() -> None:
@@ -36,15 +37,17 @@ def do_nothing() -> None:
 class Sampler(Protocol):
     """A source of responses for training steps and evaluations.
 
-    Between `begin` and `release` one version of the policy samples all responses. A
-    response is a function of (seed, purpose, step, prompt index, sample index, position) and of
-    the policy, so the order of calls, the number of slots and the machine do not change it.
+    Between `begin` and `close` one version of the policy samples all responses. A response is a
+    function of (seed, purpose, step, prompt index, sample index, position) and of the policy, so
+    the order of calls, the number of slots and the machine do not change it.
 
     Attributes:
+        key: of the rollout since `begin`; None after `close`.
         counts: tokens, bursts and seconds since `begin`.
         environments: replies between turns; None if every response is one turn.
     """
 
+    key: RolloutKey | None
     counts: SamplerCounts
     environments: Any
 
@@ -58,71 +61,56 @@ class Sampler(Protocol):
         """Number of responses that could start now in addition to those submitted."""
         ...
 
-    def prepare(self, params: Any, policy_step: int) -> None:
-        """Load a policy for the next `begin`, ahead of an update that keeps the devices busy."""
+    def begin(self, params: Any, key: RolloutKey, rule: SamplingRule) -> None:
+        """Load the trainer's sharded parameters, without waiting for them; forget all requests."""
         ...
 
-    def begin(
+    def submit(
         self,
-        params: Any,
+        prompt: Prompt,
+        samples: int | Sequence[int],
+        rule: SamplingRule | None = None,
+        budget: int | None = None,
+        stop: Stop = ...,
         *,
-        purpose: int,
-        step: int,
-        rule: SamplingRule,
-        policy_step: int | None = None,
-    ) -> None:
-        """Load a policy and forget all earlier requests.
+        carried: PartialGroup | None = None,
+    ) -> Request:
+        """Request responses to a prompt.
 
         Args:
-            params: parameters of the trainer, sharded over its mesh.
-            purpose: one of `SAMPLE_FOR_TRAINING`, `SAMPLE_FOR_EVALUATION`; part of the random key.
-            step: rollout step; part of the random key.
-            rule: temperature and truncation.
-            policy_step: number of steps that `params` were trained for; default `step`. It is
-                recorded as `Completion.policy_step`.
-        """
-        ...
-
-    def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
-        """Request the responses 0 to samples - 1 to a prompt, returned together.
-
-        Args:
+            samples: a number of responses, returned together; or the indices of responses that are
+                returned one by one.
+            rule: temperature and truncation; None: the rule of `begin`.
+            budget: maximum tokens of a response; None, or more: the sampler's own limit.
+            stop: texts and tokens that end a response besides the tokenizer's end tokens.
             carried: the part of the group that an earlier step has sampled; sampling resumes.
 
         Raises:
-            ValueError: the prompt has no tokens.
+            ValueError: the prompt or the budget has no tokens, or the sampler can't follow `rule`,
+                `budget` or `stop`.
         """
         ...
 
-    def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
-        """Request the responses with these sample indices, each returned on its own."""
+    def cancel(self, request: Request) -> None:
+        """Stop a request and discard it; do nothing if it has ended."""
         ...
 
-    def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
+    def step(self, meanwhile: Callable[[], None] = do_nothing) -> list[Finished]:
         """Advance all running responses by a few tokens and return the requests that finished.
 
         Args:
-            meanwhile: host work to run while the devices decode; called exactly once.
+            meanwhile: host work to run while the devices decode; called exactly once. (If the next
+                burst were dispatched before the last one is read, slots would be filled a burst
+                late, and each rollout would end with a burst that nobody reads.)
         """
         ...
 
-    def suspend(self) -> list[PartialGroup]:
-        """Stop everything and return it, in data order, so that `submit` can resume it."""
+    def stop(self, keep: bool) -> list[PartialGroup]:
+        """Stop everything; return it in data order, to be resumed by `submit`, or discard it."""
         ...
 
-    def abandon(self) -> None:
-        """Stop everything, discard it, and add it to `counts`."""
-        ...
-
-    def release(self) -> None:
-        """Free the memory of caches and decoding weights until the next `begin`."""
-        ...
-
-    def resident(self) -> Any:
-        """Return the tree of arrays that `release` does not free, for memory reports.
-
-        It is the decoding copy of frozen parameters; the first call makes it.
-        """
+    def close(self) -> None:
+        """Discard everything, and free the memory of caches and weights until the next `begin`."""
         ...
 
 

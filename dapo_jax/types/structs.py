@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -431,6 +431,74 @@ class SamplingRule(NamedTuple):
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0
+
+
+class RolloutKey(NamedTuple):
+    """Identity of a rollout; purpose and step are part of the random keys of its responses."""
+
+    purpose: int  # such as `rollout.sampling.SAMPLE_FOR_TRAINING`
+    step: int = 0
+    policy_step: int = 0  # steps that the policy was trained for
+
+
+class Stop(NamedTuple):
+    """Ends of a response besides the tokenizer's end tokens; it includes the last token."""
+
+    texts: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
+
+
+class NewTokens(NamedTuple):
+    """What a burst has added to a response: tokens, and the text that may be shown.
+
+    A stop text is cut off, and held back while it may have begun; a stop token has no text.
+    """
+
+    sample: int
+    ids: list[int]
+    text: str
+    ended: bool
+    stopped: bool = False  # it ended by an end token or a stop
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """Requested responses to one prompt, and those that are finished.
+
+    Raises:
+        ValueError: the prompt has no tokens, or the budget none.
+    """
+
+    prompt: Prompt
+    samples: Any  # sample numbers; a number of samples requests a whole group
+    rule: SamplingRule | None = None  # None: that of the rollout
+    budget: int | None = None  # maximum tokens of a response; None: that of the sampler
+    stop: Stop = Stop()
+    step: int = 0  # part of the random key
+    whole: bool = False  # all samples are returned together
+    seed: int | None = None  # replaces seed and step in the random key
+    watch: Callable[[NewTokens], None] | None = None  # called after every burst
+    finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.prompt.tokens) == 0:
+            raise ValueError(f"prompt {self.prompt.id!r} has no tokens")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"prompt {self.prompt.id!r}: budget = {self.budget}: must be above 0")
+        if isinstance(self.samples, int):
+            self.samples, self.whole = range(self.samples), True
+
+    def finish(self, completion: Completion) -> "list[Finished]":
+        """Add a finished response; return what can be handed out now, if anything."""
+        if not self.whole:
+            return [(self, (completion,))]
+        self.finished[completion.sample] = completion
+        if len(self.finished) < len(self.samples):
+            return []
+        return [(self, tuple(self.finished[i] for i in self.samples))]
+
+
+Finished: TypeAlias = tuple[Request, tuple[Completion, ...]]
 
 
 @dataclasses.dataclass

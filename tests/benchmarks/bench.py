@@ -53,14 +53,14 @@ def json_lines(command: list[str], **options: Any) -> list[dict]:
 def sample(sampler: Any, params: Any, prompts: Iterable[Any], samples: int, step: int = 0) -> list:
     """Sample so many responses to each prompt; return the groups in the order of their end."""
     from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-    from dapo_jax.types.structs import SamplingRule
+    from dapo_jax.types.structs import RolloutKey, SamplingRule
 
-    sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
+    sampler.begin(params, RolloutKey(SAMPLE_FOR_TRAINING, step), SamplingRule())
     for prompt in prompts:
         sampler.submit(prompt, samples)
     groups = []
     while not sampler.idle:
-        groups += sampler.decode_burst()
+        groups += sampler.step()
     return groups
 
 

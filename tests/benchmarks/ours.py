@@ -183,7 +183,7 @@ class Calls:
         self.rollouts += 1
         assert sampler.counts.responses == self.workload.prompts * self.workload.group
         tokens = sampler.counts.tokens
-        sampler.release()
+        sampler.close()
         return tokens
 
     def update(self) -> int:

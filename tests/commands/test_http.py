@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from conftest import make_prompt
 from prometheus_client.parser import text_string_to_metric_families
 from row_files import read_table
 from served import (
@@ -24,8 +25,10 @@ from served import (
 )
 
 from dapo_jax.data.prompts.templates import ChatTemplate
-from dapo_jax.data.prompts.tokenizer import Tokenizer, UntilStop
+from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve import server
+from dapo_jax.rollout.requests import Reader
+from dapo_jax.types.structs import Request, Stop
 
 CHAT = ChatTemplate(
     "{% if messages[0].role == 'assistant' %}{{ raise_exception('who speaks first?') }}{% endif %}"
@@ -43,7 +46,7 @@ def port():
 @pytest.fixture(scope="module")
 def client(byte_folder, byte_engine, port):
     """Client of a server that takes the likeliest token, unless a request has another rule."""
-    opened = (*byte_engine[:2], Tokenizer(TOKENIZER.backend, (END,), 0, CHAT))
+    opened = byte_engine._replace(tokenizer=Tokenizer(TOKENIZER.backend, (END,), 0, CHAT))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "load_served", lambda config: opened)
         config = make_serve_config(byte_folder, http_port=port, served_name="policy")
@@ -199,8 +202,14 @@ def test_text_until_a_stop_by_definition():
     for _ in range(3000):
         text = "".join(rng.choices("ab", k=12))
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 3))]
-        until = UntilStop(stops)
-        shown = "".join(until.add(character) for character in text) + until.add("", last=True)
+        request = Request(make_prompt(0, [3]), [0], stop=Stop(tuple(stops)))
+        news = []
+        request.watch = news.append
+        until = Reader(TOKENIZER, request, (END,))
+        for at, token in enumerate(TOKENIZER.encode(text), 1):
+            if until.read(0, [token], last=at == len(text)):
+                break
+        shown = "".join(new.text for new in news)
         # The first stop that is complete ends the text where it, or another one as complete, began.
         ends = [i for i in range(13) if any(text[:i].endswith(stop) for stop in stops)]
         if not ends:

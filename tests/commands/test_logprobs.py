@@ -32,7 +32,7 @@ ASKED = {"model": "policy", "prompt": "3+4=", "max_tokens": 6}
 @pytest.fixture(scope="module")
 def client(byte_folder, byte_engine):
     """Client of a server that takes the likeliest token; the first end token is never sampled."""
-    opened = (*byte_engine[:2], Tokenizer(TOKENIZER.backend, (7, END), 0, CHAT))
+    opened = byte_engine._replace(tokenizer=Tokenizer(TOKENIZER.backend, (7, END), 0, CHAT))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "load_served", lambda config: opened)
         with http_serving(byte_folder) as (_, client):
@@ -122,7 +122,7 @@ def test_an_end_token_has_a_logprob(client, byte_responses):
 
 
 def test_prompts_longer_than_a_chunk_are_scored_alike(byte_engine):
-    engine, params, _ = byte_engine
+    engine, params, *_ = byte_engine
     scorer = Scorer(engine.config, params)
     ids = np.random.default_rng(0).integers(0, 256, 3 * CHUNK_TOKENS).tolist()
     for length in (2, 16, 17, CHUNK_TOKENS + 1, len(ids)):

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+from conftest import make_prompt
 from word_marks import KINDS, SPECIAL, make_tokenizer
 
 from dapo_jax.config.experiment import OwnData
@@ -16,6 +17,8 @@ from dapo_jax.extras.sft.rows import EXAMPLES, Writer
 from dapo_jax.extras.tinker.messages import MESSAGES
 from dapo_jax.extras.tinker.openai import StoredResponses
 from dapo_jax.extras.tinker.store import State
+from dapo_jax.rollout.requests import Reader
+from dapo_jax.types.structs import NewTokens, Request, Stop
 
 TEXTS = ("hello world", "def f(x):\n    return x", "  hello  world ", "x 你🙂 é\n", "hello hello")
 
@@ -100,16 +103,62 @@ def test_an_answer_follows_its_prompt_without_another_blank(kind):
     assert tokenizer.decode([*tokenizer.encode("hello"), *tokens]) == "hellox"
 
 
-def test_the_end_token_of_a_stored_response_is_its_own():
+def read_stop(tokenizer, ids, *texts, ends=()) -> list[NewTokens]:
+    """Return what is shown of tokens that come one by one, up to a stop text."""
+    shown = []
+    request = Request(make_prompt(0, [5]), [0], stop=Stop(texts), watch=shown.append)
+    reader = Reader(tokenizer, request, ends)
+    for at, token in enumerate(ids, 1):
+        if reader.read(0, [token], last=at == len(ids)):
+            break
+    return shown
+
+
+def test_a_stop_text_may_begin_with_the_blank_of_a_first_word():
+    tokenizer = make_tokenizer("llama")
+    ids = [tokenizer.backend.token_to_id(piece) for piece in ("▁world", "hello")]
+    assert [new.stopped for new in read_stop(tokenizer, ids, " world")] == [True]
+
+
+def test_a_stop_text_is_found_across_tokens_and_held_back_until_it_is_sure():
+    tokenizer = make_tokenizer("bytes")
+    for text, stops, shown in (
+        ("ab--c-->d", ["-->"], "ab--c"),
+        ("ab--c", ["-->"], "ab--c"),
+        ("x你🙂 é", ["🙂 ", "é"], "x你"),
+        ("aaab", ["ab", "b"], "aa"),
+    ):
+        news = read_stop(tokenizer, tokenizer.encode(text), *stops)
+        assert "".join(new.text for new in news) == shown
+        assert news[-1].ended and news[-1].stopped == (shown != text)
+
+
+def test_a_special_token_is_a_stop_text_too_and_else_shows_nothing():
+    tokenizer = make_tokenizer("llama")
+    word, special = tokenizer.encode("hello")[-1], 2
+    ids = [word, special, word]
+    (_, second, *_) = news = read_stop(tokenizer, ids, SPECIAL[special])
+    assert second.stopped and len(news) == 2
+    assert "".join(new.text for new in read_stop(tokenizer, ids, "z")) == "".join(
+        new.text for new in read_stop(tokenizer, [word, word], "z")
+    )
+    assert read_stop(tokenizer, ids, ends=(special,))[-1] == NewTokens(0, [special], "", True, True)
+
+
+def test_a_stored_response_is_shown_up_to_its_stop():
+    tokenizer = make_tokenizer("bytes")
+    tokenizer.end_ids = (9,)
     message = MESSAGES["SampleResponse"]()
-    for ids in ([5, 9], [5, 6], [7]):
+    for ids in ([5, 9], tokenizer.encode("ab"), [9]):
         message.sequences.add(tokens=np.array(ids, np.int32).tobytes())
 
     async def wait(_):
         return State.DONE, message.SerializeToString()
 
     async def read():
-        return [chunk async for chunk in StoredResponses(["r"], wait, (7, 9))]
+        request = SimpleNamespace(prompts=[[3]], n=3, stop=["b"])
+        return [new async for _, new in StoredResponses(["r"], wait, request, tokenizer)]
 
-    found = [(chunk.ids, chunk.end) for chunk in asyncio.run(read())]
-    assert found == [([5], 9), ([5, 6], None), ([], 7)]
+    first, second, third = asyncio.run(read())
+    assert (first.ids, second.text, third.ids) == ([5, 9], "a", [9])
+    assert first.stopped and second.stopped and third.stopped

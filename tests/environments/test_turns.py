@@ -10,7 +10,7 @@ from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.sessions import TokenizedReply
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.types.structs import SamplingRule, with_texts
+from dapo_jax.types.structs import RolloutKey, SamplingRule, with_texts
 
 # One that ends often, so that a tiny policy has many turns.
 TOKENIZER = Tokenizer(arithmetic_tokenizer().backend, end_ids=(1, 2, 3, 4), pad_id=0)
@@ -166,19 +166,19 @@ def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(keep_turns, tiny_p
     whole, _ = play(one_device, tiny_params, Scripted(talks), **more)
     engine = make_engine(one_device, 4, 3, 60, tokenizer=TOKENIZER, **more)
     sampler = Scheduler(engine, TOKENIZER, 5, Scripted(talks))
-    sampler.begin(tiny_params, purpose=0, step=2, rule=RULE)
+    sampler.begin(tiny_params, RolloutKey(0, 2), RULE)
     for prompt in PROMPTS:
         sampler.submit(prompt, 3)
     groups = {}
     for _ in range(9):
-        groups.update({prompt.index: done for prompt, done in sampler.decode_burst()})
-    parts = sampler.suspend()
+        groups.update({request.prompt.index: done for request, done in sampler.step()})
+    parts = sampler.stop(keep=True)
     assert any(c.turns and not c.turns[-1].drawn for p in parts for c in p.begun)
-    sampler.begin(tiny_params, purpose=0, step=2, rule=RULE)
+    sampler.begin(tiny_params, RolloutKey(0, 2), RULE)
     for part in parts:
-        sampler.submit(part.prompt, 3, part)
+        sampler.submit(part.prompt, 3, carried=part)
     while not sampler.idle:
-        groups.update({prompt.index: done for prompt, done in sampler.decode_burst()})
+        groups.update({request.prompt.index: done for request, done in sampler.step()})
     for index, group in whole.items():
         for a, b in zip(group, groups[index], strict=True):
             assert a.tokens.tolist() == b.tokens.tolist() and a.turns == b.turns

@@ -206,7 +206,12 @@ def test_engine_draws_by_the_ragged_kernel_what_it_draws_otherwise(
         settings.page_tokens, settings.first_window_tokens = 8, 8
         settings.cache_dtype = cache_dtype
         engine = PolicyEngine(
-            config, one_device, settings, max_prompt_tokens=18, tokenizer=TOKENIZER, insert_width=4
+            config,
+            one_device,
+            settings,
+            max_prompt_tokens=18,
+            end_ids=TOKENIZER.end_ids,
+            insert_width=4,
         )
         groups = sample(Scheduler(engine, TOKENIZER, seed=5), params, prompts, 3)
         return {i: [done.tokens.tolist() for done in group] for i, group in groups.items()}

@@ -11,7 +11,7 @@ from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollo
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.run import train
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import SamplingRule, with_texts
+from dapo_jax.types.structs import RolloutKey, SamplingRule, with_texts
 
 SLOW = pytest.mark.slow
 
@@ -69,14 +69,14 @@ def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
     """Return the responses to these prompts as that step would have completed them."""
     sampler, prompts = run.components.sampler, run.components.prompts
     params = run.state.learners.policy.params
-    sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
+    sampler.begin(params, RolloutKey(SAMPLE_FOR_TRAINING, step), SamplingRule())
     for prompts.position in indices:
         sampler.submit(next(prompts), 4)
     texts = {}
     while not sampler.idle:
-        for prompt, done in sampler.decode_burst():
+        for request, done in sampler.step():
             done = with_texts(done, run.components.tokenizer.decode_all)
-            texts[prompt.index] = [completion.text for completion in done]
+            texts[request.prompt.index] = [completion.text for completion in done]
     return texts
 
 

@@ -138,9 +138,10 @@ def test_slots_and_pages_on_one_and_four_devices_sample_the_same(dtype, one_devi
     ):
         settings = {"cache": cache, "weights_dtype": dtype}
         engine, loaded = make_engine(UNTIED, mesh, place(params, UNTIED, mesh), **settings)
-        prefix = engine.prefill(params=loaded, padded_tokens=prompt, true_length=6)
+        keys = jax.random.split(jax.random.key(0), engine.prefill_batch(1))
+        prefix = engine.prefill_prompts(loaded, prompt[None], [6], keys)
         state = engine.insert(prefix, engine.init_decode_state(), 2)
-        state, _ = engine.generate(loaded, state)
+        state, _ = engine.generate(loaded, state, longest=8)
         actual += engine.fetch_responses(state, [2])
     assert len(set(actual[0].tokens.tolist())) > 1
     np.testing.assert_array_equal(actual[0].tokens, actual[1].tokens)
@@ -168,7 +169,7 @@ def test_int8_products_equal_products_of_rounded_factors(pieces):
 
 
 def test_served_weights_are_rounded(byte_folder, alone):
-    _, params, _ = server.load_served(make_serve_config(byte_folder, weights_dtype="int8"))
+    params = server.load_served(make_serve_config(byte_folder, weights_dtype="int8")).params
     assert params["head"].dtype == params["layers"][0]["up"]["kernel"].dtype == jnp.int8
 
 

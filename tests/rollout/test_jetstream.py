@@ -12,23 +12,31 @@ import pytest
 from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config
 
 from dapo_jax.data.prompts.tokenizer import TextStream
-from dapo_jax.extras.serve import server
+from dapo_jax.extras.serve import budgets, server
+from dapo_jax.types.structs import SamplingRule
 
 # --- the engine, by JetStream's calls alone -------------------------------------------------
 
 
-def adapt(engine, tokenizer=TOKENIZER):
+def adapt(engine, tokenizer=TOKENIZER, rule=SamplingRule(0)):  # noqa: B008
     from dapo_jax.extras.jetstream import JetStreamEngine
 
-    return JetStreamEngine(engine, tokenizer)
+    return JetStreamEngine(engine, tokenizer, rule)
 
 
 @pytest.fixture
-def jetstream(byte_engine):
-    """The served engine as JetStream's, and its parameters."""
+def jetstream(byte_folder, monkeypatch, alone):
+    """A served engine with bursts of one token as JetStream's, and its parameters."""
     pytest.importorskip("jetstream", reason="google-jetstream is not installed")
-    engine, params, tokenizer = byte_engine
+    monkeypatch.setattr(budgets, "BURST_TOKENS", 1)
+    engine, params, tokenizer, _ = server.load_served(make_serve_config(byte_folder))
     return adapt(engine, tokenizer), params
+
+
+def test_an_engine_with_longer_bursts_is_rejected(byte_engine):
+    pytest.importorskip("jetstream", reason="google-jetstream is not installed")
+    with pytest.raises(ValueError, match="burst_tokens = 4: must be 1"):
+        adapt(byte_engine.engine)
 
 
 def jetstream_prefill(engine, params, text: str, **options):
@@ -98,21 +106,6 @@ def test_a_slot_stops_at_its_budget(jetstream, byte_responses):
     assert generate(engine, params, state, 0, BUDGET + 3) == byte_responses["3+4="]
 
 
-# --- without JetStream ----------------------------------------------------------------------
-
-
-def test_the_engine_samples_the_same_without_jetstream(byte_engine, byte_responses):
-    engine, params, _ = byte_engine
-    ids = np.array(TOKENIZER.encode("3+4="))
-    prefix = engine.prefill(params=params, padded_tokens=ids, true_length=len(ids))
-    state = engine.insert(prefix, engine.init_decode_state(), slot=1)
-    drawn = []
-    for _ in byte_responses["3+4="]:
-        state, burst = engine.generate(params, state)
-        drawn.append(int(burst.data[1, burst.tokens_idx[0]]))
-    assert drawn == byte_responses["3+4="]
-
-
 # --- JetStream's orchestrator ---------------------------------------------------------------
 
 
@@ -128,13 +121,13 @@ def test_jetstreams_orchestrator_drives_the_engine(
 
     engine, params = jetstream
     if cache == "paged":
-        served, params, tokenizer = server.load_served(
+        served, params, tokenizer, _ = server.load_served(
             make_serve_config(byte_folder, cache="paged")
         )
         engine = adapt(served, tokenizer)
     prefiller = engine
     if not interleaved:
-        served, _, tokenizer = server.load_served(make_serve_config(byte_folder, slots=1))
+        served, _, tokenizer, _ = server.load_served(make_serve_config(byte_folder, slots=1))
         prefiller = adapt(served, tokenizer)
     driver = Driver(
         prefill_engines=[prefiller],

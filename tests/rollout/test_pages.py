@@ -31,7 +31,7 @@ from dapo_jax.rollout.cache_layout import choose_layout
 from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageGeometry, PageTable
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import SamplingRule
+from dapo_jax.types.structs import RolloutKey, SamplingRule
 
 RAGGED = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(1 + 3 * i % 17)]) for i in range(14)]
 LONGEST, RESPONSE = 17, 30
@@ -56,25 +56,29 @@ def paged(mesh, **settings) -> tuple[Scheduler, PageTable]:
     return Scheduler(engine, TOKENIZER, seed=5), engine.pages
 
 
+def free_pages(table: PageTable) -> int:
+    return sum(map(len, table._free))
+
+
 def held_pages(table: PageTable) -> int:
     """Return how many pages slots hold; every other page must be free."""
     held = {(table.replica(slot), page) for slot in table.slots for page in table.pages_of(slot)}
     assert NO_OWNER not in {page for _, page in held}
     geometry = table.geometry
-    assert len(held) + table.free_pages == geometry.replicas * (geometry.pages - 1)
+    assert len(held) + free_pages(table) == geometry.replicas * (geometry.pages - 1)
     return len(held)
 
 
 def watch(sampler, table) -> list[int]:
     """Check the page table after every burst; return how many pages were held then."""
-    held, burst = [], sampler.decode_burst
+    held, burst = [], sampler.step
 
     def checked():
         done = burst()
         held.append(held_pages(table))
         return done
 
-    sampler.decode_burst = checked
+    sampler.step = checked
     return held
 
 
@@ -119,9 +123,9 @@ def test_responses_that_lost_their_pages_are_sampled_again(
 def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_device):
     prompt = make_prompt(0, [3 + j % 9 for j in range(LONGEST)])
     sampler, table = paged(one_device, slots=8, burst=1)
-    sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
+    sampler.begin(tiny_params, RolloutKey(0, 2), SamplingRule())
     sampler.submit(prompt, 8)
-    sampler.decode_burst()
+    sampler.step()
     # Sixteen tokens before the one that is fed: four pages of all, and one each.
     assert held_pages(table) <= 4 + 8
     rows = [table.pages_of(slot) for slot in table.slots]
@@ -133,11 +137,11 @@ def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_devic
 @pytest.mark.parametrize("end", ["abandon", "release"])
 def test_abandoned_responses_free_their_pages(tiny_params, one_device, unpaged, end):
     sampler, table = paged(one_device, pages=12)
-    sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
+    sampler.begin(tiny_params, RolloutKey(0, 9), SamplingRule())
     for prompt in RAGGED:
         sampler.submit(prompt, 3)
     for _ in range(3):
-        sampler.decode_burst()
+        sampler.step()
     assert held_pages(table) > 0
     getattr(sampler, end)()
     assert held_pages(table) == 0
@@ -240,7 +244,7 @@ def test_every_page_is_either_free_or_held(seed):
             slot_tokens=longest,
         )
     )
-    total, lengths, ages = table.free_pages, {}, {}
+    total, lengths, ages = free_pages(table), {}, {}
     for time in range(300):
         free = [slot for slot in range(replicas * each) if slot not in lengths]
         for slot in free[: int(rng.integers(0, 4))]:
@@ -265,10 +269,10 @@ def test_every_page_is_either_free_or_held(seed):
                 table.release(slot)
                 table.release(slot)  # a second time changes nothing
                 del lengths[slot], ages[slot]
-        assert table.free_pages + held_pages(table) == total
+        assert free_pages(table) + held_pages(table) == total
     for slot in list(lengths):
         table.release(slot)
-    assert table.free_pages == total and not table.tables.any()
+    assert free_pages(table) == total and not table.tables.any()
 
 
 # --- layout by platform and shape -----------------------------------------------------------------

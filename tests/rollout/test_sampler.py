@@ -30,7 +30,6 @@ from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.rollout.sampling import (
     SamplingRules,
     invert_cdf,
-    sample_key,
     sample_keys,
     sample_tokens,
     sample_tokens_by_slot,
@@ -40,7 +39,7 @@ from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run import memory
 from dapo_jax.runtime.sharding import make_mesh, unbox
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import SamplingRule
+from dapo_jax.types.structs import RolloutKey, SamplingRule
 
 
 def test_greedy_decoding_equals_a_full_forward_loop(tiny_params, one_device):
@@ -106,14 +105,14 @@ def first_token(tiny_params, one_device):
     engine = make_engine(one_device, slots=slots, burst=1, response=1, width=slots)
     params, key = engine.load_params(tiny_params), jax.random.key(7)
     padded = np.array(prompt + [0] * 4)
-    prefix = engine.prefill(params=params, padded_tokens=padded, true_length=4, key=key)
+    prefix = engine.prefill_prompts(params, padded[None], [4], key[None])
 
     def draw_by(rule, count):
         state, drawn = engine.init_decode_state(), []
         for first in range(0, count, slots):
             samples = np.arange(first, first + slots)
             state = engine.insert(prefix, state, np.arange(slots), sample_index=samples)
-            state, _ = engine.generate(params, state, rule=rule)
+            state, _ = engine.generate(params, state, rule=rule, longest=4)
             drawn.append((np.asarray(state.tokens)[:, 0], np.asarray(state.logprobs)[:, 0]))
         return map(np.concatenate, zip(*drawn, strict=True))
 
@@ -190,12 +189,12 @@ def test_keys_of_several_prompts_equal_single_keys(seed):
         return jax.random.key_data(key)
 
     steps, indices = [3, 2**32 - 1, 0], [9, 4, 2**31 + 5]
-    together = jax.random.key_data(sample_keys(seed, 2, steps, indices))
+    together = jax.random.key_data(
+        sample_keys([(seed, 2, *pair) for pair in zip(steps, indices, strict=True)])
+    )
     for i, (step, index) in enumerate(zip(steps, indices, strict=True)):
         expected = folded(2, np.uint32(step), np.uint32(index))
         np.testing.assert_array_equal(together[i], expected)
-        alone = sample_key(seed, 2, np.uint32(step), index)
-        np.testing.assert_array_equal(jax.random.key_data(alone), expected)
 
 
 def test_host_work_overlaps_a_burst(tiny_params, one_device):
@@ -204,9 +203,9 @@ def test_host_work_overlaps_a_burst(tiny_params, one_device):
     generate = engine.generate
     engine.generate = lambda *args, **named: (events.append("launch"), generate(*args, **named))[1]
     sampler = Scheduler(engine, TOKENIZER, seed=5)
-    sampler.begin(tiny_params, purpose=0, step=2, rule=GREEDY)
+    sampler.begin(tiny_params, RolloutKey(0, 2), GREEDY)
     sampler.submit(PROMPTS[0], 2)
-    sampler.decode_burst(lambda: events.append(sampler.counts.bursts))
+    sampler.step(lambda: events.append(sampler.counts.bursts))
     assert events == ["launch", 0] and sampler.counts.bursts == 1
 
 

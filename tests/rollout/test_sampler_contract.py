@@ -19,10 +19,11 @@ from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.components import build
 from dapo_jax.run.run import first_state
 from dapo_jax.step import train_step
-from dapo_jax.types.structs import SamplingRule
+from dapo_jax.types.structs import RolloutKey, SamplingRule, Stop
 
 PROMPTS = [make_prompt(i, [i] * (3 + i % 4)) for i in range(2, 9)]
 SAMPLES = 3
+KEY = RolloutKey(0, 2, policy_step=2)
 IN_OTHER_PROCESSES = RemoteSampler, VllmSampler
 
 
@@ -72,9 +73,9 @@ def open_sampler(request, one_device):
 
 @pytest.fixture
 def begin(open_sampler, tiny_params):
-    def begin(slots=4, step=2, **options):
+    def begin(slots=4, key=KEY):
         sampler = open_sampler(slots)
-        sampler.begin(tiny_params, purpose=0, step=step, rule=SamplingRule(), **options)
+        sampler.begin(tiny_params, key, SamplingRule())
         return sampler
 
     return begin
@@ -83,14 +84,18 @@ def begin(open_sampler, tiny_params):
 def finish(sampler) -> dict[int, tuple]:
     groups = {}
     while not sampler.idle:
-        for prompt, done in sampler.decode_burst():
-            groups[prompt.index] = (*groups.get(prompt.index, ()), *done)
+        for request, done in sampler.step():
+            index = request.prompt.index
+            groups[index] = (*groups.get(index, ()), *done)
     return groups
 
 
+def submit(sampler, prompts=PROMPTS, samples=SAMPLES) -> list:
+    return [sampler.submit(prompt, samples) for prompt in prompts]
+
+
 def finish_groups(sampler, prompts=PROMPTS) -> dict[int, tuple]:
-    for prompt in prompts:
-        sampler.submit(prompt, SAMPLES)
+    submit(sampler, prompts)
     return finish(sampler)
 
 
@@ -120,12 +125,11 @@ def test_groups_are_returned_whole_and_in_order_of_samples(begin):
 def test_single_responses_are_returned_one_by_one_and_equal_those_of_the_group(begin):
     groups = finish_groups(begin())
     sampler = begin()
-    for prompt in PROMPTS:
-        sampler.submit_each(prompt, [0, 2])
+    submit(sampler, samples=[0, 2])
     returned = {}
     while not sampler.idle:
-        for prompt, (done,) in sampler.decode_burst():
-            returned.setdefault(prompt.index, {})[done.sample] = done
+        for request, (done,) in sampler.step():
+            returned.setdefault(request.prompt.index, {})[done.sample] = done
     singles = {i: (done[0], done[2]) for i, done in returned.items()}
     assert_same(singles, {i: (group[0], group[2]) for i, group in groups.items()})
 
@@ -139,46 +143,27 @@ def test_responses_depend_neither_on_order_nor_on_slots(begin):
 
 def test_begin_forgets_earlier_requests_and_starts_new_counts(begin):
     expected = finish_groups(begin())
-    sampler = begin(step=9)
-    sampler.submit(PROMPTS[0], SAMPLES)
-    sampler.decode_burst()
+    sampler = begin(key=RolloutKey(0, 9))
+    submit(sampler, PROMPTS[:1])
+    sampler.step()
     sampler = begin()
     assert sampler.idle and sampler.counts.bursts == sampler.counts.tokens == 0
     assert_same(finish_groups(sampler, PROMPTS[2:]), {i: expected[i] for i in range(4, 9)})
 
 
 def test_the_step_of_the_policy_is_recorded(begin):
-    for options, expected in (({}, 2), ({"policy_step": 1}, 1)):
-        groups = finish_groups(begin(**options), PROMPTS[:1])
-        assert [done.policy_step for done in groups[2]] == [expected] * SAMPLES
+    groups = finish_groups(begin(key=RolloutKey(0, 2, policy_step=1)), PROMPTS[:1])
+    assert [done.policy_step for done in groups[2]] == [1] * SAMPLES
 
 
-def test_prepared_weights_are_those_of_the_next_session_alone(
-    begin, open_sampler, tiny_params, request
-):
-    if request.node.callspec.params["open_sampler"] in ("scripted", "vllm"):
-        return  # it loads nothing onto devices
-    sampler = open_sampler()
-    expected = finish_groups(begin())
-    sampler.prepare(tiny_params, 7)
-    zeros = jax.tree.map(np.zeros_like, tiny_params)
-    groups = []
-    for policy_step in (7, 8):
-        sampler.begin(zeros, purpose=0, step=2, rule=SamplingRule(), policy_step=policy_step)
-        groups.append(finish_groups(sampler))
-    assert_same(groups[0], expected)
-    assert not equal(groups[1][2][0].tokens, expected[2][0].tokens)
-
-
-def test_suspended_groups_resume_with_the_same_tokens(begin):
+def test_stopped_groups_resume_with_the_same_tokens(begin):
     expected = finish_groups(begin())
     sampler = begin()
-    for prompt in PROMPTS:
-        sampler.submit(prompt, SAMPLES)
+    submit(sampler)
     groups = {}
     for _ in range(3):
-        groups |= {prompt.index: done for prompt, done in sampler.decode_burst()}
-    partial = sampler.suspend()
+        groups |= {request.prompt.index: done for request, done in sampler.step()}
+    partial = sampler.stop(keep=True)
     assert sampler.idle
     indices = [part.prompt.index for part in partial]
     assert indices == sorted(indices) and {*indices, *groups} == expected.keys()
@@ -186,16 +171,15 @@ def test_suspended_groups_resume_with_the_same_tokens(begin):
     assert any(part.tokens for part in partial) or isinstance(sampler, IN_OTHER_PROCESSES)
     sampler = begin()
     for part in partial:
-        sampler.submit(part.prompt, SAMPLES, part)
+        sampler.submit(part.prompt, SAMPLES, carried=part)
     assert_same(groups | finish(sampler), expected)
 
 
 def test_abandoned_work_is_counted_and_leaves_no_trace(begin):
     sampler = begin()
-    for prompt in PROMPTS:
-        sampler.submit(prompt, SAMPLES)
-    sampler.decode_burst()
-    sampler.abandon()
+    submit(sampler)
+    sampler.step()
+    assert sampler.stop(keep=False) == []
     assert sampler.idle
     counts = sampler.counts
     assert counts.abandoned_responses > 0
@@ -204,26 +188,64 @@ def test_abandoned_work_is_counted_and_leaves_no_trace(begin):
     assert_same(finish_groups(sampler), finish_groups(begin()))
 
 
-def test_a_released_sampler_begins_again(begin):
+def test_a_closed_sampler_begins_again(begin):
     expected = finish_groups(begin())
     sampler = begin()
-    sampler.submit(PROMPTS[0], SAMPLES)
-    sampler.decode_burst()
-    sampler.release()
-    assert sampler.idle
-    sampler.resident()
+    assert sampler.key == KEY
+    submit(sampler, PROMPTS[:1])
+    sampler.step()
+    sampler.close()
+    assert sampler.idle and sampler.key is None
     assert_same(finish_groups(begin()), expected)
+
+
+def test_a_cancelled_request_leaves_room_and_no_trace(begin):
+    expected = finish_groups(begin())
+    sampler = begin()
+    first, second, third = submit(sampler, PROMPTS[:3])
+    sampler.step()
+    sampler.cancel(first)  # it runs; the third waits
+    sampler.cancel(third)
+    assert sampler.room == 4 - SAMPLES or isinstance(sampler, RemoteSampler)
+    groups = finish_groups(sampler, PROMPTS[3:])
+    sampler.cancel(second)  # it has ended
+    assert_same(groups, {i: group for i, group in expected.items() if i not in (2, 4)})
+    assert sampler.counts.abandoned_responses > 0 or isinstance(sampler, RemoteSampler)
+
+
+def test_a_request_has_its_own_budget_and_stop_tokens(begin):
+    expected = finish_groups(begin())
+    if isinstance(sampler := begin(), RemoteSampler):
+        with pytest.raises(ValueError, match="budget and stop are those of the run"):
+            sampler.submit(PROMPTS[0], 1, budget=2)
+        return
+    for samples in (SAMPLES, list(range(SAMPLES))):
+        sampler = begin()
+        token = int(expected[2][0].tokens[0])
+        sampler.submit(PROMPTS[0], samples, stop=Stop(ids=(token,)))
+        sampler.submit(PROMPTS[1], samples, budget=2)
+        sampler.submit(PROMPTS[2], samples, budget=1000)
+        groups = {i: sorted(group, key=lambda c: c.sample) for i, group in finish(sampler).items()}
+        for actual, whole in zip(groups[2], expected[2], strict=True):
+            ids = whole.tokens.tolist()
+            assert actual.tokens.tolist() == ids[: (ids + [token]).index(token) + 1]
+            assert actual.truncated == (actual.tokens[-1] not in (token, END))
+        for actual, whole in zip(groups[3], expected[3], strict=True):
+            assert actual.tokens.tolist() == whole.tokens[:2].tolist()
+            assert actual.truncated == (END not in actual.tokens)
+        assert_same({4: groups[4]}, {4: expected[4]})
+    with pytest.raises(ValueError, match="budget = 0: must be above 0"):
+        sampler.submit(PROMPTS[0], 1, budget=0)
 
 
 def test_a_weight_update_leaves_nothing_of_the_earlier_policy(begin, tiny_params, request):
     """No cache of prompts, no waiting request, no token; and back again."""
     first = finish_groups(begin())
     sampler = begin()
-    sampler.submit(PROMPTS[0], SAMPLES)
-    sampler.decode_burst()
+    submit(sampler, PROMPTS[:1])
+    sampler.step()
     other = jax.tree.map(lambda x: x * 0.9, tiny_params)
-    keyed = {"purpose": 0, "step": 2, "rule": SamplingRule()}
-    sampler.begin(other, policy_step=7, **keyed)
+    sampler.begin(other, KEY._replace(policy_step=7), SamplingRule())
     assert sampler.idle
     updated = finish_groups(sampler)
     steps = {done.policy_step for group in updated.values() for done in group}
@@ -251,9 +273,9 @@ def test_room_counts_the_responses_that_could_start(begin):
 
 def test_an_empty_prompt_is_rejected(begin):
     sampler = begin()
-    for submit, samples in ((sampler.submit, 2), (sampler.submit_each, [0])):
+    for samples in (2, [0]):
         with pytest.raises(ValueError, match="prompt .* has no tokens"):
-            submit(make_prompt(3, []), samples)
+            sampler.submit(make_prompt(3, []), samples)
     assert sampler.idle
 
 
@@ -261,10 +283,10 @@ def test_host_work_runs_exactly_once_per_burst(begin):
     sampler, calls = begin(), []
     sampler.submit(PROMPTS[0], SAMPLES)
     for bursts in range(1, 4):
-        sampler.decode_burst(lambda: calls.append(None))
+        sampler.step(lambda: calls.append(None))
         assert len(calls) == bursts
     finish(sampler)
-    sampler.decode_burst(lambda: calls.append(None))  # nothing is running
+    sampler.step(lambda: calls.append(None))  # nothing is running
     assert len(calls) == 4
 
 

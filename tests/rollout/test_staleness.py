@@ -21,10 +21,11 @@ from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log
 from dapo_jax.learner import learners
 from dapo_jax.rollout import source
 from dapo_jax.rollout.dynamic_sampling import Starved
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.run import train
 from dapo_jax.runtime.sampler_devices import split_devices
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import Interrupted
+from dapo_jax.types.structs import Interrupted, RolloutKey
 
 
 def make_config(base, run_dir, staleness=1, **changes) -> Config:
@@ -64,7 +65,7 @@ def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(
         before = jax.tree.map(np.asarray, run.state.learners.policy.params)
 
         def note(*arguments):
-            loaded.append(run.components.sampler._prepared[0])
+            loaded.append(run.components.sampler.key)
             return learners.update(*arguments)
 
         monkeypatch.setattr(sys.modules["dapo_jax.step"], "update", note)
@@ -82,7 +83,7 @@ def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(
         for groups in (ahead.groups, now.groups)
     ]
     assert any(changed) and tokens[0] == tokens[1] != []
-    assert loaded == [0, 0]
+    assert loaded == [RolloutKey(SAMPLE_FOR_TRAINING, 1)] * 2
 
 
 def interrupt(run, interrupted) -> None:

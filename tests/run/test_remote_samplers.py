@@ -29,7 +29,7 @@ from dapo_jax.rollout import group_format
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.run import train
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import SamplingRule
+from dapo_jax.types.structs import RolloutKey, SamplingRule
 
 # --- messages ------------------------------------------------------------------------------------
 
@@ -135,14 +135,14 @@ def remote_scripted(count, **options):
 
 def draw(remote, step, count):
     """Draw the groups of a step, check each, and return the counts of its leases."""
-    remote.begin(float(step), purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
+    remote.begin(float(step), RolloutKey(SAMPLE_FOR_TRAINING, step, step), SamplingRule())
     for index in range(count):
         remote.submit(make_prompt(index, [3]), 2)
     finished, last = [], time.monotonic() + SECONDS
     while not remote.idle:
-        finished += remote.decode_burst()
+        finished += remote.step()
         assert time.monotonic() < last
-    pairs = [(prompt.index, [d.tokens.tolist() for d in done]) for prompt, done in finished]
+    pairs = [(r.prompt.index, [d.tokens.tolist() for d in done]) for r, done in finished]
     assert sorted(pairs) == [(i, [[5] * (1 + i % 3) + [1]] * 2) for i in range(count)]
     return remote.leases.counts
 
@@ -153,7 +153,7 @@ def test_fifty_samplers_draw_each_group_once(monkeypatch):
     scripted, opened = remote_scripted(50, seconds=3.0, stall_seconds=1.0)
     ended = threading.Event()
     for hanging in scripted[1:4]:
-        monkeypatch.setattr(hanging, "decode_burst", lambda: ended.wait() and [])
+        monkeypatch.setattr(hanging, "step", lambda: ended.wait() and [])
     with opened as remote, contextlib.ExitStack() as stack:
         stack.callback(ended.set)
         counts = draw(remote, 0, 300)
@@ -251,8 +251,6 @@ def test_the_next_version_is_read_while_samplers_still_sample(monkeypatch):
         last = time.monotonic() + SECONDS
         while reads.count(1) < 2:
             assert time.monotonic() < last
-        remote.prepare(1.0, 1)  # writes and loads nothing again
-        assert remote._prepared == (-1, None)
         draw(remote, 1, 40)
     assert sorted(reads) == [0, 0, 1, 1]
 

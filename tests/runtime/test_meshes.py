@@ -10,8 +10,6 @@ from conftest import TINY
 from samplers import place
 
 from dapo_jax.config.experiment import Mesh, Sampler
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.extras.serve.generator import ServedEngine
 from dapo_jax.model import decoder
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.run.compute import check_divisible, open_mesh, open_meshes
@@ -22,10 +20,10 @@ from dapo_jax.types.errors import ConfigError
 PROMPT = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
 
 
-def make_engine(mesh, config=TINY, load_layers=0, kind=PolicyEngine) -> PolicyEngine:
+def make_engine(mesh, config=TINY, load_layers=0) -> PolicyEngine:
     sizes = {"slots": 4, "burst_tokens": 12, "max_response_tokens": 12, "first_window_tokens": 20}
     sampler = Sampler(**sizes, load_layers=load_layers)
-    return kind(config, mesh, sampler, max_prompt_tokens=8, tokenizer=arithmetic_tokenizer())
+    return PolicyEngine(config, mesh, sampler, max_prompt_tokens=8, end_ids=(1,))
 
 
 def test_decode_tensor_cuts_embed_in_training_and_heads_in_decoding(tiny_params):
@@ -39,15 +37,19 @@ def test_decode_tensor_cuts_embed_in_training_and_heads_in_decoding(tiny_params)
     assert loaded["embedding"].addressable_shards[0].data.shape == (32 // 2, 32)
 
 
-@pytest.mark.parametrize("kind", [PolicyEngine, pytest.param(ServedEngine, marks=pytest.mark.slow)])
-def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_device, kind):
+@pytest.mark.parametrize("per_slot", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_device, per_slot):
     found = []
     for mesh in (one_device, make_mesh(1, 4, 1, decode_tensor=2), make_mesh(2, 2, 2)):
-        engine = make_engine(mesh, load_layers=0 if mesh is one_device else 1, kind=kind)
+        engine = make_engine(mesh, load_layers=0 if mesh is one_device else 1)
         params = engine.load_params(place(tiny_params, TINY, mesh))
-        prefix = engine.prefill(params=params, padded_tokens=PROMPT, true_length=6)
-        state = engine.insert(prefix, engine.init_decode_state(), 2)
-        state, _ = engine.generate(params, state)
+        keys = jnp.stack([jax.random.key(0)] * engine.prefill_batch(1))
+        prefix = engine.prefill_prompts(params, PROMPT[None], [6], keys)
+        state, rules = engine.init_decode_state(), ()
+        if per_slot:
+            state, rules = engine.with_rules(state, SamplingRule()), [SamplingRule()]
+        state = engine.insert(prefix, state, 2, rules=rules)
+        state, _ = engine.generate(params, state, longest=8)
         found.append(engine.fetch_responses(state, [2])[0].tokens.tolist())
     assert found[0] == found[1] == found[2] and len(set(found[0])) > 1
 

@@ -93,13 +93,12 @@ class FakeVllm:
         weights = self.prefixes.setdefault(prompt, self.adapters[body["model"]])
         key = hashlib.sha256(weights + json.dumps([prompt, body["seed"]]).encode()).digest()
         random = np.random.default_rng(list(key))
-        length = int(random.integers(1, body["max_tokens"] + 4))
-        tokens = random.integers(0, self.vocab - 1, length)
-        tokens = (tokens + (tokens >= self.end_id)).tolist()[: body["max_tokens"]]
-        reason = "length" if length > len(tokens) else "stop"
-        if reason == "stop":
-            assert body["stop_token_ids"] == [self.end_id]
-            tokens[-1] = self.end_id
+        tokens = random.integers(0, self.vocab - 1, random.integers(24))
+        tokens = [*(tokens + (tokens >= self.end_id)).tolist(), self.end_id]
+        assert self.end_id in body["stop_token_ids"]
+        end = next(i for i, token in enumerate(tokens, 1) if token in body["stop_token_ids"])
+        reason = "length" if end > body["max_tokens"] else "stop"
+        tokens = tokens[: min(end, body["max_tokens"])]
         if self.aborts != aborts:
             tokens, reason = tokens[:1], "abort"
         logprobs = {"token_logprobs": [-0.5] * len(tokens), "tokens": [""] * len(tokens)}

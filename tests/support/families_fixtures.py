@@ -73,7 +73,9 @@ def greedy_tokens(folder, mesh):
     sizes = {"slots": 4, "burst_tokens": 4, "first_window_tokens": 16}
     settings = Sampler(**sizes, max_response_tokens=greedy.shape[1])
     longest = int(lengths.max())
-    engine = PolicyEngine(config, mesh, settings, max_prompt_tokens=longest, tokenizer=tokenizer)
+    engine = PolicyEngine(
+        config, mesh, settings, max_prompt_tokens=longest, end_ids=tokenizer.end_ids
+    )
     sampler = Scheduler(engine, tokenizer, seed=0)
     params = load_huggingface.load_params(folder, config, mesh)
     rows = enumerate(zip(tokens, lengths, strict=True))

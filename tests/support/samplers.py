@@ -12,7 +12,7 @@ from dapo_jax.model.decoder import Decoder, abstract_params
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime import sharding
-from dapo_jax.types.structs import SamplingRule
+from dapo_jax.types.structs import RolloutKey, SamplingRule
 
 END = 1
 TOKENIZER = arithmetic_tokenizer()
@@ -35,7 +35,7 @@ def make_engine(
     """Return an engine; `settings` are other fields of `Sampler`."""
     sizes = {"slots": slots, "burst_tokens": burst, "max_response_tokens": response}
     sampler = Sampler(**{"first_window_tokens": 8} | sizes | settings)
-    named = {"tokenizer": tokenizer, "insert_width": width, "frozen": frozen}
+    named = {"end_ids": tokenizer.end_ids, "insert_width": width, "frozen": frozen}
     return PolicyEngine(config, mesh, sampler, max_prompt_tokens=prompt, **named)
 
 
@@ -48,12 +48,12 @@ def tokens_of(groups) -> dict[int, list[list[int]]]:
 
 
 def sample(sampler, params, prompts=PROMPTS, samples=3, rule=SamplingRule()):  # noqa: B008
-    sampler.begin(params, purpose=0, step=2, rule=rule)
+    sampler.begin(params, RolloutKey(0, 2), rule)
     for prompt in prompts:
         sampler.submit(prompt, samples)
     groups = {}
     while not sampler.idle:
-        groups.update({prompt.index: done for prompt, done in sampler.decode_burst()})
+        groups.update({request.prompt.index: done for request, done in sampler.step()})
     return groups
 
 

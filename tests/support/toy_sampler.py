@@ -2,119 +2,109 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.model.decoder import Decoder
-from dapo_jax.rollout.sampling import sample_key, sample_tokens
-from dapo_jax.types.structs import Completion, PartialGroup, Prompt, SamplerCounts
+from dapo_jax.rollout.sampling import sample_keys, sample_tokens
+from dapo_jax.types.structs import (
+    Completion,
+    PartialGroup,
+    Request,
+    RolloutKey,
+    SamplerCounts,
+    SamplingRule,
+    Stop,
+)
 
 WIDTH = 48  # tokens of prompt and response
-
-
-class Request(NamedTuple):
-    prompt: Prompt
-    step: int
-    responses: dict[int, Completion]
 
 
 class ToySampler:
     """A `contracts.Sampler` that extends the first `rows` responses by a token per burst."""
 
-    environments = None
+    environments = key = None
 
     def __init__(self, config, end_ids: tuple[int, ...], seed: int, limit=20, rows=8):
         self.seed, self.end_ids, self.limit, self.rows = seed, end_ids, limit, rows
-        self.prepared = {}
         self.next_tokens = jax.jit(functools.partial(next_tokens, config), static_argnames="rule")
+        self.requests: dict[Request, dict[int, Completion]] = {}
+        self.counts = SamplerCounts()
 
-    def prepare(self, params, policy_step):
-        self.prepared = {policy_step: params}
-
-    def begin(self, params, *, purpose, step, rule, policy_step=None):
-        self.purpose, self.step, self.rule = purpose, step, rule
-        self.policy_step = step if policy_step is None else policy_step
-        self.params = self.prepared.pop(self.policy_step, params)
-        self.requests, self.counts = [], SamplerCounts()
+    def begin(self, params, key, rule):
+        self.params, self.key, self.rule = params, key, rule
+        self.requests, self.counts = {}, SamplerCounts()
 
     idle = property(lambda self: not self.requests)
     room = property(lambda self: self.rows - len(self.running()))
 
-    def submit(self, prompt, samples, carried=None):
-        self.add(prompt, range(samples), carried)
+    def submit(self, prompt, samples, rule=None, budget=None, stop=Stop(), *, carried=None):  # noqa: B008
+        request = Request(prompt, samples, rule, budget, stop, self.key.step)
+        if (rule or self.rule) != self.rule or stop.texts:
+            raise ValueError(f"prompt {prompt.id!r}: rule or stop is not that of the rollout")
+        request.step = carried.step if carried and carried.tokens else self.key.step
+        request.finished = {done.sample: done for done in carried.finished} if carried else {}
+        empty = np.zeros(0, np.int32), np.zeros(0, np.float32), False, self.key.policy_step, ""
+        missing = [i for i in request.samples if i not in request.finished]
+        begun = {done.sample: done for done in carried.begun} if carried else {}
+        self.requests[request] = {i: Completion(*empty, i) for i in missing} | begun
+        return request
 
-    def submit_each(self, prompt, samples):
-        for sample in samples:
-            self.add(prompt, [sample], None)
-
-    def add(self, prompt, samples, carried):
-        if not len(prompt.tokens):
-            raise ValueError(f"prompt {prompt.id!r} has no tokens")
-        known = carried if carried and carried.tokens else PartialGroup(prompt, self.step)
-        empty = np.zeros(0, np.int32), np.zeros(0, np.float32), False, self.policy_step, ""
-        responses = {sample: Completion(*empty, sample) for sample in samples}
-        responses |= {c.sample: c for c in (*known.finished, *known.begun)}
-        self.requests.append(Request(prompt, known.step, responses))
-
-    def ended(self, done):
-        return len(done) and (done.tokens[-1] in self.end_ids or len(done) >= self.limit)
+    def cancel(self, request):
+        held = self.requests.pop(request, {}).values()
+        self.counts.abandoned_responses += sum(len(done) > 0 for done in held)
 
     def running(self):
-        every = [(request, i) for request in self.requests for i in request.responses]
-        return [(request, i) for request, i in every if not self.ended(request.responses[i])]
+        return [(request, i) for request, held in self.requests.items() for i in held]
 
-    def decode_burst(self, meanwhile=lambda: None):
+    def step(self, meanwhile=lambda: None):
         meanwhile()
         running = self.running()[: self.rows]
         self.counts.bursts += bool(running)
+        finished = []
         for (request, i), (tokens, logprobs) in zip(running, self.extend(running), strict=True):
-            old = request.responses[i]
-            tokens = np.append(old.tokens, tokens).astype(np.int32)
-            logprobs = np.append(old.sampler_logprobs, logprobs).astype(np.float32)
-            cut = tokens[-1] not in self.end_ids
-            request.responses[i] = Completion(tokens, logprobs, cut, self.policy_step, "", i)
-        groups = [(r.prompt, tuple(r.responses.values())) for r in self.requests]
-        whole = [all(map(self.ended, responses)) for _, responses in groups]
-        self.requests = [r for r, done in zip(self.requests, whole, strict=True) if not done]
-        finished = [group for group, done in zip(groups, whole, strict=True) if done]
-        self.counts.tokens += sum(len(done) for _, responses in finished for done in responses)
+            held = self.requests[request]
+            tokens = np.append(held[i].tokens, tokens).astype(np.int32)
+            logprobs = np.append(held[i].sampler_logprobs, logprobs).astype(np.float32)
+            cut = tokens[-1] not in (*self.end_ids, *request.stop.ids)
+            held[i] = Completion(tokens, logprobs, cut, self.key.policy_step, "", i)
+            if not cut or len(tokens) >= min(self.limit, request.budget or self.limit):
+                self.counts.tokens += len(tokens)
+                finished += request.finish(held.pop(i))
+        self.requests = {request: held for request, held in self.requests.items() if held}
         return finished
 
     def extend(self, running):
         rows, lengths = np.zeros((self.rows, WIDTH), np.int32), np.ones(self.rows, np.int32)
         keys, positions = [jax.random.key(0)] * self.rows, np.zeros(self.rows, np.int32)
         for row, (request, i) in enumerate(running):
-            prompt, known = request.prompt, request.responses[i].tokens
+            prompt, known = request.prompt, self.requests[request][i].tokens
             positions[row], lengths[row] = len(known), len(prompt.tokens) + len(known)
             rows[row, : lengths[row]] = np.append(prompt.tokens, known)
-            key = sample_key(self.seed, self.purpose, request.step, prompt.index)
+            (key,) = sample_keys([(self.seed, self.key.purpose, request.step, prompt.index)])
             keys[row] = jax.random.fold_in(key, i)
         arrays = self.params, rows, lengths, jnp.stack(keys), positions
         tokens, logprobs = jax.device_get(self.next_tokens(*arrays, rule=self.rule))
         return list(zip(tokens, logprobs, strict=True))[: len(running)]
 
-    def suspend(self):
+    def stop(self, keep):
         parts = []
-        for prompt, step, responses in sorted(self.requests, key=lambda r: r.prompt.index):
-            done = tuple(c for c in responses.values() if self.ended(c))
-            begun = tuple(c for c in responses.values() if len(c) and not self.ended(c))
-            parts.append(PartialGroup(prompt, step, done, begun))
-        self.requests = []
-        return parts
+        for request, held in sorted(self.requests.items(), key=lambda pair: pair[0].prompt.index):
+            done = tuple(request.finished[i] for i in sorted(request.finished))
+            begun = tuple(c for c in held.values() if len(c))
+            parts.append(PartialGroup(request.prompt, request.step, done, begun))
+        if not keep:
+            running = self.running()
+            self.counts.abandoned_responses += len(running)
+            self.counts.abandoned_tokens += sum(len(self.requests[r][i]) for r, i in running)
+        self.requests = {}
+        return parts if keep else []
 
-    def abandon(self):
-        self.counts.abandoned_responses += len(self.running())
-        self.counts.abandoned_tokens += sum(len(r.responses[i]) for r, i in self.running())
-        self.requests = []
-
-    def release(self):
-        self.abandon()
-
-    def resident(self):
-        return None
+    def close(self):
+        self.stop(keep=False)
+        self.key = None
 
 
 def next_tokens(config, params, rows, lengths, keys, positions, rule):
@@ -136,14 +126,14 @@ class ScriptedSampler(ToySampler):
         super().__init__(None, (1,), 0, limit=10_000, rows=slots)
         self._bursts = bursts
         self.submitted: list[int] = []
-        self.begin(None, purpose=0, step=0, rule=None)
+        self.begin(None, RolloutKey(0), SamplingRule())
 
-    def add(self, prompt, samples, carried):
-        super().add(prompt, samples, carried)
+    def submit(self, prompt, *options, **named):
         self.submitted.append(prompt.index)
+        return super().submit(prompt, *options, **named)
 
     def extend(self, running):
         for request, i in running:
-            bursts = len(request.responses[i]) + 1
+            bursts = len(self.requests[request][i]) + 1
             ends = bursts == self._bursts(request.prompt.index)
             yield ([5, 1], [0.0, 0.0]) if ends else ([5], [0.0])

@@ -1,12 +1,12 @@
 """Tokenizers of a model folder and of the embedded task, with the ids that end a response."""
 
 import contextlib
+import functools
 import pathlib
 import reprlib
 import sys
 import unicodedata
 from collections.abc import Sequence
-from typing import Protocol
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -22,22 +22,6 @@ BROKEN_CHARACTER = "\ufffd"
 CONTEXT_TOKENS = 32  # before a response; a character has fewer
 BEFORE = "="  # a text, which every vocabulary can encode
 MARKER = "\n"  # a text that merges with none after it, where words are marked
-
-
-class Ends(Protocol):
-    """Special ids for an engine."""
-
-    @property
-    def end_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def pad_id(self) -> int: ...
-
-
-class Decodes(Ends, Protocol):
-    """Special ids and decoding for a sampler."""
-
-    def decode_all(self, rows: list[list[int]]) -> list[str]: ...
 
 
 class Tokenizer:
@@ -128,14 +112,14 @@ class Tokenizer:
                 allowed = f"must be from 0 to {vocab - 1}, as the model has {vocab} tokens"
                 raise ConfigError(f"config.{field} = {str(folder)!r}: {name} = {values}: {allowed}")
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids` without special tokens."""
-        return self.backend.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        """Return the text of `ids`, with special tokens if told."""
+        return self.backend.decode(ids, skip_special_tokens=not special)
 
-    def decode_all(self, rows: list[list[int]], special: bool = False) -> list[str]:
+    def decode_all(self, rows: list[list[int]]) -> list[str]:
         """Return the text that each row of ids adds to a text before it, decoded on all cores."""
         rows = [self._before, *(self._before + ids for ids in rows)]
-        before, *texts = self.backend.decode_batch(rows, skip_special_tokens=not special)
+        before, *texts = self.backend.decode_batch(rows, skip_special_tokens=True)
         return [text[len(before) :] for text in texts]
 
     def split(self, ids: Sequence[int]) -> list[str]:
@@ -144,11 +128,6 @@ class Tokenizer:
         texts = [stream.add([token]) for token in ids]
         texts[-1:] = [text + stream.rest() for text in texts[-1:]]
         return texts
-
-    @property
-    def longest_token(self) -> int:
-        """Number of bytes of the longest token."""
-        return max(len(piece.encode()) for piece in self.backend.get_vocab())
 
     @property
     def padded_vocab(self) -> int:
@@ -202,8 +181,8 @@ class Tokenizer:
 class TextStream:
     """Incremental decoder of the ids after `before`; a piece is decoded with the one before it."""
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
-        self._decode = tokenizer.decode
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), special: bool = False):
+        self._decode = functools.partial(tokenizer.decode, special=special)
         self._ids: list[int] = []  # the piece before, then ids that are not shown yet
         self._shown_ids = 0
         self._shown_characters = 0
@@ -224,27 +203,6 @@ class TextStream:
     def rest(self, ids: Sequence[int] = ()) -> str:
         """Return the text that is not shown yet, if the response ends with these ids."""
         return self._decode([*self._ids, *ids])[self._shown_characters :]
-
-
-class UntilStop:
-    """Filter of a text up to the first stop string; a possible start of one is held back."""
-
-    def __init__(self, stops: Sequence[str]):
-        self._stops = stops
-        self._held = ""
-        self.stopped = False  # True after a stop string
-
-    def add(self, text: str, *, last: bool = False) -> str:
-        """Return the text that may be shown now; with `last`, nothing is held back."""
-        if self.stopped:
-            return ""
-        text = self._held + text
-        stops = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        self.stopped = bool(stops)
-        starts = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        size = min(stops) if stops else len(text) - (0 if last else max(starts, default=0))
-        self._held = text[size:]
-        return text[:size]
 
 
 PAD, END = "<|pad|>", "<|end|>"

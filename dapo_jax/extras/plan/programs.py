@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -100,8 +99,7 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     if config.algorithm.reference:
         others[REFERENCE] = Model(decoder, unflatten_dict(flat, sep="/"))
     learners = compute.open_learners(config, decoder, mesh, frozen, others)
-    ends: Any = types.SimpleNamespace(pad_id=0, end_ids=(1,))
-    engine = compute.open_engine(config, decoder, mesh, sampling_mesh, ends, frozen)
+    engine = compute.open_engine(config, decoder, mesh, sampling_mesh, (1,), frozen)
     return Layout(config, topology, decoder, mesh, sampling_mesh, learners, engine, frozen)
 
 

@@ -31,6 +31,7 @@ from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import suppress_storage_errors
 from dapo_jax.types.errors import ConfigError, require
+from dapo_jax.types.structs import RolloutKey
 
 PAUSE_SECONDS = 0.5  # before a sampler without work, trainer or weights tries again
 TIMEOUT_SECONDS = 60.0  # of a message
@@ -146,7 +147,7 @@ class SamplingLoop:
         self._weights: tuple[str, Any] = ("", None)  # digest and arrays of the newest version
         self._ahead: tuple[str, Any] = ("", None)  # digest and future arrays of the next one
         self._reader = concurrent.futures.ThreadPoolExecutor(1)
-        self._submitted: dict[tuple[int, tuple[int, ...]], str] = {}  # keys of running tasks
+        self._submitted: dict[Any, str] = {}  # keys of running tasks, by request
 
     def step(self) -> bool:
         """Exchange messages, and decode a burst; return False if there was nothing to do."""
@@ -177,7 +178,7 @@ class SamplingLoop:
 
         client, running = self._client, self._submitted
         if running and not any(key in client.tasks for key in running.values()):
-            self._sampler.abandon()  # nobody wants them
+            self._sampler.stop(keep=False)  # nobody wants them
             running.clear()
         tasks = [task for task in list(client.tasks.values()) if task.key not in client.answers]
         if not tasks:
@@ -186,11 +187,9 @@ class SamplingLoop:
             self._begin(tasks[-1].session)
         for task in tasks:
             if task.key not in running.values():
-                running[task.prompt.index, task.samples] = task.key
-                submit(self._sampler, task.prompt, task.samples)
-        for prompt, responses in self._sampler.decode_burst():
-            samples = tuple(response.sample for response in responses)
-            key = running.pop((prompt.index, samples))
+                running[submit(self._sampler, task)] = task.key
+        for request, responses in self._sampler.step():
+            key = running.pop(request)
             if key in client.tasks:
                 client.answers[key] = responses
         client.counts = self._sampler.counts
@@ -207,9 +206,9 @@ class SamplingLoop:
             else:
                 arrays = self._read(session.policy_step, session.weights)
         self._weights, self._client.unreadable = (session.weights, arrays), ""
-        keyed = {"purpose": session.purpose, "step": session.step, "rule": session.rule}
+        key = RolloutKey(session.purpose, session.step, session.policy_step)
         self._session = None
-        self._sampler.begin(arrays, policy_step=session.policy_step, **keyed)
+        self._sampler.begin(arrays, key, session.rule)
         self._submitted.clear()
         self._session = session
 
@@ -287,7 +286,7 @@ def sample(config: SamplerConfig, should_stop: Callable[[], bool]) -> None:
         sampler = open_vllm(config, run, decoder, tokenizer)
     else:
         frozen = load_frozen(run.model.folder, decoder, mesh)
-        engine = open_engine(run, decoder, mesh, sampling_mesh, tokenizer, frozen)
+        engine = open_engine(run, decoder, mesh, sampling_mesh, tokenizer.end_ids, frozen)
         sampler = open_sampler(engine, tokenizer, run.seed, environments)
     versions = WeightVersions(config.run)
     client = TrainerClient(config, sampler_identity(run), run.sampler.lease_seconds)

@@ -20,8 +20,18 @@ from dapo_jax.run.checkpointing.same_run import may_change
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import LOOPBACK, read_key
 from dapo_jax.runtime.storage.retries import is_storage_error, reason
-from dapo_jax.types.contracts import FinishedResponses, Sampler, do_nothing
-from dapo_jax.types.structs import Completion, PartialGroup, Prompt, SamplerCounts, SamplingRule
+from dapo_jax.types.contracts import Sampler, do_nothing
+from dapo_jax.types.structs import (
+    Completion,
+    Finished,
+    PartialGroup,
+    Prompt,
+    Request,
+    RolloutKey,
+    SamplerCounts,
+    SamplingRule,
+    present,
+)
 
 Responses = tuple[Completion, ...]
 POLL_SECONDS = 0.2  # between looks at signals
@@ -76,25 +86,19 @@ class RemoteSampler:
         warn: Callable[[str], None],
     ):
         self.environments = local.environments
+        self.key: RolloutKey | None = None
         self.counts = SamplerCounts()
         self.leases = leases
         self._local, self._load, self._write_version = local, load, write
-        self._prepared: tuple[int, Any] = (-1, None)  # step and weights of a policy
+        self._loaded: Any = None  # decoding weights of the policy, until they are written
         self._announced: tuple[int, Any] = (-1, None)  # step and parameters of the next policy
         self._written = -1  # step of the newest version
         self._also, self._slots, self._warn = also, slots, warn
-        self._wanted: dict[str, Task] = {}  # by key, in data order
-        self._tasks: dict[tuple[int, tuple[int, ...]], Task] = {}  # that the local sampler draws
+        self._wanted: dict[str, tuple[Task, Request]] = {}  # by key, in data order
+        self._tasks: dict[Request, Task] = {}  # that the local sampler draws
         self._room = 0  # of the samplers, by the last burst
         self._is_local = self._draws = True  # no leases at all; the local sampler draws too
-        self._begun: tuple[Any, dict[str, Any]] = (None, {})  # arguments of `begin`
-
-    def prepare(self, params: Any, policy_step: int) -> None:
-        self._announced = -1, None  # the next update consumes it
-        if self._written != policy_step:
-            self._prepared = policy_step, self._load(params)
-        if self._also:
-            self._local.prepare(params, policy_step)
+        self._begun: Any = None  # parameters and rule of `begin`
 
     def announce(self, params: Any, policy_step: int) -> None:
         """Write a policy once its update has ended, so that samplers read it while they sample.
@@ -104,44 +108,39 @@ class RemoteSampler:
         if not self._also:
             self._announced = policy_step, params
 
-    def begin(
-        self,
-        params: Any,
-        *,
-        purpose: int,
-        step: int,
-        rule: SamplingRule,
-        policy_step: int | None = None,
-    ) -> None:
-        """Write the version of the policy, if it is new, and begin to lease groups."""
-        self.release()
-        version = step if policy_step is None else policy_step
-        keyed = {"purpose": purpose, "step": step, "rule": rule, "policy_step": version}
-        self._is_local, self._draws = purpose != SAMPLE_FOR_TRAINING, self._also
-        self._begun = params, keyed
-        digest = "" if self._is_local else self._write()
-        if not self._is_local:
-            self.leases.open(Session(purpose, step, version, rule, digest))
+    def begin(self, params: Any, key: RolloutKey, rule: SamplingRule) -> None:
+        announced = self._announced
+        self.close()
+        self._announced = announced
+        self.key, self._begun = key, (params, rule)
+        self._is_local, self._draws = key.purpose != SAMPLE_FOR_TRAINING, self._also
         if self._is_local or self._draws:
-            self._local.begin(params, **keyed)
+            self._local.begin(params, key, rule)
+        if not self._is_local and self._written != key.policy_step:
+            self._loaded = self._load(params)
         self.counts = self._local.counts if self._is_local else SamplerCounts()
         self._room = self._slots  # until the first burst asks
 
-    def _write(self, repair: bool = False) -> str:
+    def _open(self, key: RolloutKey) -> None:
+        """Write the version of the policy, if it is new, and begin to lease groups."""
+        digest = self._write(key)
+        version = key.purpose, key.step, key.policy_step
+        self.leases.open(Session(*version, self._begun[1], digest))
+
+    def _write(self, key: RolloutKey, repair: bool = False) -> str:
         """Write the version of `begin`; if that fails, this process samples all groups itself."""
-        params, keyed = self._begun
         self.leases.unreadable = False
-        digest = self._write_policy(params, keyed["policy_step"], repair)
-        if not digest:
-            if repair and not self._draws:
-                self._local.begin(params, **keyed)
+        loaded, self._loaded = self._loaded, None
+        params, rule = self._begun
+        load = (lambda: loaded) if loaded else (lambda: self._load(params))
+        digest = self._write_policy(load, key.policy_step, repair)
+        if not digest and not self._draws:
             self._draws = True
+            self._local.begin(params, key, rule)
         return digest
 
-    def _write_policy(self, params: Any, step: int, repair: bool = False) -> str:
+    def _write_policy(self, load: Callable[[], Any], step: int, repair: bool = False) -> str:
         """Write a version unless it is there; return its digest, or "" if the storage fails."""
-        (prepared, loaded), self._prepared = self._prepared, (-1, None)
-        load = (lambda: loaded) if prepared == step else (lambda: self._load(params))
         try:
             digest = self._write_version(step, load, repair)
         except Exception as error:
@@ -152,29 +151,36 @@ class RemoteSampler:
         self._written = step
         return digest
 
-    def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
+    def submit(
+        self,
+        prompt: Prompt,
+        samples: int | Sequence[int],
+        *options: Any,
+        carried: PartialGroup | None = None,
+        **named: Any,
+    ) -> Request:
+        key = present(self.key, "key")
         if self._is_local:
-            return self._local.submit(prompt, samples, carried)
-        return self._add(prompt, tuple(range(samples)))
+            return self._local.submit(prompt, samples, *options, carried=carried, **named)
+        if options or named:
+            raise ValueError(f"prompt {prompt.id!r}: rule, budget and stop are those of the run")
+        request = Request(prompt, samples, step=key.step)
+        if self.leases.session is None:
+            self._open(key)
+        session = present(self.leases.session, "session")
+        indices = tuple(request.samples)
+        for part in [indices] if request.whole else [(i,) for i in indices]:
+            task = Task(session, prompt, part)
+            self._wanted[task.key] = task, request
+            self._room -= len(part)
+            self.leases.add(task)
+        return request
 
-    def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
-        if self._is_local:
-            return self._local.submit_each(prompt, samples)
-        for sample in samples:
-            self._add(prompt, (sample,))
-        return None
-
-    def _add(self, prompt: Prompt, samples: tuple[int, ...]) -> None:
-        if len(prompt.tokens) == 0:
-            raise ValueError(f"prompt {prompt.id!r} has no tokens")
-        assert self.leases.session is not None  # set by `begin`
-        task = Task(self.leases.session, prompt, samples)
-        self._wanted[task.key] = task
-        self._room -= len(samples)
-        self.leases.add(task)
-
-    def resident(self) -> Any:
-        return self._local.resident()
+    def cancel(self, request: Request) -> None:
+        """Forget the tasks of a request; samplers end theirs with the session."""
+        for key in [key for key, (_, other) in self._wanted.items() if other is request]:
+            self.counts.abandoned_responses += len(self._wanted.pop(key)[0].samples)
+        self._local.cancel(request)
 
     @property
     def idle(self) -> bool:
@@ -182,7 +188,7 @@ class RemoteSampler:
 
     @property
     def _outstanding(self) -> int:
-        return sum(len(task.samples) for task in self._wanted.values())
+        return sum(len(task.samples) for task, _ in self._wanted.values())
 
     @property
     def room(self) -> int:
@@ -190,23 +196,21 @@ class RemoteSampler:
             return self._local.room
         return self._room + (self._local.room if self._draws else 0)
 
-    def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
+    def step(self, meanwhile: Callable[[], None] = do_nothing) -> list[Finished]:
         if self._is_local:
-            return self._local.decode_burst(meanwhile)
+            return self._local.step(meanwhile)
         unreadable, updated, leased = processes.broadcast_from_host0(self._look, "leases")
         if unreadable:
-            self._write(repair=True)
+            self._write(present(self.key, "key"), repair=True)
         if updated:
             (step, params), self._announced = self._announced, (-1, None)
-            if digest := self._write_policy(params, step):
+            if digest := self._write_policy(lambda: self._load(params), step):
                 self.leases.following = step, digest
         if self._draws:
-            for task in map(self._wanted.__getitem__, leased):
-                self._tasks[task.prompt.index, task.samples] = task
-                submit(self._local, task.prompt, task.samples)
-            for prompt, responses in self._local.decode_burst(meanwhile):
-                samples = tuple(response.sample for response in responses)
-                self.leases.finish(self._tasks.pop((prompt.index, samples)), responses)
+            for task in (self._wanted[key][0] for key in leased if key in self._wanted):
+                self._tasks[submit(self._local, task)] = task
+            for request, responses in self._local.step(meanwhile):
+                self.leases.finish(self._tasks.pop(request), responses)
         else:
             meanwhile()
         answers, counts, self._room = self._take(
@@ -214,7 +218,8 @@ class RemoteSampler:
         )
         total = counts + (self._local.counts if self._draws else None)
         vars(self.counts).update(vars(total))
-        return [(self._wanted.pop(key).prompt, responses) for key, responses in answers]
+        wanted = [(self._wanted.pop(key, None), responses) for key, responses in answers]
+        return [(pair[1], responses) for pair, responses in wanted if pair]
 
     def _look(self) -> tuple[bool, bool, list[str]]:
         """Return if weights are damaged, if an update has ended, and the local sampler's keys."""
@@ -237,31 +242,25 @@ class RemoteSampler:
         answers = [(key, tuple(map(completion_from, responses))) for key, responses in finished]
         return answers, read_counts(counts), room
 
-    def suspend(self) -> list[PartialGroup]:
-        """Return the groups without tokens: the samplers keep what they have drawn."""
+    def stop(self, keep: bool) -> list[PartialGroup]:
+        """Stop everything; kept groups are without tokens: samplers keep what they have drawn."""
         if self._is_local:
-            return self._local.suspend()
-        prompts = {task.prompt.index: task for task in self._wanted.values()}
-        self._clear()
-        return [PartialGroup(prompts[i].prompt, prompts[i].session.step) for i in sorted(prompts)]
-
-    def abandon(self) -> None:
-        if self._is_local:
-            return self._local.abandon()
-        self.counts.abandoned_responses += self._outstanding
-        return self._clear()
-
-    def _clear(self) -> None:
-        self._local.abandon()
+            return self._local.stop(keep)
+        prompts = {task.prompt.index: task for task, _ in self._wanted.values()}
+        self.counts.abandoned_responses += self._outstanding * (not keep)
+        self._local.stop(keep=False)
         self._tasks.clear()
         self._wanted.clear()
         self.leases.clear()
+        kept = sorted(prompts) if keep else []
+        return [PartialGroup(prompts[i].prompt, prompts[i].session.step) for i in kept]
 
-    def release(self) -> None:
-        self.abandon()
+    def close(self) -> None:
+        self.stop(keep=False)
         self.leases.open(None)
-        self._local.release()
-        self._begun = None, {}
+        self._local.close()
+        self.key = self._begun = self._loaded = None
+        self._announced = -1, None  # the next update consumes it
 
 
 def open_remote(
@@ -299,9 +298,8 @@ def open_remote(
     return sampler, close
 
 
-def submit(sampler: Sampler, prompt: Prompt, samples: tuple[int, ...]) -> None:
+def submit(sampler: Sampler, task: Task) -> Request:
     """Request the responses of a task: a whole group together, or each sample alone."""
-    if samples == tuple(range(len(samples))):
-        sampler.submit(prompt, len(samples))
-    else:
-        sampler.submit_each(prompt, samples)
+    count = len(task.samples)
+    whole = task.samples == tuple(range(count))
+    return sampler.submit(task.prompt, count if whole else task.samples)

@@ -17,6 +17,7 @@ DEFAULT_CONTEXT = 2048  # if config.json does not give the context
 # Initial size of a cache window, doubled if a request needs more. Longer prompts are prefilled in
 # chunks of this size, and compile when the first one arrives.
 FIRST_TOKENS = 512
+BURST_TOKENS = 4  # decode steps between two looks at the queue
 AUTO_MEMORY_FRACTION = 0.5  # of device memory that 'auto' fills with weights and caches
 
 
@@ -30,7 +31,8 @@ def sampler_settings(config: ServeConfig) -> Sampler:
     longest = prefill_tokens(config.max_prompt_tokens) + config.max_response_tokens
     return Sampler(
         slots=config.slots,
-        burst_tokens=1,  # JetStream drops the other tokens of a response's last burst
+        burst_tokens=BURST_TOKENS,
+        prefill_prompts=1,
         max_response_tokens=config.max_response_tokens,
         first_window_tokens=min(longest, FIRST_TOKENS),
         prefill_chunk_tokens=FIRST_TOKENS,

@@ -1,8 +1,6 @@
-"""Asynchronous token generation: submit requests, iterate over new tokens, cancel.
+"""Queue of an event loop in front of a scheduler: submit requests, iterate over tokens, cancel.
 
-One thread prefills prompts and decodes all slots; tasks of one event loop consume the tokens.
-Training compiles one sampling rule into its programs. Here rules are data, like the random keys,
-so that one program serves all requests.
+One thread drives the scheduler; tasks of one event loop consume the tokens.
 """
 
 import asyncio
@@ -10,104 +8,46 @@ import collections
 import dataclasses
 import threading
 import traceback
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from dapo_jax.extras.serve.budgets import prefill_tokens
 from dapo_jax.extras.serve.errors import QueueFull, RequestError
-from dapo_jax.model.caches import DecodeState, Prefix
-from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, repeat_rule, sample_key
-from dapo_jax.types.structs import SamplingRule
+from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.types.structs import NewTokens, Prompt, Request, SamplingRule, Stop
 
-
-class ResponseSampling(NamedTuple):
-    """Sampling rule and random key of a response.
-
-    Attributes:
-        seed: from 0 to 2^64 - 1; the same seed, prompt and rule give the same response. None: the
-            key depends on the engine's seed and the order of arrival.
-        number: index of the response among those with this seed.
-    """
-
-    rule: SamplingRule
-    seed: int | None = None
-    number: int = 0
-
-
-class ServedEngine(PolicyEngine):
-    """Engine with a sampling rule per slot; `rule` is the default."""
-
-    RULE_PER_SLOT = True
-    rule = SamplingRule()
-    longest_prompt: int  # without padding
-    context: int  # maximum tokens of a prompt and its response together
-
-    def prefill(self, *, sampling: ResponseSampling | None = None, **options: Any) -> Prefix:
-        """Prefill a prompt; `sampling` overrides the default rule and key."""
-        if sampling and sampling.seed is not None:
-            high, low = divmod(sampling.seed, 2**32)
-            options["key"] = sample_key(low, SAMPLE_BY_SEED, np.uint32(high), sampling.number)
-        prefix = super().prefill(**options)
-        rule = sampling.rule if sampling else self.rule
-        return prefix.replace(rules=repeat_rule(rule, len(prefix.true_length)))
-
-    def shrink(self, state: DecodeState) -> DecodeState:
-        """Return a state without occupied slots, its caches as short as initially."""
-        first = self.layout.window(1)
-        has_grown = not self.pages and self.layout.longest(cast(Any, state.caches)) > first
-        return self.init_decode_state() if has_grown else state
-
-
-class TokenChunk(NamedTuple):
-    """New tokens of one response.
-
-    Attributes:
-        response: index of the response in its submission.
-        ids: new tokens, without the end token.
-        ended: True in the last chunk of the response.
-        end: the end token that was sampled.
-    """
-
-    response: int
-    ids: list[int]
-    ended: bool
-    end: int | None = None
+BURSTS_OF_FIRST_CACHES = 50  # after which an idle server starts with small caches again
 
 
 @dataclasses.dataclass(eq=False)
 class ResponseRequest:
-    """Request for one response; the generator sets the fields after `sampling`.
+    """Request for one response.
 
     Attributes:
         ids: token ids of the prompt.
         budget: maximum tokens of the response.
-        chunks: receives `TokenChunk`s; None: the generator has failed.
-        cached: number of tokens in the slot's cache after the last dispatched step.
-        sampled: number of sampled tokens, the end token included.
+        seed: from 0 to 2^64 - 1; the same seed, prompt and rule give the same response. None: the
+            random key depends on the order of arrival.
+        number: index of the response among those with this seed.
+        running: set once it has left the queue.
     """
 
     ids: Sequence[int]
     budget: int
-    sampling: ResponseSampling
-    index: int = 0
-    chunks: asyncio.Queue = dataclasses.field(default_factory=asyncio.Queue)
-    cached: int = 0
-    sampled: int = 0
-    is_cancelled: bool = False
-    has_ended: bool = False
+    rule: SamplingRule
+    stop: Stop = Stop()
+    seed: int | None = None
+    number: int = 0
+    running: Request | None = None
 
 
 class Generator:
     """Token generator for the event loop that runs now.
 
     Args:
-        params: decoding weights.
+        open_scheduler: returns a scheduler that has begun; called again if caches may have grown.
         max_waiting: maximum number of responses that wait for a slot.
 
     Attributes:
@@ -115,15 +55,17 @@ class Generator:
         metrics: Prometheus metrics.
     """
 
-    def __init__(self, engine: ServedEngine, params: Any, max_waiting: int):
-        self._engine = engine
-        self._params = params
+    def __init__(self, open_scheduler: Callable[[], Scheduler], max_waiting: int):
+        self._open, self._scheduler = open_scheduler, open_scheduler()
         self._max_waiting = max_waiting
         self._loop = asyncio.get_running_loop()
-        self._changed = threading.Condition()  # guards the next two
-        self._waiting: collections.deque[ResponseRequest] = collections.deque()
+        self._changed = threading.Condition()  # guards the next three
+        self._waiting: collections.deque[tuple[ResponseRequest, Responses, int]]
+        self._waiting = collections.deque()
+        self._cancelled: list[ResponseRequest] = []
         self._is_closed = False
-        self._running: dict[int, ResponseRequest] = {}  # by slot
+        self._arrivals = 0
+        self._running: dict[ResponseRequest, Responses] = {}
         self.failure = ""
         self.metrics = CollectorRegistry()
         options: dict[str, Any] = {"registry": self.metrics}
@@ -148,7 +90,7 @@ class Generator:
                 raise RequestError(self.failure, status=500)
             if len(self._waiting) + len(requests) > self._max_waiting:
                 raise QueueFull
-            self._waiting.extend(requests)
+            self._waiting.extend((request, responses, i) for i, request in enumerate(requests))
             self._changed.notify()
         cast(asyncio.Task, asyncio.current_task()).add_done_callback(responses.cancel_all)
         return responses
@@ -156,9 +98,8 @@ class Generator:
     def cancel(self, request: ResponseRequest) -> None:
         """Free the slot of a response, or remove it from the queue."""
         with self._changed:
-            request.is_cancelled = True
-            if request in self._waiting:
-                self._waiting.remove(request)
+            self._cancelled.append(request)
+            self._changed.notify()
 
     def close(self) -> None:
         """End the thread; call it outside the event loop's thread, while the loop runs."""
@@ -171,83 +112,61 @@ class Generator:
 
     def _run(self) -> None:
         try:
-            self._decode()
+            while not self._is_closed:
+                self._fill()
+                for request, _ in self._scheduler.step():
+                    self._running = {r: x for r, x in self._running.items() if r.running != request}
         except Exception as error:
             traceback.print_exception(error)
             with self._changed:
                 self.failure = "the decoding thread has failed"
-                unfinished = [*self._running.values(), *self._waiting]
-            for request in unfinished:
-                self._loop.call_soon_threadsafe(request.chunks.put_nowait, None)
+                waiting = {responses for _, responses, _ in self._waiting}
+            for responses in {*self._running.values(), *waiting}:
+                self._loop.call_soon_threadsafe(responses.chunks.put_nowait, None)
 
-    def _decode(self) -> None:
-        """Decode until `close`; the host reads the tokens of a step during the next one."""
-        state = self._engine.init_decode_state()
-        unread = None
-        while not self._is_closed:
-            state = self._fill_slots(state)
-            dispatched = None
-            if self._running:
-                requests = dict(self._running)
-                longest = max(request.cached for request in requests.values())
-                longest = None if self._engine.pages else longest
-                state, result = self._engine.generate(self._params, state, longest=longest)
-                tokens = jnp.asarray(result.data)
-                tokens.copy_to_host_async()
-                for request in requests.values():
-                    request.cached += 1
-                dispatched = (tokens, requests)
-            if unread:
-                self._read_step(*unread)
-            unread = dispatched
+    def _fill(self) -> None:
+        """Cancel requests, and start those that have room; wait if there is nothing to do."""
+        scheduler = self._scheduler
+        with self._changed:
+            while scheduler.idle and not (self._waiting or self._cancelled or self._is_closed):
+                self._changed.wait()
+            cancelled, self._cancelled = {*self._cancelled}, []
+            kept = [entry for entry in self._waiting if entry[0] not in cancelled]
+            room = max(scheduler.room, 0)
+            self._waiting = collections.deque(kept[room:])
+            started = kept[:room]
+        for request in cancelled & self._running.keys():
+            del self._running[request]
+            scheduler.cancel(cast(Request, request.running))
+        if scheduler.idle and scheduler.counts.bursts > BURSTS_OF_FIRST_CACHES:
+            scheduler.close()
+            self._scheduler = self._open()
+        for request, responses, index in started:
+            self._running[request] = responses
+            self._start(request, responses, index)
 
-    def _fill_slots(self, state: DecodeState) -> DecodeState:
-        """Start waiting responses in the free slots; if all slots are free, wait for one."""
-        for slot in range(self._engine.max_concurrent_decodes):
-            if slot in self._running:
-                continue
-            is_idle = not self._running
-            with self._changed:
-                while is_idle and not self._waiting and not self._is_closed:
-                    self._changed.wait()
-                if not self._waiting or self._is_closed:
-                    return state
-                request = self._waiting.popleft()
-                self._running[slot] = request
-            if is_idle:
-                state = self._engine.shrink(state)
-            length = len(request.ids)
-            request.cached = length
-            prefix = self._engine.prefill(
-                params=self._params,
-                padded_tokens=np.pad(request.ids, (0, prefill_tokens(length) - length)),
-                true_length=length,
-                sampling=request.sampling,
-            )
-            state = self._engine.insert(prefix, state, slot=slot)
-        return state
+    def _start(self, request: ResponseRequest, responses: "Responses", index: int) -> None:
+        number = request.number if request.seed is not None else self._arrivals
+        self._arrivals += request.seed is None
+        prompt = Prompt(number, "", "", np.array(request.ids, np.int32), "", "")
 
-    def _read_step(self, tokens: jax.Array, requests: dict[int, ResponseRequest]) -> None:
-        """Deliver the tokens of a step, and free the slots of responses that have ended."""
-        rows = np.asarray(tokens).tolist()
-        for slot, request in requests.items():
-            if request.has_ended:  # after this step was dispatched
-                continue
-            token, is_valid, _ = rows[slot]  # the third is the response's length
-            is_end = not is_valid or token in self._engine.shape.end_ids
-            request.sampled += 1
-            is_full = request.sampled == request.budget
-            request.has_ended = is_end or is_full or request.is_cancelled
-            ids = [] if is_end else [token]
-            self._sampled.inc(len(ids))
-            chunk = TokenChunk(request.index, ids, request.has_ended, token if is_end else None)
-            self._loop.call_soon_threadsafe(request.chunks.put_nowait, chunk)
-            if request.has_ended:
-                del self._running[slot]
+        def deliver(new: NewTokens) -> None:
+            self._sampled.inc(len(new.ids))
+            self._loop.call_soon_threadsafe(responses.chunks.put_nowait, (index, new))
+
+        request.running = self._scheduler.submit(
+            prompt,
+            [0],
+            request.rule,
+            request.budget,
+            request.stop,
+            seed=request.seed,
+            watch=deliver,
+        )
 
 
 class Responses:
-    """Responses of one submission; iterate once to get the `TokenChunk`s of all of them.
+    """Responses of one submission; iterate once to get index and `NewTokens` of all of them.
 
     The iteration raises `RequestError` if the generator fails.
     """
@@ -255,20 +174,17 @@ class Responses:
     def __init__(self, generator: Generator, requests: Sequence[ResponseRequest]):
         self._generator = generator
         self._running = dict(enumerate(requests))
-        self._chunks = asyncio.Queue()
-        for index, request in enumerate(requests):
-            request.index = index
-            request.chunks = self._chunks
+        self.chunks: asyncio.Queue[tuple[int, NewTokens] | None] = asyncio.Queue()
 
-    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, NewTokens]]:
         while self._running:
-            chunk = await self._chunks.get()
+            chunk = await self.chunks.get()
             if chunk is None:
                 raise RequestError(self._generator.failure, status=500)
-            if chunk.response not in self._running:
+            if chunk[0] not in self._running:
                 continue  # it was cancelled
-            if chunk.ended:
-                del self._running[chunk.response]
+            if chunk[1].ended:
+                del self._running[chunk[0]]
             yield chunk
             await asyncio.sleep(0)  # let other tasks run even if many chunks are ready
 

@@ -1,6 +1,7 @@
 """Parsing and validation of requests to OpenAI's API."""
 
 import dataclasses
+import functools
 import json
 import reprlib
 from collections.abc import Callable
@@ -11,13 +12,14 @@ from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve.budgets import AUTO
 from dapo_jax.extras.serve.errors import RequestError, need
-from dapo_jax.extras.serve.generator import ResponseRequest, ResponseSampling
+from dapo_jax.extras.serve.generator import ResponseRequest
 from dapo_jax.extras.serve.logprobs import MAX_LIKELIEST
-from dapo_jax.runtime.tool_calls import read_message, tools_problem
+from dapo_jax.runtime.tool_calls import NAME, read_message
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import SamplingRule
+from dapo_jax.types.structs import SamplingRule, Stop
 
 MAX_STOPS = 4
+MAX_TOOLS = 128
 TOO_LONG = "context_length_exceeded"
 ROLES = {  # and the fields of their messages besides role and content
     "system": (),
@@ -42,6 +44,22 @@ NEUTRAL_VALUES = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
 }
+
+
+def tools_problem(tools: Any) -> str:
+    """Return what is wrong with the `tools` of a request; empty if nothing is."""
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        return f"must be a list of up to {MAX_TOOLS} tools"
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            return "must be of objects with type 'function' and an object function"
+        name = function.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            return "must have names of 1 to 64 letters, digits, '_', '-' or '.'"
+        if not isinstance(function.get("parameters", {}), dict):
+            return f"must have a JSON schema as parameters of {name!r}"
+    return ""
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
@@ -124,7 +142,12 @@ class ServedModel:
     limits: Any  # longest_prompt, max_response_tokens and context, such as of an engine
     tokenizer: Tokenizer
     rule: SamplingRule
-    prompt_bytes: int  # maximum of a prompt's text; a longer one is not tokenized
+
+    @functools.cached_property
+    def prompt_bytes(self) -> int:
+        """Maximum of a prompt's text; a longer one is not tokenized."""
+        longest = max(len(piece.encode()) for piece in self.tokenizer.backend.get_vocab())
+        return self.limits.longest_prompt * longest
 
     def budget(self, field: str, budget: int | None, prompt: int) -> int:
         """Return the maximum tokens of a response; raise `RequestError` for a wrong `budget`."""
@@ -184,8 +207,9 @@ class CompletionRequest:
     def responses(self) -> list[ResponseRequest]:
         """Return the requests for single responses: `n` to each prompt in order."""
         seed = None if self.seed is None else self.seed % 2**64
+        stop = Stop(tuple(self.stop))
         return [
-            ResponseRequest(ids, budget, ResponseSampling(self.rule, seed, prompt * self.n + i))
+            ResponseRequest(ids, budget, self.rule, stop, seed, prompt * self.n + i)
             for prompt, (ids, budget) in enumerate(zip(self.prompts, self.budgets, strict=True))
             for i in range(self.n)
             if budget

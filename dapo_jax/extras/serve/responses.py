@@ -10,12 +10,13 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, UntilStop
+from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.extras.serve.errors import RequestError
-from dapo_jax.extras.serve.generator import Responses, TokenChunk
+from dapo_jax.extras.serve.generator import Responses
 from dapo_jax.extras.serve.logprobs import Scorer, chat_logprobs, completion_logprobs
 from dapo_jax.extras.serve.requests import CompletionRequest, ServedModel
 from dapo_jax.runtime.tool_calls import read_calls
+from dapo_jax.types.structs import NewTokens
 
 
 class _Piece(NamedTuple):
@@ -31,34 +32,28 @@ class _Piece(NamedTuple):
 class _Choice:
     """Tokens and text of one response so far; `end`: the end token that was sampled."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, stop: list[str], prompt: list[int], budget: int, echo: bool
-    ):
-        self._stream = TextStream(tokenizer, () if echo else prompt)
-        self._until = UntilStop(stop)
-        self._budget = budget
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], budget: int, echo: bool):
+        self._end_ids = tokenizer.end_ids
         self.prompt = prompt
         self.ids: list[int] = []
         self.end: int | None = None
         self.finish_reason = None if budget else "length"
         self.unsent_ids: list[int] = []
-        self.unsent_text = self._stream.add(prompt) if echo else ""
-        if not budget:
-            self.unsent_text += self._stream.rest()
+        self.unsent_text = ""
+        if echo:  # but the beginning of a character that the response may complete
+            stream = TextStream(tokenizer)
+            pieces = [stream.add([token]) for token in prompt]
+            self.unsent_text = "".join(pieces) + ("" if budget else stream.rest())
 
-    def add(self, chunk: TokenChunk) -> None:
-        self.ids += chunk.ids
-        self.unsent_ids += chunk.ids
-        self.unsent_text += self._until.add(self._stream.add(chunk.ids))
-        is_full = len(self.ids) == self._budget
-        self.end = chunk.end
-        has_ended = chunk.ended and not is_full
-        if has_ended or is_full:
-            self.unsent_text += self._until.add(self._stream.rest(), last=True)
-        if self._until.stopped or has_ended:
-            self.finish_reason = "stop"
-        elif is_full:
-            self.finish_reason = "length"
+    def add(self, new: NewTokens) -> None:
+        ids = new.ids
+        if new.stopped and ids and ids[-1] in self._end_ids:
+            *ids, self.end = ids
+        self.ids += ids
+        self.unsent_ids += ids
+        self.unsent_text += new.text
+        if new.ended:
+            self.finish_reason = "stop" if new.stopped else "length"
 
 
 class CompletionResponse:
@@ -80,7 +75,7 @@ class CompletionResponse:
         self._tokenizer = model.tokenizer
         self._scorer = scorer
         self._choices = [
-            _Choice(model.tokenizer, request.stop, prompt, budget, request.echo)
+            _Choice(model.tokenizer, prompt, budget, request.echo)
             for prompt, budget in zip(request.prompts, request.budgets, strict=True)
             for _ in range(request.n)
         ]
@@ -149,13 +144,11 @@ class CompletionResponse:
         for index, choice in enumerate(self._choices):
             if self._request.echo:  # and perhaps only this
                 yield index, await self._next_piece(choice)
-        async for chunk in self._responses:
-            choice = self._choices[chunk.response]
-            choice.add(chunk)
-            if choice.finish_reason:
-                self._responses.cancel(chunk.response)
+        async for index, new in self._responses:
+            choice = self._choices[index]
+            choice.add(new)
             if choice.finish_reason or (choice.unsent_text and not self._request.tools):
-                yield chunk.response, await self._next_piece(choice)
+                yield index, await self._next_piece(choice)
 
     async def _next_piece(self, choice: _Choice) -> _Piece:
         """Return the unsent part of a choice, and mark it as sent."""

@@ -32,12 +32,39 @@ RESERVED_FILES = 128  # open files other than connections
 BACKLOG = 2048
 
 
+class Limits(NamedTuple):
+    """Maximum tokens of a prompt, of a response, and of both together."""
+
+    longest_prompt: int
+    max_response_tokens: int
+    context: int
+
+
 class ServedPolicy(NamedTuple):
     """Engine, decoding weights and tokenizer of a model folder."""
 
     engine: Any
     params: Any
     tokenizer: Any
+    limits: Limits
+
+    def scheduler(self, config: ServeConfig) -> Any:
+        """Return a scheduler that has begun, with the config's rule as the default."""
+        from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING
+        from dapo_jax.rollout.scheduler import Scheduler
+        from dapo_jax.types.structs import RolloutKey
+
+        scheduler = Scheduler(self.engine, self.tokenizer, config.seed)
+        key = RolloutKey(SAMPLE_FOR_SERVING)
+        scheduler.open(self.params, key, rule_of(config), rule_per_slot=True)
+        return scheduler
+
+
+def rule_of(config: ServeConfig) -> Any:
+    """Return the sampling rule of requests that bring none."""
+    from dapo_jax.types.structs import SamplingRule
+
+    return SamplingRule(config.temperature, config.top_p, config.top_k)
 
 
 class ModelFolder(NamedTuple):
@@ -77,42 +104,36 @@ def open_folder(config: ServeConfig, row_tokens: int | None = None) -> ModelFold
 def load_served(config: ServeConfig) -> ServedPolicy:
     """Load a model folder. Raise `ConfigError` if it can't be served."""
     from dapo_jax.extras.serve import budgets
-    from dapo_jax.extras.serve.generator import ServedEngine
     from dapo_jax.model import load_huggingface
-    from dapo_jax.types.structs import SamplingRule
+    from dapo_jax.rollout.engine import PolicyEngine
 
     config, mesh, decoder, tokenizer, context = open_folder(config)
-    engine = ServedEngine(
+    engine = PolicyEngine(
         decoder,
         mesh,
         budgets.sampler_settings(config),
         max_prompt_tokens=budgets.prefill_tokens(config.max_prompt_tokens),
-        tokenizer=tokenizer,
-        seed=config.seed,
+        end_ids=tokenizer.end_ids,
     )
-    engine.rule = SamplingRule(config.temperature, config.top_p, config.top_k)
-    engine.longest_prompt = config.max_prompt_tokens
-    engine.context = context
+    limits = Limits(config.max_prompt_tokens, config.max_response_tokens, context)
     params = load_huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)
-    return ServedPolicy(engine, engine.load_params(params), tokenizer)
+    return ServedPolicy(engine, engine.load_params(params), tokenizer, limits)
 
 
-def warm_up(engine: Any, params: Any) -> None:
+def warm_up(policy: ServedPolicy, config: ServeConfig) -> None:
     """Compile the programs for prompts up to `FIRST_TOKENS`."""
-    import jax
     import numpy as np
 
     from dapo_jax.extras.serve.budgets import FIRST_TOKENS, PREFILL_TOKENS
+    from dapo_jax.types.structs import Prompt
 
-    state = engine.init_decode_state()
-    for length in PREFILL_TOKENS:
-        if length <= min(engine.max_prefill_length, FIRST_TOKENS):
-            padded = np.zeros(length, np.int32)
-            key = jax.random.key(0)
-            prefix = engine.prefill(params=params, padded_tokens=padded, true_length=1, key=key)
-            state = engine.insert(prefix, state, slot=0)
-    longest = None if engine.pages else 0
-    jax.block_until_ready(engine.generate(params, state, longest=longest))
+    scheduler = policy.scheduler(config)
+    longest = min(policy.engine.max_prefill_length, FIRST_TOKENS)
+    for length in (tokens for tokens in PREFILL_TOKENS if tokens <= longest):
+        prompt = Prompt(0, "", "", np.zeros(length, np.int32), "", "")
+        scheduler.submit(prompt, [0], budget=1)
+        while not scheduler.idle:
+            scheduler.step()
 
 
 def bind(config: ServeConfig, field: str) -> socket.socket:
@@ -156,15 +177,11 @@ async def _answer_requests(
     from dapo_jax.extras.serve.generator import Generator
     from dapo_jax.extras.serve.logprobs import Scorer
     from dapo_jax.extras.serve.requests import ServedModel
-    from dapo_jax.types.structs import SamplingRule
 
-    engine, params, tokenizer = policy
-    prompt_bytes = engine.longest_prompt * tokenizer.longest_token
-    rule = SamplingRule(config.temperature, config.top_p, config.top_k)
-    model = ServedModel(served_name(config), config, engine, tokenizer, rule, prompt_bytes)
-    access = Access(config, key)
-    generator = Generator(engine, params, config.waiting)
-    api = HttpApi(generator, Scorer(engine.config, params), model, access)
+    engine, params, tokenizer, limits = policy
+    model = ServedModel(served_name(config), config, limits, tokenizer, rule_of(config))
+    generator = Generator(lambda: policy.scheduler(config), config.waiting)
+    api = HttpApi(generator, Scorer(engine.config, params), model, Access(config, key))
     apps = {"http_port": api} | ({"metrics_port": api.metrics} if config.metrics_port else {})
     return await run_apps(apps, generator, config, should_stop, ready)
 
@@ -218,7 +235,7 @@ def serve(
     policy = load_served(config)
     slots = policy[0].max_concurrent_decodes
     processes.print_error(f"compiling for {slots} slots: seconds for a small model, else minutes")
-    warm_up(policy[0], policy[1])
+    warm_up(policy, config)
     return asyncio.run(_answer_requests(config, policy, key, should_stop, ready))
 
 

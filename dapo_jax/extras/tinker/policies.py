@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 
 from dapo_jax.config.experiment import Lora, Optimizer, ServeConfig
 from dapo_jax.extras.serve import budgets
-from dapo_jax.extras.serve.generator import ServedEngine
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.server import open_folder
 from dapo_jax.extras.tinker.losses import loss_learner
@@ -18,6 +17,7 @@ from dapo_jax.extras.tinker.requests import ATTENTION, AdamParams, Limits, Model
 from dapo_jax.learner.update import Learner, apply_gradient, make_optimizer
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.model.trainable import choose_trained, fresh_adapters
+from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms
 
 ALPHA = 32.0  # of LoRA, as in the service
@@ -25,13 +25,6 @@ MAX_PROGRAMS = 8  # compiled learners, engines and optimizer steps of each kind
 MAX_WEIGHTS = 4  # decoding weights in memory
 BURST_TOKENS = 8  # decode steps between two looks at the queue
 ROW_TOKENS = 256  # shortest packed row
-
-
-class EndlessTokens(NamedTuple):
-    """Special ids of an engine that never ends a response: stop conditions vary by request."""
-
-    pad_id: int
-    end_ids: tuple[int, ...] = ()
 
 
 class Policies:
@@ -98,21 +91,21 @@ class Policies:
         places = (self.learner(shape).shardings, None)
         return jax.jit(step, donate_argnums=0, out_shardings=places)
 
-    def _open_engine(self, shape: ModelShape | None) -> ServedEngine:
+    def _open_engine(self, shape: ModelShape | None) -> PolicyEngine:
         frozen = self.base if shape is None or shape.rank else None
         settings = budgets.sampler_settings(self.config)
         prompt = budgets.prefill_tokens(self.config.max_prompt_tokens)
-        # One shape of each program, so that a response does not depend on those beside it.
+        # Requests bring their end tokens. One shape of each program, so that a response does not
+        # depend on those beside it.
         longest = prompt + settings.max_response_tokens
         settings = dataclasses.replace(
             settings, burst_tokens=BURST_TOKENS, first_window_tokens=longest
         )
-        engine = ServedEngine(
+        engine = PolicyEngine(
             self.decoder if shape is None else self.decoder_of(shape),
             self.mesh,
             settings,
             max_prompt_tokens=prompt,
-            tokenizer=EndlessTokens(self.tokenizer.pad_id),
             frozen=frozen,
         )
         if frozen is not None:

@@ -158,10 +158,10 @@ class Worker:
             self._decoding = Decoding(weights, policies.engine(shape), params, policies.tokenizer)
         decoding = self._decoding
         if len(jobs) < len(self._jobs):
-            jobs = [job for job in jobs if job.started or job.stored.arrived <= decoding.began]
+            jobs = [job for job in jobs if job.running or job.stored.arrived <= decoding.began]
         finished = decoding.burst(jobs)
-        for job in finished:
-            result = render(job, policies.scorer(shape), decoding.params)
+        for job, responses in finished:
+            result = render(job, responses, policies.scorer(shape), decoding.params)
             self._store.finish(job.stored, State.DONE, result)
             del self._jobs[job.stored.id]
             self._notify(job.stored)
