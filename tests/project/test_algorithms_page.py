@@ -31,15 +31,17 @@ def test_a_row_is_the_preset(row):
     algorithm = preset(name)
     assert re.findall(r"`(\w+)`", coefficient) == [algorithm.advantage]
     assert weight == WEIGHTS[algorithm.aggregate]
+    prefers = algorithm.advantage == "preference"
+    beta = algorithm.preference_beta if prefers else algorithm.kl_coefficient
     parts = {
         f"dual clip {algorithm.dual_clip:g}": algorithm.dual_clip > 0,
-        f"β {algorithm.kl_coefficient:g}": algorithm.kl != "none"
-        or algorithm.advantage == "preference",
+        f"β {beta:g}": algorithm.kl != "none" or prefers,
         "unless": algorithm.rejection != "none",
         "covariance": algorithm.covariance != "none",
         "whitened": algorithm.whiten,
     }
-    assert [text for text in parts if text in coefficient] == [t for t, has in parts.items() if has]
+    shown = [text for text in parts if re.search(rf"{re.escape(text)}(?![.\d])", coefficient)]
+    assert shown == [text for text, is_there in parts.items() if is_there]
     assert ("reward 0 / 1" in new) == (algorithm.reward_wrong == 0)
     assert ("dynamic sampling" in new) == (name == "dapo")
     assert not algorithm.critic or "critic" in new
