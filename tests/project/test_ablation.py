@@ -55,8 +55,12 @@ def test_every_run_was_measured_with_the_settings_of_today():
 
 
 def test_the_page_shows_what_was_measured():
-    page = measure.PAGE.read_text()
-    assert measure.with_tables(page) == page
+    page, figure = measure.PAGE.read_text(), re.compile(r"\d\.\d{3}")
+    made = measure.with_tables(page)
+    assert figure.sub("", made) == figure.sub("", page)
+    pairs = zip(figure.findall(made), figure.findall(page), strict=True)
+    # Releases of numpy resample a little differently: 2.5's interval has another last digit.
+    assert max(abs(float(a) - float(b)) for a, b in pairs) < 0.0015
     assert page.count("<!-- ") == 8 and len(measured.tables()) == 4
 
 
