@@ -280,6 +280,7 @@ def test_the_filter_decides_by_call_flags_and_architecture(machine, architecture
         assert filtered(program, architecture, calls["clone"], 0x10010011) == reject
         assert filtered(program, architecture, calls["mmap"], 0, 0, 3, 0x22) == allow
         assert filtered(program, architecture, calls["mmap"], 0, 0, 3, 0x21) == reject
+        assert filtered(program, architecture, calls["mmap"], 0, 0, 3, 0x122) == reject
     assert filtered(alone, architecture, calls["clone"], 17) == reject
     assert filtered(forking, architecture, calls["clone"], 17) == allow
     if "fork" in calls:

@@ -42,8 +42,10 @@ _REJECTED = (
     *((272, 97), (308, 268), (165, 40), (166, 39), (155, 41), (161, 51), (101, 117), (310, 270)),
     # process_vm_writev add_key request_key keyctl bpf perf_event_open userfaultfd kcmp
     *((311, 271), (248, 217), (249, 218), (250, 219), (321, 280), (298, 241), (323, 282)),
-    # kcmp memfd_create shmget open_by_handle_at name_to_handle_at kexec_load init_module
-    *((312, 272), (319, 279), (29, 194), (304, 265), (303, 264), (246, 104), (175, 105)),
+    # kcmp memfd_create shmget msgget mq_open
+    *((312, 272), (319, 279), (29, 194), (68, 186), (240, 180)),
+    # open_by_handle_at name_to_handle_at kexec_load init_module
+    *((304, 265), (303, 264), (246, 104), (175, 105)),
     # finit_module swapon reboot quotactl acct socket personality syslog
     *((313, 273), (167, 224), (169, 142), (179, 60), (163, 89), (41, 198), (135, 92), (103, 116)),
     # io_uring_{setup,enter,register} open_tree move_mount fsopen fsconfig fsmount fspick
@@ -56,6 +58,7 @@ _CLONE3 = 435
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*
 _THREAD = 0x10000  # CLONE_THREAD
 _SHARED_ANONYMOUS = 0x21  # mapped memory that no limit counts
+_GROWS_DOWN = 0x100  # as a stack, which no limit of data counts
 _X32 = 0x40000000  # calls of a second x86-64 interface
 
 
@@ -87,7 +90,8 @@ def seccomp_filter(machine: str, forks: bool) -> bytes:
     program += [unless(equal, number, reject) for number in calls if number >= 0]
     # The C library then uses clone, whose flags a filter can read.
     program += [unless(equal, _CLONE3, _instruction(0x06, 0x50000 | errno.ENOSYS))]
-    shared = load(40) + _instruction(0x54, _SHARED_ANONYMOUS)
+    shared = load(40) + unless(has_bits, _GROWS_DOWN, reject)
+    shared += _instruction(0x54, _SHARED_ANONYMOUS)
     shared += unless(equal, _SHARED_ANONYMOUS, reject) + allow
     program += [_instruction(equal, mmap, 0, len(shared) // 8), shared]
     program += [_instruction(equal, clone, 1, 0), allow, load(16)]
@@ -233,7 +237,7 @@ def _bubblewrap(python: str, files: dict[str, int], rule: int, status: int) -> l
     words += _bound("/etc/ld.so.cache") + _bound("/etc/alternatives")
     if not python.startswith("/usr/"):
         words += _bound(os.path.dirname(os.path.dirname(python)))
-    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+    for device in ("/dev/null", "/dev/urandom"):  # /dev/zero gives memory that no limit counts
         words += ["--dev-bind", device, device]
     words += ["--size", str(TMP_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     for name, descriptor in files.items():

@@ -240,6 +240,8 @@ def _is_same(value: Any, expected: Any) -> bool:
     if isinstance(value, list) and isinstance(expected, list):
         pairs = zip(value, expected, strict=False)
         return len(value) == len(expected) and all(_is_same(a, b) for a, b in pairs)
+    if type(value) is int and isinstance(expected, float) and abs(value) < 1 << 53:
+        value = float(value)
     if isinstance(value, float) and isinstance(expected, float):
         return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
     return type(value) is type(expected) and value == expected

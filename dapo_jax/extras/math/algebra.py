@@ -27,7 +27,7 @@ from dapo_jax.extras.math.expression_tree import (
     symbols,
 )
 from dapo_jax.extras.math.polynomials import same_rational
-from dapo_jax.extras.math.sample_points import Point, corners, has_integers, sample_points
+from dapo_jax.extras.math.sample_points import Point, corners, sample_points, whole_letters
 
 ENOUGH_POINTS = 3
 MAX_HOLES = 2  # points where an answer has no value though gold has one: 1/(n - 2), (-3)!
@@ -41,14 +41,21 @@ def _at(tree: Tree, point: Point, budget: Budget) -> Tree | None:
         return None
 
 
-def _pairs(mine: Tree, gold: Tree, points: Iterable[Point], budget: Budget) -> Iterator[Pair]:
-    """Yield both expressions at the points; raise `Undecided` if only gold has values there."""
-    allowed_holes = MAX_HOLES if has_integers(mine, gold) else 0
-    for point in points:
+def _pairs(
+    mine: Tree, gold: Tree, points: Iterable[tuple[Point, bool]], budget: Budget
+) -> Iterator[Pair]:
+    """Yield both expressions at the points; raise `Undecided` if only gold has values there.
+
+    For integers, a value may be missing where gold is 0 (a binomial coefficient), and elsewhere
+    at two of them.
+    """
+    allowed_holes = MAX_HOLES
+    for point, is_whole in points:
         own, wanted = _at(mine, point, budget), _at(gold, point, budget)
-        allowed_holes -= own is None and wanted is not None
-        if allowed_holes < 0:
-            raise Undecided("no value where gold has one")
+        if own is None and wanted is not None and wanted.whole != 0:
+            allowed_holes -= 1
+            if allowed_holes < 0 or not is_whole:
+                raise Undecided("no value where gold has one")
         yield own, wanted, point
 
 
@@ -73,12 +80,17 @@ def _balls(
 
 
 def same_expression(
-    mine: Tree, gold: Tree, budget: Budget, points: list[Point] | None = None
+    mine: Tree,
+    gold: Tree,
+    budget: Budget,
+    points: list[Point] | None = None,
+    whole: frozenset[str] = frozenset(),
 ) -> bool:
     """Test the equality for all values of the variables.
 
     Args:
         points: where the expressions are compared; by default at points for all real numbers.
+        whole: variables that stand for integers.
 
     Raises:
         Undecided: no ball at no precision shows it.
@@ -94,7 +106,11 @@ def same_expression(
         return exact
     has_names = bool(symbols(mine) | symbols(gold))
     enough = ENOUGH_POINTS if has_names and points is None else 1
-    pairs = _pairs(mine, gold, sample_points(mine, gold) if points is None else points, budget)
+    if points is None:
+        drawn = sample_points(mine, gold, whole_letters(mine, gold, whole))
+    else:
+        drawn = ((point, False) for point in points)
+    pairs = _pairs(mine, gold, drawn, budget)
     for bits in PRECISIONS:
         kept, seen, missed, equal = [], [], [], 0
         with with_bits(bits):
@@ -143,11 +159,14 @@ def _side(inside: Tree, point: Point, budget: Budget) -> int | None:
     return 1 if value > 0 else -1 if value < 0 else None
 
 
-def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
+def proportional(
+    mine: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
+) -> int:
     """Return the sign of the real constant c with mine = c * gold; 0 if there is none."""
     if symbols(mine) != symbols(gold) or not symbols(mine):
         return 0
-    for own, wanted, _ in _pairs(mine, gold, sample_points(mine, gold), budget):
+    points = sample_points(mine, gold, whole_letters(mine, gold, whole))
+    for own, wanted, _ in _pairs(mine, gold, points, budget):
         with with_bits(PRECISIONS[0]):
             balls = _balls(own, wanted, budget, constant=False)
             if balls is None or not all(map(is_apart, balls)):
@@ -155,6 +174,7 @@ def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
             ratio = balls[0] / balls[1]
         if is_apart(Ball(ratio.imag)) or own is None or wanted is None:
             return 0
-        is_same = same_expression(mine, trees.multiply(trees.divide(own, wanted), gold), budget)
+        scaled = trees.multiply(trees.divide(own, wanted), gold)
+        is_same = same_expression(mine, scaled, budget, whole=whole)
         return is_same * (1 if ratio.real > 0 else -1)
     raise Undecided("no constant factor is shown")

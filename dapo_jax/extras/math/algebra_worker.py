@@ -16,7 +16,7 @@ from dapo_jax.extras.math.equivalence import is_by_cases
 from dapo_jax.extras.math.expression_tree import Budget, Refused, Tree, Undecided, symbols
 from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.polynomials import NotRational, RationalFunctions
-from dapo_jax.extras.math.real_sets import EVERYTHING, FLIPPED, RealSets, Region
+from dapo_jax.extras.math.real_sets import EVERYTHING, RealSets, Region
 from dapo_jax.extras.math.sympy_stage import OPERATORS, closed_form
 from dapo_jax.extras.math.verifier import BATCH_SECONDS, LOAD, Question, Settings, make_verifier
 from dapo_jax.runtime.workers.child import limit_process, serve
@@ -31,15 +31,17 @@ class TreeAlgebra:
     """`Algebra` that parses and compares trees, within a budget.
 
     Args:
-        closes: a prediction's sums, integrals and limits may be worked out; else only if gold has
-            some, since they are unfinished beside any other gold.
+        closes: a prediction's sums and integrals may be worked out; else only if gold has some,
+            since they are unfinished beside any other gold.
+        whole: variables that stand for integers.
 
     Raises:
         Undecided: neither equal nor different.
     """
 
-    def __init__(self, budget: Budget, *, closes: bool = True):
+    def __init__(self, budget: Budget, *, closes: bool = True, whole: frozenset[str] = frozenset()):
         self._budget, self._regions, self._closes = budget, RealSets(budget), closes
+        self._whole = whole
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
         return getattr(self, f"_same_{kind}")(prediction, answer)
@@ -49,7 +51,7 @@ class TreeAlgebra:
             gold = parse(answer)
             mine = parse(prediction, symbols(gold))
             try:
-                return same_expression(mine, gold, self._budget)
+                return same_expression(mine, gold, self._budget, whole=self._whole)
             except (Refused, Undecided):
                 inside = [
                     node for tree in (gold, *[mine] * self._closes) for node in trees.nodes(tree)
@@ -57,7 +59,7 @@ class TreeAlgebra:
                 if not any(node.kind in OPERATORS for node in inside):
                     raise
             mine, gold = closed_form(mine, self._budget), closed_form(gold, self._budget)
-            return same_expression(mine, gold, self._budget)
+            return same_expression(mine, gold, self._budget, whole=self._whole)
         except Refused:
             return False
 
@@ -100,31 +102,16 @@ class TreeAlgebra:
     def _same_region(self, prediction: str, answer: str) -> bool:
         mine, gold = read(prediction), read(answer)
         try:
-            if len(_variables(mine) | _variables(gold)) <= 1:
-                return self._regions.same(self._regions.read(mine), self._regions.read(gold))
+            return self._regions.same(self._regions.read(mine), self._regions.read(gold))
         except Refused:
-            pass  # then only a factor may differ
-        return self._same_inequality(mine, gold)
+            return False
 
     def _proportional(self, mine: Node, gold: Node) -> int:
         ours, theirs = _difference(*mine.items), _difference(*gold.items)
-        sign = proportional(ours, theirs, self._budget)
+        sign = proportional(ours, theirs, self._budget, self._whole)
         field = RationalFunctions(self._budget)
         domains = [_domain(field, tree) for tree in (ours, theirs) if sign]
         return sign if sign and domains[0] == domains[1] else 0
-
-    def _same_inequality(self, mine: Node, gold: Node) -> bool:
-        """Test the equality, up to a factor, of two relations in several variables."""
-        if not (mine.kind == gold.kind == "relation" and len(mine.marks) == len(gold.marks) == 1):
-            return False
-        if mine.marks[0] not in FLIPPED or gold.marks[0] not in FLIPPED:
-            return False
-        try:
-            sign = self._proportional(mine, gold)
-        except Refused:
-            return False
-        wanted = gold.marks[0] if sign > 0 else FLIPPED[gold.marks[0]]
-        return sign != 0 and mine.marks[0] == wanted
 
 
 def _difference(left: Node, right: Node) -> Tree:
@@ -142,12 +129,6 @@ def _domain(field: RationalFunctions, tree: Tree) -> set[tuple[str, str]]:
     return asked
 
 
-def _variables(node: Node) -> set[str]:
-    if node.kind == "relation":
-        return set().union(*(symbols(parse(item.text)) for item in node.items))
-    return set().union(*(_variables(item) for item in node.items))
-
-
 class Reply(NamedTuple):
     """Reply to one question of a verdict, and the units of work that it took."""
 
@@ -157,10 +138,13 @@ class Reply(NamedTuple):
 
 
 @functools.lru_cache(maxsize=MAX_REMEMBERED)
-def _compare(kind: str, prediction: str, answer: str, closes: bool, work: int) -> Reply:
+def _compare(
+    kind: str, prediction: str, answer: str, whole: frozenset[str], closes: bool, work: int
+) -> Reply:
     budget, same, undecided = Budget(work), False, False
     try:
-        same = TreeAlgebra(budget, closes=closes).same(kind, prediction, answer)
+        algebra = TreeAlgebra(budget, closes=closes, whole=whole)
+        same = algebra.same(kind, prediction, answer)
     except Undecided:
         undecided = True
     except Exception:  # not understood is not equal, whatever the reason
@@ -182,9 +166,11 @@ class RememberedAlgebra:
         self._work, self._closes = WORK, closes
         self.asked = self.remembered = self.undecided = 0
 
-    def same(self, kind: str, prediction: str, answer: str) -> bool:
+    def same(
+        self, kind: str, prediction: str, answer: str, whole: frozenset[str] = frozenset()
+    ) -> bool:
         hits = _compare.cache_info().hits
-        reply = _compare(kind, prediction, answer, self._closes, self._work)
+        reply = _compare(kind, prediction, answer, whole, self._closes, self._work)
         is_hit = _compare.cache_info().hits > hits
         self.remembered += is_hit
         self.asked += not is_hit

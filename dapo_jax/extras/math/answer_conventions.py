@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dapo_jax.extras.math.answer_shape import Node, read
-from dapo_jax.extras.math.equivalence import choice_and_value
+from dapo_jax.extras.math.equivalence import choice_and_value, exact_part
 from dapo_jax.extras.math.expression_tree import Refused, Tree, add, negate
 from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.names import (
@@ -21,7 +21,6 @@ from dapo_jax.extras.math.names import (
     compact,
     has_words,
     is_variable,
-    without_approximation,
 )
 from dapo_jax.extras.math.normalisation import normalise
 from dapo_jax.extras.math.numerals import read_number
@@ -103,7 +102,7 @@ def _names(node: Node) -> set[str]:
 
 def _values(node: Node, names: set[str] | None, unsolved: list[Form]) -> Iterator[Node]:
     """Return the values of an answer; relations that are no values are put into `unsolved`."""
-    node = without_approximation(node)
+    node = exact_part(node) or node
     if node.kind != "relation":
         for item in node.items:
             yield from _values(item, names, unsolved)

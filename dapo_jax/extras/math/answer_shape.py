@@ -31,17 +31,13 @@ _OPEN, _CLOSE = "([{", ")]}"
 _TOKEN = re.compile(r"\\begin\{[a-z*]+\}|\\end\{[a-z*]+\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
 _PAIRS = {r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _ENDS = set(_PAIRS.values())
-RELATIONS = {
-    "=": "=",
-    "<": "<",
-    ">": ">",
-    r"\le": "<=",
-    r"\ge": ">=",
-    r"\ne": "!=",
-    r"\in": "in",
-    r"\equiv": "=",
-    r"\approx": "~",
-}
+RELATIONS: dict[str, str] = dict(
+    zip(
+        r"= < > \le \ge \ne \in \equiv \approx".split(),
+        "= < > <= >= != in = ~".split(),
+        strict=True,
+    )
+)
 _WORD_SEPARATOR = re.compile(
     r"\\text\{ ?,? ?(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])|\\(land|lor)(?![A-Za-z])"
 )

@@ -104,9 +104,10 @@ def _function(tree: Tree, argument: Ball) -> Ball:
     flat = argument.real if name in _HYPERBOLIC else argument.imag if name in _CIRCULAR else 0
     if not abs(flat) < _LARGEST_EXPONENT:  # tanh(10^5) is nearer to 1 than any ball shows
         raise Undefined("an exponential that is too large or too small")
-    if name == "function":  # of what may be any function, equal expressions are equal for this one
-        assert isinstance(tree.value, str)
-        return (argument + zlib.crc32(tree.value.encode()) % 1_009).sin()
+    if name == "function":  # a + b x + arctan(c + d x): no text can use a period, parity or zero
+        seed = str(tree.value).encode()
+        a, b, c, d = (acb(1 + zlib.crc32(seed * n) % 99_991) / 49_999 for n in range(1, 5))
+        return a + b * argument + (c + d * argument).atan()
     if name in ("floor", "ceiling"):
         return _whole_part(argument) if name == "floor" else -_whole_part(-argument)
     return _SIMPLE[name](argument)

@@ -28,13 +28,16 @@ _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)", re.ASCII)
 _POWER_OF_TEN = re.compile(r"[\d.]+e[-+]\d+", re.ASCII)  # or a multiple of e and a number
 _DATE = re.compile(r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}", re.ASCII)
 _PROGRAMMED = re.compile(r"0(?:[xX][\dA-Fa-f]+|[bB][01]+|[oO][0-7]+)", re.ASCII)
-_ROUNDED = re.compile(r"-?\d*\.(\d+)", re.ASCII)
+_ROUNDED = re.compile(r"-?\d{0,30}(?:\.(\d{1,30}))?(?<=\d)", re.ASCII)
 _E = re.compile(r"(?<![\\A-Za-z])e(?![A-Za-z])")
 _COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
 _RATIO = re.compile(rf"\d{{1,30}}(?:{_COLON.pattern}\d{{1,30}})+", re.ASCII)
 _PRODUCT = re.compile(r".*[\d)}] [A-Za-z]", re.DOTALL)  # or a measured value
 _FUNCTION_OF = re.compile(r"([A-Za-z])\(([A-Za-z])\)")
+# The letters n, m, k and N are integers, save where gold oscillates with them.
+_PERIODIC = re.compile(r"\\(?:pi|sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 CENTS = 100
+LETTERS = "ABCDEFGHIJ"  # of choices
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
 _CHOICE_AND_VALUE = re.compile(
     r"(?:\\text\{ ?(?:\(([A-J])\)|([A-J])[).:]) ?\}|([A-J])(?:\)|[.:] )"
@@ -45,8 +48,14 @@ _CHOICE_AND_VALUE = re.compile(
 class Algebra(Protocol):
     """Decisions of one verdict that strings can't make, on the normalised texts of two answers."""
 
-    def same(self, kind: str, prediction: str, answer: str) -> bool:
-        """Test the equality as `kind` says: 'value', 'equation', 'region' or 'cases'."""
+    def same(
+        self, kind: str, prediction: str, answer: str, whole: frozenset[str] = frozenset()
+    ) -> bool:
+        """Test the equality as `kind` says: 'value', 'equation', 'region' or 'cases'.
+
+        Args:
+            whole: variables that stand for integers.
+        """
         ...
 
     def describe(self, correct: bool) -> str:
@@ -55,18 +64,18 @@ class Algebra(Protocol):
 
 
 class _Comparison:
-    def __init__(self, algebra: Algebra):
-        self._algebra = algebra
+    def __init__(self, algebra: Algebra, whole: frozenset[str]):
+        self._ask = functools.partial(algebra.same, whole=whole)
 
     def same(self, mine: Node, gold: Node) -> bool:
         if names.compact(mine.text) == names.compact(gold.text):
             return True
         mine, gold = _spread(_without_membership(mine)), _spread(_without_membership(gold))
         if is_by_cases(mine) or is_by_cases(gold):
-            if self._algebra.same("cases", mine.text, gold.text):
+            if self._ask("cases", mine.text, gold.text):
                 return True
         if _is_region(mine) or _is_region(gold):
-            return self._algebra.same("region", mine.text, gold.text)
+            return self._ask("region", mine.text, gold.text)
         if "relation" in (mine.kind, gold.kind):
             return self._same_relation(mine, gold)
         if {mine.kind, gold.kind} == {"list", "tuple"} and ("(", ")") in (mine.marks, gold.marks):
@@ -110,17 +119,19 @@ class _Comparison:
         return (mine.kind == "set") == (gold.kind == "set") and self.same(mine, gold)
 
     def _same_relation(self, mine: Node, gold: Node) -> bool:
-        mine, gold = _without_rounded(mine), names.without_approximation(gold)
+        exact, gold = exact_part(mine), exact_part(gold) or gold
+        if exact is None:
+            return False
+        mine = exact
         if mine.kind == gold.kind == "relation":
             named, wanted = names.assigned(mine), names.assigned(gold)
             if named and wanted:
-                named = _with_variable_of(named, wanted)
                 if names.compact(named[0]) == names.compact(wanted[0]):
                     return self.same(named[1], wanted[1])
             if wanted and _FUNCTION_OF.fullmatch(names.compact(wanted[0])):
                 return False  # not solved for the function
             if len(mine.items) == len(gold.items) == 2:
-                return self._algebra.same("equation", mine.text, gold.text)
+                return self._ask("equation", mine.text, gold.text)
             return False
         if mine.kind != "relation" and gold.kind != "relation":
             return self.same(mine, gold)
@@ -143,9 +154,6 @@ class _Comparison:
         whole, wanted = read_integer(mine), read_integer(gold)
         if whole and wanted:  # longer than a numeral may be
             return whole == wanted
-        choice = _CHOICE.fullmatch(gold)
-        if choice and choice[1].isupper() and (own := _CHOICE.fullmatch(mine)):
-            return own[1].upper() == choice[1]
         if (same := _same_ratio(mine, gold)) is not None:
             return same
         if _CODE.fullmatch(mine) and _CODE.fullmatch(gold):
@@ -156,7 +164,7 @@ class _Comparison:
             return names.same_words(names.words_of(mine), names.words_of(gold))
         # What reads as a numeral is that number here too: 1e3 is 1000, never 3 times e.
         texts = _as_read(mine, mine_number, gold), _as_read(gold, gold_number, "")
-        return self._algebra.same("value", *texts)
+        return self._ask("value", *texts)
 
     def _same_measure(self, mine: str, gold: str) -> bool:
         """Compare values if at least one has a unit."""
@@ -165,8 +173,8 @@ class _Comparison:
         if not mine_unit:  # the gold answer says what may stand here
             mine_value, mine_unit = split_unit(mine, trusted=True)
         if not mine_unit and _PRODUCT.fullmatch(gold):  # 2 m may be twice m
-            return self._algebra.same("value", mine, gold)
-        if split_unit(mine_value)[1] or split_unit(gold_value)[1]:  # one behind another
+            return self._ask("value", mine, gold)
+        if split_unit(mine_value)[1] or split_unit(gold_value)[1]:  # two of them
             return False
         units = {mine_unit, gold_unit}
         if units == {"dollar", "cent"}:
@@ -178,7 +186,7 @@ class _Comparison:
         if mine_unit and gold_unit and mine_unit != gold_unit:
             return False
         if units == {"degree", ""} and r"\pi" in mine + gold:
-            return self._algebra.same("value", mine, gold)
+            return self._ask("value", mine, gold)
         return self.same(read(mine_value), read(gold_value))
 
 
@@ -190,18 +198,36 @@ def _same_fields(mine: str, gold: str) -> bool:
     return ours == theirs
 
 
-def _without_rounded(node: Node) -> Node:
-    """Return b of a ~ b if a is b rounded, and b is no decimal; else a."""
-    rounded = _ROUNDED.fullmatch(node.items[0].text) if node.marks == ("~",) else None
-    if rounded is None:
-        return names.without_approximation(node)
+def exact_part(node: Node) -> Node | None:
+    """Return a of `a ~ b`, or b if a is b rounded, or c of `x ~ c`; None if they are not near."""
+    if node.kind != "relation" or "~" not in node.marks:
+        return node
+    cut = node.marks.index("~") + 1
+    left = Node("relation", "=".join(i.text for i in node.items[:cut]), node.items[:cut], ("=",))
+    exact = (names.assigned(left) or ("", node.items[0]))[1] if cut > 1 else node.items[0]
+    if names.is_variable(exact):
+        exact, cut = node.items[cut], cut + 1
+    for item in node.items[cut:]:
+        if _is_rounded(exact.text, item.text):
+            continue
+        if item is not node.items[-1] or not _is_rounded(item.text, exact.text):
+            return None
+        exact = item
+    return exact
+
+
+def _is_rounded(exact: str, decimal: str) -> bool:
+    """Test for a decimal near a value that is not as short; three decimals may be cut off."""
+    written, other = (_ROUNDED.fullmatch(split_unit(text)[0]) for text in (decimal, exact))
+    if written is None or other and len(other[1] or "") <= len(written[1] or ""):
+        return False
     try:
-        exact = value_at(parse(node.items[1].text, folds=False), 0)
+        value = value_at(parse(exact, folds=False), 0)
     except (ValueError, ArithmeticError, LookupError, TypeError):
-        return names.without_approximation(node)
-    is_rounded = abs(exact - float(rounded[0])) <= 0.5 * 10.0 ** -len(rounded[1]) * (1 + 1e-9)
-    decimal = _ROUNDED.fullmatch(node.items[1].text)
-    return node.items[1] if is_rounded and not decimal else names.without_approximation(node)
+        return False
+    digits = len(written[1] or "")
+    slack = 10.0**-digits * (1 if digits > 2 else 0.5)
+    return abs(value - float(written[0])) <= slack * (1 + 1e-9)
 
 
 def _as_read(text: str, number: Fraction | None, other: str) -> str:
@@ -224,21 +250,6 @@ def _same_ratio(mine: str, gold: str) -> bool | None:
     if len(ours) != len(theirs) or not all(ours + theirs):
         return False if ours and theirs else None
     return len({Fraction(*pair) for pair in zip(ours, theirs, strict=True)}) == 1 if ours else None
-
-
-def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
-    """Read f(t) = 2t as f(x) = 2x if gold has f(x): the letter is free to choose."""
-    named, wanted = (
-        _FUNCTION_OF.fullmatch(names.compact(mine[0])),
-        _FUNCTION_OF.fullmatch(names.compact(gold[0])),
-    )
-    if not (named and wanted and named[1] == wanted[1] and named[2] != wanted[2]):
-        return mine
-    text, letters = mine[1].text, r"(?<![\\A-Za-z]){}(?![A-Za-z])"
-    if re.search(wanted[2], re.sub(r"\\[A-Za-z]+", "", text)):
-        return mine
-    renamed = re.sub(letters.format(named[2]), wanted[2], text)
-    return gold[0], read(renamed)
 
 
 def _items(node: Node) -> list[Node]:
@@ -314,7 +325,11 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
     mine, gold = normalise(prediction), _read_gold(answer)
     if FORBIDDEN in mine or not mine or not gold.text or len(mine) > LONGEST_COMPARED:
         return False
-    comparison = _Comparison(algebra)
+    whole = "" if _PERIODIC.search(gold.text) else "nmkN"
+    comparison = _Comparison(algebra, frozenset(whole))
+    if (choice := _CHOICE.fullmatch(gold.text)) and choice[1] in LETTERS:
+        if (own := _CHOICE.fullmatch(mine)) is not None:  # x = c is no choice of C
+            return own[1].upper() == choice[1]
     return comparison.same(read(mine), gold) or _same_choice(comparison, mine, gold)
 
 

@@ -218,6 +218,8 @@ def substitute(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree:
     if tree.kind in ("total", "times"):
         return _written_out(tree, values, budget)
     parts = [substitute(part, values, budget) for part in tree.parts]
+    if tree.kind == "function" and "function" in values:  # one of several unrelated ones
+        return Tree("function", tuple(parts), f"{tree.value}#{values['function'].whole}")
     if tree.kind in _CONSTRUCTORS:
         return _CONSTRUCTORS[tree.kind](*parts)
     if tree.kind in _OF_NUMBERS and all(part.kind == "number" for part in parts):

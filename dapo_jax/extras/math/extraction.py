@@ -23,9 +23,8 @@ _HEADING_END = re.compile(rb"\**:? ?\n")
 # Words and signs that begin what follows and are no part of it.
 _OPENING = re.compile(r"(?:therefore|thus|hence|simply|just)\b:?\s*|(?:\$\$|\\\[)[ \t]*\n\s*")
 _FINAL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?|(?<=[ *])[-=](?= ))?\**")
-# A sentence with one amount of money and no other number.
-_AMOUNT = re.compile(r"[A-Za-z][A-Za-z' ]*\$(\d[\d,]*(?:\.\d+)?)((?: [A-Za-z ]+)?)\.?")
-_NO_AMOUNT = re.compile(r"\b(?:not|no|never|more|less|than|or|and|if|each|least|most)\b|n't")
+# What stands for an answer that is not given: ?, ..., ___
+_NOTHING = re.compile(r"(?:[\s?.!,…_$~{}]|\\(?:[cl]?dots|square|text|quad|[,;: ])(?![A-Za-z]))*+")
 
 
 class Extraction(NamedTuple):
@@ -154,11 +153,9 @@ def extract(response: str, require: str = "any") -> Extraction:
     if extraction is None and require == "any":
         line = text[: LONGEST_SHORT_LINE * 4].strip()
         if "\n" not in line and len(line) <= LONGEST_SHORT_LINE and len(text.strip()) == len(line):
-            amount = _AMOUNT.fullmatch(line)
-            is_amount = amount is not None and not _NO_AMOUNT.search(line)
-            extraction = Extraction(amount[1] if amount and is_amount else line, "line")
+            extraction = Extraction(line, "line")
     if extraction is None or extraction.text is None:
         return extraction or Extraction(None, "no_marker")
     if len(extraction.text) > LONGEST_ANSWER:
         return Extraction(None, "too_long")
-    return extraction if extraction.text.strip() else Extraction(None, "no_marker")
+    return Extraction(None, "no_marker") if _NOTHING.fullmatch(extraction.text) else extraction

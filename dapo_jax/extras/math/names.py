@@ -95,14 +95,3 @@ def assigned(node: Node) -> tuple[str, Node] | None:
     if is_variable(first) or len(node.items) > 2 and not is_variable(last):
         return first.text, last
     return (last.text, first) if is_variable(last) and len(node.items) == 2 else None
-
-
-def without_approximation(node: Node) -> Node:
-    """Return the exact part of `a = b ~ c`; of `x ~ c` it is c."""
-    if node.kind != "relation" or "~" not in node.marks:
-        return node
-    cut = node.marks.index("~") + 1
-    items, marks = node.items[:cut], node.marks[: cut - 1]
-    if len(items) == 1:
-        return node.items[1] if is_variable(items[0]) else items[0]
-    return node._replace(items=items, marks=marks, text=" = ".join(i.text for i in items))

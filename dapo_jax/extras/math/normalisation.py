@@ -151,21 +151,8 @@ _WHOLE_LETTER = re.compile(
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 _FOR_ALL = re.compile(r"[,;.]? ?(?:\\text\{ ?,? ?)?\bfor (?:all|every|each|any)\b")
 LONGEST_TAIL = 80  # characters of "for all real numbers x"
-_DOLLARS_AND_CENTS = re.compile(
-    r"(?:\\text\{dollar\} ?(\d{1,15})|(\d{1,15}) ?(?:\\text\{ ?)?dollars?(?: ?\})?)"
-    r" ?(?:\\text\{)? ?(?:and|,)? ?\}? ?(\d{1,2}) ?(?:\\text\{ ?)?cents?(?: ?\})?"
-)
-
-_WRAPPERS = (
-    ("$$", "$$"),
-    ("$", "$"),
-    (r"\(", r"\)"),
-    (r"\[", r"\]"),
-    ("**", "**"),
-    ("__", "__"),
-    ("`", "`"),
-    ('"', '"'),
-)
+_WRAPPERS = [pair.split() for pair in r"$$ $$|$ $|\( \)|\[ \]|** **|__ __|` `".split("|")]
+_WRAPPERS.append(['"', '"'])
 _WRAPPING = {start[0] for start, _ in _WRAPPERS}
 _WRAPPING_COMMANDS = ("boxed", "fbox", "text", "mathbf", "ensuremath", "bf", "rm")
 
@@ -254,10 +241,7 @@ def normalise(text: str) -> str:
     text = _ORDINAL.sub(_without_ending, _BLANKS.sub(" ", text))
     text = _SCALE.sub(_scaled, _without_for_all(text))
     text = _ORDINAL_NOUN.sub(r"\\text{ ", text)
-    amount = _DOLLARS_AND_CENTS.fullmatch(text.strip())
     text = _CHOICE_WORD.sub(lambda m: m[1] or "", _without_whole(text.strip()))
-    if amount is not None:
-        text = rf"\text{{dollar}} {amount[1] or amount[2]}.{amount[3]:0>2}"
     text = _ABOUT.sub("", unwrap(text))
     if len(text) < LONGEST_TAIL and _WORDS_ONLY.fullmatch(text):
         text = number_in_words(text) or text

@@ -11,64 +11,81 @@ from dapo_jax.extras.math import expression_tree as trees
 from dapo_jax.extras.math.expression_tree import Tree, nodes, number, symbols
 
 Point = dict[str, Tree]
-INTEGERS = "nmkN"  # letters that stand for whole numbers where floors and (-1)^n ask
 COMPLEX = "zw"  # letters that need not be real
+VARIANT = "function"  # of a point: which function an unknown one is
 _SCALES = (1, -1, 1_000, 3, fmpq(-1, 7), -30, 1_000_000)  # near and far, of either sign
 _OCTAVES = (-60, -30, -10, -4, -2, -1, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 6, 10, 20, 30, 40, 60, 100)
-_WHOLE = (2, 3, 4, 5, 6, 7, 30, 101, -3, -8)
-_STEPPED = {"floor", "ceiling", "factorial", "binomial", "sin", "cos", "tan", "e"}
-_OF_WHOLE = {"floor", "ceiling", "total", "times", "gcd", "remainder"}
+_STEPPED = {"floor", "ceiling", "gcd", "remainder"}  # equal at most points says little
+_OF_WHOLE = {"factorial", "binomial", "total", "times"}
 _CORNERS = {"abs", "odd_root", "log", "asin", "acos", "atan"}
-_ENOUGH_WHOLE = 14
-_AT_STEPS = (6, 8, 11)  # of _WHOLE, for variables that need not be whole: at a floor's edge too
+_OSCILLATING = {"sin", "cos", "tan", "cot", "sec", "csc", "i", *_STEPPED}
+_WHOLE, _LARGEST = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 30, 101, -3, -8), 900
+_LARGEST_OF_SUMS = 60  # they are written out
+MAX_STEPS = 16  # numbers whose multiples are points
 _UNUSUAL = 256  # a constant that is larger, or smaller than its inverse, has points near it
 MAX_UNUSUAL = 4
 _BELOW = 1_997  # a prime, so that no point is a zero that someone would write
 
 
-def has_integers(*trees: Tree) -> bool:
-    """Test for expressions of whole numbers, between which they may differ or have no values."""
-    kinds = {node.kind for tree in trees for node in nodes(tree)}
-    if kinds & _OF_WHOLE:
-        return True
-    if not any(name in INTEGERS for tree in trees for name in symbols(tree)):
-        return False
-    return bool(kinds & _STEPPED) or any(
-        node.kind == "power" and node.parts[1].kind != "number"
-        for node in itertools.chain(*map(nodes, trees))
-    )
+def whole_letters(mine: Tree, gold: Tree, given: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Return letters for integers: given ones, and those of gold's factorials, sums and (-1)^n.
+
+    Those of an answer's own factorials count where gold has nothing that vanishes at integers.
+    """
+    oscillates = any(node.kind in _OSCILLATING for node in nodes(gold))
+    for tree in (gold,) if oscillates else (gold, mine):
+        for node in nodes(tree):
+            parts = node.parts if node.kind in _OF_WHOLE else ()
+            if node.kind == "power" and node.parts[0].kind == "number":
+                parts = node.parts[1:] if node.parts[0].rational < 0 else ()
+            given |= set().union(*map(symbols, parts))
+    return given
 
 
-def sample_points(*trees: Tree) -> Iterator[Point]:
-    """Yield the points to compare expressions at; one empty point for constants.
+def sample_points(
+    mine: Tree, gold: Tree, whole: frozenset[str] = frozenset()
+) -> Iterator[tuple[Point, bool]]:
+    """Yield the points to compare expressions at, and whether all their letters are integers.
 
     Where absolute values, roots or logarithms have corners or branches there are many more, from
-    2^-60 to 2^100 and near the expressions' own constants.
+    2^-60 to 2^100 and near the expressions' own constants. Integers lie on both sides of each
+    other and are multiples of the expressions' own numbers too.
     """
-    names = sorted(set().union(*map(symbols, trees)), key=lambda name: (name.lower(), name))
+    both = (mine, gold)
+    names = sorted(set().union(*map(symbols, both)), key=lambda name: (name.lower(), name))
+    kinds = {node.kind for tree in both for node in nodes(tree)}
     if not names:
-        yield {}
+        yield from (({VARIANT: number(i)}, False) for i in range(3 if "function" in kinds else 1))
         return
-    rng = random.Random(hashlib.blake2b(repr(trees).encode(), digest_size=8).digest())
-    whole = has_integers(*trees)
-    kinds = {node.kind for tree in trees for node in nodes(tree)}
-    largest = 60 if kinds & {"total", "times"} else 900  # sums are written out
-    magnitudes = (
-        [] if all(name in INTEGERS for name in names) and whole else _magnitudes(rng, trees)
-    )
-    for i, magnitude in enumerate((*magnitudes, *[fmpq(1)] * (_ENOUGH_WHOLE * whole))):
-        integer = _WHOLE[i] if i < len(_WHOLE) else rng.randrange(rng.choice((60, largest)))
-        point = {}
+    rng = random.Random(hashlib.blake2b(repr(both).encode(), digest_size=8).digest())
+    largest = _LARGEST_OF_SUMS if kinds & {"total", "times"} else _LARGEST
+    for i, magnitude in enumerate(() if whole.issuperset(names) else _magnitudes(rng, both)):
+        point = {VARIANT: number(i)}
         for name in names:
-            if whole and name in INTEGERS:
-                point[name] = number(integer)
-                integer += rng.randrange(10)
-            elif whole and i in _AT_STEPS:
-                point[name] = number(integer + rng.randrange(10))
+            if name in whole:
+                point[name] = number(rng.randrange(1, rng.choice((9, largest))))
             else:
                 point[name] = _value(rng, name, magnitude, i)
                 magnitude *= rng.choice((1, -1, 1))
-        yield point
+        yield point, False
+    if not (whole.intersection(names) or kinds & _STEPPED):
+        return
+    own = {
+        int(n)
+        for tree in both
+        for node in nodes(tree)
+        if node.kind == "number"
+        for n in (node.rational.p, node.rational.q)
+        if 1 < n < 10**9
+    }
+    steps = [n * times for n in sorted(own)[-MAX_STEPS:] for times in (1, 2, 3)]
+    drawn = [*_WHOLE, *(n for n in steps if n <= 100 or largest > 100)]
+    drawn += [rng.randrange(1, largest) for _ in range(10)]
+    for i, first in enumerate(drawn):
+        point = {VARIANT: number(i)}
+        for j, name in enumerate(names[:: (-1) ** i]):  # either order
+            point[name] = number(first + (j and rng.randrange(8) * j))
+        yield point, True
 
 
 def _value(rng: random.Random, name: str, magnitude: fmpq, trial: int) -> Tree:

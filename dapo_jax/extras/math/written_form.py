@@ -18,18 +18,9 @@ from dapo_jax.extras.math.ball_arithmetic import enclose, with_bits
 from dapo_jax.extras.math.expression_tree import Budget, Tree, number
 
 _PRIMES = [p for p in range(2, 1_000) if all(p % q for q in range(2, math.isqrt(p) + 1))]
-_STEPS = {
-    name: step
-    for step, names in {
-        "product": "factorial binomial",
-        "e": "exp",
-        "root": "abs",
-        "floor": "floor ceiling",
-        "sine": "sin cos tan cot sec csc",
-        "arc": "asin acos atan acot",
-    }.items()
-    for name in names.split()
-}
+_STEPS = {"exp": "e", "abs": "root", "factorial": "product", "binomial": "product"}
+_STEPS |= {"ceiling": "floor", **dict.fromkeys("sin cos tan cot sec csc".split(), "sine")}
+_STEPS |= dict.fromkeys("asin acos atan acot".split(), "arc")
 _TO_DO = {"abs", "floor", "ceiling", "total", "times", "integral"}  # also of letters
 _POWER_TO_DO = {"product", "quotient", "power", "odd_root", "i", "abs"}  # as bases
 CONSTANTS = {"pi", "e", "i", "surd"}  # steps that are none where gold has functions of numbers
