@@ -7,7 +7,7 @@ installed packages declare. This module imports nothing of the package.
     parts          rewards besides a verifier's
     sources        problems: `data.source=NAME:...`
     environments   partners of a dialogue: `environment.name=NAME:...`
-    samplers       sample responses in place of this process
+    samplers       sample responses in place of this process: `sampler.engine=NAME`
     families       model families by `model_type` of config.json
     sinks          receive what a run reports
     commands       `dapo-jax NAME`
@@ -41,7 +41,10 @@ OURS: dict[str, dict[str, str]] = {
         "gymnasium": "dapo_jax.extras.environments.gymnasium:open_gymnasium",
         "verifiers": "dapo_jax.extras.environments.verifiers:open_verifiers",
     },
-    "samplers": {"remote": "dapo_jax.extras.samplers.remote_sampler:open_remote"},
+    "samplers": {
+        "samplers": "dapo_jax.extras.samplers.remote_sampler:open_remote",
+        "vllm": "dapo_jax.extras.vllm:open_vllm",
+    },
     "families": {
         "gemma4_text": "dapo_jax.extras.families.gemma4:GEMMA4",
         "gemma4_unified_text": "dapo_jax.extras.families.gemma4:GEMMA4_UNIFIED",

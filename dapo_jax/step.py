@@ -91,5 +91,5 @@ def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, Ste
             used = minibatches.microbatches[u]
             learners, updates = update(programs, learners, rates, u, batch, used)
             record.updates += updates
-    source = trainer.source.prefetch(source, learners.policy.params, state.step)
+    source = trainer.source.prefetch(source, state.step)
     return TrainerState(state.step + 1, learners, source), record

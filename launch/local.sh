@@ -71,7 +71,7 @@ train=(.venv/bin/python -m dapo_jax train "$config" "${arguments[@]+"${arguments
 # Several: they meet at ports of this machine that are free now.
 free='import socket; s = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]; print(*(x.getsockname()[1] for x in s))'
 read -r port joined <<<"$(.venv/bin/python -c "$free")"
-[ "$samplers" -eq 0 ] || train+=(--config.rollout.remote=also "--config.sampler.port=$port")
+[ "$samplers" -eq 0 ] || train+=(--config.sampler.engine=samplers "--config.extras.samplers.port=$port")
 export DAPO_COORDINATOR="127.0.0.1:$joined" DAPO_PROCESSES="$processes"
 set -m # a process group each, so that Ctrl-C comes once, from here
 children=()

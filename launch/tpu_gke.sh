@@ -114,7 +114,7 @@ if [ "$action" = run ]; then
         [[ $sampler_topology =~ ^[1-9]x[1-9](x[1-9])?$ ]] && sampler_chips=$((${sampler_topology//x/*}))
         [[ $sampler_chips =~ ^[1248]$ ]] || die 2 "--sampler-topology = '$sampler_topology': must be that of one host, as 2x4"
         check_topology --sampler-topology "$sampler_type" "$sampler_topology"
-        for word in --config.rollout.remote=also --config.sampler.host=0.0.0.0; do
+        for word in --config.sampler.engine=samplers --config.extras.samplers.host=0.0.0.0; do
             [[ " ${arguments[*]} " == *" ${word%%=*}="* ]] || arguments+=("$word")
         done
     fi

@@ -47,7 +47,8 @@ AUTO = -1
 AutoRate = Annotated[float, Range(above=0, at_most=1.0, also=AUTO)]
 Cache = Literal["auto", "slots", "paged"]
 ON_POLICY = When("rollout.carry_over", "none")
-IF_REMOTE = When("rollout.remote", "also only")
+IF_SAMPLERS = When("sampler.engine", "samplers")
+IF_VLLM = When("sampler.engine", "vllm")
 FEW_SHOT = When("data.template", "few_shot")
 IF_CHAT = When("data.template", "chat")
 IF_REFERENCE = When("algorithm.reference")
@@ -289,12 +290,6 @@ class Rollout:
         "If the rewards of over half of a group, or of all but one response, failed: 'drop' it, or "
         "'resample' it once.",
     )
-    remote: Literal["none", "also", "only"] = setting(
-        "none",
-        "Processes of `dapo-jax sampler` that sample groups: 'none', 'also' beside the trainer, "
-        "'only' them.",
-        may_change=True,
-    )
 
 
 @section
@@ -329,6 +324,11 @@ class Environment:
 class Sampler:
     """The decoding engine."""
 
+    engine: str = setting(
+        "own",
+        "What samples: 'own', 'samplers' (of `dapo-jax sampler`), 'vllm', or a package's.",
+        may_change=True,
+    )
     slots: Count = setting(128, "Responses decoded in parallel.", may_change=ON_POLICY)
     keep_turns: bool = setting(False, "Keep slot and cache between turns.", read=IF_TURNS)
     burst_tokens: Count = setting(8, "Decode steps per call.", may_change=ON_POLICY)
@@ -359,27 +359,45 @@ class Sampler:
     weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
         "auto", "Type of matrices in decoding; int8 has a scale per channel; 'auto': compute.dtype."
     )
-    engine: Literal["own", "vllm"] = setting(
-        "own",
-        "Engine of samplers; 'vllm': such a run can't be repeated.",
-        read=IF_REMOTE,
-    )
-    host: str = setting("127.0.0.1", "Address for samplers.", read=IF_REMOTE, may_change=True)
+
+
+@section
+class SamplersSettings:
+    """Processes of `dapo-jax sampler` that sample groups for a run (`sampler.engine=samplers`)."""
+
+    host: str = setting("127.0.0.1", "Address for samplers.", read=IF_SAMPLERS, may_change=True)
     port: Port = setting(
-        8200, "Port for samplers; 0: any that is free.", read=IF_REMOTE, may_change=True
+        8200, "Port for samplers; 0: any that is free.", read=IF_SAMPLERS, may_change=True
     )
     key_file: str = setting(
-        "", "File with the samplers' key; empty: DAPO_API_KEY.", read=IF_REMOTE, may_change=True
-    )
-    tls_file: str = setting(
-        "",
-        "PEM file with certificate and private key; empty: messages are not encrypted.",
-        read=IF_REMOTE,
-        may_change=True,
+        "", "File with the samplers' key; empty: DAPO_API_KEY.", read=IF_SAMPLERS, may_change=True
     )
     lease_seconds: Positive = setting(
-        60.0, "Silence that ends a sampler's leases.", read=IF_REMOTE, may_change=True
+        60.0, "Silence that ends a sampler's leases.", read=IF_SAMPLERS, may_change=True
     )
+
+
+@section
+class VllmSettings:
+    """Servers of vLLM that sample for a run (`sampler.engine=vllm`)."""
+
+    servers: Url = setting(
+        "", "URLs of the servers, comma-separated.", read=IF_VLLM, may_change=True
+    )
+    folder: str = setting(
+        "",
+        "Folder of adapters, which the servers see too; empty: RUN/adapters.",
+        read=IF_VLLM,
+        may_change=True,
+    )
+
+
+@section
+class Extras:
+    """Settings of extras."""
+
+    samplers: SamplersSettings = part(SamplersSettings)
+    vllm: VllmSettings = part(VllmSettings)
 
 
 @section
@@ -601,6 +619,7 @@ class Config:
     evaluation: Evaluation = part(Evaluation, may_change=True)
     log: Log = part(Log, may_change=True)
     watch: Watch = part(Watch, may_change=True)
+    extras: Extras = part(Extras)
 
     def rows(self) -> Packing:
         """Return the packing that is compiled first: 'auto' begins with the shortest rows."""
@@ -727,7 +746,6 @@ class SamplerConfig:
     stall_seconds: Positive = setting(
         1800.0, "Time in one burst, compiling included, after which its leases end."
     )
-    engine: Url = setting("", "URL of a vLLM server, if the run has sampler.engine = 'vllm'.")
     mesh: OneMesh = part(OneMesh)
 
 

@@ -6,6 +6,7 @@ A check is (dotted name of a setting, True if its value fits the others, what is
 from collections.abc import Iterator
 from typing import Any
 
+from dapo_jax import registry
 from dapo_jax.config.algorithm import (
     GROUP_ESTIMATORS,
     OF_ENERGIES,
@@ -172,23 +173,27 @@ def _updates(config: Config) -> Checks:
     yield "rollout.carry_over", not carries or is_corrected, f"'none' {allowed}"
     allowed = "'none' with rollout.staleness above 0, which samples ahead with a separate policy"
     yield "rollout.carry_over", not carries or rollout.staleness == 0, allowed
-    allowed = "'none' with rollout.remote: samplers in other processes return whole groups"
-    yield "rollout.carry_over", not carries or rollout.remote == "none", allowed
-    yield from _other_engine(config, has_weight)
+    yield from _other_engine(config, carries, has_weight)
 
 
-def _other_engine(config: Config, has_weight: bool) -> Checks:
-    engine, a = config.sampler.engine, config.algorithm
-    if engine == "own" or config.rollout.remote == "none":  # then nothing reads it
+def _other_engine(config: Config, carries: bool, has_weight: bool) -> Checks:
+    engine, engines = config.sampler.engine, ("own", *registry.names("samplers"))
+    yield "sampler.engine", engine in engines, f"one of {', '.join(engines)}"
+    fits = not carries or engine != "samplers"
+    yield "rollout.carry_over", fits, "'none' with sampler.engine = 'samplers': whole groups"
+    if engine != "vllm":
         return
-    allowed = "'own' without algorithm.importance_cap or rejection: another engine rounds otherwise"
+    settings, field = config.extras.vllm, "extras.vllm.servers"
+    fits = all(url.strip().startswith("http") for url in settings.servers.split(","))
+    yield field, fits, "URLs such as http://HOST:8000, comma-separated"
+    allowed = "above 0 with sampler.engine = 'vllm': a running server loads adapters alone"
+    yield "lora.rank", config.lora.rank > 0, allowed
+    allowed = "'own' without algorithm.importance_cap or rejection: vLLM rounds otherwise"
     yield "sampler.engine", has_weight, allowed
-    allowed = "'own' with lora.rank = 0: adapters are what a running server can load"
-    yield "sampler.engine", config.lora.rank > 0, allowed
-    allowed = "'only' with sampler.engine = 'vllm'"
-    yield "rollout.remote", config.rollout.remote == "only", allowed
-    plain = not config.environment.used and a.router_replay != "sampler"
-    yield "sampler.engine", plain, "'own' with an environment or router_replay = 'sampler'"
+    fits = not config.environment.used and config.algorithm.router_replay != "sampler"
+    yield "sampler.engine", fits, "'own' with an environment or router_replay = 'sampler'"
+    fits = bool(settings.folder) or "://" not in config.run_dir
+    yield "extras.vllm.folder", fits, "a folder that servers see, with run_dir in a bucket"
 
 
 def _rewards(config: Config) -> Checks:

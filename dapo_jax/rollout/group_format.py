@@ -18,7 +18,6 @@ from dapo_jax.types.structs import (
     Group,
     PartialGroup,
     Prompt,
-    RemoteCounts,
     SamplerCounts,
     Turn,
     TurnCounts,
@@ -94,9 +93,8 @@ def completion_from(fields: dict[str, Any]) -> Completion:
 
 def read_counts(fields: dict[str, Any]) -> SamplerCounts:
     """Return counts from their fields."""
-    turns = fields["turns"] and TurnCounts(**fields["turns"])
-    remote = fields["remote"] and RemoteCounts(**fields["remote"])
-    return SamplerCounts(**fields | {"turns": turns, "remote": remote})
+    turns: Any = fields["turns"] and TurnCounts(**fields["turns"])
+    return SamplerCounts(**fields | {"turns": turns})
 
 
 def _group_from(fields: dict[str, Any], prompt: Prompt) -> Group:

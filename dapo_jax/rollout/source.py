@@ -92,8 +92,6 @@ class RolloutSource:
     # Copies the parameters that sample during an update (`rollout.staleness`), which consumes them;
     # None: the current policy samples.
     copy_behaviour: Callable[[Any], Any] | None = None
-    # Receives the parameters that an update still computes, and the steps of their training.
-    announce: Callable[[Any, int], None] = lambda params, policy_step: None
     journal: Journal = Journal()  # stores the groups of a step in progress
     interrupted: Callable[[], bool] = lambda: False  # between bursts; True ends a step
     # Context of a step's collection (from 1) that yields a callback for every burst.
@@ -120,15 +118,10 @@ class RolloutSource:
         return state, rollout
 
     @timed("ahead")
-    def prefetch(self, state: SourceState, params: Any, step: int) -> SourceState:
-        """Return the state with the rollouts that are sampled during the update of `step`.
-
-        `params` are those after the update; they sample a later step.
-        """
+    def prefetch(self, state: SourceState, step: int) -> SourceState:
+        """Return the state with the rollouts that are sampled during the update of `step`."""
         if self.copy_behaviour is None:
             return state
-        if step + 1 + self.config.rollout.staleness < self.config.total_steps:
-            self.announce(params, step + 1)
         try:
             while missing := self._missing_step(state, step):
                 state = self._extend(state, state.behaviour, missing, step)

@@ -60,16 +60,6 @@ def _with_memory_layout(place: NamedSharding, path: str) -> NamedSharding | Form
 class DecodingArrays(dict[str, np.ndarray]):
     """Trained parameters as a `Loader` has returned them to another process, on the host."""
 
-    def stacks(self, config: decoder.DecoderConfig) -> dict[str, np.ndarray]:
-        """Return the parameters by the trainer's paths, layers in stacks."""
-        paths = sharding.flatten(decoder.abstract_params(config))
-        layers = {path: decoder.layer_paths(path, config) for path in paths}
-        return {
-            path: np.stack([self[name] for name in names]) if names != [path] else self[path]
-            for path, names in layers.items()
-            if names and names[0] in self
-        }
-
 
 class Loader:
     """Program that loads the parameters at the paths of `boxed`."""

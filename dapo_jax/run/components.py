@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.markup import escape
@@ -91,6 +91,21 @@ def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:
         require(fits, "data.max_prompt_tokens", config.data.max_prompt_tokens, allowed)
 
 
+class SamplerParts(NamedTuple):
+    """What a plug-in of the kind `samplers` makes a sampler from.
+
+    It returns the sampler, a function that closes what the sampler serves or uses, and whether
+    `local` samples too, so that its decoding weights stay in memory.
+    """
+
+    config: Config
+    decoder: DecoderConfig
+    tokenizer: Tokenizer
+    local: Sampler
+    load: Callable[[Any], dict[str, Any]]  # decoding weights of the trainer's parameters
+    warn: Callable[[str], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Components:
     """Objects of a run that its config and model folder determine."""
@@ -112,8 +127,6 @@ class Components:
     def trainer(self, **options: Any) -> Trainer:
         """Return the trainer of a run; `options` are other fields of `RolloutSource`."""
         copy = self.learners.policy.copy if self.config.rollout.staleness else None
-        if announce := getattr(self.sampler, "announce", None):
-            options |= {"announce": announce}
         source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 
@@ -324,21 +337,23 @@ def build(
         pool = RewardPool(config.reward, tokenizer.split)
         model = load_reward_model(config, mesh)
         sampler = compute.open_sampler(engine, tokenizer, config.seed, environments)
-        close_sampler = do_nothing
-        if training and config.rollout.remote != "none":
+        close_sampler, decoding_copy = do_nothing, engine.programs.weights.frozen
+        if training and config.sampler.engine != "own":
 
             def warn(text: str) -> None:
                 progress.warn(escape(text))
 
             load = engine.programs.weights.load_trained
-            open_remote = registry.find("samplers", "remote")
-            sampler, close_sampler = open_remote(config, decoder, sampler, load, warn)
+            parts = SamplerParts(config, decoder, tokenizer, sampler, load, warn)
+            opened = registry.find("samplers", config.sampler.engine)(parts)
+            sampler, close_sampler, is_local_used = opened
+            decoding_copy = decoding_copy if is_local_used else do_nothing
         return Components(
             config=config,
             tokenizer=tokenizer,
             prompts=prompts,
             sampler=sampler,
-            decoding_copy=engine.programs.weights.frozen,
+            decoding_copy=decoding_copy,
             environments=environments,
             judge=Judge(config, pool, model and model.score, should_abort, tokenizer.decode_all),
             learners=learners,

@@ -167,7 +167,7 @@ def open_engine(
     shape only, so that a group rounds in the same way whatever is sampled beside it.
     """
     settings = config.sampler
-    if config.checkpoint.keep_groups or config.rollout.remote != "none":
+    if config.checkpoint.keep_groups or config.sampler.engine != "own":
         longest = config.longest_tokens()
         settings = dataclasses.replace(settings, first_window_tokens=longest, prefill_prompts=1)
     return PolicyEngine(

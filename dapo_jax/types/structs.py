@@ -523,20 +523,6 @@ class TurnCounts:
 
 
 @dataclasses.dataclass
-class RemoteCounts:
-    """Counts of samplers in other processes during one rollout."""
-
-    groups: int = 0  # answered by them
-    late_answers: int = 0  # to groups that nobody waited for, ignored
-    refused_answers: int = 0
-    expired_leases: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """Return the counts as metrics of a step."""
-        return {f"remote_{name}": float(n) for name, n in dataclasses.asdict(self).items()}
-
-
-@dataclasses.dataclass
 class SamplerCounts:
     """Counts of one rollout; slot occupancy is measured only while prompts wait."""
 
@@ -553,7 +539,7 @@ class SamplerCounts:
     busy_slot_steps: int = 0
     slot_steps: int = 0
     turns: TurnCounts | None = None  # with an environment
-    remote: RemoteCounts | None = None  # with samplers in other processes
+    others: dict[str, float] | None = None  # metrics that only this sampler has
 
     def __add__(self, other: "SamplerCounts | None") -> "SamplerCounts":
         return add_counts(self, other)
@@ -579,7 +565,7 @@ class SamplerCounts:
             "slot_occupancy": self.occupancy,
             "seconds_decode": self.decode_seconds,
             **(self.turns.metrics() if self.turns else {}),
-            **(self.remote.metrics() if self.remote else {}),
+            **(self.others or {}),
         }
 
 
@@ -587,6 +573,8 @@ def add_counts(left: Any, right: Any) -> Any:
     """Return the sums of the counts of two rollouts, field by field."""
     if left is None or right is None:
         return left if right is None else right
+    if isinstance(left, dict):
+        return {name: left.get(name, 0) + right.get(name, 0) for name in left | right}
     if not dataclasses.is_dataclass(left):
         return left + right
     names = [field.name for field in dataclasses.fields(left)]

@@ -313,8 +313,8 @@ def test_this_machine_is_installed_and_flagged_for_its_devices(
 def test_samplers_start_beside_several_processes_that_train(cloud):
     run_here(cloud, "--cpu", "--processes=2", "--samplers=2", "--config.run_dir=r")
     trainers = [start["arguments"] for start in cloud.starts()]
-    port = trainers[0][-1].removeprefix("--config.sampler.port=")
-    assert trainers[0] == trainers[1] and "--config.rollout.remote=also" in trainers[0]
+    port = trainers[0][-1].removeprefix("--config.extras.samplers.port=")
+    assert trainers[0] == trainers[1] and "--config.sampler.engine=samplers" in trainers[0]
     samplers = (cloud.folder / "samplers").read_text().splitlines()
     assert samplers == [f"--run=r --trainer=http://127.0.0.1:{port}"] * 2
 

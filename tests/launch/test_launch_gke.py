@@ -88,7 +88,9 @@ def test_samplers_are_a_second_job_that_never_ends_the_run(cloud):
     ]
     assert sampler["env"] == trainer["containers"][0]["env"]
     flags = trainer["containers"][0]["command"][4:]
-    assert {"--config.rollout.remote=also", "--config.sampler.host=0.0.0.0"} <= set(flags)
+    assert {"--config.sampler.engine=samplers", "--config.extras.samplers.host=0.0.0.0"} <= set(
+        flags
+    )
 
 
 def test_the_cluster_starts_again_and_the_new_pod_is_followed(cloud):

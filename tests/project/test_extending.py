@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_a_command_of_another_package_is_listed_and_runs(path):
 
 
 def test_a_run_uses_plug_ins_of_another_package(path, tmp_path):
-    """Its family, source, environment, verifier, reward part and sink, named as ours are."""
+    """Its family, source, environment, sampler, verifier, reward part and sink."""
     model = shutil.copytree(BASE, tmp_path / "model")
     settings = json.loads((model / "config.json").read_text()) | {"model_type": "otter"}
     (model / "config.json").write_text(json.dumps(settings))
@@ -53,10 +54,12 @@ def test_a_run_uses_plug_ins_of_another_package(path, tmp_path):
         "reward.parts=rule=1,brevity=0.1,environment=0.1 log.sinks=lines "
         "total_steps=1 optimizer.warmup_steps=0 "
         "rollout.prompts_per_step=4 rollout.samples_per_prompt=4 rollout.max_sample_rounds=1 "
-        "algorithm.dynamic_sampling=false sampler.slots=16 evaluation.every_steps=0 "
+        "algorithm.dynamic_sampling=false sampler.engine=counted sampler.slots=16 "
+        "evaluation.every_steps=0 "
         f"packing.rows_per_microbatch=4 log.report=false run_dir={tmp_path / 'run'}"
     )
-    run(path, "train", "arithmetic", *(f"--config.{flag}" for flag in flags.split()))
+    shown = run(path, "train", "arithmetic", *(f"--config.{flag}" for flag in flags.split()))
+    assert re.search(r"warning: [1-9]\d* requests", shown)
     assert (tmp_path / "run/lines.txt").read_text().startswith("1 ")
     (line, *_) = (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
     recorded = json.loads(line)

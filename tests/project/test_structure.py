@@ -36,11 +36,11 @@ EXTRAS = {
     "math": 4_413,
     "plan": 950,
     "report": 350,
-    "samplers": 1_224,
+    "samplers": 884,
     "serve": 1_534,
     "sft": 1_102,
     "tinker": 1_961,
-    "vllm": 207,
+    "vllm": 260,
     "words": 181,
 }
 # Extras that may use another one.
@@ -48,7 +48,6 @@ USES = {
     ("doctor", "plan"),
     ("init", "math"),
     ("report", "alerts"),
-    ("samplers", "vllm"),
     ("serve", "tinker"),
     ("sft", "gym"),
     ("sft", "words"),

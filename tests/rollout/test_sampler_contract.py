@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY, make_prompt
-from fake_vllm import FakeVllm, save_digest, serving
+from fake_vllm import FakeVllm, vllm_sampler
 from remote_samplers import remote_scheduler
 from samplers import END, TOKENIZER, make_engine
 from small_runs import equal, make_quick_config
 from toy_sampler import ScriptedSampler, ToySampler
 
 from dapo_jax.extras.samplers.remote_sampler import RemoteSampler
-from dapo_jax.extras.vllm import VllmSampler, VllmServer
+from dapo_jax.extras.vllm import VllmSampler
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.components import build
 from dapo_jax.run.run import first_state
@@ -32,12 +32,6 @@ def make_schedulers(mesh, slots) -> list[Scheduler]:
     return [Scheduler(make_engine(mesh, slots), TOKENIZER, seed=5) for _ in range(2)]
 
 
-@contextlib.contextmanager
-def vllm_sampler(slots):
-    with serving(FakeVllm(END, TINY.vocab, seconds=0.01)) as url:
-        yield VllmSampler(VllmServer(url, (END,), 20, slots), save_digest, seed=5)
-
-
 # Each makes a sampler of `slots` slots on a mesh.
 SAMPLERS = {
     "scheduler": lambda mesh, slots: Scheduler(make_engine(mesh, slots), TOKENIZER, seed=5),
@@ -45,7 +39,9 @@ SAMPLERS = {
         make_engine(mesh, slots, cache="paged", page_tokens=4), TOKENIZER, seed=5
     ),
     "own server": lambda mesh, slots: remote_scheduler(make_schedulers(mesh, slots)),
-    "vllm": lambda mesh, slots: vllm_sampler(slots),
+    "vllm": lambda mesh, slots: vllm_sampler(
+        [FakeVllm(END, TINY.vocab, seconds=0.01) for _ in range(2)], slots
+    ),
     "scripted": lambda mesh, slots: ScriptedSampler(lambda index: 2 + index % 5, slots),
     "toy": lambda mesh, slots: ToySampler(TINY, (END,), seed=5, rows=slots),
 }
@@ -206,7 +202,7 @@ def test_a_cancelled_request_leaves_room_and_no_trace(begin):
     sampler.step()
     sampler.cancel(first)  # it runs; the third waits
     sampler.cancel(third)
-    assert sampler.room == 4 - SAMPLES or isinstance(sampler, RemoteSampler)
+    assert sampler.room == 4 - SAMPLES or isinstance(sampler, IN_OTHER_PROCESSES)
     groups = finish_groups(sampler, PROMPTS[3:])
     sampler.cancel(second)  # it has ended
     assert_same(groups, {i: group for i, group in expected.items() if i not in (2, 4)})

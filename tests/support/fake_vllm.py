@@ -6,6 +6,7 @@ import hashlib
 import json
 import pathlib
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.extras.vllm import VllmSampler
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -31,8 +35,10 @@ def save_digest(params, folder: pathlib.Path) -> None:
 class FakeVllm:
     """Adapters by name, a prefix cache that goes stale, and whether generation is paused."""
 
-    def __init__(self, end_id: int, vocab: int, seconds: float = 0.0):
-        self.end_id, self.vocab, self.seconds = end_id, vocab, seconds
+    def __init__(self, end_id: int, vocab: int, seconds: float = 0.0, mode="processed_logprobs"):
+        self.end_id, self.vocab, self.seconds, self.mode = end_id, vocab, seconds, mode
+        self.fails = False  # it answers nothing
+        self.served: list[int] = []  # seeds of its responses
         self.adapters: dict[str, bytes] = {}
         self.prefixes: dict[tuple[int, ...], bytes] = {}  # which adapter computed a prompt's cache
         self.paused = False
@@ -82,7 +88,11 @@ class FakeVllm:
 
     async def complete(self, http):
         body = await http.json()
-        assert body["return_token_ids"] and body["logprobs"] == 0
+        if self.fails:
+            return PlainTextResponse("EngineDeadError", 500)
+        if body["logprobs"] > 0:
+            return JSONResponse({"model": "base", "choices": [self.likeliest(body)]})
+        assert body["return_token_ids"]
         aborts = self.aborts
         if self.seconds:
             await asyncio.sleep(self.seconds)
@@ -102,15 +112,26 @@ class FakeVllm:
         if self.aborts != aborts:
             tokens, reason = tokens[:1], "abort"
         logprobs = {"token_logprobs": [-0.5] * len(tokens), "tokens": [""] * len(tokens)}
+        self.served.append(body["seed"])
         choice = {"index": 0, "text": "", "finish_reason": reason, "token_ids": tokens}
         return JSONResponse({"model": body["model"], "choices": [choice | {"logprobs": logprobs}]})
+
+    def likeliest(self, body):
+        """The likeliest tokens, with log-probs before or after temperature and truncation."""
+        logits = np.sort(np.random.default_rng(body["prompt"]).normal(size=self.vocab))
+        if self.mode == "processed_logprobs":
+            logits = logits[-body["top_k"] :] / body["temperature"]
+        logprobs = (logits - np.logaddexp.reduce(logits))[-body["logprobs"] :]
+        return {"logprobs": {"top_logprobs": [dict(zip("abcde", logprobs, strict=False))]}}
 
 
 @contextlib.contextmanager
 def serving(fake: FakeVllm) -> Iterator[str]:
     """Run the server; yields its URL."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(fake.app, lifespan="off", log_level="critical"))
+    # A configuration of logging would close the streams of absl's handler.
+    config = uvicorn.Config(fake.app, lifespan="off", log_config=None, log_level="critical")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -120,3 +141,14 @@ def serving(fake: FakeVllm) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextlib.contextmanager
+def vllm_sampler(fakes: list[FakeVllm], slots: int) -> Iterator[VllmSampler]:
+    """A sampler of some servers."""
+    with contextlib.ExitStack() as stack:
+        config = Config(seed=5)
+        config.run_dir = stack.enter_context(tempfile.TemporaryDirectory())
+        config.sampler.slots, config.sampler.max_response_tokens = slots, 20
+        config.extras.vllm.servers = ",".join(stack.enter_context(serving(f)) for f in fakes)
+        yield VllmSampler(config, [fakes[0].end_id], save_digest, print)

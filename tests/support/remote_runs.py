@@ -14,21 +14,25 @@ from kept_groups import make_kept
 from served import free_port
 from small_runs import ROOT
 
+from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Checkpoint, Config, Rollout
 
 SECONDS = 600.0  # for a run to end
 
 
-def make_remote(folders, run_dir, setting="plain", staleness=2, remote="only", **changes) -> Config:
+def make_remote(
+    folders, run_dir, setting="plain", staleness=2, engine="samplers", **changes
+) -> Config:
     """Five steps of a tiny policy, saved after every second one, with groups in files."""
-    rollout = Rollout(4, 4, 2, staleness=staleness, remote=remote)
+    rollout = Rollout(4, 4, 2, staleness=staleness)
     sections = {
         "rollout": rollout,
         "total_steps": 5,
         "checkpoint": Checkpoint(every_steps=2, keep=1, keep_groups=True),
     }
-    if remote != "none":
-        sections["sampler"] = {"port": free_port(), "lease_seconds": 3.0}
+    if engine != "own":
+        samplers = experiment.SamplersSettings(port=free_port(), lease_seconds=3.0)
+        sections |= {"sampler": {"engine": engine}, "extras": experiment.Extras(samplers)}
     return make_kept(setting, *folders, run_dir, **sections | changes)
 
 
@@ -54,7 +58,7 @@ class Processes:
 
     def add_sampler(self, port: int = 0, *arguments: str) -> subprocess.Popen:
         """Start a sampler; `port` is the trainer's or leads to it."""
-        trainer = f"--trainer=http://127.0.0.1:{port or self.config.sampler.port}"
+        trainer = f"--trainer=http://127.0.0.1:{port or self.config.extras.samplers.port}"
         self.samplers.append(self.start("sampler", f"--run={self.run_dir}", trainer, *arguments))
         return self.samplers[-1]
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dapo_jax.config.experiment import Sampler, SamplerConfig
-from dapo_jax.extras.samplers.command import SamplingLoop, TrainerClient
+from dapo_jax.config.experiment import SamplerConfig, SamplersSettings
+from dapo_jax.extras.samplers.command import Worker
 from dapo_jax.extras.samplers.lease_server import LeaseServer
-from dapo_jax.extras.samplers.leases import AnswerLimits, Leases
-from dapo_jax.extras.samplers.remote_sampler import RemoteSampler
+from dapo_jax.extras.samplers.leases import Leases
+from dapo_jax.extras.samplers.remote_sampler import LeasedSampler, RemoteSampler
 from dapo_jax.extras.samplers.weight_versions import WeightVersions
 from dapo_jax.rollout.scheduler import Scheduler
 
@@ -23,15 +23,15 @@ def url_of(server: LeaseServer) -> str:
 
 
 @contextlib.contextmanager
-def working(loops: Sequence[SamplingLoop]) -> Iterator[None]:
-    """Threads that sample for a trainer, one per loop."""
+def working(workers: Sequence[Worker]) -> Iterator[None]:
+    """Threads that sample for a trainer, one per worker."""
     stopped = threading.Event()
 
-    def work(loop):
+    def work(worker):
         while not stopped.is_set():
-            loop.step()
+            worker.step()
 
-    threads = [threading.Thread(target=work, args=[loop]) for loop in loops]
+    threads = [threading.Thread(target=work, args=[worker]) for worker in workers]
     for thread in threads:
         thread.start()
     try:
@@ -45,7 +45,7 @@ def working(loops: Sequence[SamplingLoop]) -> Iterator[None]:
 def remote_scheduler(schedulers: Sequence[Scheduler]):
     """A `RemoteSampler` of the first scheduler; the others work for it over HTTP."""
     engine = schedulers[0]._engine
-    limits = AnswerLimits(engine.config.vocab, engine.max_response_tokens)
+    limits = engine.config.vocab, engine.max_response_tokens
     load = engine.programs.weights.load_trained
     return remote_sampler(schedulers, limits, load, engine.max_concurrent_decodes)
 
@@ -53,7 +53,7 @@ def remote_scheduler(schedulers: Sequence[Scheduler]):
 @contextlib.contextmanager
 def remote_sampler(
     samplers: Sequence[Any],
-    limits: AnswerLimits,
+    limits: tuple[int, int],
     load: Callable[[Any], dict[str, Any]],
     slots: int,
     seconds: float = 60.0,
@@ -63,20 +63,17 @@ def remote_sampler(
     """A `RemoteSampler` of the first sampler; the others work for it over HTTP."""
     local, *others = samplers
     leases = Leases(limits, seconds)
-    server = LeaseServer(leases, IDENTITY, Sampler(port=0), "", print)
+    server = LeaseServer(leases, IDENTITY, SamplersSettings(port=0), "", print)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         stack.callback(server.close)
         versions = WeightVersions(folder)
         url = route(server)
-
-        loops = []
-        for other in others:
-            settings = SamplerConfig(trainer=url, stall_seconds=stall_seconds)
-            client = TrainerClient(settings, IDENTITY, seconds)
-            stack.callback(client.close)
-            loops.append(SamplingLoop(client, other, versions.read, slots))
-        stack.enter_context(working(loops))
-        yield RemoteSampler(local, leases, load, versions.write, False, slots, print)
+        settings = SamplerConfig(trainer=url, stall_seconds=stall_seconds)
+        workers = [Worker(settings, IDENTITY, seconds, each, versions.read) for each in others]
+        for worker in workers:
+            stack.callback(worker.close)
+        stack.enter_context(working(workers))
+        yield RemoteSampler(local, LeasedSampler(leases, load, versions.write, slots), print)
 
 
 class Proxy:

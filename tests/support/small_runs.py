@@ -150,7 +150,7 @@ class GivenGroups:
     def collect(self, state, params, step):
         return state, self._result
 
-    def prefetch(self, state, params, step):
+    def prefetch(self, state, step):
         return state
 
 

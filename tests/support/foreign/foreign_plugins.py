@@ -38,6 +38,25 @@ class Echo:
         return Observation(text="+1=", reward=0.5, done=len(text) > 3)
 
 
+class Counted:
+    """Passes all on to the sampler of this process, and counts the requests."""
+
+    def __init__(self, local):
+        self._local, self.requests = local, 0
+
+    def __getattr__(self, name):
+        return getattr(self._local, name)
+
+    def submit(self, *options, **named):
+        self.requests += 1
+        return self._local.submit(*options, **named)
+
+
+def counted(parts):
+    sampler = Counted(parts.local)
+    return sampler, lambda: parts.warn(f"{sampler.requests} requests"), True
+
+
 class Lines(RunSink):
     """Writes the reward of every step to lines.txt."""
 

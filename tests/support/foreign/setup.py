@@ -11,6 +11,7 @@ setup(
         "dapo_jax.parts": ["brevity = foreign_plugins:brevity"],
         "dapo_jax.sources": ["counting = foreign_plugins:Counting"],
         "dapo_jax.environments": ["echo = foreign_plugins:Echo"],
+        "dapo_jax.samplers": ["counted = foreign_plugins:counted"],
         "dapo_jax.sinks": ["lines = foreign_plugins:Lines"],
         "dapo_jax.families": ["otter = foreign_plugins:OTTER"],
         "dapo_jax.commands": ["hello = foreign_plugins:hello"],
