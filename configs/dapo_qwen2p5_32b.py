@@ -4,8 +4,8 @@ dapo-jax train --config=configs/dapo_qwen2p5_32b.py:v5p_64 \
     --config.run_dir=gs://BUCKET/dapo_32b --config.data.folder=gs://BUCKET/data
 
 Hardware: 64 chips of v5p (the default), or 256 of v6e or v5e: a name of VARIANTS behind the colon.
-The plan's formula, a step of full size: 1,231 s and 22 chip-hours on v5p, 451 s and 32 on v6e,
-2,126 s and 151 on v5e, by
+The plan's formula, a step of full size: 1,706 to 1,947 s on v5p, 696 to 822 on v6e, 3,143 to 8,763
+on v5e, by
 dapo-jax plan --config=configs/dapo_qwen2p5_32b.py:v5p_64 --topology=v5p:4x4x4
 (v6e_256, v6e:16x16; v5e_256, v5e:16x16; docs/pods.md has the output).
 

@@ -16,8 +16,11 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan import chips, plan
 from dapo_jax.extras.plan.chips import compiler_options
 from dapo_jax.extras.plan.estimate import (
+    MEASURED,
+    calibrated_step,
     estimate_step,
     forward_flops,
+    published,
     update_flops,
 )
 from dapo_jax.extras.plan.main import ONE_TURN, PlanSettings
@@ -180,6 +183,23 @@ def test_a_step_is_the_sum_of_its_phases_by_the_formula(layout, settings):
     assert step["seconds_step"] == pytest.approx(sum(spent.values()))
     assert step["chip_hours_step"] == pytest.approx(8 * step["seconds_step"] / 3600)
     assert step["dollars_step"] == pytest.approx(2.0 * step["chip_hours_step"])
+
+
+def test_efficiencies_are_those_of_the_nearest_published_runs(layout, settings):
+    """The range is that of the three nearest; a fraction that the user gives has no range."""
+    nearest = published("training", "v6e", "dense", 7.6)
+    assert [row["model"] for row in nearest] == ["Llama-3.1-8B", "Mistral-7B", "Gemma-3-12B"]
+    few = published("training", "v5e", "experts", 3.0)  # nobody measured experts on v5e
+    assert {row["kind"] for row in few} == {"experts"} and few[0]["model"] == "gemma4-26b"
+    assert all(0.1 < row["efficiency"] < 0.75 and row["date"] > "2025" for row in MEASURED)
+    step = calibrated_step(layout, 1_000_000, settings)
+    fast, slow = step["seconds_range"]
+    assert fast < slow and fast <= step["seconds_step"] <= slow
+    assert [row["phase"] for row in step["sources"]] == ["training", "decoding"]
+    given = dataclasses.replace(settings, flops=0.5, hbm=0.25)
+    step = calibrated_step(layout, 1_000_000, given)
+    assert step["seconds_range"] == [step["seconds_step"]] * 2
+    assert step["seconds"] == estimate_step(layout, 1_000_000, given)["seconds"]
 
 
 def test_results_are_kept_and_read_again(made, config, settings, monkeypatch):

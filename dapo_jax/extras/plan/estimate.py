@@ -1,23 +1,9 @@
-"""Operations of a policy, and the seconds of a step by a formula. Nothing is timed.
+"""Operations of a policy, and the seconds of a step by the formula of docs/pods.md."""
 
-    update, score, prefill:  s = FLOP / (chips x peak FLOP/s x --flops)
-    decode:                  s = steps x bytes of a step / (peak bytes/s of a chip x --hbm)
-
-    steps = max(tokens of all sampled groups / (slots x --busy), max_response_tokens)
-    bytes of a step = decoding weights + keys and values of all live tokens, of one chip
-
-An update takes three forward passes, without the gradients of frozen weights, and what
-`compute.remat` repeats; a score pass one for each model that scores; prefill one of each sampled
-group's prompt. The sampled groups are the kept ones / --kept. Exchanges, padding, rewards and the
-host take no time of their own: the assumed fractions have to contain them.
-
-Responses have --tokens on average and a long tail: the mean of the squared lengths is twice the
-square of the mean (at most mean x limit). So a token that trains sees on average
-(P^2 + 2 P R + S) / (2 (P + R)) tokens, and a token that is decoded P + S / (2 R), with prompts of P
-tokens, responses of R and a mean square S; in a sliding layer no more than its window.
-"""
-
+import dataclasses
+import json
 import math
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +17,8 @@ from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.run import memory
 from dapo_jax.runtime import sharding
 
+_PATH = pathlib.Path(__file__).with_name("measured.json")
+MEASURED: list[dict[str, Any]] = json.loads(_PATH.read_text(encoding="utf-8"))
 REMAT_ATTENTION = ("full", "offload")  # recompute attention in the backward pass
 REMAT_MATRICES = (*REMAT_ATTENTION, "attention")  # recompute a layer's other products
 
@@ -58,13 +46,10 @@ def adapter_weights(config: DecoderConfig) -> int:
 
 
 def attention_flops(config: DecoderConfig, tokens: float, context: float) -> float:
-    """Return the operations of attention in all layers, for tokens that see `context` tokens.
-
-    A delta-net layer decays and reads its state and writes into it, whatever the context.
-    """
+    """Return the operations of attention in all layers, for tokens that see `context` tokens."""
 
     def of_layer(c: DecoderConfig) -> float:
-        if c.is_recurrent:
+        if c.is_recurrent:  # decays its state, reads it and writes into it
             return 6.0 * c.delta_value_heads * c.delta_key_dim * c.delta_value_dim
         return 4.0 * c.heads * c.head_dim * min(context, c.window or context)
 
@@ -78,11 +63,7 @@ def forward_flops(config: DecoderConfig, tokens: float, context: float) -> float
 
 
 def update_flops(config: DecoderConfig, tokens: float, context: float) -> tuple[float, float]:
-    """Return the operations of an update: the useful ones, and all with recomputation.
-
-    The backward pass takes twice the forward pass: gradients of each layer's inputs and of its
-    weights. Frozen weights have no gradients, and layers below all trained ones have neither.
-    """
+    """Return the operations of an update: the useful ones, and all with recomputation."""
     forward = forward_flops(config, tokens, context)
     head = 2.0 * config.embed * config.vocab * tokens
     trained = 1 - config.frozen_layers / config.layers
@@ -165,7 +146,6 @@ def estimate_step(layout: Layout, weight_bytes: int, settings: PlanSettings) -> 
     hours = layout.topology.chips * both / 3600
     return {
         "response_tokens": lengths.response,
-        "sampled_groups": groups,
         "decode_steps": steps,
         "live_slots": live,
         "decode_step_bytes": weight_bytes + read,
@@ -179,3 +159,30 @@ def estimate_step(layout: Layout, weight_bytes: int, settings: PlanSettings) -> 
         "dollars_step": settings.price * hours,
         "dollars": settings.price * hours * config.total_steps,
     }
+
+
+def published(phase: str, chip: str, kind: str, size: float) -> list[dict[str, Any]]:
+    """Return the three nearest measurements: another chip counts as a fourfold size, kind 16."""
+
+    def distance(row: dict[str, Any]) -> float:
+        other = 2 * (row["chip"] != chip) + 4 * (row["kind"] != kind)
+        return abs(math.log2(row["size"] / size)) + other
+
+    return sorted((row for row in MEASURED if row["phase"] == phase), key=distance)[:3]
+
+
+def calibrated_step(layout: Layout, weight_bytes: int, settings: PlanSettings) -> dict[str, Any]:
+    """Return `estimate_step` by the nearest measurements, and the range of seconds by three."""
+    like = layout.topology.name.partition(":")[0], "experts" if layout.decoder.experts else "dense"
+    bound = dataclasses.replace(settings, flops=1.0, hbm=1.0)
+    read = estimate_step(layout, weight_bytes, bound)["decode_step_bytes"]
+    sizes = {"training": matrix_weights(layout.decoder), "decoding": read}
+    rows = [published(phase, *like, size / 1e9) for phase, size in sizes.items()]
+    given, steps = (settings.flops, settings.hbm), []
+    for choose in (lambda values: values[0], max, min):
+        found = [choose([row["efficiency"] for row in near]) for near in rows]
+        flops, hbm = (mine or its for mine, its in zip(given, found, strict=True))
+        own = dataclasses.replace(settings, flops=flops, hbm=hbm)
+        steps.append(estimate_step(layout, weight_bytes, own) | {"flops_peak": flops, "hbm": hbm})
+    both = {"seconds_range": [step["seconds_step"] for step in steps[1:]]}
+    return steps[0] | both | {"sources": [near[0] for near in rows]}

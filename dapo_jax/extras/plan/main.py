@@ -11,7 +11,7 @@ import sys
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.rules import Count, PositiveOr0, Share
+from dapo_jax.config.rules import Count, PositiveOr0, Share, Unit
 from dapo_jax.config.settings import check_types, check_values, leaves, section, setting
 
 ONE_TURN = "turns of the environment are not counted: a response is one turn, without observations"
@@ -27,8 +27,8 @@ class PlanSettings:
     json: bool = setting(False, "Print one JSON object instead of tables.")
     cache: str = setting("auto", "Folder of earlier results; 'none': compile everything again.")
     price: PositiveOr0 = setting(0.0, "Dollars per chip-hour; 0: show no dollars.")
-    flops: Share = setting(0.75, "Assumed fraction of peak FLOP/s; MFU is it x useful / executed.")
-    hbm: Share = setting(0.8, "Assumed fraction of peak memory bandwidth.")
+    flops: Unit = setting(0.0, "Fraction of peak FLOP/s; 0: of the nearest published runs.")
+    hbm: Unit = setting(0.0, "Fraction of peak memory bandwidth; 0: of the nearest published runs.")
     busy: Share = setting(0.6, "Assumed fraction of slots that hold a live response, on average.")
     kept: Share = setting(0.5, "Assumed fraction of groups neither all correct nor all wrong.")
     tokens: PositiveOr0 = setting(0.0, "Assumed mean length of a response; 0: 0.2 of the limit.")

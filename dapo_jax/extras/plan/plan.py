@@ -11,10 +11,11 @@ from dapo_jax.commands.command_line import check_flag
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan import programs
 from dapo_jax.extras.plan.chips import GIB, parse
-from dapo_jax.extras.plan.estimate import assumed_lengths, estimate_step
+from dapo_jax.extras.plan.estimate import assumed_lengths, calibrated_step
 from dapo_jax.extras.plan.main import PlanSettings
 from dapo_jax.extras.plan.programs import SAMPLING, CompiledProgram, Compiler, Layout
 
+SOURCE = "- {phase}: {model} on {chip}, {efficiency:.0%} of the peak, {source}, {date}"
 SAMPLING_ADVICE = (
     "lower config.sampler.slots, set config.sampler.pages, or raise config.mesh.decode_tensor"
 )
@@ -56,7 +57,7 @@ def make(config: Config, settings: PlanSettings) -> dict[str, Any]:
     fits, step = all(program.fits(most) for program in measured.values()), None
     if fits:
         weights = measured["decode"].alive["decoding weights"]
-        step = estimate_step(layout, weights, settings)
+        step = calibrated_step(layout, weights, settings)
     return {
         "fits": fits,
         "model": config.model.folder,
@@ -138,19 +139,21 @@ def _step_table(settings: PlanSettings, step: dict[str, Any]) -> str:
     flops, seconds, price = step["flops"], step["seconds"], ""
     rows = [[name, f"{flops[name]:.3g}", amount(spent)] for name, spent in seconds.items()]
     rows.append(["a step", f"{sum(flops.values()):.3g}", amount(step["seconds_step"])])
+    fast, slow = map(amount, step["seconds_range"])
     if settings.price:
         price = f"; at {settings.price:g} dollars a chip-hour {amount(step['dollars_step'])} a "
         price += f"step and {amount(step['dollars'])} in all"
     lines = [
-        f"MFU of the update {step['update_mfu']:.0%} ({settings.flops:.0%} of the peak, assumed, x "
-        f"useful / executed operations)",
+        f"a step takes {fast} to {slow} s by the three nearest published runs; the nearest are",
+        *map(SOURCE.format_map, step["sources"]),
+        f"MFU of the update {step['update_mfu']:.0%}",
         f"{step['decode_steps']:,.0f} decode steps of {step['live_slots']:,.0f} live slots, each "
         f"reads {amount(step['decode_step_bytes'] / GIB)} GiB of a chip",
         f"{amount(step['chip_hours_step'])} chip-hours a step, {amount(step['chip_hours'])} for "
         f"all steps ({amount(step['hours'])} hours){price}",
-        f"assumed: {settings.flops:.0%} of a chip's peak FLOP/s, {settings.hbm:.0%} of its memory's"
+        f"assumed: {step['flops_peak']:.0%} of peak FLOP/s, {step['hbm']:.0%} of the memory's"
         f" rate, {settings.busy:.0%} of slots busy, {settings.kept:.0%} of groups kept, responses "
-        f"of {step['response_tokens']:,.0f} tokens; exchanges, rewards and hosts cost nothing",
+        f"of {step['response_tokens']:,.0f} tokens; rewards and hosts cost nothing",
     ]
     table = _table(["phase", "FLOP", "seconds"], rows)
     return f"A step:\n\n{table}\n\n" + "\n".join(lines)

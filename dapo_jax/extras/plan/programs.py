@@ -303,10 +303,7 @@ class Compiler:
 
 
 def missing_memory(error: RuntimeError) -> dict[str, Any]:
-    """Return the memory that an out-of-memory error names, and the part `known` as the program's.
-
-    Raises any other error again.
-    """
+    """Return the memory that an out-of-memory error names, and the part known as the program's."""
     text = str(error)
     match = _TEMPORARIES.search(text) or _ALL.search(text)
     if "RESOURCE_EXHAUSTED" not in text or not match:

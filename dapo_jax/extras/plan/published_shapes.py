@@ -1,8 +1,4 @@
-"""Published shapes of models of all families but Mistral's, for plans without weights.
-
-The values, in published_shapes.json, are those of each model's config.json (huggingface.co: Qwen,
-meta-llama, google, openai, allenai, HuggingFaceTB); for multimodal Gemma, those of its text part.
-"""
+"""Published shapes of models, from their config.json on huggingface.co; of Gemma, the text part."""
 
 import importlib.resources
 import json
