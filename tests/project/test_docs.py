@@ -98,6 +98,12 @@ def test_a_wrong_link_is_found(tmp_path):
     assert broken_links(page) == ["page.md#other: no such heading", "no.png: no such file"]
 
 
+def test_every_answer_to_a_problem_names_a_test_that_exists():
+    rows = re.findall(r"`(test_\w+)` \|$", (ROOT / "docs/tpu_problems.md").read_text(), re.M)
+    code = "".join(path.read_text() for path in ROOT.glob("tests/*/test_*.py"))
+    assert len(rows) == 10 and not [name for name in rows if f"def {name}(" not in code]
+
+
 def test_the_glossary_is_in_order_and_every_word_has_a_link():
     glossary = (ROOT / "docs/glossary.md").read_text()
     lines = [line for line in glossary.splitlines() if line.startswith("- ")]
