@@ -33,7 +33,7 @@ EXTRAS = {
     "init": 187,
     "jetstream": 162,
     "judge": 188,
-    "math": 4_413,
+    "math": 4_444,
     "plan": 950,
     "report": 350,
     "samplers": 884,

@@ -41,7 +41,7 @@ _ASKS_PERCENT = re.compile(r"per\s?cent|\\?%", re.IGNORECASE)
 _FORMULA = re.compile(r"(?<!\$)\$+([^$]+)\$|\\[(\[](.+?)\\[)\]]", re.DOTALL)
 _ASKED_FOR = re.compile(
     r"(?:find|compute|evaluate|determine|what is|value of|calculate) ?(?:the value of ?)?"
-    r"\$([^$]{1,80})\$",
+    r"\$([^$]{1,80})\$|(?:express|write|give) ?\$([^$]{1,80})\$ ?in terms of",
     re.IGNORECASE,
 )
 _FUNCTION_AT = re.compile(r"[A-Za-z]\([^()]*\)")
@@ -300,7 +300,7 @@ def asked_value(prediction: str, problem: str) -> str | None:
     node = read(normalise(prediction))
     if node.kind != "relation" or node.marks != ("=",):
         return None
-    asked = {compact(normalise(formula)) for formula in _ASKED_FOR.findall(problem)}
+    asked = {compact(normalise(max(pair))) for pair in _ASKED_FOR.findall(problem)}
     left = compact(node.items[0].text)
     if left in asked and _has_letters(node.items[0].text):
         return node.items[1].text

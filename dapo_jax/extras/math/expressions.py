@@ -5,6 +5,7 @@ text is compared as text.
 """
 
 import itertools
+import math
 import re
 
 from flint import fmpq
@@ -236,7 +237,7 @@ class _Parser:
             part = self._atom()
             written = "".join(self._tokens[here + 1 : self._at])
             if re.fullmatch(r"[\d{}]+", written):
-                return trees.add([value, part]) if self._folds else Tree("mixed", (value, part))
+                return trees.add([value, part]) if self._folds else _mixed(value, part)
             # A factor then. It is not read again: nested, that would take exponential time.
             self._read_ahead = here, self._at, part
             self._at = here
@@ -414,6 +415,14 @@ class _Parser:
         while self._starts_factor() and self._peek()[1:] not in FUNCTIONS and self._peek() != "(":
             value = trees.multiply(value, self._next_factor())
         return trees.negate(value) if negative else value
+
+
+def _mixed(whole: Tree, part: Tree) -> Tree:
+    """Return a mixed number as one numeral, if its fraction is in lowest terms and below 1."""
+    above, below = (term.whole or 0 for term in part.parts)
+    if above >= below or math.gcd(above, below) > 1:
+        return Tree("mixed", (whole, part))
+    return Tree("numeral", value=whole.rational + fmpq(above, below))
 
 
 def _is_digits(token: str) -> bool:

@@ -25,6 +25,7 @@ _SYMBOLS = {
     **dict.fromkeys("−–—‐‑‒―﹣－", "-"),
     **dict.fromkeys("÷∕⁄", "/"),
     **dict.fromkeys("°º˚", r"^\circ "),
+    **{"℃": r"^\circ C", "℉": r"^\circ F"},
     **dict.fromkeys("′’", "'"),
     **{"″": "''", "∣": "|", "、": ",", "。": ".", "ℝ": r"\mathbb{R}"},
     **{"€": r"\text{euro} ", "£": r"\text{pound} ", "¥": r"\text{yen} ", "¢": r"\text{cent} "},
@@ -132,6 +133,10 @@ _THOUSANDS_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _THOUSANDS_NARROWED = re.compile(r"(?<=\d),(?:\\!|\\,|~) ?(?=\d{3}(?!\d))")
 _THOUSANDS_THIN = re.compile(r"(?<=\d)(?:\\[,!]|\\ )(?=\d{3}(?!\d))")
 
+_ROWS = re.compile(  # the end of a row, with space below it
+    r"\\\\(?:\*| {0,3}\[ ?-?[\d.]{1,9} ?(?:pt|mm|cm|em|ex|in) ?\])|\\cr(?![A-Za-z])"
+)
+_COLONS = re.compile(r"(?<=\d)(?:\{:\}|\\!:\\!|\\colon) ?(?=\d)")
 _SHARES = r"(?:roots?|powers?|parts?|shares?|fractions?|derivatives?|of)\b"
 _ORDINAL = re.compile(
     r"(?<![\d.,])(\d{1,18}) ?(?:\^ ?)?(?:st|nd|rd|th|\{ ?(?:st|nd|rd|th) ?\}"
@@ -222,6 +227,7 @@ def normalise(text: str) -> str:
     """Return the normal form of an answer; several rules ask for that of the same one."""
     if (numeral := _NUMERAL.fullmatch(text)) is not None:  # most answers
         return numeral[2]
+    text = _ROWS.sub(r"\\\\", _COLONS.sub(":", text))
     text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(_LATEX_E.sub(r"\1 \\cdot e\2", text)))
     text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", _COLOURS.sub(" ", text)))
     text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another

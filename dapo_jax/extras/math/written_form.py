@@ -9,7 +9,7 @@ import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from flint import fmpq
@@ -107,6 +107,15 @@ def _content(tree: Tree) -> int:
     return 1
 
 
+def _shared(bases: Iterable[Tree]) -> set[str]:
+    """Return keys of what plainly divides a product of sums, save numbers."""
+    names = set()
+    for base in bases:
+        terms = [{key(f.base) for f in factors(term) if not f.below} for term in base.parts]
+        names |= set.intersection(*terms) if base.kind == "sum" else {key(base)}
+    return {name for name in names if not name.startswith(("num", "sum"))}
+
+
 def _frees(n: int, order: int) -> bool:
     """Return True if a root of this order simplifies the radicand, as 12 and 2, or 4 and 4."""
     is_square = order % 2 == 0 and n > 1 and math.isqrt(n) ** 2 == n
@@ -139,7 +148,11 @@ class Form:
         """Note the work that is left to do; return True for a part without letters."""
         parts = list(factors(tree))
         if tree.kind in ("product", "quotient") or parts[0].base is not tree:
-            return self._product(parts)
+            closed = self._product(parts)
+            is_power = tree.kind == "power" and _exponent(tree)[1] < 0
+            if is_power and closed and tree.parts[0].kind not in ("e", "pi"):
+                self.steps.add("product")
+            return closed
         roots, root = self.operations["root"], _root(tree)
         closed = all([self._visit(part) for part in tree.parts])
         if tree.kind == "symbol":
@@ -150,9 +163,7 @@ class Form:
             if len(units) > len(set(units)) or any(part.whole == 0 for part in tree.parts):
                 self.steps.add("sum")  # terms that can be collected
         elif tree.kind == "mixed":
-            above, below = (part.whole or 0 for part in tree.parts[1].parts)
-            if above >= below or math.gcd(above, below) > 1:
-                self.steps.add("product")
+            self.steps.add("product")
         elif root is not None:
             if closed and self.operations["root"] > roots:
                 self.steps.add("nested")
@@ -165,6 +176,8 @@ class Form:
             self.steps.add(tree.kind)
         elif tree.parts:
             self.operations[tree.kind] += 1
+            if tree.kind == "log" and any(f.base.kind == "e" for f in factors(tree.parts[0])):
+                self.steps.add("product")
             if closed or tree.kind in _TO_DO:
                 self.steps.add(_STEPS.get(tree.kind, tree.kind))
         return closed
@@ -185,8 +198,11 @@ class Form:
         powers = [f for f in others if f.times > 1 and f.base.kind in _POWER_TO_DO]
         if len(set(names)) < len(names) or len(signs) > 1 or any(f not in ratios for f in powers):
             self.steps.add("product")
+        shared = [_shared(f.base for f in parts if f.below is below) for below in (False, True)]
+        if shared[0] & shared[1]:
+            self.steps.add("product")
         above = sum(f.times for f in sums if not f.below)
-        if any(f.below for f in sums):
+        if any(f.below and (f.base.kind == "i" or f in sums) for f in parts):
             self.steps.add("denominator")
         if above > 1 and not letters:
             self.steps.add("unexpanded")
