@@ -290,6 +290,9 @@ class Rollout:
         "If the rewards of over half of a group, or of all but one response, failed: 'drop' it, or "
         "'resample' it once.",
     )
+    reward_bursts: AutoCount = setting(
+        AUTO, "Bursts until decoding waits for rewards; 0: never.", auto=AUTO, may_change=ON_POLICY
+    )
 
 
 @section
@@ -638,6 +641,11 @@ class Config:
         """Return the largest number of sampled tokens of a response or a trajectory."""
         limit = self.sampler.max_response_tokens
         return min(self.environment.max_drawn_tokens or limit, limit)
+
+    def reward_bursts(self) -> int:
+        """Return after how many bursts rewards are read; 0: as soon as they are there."""
+        counts = self.rollout.carry_over != "none" or self.environment.used
+        return int(counts) if self.rollout.reward_bursts < 0 else self.rollout.reward_bursts
 
     def critic_pretrain_steps(self) -> int:
         """Return the number of first steps that train only the critic."""

@@ -238,6 +238,9 @@ def _run(config: Config) -> Checks:
     carry = config.rollout.carry_over
     allowed = f"false with rollout.carry_over = {carry!r}: a step trains the groups scored first"
     yield "checkpoint.keep_groups", carry == "none" or not config.checkpoint.keep_groups, allowed
+    allowed = "above 0, or 'auto', with rollout.carry_over or an environment"
+    counts = carry == "none" and not config.environment.used
+    yield "rollout.reward_bursts", counts or config.rollout.reward_bursts != 0, allowed
     rank = config.lora.rank
     allowed = f"0 with lora.rank = {rank}, which freezes all but its adapters"
     yield "model.freeze_layers", not rank or config.model.freeze_layers == 0, allowed

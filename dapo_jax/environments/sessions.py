@@ -16,7 +16,7 @@ from dapo_jax.runtime.workers.parent import LATE_FACTOR, Limits, RestartingWorke
 from dapo_jax.runtime.workers.pickled_functions import FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool, gather_results
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import Interrupted, Observation, Problem, Prompt
+from dapo_jax.types.structs import Observation, Problem, Prompt
 
 WORKER = "dapo_jax.environments.worker"
 MAX_ERROR_CHARACTERS = 200
@@ -32,13 +32,6 @@ class TokenizedReply(NamedTuple):
     cut: bool = False
     late: bool = False
     lost: bool = False  # the environment failed: there is no reward
-
-
-class PendingReply(NamedTuple):
-    """Requested reply; the process that runs the prompt's environments has its future."""
-
-    prompt_index: int
-    futures: list[Future[TokenizedReply]]
 
 
 class Environments:
@@ -81,8 +74,8 @@ class Environments:
 
     def submit(
         self, prompt: Prompt, seed: int, turns: Sequence[str], failed: Sequence[str]
-    ) -> PendingReply:
-        """Request the reply to the last turn of a trajectory.
+    ) -> list[Future[TokenizedReply]]:
+        """Request the reply to the last turn of a trajectory; empty on all processes but one.
 
         Args:
             seed: seed of the trajectory, which also names it.
@@ -91,7 +84,7 @@ class Environments:
                 are not repeated.
         """
         if prompt.index % processes.count() != processes.index():
-            return PendingReply(prompt.index, [])
+            return []
         *before, last = turns
         passed = [text for text, failure in zip(before, failed, strict=True) if not failure]
         problem = Problem(
@@ -101,7 +94,7 @@ class Environments:
             problem = Problem("", prompt.problem, "", "")
         request = Request(problem, f"{prompt.index} {seed}", seed, [*passed, last])
         pool = self._pools[zlib.crc32(request.session.encode()) % len(self._pools)]
-        return PendingReply(prompt.index, [pool.submit(self._step, request)])
+        return [pool.submit(self._step, request)]
 
     def _step(self, workers: tuple[RestartingWorker], request: Request) -> TokenizedReply:
         late = False
@@ -148,18 +141,10 @@ class Environments:
             self._first.pop(source, None)  # the reset of another problem may end in time
             raise
 
-    def steps(self, asked: Sequence[PendingReply]) -> list[TokenizedReply]:
+    def steps(self, asked: Sequence[list[Future[TokenizedReply]]]) -> list[TokenizedReply]:
         """Return the replies, in order, on every process. Raises `Interrupted`."""
-        results = gather_results(
-            [reply.prompt_index for reply in asked],
-            [reply.futures for reply in asked],
-            list,
-            self._should_abort,
-            "observations",
-        )
-        if results is None:
-            raise Interrupted
-        return [TokenizedReply(*fields) for (fields,) in results]
+        results = gather_results(asked, list, self._should_abort, "observations", len(asked))
+        return [TokenizedReply(*fields) for (fields,) in results.values()]
 
     def open(self, problem: Problem) -> Problem:
         """Return a problem with the prompt of its environment.

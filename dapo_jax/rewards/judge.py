@@ -12,7 +12,7 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.pool import gather_results
-from dapo_jax.types.structs import Completion, Group, Interrupted, Prompt, Verdict, with_texts
+from dapo_jax.types.structs import Completion, Group, Prompt, Verdict, with_texts
 
 NOTICE_SECONDS = 20.0  # of waiting for rewards until a line names the function
 # Returns float32 scores of each group's responses, such as `learner.critic.RewardModel.score`.
@@ -28,10 +28,10 @@ class Pending(NamedTuple):
 
 
 class Judge:
-    """Background scorer of groups: `submit` returns at once, `groups` waits for results.
+    """Background scorer of groups: `submit` returns at once, `read` the results that are there.
 
     Args:
-        should_abort: called while verdicts are missing; if true, `groups` raises `Interrupted`.
+        should_abort: called while verdicts are missing; if true, `read` raises `Interrupted`.
         decode_all: decodes responses that have no text yet; by default their text stays empty.
     """
 
@@ -57,29 +57,25 @@ class Judge:
             return Pending(prompt, completions, [])
         return Pending(prompt, completions, self._pool.submit_group(prompt, completions))
 
-    def groups(self, pending: list[Pending]) -> list[Group]:
+    def groups(self, pending: Sequence[Pending]) -> list[Group]:
         """Return the rewarded groups, in order, on every process. Raises `Interrupted`."""
-        scores: Sequence[np.ndarray | None] = [None] * len(pending)
-        if self._score_groups is not None and pending:
-            scores = self._score_groups([(group.prompt, group.completions) for group in pending])
-        results = gather_results(
-            [group.prompt.index for group in pending],
-            [group.verdicts for group in pending],
-            vars,
-            self._watch(pending),
-            "verdicts",
-        )
-        if results is None:
-            raise Interrupted
-        groups = []
-        for group, fields, model_scores in zip(pending, results, scores, strict=True):
-            verdicts = tuple(map(Verdict.from_json, fields))
-            groups.append(
-                reward_group(self._config, group.prompt, group.completions, verdicts, model_scores)
-            )
-        return groups
+        return self.read(pending, len(pending))[0]
 
-    def _watch(self, pending: list[Pending]) -> Callable[[], bool]:
+    def read(self, pending: Sequence[Pending], least: int) -> tuple[list[Group], list[Pending]]:
+        """Return the groups that are rewarded, at least so many, and those still pending."""
+        verdicts = [group.verdicts for group in pending]
+        results = gather_results(verdicts, vars, self._watch(pending), "verdicts", least)
+        done = [pending[i] for i in results]
+        scores: Sequence[np.ndarray | None] = [None] * len(done)
+        if self._score_groups is not None and done:
+            scores = self._score_groups([(group.prompt, group.completions) for group in done])
+        groups = [
+            reward_group(self._config, *own[:2], tuple(map(Verdict.from_json, fields)), score)
+            for own, fields, score in zip(done, results.values(), scores, strict=True)
+        ]
+        return groups, [group for i, group in enumerate(pending) if i not in results]
+
+    def _watch(self, pending: Sequence[Pending]) -> Callable[[], bool]:
         """Return `should_abort`; it also prints a line if rewards take long, then rarer ones."""
         start = time.monotonic()
 

@@ -56,6 +56,9 @@ class CarryOverCollection(Collection):
         kept = [prompt.index for prompt in self._requested if prompt.index in self._kept]
         return [self._scored[index] for index in kept[: self._wanted]]
 
+    def _head(self) -> list[Group]:
+        return list(self._scored.values())
+
     def full(self) -> bool:
         """Return True if the step has its groups and needs to wait for no old group."""
         oldest = self._step - self._rollout.carry_over_max_age
@@ -67,8 +70,12 @@ class CarryOverCollection(Collection):
 
     def end(self, sampler: Sampler, judge: Judge, position: int) -> CollectedGroups:
         """Return the collected groups, and the groups for the next step."""
-        self.read_verdicts(judge)
-        unfinished = sampler.stop(keep=True)
+        self.submit_ended(judge)
+        self._read(judge, self._burst)
+        unfinished = [  # a group that is sampled again is left to the next step, which starts it
+            PartialGroup(own.prompt, self._step + 1) if own.prompt.index in self._parts else own
+            for own in sampler.stop(keep=True)
+        ]
         groups = self.first_kept()
         surplus = self._kept - {group.prompt.index for group in groups}
         started = [group.prompt.index for group in unfinished if group.tokens]

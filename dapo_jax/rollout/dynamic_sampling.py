@@ -2,25 +2,25 @@
 
 A group with only correct or only incorrect answers has no advantage and so no gradient. `collect`
 requests prompts until enough groups are left, and keeps the first ones that qualify in DATA order:
-order of arrival would favour short responses and depend on timing. A broken group, with too few
-rewards, is dropped or sampled again (`rollout.when_broken`). In `carry_over.py` groups continue in
-the next step (`rollout.carry_over`).
+order of arrival would favour short responses and depend on timing. So decoding never waits for
+rewards: the clock decides only how many prompts are sampled in vain. A broken group, with too few
+rewards, is dropped or sampled again (`rollout.when_broken`). See also `carry_over.py`.
 """
 
 import collections
 import dataclasses
-import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.types.contracts import Sampler
-from dapo_jax.types.structs import CollectedGroups, Completion, Finished, Group, Interrupted, Prompt
+from dapo_jax.types.structs import CollectedGroups, Completion, Group, Interrupted, Prompt
 
 INITIAL_KEPT_FRACTION = 0.5  # estimate before any group is scored
 MIN_KEPT_FRACTION = 1 / 16  # bounds how many prompts a pessimistic estimate requests
@@ -76,24 +76,12 @@ class Prompts(Protocol):
     def __next__(self) -> Prompt: ...
 
 
-AnyPrompts = TypeVar("AnyPrompts", bound=Prompts)
-
-
-def seek(prompts: AnyPrompts, position: int) -> AnyPrompts:
-    """Move a data order to a position and return it.
-
-    The position belongs to `SourceState`; nothing else may assign it.
-    """
-    prompts.position = position
-    return prompts
-
-
 class Judge(Protocol):
     """Scorer of groups, such as `rewards.judge.Judge`; it has a handle of each pending group."""
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Any: ...
 
-    def groups(self, pending: list[Any]) -> list[Group]: ...
+    def read(self, pending: Sequence[Any], least: int) -> tuple[list[Group], list[Any]]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +109,14 @@ class Collection:
         self._scored: dict[int, Group] = {}
         self._kept: set[int] = set()
         self._uniform: collections.Counter[bool] = collections.Counter()  # by correctness
-        self._unread: list[Any] = []
-        self._unwritten: list[Group] = []
+        self._ended: list[
+            tuple[Prompt, tuple[Completion, ...]]
+        ] = []  # not submitted to the judge yet
+        self._unread: list[tuple[int, Any]] = []  # with the burst of their submission
+        self._burst = 0
         self._resampled: dict[int, Group] = {}  # groups that were broken at first
         self._again: list[Prompt] = []
-        self._outcomes: collections.Counter[bool] = collections.Counter()  # by failure
+        self._parts: dict[int, list[Completion]] = {}  # responses of groups that are sampled again
 
     def resume(self, sampler: Sampler) -> None:
         """Submit the groups that earlier steps started."""
@@ -159,22 +150,43 @@ class Collection:
             self._add(group)
         return group is None
 
-    def submit(self, judge: Judge, ended: list[Finished]) -> None:
-        """Submit finished groups to the judge, and empty the list."""
-        self._unread += [judge.submit(request.prompt, done) for request, done in ended]
-        ended.clear()
+    def decode(self, sampler: Sampler, judge: Judge) -> None:
+        """Decode a burst; meanwhile submit the groups that ended before it to the judge."""
+        for request, done in sampler.step(lambda: self.submit_ended(judge)):
+            prompt = request.prompt
+            if prompt.index in self._parts:  # responses that are sampled again come one by one
+                parts = self._parts[prompt.index] = [*self._parts[prompt.index], *done]
+                if len(parts) < self.config.rollout.samples_per_prompt:
+                    continue
+                del self._parts[prompt.index]
+                done = tuple(sorted(parts, key=lambda completion: completion.sample))
+            self._ended.append((prompt, done))
 
-    def read_verdicts(self, judge: Judge) -> None:
-        """Wait for the rewards of all submitted groups."""
-        for group in judge.groups(self._unread):
+    def submit_ended(self, judge: Judge) -> None:
+        """Submit the groups that have ended to the judge."""
+        self._unread += [(self._burst, judge.submit(*group)) for group in self._ended]
+        self._ended.clear()
+
+    def read_verdicts(self, judge: Judge, wait: bool) -> list[Group]:
+        """Add and return the groups that are scored, or due; with `wait`, at least one."""
+        bursts, self._burst = self.config.reward_bursts(), self._burst + 1
+        last, least = self._burst - bursts, int(wait and bool(self._unread))
+        if bursts and least:
+            last = max(last, self._unread[0][0])
+        return self._read(judge, last, None if bursts else least)
+
+    def _read(self, judge: Judge, last: int, least: int | None = None) -> list[Group]:
+        """Add groups submitted until the burst `last`, at least so many (None: all of these)."""
+        due = [pending for burst, pending in self._unread if burst <= last]
+        groups, pending = judge.read(due, len(due) if least is None else least)
+        left = set(map(id, pending))
+        self._unread = [own for own in self._unread if own[0] > last or id(own[1]) in left]
+        for group in groups:
             self._add(group)
-            self._unwritten.append(group)
-        self._unread.clear()
+        return groups
 
     def _add(self, group: Group) -> None:
         index, correct = group.prompt.index, int(group.correct.sum())
-        self._outcomes[False] += len(group.completions)
-        self._outcomes[True] += len(group.failed)
         resamples = self.config.rollout.when_broken == "resample"
         if group.is_broken and resamples and index not in self._resampled:
             self._resampled[index] = group
@@ -186,35 +198,26 @@ class Collection:
         has_signal = carries_signal(group, self.config.reward)
         if not has_signal:
             self._uniform[correct > 0] += 1
-        every = not self.config.algorithm.dynamic_sampling
-        if every or has_signal:
+        if has_signal or not self.config.algorithm.dynamic_sampling:
             self._kept.add(index)
 
-    def take_again(self) -> list[Prompt]:
-        """Return the prompts to sample again, each once."""
-        prompts = self._again
-        self._again = []
-        return prompts
+    def sample_again(self, sampler: Sampler) -> None:
+        """Request responses with further sample indices, and so random keys, of broken groups."""
+        samples = self.config.rollout.samples_per_prompt
+        for prompt in self._again:
+            self._parts[prompt.index] = []
+            sampler.submit(prompt, range(samples, 2 * samples))
+        self._again.clear()
 
-    def take_unwritten(self) -> list[Group]:
-        """Return the groups that were scored since the last call."""
-        groups = self._unwritten
-        self._unwritten = []
-        return groups
+    def _head(self) -> list[Group]:
+        """Return the scored groups in data order, up to the first that is not scored yet."""
+        indices = (prompt.index for prompt in self._requested)
+        return [self._scored[i] for i in itertools.takewhile(self._scored.__contains__, indices)]
 
     def first_kept(self) -> list[Group]:
-        """Return the first kept groups in data order, at most as many as are wanted.
-
-        They end at the first group that is not scored yet: the step waits for slow responses.
-        """
-        groups: list[Group] = []
-        for prompt in self._requested:
-            group = self._scored.get(prompt.index)
-            if len(groups) == self._wanted or group is None:
-                break
-            if prompt.index in self._kept:
-                groups.append(group)
-        return groups
+        """Return the first kept groups in data order, at most as many as are wanted."""
+        kept = [group for group in self._head() if group.prompt.index in self._kept]
+        return kept[: self._wanted]
 
     def full(self) -> bool:
         """Return True if the step has its groups."""
@@ -228,13 +231,21 @@ class Collection:
         return f"{len(self._kept)}/{self._wanted} groups kept ({counts})"
 
     def too_many_failed(self) -> bool:
-        """Return True if a batch is scored, and no group or too few responses have rewards."""
-        scored = self._scored.values()
-        if len(scored) >= self._wanted and all(group.is_broken for group in scored):
-            return True
-        is_batch = len(scored) + len(self._resampled) >= self._wanted
-        failed, responses = self._outcomes[True], self._outcomes.total()
-        return is_batch and exceeds_failures(self.config, failed, responses)
+        """Return True if of a batch, or more, no group or too few responses have rewards."""
+        kept = whole = failed = scored = 0
+        for count, group in enumerate(self._head(), 1):
+            index = group.prompt.index
+            for own in filter(None, (group, self._resampled.get(index))):
+                failed += len(own.failed)
+                scored += len(own.completions)
+            whole += not group.is_broken
+            exceeds = exceeds_failures(self.config, failed, failed + scored)
+            if count >= self._wanted and (exceeds or not whole):
+                return True
+            kept += index in self._kept
+            if kept == self._wanted:
+                break
+        return False
 
     def exhausted(self) -> bool:
         """Return True if every prompt that a step may request is scored."""
@@ -283,13 +294,13 @@ def exceeds_failures(config: Config, failed: int, responses: int) -> bool:
     return 0 < limit * responses < failed
 
 
-def _check_starved(config: Config, batch: CollectedGroups) -> None:
-    """Raise `Starved` if too few groups carry signal, or no group has a reward."""
+def _check_starved(config: Config, batch: CollectedGroups, failed: bool) -> None:
+    """Raise `Starved` if too few groups carry signal, or too many rewards `failed`."""
     first = next((group.first_failure for group in batch.scored if group.failed), "")
-    if batch.broken and not batch.judged:
+    if failed and not batch.judged:
         raise Starved(f"the reward failed in every group, first: {first}")
     responses = batch.outcomes.total()
-    if exceeds_failures(config, batch.failures.total(), responses):
+    if failed:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in batch.failures.items())
         raise Starved(
             f"{batch.failures.total()} of {responses} rewards failed ({counts}), more than "
@@ -321,43 +332,37 @@ def collect(
     It ends early if max_sample_rounds batches of prompts are scored, or if too many rewards of a
     whole batch failed.
 
-    Groups that end in a burst are decoded to text and scored while the next burst runs, and their
-    rewards are read after it: every decision depends on burst counts, never on the clock.
-
     Raises:
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no
             group has a reward, or more failed than `watch.max_failed_rewards`.
         Interrupted: `interrupted()` was True between two bursts, or the judge stopped waiting.
     """
     samples = collection.config.rollout.samples_per_prompt
-    ended: list[Finished] = []  # in the last burst
-    submit_ended = functools.partial(collection.submit, judge, ended)
-    seek(prompts, collection.start)
+    prompts.position = collection.start
     collection.resume(sampler)
+    failed, scored = False, []
     while not collection.full():
         if hooks.interrupted():
             raise Interrupted
-        hooks.on_scored(collection.take_unwritten())
-        for prompt in collection.take_again():
-            sampler.submit(prompt, samples)
+        hooks.on_scored(scored)
+        collection.sample_again(sampler)
         while collection.wants_more(sampler):
             prompt = next(prompts)
             if collection.request(prompt, finished):
                 sampler.submit(prompt, samples)
-        ended += sampler.step(submit_ended)
-        collection.read_verdicts(judge)
-        if collection.too_many_failed():
-            break
+        nothing_to_decode = sampler.idle
+        if not nothing_to_decode:
+            collection.decode(sampler, judge)
         if sampler.idle:
-            submit_ended()
-            collection.read_verdicts(judge)
-            if collection.exhausted():
-                break
+            collection.submit_ended(judge)
+        scored = collection.read_verdicts(judge, wait=nothing_to_decode)
+        failed = collection.too_many_failed()
+        if failed or collection.exhausted():
+            break
         hooks.on_burst(collection)
     if hooks.interrupted():  # an interruption may have changed the last rewards
         raise Interrupted
-    hooks.on_scored(collection.take_unwritten())
-    submit_ended()
+    hooks.on_scored(scored)
     batch = collection.end(sampler, judge, prompts.position)
-    _check_starved(collection.config, batch)
+    _check_starved(collection.config, batch, failed)
     return batch

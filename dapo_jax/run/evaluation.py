@@ -57,16 +57,6 @@ FIELDS = {field.name: field.default for field in dataclasses.fields(Response)}
 REQUIRED_FIELDS = {name for name, default in FIELDS.items() if default is dataclasses.MISSING}
 
 
-def _split_scored(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
-    """Return the groups with complete verdicts, and the others; every host agrees."""
-    owners = [group.prompt.index for group in pending]
-    is_scored = processes.map_over_hosts(
-        owners, lambda i: all(v.done() for v in pending[i].verdicts), "which are judged"
-    )
-    both = list(zip(pending, is_scored, strict=True))
-    return [group for group, done in both if done], [group for group, done in both if not done]
-
-
 def sample_responses(
     components: Components,
     params: Any,
@@ -86,15 +76,15 @@ def sample_responses(
     pending: list[Pending] = []
     while not sampler.idle and not interrupted():
         pending += [judge.submit(request.prompt, done) for request, done in sampler.step()]
-        scored, pending = _split_scored(pending)
-        for group in judge.groups(scored):
+        groups, pending = judge.read(pending, 0)
+        for group in groups:
             yield from make_responses(group)
     stopped = not sampler.idle
     sampler.close()
     if stopped:
         futures.wait([v for group in pending for v in group.verdicts], MAX_WAIT_SECONDS)
-        pending, _ = _split_scored(pending)
-    for group in judge.groups(pending):
+    groups, _ = judge.read(pending, 0 if stopped else len(pending))
+    for group in groups:
         yield from make_responses(group)
     if stopped:
         raise Interrupted

@@ -20,7 +20,7 @@ from dapo_jax.registry import feature
 from dapo_jax.reporting import notices
 from dapo_jax.reporting.console import Progress, fit
 from dapo_jax.reporting.scores import Response
-from dapo_jax.rollout.dynamic_sampling import Starved, seek
+from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.group_format import (
     pack_partial,
     pack_rollouts,
@@ -130,7 +130,8 @@ class Run:
     def _first_responses(self) -> list[Response]:
         """Return a few responses to the first training prompts."""
         config = self.components.config
-        prompts = seek(self.components.prompts, self.state.source.position)
+        prompts = self.components.prompts
+        prompts.position = self.state.source.position
         samples = range(min(CHECKED_SAMPLES, config.rollout.samples_per_prompt))
         count = min(CHECKED_PROMPTS, config.rollout.prompts_per_step)
         sampler = config.sampler
@@ -274,7 +275,8 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
         return np.asarray(restored[name])
 
     def read_prompt(index: int) -> Prompt:
-        return next(seek(components.prompts, index))
+        components.prompts.position = index
+        return next(components.prompts)
 
     partial, ahead = (), ()
     if size := progress.carried_bytes:

@@ -31,6 +31,8 @@ from dapo_jax.run.step_record import trace
 from dapo_jax.types.structs import Failure, Group, Outcome
 
 OWN = """
+import os, random, time
+
 def picky(prompt, response, answer):
     if response.endswith("7"):
         raise RuntimeError("seven is not for me")
@@ -43,6 +45,7 @@ def shortest(prompt, responses, answer, lengths, correct):
     return [float(n == min(lengths)) for n in lengths]
 
 def places(prompt, response, answer, tokens):
+    time.sleep(random.random() * float(os.environ.get("SLOWEST", 0)))
     return [len(token) * (-1) ** i / 7 for i, token in enumerate(tokens)]
 
 def digits(prompt, response, answer):
@@ -170,7 +173,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-def test_rewards_of_groups_and_tokens_train_and_resume_with_the_same_bits(
+def test_rewards_of_groups_and_tokens_train_and_resume_with_the_same_bits_however_long_they_take(
     tiny_folder, score_folder, write_module, alone, tmp_path, monkeypatch
 ):
     write_module("own", OWN)
@@ -180,22 +183,28 @@ def test_rewards_of_groups_and_tokens_train_and_resume_with_the_same_bits(
         reward = Reward(parts=parts, correct="spread", min_spread=0.01)
         log = Log(tensorboard=False, report=False)
         folders = tiny_folder, score_folder, tmp_path / name
-        return make_kept("plain", *folders, preset=preset, reward=reward, log=log)
+        config = make_kept("plain", *folders, preset=preset, reward=reward, log=log)
+        config.rollout.reward_bursts = 0
+        return config
 
     train(make("whole"))
+    monkeypatch.setenv("SLOWEST", "0.3")
     read = dynamic_sampling.Collection.read_verdicts
 
-    def stop_or_read(self, judge):
+    def stop_or_read(self, judge, wait):
         if len(self._scored) >= 3:
             raise Killed
-        read(self, judge)
+        read(self, judge, wait)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(dynamic_sampling.Collection, "read_verdicts", stop_or_read)
         train(make("run"))
     assert list((tmp_path / "run" / FOLDER).rglob("*.groups"))
+    monkeypatch.setenv("SLOWEST", "0.03")
     train(make("run"))
     assert differing(tmp_path / "run", tmp_path / "whole") == []
+    kept = [[row["kept_fraction"] for row in read_rows(tmp_path / n)] for n in ("run", "whole")]
+    assert kept[0] == kept[1]
     files = [read_rollouts(tmp_path / name) for name in ("run", "whole")]
     assert len(files[1]) == 2
     for name, text in files[1].items():

@@ -1,10 +1,12 @@
 """Dynamic sampling with scripted lengths and rewards: which groups are kept, in which order."""
 
 import collections
+import random
 from concurrent.futures import Future
 
 import pytest
 from conftest import make_completion
+from samplers import TOKENIZER, make_sampler
 from toy_sampler import ScriptedSampler
 
 from dapo_jax import algorithms
@@ -22,7 +24,8 @@ from dapo_jax.rollout.dynamic_sampling import (
     collect,
     next_kept_fraction,
 )
-from dapo_jax.types.structs import Failure, Interrupted, Outcome, Verdict
+from dapo_jax.runtime.workers import pool as worker_pool
+from dapo_jax.types.structs import Failure, Interrupted, Outcome, RolloutKey, SamplingRule, Verdict
 
 LOST = Verdict(False, None, Failure(Outcome.CRASH, "the worker died"))
 
@@ -48,6 +51,33 @@ class ScriptedPool:
         return futures
 
 
+class LatePool(ScriptedPool):
+    """Decides as `ScriptedPool`; a reward is there after up to `most` looks at the rewards."""
+
+    def __init__(self, right, failing, most):
+        super().__init__(right, failing)
+        self._random, self._most = random.Random(most), most
+        self._due, self._looks, self._bursts = [], 0, 0
+
+    def submit_group(self, prompt, completions):
+        late = [Future() for _ in completions]
+        for future, done in zip(late, super().submit_group(prompt, completions), strict=True):
+            looks = self._random.randint(0, self._most)
+            self._due.append((self._looks + looks, future, done.result()))
+            if not looks:
+                future.set_result(done.result())
+        return late
+
+    def look(self, counts, idle) -> bool:
+        """Decide what is due. A second look after a burst is a wait: nothing may be left to do."""
+        assert idle() or counts.bursts > self._bursts
+        self._bursts, self._looks = counts.bursts, self._looks + 1
+        for due, future, verdict in self._due:
+            if due < self._looks and not future.done():
+                future.set_result(verdict)
+        return False
+
+
 def run(
     right,
     *,
@@ -60,6 +90,7 @@ def run(
     samples=2,
     failing=lambda index, tries: 0,
     limit=0.5,
+    late=0,
     **rollout,
 ):
     config = Config(
@@ -71,9 +102,9 @@ def run(
         watch=Watch(max_failed_rewards=limit),
     )
     prompts = prompts or PromptStream(config.data, 0, arithmetic_tokenizer())
-    sampler, pool = ScriptedSampler(bursts, slots), ScriptedPool(right, failing)
-    collection = Collection(config, fraction, prompts.position)
-    collected = collect(collection, prompts, sampler, Judge(config, pool))
+    sampler, pool = ScriptedSampler(bursts, slots), LatePool(right, failing, late)
+    judge = Judge(config, pool, None, lambda: pool.look(sampler.counts, lambda: sampler.idle))
+    collected = collect(Collection(config, fraction, prompts.position), prompts, sampler, judge)
     prompts.position = collected.next_position
     return collected, prompts, sampler
 
@@ -102,6 +133,54 @@ def test_the_first_qualifying_groups_in_data_order_are_kept():
     assert indices(collected) == [1, 2, 4, 5]
     assert collected.next_position == prompts.position == 6
     assert not collected.starved
+
+
+@pytest.mark.parametrize("failing", [lambda index, tries: 0, lambda index, tries: index % 5 == 2])
+def test_when_a_reward_arrives_decides_nothing_but_the_surplus(failing, monkeypatch):
+    """And decoding never waits for one: see `LatePool.look`."""
+    monkeypatch.setattr(worker_pool, "POLL_SECONDS", 0.0)
+    settings = {"bursts": lambda i: 1 + i % 4, "slots": 16, "failing": failing, "samples": 4}
+    settings |= {"when_broken": "resample", "wanted": 8}
+    runs = [run(lambda i: i % 3, late=late, **settings) for late in (0, 3, 40)]
+    steps = [collected for collected, _, _ in runs]
+    assert len({sampler.counts.bursts for *_, sampler in runs}) > 1  # it decoded while they came
+    first, *others = steps
+    for step in others:
+        assert indices(step) == indices(first)
+        assert [g.prompt.index for g in step.judged] == [g.prompt.index for g in first.judged]
+        assert step.next_position == first.next_position
+        assert step.kept_fraction == first.kept_fraction
+
+
+def test_too_many_failures_in_data_order_stop_the_run_however_late_rewards_are(monkeypatch):
+    """Of the first four groups none fails; only the surplus would be too much."""
+    monkeypatch.setattr(worker_pool, "POLL_SECONDS", 0.0)
+    for late in 0, 9:
+        collected, *_ = run(lambda i: 1, failing=lambda index, tries: 2 * (index > 3), late=late)
+        assert indices(collected) == [0, 1, 2, 3] and collected.failures
+        with pytest.raises(Starved, match="crash: the worker died"):
+            run(lambda i: 1, failing=lambda index, tries: 2 * (index < 4), late=late, wanted=5)
+
+
+@pytest.mark.parametrize("again_fails", [False, True])
+def test_a_broken_group_is_sampled_again_with_other_tokens(tiny_params, one_device, again_fails):
+    settings = Rollout(3, 4, updates_per_rollout=1, when_broken="resample", max_sample_rounds=2)
+    data = Data(train_problems=20, max_prompt_tokens=8, min_terms=2, max_terms=2)
+    config = Config(algorithm=algorithms.grpo(), rollout=settings, data=data)
+    prompts, sampler = PromptStream(data, 0, TOKENIZER), make_sampler(one_device)
+    fails = lambda index, tries: 4 * (index == 1 and (not tries or again_fails))  # noqa: E731
+    sampler.begin(tiny_params, RolloutKey(0, 2), SamplingRule())
+    judge = Judge(config, ScriptedPool(lambda i: 2, fails))
+    collected = collect(Collection(config, 1.0, 0), prompts, sampler, judge)
+    (first,) = collected.resampled
+    again = collected.broken[0] if again_fails else collected.groups[1]
+    tokens, others = ([done.tokens.tolist() for done in responses(g)] for g in (first, again))
+    assert [done.sample for done in responses(again)] == [4, 5, 6, 7]
+    assert tokens != others
+
+
+def responses(group):
+    return [*group.completions, *(response.completion for response in group.failed)]
 
 
 def test_the_number_of_requests_follows_the_estimate():

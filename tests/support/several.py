@@ -122,12 +122,12 @@ STEPS = 3
 IN_STEP_2 = """
 from dapo_jax.rollout import dynamic_sampling as filtering
 read, asked = filtering.Collection.read_verdicts, []
-def read_and_send(self, judge):
+def read_and_send(self, judge, wait):
     asked.append(self)
     steps = list(dict.fromkeys(map(id, asked)))
     if len(steps) == 2 and steps[1] == id(asked[-2]) and INDEX == VICTIM:
         os.kill(os.getpid(), signal.SIGNAL)
-    read(self, judge)
+    read(self, judge, wait)
 filtering.Collection.read_verdicts = read_and_send
 """
 AT_THE_END = """

@@ -78,6 +78,8 @@ def make_config(folder, run_dir, **changes) -> Config:
     )
     for name, value in changes.items():
         setattr(config, name, value)
+    if config.rollout.reward_bursts < 0:  # else the surplus would depend on the clock
+        config.rollout.reward_bursts = 1
     checks.check(config)
     return config
 

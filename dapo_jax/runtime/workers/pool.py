@@ -8,6 +8,7 @@ from typing import Any
 
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.parent import RestartingWorker
+from dapo_jax.types.structs import Interrupted
 
 POLL_SECONDS = 0.2  # between two checks whether to abort
 
@@ -57,19 +58,26 @@ class WorkerPool:
 
 
 def gather_results(
-    owners: Sequence[int],
     pending: Sequence[Sequence[Future[Any]]],
     encode: Callable[[Any], Any],
     should_abort: Callable[[], bool],
     topic: str,
-) -> list[list[Any]] | None:
-    """Return the encoded results of all futures, on every process; None if one aborts."""
-
-    def wait(i: int) -> list[Any] | None:
-        while futures.wait(pending[i], POLL_SECONDS).not_done:
-            if should_abort():
-                return None
-        return [encode(future.result()) for future in pending[i]]
-
-    results = processes.map_over_hosts(list(owners), wait, topic)
-    return None if None in results else results
+    least: int,
+) -> dict[int, list[Any]]:
+    """Return the results of the items that are done, by place; or raise `Interrupted`."""
+    results: dict[int, list[Any]] = {}
+    mine = {i: own for i, own in enumerate(pending) if own}
+    while pending:
+        if least > len(results):
+            waiting = [future for own in mine.values() for future in own if not future.done()]
+            every = futures.ALL_COMPLETED if least == len(pending) else futures.FIRST_COMPLETED
+            futures.wait(waiting, POLL_SECONDS, every)
+        done = [i for i, own in mine.items() if all(future.done() for future in own)]
+        own = [[i, [encode(future.result()) for future in mine.pop(i)]] for i in done]
+        replies = processes.all_gather_json([should_abort(), own], topic)
+        if any(aborts for aborts, _ in replies):
+            raise Interrupted
+        results |= {i: values for _, found in replies for i, values in found}
+        if len(results) >= least:
+            break
+    return dict(sorted(results.items()))

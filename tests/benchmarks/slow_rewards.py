@@ -1,0 +1,93 @@
+"""Seconds of a rollout whose rewards take long: decoding must not wait for them.
+
+python tests/benchmarks/slow_rewards.py   # rewards of 0, 0.5, 1 and 5 s, random around it
+"""
+
+import pathlib
+import sys
+import threading
+import time
+from concurrent.futures import Future
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
+
+from toy_sampler import ScriptedSampler
+
+from dapo_jax.config.experiment import Config, Data, Rollout
+from dapo_jax.data.prompt_stream import PromptStream
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.rewards.judge import Judge
+from dapo_jax.rollout.carry_over import open_collection
+from dapo_jax.rollout.dynamic_sampling import collect
+from dapo_jax.types.structs import CollectedGroups, Verdict
+
+BURST_SECONDS = 0.05
+GROUPS = 32
+SAMPLES = 4
+
+
+class SlowPool:
+    """Pool whose rewards take a random time around `seconds`; half of the responses are correct."""
+
+    running = ()
+
+    def __init__(self, seconds: float, seed: int = 0):
+        self._seconds = seconds
+        self._random = np.random.default_rng(seed)
+        self.longest = 0.0
+
+    def submit_group(self, prompt, completions):
+        futures = [Future() for _ in completions]
+        for i, future in enumerate(futures):
+            seconds = self._seconds * self._random.uniform(0.5, 1.5)
+            self.longest = max(self.longest, seconds)
+            verdict = Verdict(i % 2 == 0 and prompt.index % 3 > 0, "1")
+            if seconds:
+                timer = threading.Timer(seconds, future.set_result, [verdict])
+                timer.daemon = True
+                timer.start()
+            else:
+                future.set_result(verdict)
+        return futures
+
+
+class TimedSampler(ScriptedSampler):
+    """Sampler whose bursts take `seconds`."""
+
+    seconds = BURST_SECONDS
+
+    def step(self, meanwhile=lambda: None):
+        end = time.monotonic() + self.seconds
+        finished = super().step(meanwhile)
+        time.sleep(max(0.0, end - time.monotonic()))
+        return finished
+
+
+def roll_out(seconds: float, seed: int = 0, burst_seconds=BURST_SECONDS, **rollout):
+    """Return the groups of a rollout, its seconds, and those of its slowest reward."""
+    settings = Rollout(GROUPS, SAMPLES, updates_per_rollout=1, **rollout)
+    config = Config(data=Data(train_problems=1000), rollout=settings)
+    sampler = TimedSampler(lambda i: 6 + i % 5, slots=48)
+    sampler.seconds = burst_seconds
+    pool = SlowPool(seconds, seed)
+    prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
+    start = time.monotonic()
+    collection = open_collection(config, 0.67, 0, (), 0)
+    collected: CollectedGroups = collect(collection, prompts, sampler, Judge(config, pool))
+    return collected, time.monotonic() - start, pool.longest, sampler.counts
+
+
+def main() -> None:
+    print("reward s  rollout s  slowest s  bursts  groups scored")
+    for seconds in (0.0, 0.5, 1.0, 5.0):
+        collected, took, longest, counts = roll_out(seconds)
+        kept = [group.prompt.index for group in collected.groups]
+        scored = len(collected.scored)
+        numbers = f"{seconds:8} {took:10.2f} {longest:10.2f} {counts.bursts:7} {scored:10}"
+        print(f"{numbers}  {kept[0]}..{kept[-1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
