@@ -800,6 +800,9 @@ class ServeConfig:
     tinker_dir: str = setting(
         "runs/tinker", "Folder of its models, checkpoints and requests.", read=IF_TINKER
     )
+    tinker_stable_reinforce: Literal["", "cispo", "importance_sampling", "ppo"] = setting(
+        "", "Loss to compute for 'stable_reinforce'; 'cispo' is the nearest.", read=IF_TINKER
+    )
     tinker_models: Count = setting(
         8, "Its trained models in memory; more wait on disk.", read=IF_TINKER
     )

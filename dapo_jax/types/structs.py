@@ -449,10 +449,7 @@ class Stop(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What a burst has added to a response: tokens, and the text that may be shown.
-
-    A stop text is cut off, and held back while it may have begun; a stop token has no text.
-    """
+    """What a burst has added to a response: tokens, and text without what may begin a stop."""
 
     sample: int
     ids: list[int]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
+from tinker_served import loss_message
 
 from dapo_jax.algorithms import preset
 from dapo_jax.config.algorithm import Algorithm
@@ -251,6 +252,14 @@ def test_long_rows_have_no_square_of_scores(learner):
         side = batch.tokens.shape[2]
         squares.append(f"{side}x{side}x" in learner.lower("update", batch).as_text())
     assert squares == [True, False]
+
+
+def test_stable_reinforce_is_computed_as_the_loss_that_is_named():
+    inputs = {name: [1.0] for name in ("logprobs", "advantages")} | {"target_tokens": [1]}
+    body = loss_message("m", 1, [([1], inputs)], loss="stable_reinforce")
+    with pytest.raises(RequestError, match="loss_fn = 'stable_reinforce': must be one of"):
+        read_loss_request(body, Limits(64, (), 64, 64, 64))
+    assert read_loss_request(body, Limits(64, (), 64, 64, 64, "cispo")).loss == "cispo"
 
 
 def test_a_body_that_is_no_message_is_one_error():

@@ -39,7 +39,7 @@ EXTRAS = {
     "samplers": 884,
     "serve": 1_534,
     "sft": 1_102,
-    "tinker": 1_961,
+    "tinker": 1_968,
     "vllm": 260,
     "words": 181,
 }

@@ -19,6 +19,7 @@ from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.model.trainable import choose_trained, fresh_adapters
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms
+from dapo_jax.runtime.processes import print_error
 
 ALPHA = 32.0  # of LoRA, as in the service
 MAX_PROGRAMS = 8  # compiled learners, engines and optimizer steps of each kind
@@ -48,7 +49,10 @@ class Policies:
         longest = min(self.config.max_prompt_tokens, self.context - 1)
         response = self.config.max_response_tokens
         vocab, end_ids = self.decoder.vocab, self.tokenizer.end_ids
-        self.limits = Limits(vocab, end_ids, longest, response, self.context)
+        mapped = config.tinker_stable_reinforce
+        self.limits = Limits(vocab, end_ids, longest, response, self.context, mapped)
+        if mapped:
+            print_error(f"stable_reinforce has no published formula: it is computed as {mapped}")
         self._shared: Any = None  # decoding copy of the base model
         recent = functools.lru_cache(MAX_PROGRAMS)
         self.learner = recent(self._open_learner)

@@ -140,6 +140,7 @@ class Limits(NamedTuple):
     longest_prompt: int
     max_response_tokens: int
     context: int
+    stable_reinforce: str = ""  # the loss that is computed for it
 
 
 class AdamParams(NamedTuple):
@@ -190,6 +191,8 @@ def read_loss_request(body: bytes, limits: Limits) -> LossRequest:
     """Return a validated request."""
     message = parse_loss_message(body)
     loss = message.loss_fn
+    if loss == "stable_reinforce":
+        loss = limits.stable_reinforce or loss
     need(loss in OPTIONS, "loss_fn", loss, f"one of {', '.join(OPTIONS)}")
     options = dict(OPTIONS[loss])
     for option in message.loss_fn_config_v2:
