@@ -22,7 +22,7 @@ from dapo_jax.runtime import sharding
 
 ROWS, WEIGHTS = ("batch", "sequence"), ("embed", "vocab")  # logical names
 MAX_PIECES = 4  # of the tokens that fit into one chunk
-MIN_PIECE_TOKENS = 512  # fewer would read the head more often than they multiply it
+MIN_PIECE_TOKENS = 1024  # fewer would read the head for longer than they multiply it
 
 
 class Softmax(NamedTuple):
