@@ -422,6 +422,7 @@ class ModelJudge:
     temperature: Temperature = setting(0.0, "Softmax temperature of the judge.")
     max_tokens: Count = setting(1024, "Limit of a reply.")
     retries: CountOr0 = setting(3, "Further tries without a reply or score.", may_change=True)
+    request_seconds: Positive = setting(120.0, "Limit of a request.", may_change=True)
     concurrency: Count = setting(16, "Requests at a time, at most 64.", may_change=True)
     cache: str = setting("runs/judge_cache", "Folder of replies; empty: none.", may_change=True)
     input_price: PositiveOr0 = setting(0.0, "Price of 10^6 prompt tokens.", may_change=True)

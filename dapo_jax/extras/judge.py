@@ -9,6 +9,7 @@ import concurrent.futures
 import hashlib
 import http.client
 import json
+import math
 import os
 import re
 import time
@@ -20,11 +21,11 @@ from etils import epath
 
 from dapo_jax.config.experiment import ModelJudge as Settings
 from dapo_jax.config.experiment import Reward
+from dapo_jax.rewards.pool import MAX_CONCURRENT_CALLS
 from dapo_jax.runtime.storage.retries import suppress_storage_errors, write_text
 from dapo_jax.types.structs import JudgeUnavailable
 
 KEY = "OPENAI_API_KEY"  # environment variable
-REQUEST_SECONDS = 300.0
 MAX_REPLY_BYTES = 1 << 20
 FIRST_DELAY_SECONDS = 0.5  # between attempts; it doubles
 RETRIED = (408, 409, 425, 429, *range(500, 600))  # HTTP status codes
@@ -88,8 +89,13 @@ def read_score(text: str, highest: int) -> float:
 class ModelJudge:
     """Reward function that asks a judge. A row's column `rubric` replaces the configured one."""
 
+    limit_seconds = None  # each request has a limit, from when it is sent
+
     def __init__(self, reward: Reward):
-        self._settings = reward.judge
+        self._settings = settings = reward.judge
+        # Of as many calls as there are at a time, with every request as slow as may be.
+        one = 2 * (settings.retries + 1) * settings.request_seconds + 2**settings.retries
+        self.longest_seconds = math.ceil(MAX_CONCURRENT_CALLS / settings.concurrency) * one
         self._threads = concurrent.futures.ThreadPoolExecutor(reward.judge.concurrency)
 
     async def __call__(self, prompt: str, response: str, answer: str, rubric: str = "") -> Score:
@@ -133,7 +139,8 @@ class ModelJudge:
                 raise
             except (OSError, http.client.HTTPException) as failure:
                 error = JudgeUnavailable(str(failure))
-                time.sleep(FIRST_DELAY_SECONDS * 2**attempt)
+                if attempt < settings.retries:
+                    time.sleep(FIRST_DELAY_SECONDS * 2**attempt)
             except ValueError as failure:
                 error = _Unread(f"the judge replied {reply!r:.100}: {failure}")
                 again = {"role": "system", "content": f"{messages[0]['content']} {AGAIN}"}
@@ -163,7 +170,7 @@ class ModelJudge:
             headers["Authorization"] = f"Bearer {key}"
         asked = urllib.request.Request(url, json.dumps(request).encode(), headers)
         try:
-            with urllib.request.urlopen(asked, timeout=REQUEST_SECONDS) as stream:
+            with urllib.request.urlopen(asked, timeout=self._settings.request_seconds) as stream:
                 reply = json.loads(stream.read(MAX_REPLY_BYTES))
         except urllib.error.HTTPError as error:
             text = f"status {error.code}: {error.read(300).decode(errors='replace')}"

@@ -84,15 +84,12 @@ def optimizers(config: Config) -> dict[str, Optimizer]:
 
 def learning_rates(config: Config, step: int) -> dict[str, float]:
     """Return the rates by model; the policy's is 0 while only the critic is trained."""
-    waits = {POLICY: config.critic_pretrain_steps()}
-
-    def rate(name: str, settings: Optimizer) -> float:
-        wait = waits.get(name, 0)
-        if step < wait:
-            return 0.0
-        return learning_rate(settings, step - wait, config.total_steps - wait)
-
-    return {name: rate(name, settings) for name, settings in optimizers(config).items()}
+    rates = {}
+    for name, settings in optimizers(config).items():
+        wait = config.critic_pretrain_steps() if name == POLICY else 0
+        own = step - wait, config.total_steps - wait
+        rates[name] = learning_rate(settings, *own) if step >= wait else 0.0
+    return rates
 
 
 def update(

@@ -163,6 +163,7 @@ def make_batch(
     algorithm: Algorithm,
     budget: int,  # maximum number of sampled tokens of a response
     planned_groups: int | None = None,  # of a full minibatch; default: as many as there are
+    seed: int = 0,
 ) -> TrainBatch:
     """Add loss weights, computed from the counts of this minibatch; arrays are [M, R, T].
 
@@ -195,7 +196,7 @@ def make_batch(
         places = np.flatnonzero(trained)  # in the order of responses, whatever the packing
         places = places[np.argsort(index.ravel()[places], kind="stable")]
         old = to_host(present(scored.old_logprobs, "old_logprobs"))
-        random = np.random.default_rng(groups)
+        random = np.random.default_rng([seed, *groups])
         chosen = choose_by_covariance(algorithm, old, estimates.advantages, places, random)
         if algorithm.covariance == "kl":
             arrays["kl_tokens"] = chosen
@@ -219,7 +220,7 @@ def make_train_batches(
 ) -> Iterator[TrainBatch]:
     """Yield the batch of each update; the next one is made while the devices compute."""
     budget = config.drawn_budget()
-    planned_groups = prompts_per_update(config)
+    planned = prompts_per_update(config), config.seed
     for u, segments in enumerate(minibatches.segments):
         part, targets = tree_index((scored, estimates), u)
-        yield make_batch(part, segments, targets, config.algorithm, budget, planned_groups)
+        yield make_batch(part, segments, targets, config.algorithm, budget, *planned)

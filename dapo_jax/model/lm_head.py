@@ -289,9 +289,8 @@ def _run(hidden, head, targets, needed, scale, chunk_tokens, keeps):
 
 
 def _keep(hidden, head, targets, needed, scale, chunk_tokens):
-    mesh = sharding.active_mesh()
-    devices = math.prod(mesh.shape[axis] for axis in _row_axes()) if mesh is not None else 1
-    fits = needed.size <= chunk_tokens * devices
+    sizes = getattr(sharding.active_mesh(), "shape", {})  # no mesh: one device
+    fits = needed.size <= chunk_tokens * math.prod(sizes.get(axis, 1) for axis in _row_axes())
     return _run(hidden, head, targets, needed, scale, chunk_tokens, keeps=fits)
 
 

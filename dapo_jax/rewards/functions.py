@@ -313,7 +313,7 @@ def _run(coroutine: Coroutine) -> Any:
     return _loops.runner.run(coroutine)
 
 
-async def _limited(awaitable: Awaitable, seconds: float) -> Any:
+async def _limited(awaitable: Awaitable, seconds: float | None) -> Any:
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -324,13 +324,13 @@ async def _limited(awaitable: Awaitable, seconds: float) -> Any:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
-async def _await_all(values: Sequence[Any], seconds: float) -> list[Any]:
+async def _await_all(values: Sequence[Any], limits: Sequence[float | None]) -> list[Any]:
     """Return the values, with results or exceptions in the place of awaitables."""
 
-    async def result(value: Any) -> Any:
+    async def result(value: Any, seconds: float | None) -> Any:
         return await _limited(value, seconds) if inspect.isawaitable(value) else value
 
-    return await asyncio.gather(*map(result, values), return_exceptions=True)
+    return await asyncio.gather(*map(result, values, limits), return_exceptions=True)
 
 
 def _select_columns(function: Callable, columns: dict[str, Any]) -> dict[str, Any]:
@@ -389,7 +389,8 @@ def compute(
     ]
     values = [_call(function, calls[i]) for i, _, function in jobs]
     if any(map(inspect.isawaitable, values)):
-        values = _run(_await_all(values, seconds))
+        limits = [getattr(function, "limit_seconds", seconds) for _, _, function in jobs]
+        values = _run(_await_all(values, limits))
     replies = [PartsReply({}) for _ in calls]
     for (i, name, _), value in zip(jobs, values, strict=True):
         try:

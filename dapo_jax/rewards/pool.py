@@ -73,6 +73,8 @@ class _Parts:
         in_workers = [name for name in functions if name not in self._in_process]
         self._async_names = [name for name in in_workers if is_async(functions[name])]
         self.names = [name for name in in_workers if name not in self._async_names]
+        own = (getattr(functions[name], "longest_seconds", 0.0) for name in self._async_names)
+        self._batch_seconds = max(self._seconds, *own, 0.0) + GRACE_SECONDS
         self._of_group = {name for name, function in functions.items() if sees_group(function)}
         self.any_of_group = bool(self._of_group)
         self.any_of_response = bool({*self._in_process, *self.names} - self._of_group)
@@ -137,10 +139,9 @@ class _Parts:
         count = min(len(self._queue), MAX_CONCURRENT_CALLS)
         batch = [self._queue.popleft() for _ in range(count)]
         if batch:
-            seconds = self._seconds + GRACE_SECONDS
             names = {name for call, _ in batch for name in self._select(self._async_names, call)}
             with self._calling(names):
-                replies = self._ask(workers[0], [call for call, _ in batch], seconds)
+                replies = self._ask(workers[0], [call for call, _ in batch], self._batch_seconds)
             for (_, future), reply in zip(batch, replies, strict=True):
                 future.set_result(reply)
 

@@ -126,7 +126,7 @@ class Verifier(Protocol):
     """A rule that decides whether a response answers a problem.
 
     The built-in verifiers run in a worker process of the reward pool, which is killed if it is
-    late. An exception makes the response incorrect and is recorded as the verdict's failure.
+    late. After an exception the response has no reward: it is the verdict's failure.
     """
 
     def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:

@@ -35,7 +35,7 @@ def noise(seed, scale):
     return [np.random.default_rng([seed, i]).normal(0, scale, n) for i, n in enumerate(LENGTHS)]
 
 
-def make_update(algorithm, shape=(1, 16, 20), near=None, spread_of_old=0.3):
+def make_update(algorithm, shape=(1, 16, 20), near=None, spread_of_old=0.3, seed=0):
     """A whole minibatch [M, R, T]: feedback, advantages, weights. Returns it and the used M.
 
     Args:
@@ -74,7 +74,7 @@ def make_update(algorithm, shape=(1, 16, 20), near=None, spread_of_old=0.3):
     reference = np.float32(references) if algorithm.reference else None
     values = None if values is None else np.float32(values)
     scored = ScoredBatch(rollouts, np.float32(olds), {"reference": reference, "critic": values})
-    return make_batch(scored, SEGMENTS, estimates, algorithm, BUDGET), used
+    return make_batch(scored, SEGMENTS, estimates, algorithm, BUDGET, seed=seed), used
 
 
 def first_rows(batch):
@@ -287,12 +287,13 @@ def test_the_random_tokens_differ_between_minibatches_and_not_with_their_packing
         algorithms.clip_cov(), covariance_fraction=0.1, covariance_low=0.0, covariance_high=9.0
     )
 
-    def chosen(shape):
-        batch, _ = make_update(algorithm, shape)
+    def chosen(shape, seed=0):
+        batch, _ = make_update(algorithm, shape, seed=seed)
         index = batch.scored.rollouts.response_index
         return [batch.advantages[index == i].tolist() for i in range(len(LENGTHS))]
 
     assert chosen((1, 16, 20)) == chosen((4, 4, 20)) == chosen((12, 1, 40))
+    assert chosen((1, 16, 20)) != chosen((1, 16, 20), seed=1)
 
 
 def test_an_energy_is_the_squared_gradient_of_the_logprob_by_the_logits(tiny_params, one_device):

@@ -32,7 +32,7 @@ EXTRAS = {
     "gym": 193,
     "init": 187,
     "jetstream": 162,
-    "judge": 188,
+    "judge": 195,
     "math": 4_444,
     "plan": 950,
     "report": 350,

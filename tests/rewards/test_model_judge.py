@@ -5,6 +5,7 @@ import http.server
 import json
 import re
 import threading
+import time
 
 import pytest
 
@@ -168,6 +169,28 @@ def test_a_response_that_no_judge_can_read_has_the_lowest_grade(reply):
             settings = Settings(url=place, model="m", cache="", retries=1)
             (verdict,) = score(settings, "too long")
             assert (verdict.parts or {}).get("judge") == expected, place
+
+
+def test_calls_that_wait_for_a_free_request_do_not_run_out_of_time():
+    def slowly(_):
+        time.sleep(0.1)
+        return '{"reason": "", "score": 8}'
+
+    with judging(slowly) as (url, asked):
+        judge = Settings(url=url, model="m", cache="", concurrency=2)
+        reward = Reward(parts="judge=1", correct="threshold", timeout_seconds=0.4, judge=judge)
+        with contextlib.closing(RewardPool(reward)) as pool:
+            verdicts = [pool.submit("6*7?", f"{i}", "42") for i in range(16)]
+            assert [v.result().parts.get("judge") for v in verdicts] == [0.8] * 16
+    assert len(asked) == 16
+
+
+def test_no_judge_is_waited_for_after_the_last_try(monkeypatch):
+    slept = []
+    monkeypatch.setattr(model_judge.time, "sleep", slept.append)
+    with judging(lambda _: 503) as (url, asked):
+        (reply,) = score(Settings(url=url, model="m", cache="", retries=2), "42")
+    assert reply.failure and len(asked) == 3 and slept == [0.5, 1.0]
 
 
 def test_the_judge_is_a_part_of_rewards_in_workers():
