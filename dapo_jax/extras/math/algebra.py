@@ -18,14 +18,7 @@ from dapo_jax.extras.math.ball_arithmetic import (
     longest_number,
     with_bits,
 )
-from dapo_jax.extras.math.expression_tree import (
-    Budget,
-    Refused,
-    Tree,
-    Undecided,
-    substitute,
-    symbols,
-)
+from dapo_jax.extras.math.expression_tree import Budget, Refused, Tree, Undecided
 from dapo_jax.extras.math.polynomials import same_rational
 from dapo_jax.extras.math.sample_points import Point, corners, sample_points, whole_letters
 
@@ -36,7 +29,7 @@ Pair = tuple[Tree | None, Tree | None, Point]  # constants; None without one tha
 
 def _at(tree: Tree, point: Point, budget: Budget) -> Tree | None:
     try:
-        return substitute(tree, point, budget)
+        return trees.substitute(tree, point, budget)
     except Refused:
         return None
 
@@ -62,11 +55,7 @@ def _pairs(
 def _balls(
     own: Tree | None, wanted: Tree | None, budget: Budget, *, constant: bool
 ) -> tuple[Ball, Ball] | None:
-    """Return the values of a pair; None if they have none at these bits.
-
-    Raises:
-        Undecided: there is a division by what may be zero; for constants, more bits are tried.
-    """
+    """Return the values of a pair; None without. Poles raise `Undecided` save for constants."""
     if own is None or wanted is None:
         return None
     try:
@@ -104,7 +93,7 @@ def same_expression(
         raise Refused("infinity is no value")
     if points is None and (exact := same_rational(mine, gold, budget)) is not None:
         return exact
-    has_names = bool(symbols(mine) | symbols(gold))
+    has_names = bool(trees.symbols(mine) | trees.symbols(gold))
     enough = ENOUGH_POINTS if has_names and points is None else 1
     if points is None:
         drawn = sample_points(mine, gold, whole_letters(mine, gold, whole))
@@ -116,8 +105,7 @@ def same_expression(
         with with_bits(bits):
             for own, wanted, point in pairs:
                 kept.append((own, wanted, point))
-                balls = _balls(own, wanted, budget, constant=not has_names)
-                if balls is None:
+                if (balls := _balls(own, wanted, budget, constant=not has_names)) is None:
                     missed.append(point)
                     continue
                 if is_apart(balls[0] - balls[1]):
@@ -150,7 +138,7 @@ def _side(inside: Tree, point: Point, budget: Budget) -> int | None:
     """Return the sign of a corner's argument, of a floor itself; None if it is not known."""
     try:
         with with_bits(PRECISIONS[0]):
-            value = enclose(substitute(inside, point, budget), budget).real
+            value = enclose(trees.substitute(inside, point, budget), budget).real
     except (Undefined, Refused):
         return None
     if inside.kind in ("floor", "ceiling"):
@@ -163,7 +151,7 @@ def proportional(
     mine: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
 ) -> int:
     """Return the sign of the real constant c with mine = c * gold; 0 if there is none."""
-    if symbols(mine) != symbols(gold) or not symbols(mine):
+    if trees.symbols(mine) != trees.symbols(gold) or not trees.symbols(mine):
         return 0
     points = sample_points(mine, gold, whole_letters(mine, gold, whole))
     for own, wanted, _ in _pairs(mine, gold, points, budget):

@@ -20,9 +20,7 @@ def verify(
     A question that is late alone is asked once more, with a longer limit. `ComputedTooLong` says
     that its text is the cause, since it used up the time limit as CPU time.
 
-    Args:
-        worker: a process of `algebra_worker`.
-        seconds: limit of one verdict, without a worker's start.
+    `seconds`: limit of one verdict, without a worker's start.
     """
     # On an idle core the limit of CPU time comes first, and says that the text is the cause.
     first = Limits(seconds + BATCH_SECONDS, computing=seconds)

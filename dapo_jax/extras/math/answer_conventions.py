@@ -16,12 +16,7 @@ from dapo_jax.extras.math.answer_shape import Node, read
 from dapo_jax.extras.math.equivalence import choice_and_value, exact_part
 from dapo_jax.extras.math.expression_tree import Refused, Tree, add, negate
 from dapo_jax.extras.math.expressions import parse
-from dapo_jax.extras.math.names import (
-    assigned,
-    compact,
-    has_words,
-    is_variable,
-)
+from dapo_jax.extras.math.names import assigned, compact, has_words, is_variable
 from dapo_jax.extras.math.normalisation import normalise
 from dapo_jax.extras.math.numerals import read_number
 from dapo_jax.extras.math.units import split_unit
@@ -45,15 +40,32 @@ _ASKED_FOR = re.compile(
     re.IGNORECASE,
 )
 _FUNCTION_AT = re.compile(r"[A-Za-z]\([^()]*\)")
-_ASKS_ANGLE = re.compile(r"radian|degree|convert", re.IGNORECASE)
+_ASKED_FORM = re.compile(
+    r"\b(?:as|to|into|in(?= s)|write|express)\b[^.?$]{0,30}\b(percent|mixed|improper|scientific)",
+    re.IGNORECASE,
+)
+_ASKS_SUM = re.compile(r"\bexpand|multiply out|standard form|distribut", re.IGNORECASE)
+_ASKS_ONE_LOG = re.compile(r"(?:one|single) logarithm|\bevaluate\b|\bsimplify\b", re.IGNORECASE)
+_SCIENTIFIC = re.compile(
+    r"(?:(-?[\d.]{1,40})(?:\\times|\\cdot|\*))?10\^\{?([-+]?\d{1,4})\}?"
+    r"|(?:-?[\d.]{1,40})[eE]([-+]?\d{1,4})",
+    re.ASCII,
+)
+_REPEATED = re.compile(r"\\(?:overline|bar|dot)|\(")
+_FORMS = {  # marks of the forms that a problem can ask for
+    "percent": re.compile(".*%"),
+    "mixed": re.compile(r"-?\d+(?:\\frac| \d+/)"),
+    "improper": re.compile(r"-?(?:\\frac|\d+/)"),
+    "scientific": re.compile(
+        r"-?(?:[1-9](?:\.\d+)?(?:\\times|\\cdot|\*))?10\^|-?[1-9](?:\.\d+)?[eE]"
+    ),
+}
 _ASKS_NO_PERCENT = re.compile(
     r"\b(?:as|to|write|into) (?:an?|the)? ?(?:[a-z]+ )?(?:fraction|decimal)", re.IGNORECASE
 )
 _ASKS_FACTORS = re.compile(r"\bfactor(?:i[sz]e)?\b(?! of)", re.IGNORECASE)
 _ASKS_RATIONAL = re.compile(r"rationali[sz]e", re.IGNORECASE)
-_ASKS_SCIENTIFIC = re.compile(r"scientific notation", re.IGNORECASE)
 _NEGATIVE_POWER = re.compile(r"\^ ?\{? ?-")
-_MANTISSA = re.compile(r"-?(\d+)(?:\.\d+)? ?(?:\\times|\\cdot|\*|e)")
 _EVERYTHING_OR_NOTHING = {r"\emptyset", r"\mathbbR"}  # compact
 _ROWS = re.compile(r"\\\\|&|\\(?:begin|end)\{[^{}]*\}")
 _PROSE = re.compile(
@@ -129,11 +141,7 @@ def _is_plain(text: str) -> bool:
 
 
 def _parts(node: Node, names: set[str] | None) -> _Parts:
-    """Return the parts of an answer.
-
-    Args:
-        names: variables of which gold gives the values; None where gold has relations to solve.
-    """
+    """Return the parts of an answer; names of gold's variables, None where gold is to be solved."""
     parts = _Parts([], [], [])
     for item in _values(node, names, parts.unsolved):
         text = split_unit(_RATIO.sub("/", item.text), trusted=True)[0]
@@ -227,18 +235,38 @@ def _is_left_as_asked(ours: _Parts, theirs: _Parts, problem: str) -> bool:
     return value in {read_number(text) for text in asked.texts if _spelling(text) == mine}
 
 
+def _leaves_power(text: str, gold: str, problem: str) -> bool:
+    """Test for the problem's power of ten where gold has none, or for a numeral as 0.999..."""
+    value = read_number(text)
+    if _SCIENTIFIC.fullmatch(compact(text)) and not _SCIENTIFIC.fullmatch(compact(gold)):
+        asked = (t for t in _asked(problem).texts if _SCIENTIFIC.fullmatch(compact(t)))
+        return value in map(read_number, asked)
+    if value is None or not _REPEATED.search(text):
+        return False
+    return 10**400 % value.denominator == 0
+
+
 def _has_other_form(mine: str, gold: str, problem: str) -> bool:
     """Return True for a measure or a form other than the one that the problem names."""
-    for own, other in ((mine, gold), (gold, mine)):
-        in_degrees = r"\circ" in own or "degree" in own
-        if in_degrees and r"\pi" in other and _ASKS_ANGLE.search(problem):
-            value = compact(split_unit(mine)[0])
-            return re.search(rf"(?<!\d){re.escape(value)}(?!\d)", compact(problem)) is not None
-    if mine.endswith("%") and not gold.endswith("%") and _ASKS_NO_PERCENT.search(problem):
+    if r"\pi" in mine and r"\pi" not in gold and re.search(r"degrees?\b", problem):
         return True
-    mantissa = _MANTISSA.match(mine) if _ASKS_SCIENTIFIC.search(problem) else None
-    if mantissa and not (len(mantissa[1]) == 1 and mantissa[1] != "0"):
+    in_degrees = r"\circ" in mine or "degree" in mine
+    if in_degrees and r"\pi" in gold and re.search("radian|degree|[Cc]onvert", problem):
+        return compact(split_unit(mine)[0]) in re.findall(r"[\d.]*\d", problem)
+    in_radians = split_unit(mine)[1] == "radian" and "degree" in problem
+    has_percent = mine.endswith("%") and not gold.endswith("%")
+    if in_radians and "radian" not in problem or has_percent and _ASKS_NO_PERCENT.search(problem):
         return True
+    asked = _ASKED_FORM.search(problem)
+    if asked and read_number(mine) is not None and read_number(gold) is not None:
+        shown = _FORMS[asked[1].lower()]
+        if shown.match(compact(gold)) and not shown.match(compact(mine)):
+            return True
+    if _ASKS_SUM.search(problem) and _form(gold).tree.kind == "sum":
+        side = _form(mine.rpartition("=")[2])
+        return side.operations["unexpanded"] > 0 and not side.is_closed
+    if _ASKS_ONE_LOG.search(problem):
+        return _form(mine).operations["log"] > _form(gold).operations["log"]
     if _ASKS_RATIONAL.search(problem) and _NEGATIVE_POWER.search(mine):
         return not _NEGATIVE_POWER.search(gold)
     if _ASKS_FACTORS.search(problem):
@@ -247,14 +275,11 @@ def _has_other_form(mine: str, gold: str, problem: str) -> bool:
 
 
 def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
-    """Return True for an equivalent answer without work that the gold answer has done.
-
-    Args:
-        prediction, answer: answers extracted from a response and a gold text.
-        problem: as the policy saw it.
-    """
+    """Return True for an equivalent answer without work that the gold answer has done."""
     text = normalise(prediction)
     text = choice_and_value(text)[1] or text  # the guard sees what is compared
+    if _leaves_power(text, normalise(answer), problem):
+        return True
     if _is_plain(text) and not _ASKS_SPELLING.search(problem):  # most answers
         return False
     gold, theirs, names = _gold_parts(answer)

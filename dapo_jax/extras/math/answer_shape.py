@@ -31,13 +31,8 @@ _OPEN, _CLOSE = "([{", ")]}"
 _TOKEN = re.compile(r"\\begin\{[a-z*]+\}|\\end\{[a-z*]+\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
 _PAIRS = {r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _ENDS = set(_PAIRS.values())
-RELATIONS: dict[str, str] = dict(
-    zip(
-        r"= < > \le \ge \ne \in \equiv \approx".split(),
-        "= < > <= >= != in = ~".split(),
-        strict=True,
-    )
-)
+_WRITTEN, _MEANT = r"= < > \le \ge \ne \in \equiv \approx".split(), "= < > <= >= != in = ~".split()
+RELATIONS: dict[str, str] = dict(zip(_WRITTEN, _MEANT, strict=True))
 _WORD_SEPARATOR = re.compile(
     r"\\text\{ ?,? ?(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])|\\(land|lor)(?![A-Za-z])"
 )
@@ -46,6 +41,10 @@ _REAL_VARIABLE = re.compile(r"[A-Za-z](?: ?\\in ?\\mathbb ?\{?R\}?)?")
 _WITHOUT = re.compile(r"(\\mathbb\{R\}|[)\]]) ?- ?(?=\\\{)")
 _UNION_LETTER = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])")
 _CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
+_SYSTEM = re.compile(
+    r"(?:\\\{ ?)?\\begin\{(cases|aligned|align\*?|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}",
+    re.DOTALL,
+)
 _CONDITION = re.compile(r" ?(?:\\text\{ ?)?,? ?(?:if|for|when|where)\b ?(?:\} ?)?")
 _OTHERWISE = re.compile(r" ?(?:\\text\{ ?)?(?:otherwise|else)(?: ?\})?[,. ]*")
 _MATRIX = re.compile(
@@ -129,8 +128,7 @@ def _members(content: str, depth: int) -> tuple[Node, ...]:
 
 def _read_cases(text: str, depth: int) -> Node | None:
     """Return the list of (value, condition) of a function by cases."""
-    match = _CASES.fullmatch(text.strip())
-    if match is None:
+    if (match := _CASES.fullmatch(text.strip())) is None:
         return None
     rows = []
     for row in split(match[1], {r"\\"})[0]:
@@ -146,13 +144,24 @@ def _read_cases(text: str, depth: int) -> Node | None:
     return Node("list", text, tuple(rows), (",",))
 
 
+def _read_system(text: str, depth: int) -> Node | None:
+    """Return the list of equations below each other, or the only line."""
+    match = _SYSTEM.fullmatch(text.strip())
+    if match is None or "&" in match[2] and match[1] in ("cases", "array"):
+        return None
+    rows = [row.replace("&", "").strip(" ,;.") for row in split(match[2], {r"\\"})[0]]
+    items = tuple(read(row, depth + 1) for row in rows if row)
+    if len(items) > 1 and any(item.marks != ("=",) for item in items):
+        return None
+    return items[0] if len(items) == 1 else Node("list", text, items, (",",))
+
+
 def _read_matrix(text: str, depth: int) -> Node | None:
     bracket, begin, _ = text.partition(r"\begin{")
     end = _MATRIX_BRACKETS.get(bracket.strip())
     if not begin or end is None or not text.endswith(end):
         return None
-    match = _MATRIX.fullmatch(text[len(bracket) : len(text) - len(end)].strip())
-    if match is None:
+    if (match := _MATRIX.fullmatch(text[len(bracket) : len(text) - len(end)].strip())) is None:
         return None
     if _SIGN.search(text):
         return _with_signs(text, depth)
@@ -166,8 +175,7 @@ def _read_matrix(text: str, depth: int) -> Node | None:
 
 def _read_brackets(text: str, depth: int) -> Node | None:
     """Return a set, tuple or interval; None if no pair of brackets encloses the text."""
-    content = _inside(text, r"\{", (r"\}",))
-    if content is not None:
+    if (content := _inside(text, r"\{", (r"\}",))) is not None:
         condition, marks = split(content, {":", "|", r"\colon"})
         if len(marks) == 1:  # {x : x > 2}, and nothing but a real variable before the colon
             real = _REAL_VARIABLE.fullmatch(condition[0].strip())
@@ -176,8 +184,7 @@ def _read_brackets(text: str, depth: int) -> Node | None:
             return kept if whole else Node("value", text)
         return Node("set", text, _members(content, depth))
     for start, ends in (("(", (")", "]")), ("[", ("]", ")")), (r"\langle", (r"\rangle",))):
-        content = _inside(text, start, ends)
-        if content is None:
+        if (content := _inside(text, start, ends)) is None:
             continue
         if len(split(content, {",", ";"})[0]) > 1:
             if _SIGN.search(text):
@@ -213,9 +220,8 @@ def read(text: str, depth: int = 0) -> Node:
         return Node("value", text)
     text = _WITHOUT.sub(r"\1\\setminus ", text)
     text = _FRENCH.sub(_round, _UNION_LETTER.sub(r"\\cup ", text))
-    matrix = _read_cases(text, depth) or _read_matrix(text, depth)
-    if matrix is not None:
-        return matrix
+    if rows := _read_system(text, depth) or _read_cases(text, depth) or _read_matrix(text, depth):
+        return rows
     parts, joined = _split_list(text)
     if len(parts) > 1:
         items = tuple(read(part, depth + 1) for part in parts)
@@ -235,11 +241,8 @@ def read(text: str, depth: int = 0) -> Node:
     sets, marks = split(text, {r"\setminus", r"\backslash"})
     if len(marks) == 1:
         return Node("difference", text, tuple(read(part, depth + 1) for part in sets))
-    node = _read_brackets(text, depth)
-    if node is not None:
+    if node := _read_brackets(text, depth):
         return node
     if _SIGN.search(text):
         return _with_signs(text, depth)
-    if text.strip() == r"\emptyset":
-        return Node("set", text)
-    return Node("value", text)
+    return Node("set", text) if text.strip() == r"\emptyset" else Node("value", text)

@@ -147,9 +147,8 @@ def enclose(tree: Tree, budget: Budget) -> Ball:
             value = _power(parts[0], tree.parts[1], parts[1])
         case "odd_root":
             negative = parts[0].imag.is_zero() and bool(parts[0].real < 0)
-            value = _principal_root(
-                -parts[0] if negative else parts[0], int(tree.parts[1].rational.p)
-            )
+            inside = -parts[0] if negative else parts[0]
+            value = _principal_root(inside, int(tree.parts[1].rational.p))
             value = -value if negative else value
         case "max" | "min":
             if not all(part.imag.is_zero() for part in parts):
@@ -178,12 +177,7 @@ def longest_number(tree: Tree) -> int:
 
 
 def sign(tree: Tree, budget: Budget) -> int:
-    """Return the sign of a constant: -1, 0 or 1.
-
-    Raises:
-        Refused: it is not real.
-        Undecided: no ball shows it.
-    """
+    """Return the sign of a constant; raise `Refused` if not real, `Undecided` if unknown."""
     if tree.kind == "number":
         return (tree.rational > 0) - (tree.rational < 0)
     for bits in PRECISIONS:

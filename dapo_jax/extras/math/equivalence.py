@@ -15,6 +15,7 @@ from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.extraction import extract
 from dapo_jax.extras.math.normalisation import FORBIDDEN, normalise
 from dapo_jax.extras.math.numerals import read_integer, read_number
+from dapo_jax.extras.math.problem import NO_PROBLEM, Problem
 from dapo_jax.extras.math.units import split_unit
 from dapo_jax.extras.math.written_form import value_at
 
@@ -33,9 +34,11 @@ _E = re.compile(r"(?<![\\A-Za-z])e(?![A-Za-z])")
 _COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
 _RATIO = re.compile(rf"\d{{1,30}}(?:{_COLON.pattern}\d{{1,30}})+", re.ASCII)
 _PRODUCT = re.compile(r".*[\d)}] [A-Za-z]", re.DOTALL)  # or a measured value
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _FUNCTION_OF = re.compile(r"([A-Za-z])\(([A-Za-z])\)")
-# The letters n, m, k and N are integers, save where gold oscillates with them.
+# Without a problem, n, m, k and N are integers, save where gold oscillates with them.
 _PERIODIC = re.compile(r"\\(?:pi|sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_TUPLE = re.compile(r"\(([A-Za-z](?:_\{?\d\}?)?(?: ?, ?[A-Za-z](?:_\{?\d\}?)?){1,7})\)")
 CENTS = 100
 LETTERS = "ABCDEFGHIJ"  # of choices
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
@@ -51,11 +54,7 @@ class Algebra(Protocol):
     def same(
         self, kind: str, prediction: str, answer: str, whole: frozenset[str] = frozenset()
     ) -> bool:
-        """Test the equality as `kind` says: 'value', 'equation', 'region' or 'cases'.
-
-        Args:
-            whole: variables that stand for integers.
-        """
+        """Test the equality of a 'value', 'equation', 'region' or 'cases'; `whole`: integers."""
         ...
 
     def describe(self, correct: bool) -> str:
@@ -64,8 +63,9 @@ class Algebra(Protocol):
 
 
 class _Comparison:
-    def __init__(self, algebra: Algebra, whole: frozenset[str]):
-        self._ask = functools.partial(algebra.same, whole=whole)
+    def __init__(self, algebra: Algebra, problem: Problem, by_habit: frozenset[str]):
+        self._problem = problem
+        self._ask = lambda *texts: algebra.same(*texts, whole=problem.whole | by_habit)
 
     def same(self, mine: Node, gold: Node) -> bool:
         if names.compact(mine.text) == names.compact(gold.text):
@@ -80,8 +80,10 @@ class _Comparison:
             return self._same_relation(mine, gold)
         if {mine.kind, gold.kind} == {"list", "tuple"} and ("(", ")") in (mine.marks, gold.marks):
             named = mine if mine.kind == "list" else gold
-            is_named = named.marks != ("or",) and len(_names(named)) == len(named.items)
-            return is_named and self._in_order(mine.items, gold.items)  # x = 1, y = 2 and (1, 2)
+            if named.marks == ("or",) or len(_names(named)) != len(named.items):
+                return False
+            lists = (self._sorted(node) if node is named else node.items for node in (mine, gold))
+            return self._in_order(*lists)  # x = 1, y = 2 and (1, 2)
         if {"matrix", "determinant", "norm", "tuple"} & {mine.kind, gold.kind}:
             alike = mine.kind == gold.kind and mine.marks == gold.marks
             return alike and self._in_order(mine.items, gold.items)
@@ -94,6 +96,18 @@ class _Comparison:
             # m = 2, n = 3 is not 3, 2; nor is x = 2, 3 any of them
             return not (named and wanted) and self._in_order(mine.items, gold.items)
         return self._same_members(mine, gold)
+
+    def _sorted(self, node: Node) -> tuple[Node, ...]:
+        """Return assignments in the order of the problem's tuple of their variables, or of abc."""
+        pairs = {
+            names.compact(pair[0]): item for item in node.items if (pair := names.assigned(item))
+        }
+        for match in _TUPLE.finditer(self._problem.text):
+            order = [names.compact(name) for name in match[1].split(",")]
+            if set(order) == pairs.keys():
+                return tuple(pairs[name] for name in order)
+        is_spread = node.marks == ("=",) or any(name[0] == "\\" for name in pairs)
+        return node.items if is_spread else tuple(pairs[name] for name in sorted(pairs))
 
     def _in_order(self, mine: tuple[Node, ...], gold: tuple[Node, ...]) -> bool:
         return len(mine) == len(gold) and all(map(self.same, mine, gold))
@@ -119,13 +133,13 @@ class _Comparison:
         return (mine.kind == "set") == (gold.kind == "set") and self.same(mine, gold)
 
     def _same_relation(self, mine: Node, gold: Node) -> bool:
-        exact, gold = exact_part(mine), exact_part(gold) or gold
-        if exact is None:
+        if (exact := exact_part(mine)) is None:
             return False
-        mine = exact
+        mine, gold = exact, exact_part(gold) or gold
         if mine.kind == gold.kind == "relation":
             named, wanted = names.assigned(mine), names.assigned(gold)
             if named and wanted:
+                named = _with_variable_of(named, wanted)
                 if names.compact(named[0]) == names.compact(wanted[0]):
                     return self.same(named[1], wanted[1])
             if wanted and _FUNCTION_OF.fullmatch(names.compact(wanted[0])):
@@ -136,8 +150,7 @@ class _Comparison:
         if mine.kind != "relation" and gold.kind != "relation":
             return self.same(mine, gold)
         relation, other = (mine, gold) if mine.kind == "relation" else (gold, mine)
-        named = names.assigned(relation)
-        if named is None:
+        if (named := names.assigned(relation)) is None:
             first, *_, last = relation.items
             if not (first.kind == last.kind == "value" and self._same_value(first.text, last.text)):
                 return False
@@ -158,7 +171,7 @@ class _Comparison:
             return same
         if _CODE.fullmatch(mine) and _CODE.fullmatch(gold):
             return re.sub("[{}]", "", mine) == re.sub("[{}]", "", gold)
-        if split_unit(mine)[1] or split_unit(gold, trusted=True)[1]:
+        if split_unit(mine, self._problem)[1] or split_unit(gold, trusted=True)[1]:
             return self._same_measure(mine, gold)
         if names.has_words(mine) or names.has_words(gold):
             return names.same_words(names.words_of(mine), names.words_of(gold))
@@ -168,13 +181,13 @@ class _Comparison:
 
     def _same_measure(self, mine: str, gold: str) -> bool:
         """Compare values if at least one has a unit."""
-        mine_value, mine_unit = split_unit(mine)
+        mine_value, mine_unit = split_unit(mine, self._problem)
         gold_value, gold_unit = split_unit(gold, trusted=True)
         if not mine_unit:  # the gold answer says what may stand here
             mine_value, mine_unit = split_unit(mine, trusted=True)
         if not mine_unit and _PRODUCT.fullmatch(gold):  # 2 m may be twice m
             return self._ask("value", mine, gold)
-        if split_unit(mine_value)[1] or split_unit(gold_value)[1]:  # two of them
+        if split_unit(mine_value, self._problem)[1] or split_unit(gold_value)[1]:  # two of them
             return False
         units = {mine_unit, gold_unit}
         if units == {"dollar", "cent"}:
@@ -252,6 +265,15 @@ def _same_ratio(mine: str, gold: str) -> bool | None:
     return len({Fraction(*pair) for pair in zip(ours, theirs, strict=True)}) == 1 if ours else None
 
 
+def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
+    """Read f(t) = 2t as f(x) = 2x if gold has f(x): the letter is free to choose."""
+    own, wanted = (_FUNCTION_OF.fullmatch(names.compact(name)) for name, _ in (mine, gold))
+    text = mine[1].text
+    if not (own and wanted and own[1] == wanted[1]) or wanted[2] in _COMMAND.sub("", text):
+        return mine
+    return gold[0], read(re.sub(rf"(?<![\\A-Za-z]){own[2]}(?![A-Za-z])", wanted[2], text))
+
+
 def _items(node: Node) -> list[Node]:
     """Return the members; those of a set once."""
     members = [
@@ -280,7 +302,7 @@ def _spread(node: Node) -> Node:
     ):
         return node
     each = (Node("relation", f"{pair[0].text}={pair[1].text}", pair, ("=",)) for pair in pairs)
-    return Node("list", node.text, tuple(each), (",",))
+    return Node("list", node.text, tuple(each), ("=",))
 
 
 def _names(node: Node) -> set[str]:
@@ -302,16 +324,8 @@ def _is_region(node: Node) -> bool:
     return node.kind == "list" and all(_is_region(item) for item in node.items)
 
 
-def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
-    """Test the equivalence of two extracted answers.
-
-    Args:
-        prediction: hostile text.
-        answer: trusted text.
-
-    Raises:
-        Exception: whatever `algebra` raises.
-    """
+def decide(prediction: str, answer: str, algebra: Algebra, problem: Problem = NO_PROBLEM) -> bool:
+    """Test the equivalence of a hostile and a trusted answer; raise whatever `algebra` raises."""
     if prediction == answer:
         return True
     if len(prediction) > LONGEST_COMPARED:
@@ -325,11 +339,13 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
     mine, gold = normalise(prediction), _read_gold(answer)
     if FORBIDDEN in mine or not mine or not gold.text or len(mine) > LONGEST_COMPARED:
         return False
-    whole = "" if _PERIODIC.search(gold.text) else "nmkN"
-    comparison = _Comparison(algebra, frozenset(whole))
-    if (choice := _CHOICE.fullmatch(gold.text)) and choice[1] in LETTERS:
-        if (own := _CHOICE.fullmatch(mine)) is not None:  # x = c is no choice of C
-            return own[1].upper() == choice[1]
+    by_habit = frozenset() if problem.text or _PERIODIC.search(gold.text) else frozenset("nmkN")
+    comparison = _Comparison(algebra, problem, by_habit)
+    choice = _CHOICE.fullmatch(gold.text)
+    if choice and choice[1] in LETTERS and (problem.has_choices or not problem.text):
+        own = _CHOICE.fullmatch(mine)
+        if own or "=" in mine and problem.has_choices:  # x = c is no choice of C
+            return own is not None and own[1].upper() == choice[1]
     return comparison.same(read(mine), gold) or _same_choice(comparison, mine, gold)
 
 
@@ -338,8 +354,7 @@ def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
     (ours, value), (theirs, wanted) = choice_and_value(mine), choice_and_value(gold.text)
     if not (value and wanted):
         letter, other = (ours, gold.text) if value else (theirs, mine)
-        choice = _CHOICE.fullmatch(other) if letter else None
-        if choice:
+        if choice := _CHOICE.fullmatch(other) if letter else None:
             return (choice[1] if value else choice[1].upper()) == letter
     elif ours != theirs:
         return False

@@ -169,10 +169,9 @@ def _check_factorials(*arguments: Tree) -> None:
 def factorial(argument: Tree) -> Tree:
     """Return the factorial. Raises `Refused` for large or non-integer numbers."""
     _check_factorials(argument)
-    is_number = argument.kind == "number"
-    return (
-        number(math.factorial(argument.whole or 0)) if is_number else Tree("factorial", (argument,))
-    )
+    if argument.kind == "number":
+        return number(math.factorial(argument.whole or 0))
+    return Tree("factorial", (argument,))
 
 
 def binomial(above: Tree, below: Tree) -> Tree:
@@ -194,9 +193,7 @@ def bind(kind: str, letter: Tree, ends: list[Tree], body: Tree) -> Tree:
     variable = Tree("bound", value=f"#{len(inner)}")
 
     def renamed(tree: Tree) -> Tree:
-        if tree == letter:
-            return variable
-        return tree._replace(parts=tuple(map(renamed, tree.parts)))
+        return variable if tree == letter else tree._replace(parts=tuple(map(renamed, tree.parts)))
 
     return Tree(kind, (*ends, renamed(body)), variable.value)
 
@@ -204,11 +201,7 @@ def bind(kind: str, letter: Tree, ends: list[Tree], body: Tree) -> Tree:
 def substitute(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree:
     """Return the tree with values for its variables; arithmetic of numbers is done exactly.
 
-    Finite sums and products are written out.
-
-    Raises:
-        Refused: there is no value, or a large one.
-        Undecided: the budget ends.
+    Finite sums and products are written out. Raises `Refused` for no value, or a large one.
     """
     budget.spend(3)
     if tree.kind in ("symbol", "bound"):

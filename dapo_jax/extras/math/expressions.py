@@ -164,9 +164,8 @@ class _Parser:
                 raise Refused("a derivative")
 
     def _signed_power(self) -> Tree:
-        if self._peek() in ("+", "-"):
-            return trees.negate(self._power()) if self._take() == "-" else self._power()
-        return self._power()
+        sign = self._take() if self._peek() in ("+", "-") else ""
+        return trees.negate(self._power()) if sign == "-" else self._power()
 
     def _starts_factor(self) -> bool:
         token = self._peek()
@@ -225,9 +224,8 @@ class _Parser:
         return letter
 
     def _exponent(self) -> Tree:
-        if self._peek() in ("+", "-"):
-            return trees.negate(self._atom()) if self._take() == "-" else self._atom()
-        return self._atom()
+        sign = self._take() if self._peek() in ("+", "-") else ""
+        return trees.negate(self._atom()) if sign == "-" else self._atom()
 
     def _mixed_or_atom(self) -> Tree:
         start, value = self._at, self._atom()

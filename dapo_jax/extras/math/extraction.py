@@ -25,6 +25,9 @@ _OPENING = re.compile(r"(?:therefore|thus|hence|simply|just)\b:?\s*|(?:\$\$|\\\[
 _FINAL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?|(?<=[ *])[-=](?= ))?\**")
 # What stands for an answer that is not given: ?, ..., ___
 _NOTHING = re.compile(r"(?:[\s?.!,…_$~{}]|\\(?:[cl]?dots|square|text|quad|[,;: ])(?![A-Za-z]))*+")
+# A sentence with one amount of money and no other number.
+_AMOUNT = re.compile(r"[A-Za-z][A-Za-z' ]*\$(\d[\d,]*(?:\.\d+)?)((?: [A-Za-z ]+)?)\.?")
+_NO_AMOUNT = re.compile(r"\b(?:not|no|never|more|less|than|or|and|if|each|least|most)\b|n't")
 
 
 class Extraction(NamedTuple):
@@ -57,13 +60,11 @@ def _last_box(text: str) -> Extraction | None:
         if end < 0:
             return None
         places[last] = text.rfind(last, 0, end)
-        named = _BOX_END.match(text, end + 1)
-        if named is None:
+        if (named := _BOX_END.match(text, end + 1)) is None:
             continue
         start = named.end()
         if text[start : start + 1] != "{":
-            bare = _BARE_BOXED.match(text, start, start + LONGEST_ANSWER)
-            if bare is None:
+            if (bare := _BARE_BOXED.match(text, start, start + LONGEST_ANSWER)) is None:
                 continue
             return Extraction(bare[0], "box")
         close = closing_brace(text, start + 1, start + 1 + LONGEST_ANSWER)
@@ -115,9 +116,8 @@ def _last_hash(text: str) -> Extraction | None:
 
 def _last_label(text: str) -> Extraction | None:
     """Return the answer behind the last 'answer:', 'answer is' or 'final answer'."""
-    plain = (
-        text.replace("–", "-").encode("ascii", "replace").lower()
-    )  # one byte a character: places stay
+    # One byte a character: places stay.
+    plain = text.replace("–", "-").encode("ascii", "replace").lower()
     end = len(plain)
     for _ in range(MAX_MARKERS):
         start = plain.rfind(b"answer", 0, end)
@@ -153,7 +153,8 @@ def extract(response: str, require: str = "any") -> Extraction:
     if extraction is None and require == "any":
         line = text[: LONGEST_SHORT_LINE * 4].strip()
         if "\n" not in line and len(line) <= LONGEST_SHORT_LINE and len(text.strip()) == len(line):
-            extraction = Extraction(line, "line")
+            amount = None if _NO_AMOUNT.search(line) else _AMOUNT.fullmatch(line)
+            extraction = Extraction(amount[1] if amount else line, "line")
     if extraction is None or extraction.text is None:
         return extraction or Extraction(None, "no_marker")
     if len(extraction.text) > LONGEST_ANSWER:

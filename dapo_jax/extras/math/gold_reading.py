@@ -49,8 +49,7 @@ def read_gold(verifier: str, gold: str) -> Reading:
         verifier: a key of `verifier.VERIFIERS`.
     """
     if verifier == "final_number":
-        integer = read_integer(gold.strip())
-        if integer is None:
+        if (integer := read_integer(gold.strip())) is None:
             return Reading("unreadable", "no integer")
         negative, digits = integer
         return Reading("integer", "-" * negative + digits)

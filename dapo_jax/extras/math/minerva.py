@@ -7,18 +7,8 @@ import re
 
 CHARACTERS_READ = 300  # from the end of a response
 _LABEL = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_REPLACED = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    (r"\$", ""),
-    (r"\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (r",\text{and}", ","),
-    (r"\text{and}", ","),
-    (r"\text{m}", r"\text{}"),
-)
+_WRITTEN = r"an ~|a ~|.$~$|\$~|\ ~| ~|mbox~text|,\text{and}~,|\text{and}~,|\text{m}~\text{}"
+_REPLACED = [pair.split("~") for pair in _WRITTEN.split("|")]  # in this order
 _REMOVED = (
     *(
         "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes "

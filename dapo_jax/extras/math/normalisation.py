@@ -132,11 +132,9 @@ _POWER = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({-])")  # of a programmer
 _THOUSANDS_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _THOUSANDS_NARROWED = re.compile(r"(?<=\d),(?:\\!|\\,|~) ?(?=\d{3}(?!\d))")
 _THOUSANDS_THIN = re.compile(r"(?<=\d)(?:\\[,!]|\\ )(?=\d{3}(?!\d))")
-
-_ROWS = re.compile(  # the end of a row, with space below it
-    r"\\\\(?:\*| {0,3}\[ ?-?[\d.]{1,9} ?(?:pt|mm|cm|em|ex|in) ?\])|\\cr(?![A-Za-z])"
-)
+_ROWS = re.compile(r"\\\\(?:\*| {0,3}\[ ?-?[\d.]{1,9} ?(?:pt|mm|cm|em|ex|in) ?\])|\\cr(?![A-Za-z])")
 _COLONS = re.compile(r"(?<=\d)(?:\{:\}|\\!:\\!|\\colon) ?(?=\d)")
+_SIUNITX = re.compile(r"\\(SI|qty|num|ang)\{([-\d.e]{1,40})\}(?:\{([^{}]{1,40})\})?")
 _SHARES = r"(?:roots?|powers?|parts?|shares?|fractions?|derivatives?|of)\b"
 _ORDINAL = re.compile(
     r"(?<![\d.,])(\d{1,18}) ?(?:\^ ?)?(?:st|nd|rd|th|\{ ?(?:st|nd|rd|th) ?\}"
@@ -145,19 +143,32 @@ _ORDINAL = re.compile(
 )
 _ORDINAL_NOUN = re.compile(rf"(?<=\d)\\text\{{ ?(?:st|nd|rd|th) (?!{_SHARES})")
 _PHRASES = {
-    "zero": "0",
-    **dict.fromkeys(("all real numbers", "all reals", "the real numbers"), r"\mathbb{R}"),
-    **dict.fromkeys(("no solution", "no solutions", "empty set", "the empty set"), r"\emptyset"),
+    phrase: new
+    for new, phrases in {
+        "0": "zero",
+        r"\mathbb{R}": "all real numbers|all reals|the real numbers",
+        r"\emptyset": "no solution|no solutions|empty set|the empty set|there is no solution"
+        "|there are no solutions|no real solutions|no real solution|no solutions exist",
+        "does not exist": "dne|the limit does not exist",
+    }.items()
+    for phrase in phrases.split("|")
 }
-_CHOICE_WORD = re.compile(r"^(\\text\{ ?)?(?:option|choice) (?=\(?[A-J]\b)", re.IGNORECASE)
+_CHOICE_WORD = re.compile(
+    r"^(?:\\text\{ ?(?:option|choice) ?\} ?|(\\text\{ ?)?(?:option|choice) )(?=\(?[A-J]\b)",
+    re.IGNORECASE,
+)
 _WHOLE_LETTER = re.compile(
-    r"[,;]? ?\(?(?:\\text\{ ?,? ?(?:where|for|with|and)? ?\})? ?[kmn] ?\\in ?\\mathbb\{Z\}\)?$"
+    r"[,;]? ?\(?(?:\\text\{ ?,? ?(?:where|for|with|and)?(?: all)? ?\})? ?(?:\\forall )?"
+    r"(?:[kmn] ?\\in ?\\mathbb\{Z|[a-z] ?\\in ?\\mathbb\{R)\}\)?$"
 )
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 _FOR_ALL = re.compile(r"[,;.]? ?(?:\\text\{ ?,? ?)?\bfor (?:all|every|each|any)\b")
 LONGEST_TAIL = 80  # characters of "for all real numbers x"
-_WRAPPERS = [pair.split() for pair in r"$$ $$|$ $|\( \)|\[ \]|** **|__ __|` `".split("|")]
-_WRAPPERS.append(['"', '"'])
+_DOLLARS_AND_CENTS = re.compile(
+    r"(?:\\text\{dollar\} ?(\d{1,15})|(\d{1,15}) ?(?:\\text\{ ?)?dollars?(?: ?\})?)"
+    r" ?(?:\\text\{)? ?(?:and|,)? ?\}? ?(\d{1,2}) ?(?:\\text\{ ?)?cents?(?: ?\})?"
+)
+_WRAPPERS = [pair.split() for pair in r'$$ $$|$ $|\( \)|\[ \]|** **|__ __|` `|" "'.split("|")]
 _WRAPPING = {start[0] for start, _ in _WRAPPERS}
 _WRAPPING_COMMANDS = ("boxed", "fbox", "text", "mathbf", "ensuremath", "bf", "rm")
 
@@ -203,6 +214,12 @@ def _constant(match: re.Match) -> str:
     return rf"\cdot {name} " if after_digit and name == "e" else f"{name} "
 
 
+def _measured(match: re.Match) -> str:
+    """Return the number and the unit of siunitx's commands."""
+    unit = re.sub(r"\\per\b", "/", match[3] or "").replace("\\", "")
+    return match[2] + (r"^\circ" if match[1] == "ang" else "") + (rf"\text{{ {unit}}}" * bool(unit))
+
+
 def _scaled(match: re.Match) -> str:
     """Return the factor of `3 million people`; the rest of its words stay text."""
     opened = "" if match[3] and match[1] else (match[1] or "") + match[3]
@@ -227,7 +244,7 @@ def normalise(text: str) -> str:
     """Return the normal form of an answer; several rules ask for that of the same one."""
     if (numeral := _NUMERAL.fullmatch(text)) is not None:  # most answers
         return numeral[2]
-    text = _ROWS.sub(r"\\\\", _COLONS.sub(":", text))
+    text = _ROWS.sub(r"\\\\", _SIUNITX.sub(_measured, _COLONS.sub(":", text)))
     text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(_LATEX_E.sub(r"\1 \\cdot e\2", text)))
     text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", _COLOURS.sub(" ", text)))
     text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another
@@ -247,6 +264,8 @@ def normalise(text: str) -> str:
     text = _ORDINAL.sub(_without_ending, _BLANKS.sub(" ", text))
     text = _SCALE.sub(_scaled, _without_for_all(text))
     text = _ORDINAL_NOUN.sub(r"\\text{ ", text)
+    if (amount := _DOLLARS_AND_CENTS.fullmatch(text.strip())) is not None:
+        text = rf"\text{{dollar}} {amount[1] or amount[2]}.{amount[3]:0>2}"
     text = _CHOICE_WORD.sub(lambda m: m[1] or "", _without_whole(text.strip()))
     text = _ABOUT.sub("", unwrap(text))
     if len(text) < LONGEST_TAIL and _WORDS_ONLY.fullmatch(text):

@@ -33,8 +33,7 @@ _DIGITS = re.compile(rf"({_SIGN})({_INTEGER})", re.ASCII)
 
 def read_integer(text: str) -> tuple[bool, str] | None:
     """Return (is negative, digits without leading zeros), of any size; None for anything else."""
-    match = _DIGITS.fullmatch(text)
-    if match is None:
+    if (match := _DIGITS.fullmatch(text)) is None:
         return None
     digits = match[2].replace(",", "").replace(" ", "").lstrip("0") or "0"
     return "-" in match[1] and digits != "0", digits
@@ -48,8 +47,7 @@ def _decimal(text: str) -> Fraction | None:
 
 
 def _repeating(text: str) -> Fraction | None:
-    match = _REPEATING.fullmatch(text)
-    if match is None:
+    if (match := _REPEATING.fullmatch(text)) is None:
         return None
     whole, fixed = match[1] or "0", match[2]
     period = match[3] or match[4] or match[5]
@@ -74,8 +72,7 @@ def _mixed(text: str) -> Fraction | None:
 
 
 def _scientific(text: str) -> Fraction | None:
-    match = _SCIENTIFIC.fullmatch(text)
-    if match is None:
+    if (match := _SCIENTIFIC.fullmatch(text)) is None:
         return None
     exponent = next(filter(None, (match[2], match[3], match[5])))
     if len(exponent) > 5 or abs(int(exponent)) > LARGEST_EXPONENT:
@@ -95,7 +92,6 @@ def read_number(text: str) -> Fraction | None:
     if rest.startswith(("-", "+")):
         return None
     for read in (_decimal, _repeating, _mixed, _fraction, _scientific):
-        value = read(rest)
-        if value is not None:
+        if (value := read(rest)) is not None:
             return value * (-1 if body.startswith("-") else 1) / (100 if percent else 1)
     return None

@@ -175,9 +175,12 @@ class RealSets:
         if node.kind == "set":
             points = self._in_order(self._number(parse(item.text)) for item in node.items)
             return Region(tuple(points), (False, *(True, False) * len(points)))
-        if node.kind == "list" and node.marks == (",",):
-            raise Refused("a comma between regions says neither 'and' nor 'or'")
         parts = [self.read(item) for item in node.items]
+        if node.kind == "list" and node.marks == (",",):
+            both = self.combine(all, *parts)
+            if any(item.kind != "relation" for item in node.items) or not any(both.cells):
+                raise Refused("a comma between regions says neither 'and' nor 'or'")
+            return both
         if node.kind == "difference":
             return self.without(*parts)
         is_common = node.kind == "intersection" or node.marks == ("and",)

@@ -2,28 +2,39 @@
 
 import re
 
+from dapo_jax.extras.math.problem import NO_PROBLEM, Problem, stem
+
 LONG_WORD = 4  # letters, from where capitals don't count
 LONGEST_WITH_UNIT = 300  # characters; longer texts are no measured value
 
-# Each unit and its other names.
+# Units of the SI and their names, with all prefixes; other units and their names.
+_SI = """
+    m meter metre, g gram gm, s second sec, L liter litre l, J joule, W watt, V volt, A ampere amp,
+    Hz hertz, N newton, Pa pascal, eV electronvolt ev, mol mole, F farad, C coulomb, T tesla,
+    H henry, Ω ohm, cal calorie, B byte, bit, K kelvin, Wb weber, bar
+"""
+_PREFIXES = "k kilo, M mega, G giga, T tera, c centi, m milli, d deci, μ micro, n nano, p pico"
 _UNITS = """
-    cm centimeter centimetre cms, mm millimeter millimetre, m meter metre,
-    km kilometer kilometre kms, inch in inches, foot ft feet, yard yd yds, mile mi,
-    nm nanometer nanometre, g gram gm, kg kilogram kgs, mg milligram, lb pound_mass lbs,
-    ounce oz, ton tonne, second s sec secs, minute min mins, hour hr h hrs, day days, week weeks,
-    month months, year yr yrs, liter l litre L, ml milliliter millilitre mL,
-    degree deg degs circ, radian rad rads, dollar usd USD bucks, cent cents, euro eur EUR,
-    pound gbp GBP, yen JPY, newton N, joule J, watt W, volt V, kelvin K, pascal Pa, hertz Hz,
-    mph, unit units, point pts, gallon gal, coulomb, ampere A amp amps, ohm, mole mol, ev eV,
-    calorie cal
+    inch in inches, foot ft feet, yard yd, mile mi, lb pound_mass lbs, ounce oz, ton tonne,
+    minute min, hour hr h, day, week, month, year yr, degree deg circ, radian rad, cent, yuan,
+    dollar usd USD buck, euro eur EUR, pound gbp GBP, yen JPY, rupee, mph, unit, point pt, pint,
+    gallon gal, quart, acre, hectare ha, Å angstrom, atm, rpm, ppm, amu, person people, man men,
+    child children, woman women, way, time, am a.m., pm p.m.
 """
 # Short nouns for what is counted; other short words may be products of letters.
 _COUNTED = set(
-    "way time egg book page car coin ball card cup game item box bag boy girl man men dog cat step "
-    "row side edge face cube pair root term bus boat tree trip seat fish bird cow tile room song "
-    "word path goal win".split()
+    "egg book page car coin ball card cup game item box bag boy girl dog cat step row side edge "
+    "face cube term bus boat tree trip seat fish bird cow tile room song word path goal win "
+    "red old".split()
 )
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(",") for name in names.split()}
+for _unit in _SI.split(","):
+    _symbol, *_names = _unit.split()
+    _CANONICAL |= dict.fromkeys((_symbol, *_names), _symbol)
+    for _prefix in _PREFIXES.split(","):
+        _short, _long = _prefix.split()
+        _all = (_short + _symbol, *(_long + name for name in _names))
+        _CANONICAL |= {name: _all[0] for name in _all if name not in _CANONICAL}
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 _GLUE = {"per": "/", "of": "", "a": "", "an": "", "in": "", "each": "", "the": "", "total": ""}
 _NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
@@ -36,24 +47,23 @@ _FRACTIONS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4} | {
 }
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
 MAX_NUMBER_WORDS = 12
-# Words behind a number that change it, or are not what is counted.
-_CHANGING = {*_VALUES, *_FRACTIONS, *SCALES} | set(
+# Words of a problem that change the number before them, or join another one.
+_CHANGING = {*_VALUES, *_FRACTIONS, *SCALES, "hundredth", "thousandth"} | set(
     "root power part share fraction ratio reciprocal inverse derivative logarithm log sine cosine "
-    "tangent sin cos tan exp hundredth thousandth doubled halved tripled squared cubed double "
-    "twice triple factorial percent percentage percentile modulo mod base choose dozen gross score "
-    "zero negative positive plus minus times over divided multiplied by to "
-    "or and but not no never none nor neither either without except excluding unless if when "
-    "where while because since until although though whether is are was were be been being has "
-    "have had do does did could will would shall should may might must less fewer "
-    "greater than least most at about around approximately roughly almost nearly down out off "
-    "from with for as so such this that these those it its he she they them we you who which what "
-    "how why some any all both few many much several other another else only just even also too "
-    "very wrong false true correct incorrect impossible undefined remainder modulus complex i e pi "
-    "minimum maximum infinity infinite kilo mega giga milli micro nano".split()
+    "tangent doubled halved tripled squared cubed double twice triple factorial percent percentage "
+    "percentile modulo mod base choose dozen gross score pair lakh crore fortnight zero negative "
+    "positive plus minus times over divided multiplied more less fewer greater than least most at "
+    "about around approximately roughly almost nearly or and but not no never none nor neither "
+    "either without except excluding unless if is are was were do does will would could may "
+    "might from with for as all both any another else only just even also too wrong false true "
+    "correct incorrect impossible undefined remainder modulus complex minimum maximum infinity "
+    "infinite kilo mega giga milli micro nano oder und nicht kein mal ohne eller och inte sino "
+    "pero para moins fois mais sans plus или нет не".split()
 )
-_ORDINARY = re.compile(r"(?=[^aeiouyAEIOUY]*[aeiouyAEIOUY])[A-Za-z]{3,20}")
+_IDEOGRAPHS = set("万亿千百十半打双对或和不非")
+LONGEST_COUNTED = 2  # letters of words that are nouns only if they are listed
 _PARTS = re.compile(r"square (?=root)|cube (?=root)|root|power|part|share")
-_PIECE = re.compile(r"[A-Za-z_]+|\^ ?\{? ?-?\d ?\}?|[/*.]|\\(?:cdot|times)|-?\d|[^\s{}~]")
+_PIECE = re.compile(r"[^\W\d]+|\^ ?\{? ?-?\d ?\}?|[/*.]|\\(?:cdot|times)|-?\d|[^\s{}~]")
 # A normal form has no long run of blanks.
 _DEGREE = re.compile(
     r" ?(?:\{ ?\} ?)?\^? ?\{? ?\^? ?\\circ ?\}? ?(?:\\text\{ ?([CFK]) ?\}|([CFK]))? ?$"
@@ -65,24 +75,17 @@ _TEXT_TAIL = re.compile(
 _VALUE_END = re.compile(r"[\d)}\]a-zA-Z.!%]$")
 _MEASURED = re.compile(r"[-+]?[\d., ]+")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])|\b(?:sin|cos|tan)\b")
-_PLAIN_TAIL = re.compile(r"(.*?[\d)}])( ?)([A-Za-z][A-Za-z ./^\d{}-]*)$", re.S)
+_PLAIN_TAIL = re.compile(r"(.*?[\d)}])( ?)([^\W\d_][\w ./^{}-]*)$", re.S)
 _CURRENCY = re.compile(r"(-?) ?\\text\{(dollar|euro|pound|yen|cent)\} ?(.+)$", re.S)
 
 
 def _singular(word: str) -> str:
-    if word in _CANONICAL:
-        return _CANONICAL[word]
-    if len(word) < LONG_WORD:  # mW and MW differ
-        return word
-    lower = word.lower()
-    if lower in _CANONICAL:
-        return _CANONICAL[lower]
-    for end, new in (("ies", "y"), ("es", ""), ("s", "")):
-        if lower.endswith(end) and len(lower) > len(end) + 1:
-            stem = lower.removesuffix(end) + new
-            if stem in _CANONICAL or stem in _COUNTED:
-                return _CANONICAL.get(stem, stem)
-    return lower.removesuffix("s")
+    for name in (word, word.lower())[: 1 + (len(word) >= LONG_WORD)]:  # mW and MW differ
+        for end, new in (("ies", "y"), ("es", ""), ("s", ""), ("", "")):
+            singular = name.removesuffix(end) + new
+            if name.endswith(end) and (singular in _CANONICAL or singular in _COUNTED):
+                return _CANONICAL.get(singular, singular)
+    return word.lower().removesuffix("s") if len(word) >= LONG_WORD else word
 
 
 def _is_listed(word: str) -> bool:
@@ -90,27 +93,33 @@ def _is_listed(word: str) -> bool:
     return name in _CANONICAL.values() or name in _COUNTED or word.lower() in _POWERS
 
 
-def canonical_unit(text: str) -> tuple[str, bool]:
-    """Return the canonical spelling of a unit, and whether every word in it is a known unit."""
+def _is_noun(word: str, problem: Problem) -> bool:
+    """Test for a noun of the problem: a word of it that neither changes nor joins numbers."""
+    if {word.lower(), _singular(word).lower(), stem(word)} & _CHANGING or set(word) & _IDEOGRAPHS:
+        return False
+    return problem.names(word) and (len(word) > LONGEST_COUNTED or not word.isascii())
+
+
+def canonical_unit(text: str, problem: Problem = NO_PROBLEM) -> tuple[str, bool]:
+    """Return the canonical spelling of a unit, and whether all of it is units and known nouns."""
     for old, new in ((r"\text", " "), ("US dollar", "dollar"), ("p.m.", "pm"), ("a.m.", "am")):
         text = text.replace(old, new)
+    text = text.replace(r"\mu ", "μ").replace(r"\Omega", "Ω")
     parts, known, pending = [], True, ""
     # Parts and powers can be counted; `18 square roots` is no 18.
     counted = {"root", "power", "part", "share"} if len(_PARTS.findall(text)) < 2 else set()
     for piece in _PIECE.findall(text):
         word = piece.strip()
         if word.lower() in _POWERS:
+            pending = _POWERS[word.lower()]  # square miles, but miles squared
             if parts and word.lower().endswith("ed"):
-                parts.append(_POWERS[word.lower()])
-            else:
-                pending = _POWERS[word.lower()]
+                parts[-1], pending = parts[-1] + pending, ""
         elif word.lower() in _GLUE and (parts or pending or word == "per"):
             parts.append(_GLUE[word.lower()])
         elif word[0].isalpha():
             name = _singular(word)
-            changes = {name, word.lower()} & (_CHANGING - counted)
-            is_noun = _ORDINARY.fullmatch(word) is not None and not changes
-            known &= is_noun or name in _CANONICAL.values()
+            known &= _is_listed(word) or name in counted or _is_noun(word, problem)
+            known &= not pending or name in _CANONICAL.values()
             parts.append(name + pending)
             pending = ""
         elif word == "-" and parts:  # push-ups
@@ -125,18 +134,18 @@ def canonical_unit(text: str) -> tuple[str, bool]:
     return "".join(parts), known and bool(parts)
 
 
-def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
+def split_unit(
+    text: str, problem: Problem = NO_PROBLEM, *, trusted: bool = False
+) -> tuple[str, str]:
     """Return (value, canonical unit) of a normalised answer; no unit is empty.
 
-    Args:
-        trusted: a gold answer's words behind a number are a unit even where no table knows them.
+    The problem's nouns are units; of a trusted text, all words behind a number.
     """
     if len(text) > LONGEST_WITH_UNIT:
         return text, ""
-    match = _CURRENCY.fullmatch(text)
-    if match is not None:
+    if (match := _CURRENCY.fullmatch(text)) is not None:
         sign, currency, amount = match.groups()
-        value, unit = split_unit(amount.strip(), trusted=trusted)
+        value, unit = split_unit(amount.strip(), problem, trusted=trusted)
         is_same = unit.startswith("/") or unit == currency  # $45 per day, $45 dollars
         return sign + (value if is_same else amount.strip()), currency
     match = _DEGREE.search(text)
@@ -146,14 +155,14 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
     start = text.find(r"\text{")
     value = text[:start].rstrip()
     if start > 0 and _VALUE_END.search(value) and _TEXT_TAIL.fullmatch(text, start):
-        unit, known = canonical_unit(text[start:])
+        unit, known = canonical_unit(text[start:], problem)
         return (value, unit) if unit and (known or trusted) else (text, "")
-    match = _PLAIN_TAIL.fullmatch(text)
-    if match is not None:
-        unit, known = canonical_unit(match[3])
-        first, *others = re.findall("[A-Za-z]+", match[3])
+    if (match := _PLAIN_TAIL.fullmatch(text)) is not None:
+        unit, known = canonical_unit(match[3], problem)
+        first, *others = re.findall(r"[^\W\d_]+", match[3])
         is_long = len(first) > LONG_WORD or len(first) == LONG_WORD and first.endswith("s")
-        if not re.search(r"[A-Za-z]{2}", match[3]):  # 5 m, but 5m is a product
+        is_long |= not first.isascii()
+        if not re.search(r"[A-Za-z]{2}|[^\x00-\x7f]", match[3]):  # 5 m, but 5m is a product
             known &= match[2] == " " and _MEASURED.fullmatch(match[1]) is not None
         if known and (others or is_long or _is_listed(first)):
             return match[1].strip(), unit
@@ -167,15 +176,14 @@ def number_in_words(text: str) -> str | None:
         return None
     sign = "-" if words[0] in ("minus", "negative") else ""
     words = words[1:] if sign else words
-    if words[0] in ("a", "an") and len(words) == 2:
-        words = ["one", *words[1:]]
+    words = ["one", words[1]] if words[0] in ("a", "an") and len(words) == 2 else words
     value, used = _read_words(words)
     if used == 0:
         return None
     rest = words[used:]
     if len(rest) == 1 and (below := _FRACTIONS.get(rest[0].removesuffix("s"))):
         return rf"{sign}\frac{{{value}}}{{{below}}}"
-    if rest and not canonical_unit(" ".join(rest))[1]:
+    if {_singular(word) for word in rest} & _CHANGING:
         return None
     return f"{sign}{value}" + (rf"\text{{ {' '.join(rest)}}}" if rest else "")
 

@@ -5,6 +5,7 @@ All of it reads text that a model wrote and evaluates none of it. It runs in wor
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from dapo_jax.extras.math.equivalence import Algebra, decide, gold_answer
 from dapo_jax.extras.math.extraction import LONGEST_ANSWER, Extraction, extract
 from dapo_jax.extras.math.minerva import labelled_answer, spelling
 from dapo_jax.extras.math.numerals import read_integer
+from dapo_jax.extras.math.problem import Problem
 from dapo_jax.types.contracts import Verifier, VerifierResult
 
 MARKER = "####"
@@ -50,8 +52,7 @@ def final_number(response: str, gold: str, prompt: str) -> VerifierResult:
 
 def dapo(response: str, gold: str, prompt: str) -> VerifierResult:
     """Score as DAPO's released code: the same string after Minerva's normalisation."""
-    extracted = labelled_answer(response)
-    if extracted is None:
+    if (extracted := labelled_answer(response)) is None:
         return VerifierResult(False, None, "no_marker")
     correct = spelling(extracted) == spelling(gold)
     return VerifierResult(correct, extracted[:LONGEST_ANSWER], "direct")
@@ -83,16 +84,17 @@ class MathVerifier:
         if extraction.text is None:
             return VerifierResult(False, None, extraction.how)
         algebra, value = self.open_algebra(), extraction.text.strip()
-        correct = decide(value, gold, algebra)
+        same = functools.partial(decide, answer=gold, algebra=algebra, problem=Problem(prompt))
+        correct = same(value)
         if extraction.how == "label" and self.require == "label" and correct:
             box = extract(response.rpartition("</think>")[2][extraction.end :], "box")
-            correct = box.how == "no_marker" or decide(box.text or "", gold, algebra)
+            correct = box.how == "no_marker" or same(box.text or "")
         if not correct and self.settings.percent == "as_asked":
             number = as_percentage(value, prompt)
-            correct = number is not None and decide(number, gold, algebra)
+            correct = number is not None and same(number)
         compared = value
         if (asked := asked_value(value, prompt)) is not None:
-            correct = asked != "" and decide(asked, gold, algebra)
+            correct = asked != "" and same(asked)
             compared = asked or value
         if correct and self.settings.unfinished == "wrong":
             if is_unfinished(compared, gold, prompt):

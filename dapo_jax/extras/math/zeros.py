@@ -15,10 +15,7 @@ ZERO, TWO, HALF = number(0), number(2), number(fmpq(1, 2))
 def zeros(tree: Tree, budget: Budget) -> list[Tree]:
     """Return constants among which are all real numbers where an expression is 0 or has a pole.
 
-    Other numbers, also numbers that are not real, may be among them.
-
-    Raises:
-        Refused: they are not known.
+    Other numbers, also not real ones, may be among them. Raises `Refused` if they are not known.
     """
     budget.spend(50 * sum(1 for _ in trees.nodes(tree)))
     absolutes = [node for node in trees.nodes(tree) if node.kind == "abs" and symbols(node)]

@@ -1,0 +1,70 @@
+"""What a problem says about its answer: its nouns, its choices, its letters for whole numbers."""
+
+import dataclasses
+import functools
+import re
+
+_FORMULA = re.compile(r"(?<!\$)\$+([^$]+)\$|\\[(\[](.+?)\\[)\]]", re.DOTALL)
+_LETTERS = r"([A-Za-z](?: ?, ?[A-Za-z]){0,5})"
+_OF_WHOLE = re.compile(r"\b(?:integer|natural number|whole number|prime)s?\b", re.IGNORECASE)
+_REAL = re.compile(r"\b(?:real|complex)\b", re.IGNORECASE)
+_NAMED = re.compile(
+    rf"{_LETTERS} ?(?:$|[<>=,]|\\(?:g|l)e(?:q|qslant)?(?![a-z])|\\ne|\\in(?![a-z]))"
+)
+_MEMBER = re.compile(rf"{_LETTERS} ?\\in ?\\mathbb ?\{{? ?[NZ]")
+# Letters that count: $n$ people, the $n$th term, an $n$-gon.
+_COUNTS = re.compile(
+    r"\$([i-nMNK])\$ ?(?:-?th\b|-gon|of\b|by\b|people|(?!meters|units)[a-z]{3,}s\b)"
+)
+_CHOICES = re.compile(r"(?<![A-Za-z(\\])\(?([A-E])[).:](?![A-Za-z])|\{ ?\(?([A-E])[).]? ?\}")
+_WORD = re.compile(r"[^\W\d_]+")
+_SENTENCE = re.compile(r"(?<=[.?!;])\s")
+_IDEOGRAPH = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a problem says about its answer, read when a rule asks for it."""
+
+    text: str = ""
+
+    @functools.cached_property
+    def whole(self) -> frozenset[str]:
+        """Letters that stand for integers."""
+        text = self.text
+        whole = {letter for match in _MEMBER.finditer(text) for letter in match[1].split(",")}
+        whole |= {match[1] for match in _COUNTS.finditer(text)}
+        real: set[str] = set()
+        for sentence in _SENTENCE.split(text):
+            formulas = (max(pair).strip() for pair in _FORMULA.findall(sentence))
+            named = {name for f in formulas if (m := _NAMED.match(f)) for name in m[1].split(",")}
+            if _REAL.search(sentence):
+                real |= named
+            elif _OF_WHOLE.search(sentence):
+                whole |= named
+        return frozenset(name.strip() for name in whole - real)
+
+    @functools.cached_property
+    def has_choices(self) -> bool:
+        """An answer can be a letter of its own."""
+        return {"A", "B"} <= {max(letters) for letters in _CHOICES.findall(self.text)}
+
+    @functools.cached_property
+    def _words(self) -> set[str]:
+        return set(map(stem, _WORD.findall(_FORMULA.sub(" ", self.text))))
+
+    def names(self, word: str) -> bool:
+        """Test for a word of the problem; of Chinese and Japanese, for a part of its text."""
+        return word in self.text if _IDEOGRAPH.match(word) else stem(word) in self._words
+
+
+NO_PROBLEM = Problem()
+
+
+def stem(word: str) -> str:
+    """Return a word without capitals and endings of a plural."""
+    lower = word.lower()
+    for end, new in (("ies", "y"), ("es", ""), ("s", ""), ("en", ""), ("e", "")):
+        if lower.endswith(end) and len(lower) > len(end) + 2:
+            return lower.removesuffix(end) + new
+    return lower
