@@ -327,11 +327,6 @@ class Environment:
 class Sampler:
     """The decoding engine."""
 
-    engine: str = setting(
-        "own",
-        "What samples: 'own', 'samplers' (of `dapo-jax sampler`), 'vllm', or a package's.",
-        may_change=True,
-    )
     slots: Count = setting(128, "Responses decoded in parallel.", may_change=ON_POLICY)
     keep_turns: bool = setting(False, "Keep slot and cache between turns.", read=IF_TURNS)
     burst_tokens: Count = setting(8, "Decode steps per call.", may_change=ON_POLICY)
@@ -361,6 +356,11 @@ class Sampler:
     )
     weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
         "auto", "Type of matrices in decoding; int8 has a scale per channel; 'auto': compute.dtype."
+    )
+    engine: str = setting(
+        "own",
+        "What samples: 'own', 'samplers' (of `dapo-jax sampler`), 'vllm', or a package's.",
+        may_change=True,
     )
 
 

@@ -27,6 +27,10 @@ from dapo_jax.config.files import read_config
 from dapo_jax.run.compute import open_mesh
 from dapo_jax.types.errors import ConfigError
 
+def devices_of(variant):  # an Ironwood chip is two
+    chips = variant.rpartition("_")[2]
+    return int(chips) * (1 + variant.startswith("tpu7x")) if chips.isdigit() else 0
+
 def tried(path, name, count):
     config = read_config(object, f"{path}:{name}" if name else str(path))
     devices = jax.devices()[:count]
@@ -43,7 +47,8 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*.py")):
     scope = {"__name__": path.stem, "__file__": str(path)}
     exec(compile(path.read_text(), path, "exec"), scope)
     for count in json.loads(sys.argv[3]):
-        for name in ["", *(n for n in scope.get("VARIANTS", {}) if n.endswith(f"_{count}"))]:
+        named = [n for n in scope.get("VARIANTS", {}) if devices_of(n) == count]
+        for name in ["", *named]:
             try:
                 answers.append([path.stem, name, count, tried(path, name, count)])
             except ConfigError as error:

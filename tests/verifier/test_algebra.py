@@ -230,4 +230,4 @@ def test_slow_texts_end_within_their_budget(text):
     for gold in ("1", r"\sqrt{x}"):
         started = time.process_time()
         assert not algebra_says("value", text, gold)
-        assert time.process_time() - started < 1
+        assert time.process_time() - started < 1.5  # 1, and a busy machine

@@ -169,7 +169,7 @@ def sampling_programs(layout: Layout) -> Iterator[Program]:
     yield Program("load", lambda: weights.load_trained.lower(trained), loading)
     window = engine.layout.window(engine.cache_tokens)  # caches of full length
     empty = jax.eval_shape(functools.partial(compiled.empty, window=window))
-    state = _placed(empty, compiled.state_shardings)
+    state = _placed(empty, compiled.state_shardings.replace(rules=None))
     prompts = {"prompts": engine.prefill_width, "time": layout.config.data.max_prompt_tokens}
     tokens = jax.ShapeDtypeStruct(tuple(prompts.values()), jnp.int32)
     lengths = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.int32)
