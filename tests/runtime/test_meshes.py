@@ -17,6 +17,7 @@ from dapo_jax.run.compute import check_divisible, open_mesh, open_meshes
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.types.errors import ConfigError
+from dapo_jax.types.structs import SamplingRule
 
 PROMPT = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
 
