@@ -56,9 +56,7 @@ _FORMS = {  # marks of the forms that a problem can ask for
     "percent": re.compile(".*%"),
     "mixed": re.compile(r"-?\d+(?:\\frac| \d+/)"),
     "improper": re.compile(r"-?(?:\\frac|\d+/)"),
-    "scientific": re.compile(
-        r"-?(?:[1-9](?:\.\d+)?(?:\\times|\\cdot|\*))?10\^|-?[1-9](?:\.\d+)?[eE]"
-    ),
+    "scientific": re.compile(r"-?(?:10\^|[1-9](?:\.\d+)?(?:[eE]|\\times|\\cdot|\*))"),
 }
 _ASKS_NO_PERCENT = re.compile(
     r"\b(?:as|to|write|into) (?:an?|the)? ?(?:[a-z]+ )?(?:fraction|decimal)", re.IGNORECASE
@@ -311,10 +309,6 @@ def as_percentage(prediction: str, problem: str) -> str | None:
     return text.removesuffix("%") if text.endswith("%") and _ASKS_PERCENT.search(problem) else None
 
 
-def _has_letters(text: str) -> bool:
-    return not _form(text).is_closed or re.search(r"(?<!\\)\b[A-Za-z]", text) is not None
-
-
 def asked_value(prediction: str, problem: str) -> str | None:
     """Return b of an answer a = b if the problem asks for a; '' if for another value of a function.
 
@@ -326,8 +320,9 @@ def asked_value(prediction: str, problem: str) -> str | None:
     if node.kind != "relation" or node.marks != ("=",):
         return None
     asked = {compact(normalise(max(pair))) for pair in _ASKED_FOR.findall(problem)}
-    left = compact(node.items[0].text)
-    if left in asked and _has_letters(node.items[0].text):
+    text = node.items[0].text
+    left, has_letters = compact(text), re.search(r"(?<!\\)\b[A-Za-z]", text)
+    if left in asked and (has_letters or not _form(text).is_closed):
         return node.items[1].text
     is_other = _FUNCTION_AT.fullmatch(left) and left not in asked
-    return "" if is_other and any(_FUNCTION_AT.fullmatch(text) for text in asked) else None
+    return "" if is_other and any(map(_FUNCTION_AT.fullmatch, asked)) else None

@@ -26,7 +26,10 @@ _FINAL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?|(?<=[ *])[-=](?= ))?
 # What stands for an answer that is not given: ?, ..., ___
 _NOTHING = re.compile(r"(?:[\s?.!,…_$~{}]|\\(?:[cl]?dots|square|text|quad|[,;: ])(?![A-Za-z]))*+")
 # A sentence with one amount of money and no other number.
-_AMOUNT = re.compile(r"[A-Za-z][A-Za-z' ]*\$(\d[\d,]*(?:\.\d+)?)((?: [A-Za-z ]+)?)\.?")
+_AMOUNT = re.compile(
+    r"[A-Za-z][A-Za-z' ]* (?:is|was|pa(?:ys?|id)|spen[dt]s?|earns?|costs?) \$(\d[\d,]*(?:\.\d+)?)"
+    r"(?: in total| per [a-z]+)?\.?"
+)
 _NO_AMOUNT = re.compile(r"\b(?:not|no|never|more|less|than|or|and|if|each|least|most)\b|n't")
 
 

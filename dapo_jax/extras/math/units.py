@@ -58,7 +58,9 @@ _CHANGING = {*_VALUES, *_FRACTIONS, *SCALES, "hundredth", "thousandth"} | set(
     "might from with for as all both any another else only just even also too wrong false true "
     "correct incorrect impossible undefined remainder modulus complex minimum maximum infinity "
     "infinite kilo mega giga milli micro nano oder und nicht kein mal ohne eller och inte sino "
-    "pero para moins fois mais sans plus или нет не".split()
+    "pero para moins fois mais sans plus или нет не pares paires paar dutzend douzaine docena mil "
+    "millones millionen cientos hälfte hälften cien mille moitié mitad consecutive quotient "
+    "increased decreased added subtracted quadrupled inverted nothing nobody".split()
 )
 _IDEOGRAPHS = set("万亿千百十半打双对或和不非")
 LONGEST_COUNTED = 2  # letters of words that are nouns only if they are listed
