@@ -59,6 +59,7 @@ class Problem:
 
 
 NO_PROBLEM = Problem()
+read_problem = functools.lru_cache(maxsize=64)(Problem)  # once for all responses to it
 
 
 def stem(word: str) -> str:

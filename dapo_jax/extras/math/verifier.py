@@ -14,7 +14,7 @@ from dapo_jax.extras.math.equivalence import Algebra, decide, gold_answer
 from dapo_jax.extras.math.extraction import LONGEST_ANSWER, Extraction, extract
 from dapo_jax.extras.math.minerva import labelled_answer, spelling
 from dapo_jax.extras.math.numerals import read_integer
-from dapo_jax.extras.math.problem import Problem
+from dapo_jax.extras.math.problem import read_problem
 from dapo_jax.types.contracts import Verifier, VerifierResult
 
 MARKER = "####"
@@ -84,7 +84,7 @@ class MathVerifier:
         if extraction.text is None:
             return VerifierResult(False, None, extraction.how)
         algebra, value = self.open_algebra(), extraction.text.strip()
-        same = functools.partial(decide, answer=gold, algebra=algebra, problem=Problem(prompt))
+        same = functools.partial(decide, answer=gold, algebra=algebra, problem=read_problem(prompt))
         correct = same(value)
         if extraction.how == "label" and self.require == "label" and correct:
             box = extract(response.rpartition("</think>")[2][extraction.end :], "box")
