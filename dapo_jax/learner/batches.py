@@ -9,8 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.model.logprobs import Rows
 
 NOT_SCORED = np.inf  # in place of the old log-prob of a token; no log-prob is above 0
-# Names of models beside the policy that score its tokens.
-REFERENCE, CRITIC, TEACHER = "reference", "critic", "teacher"
+REFERENCE, CRITIC, TEACHER = "reference", "critic", "teacher"  # models that score tokens
 
 
 class PackedRows(struct.PyTreeNode):

@@ -425,6 +425,7 @@ def evaluate(
         try:
             responses = sample_missing(file, params, prompts, components, signals)
         except Interrupted:
+            signals()  # each process learns which signal another one received
             progress.say(
                 f"stopped by {signals.received} with {len(file.responses)} responses in "
                 f"{escape(str(folder))}. The same command resumes from there"

@@ -468,6 +468,7 @@ def train(
             signals.at_safe_place()
             summary = run.finish()
         except Interrupted:
+            signals()  # each process learns which signal another one received
             signals.at_safe_place()
             run.keep()
             run.components.progress.say(
