@@ -16,7 +16,7 @@ class Choices(tuple[str, ...]):
 
 
 class OwnChoices(Choices):
-    """The same, or a function of the user: `module:function`, or a function from Python."""
+    """The allowed words of a setting that also takes a function of the user, or its name."""
 
     def __call__(self, value: Any) -> bool:
         return value in self or is_own(value)

@@ -19,6 +19,7 @@ from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.names import assigned, compact, has_words, is_variable
 from dapo_jax.extras.math.normalisation import normalise
 from dapo_jax.extras.math.numerals import read_number
+from dapo_jax.extras.math.problem import FORMULA
 from dapo_jax.extras.math.units import split_unit
 from dapo_jax.extras.math.written_form import CONSTANTS, Form, key, value_at
 
@@ -33,7 +34,6 @@ _ASKS_SPELLING = re.compile(
 )
 _ASKS_SOLVED = re.compile(r"slope.intercept|\bsolved? .*\bfor\b|mx ?\+", re.IGNORECASE)
 _ASKS_PERCENT = re.compile(r"per\s?cent|\\?%", re.IGNORECASE)
-_FORMULA = re.compile(r"(?<!\$)\$+([^$]+)\$|\\[(\[](.+?)\\[)\]]", re.DOTALL)
 _ASKED_FOR = re.compile(
     r"(?:find|compute|evaluate|determine|what is|value of|calculate) ?(?:the value of ?)?"
     r"\$([^$]{1,80})\$|(?:express|write|give) ?\$([^$]{1,80})\$ ?in terms of",
@@ -139,7 +139,7 @@ def _is_plain(text: str) -> bool:
 
 
 def _parts(node: Node, names: set[str] | None) -> _Parts:
-    """Return the parts of an answer; names of gold's variables, None where gold is to be solved."""
+    """Return the parts of an answer, of which gold has these names (None: it is to be solved)."""
     parts = _Parts([], [], [])
     for item in _values(node, names, parts.unsolved):
         text = split_unit(_RATIO.sub("/", item.text), trusted=True)[0]
@@ -164,8 +164,8 @@ def _gold_parts(answer: str) -> tuple[str, _Parts, set[str] | None]:
 @functools.lru_cache(maxsize=256)
 def _asked(problem: str) -> _Parts:
     """Return all formulas of a problem, between dollar signs or between words."""
-    pieces = _PROSE.split(_FORMULA.sub(" . ", problem))
-    for inline, display in _FORMULA.findall(problem):
+    pieces = _PROSE.split(FORMULA.sub(" . ", problem))
+    for inline, display in FORMULA.findall(problem):
         pieces += _ROWS.split(inline or display)
     pieces = [piece for piece in pieces if piece.strip() and len(piece) <= LONGEST_FORMULA]
     texts, equations = [], []
@@ -234,7 +234,7 @@ def _is_left_as_asked(ours: _Parts, theirs: _Parts, problem: str) -> bool:
 
 
 def _leaves_power(text: str, gold: str, problem: str) -> bool:
-    """Test for the problem's power of ten where gold has none, or for a numeral as 0.999..."""
+    """Return True for the problem's power of ten that gold works out, or a numeral as 0.999..."""
     value = read_number(text)
     if _SCIENTIFIC.fullmatch(compact(text)) and not _SCIENTIFIC.fullmatch(compact(gold)):
         asked = (t for t in _asked(problem).texts if _SCIENTIFIC.fullmatch(compact(t)))

@@ -1,10 +1,10 @@
-"""What a problem says about its answer: its nouns, its choices, its letters for whole numbers."""
+"""Problems as far as they decide an answer: nouns, choices, letters for whole numbers."""
 
 import dataclasses
 import functools
 import re
 
-_FORMULA = re.compile(r"(?<!\$)\$+([^$]+)\$|\\[(\[](.+?)\\[)\]]", re.DOTALL)
+FORMULA = re.compile(r"(?<!\$)\$+([^$]+)\$|\\[(\[](.+?)\\[)\]]", re.DOTALL)
 _LETTERS = r"([A-Za-z](?: ?, ?[A-Za-z]){0,5})"
 _OF_WHOLE = re.compile(r"\b(?:integer|natural number|whole number|prime)s?\b", re.IGNORECASE)
 _REAL = re.compile(r"\b(?:real|complex)\b", re.IGNORECASE)
@@ -36,7 +36,7 @@ class Problem:
         whole |= {match[1] for match in _COUNTS.finditer(text)}
         real: set[str] = set()
         for sentence in _SENTENCE.split(text):
-            formulas = (max(pair).strip() for pair in _FORMULA.findall(sentence))
+            formulas = (max(pair).strip() for pair in FORMULA.findall(sentence))
             named = {name for f in formulas if (m := _NAMED.match(f)) for name in m[1].split(",")}
             if _REAL.search(sentence):
                 real |= named
@@ -51,7 +51,7 @@ class Problem:
 
     @functools.cached_property
     def _words(self) -> set[str]:
-        return set(map(stem, _WORD.findall(_FORMULA.sub(" ", self.text))))
+        return set(map(stem, _WORD.findall(FORMULA.sub(" ", self.text))))
 
     def names(self, word: str) -> bool:
         """Test for a word of the problem; of Chinese and Japanese, for a part of its text."""
