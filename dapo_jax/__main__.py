@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from dapo_jax import registry
+from dapo_jax.runtime import registry
 from dapo_jax.runtime.limits import check_limits
 from dapo_jax.runtime.streams import BrokenPipeSafeStream, has_reader
 from dapo_jax.types.errors import ConfigError, nearest

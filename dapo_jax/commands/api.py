@@ -18,8 +18,8 @@ from dapo_jax.commands.policy import Environment, File, Policy, Tools, environme
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config, with_preset
 from dapo_jax.config.settings import check_types, check_values, with_values
-from dapo_jax.registry import feature
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.errors import ConfigError, nearest, require
 

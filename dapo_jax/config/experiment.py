@@ -6,7 +6,6 @@ A file in `configs/` returns an experiment; the command line overrides its setti
 import dataclasses
 from typing import Annotated, Literal
 
-from dapo_jax import registry
 from dapo_jax.config.algorithm import IF_CRITIC, IF_TEACHER, Algorithm
 from dapo_jax.config.rules import (
     AutoCount,
@@ -26,6 +25,7 @@ from dapo_jax.config.rules import (
     When,
 )
 from dapo_jax.config.settings import part, section, setting
+from dapo_jax.runtime import registry
 from dapo_jax.types.errors import require
 
 DEFAULT_HELDOUT = 256

@@ -6,7 +6,6 @@ A check is (dotted name of a setting, True if its value fits the others, what is
 from collections.abc import Iterator
 from typing import Any
 
-from dapo_jax import registry
 from dapo_jax.config.algorithm import (
     GROUP_ESTIMATORS,
     OF_ENERGIES,
@@ -25,6 +24,7 @@ from dapo_jax.config.experiment import (
 )
 from dapo_jax.config.rules import is_own
 from dapo_jax.config.settings import check_read, check_types, check_values, leaves
+from dapo_jax.runtime import registry
 from dapo_jax.types.errors import require
 
 Checks = Iterator[tuple[str, bool, str]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from dapo_jax.data.files import MalformedRow, NoAnswer
 from dapo_jax.data.prompts.templates import DAPO
-from dapo_jax.registry import feature
+from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.tool_calls import read_message
 from dapo_jax.types.errors import require
 from dapo_jax.types.structs import Problem, WantedColumns, digest_json

@@ -17,7 +17,6 @@ from typing import Any
 
 from etils import epath
 
-from dapo_jax import registry
 from dapo_jax.config.experiment import GENERATED, Data
 from dapo_jax.data import arithmetic, files
 from dapo_jax.data.difficulty import parse_range, read_rates, within
@@ -31,6 +30,7 @@ from dapo_jax.data.row_formats import (
     parse_fields,
     read_row,
 )
+from dapo_jax.runtime import registry
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.types.errors import ConfigError, naming, require
 from dapo_jax.types.structs import Problem, WantedColumns

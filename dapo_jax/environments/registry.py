@@ -7,11 +7,11 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dapo_jax import registry
 from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.environments.builtin import Calculator, Guessing, SecondTry
 from dapo_jax.environments.tools import ToolUse, tool_schema
+from dapo_jax.runtime import registry
 from dapo_jax.runtime.workers.pickled_functions import find_registered
 from dapo_jax.types.contracts import Environment as Contract
 from dapo_jax.types.errors import require

@@ -34,7 +34,7 @@ from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.lm_head import Scale
 from dapo_jax.model.logprobs import energies_of, hidden_states, logprobs_of
-from dapo_jax.registry import feature
+from dapo_jax.runtime.registry import feature
 from dapo_jax.types.structs import present
 
 IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size

@@ -21,7 +21,7 @@ from dapo_jax.model.experts import RECORDS, Experts
 from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, look_up, named, projection
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
-from dapo_jax.registry import feature
+from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.sharding import constrain
 
 LAYER_INPUT = "layer_input"

@@ -23,7 +23,7 @@ from dapo_jax.model.decoder import (
 from dapo_jax.model.experts import ROUTES, route_dtype
 from dapo_jax.model.layers import SCALE
 from dapo_jax.model.lm_head import Scale
-from dapo_jax.registry import feature
+from dapo_jax.runtime.registry import feature
 
 
 def _run_layers(

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax import registry
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
+from dapo_jax.runtime import registry
 from dapo_jax.runtime.storage.jsonl import AppendFile, objects, rewind
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing

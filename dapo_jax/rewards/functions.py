@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from dapo_jax import registry
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.user_code import describe_error, resolve
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS
+from dapo_jax.runtime import registry
 from dapo_jax.runtime.workers.pickled_functions import find_registered
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Failure, Outcome, WantedColumns

@@ -3,7 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
-from dapo_jax import registry
+from dapo_jax.runtime import registry
 from dapo_jax.types.structs import Failure
 
 SCORE_SECONDS = 2.0  # of CPU time for one score

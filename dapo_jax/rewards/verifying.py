@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from dapo_jax import registry
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.rewards.functions import ResponseCall, make_failure
+from dapo_jax.runtime import registry
 from dapo_jax.runtime.workers.parent import (
     BUSY_FACTOR,
     ComputedTooLong,

@@ -21,9 +21,9 @@ from dapo_jax.model.decode_attention import (
 )
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.quantisation import quantise
-from dapo_jax.registry import feature
 from dapo_jax.rollout.page_table import Fills, PageGeometry, PageTable
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.registry import feature
 from dapo_jax.types.errors import require
 
 Caches = tuple[PageCache | KVCache | StateCache, ...]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 from rich.markup import escape
 
-from dapo_jax import registry
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.settings import leaves
 from dapo_jax.config.user_code import resolve
@@ -24,7 +23,6 @@ from dapo_jax.learner.learners import POLICY, LearnerPrograms, Model
 from dapo_jax.learner.minibatches import TokenWeights
 from dapo_jax.model import load_huggingface, peft_adapters, trainable
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.registry import feature
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.correctness import reward_leads, settings_of
 from dapo_jax.reporting.notices import MAX_CUT, fitting
@@ -35,7 +33,8 @@ from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run import compute
 from dapo_jax.run.memory import check_run_fits
-from dapo_jax.runtime import processes
+from dapo_jax.runtime import processes, registry
+from dapo_jax.runtime.registry import feature
 from dapo_jax.step import Trainer
 from dapo_jax.types.contracts import Sampler, do_nothing
 from dapo_jax.types.errors import ConfigError, require

@@ -16,8 +16,8 @@ from dapo_jax.learner.muon import moments
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.param_paths import forward_dtype
 from dapo_jax.model.trainable import is_trained
-from dapo_jax.registry import feature
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.registry import feature
 from dapo_jax.types.errors import ConfigError, require
 
 FLOAT_BYTES = 4

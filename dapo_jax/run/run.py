@@ -16,7 +16,6 @@ from dapo_jax.config.rates import choose_rates
 from dapo_jax.learner.learners import POLICY, LearnerStates, optimizers
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
-from dapo_jax.registry import feature
 from dapo_jax.reporting import notices
 from dapo_jax.reporting.console import Progress, fit
 from dapo_jax.reporting.scores import Response
@@ -41,6 +40,7 @@ from dapo_jax.run.step_record import measure, trace
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
+from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.output_folder import RUN, claim

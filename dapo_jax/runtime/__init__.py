@@ -1,1 +1,1 @@
-"""Settings, mesh and sharding, processes, signals, storage, worker processes."""
+"""Plug-ins by name, mesh and sharding, processes, signals, storage, worker processes."""

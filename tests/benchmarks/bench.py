@@ -71,7 +71,7 @@ def flags(settings: str) -> list[str]:
 
 def command(module: str, *arguments: object) -> str:
     """Run a command of the project in this process, which compiles once for all commands."""
-    from dapo_jax import registry
+    from dapo_jax.runtime import registry
 
     arguments_before, output = sys.argv, io.StringIO()
     # Of an argument that is given twice, the last counts here.

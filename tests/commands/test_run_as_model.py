@@ -12,13 +12,12 @@ import pytest
 from served import http_serving
 from small_runs import make_evaluation, run_evaluation
 
-from dapo_jax import registry
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.serve import server
 from dapo_jax.model import load_huggingface
 from dapo_jax.run import export
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy, checkpoint_folder
-from dapo_jax.runtime import processes
+from dapo_jax.runtime import processes, registry
 from dapo_jax.types.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from several import COMMAND, Several, assert_rounded_alike
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
-from dapo_jax import algorithms, registry
+from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, DpoConfig, Lora, Optimizer, Packing, SftConfig
 from dapo_jax.config.validation import validate
 from dapo_jax.extras.sft import training as supervised
@@ -27,7 +27,7 @@ from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.packing import pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
-from dapo_jax.runtime import processes
+from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.output_folder import replace
 from dapo_jax.types.errors import ConfigError

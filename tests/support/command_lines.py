@@ -4,8 +4,8 @@ import pathlib
 import sys
 from unittest import mock
 
-from dapo_jax import registry
 from dapo_jax.commands import command_line
+from dapo_jax.runtime import registry
 
 ROOT = pathlib.Path(__file__).parents[2]
 RL = f"--config={ROOT}/configs/arithmetic.py"

@@ -21,11 +21,11 @@ from _pytest.mark.expression import Expression
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from dapo_jax import registry
 from dapo_jax.__main__ import COMMANDS
 from dapo_jax.commands import command_line
 from dapo_jax.config import experiment
 from dapo_jax.config.settings import leaves
+from dapo_jax.runtime import registry
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOT_HERE = {"torch"}  # a package that a script of the repository needs and tests do without

@@ -27,11 +27,11 @@ from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, without
-from dapo_jax.registry import feature
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import Starts
 from dapo_jax.run import compute
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.registry import feature
 from dapo_jax.types.structs import SamplingRule
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

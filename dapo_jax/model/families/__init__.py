@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-from dapo_jax import registry
 from dapo_jax.model.families.family import Family
 from dapo_jax.model.families.gemma3 import GEMMA3
 from dapo_jax.model.families.gpt_oss import GPT_OSS
@@ -15,6 +14,7 @@ from dapo_jax.model.families.qwen2 import QWEN2
 from dapo_jax.model.families.qwen3 import QWEN3
 from dapo_jax.model.families.qwen3_moe import QWEN3_MOE
 from dapo_jax.model.families.smollm3 import SMOLLM3
+from dapo_jax.runtime import registry
 
 _QWEN = (QWEN2, QWEN3, QWEN3_MOE)
 _MISTRAL = (MISTRAL, MINISTRAL, MINISTRAL3)
