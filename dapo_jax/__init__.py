@@ -38,8 +38,8 @@ _DEFINED_IN = {
     "is_equivalent": "extras.math.algebra_process",
     "overlong_punishment": "rewards.group_rewards",
     "ConfigError": "types.errors",
-    "sample": "commands.policy",
-    "Policy": "commands.policy",
+    "sample": "run.policy",
+    "Policy": "run.policy",
 }
 _API = "train evaluate sft dpo export plan report ModelFolder Result".split()
 _SECTIONS = (
@@ -66,7 +66,6 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         sft,
         train,
     )
-    from dapo_jax.commands.policy import Policy, sample
     from dapo_jax.config.experiment import (
         Architecture,
         Checkpoint,
@@ -98,6 +97,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dapo_jax.extras.math.algebra_process import is_equivalent
     from dapo_jax.learner import advantages, losses
     from dapo_jax.rewards.group_rewards import overlong_punishment
+    from dapo_jax.run.policy import Policy, sample
     from dapo_jax.types.errors import ConfigError
     from dapo_jax.types.structs import JudgeUnavailable, Observation
 

@@ -11,13 +11,13 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dapo_jax.commands import checks
 from dapo_jax.commands.command_line import find_preset
 from dapo_jax.commands.evaluate import SHORT_NAMES
-from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config, with_preset
 from dapo_jax.config.settings import check_types, check_values, with_values
+from dapo_jax.run import checks
+from dapo_jax.run.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.workers.pickled_functions import register_function

@@ -220,7 +220,7 @@ def load(
             )
         if not file and not arguments and kind is not DoctorConfig:
             raise ConfigError(f"arguments are missing, as in{example(usage)} (--help)")
-        from dapo_jax.commands import checks
+        from dapo_jax.run import checks
 
         checks.check(config)
         check_output(config)
@@ -253,7 +253,7 @@ def run(
     settings are answered at once. `single_process` names a command that only one process may run.
     """
     config = load(kind, usage, short_names, **options)
-    from dapo_jax.commands.checks import guarded
+    from dapo_jax.run.checks import guarded
     from dapo_jax.runtime import processes
 
     return processes.run(lambda: guarded(lambda: work(config)), alone=single_process)

@@ -48,14 +48,14 @@ def make_base(config: Config) -> None:
 
 def check_run(config: Config) -> None:
     """Raise `ConfigError` if the run must not write, or a file of its data is missing."""
-    from dapo_jax.commands import checks
+    from dapo_jax.run import checks
 
     checks.check_run(config)
 
 
 def check_and_make_base(config: Config) -> None:
     """Check the run as `check_run` does, and make a missing base model on the way."""
-    from dapo_jax.commands import checks
+    from dapo_jax.run import checks
 
     checks.check_run(config, make_base)
 
@@ -90,7 +90,7 @@ def dry_run(config: Config) -> int:
     from dapo_jax.reporting.console import Progress
 
     with Progress().working("loading the libraries"):
-        from dapo_jax.commands.dry_run import dry_run
+        from dapo_jax.run.dry_run import dry_run
     return dry_run(config)
 
 

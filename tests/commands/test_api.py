@@ -76,7 +76,7 @@ def test_type_checkers_see_the_same_names():
     "module_name",
     [
         "dapo_jax.commands.api",
-        "dapo_jax.commands.policy",
+        "dapo_jax.run.policy",
         "dapo_jax.learner.losses",
         "dapo_jax.learner.advantages",
         "dapo_jax.extras.math.algebra_process",

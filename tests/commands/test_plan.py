@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from command_lines import RL, ROOT, load, run_shown
 
-from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan import chips, plan
 from dapo_jax.extras.plan.chips import compiler_options
@@ -28,6 +27,7 @@ from dapo_jax.extras.plan.programs import Compiler, lay_out, missing_memory, tra
 from dapo_jax.extras.plan.published_shapes import NAMES, config_values, read_shape
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.model.logprobs import Rows, token_logprobs
+from dapo_jax.run import checks
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import unbox
 from dapo_jax.types.errors import ConfigError

@@ -11,11 +11,11 @@ from row_files import read_table
 
 import dapo_jax
 from dapo_jax.algorithms import preset
-from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, DpoConfig, Lora, Optimizer, ServeConfig, SftConfig
 from dapo_jax.config.files import read_config, shipped_configs
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
+from dapo_jax.run import checks
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.sharding import mesh_shape
 from dapo_jax.types.errors import ConfigError

@@ -21,13 +21,12 @@ from small_runs import (
 from teachers import LARGE, divergence_by_definition, make_teacher, write_teacher
 
 from dapo_jax import algorithms
-from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Compute, Config, Optimizer, Teacher
 from dapo_jax.extras.distillation.divergence import Divergence
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner, policy_objective
 from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
-from dapo_jax.run import components
+from dapo_jax.run import checks, components
 from dapo_jax.run.components import build
 from dapo_jax.runtime import sharding
 from dapo_jax.types.errors import ConfigError

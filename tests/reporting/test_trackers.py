@@ -5,9 +5,9 @@ import sys
 import pytest
 from small_runs import make_quick_config
 
-from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.reporting.trackers import TensorBoardEvents, WandbSink, check_trackers
+from dapo_jax.run import checks
 from dapo_jax.run.run import train
 from dapo_jax.types.errors import ConfigError
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from dapo_jax.commands.checks import guarded
+from dapo_jax.run.checks import guarded
 from dapo_jax.runtime.storage.retries import MAX_WAITING, Storage
 
 

@@ -15,11 +15,11 @@ from learners import make_batch, make_learner, place
 from safetensors.numpy import load_file, save_file
 from small_runs import make_quick_config, open_run, read_rows
 
-from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer
 from dapo_jax.config.files import read_config
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model import load_huggingface, save_huggingface
+from dapo_jax.run import checks
 from dapo_jax.run.checkpointing import checkpoints
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
 from dapo_jax.run.run import train

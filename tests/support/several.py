@@ -29,7 +29,7 @@ import os, signal, sys
 import conftest
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count={devices}"  # the last counts
 from several import make_small_config
-from dapo_jax.commands import checks
+from dapo_jax.run import checks
 from dapo_jax.runtime import processes
 from dapo_jax.commands.train import work
 INDEX = int(os.environ.get("DAPO_PROCESS_ID", "0"))

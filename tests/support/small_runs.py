@@ -15,7 +15,6 @@ import numpy as np
 from conftest import check_documented, make_completion, make_prompt
 
 from dapo_jax import algorithms
-from dapo_jax.commands import checks
 from dapo_jax.config import experiment
 from dapo_jax.config.experiment import (
     Checkpoint,
@@ -31,7 +30,7 @@ from dapo_jax.extras.sft.training import train_supervised
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import source
-from dapo_jax.run import evaluation
+from dapo_jax.run import checks, evaluation
 from dapo_jax.run import run as runs
 from dapo_jax.run.components import Components
 from dapo_jax.run.step_record import measure

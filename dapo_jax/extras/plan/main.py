@@ -64,8 +64,8 @@ def main() -> int:
     config = command_line.load(Config, "\n".join([(__doc__ or "").strip(), "", *explained]))
     if settings.model:
         config.model.folder = settings.model
-    from dapo_jax.commands.checks import guarded
     from dapo_jax.extras.plan import plan
+    from dapo_jax.run.checks import guarded
 
     def work() -> int:
         settings.check()

@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dapo_jax.commands import checks, command_line
+from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Compute, ServeConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.extras.serve.access import Access, exposure_warning
+from dapo_jax.run import checks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import read_key
 from dapo_jax.runtime.signals import Signals

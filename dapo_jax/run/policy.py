@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dapo_jax.commands import checks
 from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
 from dapo_jax.config.settings import check_types, check_values
+from dapo_jax.run import checks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.tool_calls import read_message
 from dapo_jax.runtime.workers.pickled_functions import register_function
@@ -244,11 +244,15 @@ class Policy:
 
     def save_pretrained(self, folder: File, **settings: Any) -> pathlib.Path:
         """Write the policy of a run as a model folder; arguments as for `dapo_jax.export`."""
-        from dapo_jax.commands.api import export
+        from dapo_jax.run.export import export
 
-        allowed = "the policy of a run: a model folder is saved already, copy it"
-        require(self._step is not None, "model", self.name, allowed)
-        return export(self._components.config.run_dir, folder, step=self._step, **settings)
+        if self._step is None:
+            allowed = "the policy of a run: a model folder is saved already, copy it"
+            raise ConfigError(f"config.model = {self.name!r}: must be {allowed}")
+        run, out = self._components.config.run_dir, os.fspath(folder)
+        config = experiment.ExportConfig(run=run, out=out, step=self._step, **settings)
+        check_types(config)
+        return export(config)
 
 
 def sample(
