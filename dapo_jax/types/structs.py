@@ -273,7 +273,7 @@ class Verdict:
     failure: Failure | None = None  # why there is no reward
     parts: dict[str, float] = dataclasses.field(default_factory=dict)  # unweighted, by name
     token_rewards: list[float] | None = None  # [n], weighted sum of per-token parts
-    decided: str = ""  # direct, algebra, remembered; or why there is no answer
+    decided: str = ""  # direct, algebra, undecided; or why there is no answer
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Verdict":

@@ -15,7 +15,6 @@ import time
 import bench
 
 from dapo_jax.data.sources import read_problems
-from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
 from dapo_jax.extras.math.verifier import Settings, make_verifier
 
 CASES = pathlib.Path(__file__).parents[1] / "verifier/verifier_cases.jsonl"
@@ -24,7 +23,7 @@ Pair = tuple[str, str, bool]  # response, gold answer, whether they are equivale
 
 def ours(response: str, gold: str) -> bool:
     """Judge in this process."""
-    verifier = make_verifier(Settings("math"), RememberedAlgebra)
+    verifier = make_verifier(Settings("math"))
     return verifier(response, gold, "").correct
 
 

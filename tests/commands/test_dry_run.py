@@ -7,7 +7,6 @@ import pytest
 from command_lines import ROOT, run_shown
 from row_files import read_table
 
-from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
 from dapo_jax.extras.math.gold_reading import FORMS, in_form, read_gold
 from dapo_jax.extras.math.verifier import VERIFIERS, Settings, make_verifier
 from dapo_jax.model import load_huggingface
@@ -151,7 +150,7 @@ def test_errors_of_a_run_follow_the_report(dry_run):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_every_verifier_finds_an_answer_in_its_form(verifier):
     assert FORMS.keys() == {*VERIFIERS}
-    verify = make_verifier(Settings(verifier), RememberedAlgebra)
+    verify = make_verifier(Settings(verifier))
     result = verify(in_form(verifier, "42"), "42", "")
     assert result.correct and result.extracted == "42"
 

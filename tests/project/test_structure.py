@@ -33,7 +33,7 @@ EXTRAS = {
     "init": 187,
     "jetstream": 162,
     "judge": 195,
-    "math": 4_543,
+    "math": 4_490,
     "plan": 950,
     "report": 350,
     "samplers": 884,

@@ -10,7 +10,6 @@ is decided wrongly with all rules on.
 """
 
 import ast
-import functools
 import importlib.abc
 import importlib.machinery
 import json
@@ -153,7 +152,7 @@ def near_misses(gold: str) -> set[str]:
 
 
 def published_pairs(paths: list[str]) -> list[Pair]:
-    """Return the answers of problem files with solutions, near misses and the problem's formulas."""
+    """Return answers of problem files beside solutions, near misses and formulas."""
     from dapo_jax.data.sources import read_problems
     from dapo_jax.extras.math.problem import FORMULA
 
@@ -172,15 +171,10 @@ def main() -> int:
     sys.meta_path.insert(0, Finder())
     for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
         del sys.modules[name]
-    from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
     from dapo_jax.extras.math.verifier import Settings, make_verifier
 
     verifiers = {
-        choice: make_verifier(
-            Settings("math", unfinished=choice),
-            functools.partial(RememberedAlgebra, closes=choice == "right"),
-        )
-        for choice in ("right", "wrong")
+        choice: make_verifier(Settings("math", unfinished=choice)) for choice in ("right", "wrong")
     }
     modules = [module for name, module in sys.modules.items() if name.startswith(PACKAGE)]
     caches = {f for m in modules for f in vars(m).values() if hasattr(f, "cache_clear")}

@@ -13,7 +13,8 @@ from row_files import read_table
 
 from dapo_jax.extras.math import sympy_stage
 from dapo_jax.extras.math.algebra import proportional, same_expression
-from dapo_jax.extras.math.algebra_worker import WORK, TreeAlgebra
+from dapo_jax.extras.math.answer_algebra import WORK, Algebra
+from dapo_jax.extras.math.answer_shape import Node, read
 from dapo_jax.extras.math.ball_arithmetic import Undefined, enclose, sign, with_bits
 from dapo_jax.extras.math.expression_tree import (
     Budget,
@@ -183,15 +184,15 @@ REGIONS = read_table(__file__, "regions")
 
 @pytest.mark.parametrize(("mine", "gold", "same"), REGIONS)
 def test_regions_are_compared(mine, gold, same):
-    algebra = TreeAlgebra(Budget(WORK))
-    assert algebra.same("region", normalise(mine), normalise(gold)) is same
+    assert algebra_says("region", mine, gold) is same
 
 
-def algebra_says(kind: str, mine: str, gold: str) -> bool:
-    try:
-        return TreeAlgebra(Budget(WORK)).same(kind, normalise(mine), normalise(gold))
-    except Undecided:
-        return False
+def algebra_says(kind: str, mine: str, gold: str, *, closes: bool = True) -> bool:
+    mine, gold = (
+        Node("value", text) if kind == "value" else read(text)
+        for text in map(normalise, (mine, gold))
+    )
+    return Algebra(Budget(WORK), closes=closes).same(kind, mine, gold)
 
 
 @pytest.mark.parametrize(("mine", "gold", "same"), read_table(__file__, "closed forms"))
@@ -220,9 +221,9 @@ def test_calls_of_sympy_are_limited_and_no_work_that_gold_has_done_is_done():
     with pytest.raises(Undecided, match="KeyboardInterrupt"):
         sympy_stage.closed_form(hard, budget)
     assert sys.getprofile() is None and budget.left < WORK - 0.9 * sympy_stage.MAX_CALLS
-    finishing = TreeAlgebra(Budget(WORK), closes=False)
-    assert not finishing.same("value", r"\int_0^1 x^2 dx", r"\frac13")
-    assert finishing.same("value", r"\int_0^1 x^2 dx", r"\int_0^1 t^2 dt")
+    integral = r"\int_0^1 x^2 dx"
+    assert not algebra_says("value", integral, r"\frac13", closes=False)
+    assert algebra_says("value", integral, r"\int_0^1 t^2 dt", closes=False)
 
 
 @pytest.mark.parametrize("text", read_table(__file__, "slow"))

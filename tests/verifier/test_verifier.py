@@ -23,7 +23,6 @@ from row_files import read_table
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.extras.math import algebra_process, is_equivalent
-from dapo_jax.extras.math.algebra_worker import RememberedAlgebra
 from dapo_jax.extras.math.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.extras.math.extraction import extract
 from dapo_jax.extras.math.numerals import read_number
@@ -280,7 +279,7 @@ def test_a_verdict_says_how_it_was_decided():
     assert [verdict.decided for verdict in verdicts] == [
         "direct",
         "algebra",
-        "remembered",
+        "algebra",
         "no_marker",
         "truncated_box",
     ]
@@ -304,7 +303,7 @@ def test_each_cause_is_decided_as_listed():
 
 
 def test_a_degenerate_response_is_wrong_quickly():
-    verify = make_verifier(Settings("math"), RememberedAlgebra)
+    verify = make_verifier(Settings("math"))
     for blank in (r"\, ", "~", " ", r"\\, ", r"\quad ", "\t", r"\text{ }", "{}"):
         started = time.process_time()
         assert not verify(rf"\boxed{{4{blank * 400}5}}", "45", "").correct

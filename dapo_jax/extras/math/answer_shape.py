@@ -246,3 +246,8 @@ def read(text: str, depth: int = 0) -> Node:
     if _SIGN.search(text):
         return _with_signs(text, depth)
     return Node("set", text) if text.strip() == r"\emptyset" else Node("value", text)
+
+
+def is_by_cases(node: Node) -> bool:
+    """Test for a function by cases: a list of values and conditions."""
+    return node.kind == "list" and {item.marks for item in node.items} == {("&", "&")}

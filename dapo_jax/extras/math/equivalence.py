@@ -1,16 +1,17 @@
 """Comparison of two answers: by shape first, then value by value.
 
-Everything that strings and exact numerals can decide is decided here, in time linear in short
-texts. What needs algebra is asked of `Algebra`, which lives in a process that can be killed.
+Strings and exact numerals decide in time linear in short texts; the rest is asked of `Algebra`.
 """
 
 import functools
 import re
 from fractions import Fraction
-from typing import Protocol
+from typing import NamedTuple
 
 from dapo_jax.extras.math import names
-from dapo_jax.extras.math.answer_shape import Node, read
+from dapo_jax.extras.math.answer_algebra import WORK, Algebra
+from dapo_jax.extras.math.answer_shape import Node, is_by_cases, read
+from dapo_jax.extras.math.expression_tree import Budget
 from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.extraction import extract
 from dapo_jax.extras.math.normalisation import FORBIDDEN, normalise
@@ -20,9 +21,9 @@ from dapo_jax.extras.math.units import split_unit
 from dapo_jax.extras.math.written_form import value_at
 
 LONGEST_COMPARED, MAX_ITEMS = 2_000, 64  # characters; members of a set
+MAX_REMEMBERED = 20_000
 _INEQUALITIES = {"<", ">", "<=", ">=", "!="}
 _REGIONS = {"union", "intersection", "difference"}
-REALS = r"\mathbbR"  # compact
 _DECIMAL = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
 _CODE = re.compile(r"(?=.*[A-Z])[A-Z\d]{2,}(?:_\{?\d+\}?)?", re.ASCII)
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)", re.ASCII)
@@ -48,34 +49,19 @@ _CHOICE_AND_VALUE = re.compile(
 )
 
 
-class Algebra(Protocol):
-    """Decisions of one verdict that strings can't make, on the normalised texts of two answers."""
-
-    def same(
-        self, kind: str, prediction: str, answer: str, whole: frozenset[str] = frozenset()
-    ) -> bool:
-        """Test the equality of a 'value', 'equation', 'region' or 'cases'; `whole`: integers."""
-        ...
-
-    def describe(self, correct: bool) -> str:
-        """Return how the verdict was decided."""
-        ...
-
-
 class _Comparison:
-    def __init__(self, algebra: Algebra, problem: Problem, by_habit: frozenset[str]):
-        self._problem = problem
-        self._ask = lambda *texts: algebra.same(*texts, whole=problem.whole | by_habit)
+    def __init__(self, algebra: Algebra, problem: Problem):
+        self._problem, self._ask = problem, algebra.same
 
     def same(self, mine: Node, gold: Node) -> bool:
         if names.compact(mine.text) == names.compact(gold.text):
             return True
         mine, gold = _spread(_without_membership(mine)), _spread(_without_membership(gold))
         if is_by_cases(mine) or is_by_cases(gold):
-            if self._ask("cases", mine.text, gold.text):
+            if self._ask("cases", mine, gold):
                 return True
         if _is_region(mine) or _is_region(gold):
-            return self._ask("region", mine.text, gold.text)
+            return self._ask("region", mine, gold)
         if "relation" in (mine.kind, gold.kind):
             return self._same_relation(mine, gold)
         if {mine.kind, gold.kind} == {"list", "tuple"} and ("(", ")") in (mine.marks, gold.marks):
@@ -145,7 +131,7 @@ class _Comparison:
             if wanted and _FUNCTION_OF.fullmatch(names.compact(wanted[0])):
                 return False  # not solved for the function
             if len(mine.items) == len(gold.items) == 2:
-                return self._ask("equation", mine.text, gold.text)
+                return self._ask("equation", mine, gold)
             return False
         if mine.kind != "relation" and gold.kind != "relation":
             return self.same(mine, gold)
@@ -176,8 +162,8 @@ class _Comparison:
         if names.has_words(mine) or names.has_words(gold):
             return names.same_words(names.words_of(mine), names.words_of(gold))
         # What reads as a numeral is that number here too: 1e3 is 1000, never 3 times e.
-        texts = _as_read(mine, mine_number, gold), _as_read(gold, gold_number, "")
-        return self._ask("value", *texts)
+        own, other = _as_read(mine, mine_number, gold), _as_read(gold, gold_number, "")
+        return self._ask("value", Node("value", own), Node("value", other))
 
     def _same_measure(self, mine: str, gold: str) -> bool:
         """Compare values if at least one has a unit."""
@@ -186,7 +172,7 @@ class _Comparison:
         if not mine_unit:  # the gold answer says what may stand here
             mine_value, mine_unit = split_unit(mine, trusted=True)
         if not mine_unit and _PRODUCT.fullmatch(gold):  # 2 m may be twice m
-            return self._ask("value", mine, gold)
+            return self._ask("value", Node("value", mine), Node("value", gold))
         if split_unit(mine_value, self._problem)[1] or split_unit(gold_value)[1]:  # two of them
             return False
         units = {mine_unit, gold_unit}
@@ -199,7 +185,7 @@ class _Comparison:
         if mine_unit and gold_unit and mine_unit != gold_unit:
             return False
         if units == {"degree", ""} and r"\pi" in mine + gold:
-            return self._ask("value", mine, gold)
+            return self._ask("value", Node("value", mine), Node("value", gold))
         return self.same(read(mine_value), read(gold_value))
 
 
@@ -311,36 +297,57 @@ def _names(node: Node) -> set[str]:
     return {names.compact(assignment[0]) for assignment in assignments if assignment}
 
 
-def is_by_cases(node: Node) -> bool:
-    """Test for a function by cases: a list of values and conditions."""
-    return node.kind == "list" and {item.marks for item in node.items} == {("&", "&")}
-
-
 def _is_region(node: Node) -> bool:
     if node.kind in _REGIONS or node.kind == "relation" and _INEQUALITIES & set(node.marks):
         return True
     if node.kind == "value":
-        return names.compact(node.text) == REALS
+        return names.compact(node.text) == names.REALS
     return node.kind == "list" and all(_is_region(item) for item in node.items)
 
 
-def decide(prediction: str, answer: str, algebra: Algebra, problem: Problem = NO_PROBLEM) -> bool:
-    """Test the equivalence of a hostile and a trusted answer; raise whatever `algebra` raises."""
+class Decision(NamedTuple):
+    """Equality of two answers, how it was decided, and the units of work that are left."""
+
+    same: bool = False
+    how: str = "direct"
+    work: int = WORK
+
+
+@functools.lru_cache(maxsize=MAX_REMEMBERED)
+def decide(
+    prediction: str,
+    answer: str,
+    problem: Problem = NO_PROBLEM,
+    closes: bool = True,
+    work: int = WORK,
+) -> Decision:
+    """Decide the equivalence of a hostile and a trusted answer; `closes` as in `Algebra`.
+
+    Remembered for the same work left, so that no decision depends on earlier ones.
+    """
     if prediction == answer:
-        return True
-    if len(prediction) > LONGEST_COMPARED:
-        mine, gold = read_integer(prediction.strip()), read_integer(answer.strip())
-        return mine is not None and mine == gold
+        return Decision(True, work=work)
     mine, gold = prediction.strip(" $"), answer.strip(" $")
+    if len(prediction) > LONGEST_COMPARED:
+        whole = read_integer(mine)
+        return Decision(whole is not None and whole == read_integer(gold), work=work)
     if mine == gold:
-        return True
+        return Decision(True, work=work)
     if _DECIMAL.fullmatch(mine) and _DECIMAL.fullmatch(gold):  # most answers; nothing to normalise
-        return read_number(mine) == read_number(gold)
-    mine, gold = normalise(prediction), _read_gold(answer)
+        return Decision(read_number(mine) == read_number(gold), work=work)
+    mine, node = normalise(prediction), _read_gold(answer)
+    by_habit = frozenset() if problem.text or _PERIODIC.search(node.text) else frozenset("nmkN")
+    budget = Budget(work)
+    algebra = Algebra(budget, closes=closes, whole=problem.whole | by_habit)
+    same = _is_same(_Comparison(algebra, problem), mine, node, problem)
+    how = "algebra" if same and algebra.how == "undecided" else algebra.how
+    return Decision(same, how, max(0, int(budget.left)))
+
+
+def _is_same(comparison: _Comparison, mine: str, gold: Node, problem: Problem) -> bool:
+    """Test the equivalence of normalised answers."""
     if FORBIDDEN in mine or not mine or not gold.text or len(mine) > LONGEST_COMPARED:
         return False
-    by_habit = frozenset() if problem.text or _PERIODIC.search(gold.text) else frozenset("nmkN")
-    comparison = _Comparison(algebra, problem, by_habit)
     choice = _CHOICE.fullmatch(gold.text)
     if choice and choice[1] in LETTERS and (problem.has_choices or not problem.text):
         own = _CHOICE.fullmatch(mine)

@@ -7,6 +7,7 @@ from dapo_jax.extras.math.expressions import FUNCTIONS, GREEK
 from dapo_jax.extras.math.numerals import read_number
 
 LONGEST_NAME = 200  # characters
+REALS = r"\mathbbR"  # compact
 _GREEK = "|".join(GREEK)
 # Possessive throughout: a long run of names must not be read in exponentially many ways.
 _NAME = (

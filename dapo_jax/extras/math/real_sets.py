@@ -13,10 +13,9 @@ from flint import arb, fmpq
 from dapo_jax.extras.math import expression_tree as trees
 from dapo_jax.extras.math.answer_shape import Node
 from dapo_jax.extras.math.ball_arithmetic import PRECISIONS, Undefined, enclose, sign, with_bits
-from dapo_jax.extras.math.equivalence import REALS
 from dapo_jax.extras.math.expression_tree import Budget, NoValue, Refused, Tree, Undecided, symbols
 from dapo_jax.extras.math.expressions import parse
-from dapo_jax.extras.math.names import compact
+from dapo_jax.extras.math.names import REALS, compact
 from dapo_jax.extras.math.zeros import zeros
 
 MAX_PIECES = 32  # of a union

@@ -6,11 +6,10 @@ All of it reads text that a model wrote and evaluates none of it. It runs in wor
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 from dapo_jax.extras.math.answer_conventions import as_percentage, asked_value, is_unfinished
-from dapo_jax.extras.math.equivalence import Algebra, decide, gold_answer
+from dapo_jax.extras.math.equivalence import Decision, decide, gold_answer
 from dapo_jax.extras.math.extraction import LONGEST_ANSWER, Extraction, extract
 from dapo_jax.extras.math.minerva import labelled_answer, spelling
 from dapo_jax.extras.math.numerals import read_integer
@@ -66,12 +65,10 @@ class MathVerifier:
         require: the markers that count, as in `extract`; 'nothing': the response is an answer.
             With 'label', a box behind the label has to hold the same answer.
         settings: decide which equivalent answers are correct.
-        open_algebra: returns the algebra of one verdict.
     """
 
     require: str
     settings: Settings
-    open_algebra: Callable[[], Algebra]
 
     def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:
         if self.require == "nothing":
@@ -83,8 +80,14 @@ class MathVerifier:
             extraction = extract(response, self.require)
         if extraction.text is None:
             return VerifierResult(False, None, extraction.how)
-        algebra, value = self.open_algebra(), extraction.text.strip()
-        same = functools.partial(decide, answer=gold, algebra=algebra, problem=read_problem(prompt))
+        value, problem, decision = extraction.text.strip(), read_problem(prompt), Decision()
+        closes = self.settings.unfinished == "right"
+
+        def same(text: str) -> bool:
+            nonlocal decision
+            decision = decide(text, gold, problem, closes, decision.work)
+            return decision.same
+
         correct = same(value)
         if extraction.how == "label" and self.require == "label" and correct:
             box = extract(response.rpartition("</think>")[2][extraction.end :], "box")
@@ -96,10 +99,9 @@ class MathVerifier:
         if (asked := asked_value(value, prompt)) is not None:
             correct = asked != "" and same(asked)
             compared = asked or value
-        if correct and self.settings.unfinished == "wrong":
-            if is_unfinished(compared, gold, prompt):
-                return VerifierResult(False, value, "unfinished")
-        return VerifierResult(correct, value, algebra.describe(correct))
+        if correct and not closes and is_unfinished(compared, gold, prompt):
+            return VerifierResult(False, value, "unfinished")
+        return VerifierResult(correct, value, decision.how)
 
 
 BY_SPELLING: dict[str, Verifier] = {"final_number": final_number, "dapo": dapo}
@@ -107,8 +109,9 @@ BY_VALUE = {"math": "any", "math_box": "box", "math_label": "label"}  # name: ma
 VERIFIERS = ("final_number", *BY_VALUE, "dapo")
 
 
-def make_verifier(settings: Settings, open_algebra: Callable[[], Algebra]) -> Verifier:
+@functools.cache
+def make_verifier(settings: Settings) -> Verifier:
     """Return the verifier that the settings choose."""
     if settings.verifier in BY_SPELLING:
         return BY_SPELLING[settings.verifier]
-    return MathVerifier(BY_VALUE.get(settings.verifier, "nothing"), settings, open_algebra)
+    return MathVerifier(BY_VALUE.get(settings.verifier, "nothing"), settings)
