@@ -1,78 +1,55 @@
 """Compare the verdicts of the verifier and, if it is installed, of math-verify.
 
-    python tests/benchmarks/agreement.py data/*.json* --problems 300 --different 3
+    python tests/benchmarks/agreement.py DATA/*.json* --pairs 150
 
-Prints a row per list and judge: the verifier's own cases, then for each problem file the gold
-answers that equal themselves and other problems' gold answers that are accepted, which follow.
+Prints a row per list and judge, for as many pairs of a list that are equal and that are not: the
+verifier's own lists with their problems, then published answers with themselves and near misses.
+math-verify compares answers only: it is not asked about lists of unfinished ones.
 """
 
 import importlib.util
-import json
 import pathlib
 import random
+import sys
 import time
 
 import bench
 
-from dapo_jax.data.sources import read_problems
 from dapo_jax.extras.math.verifier import Settings, make_verifier
 
-CASES = pathlib.Path(__file__).parents[1] / "verifier/verifier_cases.jsonl"
-Pair = tuple[str, str, bool]  # response, gold answer, whether they are equivalent
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "verifier"))
+from pairs import Pair, own_pairs, published_pairs  # noqa: E402
 
 
-def ours(response: str, gold: str) -> bool:
+def ours(pair: Pair) -> bool:
     """Judge in this process."""
-    verifier = make_verifier(Settings("math"))
-    return verifier(response, gold, "").correct
+    return make_verifier(Settings("math", unfinished=pair.unfinished))(*pair[:3]).correct
 
 
-def math_verify(response: str, gold: str) -> bool:
+def math_verify(pair: Pair) -> bool:
     """Judge by math-verify as it comes, with 5 s for each of its stages."""
     from math_verify import parse, verify
 
-    return verify(parse(f"${gold}$"), parse(response))
-
-
-def pairs_of(path: str, problems: int, different: int) -> list[Pair]:
-    """Return gold answers in a box, each with itself and with other problems' gold answers."""
-    rng = random.Random(path)
-    golds = [problem.answer for problem in read_problems((path,), path, 10).problems]
-    golds = rng.sample(golds, min(problems, len(golds)))
-    pairs = [(rf"\boxed{{{gold}}}", gold, True) for gold in golds]
-    for gold in golds:
-        drawn = rng.sample(golds, min(different, len(golds)))
-        pairs += [(rf"\boxed{{{other}}}", gold, False) for other in drawn if other != gold]
-    return pairs
+    return verify(parse(f"${pair.gold}$"), parse(pair.response))
 
 
 def main() -> None:
-    options, files = bench.read_arguments(__doc__, others=True, problems=300, different=3)
+    options, files = bench.read_arguments(__doc__, others=True, pairs=150)
     judges = {"dapo_jax": ours}
     if importlib.util.find_spec("math_verify"):
         judges["math-verify"] = math_verify
-    rows = [json.loads(line) for line in CASES.read_text().splitlines()]
-    lists = {
-        kind: [(r["prediction"], r["answer"], r["equivalent"]) for r in rows if r["kind"] == kind]
-        for kind in ("core", "convention")
-    }
-    lists |= {path: pairs_of(path, options.problems, options.different) for path in files}
-    bench.print_table(["list", "judge", "equal: accepted", "different: accepted", "per second"])
-    accepted = []
-    for name, pairs in lists.items():
-        for judge_name, is_right in judges.items():
-            started = time.perf_counter()
-            verdicts = [is_right(response, gold) for response, gold, _ in pairs]
-            seconds = time.perf_counter() - started
-            right = [v for v, pair in zip(verdicts, pairs, strict=True) if pair[2]]
-            wrong = [pair for v, pair in zip(verdicts, pairs, strict=True) if v and not pair[2]]
-            counts = f"{sum(right)} of {len(right)}", f"{len(wrong)} of {len(pairs) - len(right)}"
-            bench.print_row(
-                [pathlib.Path(name).stem, judge_name, *counts, round(len(pairs) / seconds)]
-            )
-            accepted += [(judge_name, *pair[:2]) for pair in wrong]
-    for row in accepted:
-        print(*row)
+    pairs = own_pairs() + [pair for path in files for pair in published_pairs(path)]
+    bench.print_table(["list", "judge", "equal: accepted", "different: accepted", "per CPU second"])
+    for name in dict.fromkeys(pair.of for pair in pairs if pair.of != "unfinished"):
+        rng, drawn = random.Random(name), []
+        for is_right in (True, False):
+            found = [pair for pair in pairs if pair.of == name and pair.is_right is is_right]
+            drawn.append(rng.sample(found, min(options.pairs, len(found))))
+        for judge, accepts in judges.items():
+            started = time.process_time()
+            counts = [f"{sum(map(accepts, group))} of {len(group)}" for group in drawn]
+            seconds = time.process_time() - started
+            bench.print_row([name, judge, *counts, round(sum(map(len, drawn)) / seconds)])
 
 
 if __name__ == "__main__":

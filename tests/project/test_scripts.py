@@ -37,15 +37,11 @@ def test_attacks_on_the_verifier_are_refused():
     assert totals["attacks"] > 500 and totals["accepted"] == totals["killed"] == 0
 
 
-def test_the_fuzzer_finds_nothing():
-    assert "nothing did harm" in run("verifier/fuzz_verifier.py", "--minutes", 0.02)
-
-
 @pytest.mark.slow
 def test_verdicts_are_compared_with_another_verifier(tmp_path):
     path = tmp_path / "few.jsonl"
     path.write_text("".join(f'{{"problem": "{i}?", "answer": "{i}"}}\n' for i in range(9)))
-    output = run("benchmarks/agreement.py", path, "--different", 2)
+    output = run("benchmarks/agreement.py", path, "--pairs", 600)
     assert "| core | dapo_jax | 469 of 469 | 0 of 529 |" in output
     assert "| few | dapo_jax | 9 of 9 | 0 of " in output
 

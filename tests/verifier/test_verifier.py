@@ -2,13 +2,12 @@
 
 `verifier_cases.jsonl`: clause, kind ('core' is beyond dispute, 'convention' is decided here), a
 response, its gold answer, and whether they are equivalent. `verifier_readings.jsonl`: the same by
-families, of notations that can be read in several ways. `verifier_hostile.jsonl`: texts that
-attack, none of them equivalent to its answer; 'parts' are repeated to any size.
+families, of notations that can be read in several ways. `causes.txt`: by causes of errors, with
+problems. `verifier_hostile.jsonl`: texts that attack, none of them equivalent to its answer;
+'parts' are repeated to any size.
 """
 
-import concurrent.futures
 import contextlib
-import json
 import math
 import os
 import pathlib
@@ -19,51 +18,31 @@ import sys
 import time
 
 import pytest
+from pairs import own_pairs, rows
 from row_files import read_table
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.extras.math import algebra_process, is_equivalent
 from dapo_jax.extras.math.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.extras.math.extraction import extract
-from dapo_jax.extras.math.numerals import read_number
 from dapo_jax.extras.math.verifier import Settings, dapo, make_verifier
 from dapo_jax.rewards.pool import RewardPool
 
 HERE = pathlib.Path(__file__).parent
 LONGEST_SECONDS = 5.0
+UNFINISHED = ("right", "wrong")
 
 
-def lines(name: str) -> list[dict]:
-    return [json.loads(line) for line in (HERE / name).read_text().splitlines()]
+PAIRS, HOSTILE = own_pairs(), rows("verifier_hostile.jsonl")
+GROUPS = sorted({(pair.of, pair.group) for pair in PAIRS if pair.of != "finished"})
 
 
-CASES, HOSTILE = lines("verifier_cases.jsonl"), lines("verifier_hostile.jsonl")
-READINGS = lines("verifier_readings.jsonl")
-CLAUSES = sorted({case["clause"] for case in CASES})
-
-
-def misjudged(cases: list[dict]) -> list[dict]:
-    wanted = ((case, case["equivalent"]) for case in cases)
-    return [c for c, same in wanted if is_equivalent(c["prediction"], c["answer"]) is not same]
-
-
-@pytest.mark.parametrize("clause", CLAUSES)
-def test_acceptance(clause):
-    assert not misjudged([case for case in CASES if case["clause"] == clause])
-
-
-@pytest.mark.parametrize("family", sorted({case["family"] for case in READINGS}))
-def test_an_open_notation_is_read_in_one_way(family):
-    cases = [case for case in READINGS if case["family"] == family]
-    assert {case["equivalent"] for case in cases} == {True, False}
-    assert not misjudged(cases)
-
-
-def test_the_acceptance_set_covers_the_contract():
-    wanted = {f"E{i}" for i in range(1, 10)} | {f"Q{i}" for i in range(1, 12)} | {"S1"}
-    assert set(CLAUSES) == wanted and len(CASES) >= 400
-    for clause in CLAUSES:
-        assert {case["equivalent"] for case in CASES if case["clause"] == clause} == {True, False}
+@pytest.mark.parametrize(("of", "group"), GROUPS)
+def test_each_pair_is_decided_as_listed(of, group):
+    pairs = [pair for pair in PAIRS if (pair.of, pair.group) == (of, group)]
+    verifiers = {name: make_verifier(Settings("math", unfinished=name)) for name in UNFINISHED}
+    wrong = [p for p in pairs if verifiers[p.unfinished](*p[:3]).correct is not p.is_right]
+    assert pairs and wrong == []
 
 
 def hostile_texts(characters: int, marker: str):
@@ -178,15 +157,6 @@ def test_a_forked_child_has_a_worker_of_its_own():
     subprocess.run([sys.executable, "-c", FORKING], check=True, cwd=HERE.parents[1], timeout=60)
 
 
-def test_threads_ask_the_same_worker_in_turn():
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        verdicts = [
-            threads.submit(is_equivalent, rf"\sqrt{{{i * i * 2}}}", rf"{i}\sqrt2")
-            for i in range(2, 10)
-        ]
-    assert all(verdict.result() for verdict in verdicts)
-
-
 def test_a_stopped_worker_is_killed_and_its_verdict_computed_again(monkeypatch):
     assert is_equivalent(r"\sqrt{72}", r"6\sqrt{2}")
     worker = worker_of(os.getpid())
@@ -236,12 +206,6 @@ def test_the_released_scorer_reads_a_label_near_the_end_and_compares_strings(
     assert is_equivalent(response, answer, "dapo") is correct
 
 
-def test_plain_numerals_are_exact():
-    assert read_number("0.1") * 3 == read_number(r"\frac{3}{10}")
-    assert read_number("9" * 999) == int("9" * 999)
-    assert read_number("1e2000") is None and read_number("1/0") is None
-
-
 EXPENSIVE = (
     r"\sqrt{1000!+1}",
     r"\sqrt{1000!+1+\sqrt{999!+2+\sqrt{998!+3}}}",
@@ -286,22 +250,6 @@ def test_a_verdict_says_how_it_was_decided():
     assert [verdict.correct for verdict in verdicts] == [True, True, True, False, False]
 
 
-CAUSES = [line for line in (HERE / "causes.txt").read_text().splitlines() if line[0] != "#"]
-
-
-def test_each_cause_is_decided_as_listed():
-    pool, pending = RewardPool(Reward(verifier="math", workers=1)), []
-    for line in CAUSES:
-        if line.startswith("== "):
-            continue
-        sign, answer, gold, *problem = line.replace("⏎", "\n").split(" ;; ")
-        text = answer[4:] if answer.startswith("RAW:") else rf"\boxed{{{answer}}}"
-        pending.append((line, sign == "+", pool.submit("".join(problem), text, gold.strip())))
-    wrong = [line for line, right, verdict in pending if verdict.result().correct is not right]
-    pool.close()
-    assert len(pending) > 700 and wrong == []
-
-
 def test_a_degenerate_response_is_wrong_quickly():
     verify = make_verifier(Settings("math"))
     for blank in (r"\, ", "~", " ", r"\\, ", r"\quad ", "\t", r"\text{ }", "{}"):
@@ -313,28 +261,15 @@ def test_a_degenerate_response_is_wrong_quickly():
 # --- conventions ---------------------------------------------------------------------------------
 
 
-def answers(file: str, family: str = "") -> list[tuple[str, str, str]]:
-    rows = [json.loads(line) for line in (HERE / file).read_text().splitlines()]
-    rows = [row for row in rows if not family or row["family"] == family]
-    return [(mine, row["gold"], row["problem"]) for row in rows for mine in row["answers"]]
-
-
 def test_an_unfinished_answer_is_right_by_value_alone():
-    undone = answers("unfinished_answers.jsonl", "a computation left undone")
-    assert len(undone) == 18
-    assert all(is_equivalent(rf"\boxed{{{mine}}}", gold) for mine, gold, _ in undone)
+    undone = [pair for pair in PAIRS if pair.group == "a computation left undone"]
+    assert len(undone) == 18 and all(is_equivalent(*pair[:2]) for pair in undone)
 
 
 def test_honest_spellings_are_finished():
-    spellings = answers("finished_answers.jsonl")
-    assert len(spellings) > 800
-    assert [case for case in spellings if is_unfinished(*case)] == []
-
-
-def test_restated_problems_are_unfinished():
-    attacks = answers("unfinished_answers.jsonl")
-    assert len(attacks) > 700
-    assert [case for case in attacks if not is_unfinished(*case)] == []
+    spellings = [pair for pair in PAIRS if pair.of == "finished"]
+    answers = [(pair.response[7:-2], *pair[1:3]) for pair in spellings]
+    assert len(answers) > 800 and not any(is_unfinished(*answer) for answer in answers)
 
 
 @pytest.mark.parametrize("gold", ["5", "x+1", r"\sqrt2", "(x-2)^2+y^2=9"])
