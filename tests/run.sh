@@ -16,6 +16,7 @@ fi
 # Many tests compile the same small programs, some in processes of their own: each is compiled once.
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 .venv/bin/ruff check .
+.venv/bin/ruff check --quiet --select F821 tests  # which strings of shapes forbid in the library
 .venv/bin/ruff format --check .
 # Types are checked beside the tests, in the moments in which those wait for a process or a socket.
 types="$(mktemp)"
