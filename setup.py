@@ -71,7 +71,7 @@ setup(
         "dapo_jax.extras": ["init_files/*"],
         "dapo_jax.extras.plan": ["*.json"],
         "dapo_jax.config": ["*.txt"],
-        "dapo_jax.data.policies": ["*/*"],
+        "dapo_jax.data": ["policies/*/*"],
         "dapo_jax.reporting": ["*.md"],
         "dapo_jax.extras.report": ["page.*"],
     },

@@ -25,7 +25,6 @@ from dapo_jax.config.experiment import GENERATED, Checkpoint, DpoConfig, Packing
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.data import arithmetic
-from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
 from dapo_jax.extras.sft.rows import (
     EXAMPLES,
@@ -61,6 +60,7 @@ from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
 from dapo_jax.runtime.sharding import flatten, to_host, unbox
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import objects
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, UNFINISHED, claim, replace
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
 from dapo_jax.types.errors import require
