@@ -29,6 +29,12 @@ REPEATED_WINDOW_TOKENS = 8  # a power of two
 Value = TypeVar("Value")
 
 
+def mean_or_zero(values: Any) -> float:
+    """Return the mean of the values, 0 if there are none."""
+    values = np.asarray(values, float)
+    return float(values.mean()) if values.size else 0.0
+
+
 def present(value: Value | None, name: str) -> Value:
     """Return the value of an optional field; raises ValueError if it is None."""
     if value is None:

@@ -38,6 +38,7 @@ from dapo_jax.extras.sft.rows import (
 )
 from dapo_jax.learner.advantages import Estimates, Feedback, estimate, gather_feedback
 from dapo_jax.learner.batches import Mean, PackedRows, ScoredBatch, TrainBatch, TrainState
+from dapo_jax.learner.metrics import add_up, feedback_metrics, preference_metrics
 from dapo_jax.learner.minibatches import make_batch
 from dapo_jax.learner.packing import Segment, pack, place_tokens, take_tokens
 from dapo_jax.learner.policy import PolicySettings, policy_learner
@@ -47,7 +48,6 @@ from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import choose_trained, parameter_count
 from dapo_jax.reporting.console import Progress, duration
-from dapo_jax.reporting.metrics import add_up, feedback_metrics, preference_metrics
 from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.run import components
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
