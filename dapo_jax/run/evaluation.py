@@ -17,7 +17,6 @@ from dapo_jax.config.settings import leaves, with_values
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.notices import announce_data
 from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report, wilson
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
@@ -29,6 +28,7 @@ from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.same_run import check_frozen, meaning, warn_about_heldout
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.export import newest_export
+from dapo_jax.run.notices import announce_data
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object
