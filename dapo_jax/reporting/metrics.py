@@ -68,8 +68,7 @@ def _age_metrics(groups: list[Group], step: int) -> dict[str, float]:
     """Return the ages, in steps, of the policies that sampled the groups' tokens."""
     completions = [completion for group in groups for completion in group.completions]
     drawn = np.array([part for c in completions for part in c.drawn_by], int).reshape(-1, 2)
-    lags = step - drawn[:, 0]
-    tokens = drawn[:, 1]
+    lags, tokens = step - drawn[:, 0], drawn[:, 1]
     return {
         "policy_lag": float(lags @ tokens) / max(1, tokens.sum()),
         "policy_lag_max": float(lags.max(initial=0)),
