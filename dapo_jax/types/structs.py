@@ -380,7 +380,7 @@ class Trace:
 
     advantage: float  # mean over its tokens
     ratios: np.ndarray | None = None  # [n] in the last update, with log.token_ratios
-    clipped: np.ndarray | None = None  # [n] bound that clipped the token: see learner.ratios
+    clipped: np.ndarray | None = None  # [n] bound that clipped the token: see learner.metrics
 
 
 @dataclasses.dataclass
