@@ -9,7 +9,7 @@ from typing import Any
 
 from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.config.user_code import resolve
-from dapo_jax.environments.builtin import Calculator, Guessing, SecondTry
+from dapo_jax.environments.builtin import Calculator, Guessing
 from dapo_jax.environments.tools import ToolUse, tool_schema
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.workers.pickled_functions import find_registered
@@ -19,7 +19,6 @@ from dapo_jax.types.errors import require
 BUILTIN_ENVIRONMENTS: dict[str, Callable[..., Contract]] = {
     "calculator": Calculator,
     "guessing": Guessing,
-    "second_try": SecondTry,
 }
 
 
@@ -51,8 +50,8 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Contract
         return functools.partial(plugin, **dict(urllib.parse.parse_qsl(arguments)))
     if plugin:  # it makes the factory of a name
         return plugin(name)
-    others = ", ".join(f"{kind}:..." for kind in registry.names("environments"))
-    allowed = f"{', '.join(BUILTIN_ENVIRONMENTS)}, {others} or module:Class"
+    known = (*BUILTIN_ENVIRONMENTS, *registry.names("environments"))
+    allowed = f"{', '.join(known)}, some with :..., or module:Class"
     require(":" in name, "environment.name", name, allowed)
     factory = _find("environment.name", name)
     allowed = "a class whose instances have the method step(text)"
