@@ -423,7 +423,7 @@ class ModelJudge:
     max_tokens: Count = setting(1024, "Limit of a reply.")
     retries: CountOr0 = setting(3, "Further tries without a reply or score.", may_change=True)
     request_seconds: Positive = setting(120.0, "Limit of a request.", may_change=True)
-    concurrency: Count = setting(16, "Requests at a time, at most 64.", may_change=True)
+    concurrency: Count = setting(16, "Requests at a time.", may_change=True)
     cache: str = setting("runs/judge_cache", "Folder of replies; empty: none.", may_change=True)
     input_price: PositiveOr0 = setting(0.0, "Price of 10^6 prompt tokens.", may_change=True)
     output_price: PositiveOr0 = setting(0.0, "Price of 10^6 reply tokens.", may_change=True)
@@ -466,6 +466,7 @@ class Reward:
         "times as long.",
         may_change=True,
     )
+    concurrency: Count = setting(64, "Calls of an async function at a time.", may_change=True)
     judge: ModelJudge = part(ModelJudge, read=IF_JUDGE)
 
     def needs_answer(self) -> bool:

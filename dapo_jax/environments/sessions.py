@@ -143,7 +143,9 @@ class Environments:
 
     def steps(self, asked: Sequence[list[Future[TokenizedReply]]]) -> list[TokenizedReply]:
         """Return the replies, in order, on every process. Raises `Interrupted`."""
-        results = gather_results(asked, list, self._should_abort, "observations", len(asked))
+        results = gather_results(
+            asked, lambda _, reply: list(reply), self._should_abort, "observations", len(asked)
+        )
         return [TokenizedReply(*fields) for (fields,) in results.values()]
 
     def open(self, problem: Problem) -> Problem:

@@ -6,12 +6,13 @@ can't end before its end; and only a reply that is one JSON object has a score.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import hashlib
 import http.client
 import json
-import math
 import os
 import re
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,11 +22,10 @@ from etils import epath
 
 from dapo_jax.config.experiment import ModelJudge as Settings
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards.pool import MAX_CONCURRENT_CALLS
 from dapo_jax.runtime.storage.retries import suppress_storage_errors, write_text
 from dapo_jax.types.structs import JudgeUnavailable
 
-KEY = "OPENAI_API_KEY"  # environment variable
+JSON = {"Content-Type": "application/json"}
 MAX_REPLY_BYTES = 1 << 20
 FIRST_DELAY_SECONDS = 0.5  # between attempts; it doubles
 RETRIED = (408, 409, 425, 429, *range(500, 600))  # HTTP status codes
@@ -47,13 +47,17 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "grade", "strict": True
 UNREAD = (400, 413, 422)  # of what is too long, or filtered
 # Each control token has one: <|im_end|>, </s>, [INST], [gMASK], [UNUSED_TOKEN_145], ]~b], ...
 _CONTROL = re.compile(r"[<>\[\]]")
-_FENCED = re.compile(r"```(?:json)?\n(.*)\n```", re.DOTALL)
+_FENCED = re.compile(r"\A```(?:json)?\n(.*)\n```\Z", re.DOTALL)
 
 
 class Score(float):
-    """Score with the counts of its requests, for metrics."""
+    """Score with the counts of its requests, for metrics; `JudgeUnavailable` has them too."""
 
     counts: dict[str, float]
+
+
+class Unread(JudgeUnavailable):
+    """Messages without a grade, perhaps because of the response in them."""
 
 
 def write_messages(
@@ -69,18 +73,12 @@ def write_messages(
 
 def read_score(text: str, highest: int) -> float:
     """Return the score of a reply, from 0 to 1. Raises ValueError if it is not one JSON object."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError("a name occurs twice")
-        return dict(pairs)
-
     reply = text.strip()
     if not reply.startswith(("{", "`")):  # else the tag is a quotation
         reply = reply.rpartition("</think>")[2].strip()
-    fenced = _FENCED.fullmatch(reply)
-    values = json.loads(fenced[1] if fenced else reply, object_pairs_hook=unique)
-    score = values.get("score") if isinstance(values, dict) else None
+    pairs = json.loads(_FENCED.sub(r"\1", reply), object_pairs_hook=tuple)
+    is_object = isinstance(pairs, tuple) and len(dict(pairs)) == len(pairs)  # no name twice
+    score = dict(pairs).get("score") if is_object else None
     if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= highest:
         raise ValueError(f"its score must be a number from 0 to {highest}")
     return score / highest
@@ -89,107 +87,109 @@ def read_score(text: str, highest: int) -> float:
 class ModelJudge:
     """Reward function that asks a judge. A row's column `rubric` replaces the configured one."""
 
-    limit_seconds = None  # each request has a limit, from when it is sent
-
     def __init__(self, reward: Reward):
-        self._settings = settings = reward.judge
-        # Of as many calls as there are at a time, with every request as slow as may be.
-        one = 2 * (settings.retries + 1) * settings.request_seconds + 2**settings.retries
-        self.longest_seconds = math.ceil(MAX_CONCURRENT_CALLS / settings.concurrency) * one
-        self._threads = concurrent.futures.ThreadPoolExecutor(reward.judge.concurrency)
+        self._settings = reward.judge
+        self.concurrency = reward.judge.concurrency
+        self._threads = concurrent.futures.ThreadPoolExecutor(self.concurrency)
 
     async def __call__(self, prompt: str, response: str, answer: str, rubric: str = "") -> Score:
         """Return the score of a response. Raises JudgeUnavailable."""
-        messages, without = (
-            write_messages(self._settings, prompt, text, answer, rubric) for text in (response, "")
-        )
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._score, messages, without
-        )
+        own = self._settings, prompt
+        messages, without = (write_messages(*own, text, answer, rubric) for text in (response, ""))
+        call, loop = _Call(self._settings), asyncio.get_running_loop()
+        work = loop.run_in_executor(self._threads, call.score, messages, without)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            call.stop.set()
+            return await work  # for the counts of the requests that were sent
 
-    def _score(self, messages: list[dict], without: list[dict] | None) -> Score:
+
+class _Call:
+    """Requests for one score. No further ones are sent after `stop` is set."""
+
+    def __init__(self, settings: Settings):
+        self._settings, self.stop = settings, threading.Event()
+        self._counts = {"judge_calls": 0.0, "judge_tokens": 0.0, "judge_cost": 0.0}
+
+    def score(self, messages: list[dict], without: list[dict]) -> Score:
         """Return the score; 0 if the judge can grade only messages `without` the response."""
         try:
-            return self._grade(messages)
-        except _Unread as error:
-            if without is None:
-                raise JudgeUnavailable(str(error)) from None
-        score = Score(0)
-        score.counts = self._score(without, None).counts
+            try:
+                score = Score(self._grade(messages))
+            except Unread:
+                score = Score(0 * self._grade(without))
+        except JudgeUnavailable as error:
+            error.counts = self._counts
+            raise
+        score.counts = self._counts
         return score
 
-    def _grade(self, messages: list[dict[str, str]]) -> Score:
+    def _grade(self, messages: list[dict]) -> float:
         settings = self._settings
         request: dict[str, Any] = {"model": settings.model, "messages": messages}
         request |= {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         request |= {"response_format": FORMAT} if settings.structured else {}
         place = hashlib.sha256(json.dumps(request).encode()).hexdigest()
         path = epath.Path(settings.cache) / place[:2] / f"{place}.json" if settings.cache else None
-        calls = tokens_in = tokens_out = 0
-        reply, error = _read(path), Exception()
+        reply, kind, error, seconds = None, Unread, "nobody reads the score", 0.0
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                reply = json.loads(path.read_text())["reply"]
         for attempt in range(settings.retries + 1):
+            if self.stop.wait(seconds):
+                break
             try:
-                if reply is None:
-                    calls += 1
-                    reply, usage = self._ask(request)
-                    tokens_in += usage.get("prompt_tokens") or 0
-                    tokens_out += usage.get("completion_tokens") or 0
-                score = Score(read_score(reply, settings.highest))
+                reply = self._ask(request) if reply is None else reply
+                score = read_score(reply, settings.highest)
             except JudgeUnavailable:
                 raise
             except (OSError, http.client.HTTPException) as failure:
-                error = JudgeUnavailable(str(failure))
-                if attempt < settings.retries:
-                    time.sleep(FIRST_DELAY_SECONDS * 2**attempt)
+                kind, error, seconds = JudgeUnavailable, failure, FIRST_DELAY_SECONDS * 2**attempt
             except ValueError as failure:
-                error = _Unread(f"the judge replied {reply!r:.100}: {failure}")
+                error, seconds = f"the judge replied {reply!r:.100}: {failure}", 0.0
                 again = {"role": "system", "content": f"{messages[0]['content']} {AGAIN}"}
-                request |= {"messages": [again, messages[1]]}
-                reply = None
+                request["messages"], reply = [again, messages[1]], None
             else:
-                if path is not None and calls:
+                if path is not None and self._counts["judge_calls"]:
                     with suppress_storage_errors():
                         path.parent.mkdir(parents=True, exist_ok=True)
                         write_text(path, json.dumps({"reply": reply}))
-                cost = tokens_in * settings.input_price + tokens_out * settings.output_price
-                counts = {"calls": calls, "tokens": tokens_in + tokens_out, "cost": cost / 1e6}
-                score.counts = {f"judge_{name}": float(count) for name, count in counts.items()}
                 return score
-        raise type(error)(f"{settings.url}, after {settings.retries} retries: {error}")
+        raise kind(f"{settings.url}, after {settings.retries} retries: {error}")
 
-    def _ask(self, request: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return the text and the usage of a reply.
-
-        Raises:
-            _Unread, JudgeUnavailable: the server would reject another try too.
-            OSError, HTTPException, ValueError: another try may succeed.
-        """
-        url = f"{self._settings.url.rstrip('/')}/chat/completions"
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY):
-            headers["Authorization"] = f"Bearer {key}"
-        asked = urllib.request.Request(url, json.dumps(request).encode(), headers)
+    def _ask(self, request: dict[str, Any]) -> str:
+        """Return the text of a reply. Raises JudgeUnavailable if another try would fail too."""
+        settings, content = self._settings, b""
+        url = f"{settings.url.rstrip('/')}/chat/completions"
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        asked = urllib.request.Request(url, json.dumps(request).encode(), headers | JSON)
+        end = time.monotonic() + settings.request_seconds
+        self._counts["judge_calls"] += 1
         try:
-            with urllib.request.urlopen(asked, timeout=self._settings.request_seconds) as stream:
-                reply = json.loads(stream.read(MAX_REPLY_BYTES))
+            with urllib.request.urlopen(asked, timeout=settings.request_seconds) as stream:
+                while chunk := stream.read1(MAX_REPLY_BYTES):
+                    content += chunk
+                    if time.monotonic() > end or len(content) > MAX_REPLY_BYTES:
+                        raise TimeoutError("the reply is too slow or too long")
         except urllib.error.HTTPError as error:
             text = f"status {error.code}: {error.read(300).decode(errors='replace')}"
             if error.code in RETRIED:
                 raise OSError(text) from None
-            kind = _Unread if error.code in UNREAD else JudgeUnavailable
+            kind = Unread if error.code in UNREAD else JudgeUnavailable
             raise kind(f"{url}: {text}") from None
+        except OSError as error:  # no connection, or reset before the server read the request
+            unread = isinstance(error, urllib.error.URLError) or type(error) is ConnectionResetError
+            self._counts["judge_calls"] -= unread
+            raise
+        reply = json.loads(content)
         try:
-            return str(reply["choices"][0]["message"]["content"]), reply.get("usage") or {}
-        except (KeyError, IndexError, TypeError):
+            usage = reply.get("usage") or {}
+            sent, written = (usage.get(f"{kind}_tokens") or 0 for kind in ("prompt", "completion"))
+            cost = sent * settings.input_price + written * settings.output_price
+            self._counts["judge_tokens"] += sent + written
+            self._counts["judge_cost"] += cost / 1e6
+            return str(reply["choices"][0]["message"]["content"])
+        except (AttributeError, KeyError, IndexError, TypeError):
             raise ValueError("no chat completion") from None
-
-
-class _Unread(Exception):
-    """Messages without a grade, perhaps by the response in them."""
-
-
-def _read(path: epath.Path | None) -> str | None:
-    try:
-        return json.loads(path.read_text())["reply"] if path is not None else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -1,4 +1,4 @@
-"""Reward functions: the built-in ones, the user's, and calls of them.
+"""Reward functions: the built-in ones, the user's, and what they may take and return.
 
 A reward function `(prompt, response, answer) -> float` may be `async`, may name `tokens`, and may
 return a number per token or spans of the text. If it names `responses`, one call rewards all
@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,21 +27,20 @@ from dapo_jax.config.experiment import Reward
 from dapo_jax.config.user_code import describe_error, resolve
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS
 from dapo_jax.runtime import registry
+from dapo_jax.runtime.workers.parent import LATE_FACTOR
 from dapo_jax.runtime.workers.pickled_functions import find_registered
 from dapo_jax.types.errors import ConfigError, require
-from dapo_jax.types.structs import Failure, Outcome, WantedColumns
-
-TOKENS = "tokens"  # optional argument: the text of each token of the response
+from dapo_jax.types.structs import Completion, Failure, Outcome, WantedColumns
 
 
 class ResponseCall(NamedTuple):
-    """Arguments of functions that see one response."""
+    """Arguments of functions that see one response; columns are JSON of `Problem.columns`."""
 
     prompt: str
     response: str
     answer: str
-    tokens: list[str] | None = None
-    columns: str = ""  # JSON of `Problem.columns`
+    tokens: Sequence[str] | None = None
+    columns: str = ""
 
 
 class GroupCall(NamedTuple):
@@ -52,63 +51,56 @@ class GroupCall(NamedTuple):
     answer: str
     lengths: list[int]
     correct: list[bool]
-    columns: str = ""  # JSON of `Problem.columns`
-
-    def of_trl(self) -> dict[str, Any]:
-        """Return the arguments that TRL passes, and the row's columns, as a list each."""
-        columns = json.loads(self.columns) if self.columns else {}
-        values = {"answer": self.answer} | columns | {"prompts": self.prompt}
-        lists = {name: [value] * len(self.responses) for name, value in values.items()}
-        return lists | {"completions": list(self.responses)}
+    columns: str = ""
 
 
+Call = ResponseCall | GroupCall
+TOKENS = "tokens"  # optional argument: the text of each token of the response
 RESPONSE_ARGUMENTS = ResponseCall._fields[:3]
 GROUP_ARGUMENTS = GroupCall._fields[:-1]
 TRL_ARGUMENTS = ("prompts", "completions", "answer")
 
-Call = ResponseCall | GroupCall
 
-
-def read_call(fields: dict[str, Any]) -> Call:
-    """Return the call that `_asdict` made JSON of."""
-    return GroupCall(**fields) if "responses" in fields else ResponseCall(**fields)
+def read_call(fields: Sequence[Any]) -> Call:
+    """Return the call that JSON made a list of."""
+    return ResponseCall(*fields) if isinstance(fields[1], str) else GroupCall(*fields)
 
 
 class PartsReply(NamedTuple):
     """Unweighted rewards of one call.
 
     A reward of a response is a number, a list of one per token, or a list of spans
-    [start, end, number] of the text; a reward of a group is a list of one per response.
+    [start, end, number] of the text; a reward of a group is a list of one per response. Counts,
+    such as requests to a judge, are metrics.
     """
 
     parts: dict[str, Any]
-    failure: Failure | None = None  # of the first function that failed
+    failure: Failure | None = None
+    counts: dict[str, float] = {}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "PartsReply":
-        return cls(fields["parts"], Failure.from_json(fields["failure"]))
+        known: dict[str, Any] = fields | {"failure": Failure.from_json(fields["failure"])}
+        return cls(**known)
 
 
 # --- functions by name ----------------------------------------------------------------------
 
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _THINK = re.compile(r"<think>(.*?)</think>\s*+<answer>(.*?)</answer>", re.DOTALL)
 
 
 def think_format(prompt: str, response: str, answer: str) -> float:
     """Return 1 if the response is `<think>..</think><answer>..</answer>`, else 0.
 
-    Each tag has to occur once, with text between the tags.
-
-    DeepSeek-R1, arXiv 2501.12948, section 2.2.2. If the prompt ends with `<think>`, the response
-    starts after that tag.
+    Each tag has to occur once, with text between the tags. If the prompt ends with `<think>`, the
+    response starts after that tag. DeepSeek-R1, arXiv 2501.12948, section 2.2.2.
     """
     if prompt.rstrip().endswith("<think>"):
         response = "<think>" + response
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
-    if any(response.count(tag) != 1 for tag in tags):
-        return 0.0
     match = _THINK.fullmatch(response.strip())
-    return float(match is not None and all(text.strip() for text in match.groups()))
+    is_once = all(response.count(tag) == 1 for tag in _TAGS)
+    return float(match is not None and is_once and all(text.strip() for text in match.groups()))
 
 
 BUILTIN_FUNCTIONS: dict[str, Callable] = {"think_format": think_format}
@@ -119,9 +111,99 @@ def coin(prompt: str, response: str, answer: str) -> float:
     return float(zlib.crc32((prompt + response).encode()) & 1)
 
 
+class RewardFunction:
+    """A reward function and what its signature asks for.
+
+    A plug-in with the attribute `concurrency` limits and repeats its requests itself.
+
+    Attributes:
+        arguments: names of its arguments, before columns.
+        columns: its further arguments, or `**columns`.
+        sees_group: whether one call rewards all responses to a prompt.
+        is_async: whether the function, or the `__call__` of the object, is `async def`.
+
+    Raises:
+        TypeError, ValueError: it can't be called as a reward function.
+    """
+
+    def __init__(self, name: str, function: Callable):
+        self.name, self._function = name, function
+        self.concurrency: int = getattr(function, "concurrency", 0)
+        call = getattr(function, "__call__", None)  # noqa: B004
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, call)))
+        parameters = inspect.signature(function).parameters
+        every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._as_trl = "completions" in parameters and "responses" not in parameters
+        self.sees_group = self._as_trl or "responses" in parameters
+        self.arguments = GROUP_ARGUMENTS if self.sees_group else RESPONSE_ARGUMENTS
+        if self._as_trl:
+            self.arguments = tuple(name for name in TRL_ARGUMENTS if every or name in parameters)
+        elif TOKENS in parameters and not self.sees_group:
+            self.arguments += (TOKENS,)
+        further = [p for name, p in parameters.items() if name not in self.arguments]
+        named = {p for p in further if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        required = frozenset(p.name for p in named if p.default is p.empty)
+        self.columns = WantedColumns(required, frozenset(p.name for p in named) - required, every)
+        inspect.signature(function).bind(**dict.fromkeys((*self.arguments, *required)))
+
+    def score(self, call: Call, seconds: float) -> PartsReply:
+        """Return the reward of a call, which is made once more if it fails.
+
+        It must not run in an event loop, since the function may start one.
+        """
+        reply = PartsReply({})
+        for limit in self._limits(seconds):
+            try:
+                value = self._call(call)
+                return self._read(_run(value, limit) if inspect.isawaitable(value) else value, call)
+            except (Exception, asyncio.CancelledError) as error:
+                reply = self._fail(error)
+        return reply
+
+    async def score_async(self, call: Call, seconds: float) -> PartsReply:
+        """Return the reward of a call of an async function, as `score` does."""
+        reply, task = PartsReply({}), asyncio.current_task()
+        for limit in self._limits(seconds):
+            try:
+                return self._read(await _limited(self._call(call), limit), call)
+            except (Exception, asyncio.CancelledError) as error:
+                reply = self._fail(error)
+                if task and task.cancelling():  # nobody reads it
+                    break
+        return reply
+
+    def _limits(self, seconds: float) -> tuple[float | None, ...]:
+        return (None,) if self.concurrency else (seconds, LATE_FACTOR * seconds)
+
+    def _call(self, call: Call) -> Any:
+        columns = json.loads(call.columns) if call.columns else {}
+        if self._as_trl and isinstance(call, GroupCall):
+            values = {"answer": call.answer} | columns | {"prompts": call.prompt}
+            values = {name: [value] * len(call.responses) for name, value in values.items()}
+            values["completions"] = list(call.responses)
+        else:
+            own = {name: getattr(call, name) for name in self.arguments}
+            own["answer"] = columns.get("answer", call.answer)  # may be an object
+            # Lists are copied, since a function may change its own.
+            values = columns | {k: list(v) if isinstance(v, list) else v for k, v in own.items()}
+        wanted = {*self.arguments, *self.columns.required, *self.columns.optional}
+        every = self.columns.every
+        return self._function(**{k: v for k, v in values.items() if every or k in wanted})
+
+    def _read(self, value: Any, call: Call) -> PartsReply:
+        is_group = isinstance(call, GroupCall)
+        reward = _group_reward(value, len(call.responses)) if is_group else _response_reward(value)
+        return PartsReply({self.name: reward}, None, getattr(value, "counts", {}))
+
+    def _fail(self, error: BaseException) -> PartsReply:
+        text = f"{self.name}: {describe_error(error)}"
+        failure = make_failure(error, Outcome.USER_ERROR, text)
+        return PartsReply({}, failure, getattr(error, "counts", {}))
+
+
 def find_functions(
-    names: Sequence[str], field: str = "reward.parts", reward: Reward | None = None
-) -> dict[str, Callable]:
+    names: Iterable[str], field: str = "reward.parts", reward: Reward | None = None
+) -> dict[str, RewardFunction]:
     """Return the functions of the named parts, without the parts that the trainer computes.
 
     Args:
@@ -141,11 +223,9 @@ def find_functions(
         function = BUILTIN_FUNCTIONS.get(name) or registry.find("parts", name)
         if isinstance(function, type):  # it needs settings
             function = function(reward or Reward())
-        functions[name] = function or find_registered(field, name) or resolve(field, name)
-    for name, function in functions.items():
+        function = function or find_registered(field, name) or resolve(field, name)
         try:
-            names = (*arguments(function), *column_names(function).required)
-            inspect.signature(function).bind(**dict.fromkeys(names))
+            functions[name] = RewardFunction(name, function)
         except (TypeError, ValueError) as error:
             kinds = RESPONSE_ARGUMENTS, GROUP_ARGUMENTS, TRL_ARGUMENTS
             calls = " or ".join(f"({'=, '.join(call)}=)" for call in kinds)
@@ -154,45 +234,12 @@ def find_functions(
     return functions
 
 
-def arguments(function: Callable) -> tuple[str, ...]:
-    """Return the names of the arguments that a reward function is called with, before columns."""
-    parameters = inspect.signature(function).parameters
-    if "responses" in parameters:
-        return GROUP_ARGUMENTS
-    if "completions" in parameters:
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return tuple(name for name in TRL_ARGUMENTS if takes_all or name in parameters)
-    return (*RESPONSE_ARGUMENTS, TOKENS) if TOKENS in parameters else RESPONSE_ARGUMENTS
-
-
-def column_names(function: Callable) -> WantedColumns:
-    """Return the columns that a reward function takes: its further arguments, or `**columns`."""
-    own = arguments(function)
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    further = [p for p in named if p.name not in own]
-    required = frozenset(p.name for p in further if p.default is p.empty)
-    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return WantedColumns(required, frozenset(p.name for p in further) - required, every)
-
-
-def wanted_columns(functions: Iterable[Callable]) -> WantedColumns:
+def wanted_columns(functions: Iterable[RewardFunction]) -> WantedColumns:
     """Return the columns that any of the functions takes."""
-    wanted = [column_names(function) for function in functions]
-    required = frozenset[str]().union(*(own.required for own in wanted))
-    optional = frozenset[str]().union(*(own.optional for own in wanted))
-    return WantedColumns(required, optional, any(own.every for own in wanted))
-
-
-def sees_group(function: Callable) -> bool:
-    """Return whether one call rewards all responses to a prompt."""
-    return not {"responses", "completions"}.isdisjoint(arguments(function))
-
-
-def is_async(function: Callable) -> bool:
-    """Return whether the function, or the `__call__` of the object, is `async def`."""
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    wanted = [function.columns for function in functions]
+    required = frozenset[str]().union(*(columns.required for columns in wanted))
+    optional = frozenset[str]().union(*(columns.optional for columns in wanted))
+    return WantedColumns(required, optional, any(columns.every for columns in wanted))
 
 
 # --- values that functions return -----------------------------------------------------------
@@ -225,9 +272,8 @@ def _response_reward(value: Any) -> float | list:
     try:
         spans = [(operator.index(a), operator.index(b), number) for a, b, number in items]
     except (TypeError, ValueError):
-        raise TypeError(
-            f"returned {value!r:.80}: spans must be (start, end, number), whole characters"
-        ) from None
+        allowed = "spans must be (start, end, number), whole characters"
+        raise TypeError(f"returned {value!r:.80}: {allowed}") from None
     return [[start, end, _number(number)] for start, end, number in spans]
 
 
@@ -240,48 +286,47 @@ def _group_reward(value: Any, responses: int) -> list[float]:
 
 
 def place_rewards(
-    values: list, text: str, tokens: int, split: Callable[[], Sequence[str]]
+    values: list, completion: Completion, split: Callable[[list[int]], Sequence[str]]
 ) -> Float[np.ndarray, "n"]:
-    """Return the reward of each token of a response.
+    """Return the reward of each sampled token of a response, on those of its last turn.
 
     The number of a span is assigned to the last token with a character of the span.
 
     Args:
         values: numbers, one per token, or spans [start, end, number] with an exclusive end.
-        text: the response.
-        tokens: number of its tokens.
         split: returns the text that each token adds.
 
     Raises:
         ValueError: the count of numbers is wrong, a span exceeds the text, or the texts of the
-            tokens do not join to `text`.
+            tokens do not join to it.
     """
+    tokens, length = completion.last_turn.tolist(), len(completion.text)
+    rewards, before = np.zeros(len(completion)), len(completion) - len(tokens)
     if values and not isinstance(values[0], list):
-        if len(values) != tokens:
-            raise ValueError(f"returned {len(values)} numbers: must be {tokens}, one per token")
-        return np.array(values, np.float64)
-    rewards = np.zeros(tokens)
-    ends = list(itertools.accumulate(map(len, split())))
-    written = ends[-1] if ends else 0
-    if written != len(text):
-        raise ValueError(f"spans need tokens that decode to {len(text)} characters, not {written}")
+        if len(values) != len(tokens):
+            allowed = f"must be {len(tokens)}, one per token"
+            raise ValueError(f"returned {len(values)} numbers: {allowed}")
+        rewards[before:] = values
+        return rewards
+    ends = [0, *itertools.accumulate(map(len, split(tokens)))]
+    if ends[-1] != length:
+        raise ValueError(f"spans need tokens that decode to {length} characters, not {ends[-1]}")
     for start, end, number in values:
-        if not 0 <= start < end <= len(text):
-            raise ValueError(
-                f"returned the span ({start}, {end}): must be 0 <= start < end <= {len(text)}, "
-                "characters of the response"
-            )
-        rewards[np.searchsorted(ends, end)] += number
+        if not 0 <= start < end <= length:
+            allowed = f"0 <= start < end <= {length}, characters of the response"
+            raise ValueError(f"returned the span ({start}, {end}): must be {allowed}")
+        rewards[before + np.searchsorted(ends, end) - 1] += number
     return rewards
 
 
-# --- errors ---------------------------------------------------------------------------------
+# --- errors and limits ----------------------------------------------------------------------
 
 _OF_ERRORS: tuple[tuple[type[BaseException] | tuple, Outcome], ...] = (
     (TimeoutError, Outcome.TIMEOUT),
     (MemoryError, Outcome.MEMORY),
     ((ConnectionError, socket.gaierror), Outcome.JUDGE_UNAVAILABLE),
 )
+_loops = threading.local()
 
 
 def make_failure(error: BaseException, other: Outcome, text: str = "") -> Failure:
@@ -301,16 +346,11 @@ def make_failure(error: BaseException, other: Outcome, text: str = "") -> Failur
     return Failure(other, text)
 
 
-# --- calls ----------------------------------------------------------------------------------
-
-_loops = threading.local()
-
-
-def _run(coroutine: Coroutine) -> Any:
-    """Return the result of a coroutine. A thread keeps its loop, and so clients' connections."""
+def _run(awaitable: Awaitable, seconds: float | None) -> Any:
+    """Return a result. A thread keeps its event loop, and so the connections of clients."""
     if not hasattr(_loops, "runner"):
         _loops.runner = asyncio.Runner()
-    return _loops.runner.run(coroutine)
+    return _loops.runner.run(_limited(awaitable, seconds))
 
 
 async def _limited(awaitable: Awaitable, seconds: float | None) -> Any:
@@ -322,82 +362,3 @@ async def _limited(awaitable: Awaitable, seconds: float | None) -> Any:
         if not limit.expired():
             raise  # raised by the function itself
         raise TimeoutError(f"no answer within {seconds:g} s") from None
-
-
-async def _await_all(values: Sequence[Any], limits: Sequence[float | None]) -> list[Any]:
-    """Return the values, with results or exceptions in the place of awaitables."""
-
-    async def result(value: Any, seconds: float | None) -> Any:
-        return await _limited(value, seconds) if inspect.isawaitable(value) else value
-
-    return await asyncio.gather(*map(result, values, limits), return_exceptions=True)
-
-
-def _select_columns(function: Callable, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns that a function takes, and an object that is the answer."""
-    wanted = column_names(function)
-    names = wanted.required | wanted.optional
-    if wanted.every:
-        names = columns.keys() - set(arguments(function))
-    return {name: value for name, value in columns.items() if name in names or name == "answer"}
-
-
-def _call(function: Callable, call: Call) -> Any:
-    """Return the value of a function, or the exception that it raised."""
-    names = arguments(function)
-    if isinstance(call, GroupCall) and "completions" in names:
-        wanted = column_names(function)
-        own = {*names, *wanted.required, *wanted.optional}
-        copies = {k: v for k, v in call.of_trl().items() if wanted.every or k in own}
-        return _attempt(function, copies)
-    values = {name: getattr(call, name) for name in names}
-    # Lists are copied, since a function may change its own.
-    copies = {k: list(v) if isinstance(v, list) else v for k, v in values.items()}
-    if call.columns:
-        copies |= _select_columns(function, json.loads(call.columns))
-    return _attempt(function, copies)
-
-
-def _attempt(function: Callable, copies: dict[str, Any]) -> Any:
-    try:
-        return function(**copies)
-    except Exception as error:
-        return error
-
-
-def _check(value: Any, call: Call) -> float | list:
-    if isinstance(value, BaseException):
-        raise value
-    if isinstance(call, GroupCall):
-        return _group_reward(value, len(call.responses))
-    return _response_reward(value)
-
-
-def compute(
-    functions: dict[str, Callable], calls: Sequence[Call], seconds: float
-) -> list[PartsReply]:
-    """Return the rewards of calls, each by the functions of its kind; async functions overlap.
-
-    Args:
-        seconds: limit of an async call. Other calls have no limit here.
-    """
-    jobs = [
-        (i, name, function)
-        for i, call in enumerate(calls)
-        for name, function in functions.items()
-        if sees_group(function) == isinstance(call, GroupCall)
-    ]
-    values = [_call(function, calls[i]) for i, _, function in jobs]
-    if any(map(inspect.isawaitable, values)):
-        limits = [getattr(function, "limit_seconds", seconds) for _, _, function in jobs]
-        values = _run(_await_all(values, limits))
-    replies = [PartsReply({}) for _ in calls]
-    for (i, name, _), value in zip(jobs, values, strict=True):
-        try:
-            replies[i].parts[name] = _check(value, calls[i])
-            replies[i].parts.update(getattr(value, "counts", {}))
-        except (Exception, asyncio.CancelledError) as error:
-            text = f"{name}: {describe_error(error)}"
-            failure = replies[i].failure or make_failure(error, Outcome.USER_ERROR, text)
-            replies[i] = replies[i]._replace(failure=failure)
-    return replies

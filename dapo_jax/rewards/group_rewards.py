@@ -128,5 +128,9 @@ def reward_group(
         rewards[has_reward],
         raw[has_reward],
         correct[has_reward],
-        tuple(FailedResponse(c, v.failure or NOT_FINITE) for c, v, whole in pairs if not whole),
+        tuple(
+            FailedResponse(done, (verdict.failure or NOT_FINITE)._replace(counts=verdict.parts))
+            for done, verdict, whole in pairs
+            if not whole
+        ),
     )

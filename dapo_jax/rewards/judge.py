@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,21 @@ ScoreGroups = Callable[[Sequence[tuple[Prompt, Sequence[Completion]]]], list[np.
 
 
 class Pending(NamedTuple):
-    """Finished group; the process that scores it has its future verdicts."""
+    """Finished group; the process that scores it has its texts and its future verdicts."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
-    verdicts: list[Future[Verdict]]
+    verdicts: Future[list[Verdict]] | None
+
+
+def _with_results(
+    group: Pending, verdicts: list[dict[str, Any]], texts: list[str]
+) -> tuple[Prompt, tuple[Completion, ...], tuple[Verdict, ...]]:
+    """Return prompt, responses and verdicts; only the process that scored them had the texts."""
+    pairs = zip(group.completions, texts, strict=True)
+    missing = [text for completion, text in pairs if not completion.text]
+    completions = with_texts(group.completions, lambda _: missing)
+    return group.prompt, completions, tuple(map(Verdict.from_json, verdicts))
 
 
 class Judge:
@@ -51,11 +61,17 @@ class Judge:
         self._notice_seconds = NOTICE_SECONDS
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
-        """Decode the responses, and submit them if this process scores the prompt."""
-        completions = with_texts(completions, self._decode_all)
+        """If this process scores the prompt, decode its responses and submit them."""
         if prompt.index % processes.count() != processes.index():
-            return Pending(prompt, completions, [])
+            return Pending(prompt, completions, None)
+        completions = with_texts(completions, self._decode_all)
         return Pending(prompt, completions, self._pool.submit_group(prompt, completions))
+
+    def cancel(self, pending: Sequence[Pending]) -> None:
+        """Call no further reward functions for groups that nobody will read."""
+        for group in pending:
+            if group.verdicts is not None:
+                group.verdicts.cancel()
 
     def groups(self, pending: Sequence[Pending]) -> list[Group]:
         """Return the rewarded groups, in order, on every process. Raises `Interrupted`."""
@@ -63,16 +79,19 @@ class Judge:
 
     def read(self, pending: Sequence[Pending], least: int) -> tuple[list[Group], list[Pending]]:
         """Return the groups that are rewarded, at least so many, and those still pending."""
-        verdicts = [group.verdicts for group in pending]
-        results = gather_results(verdicts, vars, self._watch(pending), "verdicts", least)
-        done = [pending[i] for i in results]
+
+        def encode(i: int, verdicts: list[Verdict]) -> list[Any]:
+            texts = [completion.text for completion in pending[i].completions]
+            return [list(map(vars, verdicts)), texts]
+
+        futures = [[group.verdicts] if group.verdicts else [] for group in pending]
+        results = gather_results(futures, encode, self._watch(pending), "verdicts", least)
+        done = [_with_results(pending[i], *own) for i, (own,) in results.items()]
         scores: Sequence[np.ndarray | None] = [None] * len(done)
         if self._score_groups is not None and done:
-            scores = self._score_groups([(group.prompt, group.completions) for group in done])
-        groups = [
-            reward_group(self._config, *own[:2], tuple(map(Verdict.from_json, fields)), score)
-            for own, fields, score in zip(done, results.values(), scores, strict=True)
-        ]
+            scores = self._score_groups([(prompt, completions) for prompt, completions, _ in done])
+        pairs = zip(done, scores, strict=True)
+        groups = [reward_group(self._config, *own, score) for own, score in pairs]
         return groups, [group for i, group in enumerate(pending) if i not in results]
 
     def _watch(self, pending: Sequence[Pending]) -> Callable[[], bool]:
@@ -83,7 +102,11 @@ class Judge:
             seconds = time.monotonic() - start
             if seconds >= self._notice_seconds:
                 self._notice_seconds = 2 * seconds
-                waiting = sum(not verdict.done() for group in pending for verdict in group.verdicts)
+                waiting = sum(
+                    len(group.completions)
+                    for group in pending
+                    if group.verdicts and not group.verdicts.done()
+                )
                 reward = self._config.reward
                 processes.print_error(
                     f"warning: waiting {seconds:.0f} s for rewards, {waiting} responses left: "

@@ -1,16 +1,14 @@
-"""Pool of reward workers: threads that verify and reward responses in killable processes."""
+"""Rewards of groups: the verifier, then functions of a response, then functions of the group."""
 
+import asyncio
 import collections
-import contextlib
 import dataclasses
 import functools
-import itertools
 import json
-import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,191 +19,20 @@ from dapo_jax.rewards.functions import (
     GroupCall,
     PartsReply,
     ResponseCall,
-    arguments,
-    compute,
+    RewardFunction,
     find_functions,
-    is_async,
     make_failure,
     place_rewards,
-    sees_group,
 )
 from dapo_jax.rewards.group_rewards import GYM
-from dapo_jax.rewards.scoring import SCORE_SECONDS, ScoreReply, ScoreRequest, scores
-from dapo_jax.rewards.verifying import WORKER, Workers, open_verifier
-from dapo_jax.runtime.workers.parent import (
-    BUSY_FACTOR,
-    LATE_FACTOR,
-    ComputedTooLong,
-    Limits,
-    RestartingWorker,
-)
+from dapo_jax.rewards.scorers import AsyncScorer, BatchScorer, LocalScorer, ProcessScorer
+from dapo_jax.rewards.verifying import WORKER, Workers, open_verifier, score_answer, scores
+from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool
-from dapo_jax.types.structs import (
-    SLOW,
-    Completion,
-    Failure,
-    Outcome,
-    Prompt,
-    Verdict,
-    present,
-    reaches,
-)
+from dapo_jax.types.structs import Completion, Failure, Outcome, Prompt, Verdict
 
-MAX_CONCURRENT_CALLS = 64  # of async functions
-GRACE_SECONDS = 2.0  # for a worker to report that calls were late
-
-Place = Callable[[list], np.ndarray]  # from a list that a function returned to rewards of tokens
-
-
-# --- reward functions -----------------------------------------------------------------------
-
-
-class _Parts:
-    """Reward functions of a config, assigned to this process and to workers."""
-
-    def __init__(self, reward: Reward):
-        self._seconds = reward.timeout_seconds
-        # Fails here, not in a worker.
-        functions = find_functions(list(reward.weights()), reward=reward)
-        self._settings = json.dumps(dataclasses.asdict(reward))
-        self._in_process = {n: f for n, f in functions.items() if n.startswith(IN_PROCESS_PREFIX)}
-        in_workers = [name for name in functions if name not in self._in_process]
-        self._async_names = [name for name in in_workers if is_async(functions[name])]
-        self.names = [name for name in in_workers if name not in self._async_names]
-        own = (getattr(functions[name], "longest_seconds", 0.0) for name in self._async_names)
-        self._batch_seconds = max(self._seconds, *own, 0.0) + GRACE_SECONDS
-        self._of_group = {name for name, function in functions.items() if sees_group(function)}
-        self.any_of_group = bool(self._of_group)
-        self.any_of_response = bool({*self._in_process, *self.names} - self._of_group)
-        self.any_with_tokens = any(TOKENS in arguments(f) for f in functions.values())
-        self._copies = FunctionCopies(in_workers)
-        self._running: collections.Counter[str] = collections.Counter()  # calls by function
-        self._lock = threading.Lock()
-        self._queue: collections.deque[tuple[Call, Future[PartsReply]]] = collections.deque()
-        self._async_pool = WorkerPool(
-            1, lambda: (self.open_worker(self._async_names),), "async-reward"
-        )
-
-    def open_worker(self, names: list[str]) -> RestartingWorker:
-        """Return a process for these functions."""
-        settings = (self._copies.path, str(self._seconds), self._settings)
-        return RestartingWorker(WORKER, "parts", *settings, *names)
-
-    @property
-    def kills(self) -> int:
-        return self._async_pool.kills
-
-    def running(self) -> list[str]:
-        """Return the names of the functions that are being called."""
-        with self._lock:
-            return sorted(+self._running)
-
-    @contextlib.contextmanager
-    def _calling(self, names: Collection[str]) -> Iterator[None]:
-        with self._lock:
-            self._running.update(names)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._running.subtract(names)
-
-    def _select(self, names: Sequence[str], call: Call) -> list[str]:
-        is_group = isinstance(call, GroupCall)
-        return [name for name in names if (name in self._of_group) == is_group]
-
-    def compute(self, call: Call, worker: RestartingWorker) -> PartsReply:
-        """Return the rewards of this process and of a worker, without async functions there."""
-        with self._calling(self._select([*self._in_process], call)):
-            (own,) = compute(self._in_process, [call], self._seconds)
-        names = self._select(self.names, call)
-        if not names:
-            return own
-        with self._calling(names):
-            (reply,) = self._ask(worker, [call], self._seconds, f"{names[0]}: ")
-        return PartsReply(own.parts | reply.parts, own.failure or reply.failure)
-
-    def submit_async(self, call: Call) -> list[Future[PartsReply]]:
-        """Return the future reply of the async functions; empty if there are none for the call."""
-        if not self._select(self._async_names, call):
-            return []
-        reply: Future[PartsReply] = Future()
-        self._queue.append((call, reply))
-        self._async_pool.submit(self._answer_queue)
-        return [reply]
-
-    def _answer_queue(self, workers: tuple[RestartingWorker]) -> None:
-        count = min(len(self._queue), MAX_CONCURRENT_CALLS)
-        batch = [self._queue.popleft() for _ in range(count)]
-        if batch:
-            names = {name for call, _ in batch for name in self._select(self._async_names, call)}
-            with self._calling(names):
-                replies = self._ask(workers[0], [call for call, _ in batch], self._batch_seconds)
-            for (_, future), reply in zip(batch, replies, strict=True):
-                future.set_result(reply)
-
-    def _ask(
-        self, worker: RestartingWorker, calls: list[Call], seconds: float, name: str = ""
-    ) -> list[PartsReply]:
-        """Return the replies to calls; if the worker fails, ask again for each alone."""
-        job = {"calls": [call._asdict() for call in calls]}
-        limits = Limits(seconds, LATE_FACTOR * seconds if len(calls) == 1 else 0.0)
-        try:
-            return list(map(PartsReply.from_json, worker.ask(job, limits)["replies"]))
-        except Exception as error:
-            if len(calls) > 1:
-                return [reply for call in calls for reply in self._ask(worker, [call], seconds)]
-            text = f"{name}{type(error).__name__}: {error}"
-            return [PartsReply({}, make_failure(error, Outcome.CRASH, text))]
-
-    def close(self) -> None:
-        self._async_pool.close()
-        self._copies.close()
-
-
-# --- the pool -------------------------------------------------------------------------------
-
-
-def _when_done(awaited: Sequence[Future], function: Callable[[list], Any]) -> Future:
-    """Return the future of `function(results)`; cancelled if one of the awaited futures is."""
-    combined: Future = Future()
-    count = itertools.count(1)
-
-    def note(_: Future) -> None:
-        if next(count) < len(awaited):
-            return
-        if any(future.cancelled() for future in awaited):  # the pool was closed
-            combined.cancel()
-            return
-        try:
-            combined.set_result(function([future.result() for future in awaited]))
-        except Exception as error:
-            combined.set_exception(error)
-
-    for future in awaited:
-        future.add_done_callback(note)
-    return combined
-
-
-def _cancel_with(future: Future, other: Future) -> None:
-    if other.cancelled():
-        future.cancel()
-
-
-class _Job(NamedTuple):
-    """Response that waits for its verdict."""
-
-    call: ResponseCall
-    place: Place
-    source: str
-    metadata: str
-    verdict: Future[Verdict]
-
-    @property
-    def scored(self) -> bool:
-        """Return True if the problem's source scores the answer itself."""
-        return bool(self.metadata) and scores(self.source)
+NO_TOKENS = np.empty(0, np.int32)
 
 
 class RewardPool:
@@ -218,31 +45,52 @@ class RewardPool:
         ConfigError: a reward function can't be found.
     """
 
-    def __init__(self, reward: Reward, split: Callable[[Sequence[int]], list[str]] | None = None):
-        self._reward = reward
-        self.verifier = open_verifier(reward)
+    def __init__(self, reward: Reward, split: Callable[[list[int]], Sequence[str]] = lambda _: ()):
+        self._reward, self._weights = reward, reward.weights()
         self._split = split
-        self._weights = reward.weights()
-        self._parts = _Parts(reward)
-        self._reads_verdicts = reward.reads_verdicts() or self._parts.any_of_group
-        self._queue: collections.deque[_Job] = collections.deque()
-        self._lock = threading.Lock()
-        self._pool = WorkerPool(reward.workers, self._open_workers, "reward")
+        self.verifier = open_verifier(reward)
+        functions = find_functions([*self._weights], reward=reward)  # fails here, not in a worker
+        self._of_groups = [f for f in functions.values() if f.sees_group]
+        self._of_responses = [f for f in functions.values() if not f.sees_group]
+        self._reads_verdicts = reward.reads_verdicts() or bool(self._of_groups)
+        in_workers = [name for name in functions if not name.startswith(IN_PROCESS_PREFIX)]
+        self._copies = FunctionCopies(in_workers)
+        settings = json.dumps(dataclasses.asdict(reward))
+        words = ("functions", self._copies.path, str(reward.timeout_seconds), settings)
+        self._open_worker = functools.partial(RestartingWorker, WORKER, *words)
+        self._pool = WorkerPool(reward.workers, lambda: self._open_workers(in_workers), "reward")
+        threads, together = reward.workers, self.verifier.together
+        self._verify = BatchScorer(self._pool, threads, together, self._ask_verifier)
+        self._scorers = {name: self._open_scorer(f) for name, f in functions.items()}
+        self._async = [s for s in self._scorers.values() if isinstance(s, AsyncScorer)]
+        self._running = collections.Counter[str]()  # calls by function
+        self._lock, self._closed = threading.Lock(), False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run_loop, daemon=True, name="rewards").start()
 
-    def _open_workers(self) -> Workers:
-        """Return the processes of one thread: of parts, of scores, of the verifier."""
-        parts = self._parts.open_worker(self._parts.names)
-        return (parts, RestartingWorker(WORKER, "scores"), *self.verifier.open())
+    def _open_workers(self, names: Sequence[str]) -> Workers:
+        """Return the processes of one thread: of functions, of scores, of the verifier."""
+        scores = RestartingWorker(WORKER, "scores")
+        return (self._open_worker(*names), scores, *self.verifier.open())
+
+    def _open_scorer(self, function: RewardFunction) -> ProcessScorer:
+        own = function, self._reward.timeout_seconds, self._pool
+        most = function.concurrency or self._reward.concurrency
+        if function.name.startswith(IN_PROCESS_PREFIX):
+            return LocalScorer(*own, most)
+        if function.is_async:
+            return AsyncScorer(*own, most, self._open_worker(function.name))
+        return ProcessScorer(*own)
 
     @property
     def kills(self) -> int:
         """Number of worker processes that had to be killed."""
-        return self._pool.kills + self._parts.kills
+        return self._pool.kills + sum(scorer.worker.kills for scorer in self._async)
 
     @property
     def running(self) -> list[str]:
         """Names of the reward functions that are being called."""
-        return self._parts.running()
+        return sorted(+self._running.copy())
 
     def submit(
         self,
@@ -251,167 +99,144 @@ class RewardPool:
         answer: str,
         source: str = "",
         metadata: str = "",
-        tokens: Sequence[int] = (),
-        drawn: int | None = None,
         columns: str = "",
     ) -> Future[Verdict]:
         """Return the future verdict on one response, without functions that see the group.
 
-        It never fails: the verdict holds the failure.
+        It never fails: the verdict holds the failure. It is cancelled if the pool is closed.
 
         Args:
             source, metadata: of a problem with a scorer of its own.
-            tokens: tokens of the response; of a trajectory, of its last turn.
-            drawn: number of sampled tokens of a trajectory; rewards of tokens are placed on the
-                last ones.
-            columns: of the problem's row, for the functions.
+            columns: JSON of the problem's row, for the functions.
         """
-        split = functools.cache(lambda: present(self._split, "split")(tokens))
-        pieces = split() if self._parts.any_with_tokens else None
-        call = ResponseCall(prompt, response, answer, pieces, columns)
-        before = (len(tokens) if drawn is None else drawn) - len(tokens)
+        own = Prompt(0, "", prompt, NO_TOKENS, answer, source, metadata=metadata, columns=columns)
+        completion = Completion(NO_TOKENS, NO_TOKENS, False, 0, response)
 
-        def place(value: list) -> np.ndarray:
-            own = place_rewards(value, text=response, tokens=len(tokens), split=split)
-            return np.pad(own, (before, 0))
+        async def score() -> Verdict:
+            return (await self._score_responses(own, [completion]))[0]
 
-        job = _Job(call, place, source, metadata, Future())
-        self._queue.append(job)
-        self._pool.submit(self._judge_queue)
-        replies = self._parts.submit_async(call)
-        if not replies:
-            return job.verdict
-        return _when_done([job.verdict, *replies], lambda results: self._add(*results, place=place))
+        return self._start(score())
 
     def submit_group(
         self, prompt: Prompt, completions: Sequence[Completion]
-    ) -> list[Future[Verdict]]:
-        """Return future verdicts on all responses to a prompt, functions of the group included."""
-        verdicts = [self._submit_completion(prompt, completion) for completion in completions]
-        if not self._parts.any_of_group:
-            return verdicts
-        replies: Future[dict[int, list[PartsReply]]] = Future()  # by response
+    ) -> Future[list[Verdict]]:
+        """Return the future verdicts on all responses to a prompt.
 
-        def ask(results: list[Verdict]) -> None:
-            scored = [i for i, verdict in enumerate(results) if verdict.failure is None]
-            if not scored:
-                replies.set_result({})
-                return
-            lengths = [len(completions[i]) for i in scored]
-            correct = [bool(results[i].correct and len(completions[i])) for i in scored]
-            texts = [completions[i].text for i in scored]
-            own = (texts, prompt.answer, lengths, correct, prompt.columns)
-            call = GroupCall(prompt.text, *own)
+        If nobody will read them, cancel it: then no further functions are called.
+        """
+        return self._start(self._score_group(prompt, completions))
 
-            def share_out(group_replies: list[PartsReply]) -> None:
-                shared = {
-                    i: [
-                        PartsReply({name: own[j] for name, own in parts.items()}, failure)
-                        for parts, failure in group_replies
-                    ]
-                    for j, i in enumerate(scored)
-                }
-                replies.set_result(shared)
-
-            reply = self._pool.submit(lambda workers: self._parts.compute(call, workers[0]))
-            _when_done([reply, *self._parts.submit_async(call)], share_out)
-
-        def add(i: int, results: list) -> Verdict:
-            verdict, shared = results
-            return self._add(verdict, *shared.get(i, ()))
-
-        _when_done(verdicts, ask)
-        return [
-            _when_done([verdict, replies], functools.partial(add, i))
-            for i, verdict in enumerate(verdicts)
-        ]
-
-    def _submit_completion(self, prompt: Prompt, completion: Completion) -> Future[Verdict]:
-        if completion.lost_environment:
-            failure = Failure(Outcome.ENVIRONMENT_ERROR, completion.failures[-1])
-            lost: Future[Verdict] = Future()
-            lost.set_result(Verdict(False, None, failure))
-            return lost
-        return self.submit(
-            prompt.text,
-            completion.text,
-            prompt.answer,
-            prompt.source,
-            prompt.metadata,
-            completion.last_turn.tolist(),
-            len(completion),
-            prompt.columns,
-        )
-
-    def _judge_queue(self, workers: Workers) -> None:
-        """Judge a fair part of the responses that no other thread has taken, in one exchange."""
+    def _start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         with self._lock:
-            share = math.ceil(len(self._queue) / self._reward.workers)
-            jobs = [self._queue.popleft() for _ in range(min(share, self.verifier.together))]
-        if jobs:
-            with contextlib.suppress(RuntimeError):  # the pool was closed
-                self._judge(workers, jobs)
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        closed: Future[Any] = Future()
+        closed.cancel()
+        return closed
 
-    def _judge(self, workers: Workers, jobs: list[_Job]) -> None:
-        verdicts = self.verifier.verify(workers[2:], [job.call for job in jobs])
-        for job, verdict in zip(jobs, verdicts, strict=True):
-            if not self._reads_verdicts:
-                verdict = dataclasses.replace(verdict, failure=None)
-            verdict = dataclasses.replace(
-                verdict, parts={GYM: float(verdict.correct)} | verdict.parts
-            )
-            if job.scored or self._parts.any_of_response:  # these may be slow: one at a time
-                scored = self._pool.submit(self._score, job, verdict)
-                scored.add_done_callback(functools.partial(_cancel_with, job.verdict))
-            else:
-                job.verdict.set_result(verdict)
+    def close(self) -> None:
+        """End the worker processes; pending verdicts are cancelled."""
 
-    def _score(self, workers: Workers, job: _Job, verdict: Verdict) -> None:
-        try:
-            if job.scored:
-                verdict = self._score_with_task(workers[1], verdict, job.source, job.metadata)
-            if not self._reads_verdicts:
-                verdict = dataclasses.replace(verdict, failure=None)
-            if verdict.failure:
-                job.verdict.set_result(verdict)
+        async def cancel_all() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        with self._lock:
+            if self._closed:
                 return
-            reply = self._parts.compute(job.call, workers[0])
-            job.verdict.set_result(self._add(verdict, reply, place=job.place))
-        except Exception as error:
-            job.verdict.set_exception(error)
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._pool.close()
+        for scorer in self._async:
+            scorer.worker.close()
+        self._copies.close()
 
-    def _score_with_task(
-        self, worker: RestartingWorker, verdict: Verdict, source: str, metadata: str
-    ) -> Verdict:
-        """Return the verdict of the problem's own scorer on the extracted answer."""
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    # --- in the event loop ----------------------------------------------------------------------
+
+    async def _score_group(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> list[Verdict]:
+        verdicts = await self._score_responses(prompt, completions)
+        scored = [i for i, verdict in enumerate(verdicts) if verdict.failure is None]
+        if self._of_groups and scored:
+            texts = [completions[i].text for i in scored]
+            lengths = [len(completions[i]) for i in scored]
+            correct = [bool(verdicts[i].correct and len(completions[i])) for i in scored]
+            call = GroupCall(prompt.text, texts, prompt.answer, lengths, correct, prompt.columns)
+            for parts, failure, counts in await self._ask(self._of_groups, call):
+                for j, i in enumerate(scored):
+                    share = {name: values[j] for name, values in parts.items()}
+                    reply = PartsReply(share, failure, {} if j else counts)
+                    verdicts[i] = self._add(verdicts[i], [reply])
+        for scorer in self._async:  # requests whose replies nobody read were paid too
+            verdicts[0] = self._add(verdicts[0], [PartsReply({}, None, dict(scorer.unread))])
+            scorer.unread.clear()
+        return verdicts
+
+    async def _score_responses(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> list[Verdict]:
+        with_tokens = any(TOKENS in function.arguments for function in self._of_responses)
+        calls = []
+        for done in completions:
+            pieces = self._split(done.last_turn.tolist()) if with_tokens else None
+            own = prompt.text, done.text, prompt.answer
+            calls.append(ResponseCall(*own, pieces, prompt.columns))
+        verdicts: list[Verdict] = await self._verify.score(calls)
+        if prompt.metadata and scores(prompt.source):
+            work = (self._pool.submit(self._score_answer, prompt, own) for own in verdicts)
+            verdicts = await asyncio.gather(*map(asyncio.wrap_future, work))
+        for i, (done, verdict) in enumerate(zip(completions, verdicts, strict=True)):
+            failure = verdict.failure if self._reads_verdicts else None
+            if done.lost_environment:
+                failure = Failure(Outcome.ENVIRONMENT_ERROR, done.failures[-1])
+            parts = {GYM: float(verdict.correct)} | verdict.parts
+            verdicts[i] = dataclasses.replace(verdict, parts=parts, failure=failure)
+        if self._of_responses:
+            verdicts = await asyncio.gather(*map(self._add_parts, completions, calls, verdicts))
+        return verdicts
+
+    async def _add_parts(self, done: Completion, call: ResponseCall, verdict: Verdict) -> Verdict:
         if verdict.failure:
             return verdict
-        job = ScoreRequest(source, metadata, verdict.extracted)._asdict()
-        first = ScoreRequest(source)._asdict()
-        seconds = self._reward.timeout_seconds
-        limits = Limits(seconds, BUSY_FACTOR * seconds, min(seconds, SCORE_SECONDS))
-        try:
-            reply = ScoreReply.from_json(worker.ask(job, limits, first))
-        except ComputedTooLong:  # the answer's own fault
-            reply = ScoreReply(how=SLOW)
-        except (OSError, ValueError, TypeError) as error:
-            reply = ScoreReply(failure=make_failure(error, Outcome.CRASH))
-        decided = verdict.decided if verdict.extracted is None else reply.how
-        parts = {GYM: reply.score}
-        is_correct = bool(reaches(reply.score, 1.0, 0.0))
-        return Verdict(is_correct, verdict.extracted, reply.failure, parts, decided=decided)
+        return self._add(verdict, await self._ask(self._of_responses, call), done)
 
-    def _add(self, verdict: Verdict, *replies: PartsReply, place: Place | None = None) -> Verdict:
-        """Add rewards to a verdict; `place` assigns a list to the tokens of the response."""
-        parts = dict(verdict.parts)
-        failure = verdict.failure
-        total = verdict.token_rewards
+    async def _ask(self, functions: Sequence[RewardFunction], call: Call) -> list[PartsReply]:
+        """Return the replies of functions; async ones are called last, and after no failure."""
+        replies: list[PartsReply] = []
+        for waits in (False, True):
+            names = [function.name for function in functions if function.is_async == waits]
+            if any(reply.failure for reply in replies):
+                break
+            self._running.update(names)
+            try:
+                work = (self._scorers[name].score(call) for name in names)
+                replies += await asyncio.gather(*work)
+            finally:
+                self._running.subtract(names)
+        return replies
+
+    def _add(
+        self, verdict: Verdict, replies: Iterable[PartsReply], done: Completion | None = None
+    ) -> Verdict:
+        """Add replies to a verdict, lists to the tokens of the response that is `done`."""
+        parts, failure, total = dict(verdict.parts), verdict.failure, verdict.token_rewards
         for reply in replies:
             failure = failure or reply.failure
+            for name, count in reply.counts.items():
+                parts[name] = parts.get(name, 0.0) + count
             for name, value in reply.parts.items():
-                if place and isinstance(value, list):
+                if done and isinstance(value, list):
                     try:
-                        own = place(value)
+                        own = place_rewards(value, done, self._split)
                     except ValueError as error:
                         failure = failure or Failure(Outcome.USER_ERROR, f"{name}: {error}")
                         continue
@@ -421,9 +246,18 @@ class RewardPool:
                 parts[name] = value
         return dataclasses.replace(verdict, parts=parts, failure=failure, token_rewards=total)
 
-    def close(self) -> None:
-        """End the worker processes; pending verdicts are lost."""
-        self._pool.close()
-        for job in self._queue.copy():
-            job.verdict.cancel()
-        self._parts.close()
+    # --- in threads -----------------------------------------------------------------------------
+
+    def _ask_verifier(self, workers: Workers, calls: list[ResponseCall]) -> list[Verdict]:
+        try:
+            verdicts = self.verifier.verify(workers[2:], calls)
+            if self.verifier.together == 1 and verdicts[0].failure:
+                verdicts = self.verifier.verify(workers[2:], calls)
+            return verdicts
+        except Exception as error:
+            return [Verdict(False, None, make_failure(error, Outcome.CRASH)) for _ in calls]
+
+    def _score_answer(self, workers: Workers, prompt: Prompt, verdict: Verdict) -> Verdict:
+        if verdict.failure:
+            return verdict
+        return score_answer(workers[1], prompt, verdict, self._reward.timeout_seconds)

@@ -1,11 +1,13 @@
-"""Verifiers behind one interface: verdicts on responses, in processes that can be killed."""
+"""Verifiers, and scorers of a problem's source, in processes that can be killed."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.rewards.functions import ResponseCall, make_failure
+from dapo_jax.rewards.group_rewards import GYM
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.workers.parent import (
     BUSY_FACTOR,
@@ -15,9 +17,19 @@ from dapo_jax.runtime.workers.parent import (
 )
 from dapo_jax.types.contracts import VerifierResult
 from dapo_jax.types.errors import require
-from dapo_jax.types.structs import SLOW, Outcome, Verdict, WantedColumns
+from dapo_jax.types.structs import (
+    SLOW,
+    Failure,
+    Outcome,
+    Prompt,
+    Verdict,
+    WantedColumns,
+    reaches,
+)
 
 WORKER = "dapo_jax.rewards.worker"
+SCORE_SECONDS = 2.0  # of CPU time for one score of a source's scorer
+SCORER_ERROR = "scorer_error"  # `ScoreReply.how` of an answer on which the scorer raised
 Workers: TypeAlias = tuple[RestartingWorker, ...]
 
 
@@ -38,7 +50,8 @@ class Verifying:
     """A verifier of a run; plug-ins of the kind `verifiers` that need more than a function inherit.
 
     Attributes:
-        together: responses of one exchange with a process.
+        together: maximum number of responses of one `verify`; if it is more than one, `verify`
+            itself makes the second try for a response without a verdict.
         reads_answers: False if rows need no gold answer.
     """
 
@@ -103,6 +116,56 @@ class FunctionVerifier(Verifying):
         if text := reply.get("error"):
             return RuntimeError(text)
         return VerifierResult(*reply["result"])
+
+
+class ScoreRequest(NamedTuple):
+    """An answer to score; without metadata, only the scorer is loaded."""
+
+    source: str
+    metadata: str | None = None
+    answer: str | None = None
+
+
+class ScoreReply(NamedTuple):
+    """The score of an answer and how it was decided, or why there is none."""
+
+    score: float = 0.0
+    how: str = "scorer"
+    failure: Failure | None = None
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "ScoreReply":
+        known: dict[str, Any] = fields | {"failure": Failure.from_json(fields["failure"])}
+        return cls(**known)
+
+
+def find_source(name: str) -> Any:
+    """Return the plug-in of a problem's source, as of `gym:TASK`, or None."""
+    return registry.find("sources", name.partition(":")[0])
+
+
+@functools.lru_cache(maxsize=64)
+def scores(source: str) -> bool:
+    """Return True if the source of a problem scores answers itself."""
+    return hasattr(find_source(source), "score")
+
+
+def score_answer(
+    worker: RestartingWorker, prompt: Prompt, verdict: Verdict, seconds: float
+) -> Verdict:
+    """Return the verdict of the problem's own scorer on the extracted answer."""
+    job = ScoreRequest(prompt.source, prompt.metadata, verdict.extracted)._asdict()
+    first = ScoreRequest(prompt.source)._asdict()
+    limits = Limits(seconds, BUSY_FACTOR * seconds, min(seconds, SCORE_SECONDS))
+    try:
+        reply = ScoreReply.from_json(worker.ask(job, limits, first))
+    except ComputedTooLong:  # the answer's own fault
+        reply = ScoreReply(how=SLOW)
+    except (OSError, ValueError, TypeError) as error:
+        reply = ScoreReply(failure=make_failure(error, Outcome.CRASH))
+    decided = verdict.decided if verdict.extracted is None else reply.how
+    parts, correct = {GYM: reply.score}, bool(reaches(reply.score, 1.0, 0.0))
+    return Verdict(correct, verdict.extracted, reply.failure, parts, decided=decided)
 
 
 def find_verifier(name: str) -> Any:

@@ -1,22 +1,28 @@
 """Worker process of rewards.
 
-python -m dapo_jax.rewards.worker parts FILE SECONDS REWARD NAMES  reward functions, also the user's
+python -m dapo_jax.rewards.worker functions FILE SECONDS REWARD NAMES  reward functions
 python -m dapo_jax.rewards.worker scores                           scorers of the problems' sources
 python -m dapo_jax.rewards.worker verifier NAME                    a verifier that is a function
 """
 
+import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dapo_jax.runtime.workers.child import discard_output, limit_process, serve
 
+WAIT_SECONDS = 0.05  # for an async call to end, until the parent may send others
 NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def make_parts(file: str, seconds: str, reward: str, *names: str) -> Callable[[dict], dict]:
-    """Return the function that answers `{"calls"}` with `{"replies"}` of the named parts.
+def make_functions(file: str, seconds: str, reward: str, *names: str) -> Callable[[dict], dict]:
+    """Return the function that answers `{"name", "call"}` with the reply of that function.
+
+    If the first function is async, `{"start", "stop"}` starts and stops calls by number; the answer
+    says which have ended, after a moment in which none did.
 
     Args:
         file: `FunctionCopies.path`.
@@ -26,23 +32,42 @@ def make_parts(file: str, seconds: str, reward: str, *names: str) -> Callable[[d
     from dapo_jax.config.experiment import Reward
     from dapo_jax.config.settings import from_dict
     from dapo_jax.config.user_code import describe_error
-    from dapo_jax.rewards.functions import PartsReply, compute, find_functions, read_call
+    from dapo_jax.rewards.functions import PartsReply, find_functions, read_call
     from dapo_jax.runtime.workers.pickled_functions import load_copies
     from dapo_jax.types.structs import Failure, Outcome
 
-    functions = {}
-    failure = None
+    runner, tasks = asyncio.Runner(), dict[str, asyncio.Task[dict]]()
+    functions, failed = {}, PartsReply({})
     try:
         load_copies(file)
         functions = find_functions(names, reward=from_dict(Reward, json.loads(reward), "reward."))
     except Exception as error:  # a module that the trainer finds, and the worker does not
         text = f"{names[0]}: in a worker: {describe_error(error)}"
-        failure = PartsReply({}, Failure(Outcome.USER_ERROR, text))
+        failed = PartsReply({}, Failure(Outcome.USER_ERROR, text))
+
+    async def score(fields: Sequence[Any]) -> dict:
+        if failed.failure:
+            return failed._asdict()
+        reply = await functions[names[0]].score_async(read_call(fields), float(seconds))
+        return reply._asdict()
+
+    async def wait(start: dict[str, Any], stop: list[str]) -> dict:
+        tasks.update((number, asyncio.create_task(score(call))) for number, call in start.items())
+        for number in tasks.keys() & stop:
+            tasks[number].cancel()
+        if tasks:
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait(tasks.values(), timeout=WAIT_SECONDS, return_when=first)
+        ended = {number: tasks.pop(number) for number in [*tasks] if tasks[number].done()}
+        done = {number: task.result() for number, task in ended.items() if not task.cancelled()}
+        return {"done": done, "running": [*tasks]}
 
     def answer(job: dict) -> dict:
-        calls = [read_call(fields) for fields in job["calls"]]
-        replies = [failure] * len(calls) if failure else compute(functions, calls, float(seconds))
-        return {"replies": [reply._asdict() for reply in replies]}
+        if "start" in job:
+            return runner.run(wait(**job))
+        if failed.failure:
+            return failed._asdict()
+        return functions[job["name"]].score(read_call(job["call"]), float(seconds))._asdict()
 
     return answer
 
@@ -54,7 +79,7 @@ def make_scores() -> Callable[[dict], dict]:
     """
     # Each thread of numpy's libraries would reserve a part of the address space.
     os.environ |= dict.fromkeys(NUMPY_THREADS, "1")
-    from dapo_jax.rewards.scoring import SCORER_ERROR, ScoreReply, ScoreRequest, find_source
+    from dapo_jax.rewards.verifying import SCORER_ERROR, ScoreReply, ScoreRequest, find_source
     from dapo_jax.types.errors import ConfigError
     from dapo_jax.types.structs import Failure, Outcome
 
@@ -97,7 +122,7 @@ def make_verifier(name: str) -> Callable[[dict], dict]:
     return answer
 
 
-KINDS = {"parts": make_parts, "scores": make_scores, "verifier": make_verifier}
+KINDS = {"functions": make_functions, "scores": make_scores, "verifier": make_verifier}
 
 
 def main() -> None:

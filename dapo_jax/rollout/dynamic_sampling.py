@@ -83,6 +83,8 @@ class Judge(Protocol):
 
     def read(self, pending: Sequence[Any], least: int) -> tuple[list[Group], list[Any]]: ...
 
+    def cancel(self, pending: Sequence[Any]) -> None: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class CollectionHooks:
@@ -257,6 +259,7 @@ class Collection:
         Surplus groups are not trained on: the next step requests their prompts from its policy.
         """
         sampler.stop(keep=False)
+        judge.cancel([pending for _, pending in self._unread])
         groups = self.first_kept()
         following = groups[-1].prompt.index + 1 if len(groups) == self._wanted else position
         surplus = {i for i in self._scored if i >= following}

@@ -19,11 +19,11 @@ from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.environments.sessions import Environments, TokenizedReply
 from dapo_jax.model.trainable import parameter_count
+from dapo_jax.reporting.notices import setting_warnings
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.run import components, memory
-from dapo_jax.run.notices import setting_warnings
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
 from dapo_jax.types.errors import ConfigError
@@ -196,8 +196,7 @@ def score(config: Config, tokenizer: Tokenizer, trials: Sequence[Trial]) -> list
                 logprobs = np.zeros(len(ids), np.float32)
                 done = Completion(ids, logprobs, False, 0, text, sample=i, rewards=rewards)
                 completions.append(done)
-            futures = pool.submit_group(trial.prompt, tuple(completions))
-            verdicts = tuple(future.result() for future in futures)
+            verdicts = tuple(pool.submit_group(trial.prompt, completions).result())
             scores = np.zeros(len(completions)) if config.reward.model_folder else None
             group = reward_group(config, trial.prompt, tuple(completions), verdicts, scores)
             groups.append(group)

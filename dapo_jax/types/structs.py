@@ -29,12 +29,6 @@ REPEATED_WINDOW_TOKENS = 8  # a power of two
 Value = TypeVar("Value")
 
 
-def mean_or_zero(values: Any) -> float:
-    """Return the mean of the values, 0 if there are none."""
-    values = np.asarray(values, float)
-    return float(values.mean()) if values.size else 0.0
-
-
 def present(value: Value | None, name: str) -> Value:
     """Return the value of an optional field; raises ValueError if it is None."""
     if value is None:
@@ -94,16 +88,19 @@ SLOW = "slow"  # `Verdict.decided` of a text that took the verifier too long: it
 class JudgeUnavailable(ConnectionError):
     """Error to raise in a reward function if a service that it needs does not answer."""
 
+    counts: dict[str, float] = {}  # of requests, for metrics
+
 
 class Failure(NamedTuple):
     """Failure of a reward, with the error."""
 
     outcome: Outcome
     text: str
+    counts: dict[str, float] = {}  # such as requests to a judge, for metrics
 
     @classmethod
-    def from_json(cls, fields: Sequence[str] | None) -> "Failure | None":
-        return None if fields is None else cls(Outcome(fields[0]), fields[1])
+    def from_json(cls, fields: Sequence[Any] | None) -> "Failure | None":
+        return None if fields is None else cls(Outcome(fields[0]), *fields[1:])
 
 
 # --- host, ragged ---------------------------------------------------------------------------
@@ -380,7 +377,7 @@ class Trace:
 
     advantage: float  # mean over its tokens
     ratios: np.ndarray | None = None  # [n] in the last update, with log.token_ratios
-    clipped: np.ndarray | None = None  # [n] bound that clipped the token: see learner.metrics
+    clipped: np.ndarray | None = None  # [n] bound that clipped the token: see learner.ratios
 
 
 @dataclasses.dataclass

@@ -39,18 +39,23 @@ class SlowPool:
         self.longest = 0.0
 
     def submit_group(self, prompt, completions):
-        futures = [Future() for _ in completions]
-        for i, future in enumerate(futures):
-            seconds = self._seconds * self._random.uniform(0.5, 1.5)
-            self.longest = max(self.longest, seconds)
-            verdict = Verdict(i % 2 == 0 and prompt.index % 3 > 0, "1")
-            if seconds:
-                timer = threading.Timer(seconds, future.set_result, [verdict])
-                timer.daemon = True
-                timer.start()
-            else:
-                future.set_result(verdict)
-        return futures
+        future = Future()
+        seconds = max(self._seconds * self._random.uniform(0.5, 1.5) for _ in completions)
+        self.longest = max(self.longest, seconds)
+        right = prompt.index % 3 > 0
+        verdicts = [Verdict(i % 2 == 0 and right, "1") for i in range(len(completions))]
+
+        def reply() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(verdicts)
+
+        if seconds:
+            timer = threading.Timer(seconds, reply)
+            timer.daemon = True
+            timer.start()
+        else:
+            reply()
+        return future
 
 
 class TimedSampler(ScriptedSampler):

@@ -10,12 +10,11 @@ from conftest import make_completion, make_prompt
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.rewards import judge as judge_module
-from dapo_jax.rewards import pool as pool_module
+from dapo_jax.rewards import scorers
 from dapo_jax.rewards.functions import (
     GroupCall,
-    compute,
+    RewardFunction,
     find_functions,
-    sees_group,
     wanted_columns,
 )
 from dapo_jax.rewards.judge import Judge
@@ -50,41 +49,35 @@ def judge_group(names: list[str], columns=COLUMNS, texts=("a", "bb"), **reward):
     return group
 
 
-def named(prompt, response, answer, tests, rubric, missing=2):
-    tests.append(1)  # of this call alone
-    return len(tests) + rubric["weight"] + missing
+def make_functions() -> list:
+    """Functions that workers get as copies, without the imports of this module."""
 
+    def named(prompt, response, answer, tests, rubric, missing=2):
+        tests.append(1)  # of this call alone
+        return len(tests) + rubric["weight"] + missing
 
-def every(prompt, response, answer, **columns):
-    return float(columns == COLUMNS and answer == "7")
+    def every(prompt, response, answer, **columns):
+        return float(len(columns) == 4 and columns["tokens"] == 9 and answer == "7")
 
+    async def waits(prompt, response, answer, *, tests, **others):
+        return sum(map(sum, tests)) + len(others)
 
-async def waits(prompt, response, answer, *, tests, **others):
-    return sum(map(sum, tests)) + len(others)
+    def group_of(prompt, responses, answer, lengths, correct, tests, **others):
+        return [len(text) + len(tests) + len(others) for text in responses]
 
+    def by_tokens(prompt, response, answer, tokens, rubric):
+        return [rubric["weight"]] * len(tokens)
 
-def group_of(prompt, responses, answer, lengths, correct, tests, **others):
-    return [len(text) + len(tests) + len(others) for text in responses]
-
-
-def by_tokens(prompt, response, answer, tokens, rubric):
-    return [rubric["weight"]] * len(tokens)
-
-
-def plain(prompt, response, answer):
-    return 0.25
-
-
-FUNCTIONS = named, every, waits, group_of, by_tokens, plain
+    return [named, every, waits, group_of, by_tokens]
 
 
 @pytest.mark.parametrize("in_process", [False, True])
 def test_functions_receive_columns_of_any_json_type(in_process, capsys):
-    names = register(*FUNCTIONS, in_process=in_process)
+    names = register(*make_functions(), in_process=in_process)
     group = judge_group(names)
     assert not group.failed
     values = [group.reward_parts[name].tolist() for name in names]
-    assert values == [[5.5, 5.5], [1, 1], [13, 13], [6, 7], [0.5, 1.0], [0.25, 0.25]]
+    assert values == [[5.5, 5.5], [1, 1], [13, 13], [6, 7], [0.5, 1.0]]
     assert "waiting" not in capsys.readouterr().err  # rewards came soon
 
 
@@ -101,10 +94,10 @@ def test_an_object_as_answer_arrives_as_an_object():
 
 
 def test_columns_that_functions_take():
-    functions = find_functions(register(*FUNCTIONS)).values()
+    functions = find_functions(register(*make_functions())).values()
     required, optional = frozenset({"tests", "rubric"}), frozenset({"missing"})
     assert wanted_columns(functions) == WantedColumns(required, optional, True)
-    assert wanted_columns([plain]) == wanted_columns([]) == WantedColumns()
+    assert wanted_columns([]) == WantedColumns()
 
 
 def test_an_argument_of_another_name_is_no_column():
@@ -116,28 +109,23 @@ def test_an_argument_of_another_name_is_no_column():
 
 
 def test_a_function_without_its_column_breaks_its_group_alone():
-    group = judge_group(register(named), columns=None)
+    group = judge_group(register(make_functions()[0]), columns=None)
     assert group.is_broken and "named: " in group.first_failure
     assert "missing 2 required positional arguments" in group.first_failure
 
 
 def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):
     monkeypatch.setattr(judge_module, "NOTICE_SECONDS", 1.0)
-    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(pool_module, "LATE_FACTOR", 1)
+    monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
 
     def hangs(prompt, response, answer):
         time.sleep(60)
 
-    async def hangs_too(prompt, response, answer):
-        time.sleep(60)
-
-    group = judge_group(register(hangs, hangs_too), None, timeout_seconds=0.5)
+    group = judge_group(register(hangs), None, timeout_seconds=0.5)
     assert group.is_broken
     lines = [line for line in capsys.readouterr().err.splitlines() if "for rewards" in line]
     assert 1 <= len(lines) <= 7  # each after twice the time of the last
-    assert lines[0].startswith("warning: waiting 1 s for rewards, 2 responses left: given:hangs")
-    assert "given:hangs_too is running (reward.workers = 1, reward.timeout_seconds" in lines[0]
+    assert lines[0].startswith("warning: waiting 1 s for rewards, 2 responses left: given:hangs is")
 
 
 # --- the signature of TRL ---------------------------------------------------------------------
@@ -160,18 +148,18 @@ async def trl_async(*, completions, prompts):
 def test_a_reward_with_the_signature_of_trl_gets_and_returns_lists():
     named = {f"test_columns_of_rewards:{f.__name__}": f for f in (trl_all, trl_named, trl_async)}
     functions = find_functions([*named])
-    assert all(map(sees_group, functions.values()))
+    assert all(function.sees_group for function in functions.values())
     wanted = wanted_columns(functions.values())
     assert (wanted.required, wanted.optional, wanted.every) == ({"level"}, {"other"}, True)
     columns = json.dumps({"tests": [3], "level": 7})
     call = GroupCall("1+1=", ["1+1=2", "no"], "2", [5, 2], [True, False], columns)
-    (reply,) = compute(named, [call], 5.0)
-    assert reply.failure is None
-    assert list(reply.parts.values()) == [[8.0, 5.0], [8.0, 7.0], [1.0, 0.0]]
+    replies = [function.score(call, 5.0) for function in functions.values()]
+    assert not any(reply.failure for reply in replies)
+    rewards = [*(value for reply in replies for value in reply.parts.values())]
+    assert rewards == [[8.0, 5.0], [8.0, 7.0], [1.0, 0.0]]
 
 
 def test_a_reward_of_trl_with_one_number_says_what_is_missing():
-    (reply,) = compute(
-        {"f": lambda completions: 1.0}, [GroupCall("p", ["a"], "", [1], [True])], 5.0
-    )
+    function = RewardFunction("f", lambda completions: 1.0)
+    reply = function.score(GroupCall("p", ["a"], "", [1], [True]), 5.0)
     assert "must be 1 numbers, one per response" in reply.failure.text

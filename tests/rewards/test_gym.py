@@ -8,9 +8,9 @@ from row_files import read_table
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.extras import gym
-from dapo_jax.rewards import pool as pool_module
+from dapo_jax.rewards import verifying
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.scoring import SCORER_ERROR, scores
+from dapo_jax.rewards.verifying import SCORER_ERROR, scores
 from dapo_jax.runtime.workers.parent import WorkerProcess
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SLOW, Outcome
@@ -145,7 +145,7 @@ class factory:
 
 
 def test_a_scorer_that_hangs_or_dies_costs_its_own_response(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_module, "SCORE_SECONDS", 0.1)  # of a core that others use too
+    monkeypatch.setattr(verifying, "SCORE_SECONDS", 0.1)  # of a core that others use too
     write_package(tmp_path, PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
     pool = RewardPool(Reward(verifier="math", parts="gym=1", workers=1, timeout_seconds=1.0))
@@ -212,7 +212,7 @@ def test_a_scorer_is_made_ready_before_its_clock_starts(slow_pool):
 
 def test_an_answer_that_computes_without_end_costs_seconds_once(slow_pool, monkeypatch):
     """Not the whole limit of a response, and not again: it would compute again."""
-    monkeypatch.setattr(pool_module, "SCORE_SECONDS", 0.1)
+    monkeypatch.setattr(verifying, "SCORE_SECONDS", 0.1)
     pool = slow_pool(30.0)
     assert pool.submit("", "#### 1", "1", "gym:slow", "{}").result(timeout=60).correct
     began = time.monotonic()

@@ -34,7 +34,7 @@ from dapo_jax.learner.losses import policy_loss
 from dapo_jax.learner.minibatches import Minibatches, make_train_batches, split_groups
 from dapo_jax.learner.packing import pack_updates, take_tokens
 from dapo_jax.learner.score_pass import make_feedback
-from dapo_jax.rewards import pool as pool_module
+from dapo_jax.rewards import scorers
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
@@ -229,7 +229,7 @@ def inject(kinds: Sequence[str], rate: float) -> collections.Counter:
 def test_failures_are_typed_and_the_others_learn_as_if_alone(rate, write_module, monkeypatch):
     write_module("fragile_parts", FRAGILE)
     break_verifiers(monkeypatch)
-    monkeypatch.setattr(pool_module, "LATE_FACTOR", 1)
+    monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
     monkeypatch.setattr(algebra_process, "BUSY_FACTOR", 2)
     counts = inject(list(OUTCOMES), rate)
     failed = sum(counts[outcome] for outcome in FAILURES)

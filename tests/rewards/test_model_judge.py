@@ -1,19 +1,24 @@
 """The part `judge`: scores, retries, cache, cost, and responses that tell the judge what to say."""
 
+import collections
 import contextlib
 import http.server
 import json
+import random
 import re
 import threading
 import time
 
 import pytest
+from conftest import make_completion, make_prompt
 
+from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.config.experiment import ModelJudge as Settings
-from dapo_jax.config.experiment import Reward
 from dapo_jax.extras import judge as model_judge
 from dapo_jax.extras.judge import read_score
-from dapo_jax.rewards.functions import PartsReply, ResponseCall, compute, find_functions
+from dapo_jax.reporting.metrics import judge_counts
+from dapo_jax.rewards.functions import PartsReply, ResponseCall, find_functions
+from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.types.structs import Outcome
 
@@ -41,7 +46,7 @@ def naive_grade(messages: list[dict]) -> str:
 
 
 @contextlib.contextmanager
-def judging(replies):
+def judging(replies, port=0):
     """Serve a judge; `replies(messages)` is a text, or a status code."""
     asked = []
 
@@ -58,8 +63,8 @@ def judging(replies):
 
         def log_message(self, *_): ...
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/v1", asked
     finally:
@@ -69,8 +74,9 @@ def judging(replies):
 
 def score(settings: Settings, *responses: str, columns: str = "") -> list[PartsReply]:
     """Return the replies of the part `judge` on responses, as its worker does."""
+    judge = find_functions(["judge"], reward=Reward(judge=settings))["judge"]
     calls = [ResponseCall("6*7?", text, "42", None, columns) for text in responses]
-    return compute(find_functions(["judge"], reward=Reward(judge=settings)), calls, 60.0)
+    return [judge.score(call, 60.0) for call in calls]
 
 
 HONEST = "Six times seven is 42"
@@ -141,9 +147,9 @@ def test_a_judge_that_repeats_the_response_is_asked_again_and_counted(tmp_path, 
     with judging(lambda _: 500) as (other_url, others):  # it has moved; its model is the same
         (second,) = score(Settings(url=other_url, **settings), HONEST, columns=rubric)
     assert first.parts["judge"] == second.parts["judge"] == 0.5
-    assert first.parts["judge_calls"] == 3 and first.parts["judge_tokens"] == 220 and not others
-    assert first.parts["judge_cost"] == pytest.approx((200 * 1 + 20 * 10) / 1e6)
-    assert second.parts["judge_calls"] == 0 and len(asked) == 3
+    assert first.counts["judge_calls"] == 3 and first.counts["judge_tokens"] == 220 and not others
+    assert first.counts["judge_cost"] == pytest.approx((200 * 1 + 20 * 10) / 1e6)
+    assert second.counts["judge_calls"] == 0 and len(asked) == 3
     assert "Is it short?" in asked[0]["messages"][1]["content"]
     system, user = asked[2]["messages"]
     assert system["content"].endswith(model_judge.AGAIN) and user == asked[0]["messages"][1]
@@ -171,32 +177,68 @@ def test_a_response_that_no_judge_can_read_has_the_lowest_grade(reply):
             assert (verdict.parts or {}).get("judge") == expected, place
 
 
-def test_calls_that_wait_for_a_free_request_do_not_run_out_of_time():
-    def slowly(_):
-        time.sleep(0.1)
-        return '{"reason": "", "score": 8}'
+def open_pool(url: str, **judge) -> RewardPool:
+    settings = Settings(url=url, model="m", cache="", **judge)
+    return RewardPool(Reward(parts="judge=0.5", correct="spread", judge=settings))
 
-    with judging(slowly) as (url, asked):
-        judge = Settings(url=url, model="m", cache="", concurrency=2)
-        reward = Reward(parts="judge=1", correct="threshold", timeout_seconds=0.4, judge=judge)
-        with contextlib.closing(RewardPool(reward)) as pool:
-            verdicts = [pool.submit("6*7?", f"{i}", "42") for i in range(16)]
-            assert [v.result().parts.get("judge") for v in verdicts] == [0.8] * 16
-    assert len(asked) == 16
+
+@pytest.mark.parametrize("calls", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_judge_that_errs_hangs_and_restarts_gives_no_wrong_score(calls):
+    rng, served = random.Random(0), collections.Counter()
+
+    def grade(messages):
+        served["calls"] += 1
+        if (draw := rng.random()) < 0.05:
+            time.sleep(1.0)
+        time.sleep(0.01)
+        if draw < 0.15:
+            return rng.choice([500, 503, 429])
+        served["tokens"] += 110
+        return json.dumps({"score": int(json.loads(messages[1]["content"])["response"]) % 11})
+
+    server = judging(grade)
+    url, _ = server.__enter__()
+    pool = open_pool(url, retries=6, request_seconds=0.5, input_price=1.0)
+    futures = [pool.submit("?", str(i), "42") for i in range(calls)]
+    for part in (1, 2):
+        futures[calls * part // 4].result(timeout=60)
+        server.__exit__(None, None, None)
+        time.sleep(0.2)
+        server = judging(grade, int(url.rpartition(":")[2][:-3]))
+        server.__enter__()
+    verdicts = [future.result(timeout=60) for future in futures]
+    assert not any(verdict.failure for verdict in verdicts)
+    assert [verdict.parts["judge"] for verdict in verdicts] == [i % 11 / 10 for i in range(calls)]
+    for name in served:
+        assert sum(verdict.parts[f"judge_{name}"] for verdict in verdicts) == served[name]
+    cost = sum(verdict.parts["judge_cost"] for verdict in verdicts)
+    assert cost == pytest.approx(100 * calls / 1e6) and served["calls"] > calls
+    server.__exit__(None, None, None)
+    pool.close()
+
+
+def test_calls_whose_scores_nobody_reads_are_not_sent_and_sent_ones_count():
+    started, free = threading.Event(), threading.Event()
+
+    def grade(_):
+        started.set()
+        free.wait(30)
+        return 503
+
+    with judging(grade) as (url, asked), contextlib.closing(open_pool(url, concurrency=2)) as pool:
+        groups = [pool.submit_group(make_prompt(i, [2]), [make_completion([5])]) for i in range(4)]
+        assert started.wait(60)
+        for group in groups:
+            group.cancel()
+        free.set()
+        (verdict,) = pool.submit_group(make_prompt(4, [2]), [make_completion([5])]).result(60)
+        reply = reward_group(Config(), make_prompt(0, [2]), (make_completion([5]),), (verdict,))
+    assert reply.failed and judge_counts([reply])["judge/calls"] == len(asked) <= 2 + 4
 
 
 def test_no_judge_is_waited_for_after_the_last_try(monkeypatch):
-    slept = []
-    monkeypatch.setattr(model_judge.time, "sleep", slept.append)
+    monkeypatch.setattr(model_judge, "FIRST_DELAY_SECONDS", 60.0)
+    began = time.monotonic()
     with judging(lambda _: 503) as (url, asked):
-        (reply,) = score(Settings(url=url, model="m", cache="", retries=2), "42")
-    assert reply.failure and len(asked) == 3 and slept == [0.5, 1.0]
-
-
-def test_the_judge_is_a_part_of_rewards_in_workers():
-    with judging(lambda _: '{"reason": "", "score": 8}') as (url, _):
-        judge = Settings(url=url, model="m", cache="")
-        reward = Reward(parts="judge=0.5", correct="threshold", timeout_seconds=60.0, judge=judge)
-        with contextlib.closing(RewardPool(reward)) as pool:
-            verdict = pool.submit("6*7?", HONEST, "42").result()
-    assert verdict.parts["judge"] == 0.8 and verdict.parts["judge_calls"] == 1
+        (reply,) = score(Settings(url=url, model="m", cache="", retries=0), "42")
+    assert reply.failure and len(asked) == 1 and time.monotonic() - began < 30

@@ -1,6 +1,7 @@
 """Rewards of several parts: functions of a response and of a group, and what failures cost."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -11,7 +12,7 @@ from row_files import read_table
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Reward, Sampler
 from dapo_jax.reporting.metrics import response_metrics
-from dapo_jax.rewards import pool as pool_module
+from dapo_jax.rewards import scorers
 from dapo_jax.rewards.functions import BUILTIN_FUNCTIONS, think_format
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS, reward_group
 from dapo_jax.rewards.judge import Judge
@@ -133,7 +134,7 @@ FAILURES = read_table(__file__, "failures")
 @pytest.mark.slow
 def test_a_failing_function_costs_its_response_and_no_other(write_module, monkeypatch):
     """The group says which part failed, on which response; a worker is lost only where it must."""
-    monkeypatch.setattr(pool_module, "LATE_FACTOR", 1)
+    monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
     write_module("own", OWN)
     config = make_config("rule=1,own:fussy=1", workers=2, timeout_seconds=1.0)
     fine = ["#### 7", "#### 8"]
@@ -334,7 +335,7 @@ GROUP_FAILURES = read_table(__file__, "group_failures")
 
 
 def test_a_function_that_fails_breaks_its_group_and_no_other(write_module, monkeypatch):
-    monkeypatch.setattr(pool_module, "LATE_FACTOR", 1)
+    monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
     write_module("own", GROUP_OWN)
     config = make_config("rule=1,own:fussy=1,own:alone=1", workers=2, timeout_seconds=1.0)
     fine = ["#### 7", "#### 8"]
@@ -355,20 +356,32 @@ def test_other_parameters_are_refused_with_those_that_are_given(write_module):
         RewardPool(Reward(parts="own:lacks_answers=1"))
 
 
-def test_each_group_is_judged_on_one_process(monkeypatch):
-    calls = []
+def test_each_group_is_decoded_and_judged_on_one_process(monkeypatch):
+    seen, sent = [], []
 
-    def seen(prompt, responses, answer, lengths, correct):
-        calls.append(responses)
+    def lengths_of(prompt, responses, answer, lengths, correct):
+        seen.append(responses)
         return lengths
 
-    config = make_config(f"{register_function(seen, True)}=1")
+    def decode(rows: list) -> list[str]:
+        seen.append(rows)
+        return [f"text {row}" for row in rows]
+
+    def exchange(value, topic):
+        sent.append(json.loads(json.dumps(value)))
+        return [*sent, [False, []]]
+
+    config = make_config(f"{register_function(lengths_of, True)}=1")
     monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "all_gather_json", exchange)
+    results = []
     for process in range(2):
         monkeypatch.setattr(processes, "index", lambda process=process: process)
-        judge = Judge(config, RewardPool(config.reward))
-        pending = [judge.submit(make_prompt(i, [2]), (say(f"{i}"), say("b"))) for i in range(4)]
-        verdicts = [[v.result(timeout=60) for v in group.verdicts] for group in pending]
-        assert [len(group) for group in verdicts] == [2 * (i % 2 == process) for i in range(4)]
+        judge = Judge(config, RewardPool(config.reward), decode_all=decode)
+        own = make_completion([5]), make_completion([6, 7])
+        results.append(judge.groups([judge.submit(make_prompt(0, [2]), own)]))
         judge.close()
-    assert sorted(calls) == [[f"{i}", "b"] for i in range(4)]
+    assert seen == [[[5], [6, 7]], ["text [5]", "text [6, 7]"]]  # once, on the first process
+    for (group,) in results:
+        assert [completion.text for completion in group.completions] == seen[1]
+        np.testing.assert_array_equal(group.rewards, [1, 2])

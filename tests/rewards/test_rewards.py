@@ -114,8 +114,8 @@ def test_closing_leaves_no_worker_behind_not_even_one_that_is_starting(monkeypat
     while not started:
         time.sleep(0.001)
     closing.close()
-    assert future.result().failure.outcome == Outcome.CRASH
-    assert [process.poll() is None for process in started] == [False]
+    assert future.cancelled()
+    assert [process.wait(timeout=60) for process in started] != [0]
 
 
 @pytest.mark.parametrize("together", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -96,18 +96,19 @@ def test_numbers_per_token_and_spans_are_weighed_and_summed(write_module):
 def test_a_span_counts_on_the_last_token_that_has_a_character_of_it():
     pieces = ["ab", "", "cde", "", "", "é", "f", ""]  # the token before é begins its bytes
     text = "".join(pieces)
+    done = dataclasses.replace(make_completion([5] * len(pieces)), text=text)
     owner = [place for place, piece in enumerate(pieces) for _ in piece]
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):
             expected = np.zeros(len(pieces))
             expected[max(owner[start:end])] = 3.0
-            found = place_rewards([[start, end, 3.0]], text, len(pieces), lambda: pieces)
+            found = place_rewards([[start, end, 3.0]], done, lambda _: pieces)
             np.testing.assert_array_equal(found, expected)
-    both = place_rewards([[0, 3, 1.0], [4, 5, 2.0], [0, 7, 4.0]], text, 8, lambda: pieces)
+    both = place_rewards([[0, 3, 1.0], [4, 5, 2.0], [0, 7, 4.0]], done, lambda _: pieces)
     np.testing.assert_array_equal(both, [0, 0, 3, 0, 0, 0, 4, 0])
-    np.testing.assert_array_equal(place_rewards([], text, 8, lambda: pieces), np.zeros(8))
+    np.testing.assert_array_equal(place_rewards([], done, lambda _: pieces), np.zeros(8))
     with pytest.raises(ValueError, match="tokens that decode to 7 characters, not 0"):
-        place_rewards([[0, 1, 1.0]], text, 0, list)
+        place_rewards([[0, 1, 1.0]], done, lambda _: ())
 
 
 ODD = read_table(__file__, "odd")

@@ -38,10 +38,10 @@ class PoolById:
         from concurrent.futures import Future
 
         right = (2, 0, 1)[zlib.crc32(prompt.id.encode()) % 3]
-        futures = [Future() for _ in completions]
-        for i, future in enumerate(futures):
-            future.set_result(Verdict(i < right, "1", decided="direct"))
-        return futures
+        future = Future()
+        count = len(completions)
+        future.set_result([Verdict(i < right, "1", decided="direct") for i in range(count)])
+        return future
 
 
 def open_source(curriculum: str) -> RolloutSource:

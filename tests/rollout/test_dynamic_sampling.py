@@ -41,14 +41,13 @@ class ScriptedPool:
         self._tries = collections.Counter()
 
     def submit_group(self, prompt, completions):
-        futures = [Future() for _ in completions]
-        whole = len(futures) - self._failing(prompt.index, self._tries[prompt.index])
+        whole = len(completions) - self._failing(prompt.index, self._tries[prompt.index])
         self._tries[prompt.index] += 1
-        for i, future in enumerate(futures):
-            correct = i < self._right(prompt.index)
-            verdict = Verdict(correct, "1", decided="direct")
-            future.set_result(verdict if i < whole else LOST)
-        return futures
+        right = self._right(prompt.index)
+        verdicts = [Verdict(i < right, "1", decided="direct") for i in range(whole)]
+        future = Future()
+        future.set_result(verdicts + [LOST] * (len(completions) - whole))
+        return future
 
 
 class LatePool(ScriptedPool):
@@ -60,21 +59,18 @@ class LatePool(ScriptedPool):
         self._due, self._looks, self._bursts = [], 0, 0
 
     def submit_group(self, prompt, completions):
-        late = [Future() for _ in completions]
-        for future, done in zip(late, super().submit_group(prompt, completions), strict=True):
-            looks = self._random.randint(0, self._most)
-            self._due.append((self._looks + looks, future, done.result()))
-            if not looks:
-                future.set_result(done.result())
-        return late
+        done, late = super().submit_group(prompt, completions), Future()
+        looks = self._random.randint(0, self._most)
+        self._due.append((self._looks + looks, late, done.result()))
+        return late if looks else done
 
     def look(self, counts, idle) -> bool:
         """Decide what is due. A second look after a burst is a wait: nothing may be left to do."""
         assert idle() or counts.bursts > self._bursts
         self._bursts, self._looks = counts.bursts, self._looks + 1
-        for due, future, verdict in self._due:
+        for due, future, verdicts in self._due:
             if due < self._looks and not future.done():
-                future.set_result(verdict)
+                future.set_result(verdicts)
         return False
 
 
@@ -106,6 +102,7 @@ def run(
     judge = Judge(config, pool, None, lambda: pool.look(sampler.counts, lambda: sampler.idle))
     collected = collect(Collection(config, fraction, prompts.position), prompts, sampler, judge)
     prompts.position = collected.next_position
+    assert all(future.done() for _, future, _ in pool._due)  # nobody reads those that are cancelled
     return collected, prompts, sampler
 
 

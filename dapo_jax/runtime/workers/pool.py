@@ -59,7 +59,7 @@ class WorkerPool:
 
 def gather_results(
     pending: Sequence[Sequence[Future[Any]]],
-    encode: Callable[[Any], Any],
+    encode: Callable[[int, Any], Any],
     should_abort: Callable[[], bool],
     topic: str,
     least: int,
@@ -73,7 +73,7 @@ def gather_results(
             every = futures.ALL_COMPLETED if least == len(pending) else futures.FIRST_COMPLETED
             futures.wait(waiting, POLL_SECONDS, every)
         done = [i for i, own in mine.items() if all(future.done() for future in own)]
-        own = [[i, [encode(future.result()) for future in mine.pop(i)]] for i in done]
+        own = [[i, [encode(i, future.result()) for future in mine.pop(i)]] for i in done]
         replies = processes.all_gather_json([should_abort(), own], topic)
         if any(aborts for aborts, _ in replies):
             raise Interrupted
