@@ -71,11 +71,11 @@ setup(
         "dapo_jax.extras": ["init_files/*"],
         "dapo_jax.extras.plan": ["*.json"],
         "dapo_jax.config": ["*.txt"],
-        "dapo_jax.data.policies": ["*/*"],
+        "dapo_jax.data": ["policies/*/*"],
         "dapo_jax.reporting": ["*.md"],
         "dapo_jax.extras.report": ["page.*"],
     },
-    entry_points={"console_scripts": ["dapo-jax = dapo_jax.__main__:main"]},
+    entry_points={"console_scripts": ["dapo-jax = dapo_jax.commands.main:main"]},
     install_requires=[
         "jax>=0.10.2",
         "flax>=0.12.8",

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers import processors as post_processors
 
-from dapo_jax.data.policies import file_parts
+from dapo_jax.runtime.storage.models import file_parts
 
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # that can be dequantised
 

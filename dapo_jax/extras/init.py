@@ -118,9 +118,9 @@ def make_files(
     flags: InitConfig, problems: list[Problem], fields: Mapping[str, str]
 ) -> dict[pathlib.Path, str]:
     """Return the contents of the files by path. Raises `ConfigError`."""
-    from dapo_jax.data.policies import model_path
     from dapo_jax.data.prompts.templates import read_chat_template
     from dapo_jax.extras.math.gold_reading import read_gold
+    from dapo_jax.runtime.storage.models import model_path
 
     stem = pathlib.PurePath(flags.data).name.partition(".")[0]
     folder = pathlib.Path(flags.out or re.sub(r"\W", "_", stem))

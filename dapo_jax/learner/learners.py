@@ -8,8 +8,8 @@ import jax
 
 from dapo_jax.config.experiment import Config, Optimizer
 from dapo_jax.learner.batches import CRITIC, Mean, TrainBatch, TrainState
+from dapo_jax.learner.metrics import RATIO_HISTOGRAM
 from dapo_jax.learner.policy import IMPORTANCE_SQUARE
-from dapo_jax.learner.ratios import RATIO_HISTOGRAM
 from dapo_jax.learner.update import Learner, UpdateOutputs, learning_rate
 from dapo_jax.model.decoder import DecoderConfig
 

@@ -28,7 +28,7 @@ from dapo_jax.learner.losses import (
     policy_loss,
     rejections,
 )
-from dapo_jax.learner.ratios import RATIO_HISTOGRAM, histogram
+from dapo_jax.learner.metrics import RATIO_HISTOGRAM, histogram
 from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords

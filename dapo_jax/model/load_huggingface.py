@@ -21,13 +21,13 @@ from flax import traverse_util
 from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
 
-from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
 from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.families import family_of
 from dapo_jax.model.param_paths import TensorPart, forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.text_files import check_regular, read_json
 from dapo_jax.types.errors import ConfigError
 

@@ -14,7 +14,6 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save_file
 
-from dapo_jax.data.policies import model_path
 from dapo_jax.model import param_paths
 from dapo_jax.model.config_json import decoder_to_json, text_part
 from dapo_jax.model.decoder import DecoderConfig
@@ -22,6 +21,7 @@ from dapo_jax.model.families import family_of
 from dapo_jax.model.load_huggingface import INDEX, Layers
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
+from dapo_jax.runtime.storage.models import model_path
 
 # Files that an exported folder keeps in addition to weights and config.json.
 KEPT_FILES = (

@@ -6,14 +6,13 @@ Failed writes are warnings and are repeated with the next row.
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.config.user_code import resolve
-from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
 from dapo_jax.runtime import registry
@@ -24,6 +23,7 @@ from dapo_jax.types.contracts import RunSink
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import CollectedGroups, Completion, Failure, Group, Trace
 
+Split = Callable[[Sequence[int]], list[str]]  # the text of each token of a response
 TOKEN_DECIMALS = 3
 
 
@@ -101,16 +101,16 @@ class MetricRows(RunSink):
 class RolloutFiles(RunSink):
     """The files of rollouts/, written in the background."""
 
-    def __init__(self, run_dir: Folder, log: Log, tokenizer: Tokenizer, storage: Storage):
+    def __init__(self, run_dir: Folder, log: Log, split: Split, storage: Storage):
         self._run_dir = run_dir
         self._log = log
-        self._tokenizer = tokenizer
+        self._split = split
         self._storage = storage
 
     def on_rollouts(self, step: int, collected: CollectedGroups) -> None:
         def write() -> None:
             log = self._log
-            write_rollouts(self._run_dir, step, collected, log.token_groups, self._tokenizer)
+            write_rollouts(self._run_dir, step, collected, log.token_groups, self._split)
             for path in (self._run_dir / "rollouts").glob("step_*.jsonl"):
                 if log.rollouts_keep and path.name <= rollouts_name(step - log.rollouts_keep):
                     path.unlink(missing_ok=True)
@@ -128,12 +128,10 @@ def _rounded(values: np.ndarray) -> list[float]:
     return values.astype(float).round(TOKEN_DECIMALS).tolist()
 
 
-def token_fields(
-    completion: Completion, trace: Trace | None, tokenizer: Tokenizer
-) -> dict[str, list]:
+def token_fields(completion: Completion, trace: Trace | None, split: Split) -> dict[str, list]:
     """Return texts, log-probs, ratios and clips of the sampled tokens of a response."""
     fields = {
-        "token_texts": tokenizer.split(completion.drawn_tokens.tolist()),
+        "token_texts": split(completion.drawn_tokens.tolist()),
         "token_logprobs": _rounded(completion.sampler_logprobs[completion.drawn]),
     }
     if trace and trace.ratios is not None and trace.clipped is not None:
@@ -205,13 +203,13 @@ def write_rollouts(
     step: int,
     collected: CollectedGroups,
     token_groups: int = 0,
-    tokenizer: Tokenizer | None = None,
+    split: Split | None = None,
 ) -> None:
     """Write rollouts/step_NNNNNN.jsonl atomically, a line per scored response.
 
     Args:
         token_groups: number of trained groups, the last ones, whose tokens are written as well.
-        tokenizer: decodes those tokens; None: write no tokens.
+        split: returns the text of each of those tokens; None: write no tokens.
     """
     first = max(0, len(collected.groups) - token_groups)
     with_tokens = {group.prompt.index for group in collected.groups[first:]}
@@ -226,8 +224,8 @@ def write_rollouts(
             for sample, completion in enumerate(group.completions):
                 scores = _scores(group, sample, traces[sample])
                 line = _rollout_line(group, completion, scores, is_surplus)
-                if tokenizer and index in with_tokens:
-                    line |= token_fields(completion, traces[sample], tokenizer)
+                if split and index in with_tokens:
+                    line |= token_fields(completion, traces[sample], split)
                 file.write(json.dumps(line).encode() + b"\n")
             for completion, failure in group.failed:
                 line = _rollout_line(group, completion, _no_scores(failure), is_surplus)

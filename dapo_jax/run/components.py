@@ -10,7 +10,6 @@ from rich.markup import escape
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.settings import leaves
 from dapo_jax.config.user_code import resolve
-from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import check_chat, open_template, open_text
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -25,7 +24,6 @@ from dapo_jax.model import load_huggingface, peft_adapters, trainable
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.correctness import reward_leads, settings_of
-from dapo_jax.reporting.notices import MAX_CUT, fitting
 from dapo_jax.rewards.functions import find_functions, wanted_columns
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
@@ -33,8 +31,10 @@ from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run import compute
 from dapo_jax.run.memory import check_run_fits
+from dapo_jax.run.notices import MAX_CUT, fitting
 from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.registry import feature
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.step import Trainer
 from dapo_jax.types.contracts import Sampler, do_nothing
 from dapo_jax.types.errors import ConfigError, require

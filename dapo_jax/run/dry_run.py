@@ -19,11 +19,11 @@ from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.environments.sessions import Environments, TokenizedReply
 from dapo_jax.model.trainable import parameter_count
-from dapo_jax.reporting.notices import setting_warnings
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.run import components, memory
+from dapo_jax.run.notices import setting_warnings
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
 from dapo_jax.types.errors import ConfigError

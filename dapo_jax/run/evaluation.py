@@ -14,11 +14,9 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.settings import leaves, with_values
-from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.notices import announce_data
 from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report, wilson
 from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
@@ -30,9 +28,11 @@ from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.same_run import check_frozen, meaning, warn_about_heldout
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.export import newest_export
+from dapo_jax.run.notices import announce_data
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text

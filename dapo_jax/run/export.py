@@ -11,7 +11,6 @@ from filelock import FileLock
 
 from dapo_jax.config.experiment import ExportConfig, Lora
 from dapo_jax.config.settings import check_values
-from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.layers import ADAPTER_NAMES
@@ -26,6 +25,7 @@ from dapo_jax.run.checkpointing.checkpoints import (
 )
 from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.output_folder import EXPORTED, MARK, check_free, replace
 from dapo_jax.runtime.text_files import read_json
 from dapo_jax.types.errors import ConfigError, require

@@ -16,7 +16,6 @@ from dapo_jax.config.rates import choose_rates
 from dapo_jax.learner.learners import POLICY, LearnerStates, optimizers
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
-from dapo_jax.reporting import notices
 from dapo_jax.reporting.console import Progress, fit
 from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.dynamic_sampling import Starved
@@ -27,7 +26,7 @@ from dapo_jax.rollout.group_format import (
     unpack_rollouts,
 )
 from dapo_jax.rollout.source import Journal, SourceState
-from dapo_jax.run import evaluation
+from dapo_jax.run import evaluation, notices
 from dapo_jax.run.checkpointing import same_run
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal

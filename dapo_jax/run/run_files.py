@@ -57,7 +57,7 @@ class RunFiles:
         self.sinks += [WandbSink(folder, config, rows)] if config.log.wandb else []
         self.sinks.append(self._rows)
         self.sinks += [TensorBoardEvents(folder, last_row, storage)] if log.tensorboard else []
-        self.sinks += [RolloutFiles(folder, log, tokenizer, storage)] if log.rollouts else []
+        self.sinks += [RolloutFiles(folder, log, tokenizer.split, storage)] if log.rollouts else []
         self.sinks += [make(folder, config) for make in find_sinks(log.sinks)]
         self.sinks.append(StepLines(console, config.total_steps))
         settings = folder / CONFIG

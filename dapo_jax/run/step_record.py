@@ -11,10 +11,16 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import CRITIC, Mean
 from dapo_jax.learner.learners import POLICY, LearnerPrograms, LearnerStates, learning_rates
+from dapo_jax.learner.metrics import (
+    add_up,
+    feedback_metrics,
+    quantiles,
+    trace_ratios,
+    trace_responses,
+)
 from dapo_jax.learner.packing import fill
-from dapo_jax.learner.ratios import quantiles, trace_ratios, trace_responses
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics, speed_metrics
+from dapo_jax.reporting.metrics import rollout_metrics, speed_metrics
 from dapo_jax.rollout.source import RolloutSource, SourceState
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.step import StepRecord, Trainer, TrainerState, train_step

@@ -29,6 +29,12 @@ REPEATED_WINDOW_TOKENS = 8  # a power of two
 Value = TypeVar("Value")
 
 
+def mean_or_zero(values: Any) -> float:
+    """Return the mean of the values, 0 if there are none."""
+    values = np.asarray(values, float)
+    return float(values.mean()) if values.size else 0.0
+
+
 def present(value: Value | None, name: str) -> Value:
     """Return the value of an optional field; raises ValueError if it is None."""
     if value is None:
@@ -377,7 +383,7 @@ class Trace:
 
     advantage: float  # mean over its tokens
     ratios: np.ndarray | None = None  # [n] in the last update, with log.token_ratios
-    clipped: np.ndarray | None = None  # [n] bound that clipped the token: see learner.ratios
+    clipped: np.ndarray | None = None  # [n] bound that clipped the token: see learner.metrics
 
 
 @dataclasses.dataclass

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from dapo_jax.data import policies
-from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import Tokenizer as ModelTokenizer
 from dapo_jax.model import load_huggingface
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.types.errors import ConfigError
 
 gguf = pytest.importorskip("gguf")

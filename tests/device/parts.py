@@ -24,13 +24,13 @@ if PART != "versions":  # which works without this library
 
     from dapo_jax import algorithms
     from dapo_jax.config.experiment import Compute, Lora, Optimizer
-    from dapo_jax.data.policies import model_path
     from dapo_jax.learner import batches, policy
     from dapo_jax.model import caches, decode_attention, trainable, training_attention
     from dapo_jax.model.decoder import DecoderConfig, init_params
     from dapo_jax.model.save_huggingface import save_folder
     from dapo_jax.run.compute import numerics
     from dapo_jax.runtime import sharding
+    from dapo_jax.runtime.storage.models import model_path
 
 PACKAGES = "jax jaxlib jax-cuda13-plugin nvidia-cudnn-cu13 flax optax orbax-checkpoint numpy"
 # Tokens per second of prime-rl on one H100 80GB (its benchmarks/baselines, February 2026).

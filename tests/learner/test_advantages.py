@@ -11,7 +11,7 @@ from row_files import read_table
 
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import ESTIMATORS, SCALES, estimate, gather_feedback, whiten
-from dapo_jax.reporting.metrics import feedback_metrics
+from dapo_jax.learner.metrics import feedback_metrics
 
 RNG = np.random.default_rng(0)
 EXACT = {"rtol": 1e-6, "atol": 1e-9}

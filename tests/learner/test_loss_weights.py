@@ -15,10 +15,10 @@ from dapo_jax.config.experiment import Config, Rollout
 from dapo_jax.learner.advantages import Estimates, estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
+from dapo_jax.learner.metrics import feedback_metrics
 from dapo_jax.learner.minibatches import Minibatches, make_batch, split_groups
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import make_feedback
-from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.types.structs import Completion, Verdict
 

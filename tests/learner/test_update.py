@@ -23,6 +23,7 @@ from learners import (
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Optimizer, Packing
+from dapo_jax.learner.metrics import EDGES, RATIO_HISTOGRAM
 from dapo_jax.learner.packing import (
     Segment,
     assign_rows,
@@ -34,7 +35,6 @@ from dapo_jax.learner.packing import (
     prompt_groups,
     row_shapes,
 )
-from dapo_jax.learner.ratios import EDGES, RATIO_HISTOGRAM
 from dapo_jax.learner.update import learning_rate
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime import sharding

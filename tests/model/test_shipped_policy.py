@@ -13,11 +13,11 @@ from shipped import FOLDER, MADE_BY, NAME, ROOT, machine, recipe_digest, weights
 
 import dapo_jax
 from dapo_jax.config.experiment import ServeConfig
-from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.plan.published_shapes import read_shape
 from dapo_jax.extras.serve.server import served_name
 from dapo_jax.model import load_huggingface
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.types.errors import ConfigError
 
 

@@ -26,10 +26,10 @@ from dapo_jax.model.decode_attention import (
 )
 from dapo_jax.model.inference import prefill
 from dapo_jax.model.training_attention import AttentionOptions, Window
-from dapo_jax.reporting.notices import setting_warnings
 from dapo_jax.rollout.cache_layout import choose_layout
 from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageGeometry, PageTable
 from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.run.notices import setting_warnings
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import RolloutKey, SamplingRule
 

@@ -25,9 +25,9 @@ from samplers import END
 from served import free_port
 
 from dapo_jax.config.experiment import Config, Extras, VllmSettings
-from dapo_jax.data.policies import model_path
 from dapo_jax.extras.vllm import Server
 from dapo_jax.run.run import train
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import RolloutKey, SamplingRule
 

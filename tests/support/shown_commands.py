@@ -21,8 +21,8 @@ from _pytest.mark.expression import Expression
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from dapo_jax.__main__ import COMMANDS
 from dapo_jax.commands import command_line
+from dapo_jax.commands.main import COMMANDS
 from dapo_jax.config import experiment
 from dapo_jax.config.settings import leaves
 from dapo_jax.runtime import registry

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.templates import ChatTemplate, read_chat_template
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.text_files import check_regular, read_json
 from dapo_jax.types.errors import ConfigError
 

@@ -6,10 +6,10 @@ import pathlib
 import re
 from typing import Any
 
-from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.config_json import decoder_from_json
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.paths import is_remote
 from dapo_jax.types.errors import ConfigError, nearest
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.data.policies import model_path
 from dapo_jax.extras.samplers.lease_server import LeaseServer
 from dapo_jax.extras.samplers.leases import Leases, Session, Task
 from dapo_jax.extras.samplers.weight_versions import WeightVersions
@@ -18,6 +17,7 @@ from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.components import SamplerParts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import LOOPBACK, read_key
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.retries import is_storage_error, reason, suppress_storage_errors
 from dapo_jax.types import structs
 from dapo_jax.types.contracts import Sampler, do_nothing

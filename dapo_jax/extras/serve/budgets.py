@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from dapo_jax.config.experiment import Sampler, ServeConfig
-from dapo_jax.data.policies import model_path
 from dapo_jax.model.config_json import text_part
 from dapo_jax.run import memory
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.text_files import read_json
 from dapo_jax.types.errors import require
 

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Compute, ServeConfig
-from dapo_jax.data.policies import model_path
 from dapo_jax.extras.serve.access import Access, exposure_warning
 from dapo_jax.run import checks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import read_key
 from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.types.errors import ConfigError, require
 
 POLL_SECONDS = 0.1

@@ -25,7 +25,6 @@ from dapo_jax.config.experiment import GENERATED, Checkpoint, DpoConfig, Packing
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.data import arithmetic
-from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
 from dapo_jax.extras.sft.rows import (
     EXAMPLES,
@@ -39,6 +38,7 @@ from dapo_jax.extras.sft.rows import (
 )
 from dapo_jax.learner.advantages import Estimates, Feedback, estimate, gather_feedback
 from dapo_jax.learner.batches import Mean, PackedRows, ScoredBatch, TrainBatch, TrainState
+from dapo_jax.learner.metrics import add_up, feedback_metrics, preference_metrics
 from dapo_jax.learner.minibatches import make_batch
 from dapo_jax.learner.packing import Segment, pack, place_tokens, take_tokens
 from dapo_jax.learner.policy import PolicySettings, policy_learner
@@ -48,7 +48,6 @@ from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import choose_trained, parameter_count
 from dapo_jax.reporting.console import Progress, duration
-from dapo_jax.reporting.metrics import add_up, feedback_metrics, preference_metrics
 from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.run import components
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
@@ -61,6 +60,7 @@ from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
 from dapo_jax.runtime.sharding import flatten, to_host, unbox
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import objects
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, UNFINISHED, claim, replace
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
 from dapo_jax.types.errors import require

@@ -45,7 +45,7 @@ def model_path(
             names = ", ".join(file.name for file in files)
             raise ConfigError(f"config.{field} = {name!r}: name one of its files: {names}", field)
         return converted_folder(files[0], field) if files else path
-    home = pathlib.Path(__file__).parent
+    home = pathlib.Path(__file__).parents[2] / "data/policies"
     paths = {f"{SHIPPED}{path.parent.name}": path.parent for path in home.glob("*/config.json")}
     if name not in paths:
         # All names share a prefix, so only close matches are suggested.
