@@ -47,10 +47,10 @@ def main() -> int:
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
 
     def work(config: Config) -> int:
-        from dapo_jax.reporting.console import Progress
+        from dapo_jax.run import checks
         from dapo_jax.runtime import processes
 
-        with Progress(config.log.console).working("loading the libraries"):
+        with checks.loading(config.log.console):
             from dapo_jax.run.evaluation import evaluate
             from dapo_jax.runtime.signals import Signals
         signals = Signals(config.checkpoint.leave_seconds)

@@ -66,11 +66,11 @@ def work(config: Config) -> int:
     A run that SIGINT (130), SIGTERM (143) or another signal (128 + its number) stopped has been
     saved, but is not complete.
     """
-    from dapo_jax.reporting.console import Progress
+    from dapo_jax.run import checks
     from dapo_jax.runtime import processes
     from dapo_jax.runtime.storage.retries import UNSAVED, NotSaved
 
-    with Progress(config.log.console).working("loading the libraries"):
+    with checks.loading(config.log.console):
         from dapo_jax.run.run import train
         from dapo_jax.runtime.signals import Signals
     signals = Signals(config.checkpoint.leave_seconds)
@@ -87,9 +87,9 @@ def work(config: Config) -> int:
 
 def dry_run(config: Config) -> int:
     """Print what the run would see; return 0 if it can start."""
-    from dapo_jax.reporting.console import Progress
+    from dapo_jax.run import checks
 
-    with Progress().working("loading the libraries"):
+    with checks.loading():
         from dapo_jax.run.dry_run import dry_run
     return dry_run(config)
 

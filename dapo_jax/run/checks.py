@@ -1,5 +1,6 @@
 """Checks of a run beyond its settings, and the exit codes of commands."""
 
+import contextlib
 import inspect
 import os
 import pathlib
@@ -16,6 +17,7 @@ from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
+from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.sinks import find_sinks
 from dapo_jax.reporting.trackers import check_trackers
 from dapo_jax.rewards.functions import find_functions
@@ -41,6 +43,11 @@ FOLDERS = (
     "reward.model_folder",
     "critic.folder",
 )
+
+
+def loading(shown: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Show that the libraries are loaded, for the time that the context is open."""
+    return Progress(shown).working("loading the libraries")
 
 
 def check(config: Any) -> None:
