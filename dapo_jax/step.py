@@ -25,12 +25,12 @@ from dapo_jax.learner.learners import (
 )
 from dapo_jax.learner.minibatches import (
     Minibatches,
+    RowChoice,
     TokenWeights,
     make_minibatches,
     make_train_batches,
 )
 from dapo_jax.learner.score_pass import await_scores, make_feedback, score_pass
-from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.source import Rollout, RolloutSource, SourceState
 
 
@@ -41,7 +41,7 @@ class Trainer:
     config: Config
     source: RolloutSource
     programs: LearnerPrograms
-    decoder: DecoderConfig
+    rows: RowChoice
     token_weights: TokenWeights | None = None
 
 
@@ -78,9 +78,8 @@ def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, Ste
     source, rollouts = trainer.source.collect(state.source, learners.policy.params, state.step)
     record = StepRecord(state.step, rollouts)
     if rollouts.groups:
-        minibatches = make_minibatches(
-            config, rollouts.groups, trainer.decoder, programs.policy.mesh, trainer.token_weights
-        )
+        parts = rollouts.groups, trainer.rows, trainer.token_weights
+        minibatches = make_minibatches(config, *parts)
         scored = score_pass(config, programs, learners, minibatches)
         feedback = make_feedback(config, minibatches, scored, rollouts.groups)
         estimates = estimate(config.algorithm, feedback)

@@ -4,9 +4,8 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
@@ -29,7 +28,7 @@ from dapo_jax.model.splash_attention import shared_cost
 from dapo_jax.model.training_attention import SHORT_ROW_TOKENS, shares_prompts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import timed
-from dapo_jax.runtime.sharding import shards, to_host
+from dapo_jax.runtime.sharding import to_host
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Group, present
 
@@ -57,12 +56,35 @@ def prompts_per_update(config: Config) -> int:
     return config.rollout.prompts_per_step // config.rollout.updates_per_rollout
 
 
+class RowChoice(NamedTuple):
+    """What the rows of a step are chosen from, and the costs that decide: see `choose_rows`."""
+
+    shapes: Sequence[Packing]
+    attention_tokens: float
+    shared_cost: float
+
+
+def row_choice(config: Config, decoder: DecoderConfig, row_shards: int) -> RowChoice:
+    """Return the choice of rows of a run: those of the configured shape if there is one."""
+    windows = any(reach is not None for reach in decoder.reaches)
+    shared = config.packing.share_prompts and shares_prompts(decoder.attention, windows)
+    shapes = [dataclasses.replace(config.rows(), share_prompts=shared)]
+    if config.packing.row_tokens < 0:
+        longest = SHORT_ROW_TOKENS if decoder.attention == "plain" else sys.maxsize
+        shapes = row_shapes(shapes[0], row_shards, longest)
+    width = decoder.heads * decoder.head_dim
+    matrices = 2 * decoder.embed * (width + decoder.kv_heads * decoder.head_dim)
+    attention_tokens = (matrices + 3 * decoder.embed * decoder.active_mlp) / width
+    attention_tokens *= decoder.layers / decoder.attention_layers
+    factor = shared_cost(decoder.head_dim) if decoder.attention == "splash" else 1.0
+    return RowChoice(shapes, attention_tokens, factor)
+
+
 @timed("score")
 def make_minibatches(
     config: Config,
     groups: Sequence[Group],
-    decoder: DecoderConfig,
-    mesh: jax.sharding.Mesh,
+    rows: RowChoice,
     token_weights: TokenWeights | None = None,
 ) -> Minibatches:
     """Split groups, in order, into minibatches of equally many prompts, and pack them.
@@ -71,8 +93,7 @@ def make_minibatches(
     `token_weights` returned no valid weights.
     """
     segments = split_groups(config, groups, token_weights)
-    packing = choose_packing(config, decoder, shards(mesh, "batch"), segments)
-    return Minibatches(segments, *pack_updates(segments, packing))
+    return Minibatches(segments, *pack_updates(segments, choose_rows(segments, *rows)))
 
 
 def split_groups(
@@ -119,27 +140,6 @@ def _compute_token_weights(
         "token weights",
     )
     return [[np.asarray(response, np.float64) for response in group] for group in weights]
-
-
-def choose_packing(
-    config: Config,
-    decoder: DecoderConfig,
-    row_shards: int,
-    segments: Sequence[Sequence[Segment]],
-) -> Packing:
-    """Return the cheapest rows for these segments, of the configured shape if there is one."""
-    windows = any(reach is not None for reach in decoder.reaches)
-    shared = config.packing.share_prompts and shares_prompts(decoder.attention, windows)
-    shapes = [dataclasses.replace(config.rows(), share_prompts=shared)]
-    if config.packing.row_tokens < 0:
-        longest = SHORT_ROW_TOKENS if decoder.attention == "plain" else sys.maxsize
-        shapes = row_shapes(shapes[0], row_shards, longest)
-    width = decoder.heads * decoder.head_dim
-    matrices = 2 * decoder.embed * (width + decoder.kv_heads * decoder.head_dim)
-    attention_tokens = (matrices + 3 * decoder.embed * decoder.active_mlp) / width
-    attention_tokens *= decoder.layers / decoder.attention_layers
-    factor = shared_cost(decoder.head_dim) if decoder.attention == "splash" else 1.0
-    return choose_rows(segments, shapes, attention_tokens, factor)
 
 
 def trained_tokens(

@@ -19,7 +19,7 @@ from dapo_jax.environments.sessions import Environments
 from dapo_jax.learner.batches import REFERENCE, TEACHER
 from dapo_jax.learner.critic import RewardModel, scalar_config
 from dapo_jax.learner.learners import POLICY, LearnerPrograms, Model
-from dapo_jax.learner.minibatches import TokenWeights
+from dapo_jax.learner.minibatches import TokenWeights, row_choice
 from dapo_jax.model import load_huggingface, peft_adapters, trainable
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.reporting.console import Progress
@@ -34,6 +34,7 @@ from dapo_jax.run.memory import check_run_fits
 from dapo_jax.run.notices import MAX_CUT, fitting
 from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.registry import feature
+from dapo_jax.runtime.sharding import shards
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.step import Trainer
 from dapo_jax.types.contracts import Sampler, do_nothing
@@ -127,7 +128,8 @@ class Components:
         """Return the trainer of a run; `options` are other fields of `RolloutSource`."""
         copy = self.learners.policy.copy if self.config.rollout.staleness else None
         source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
-        return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
+        rows = row_choice(self.config, self.decoder, shards(self.learners.policy.mesh, "batch"))
+        return Trainer(self.config, source, self.learners, rows, self.token_weights)
 
     def first_params(self, model: str = POLICY) -> Any:
         """Return the parameters of a trained model before the first step, on the mesh.

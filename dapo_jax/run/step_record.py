@@ -18,11 +18,13 @@ from dapo_jax.learner.metrics import (
     trace_ratios,
     trace_responses,
 )
+from dapo_jax.learner.minibatches import row_choice
 from dapo_jax.learner.packing import fill
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.reporting.metrics import rollout_metrics, speed_metrics
 from dapo_jax.rollout.source import RolloutSource, SourceState
 from dapo_jax.runtime.clock import Clock
+from dapo_jax.runtime.sharding import shards
 from dapo_jax.step import StepRecord, Trainer, TrainerState, train_step
 from dapo_jax.types.structs import Trace
 
@@ -35,7 +37,8 @@ def take_steps(
     steps: int,
 ) -> Iterator[tuple[StepRecord, dict[str, float]]]:
     """Yield record and metrics of the first steps of a training without a run's folder."""
-    trainer = Trainer(source.config, source, programs, decoder)
+    rows = row_choice(source.config, decoder, shards(programs.policy.mesh, "batch"))
+    trainer = Trainer(source.config, source, programs, rows)
     state = TrainerState(0, learners, SourceState())
     for _ in range(steps):
         clock = Clock()

@@ -14,8 +14,8 @@ from dapo_jax.config.experiment import Compute, Config, Optimizer, Packing
 from dapo_jax.extras.families import delta_net
 from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import NOT_SCORED, ScoredBatch
-from dapo_jax.learner.minibatches import choose_packing, make_batch
-from dapo_jax.learner.packing import Segment, pack, pack_updates, take_tokens
+from dapo_jax.learner.minibatches import make_batch, row_choice
+from dapo_jax.learner.packing import Segment, choose_rows, pack, pack_updates, take_tokens
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import blockwise_attention, splash_attention
 from dapo_jax.model.decoder import init_params
@@ -172,21 +172,25 @@ def test_a_group_larger_than_a_row_is_split_and_fills_it():
 
 def test_prompts_are_shared_if_that_is_less_work_and_attention_supports_it():
     config = Config(packing=Packing(ROW_TOKENS, 4))
+
+    def choose_packing(config, decoder, *updates):
+        return choose_rows(updates, *row_choice(config, decoder, 1))
+
     long = [s for s in SEGMENTS if len(s.prompt.tokens) > 20]
     short = [s for s in SEGMENTS if s.prompt.index == 4]
-    assert choose_packing(config, TINY, 1, [long]).share_prompts
-    assert choose_packing(config, DELTA, 1, [long]).share_prompts
-    assert not choose_packing(config, TINY, 1, [short]).share_prompts
+    assert choose_packing(config, TINY, long).share_prompts
+    assert choose_packing(config, DELTA, long).share_prompts
+    assert not choose_packing(config, TINY, short).share_prompts
     off = dataclasses.replace(config, packing=Packing(ROW_TOKENS, 4, False))
-    assert not choose_packing(off, TINY, 1, [long]).share_prompts
+    assert not choose_packing(off, TINY, long).share_prompts
     for kernel in ("splash", "cudnn"):
         sliding = dataclasses.replace(TINY, attention=kernel, window=7)
-        assert not choose_packing(config, sliding, 1, [long]).share_prompts
+        assert not choose_packing(config, sliding, long).share_prompts
     fused = dataclasses.replace(TINY, attention="cudnn")
-    assert not choose_packing(config, fused, 1, [long]).share_prompts
+    assert not choose_packing(config, fused, long).share_prompts
     assert splash_attention.shared_cost(64) == 1 and splash_attention.shared_cost(128) == 1.5
     assert shares_prompts("blocked", True) and shares_prompts("splash", False)
-    rollouts, used = pack_updates([long, short], choose_packing(config, TINY, 1, [long, short]))
+    rollouts, used = pack_updates([long, short], choose_packing(config, TINY, long, short))
     assert rollouts.prompt_ids is not None and rollouts.prompt_ids.shape == rollouts.tokens.shape
     assert jnp.asarray(used).min() > 0
 
