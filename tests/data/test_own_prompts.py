@@ -9,16 +9,14 @@ from command_lines import RL, load
 from conftest import heldout_prompts
 from rich.console import Console
 from row_files import CHATML, read_table
-from small_runs import make_quick_config
 
-from dapo_jax.config.experiment import Checkpoint, Config, Data, Packing, Reward
+from dapo_jax.config.experiment import Config, Data, Packing
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import Beside, ChatTemplate, open_template
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.run.components import check_lengths
 from dapo_jax.run.notices import announce_data
-from dapo_jax.run.run import train
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem
 
@@ -145,45 +143,3 @@ def test_a_run_on_prompts_most_of_which_are_cut_is_refused(sums):
     sums.packing = Packing(row_tokens=100)
     with pytest.raises(ConfigError, match="such as 128 with packing.row_tokens of at least 224"):
         check_lengths(sums, [Lengths("x", 2, 2, 65)])
-
-
-REWARD = """
-def short(prompt, response, answer):
-    assert answer == "" and prompt.startswith("=")
-    return 1 - len(response) / 99
-"""
-
-
-@pytest.mark.slow
-def test_a_run_on_prompts_without_answers_goes_on_with_the_same_template_only(
-    base, write_module, alone, tmp_path
-):
-    write_module("own", REWARD)
-    (tmp_path / "t.txt").write_text("={problem}\n")
-    lines = ["prompt,level", *(f"{i}+{j}=,1" for i in range(10) for j in range(6))]
-    (tmp_path / "mine.csv").write_text("\n".join(lines))
-    data = Data(
-        source=str(tmp_path / "mine.csv"),
-        fields="problem=prompt",
-        template=str(tmp_path / "t.txt"),
-        max_prompt_tokens=8,
-    )
-    changes = dict(
-        data=data,
-        reward=Reward(parts="own:short=1", correct="spread"),
-        checkpoint=Checkpoint(every_steps=1),
-    )
-
-    def run(steps: int) -> dict:
-        return train(make_quick_config(base, tmp_path / "run", total_steps=steps, **changes))
-
-    assert run(1)["steps"] == 1
-    (tmp_path / "t.txt").write_text("=={problem}\n")
-    with pytest.raises(ConfigError, match=r"data.template \(content\) = .* but the run was made"):
-        run(2)
-    (tmp_path / "t.txt").write_text("={problem}\n")
-    data.heldout_problems = 13
-    with pytest.raises(ConfigError, match="data.heldout_problems = 13, but .* made with 12"):
-        run(2)
-    data.heldout_problems = 12  # what -1 meant
-    assert run(2)["steps"] == 2

@@ -270,12 +270,6 @@ def test_every_character_of_the_task_survives_the_tokenizer():
             assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
-def test_each_pass_has_every_problem_once_in_a_new_order():
-    prompts = stream(train_problems=50)
-    passes = [[next(prompts).id for _ in range(50)] for _ in range(2)]
-    assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1]
-
-
 def test_a_long_prompt_keeps_its_end_when_truncated():
     prompts = stream(min_terms=8, max_terms=8, max_prompt_tokens=6)
     whole = stream(min_terms=8, max_terms=8, max_prompt_tokens=99)

@@ -1,15 +1,10 @@
 """Prompt templates, the model's own included."""
 
-import contextlib
 import json
-import os
-import subprocess
 
-import hub_templates
 import pytest
 from conftest import heldout_prompts
 from row_files import CHATML, read_table
-from word_marks import KINDS, make_tokenizer
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
@@ -20,7 +15,7 @@ from dapo_jax.data.prompts.templates import (
     ChatTemplate,
     read_chat_template,
 )
-from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, arithmetic_tokenizer
+from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.runtime.storage.downloads import local_folder
 from dapo_jax.runtime.tool_calls import read_message
 from dapo_jax.types.errors import ConfigError
@@ -232,70 +227,3 @@ def test_special_tokens_are_those_of_any_file(tiny_folder, tmp_path, settings, n
             chat.render(ask("Hi"))
     else:
         assert chat.render(ask("Hi")) == shown
-
-
-HUB_TEMPLATES = {
-    "tagged": (
-        "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-        "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}"
-        "{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
-        "{% endfor %}<|im_end|>\n{% endfor %}"
-    ),
-    "nine characters": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{% if tools and loop.last "
-        "%}[TOOLS]{{ tools | tojson }}{% endif %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls "
-        "%}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}"
-        "{% endif %}{{ c | tojson }}{% endfor %}{% else %}{{ m | tojson }}{% endif %}{% endfor %}"
-        "{{ eos_token }}"
-    ),
-    "null content": (
-        "{{ bos_token }}{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}"
-        "{{ 'none' if m.content is not defined }}{% for c in m.tool_calls or [] %}"
-        "{{ c.function.name }}{% endfor %}{% endfor %}"
-    ),
-}
-
-
-@pytest.mark.slow
-def test_folders_are_read_as_by_transformers(tmp_path):
-    python = os.environ.get("TRANSFORMERS_PYTHON")
-    if not python:
-        pytest.skip("needs transformers: set TRANSFORMERS_PYTHON")
-    calls = [CALLS[0] | {"function": CALLED | {"arguments": {"a": 1, "b": None}}}]
-    call = {"role": "assistant", "content": None, "tool_calls": calls}
-    result = {"role": "tool", "content": "", "tool_call_id": "abcdefghi", "name": "add"}
-    talks = [(ask(" a\n", " S "), []), (ask("a"), [TOOL]), ([*ask("a"), call, result], [TOOL])]
-    talks += [([*ask("a"), call | {"content": ""}, result, *ask("b")], [TOOL])]
-    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-    cases, tokenizers = {}, {}
-    for kind in KINDS:
-        tokenizer = make_tokenizer(kind)
-        ids = tokenizer.encode("hello  world x 你!\n")
-        rows = [ids[:end] for end in range(1, len(ids) + 1)]
-        for name, template in HUB_TEMPLATES.items():
-            folder = tmp_path / f"{kind} {name}"
-            folder.mkdir()
-            tokenizer.backend.save(str(folder / "tokenizer.json"))
-            (folder / "config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_ids[0]}))
-            texts = {"default": "{{ messages[0].content }}", "tool_use": template}
-            in_files = kind in KINDS[:2]
-            write_templates(
-                folder, texts if kind in KINDS[::2] else {"default": template}, in_files
-            )
-            (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
-            cases[folder.name] = talks, rows
-            tokenizers[folder.name] = Tokenizer.from_folder(folder)
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    output = subprocess.check_output([python, hub_templates.__file__, tmp_path], text=True)
-    for name, (prompts, texts) in json.loads(output.splitlines()[-1]).items():
-        tokenizer = tokenizers[name]
-        for (messages, tools), prompt in zip(talks, prompts, strict=True):
-            with contextlib.suppress(ConfigError) if prompt is None else contextlib.nullcontext():
-                read = [read_message(message) for message in messages]
-                assert tokenizer.chat.render(read, tools=tools) == prompt, name
-        ids = cases[name][1][-1]
-        for place, head in enumerate(texts[:-1], 1):
-            if "\ufffd" not in head:
-                stream = TextStream(tokenizer, ids[:place])
-                pieces = [stream.add([token]) for token in ids[place:]]
-                assert head + "".join(pieces) == texts[-1], name

@@ -74,14 +74,6 @@ def step(environments, said, seed=7, failed=None, index=0, answer=""):
     return reply
 
 
-def test_ten_megabytes_are_cut_and_nothing_printed_reaches_the_trainer(opened, capfd):
-    environments = opened(max_observation_tokens=50)
-    reply = step(environments, ["3"])
-    assert reply.tokens == TOKENIZER.encode("9" * 50) and reply.cut and not reply.failure
-    assert capfd.readouterr() == ("", "")
-    assert step(environments, ["3", "0"]).text == "2+7"
-
-
 def test_a_reply_of_which_nothing_has_a_token_is_cut(opened):
     letters = {letter: number for number, letter in enumerate("_|0123456789+")}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))  # leaves others out

@@ -87,14 +87,13 @@ def test_packed_gradient_equals_the_papers_loop(changes, tiny_params, one_device
 
 
 def two_updates(params, mesh):
-    """Parameters and metrics after two updates, and the gradient before them; on the host."""
+    """Parameters and metrics after two updates, on the host."""
     learner = make_learner(mesh)
     state = learner.start(place(params, learner))
     batch, used = make_batch(rows=8, microbatches=2)
     for _ in range(2):
         state, (metrics, _) = learner.update(state, batch, used, 1e-3)
-    gradient = learner.loss_and_gradient(place(params, learner), batch, used)[1]
-    return jax.device_get((state.params, gradient, metrics))
+    return jax.device_get((state.params, metrics))
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +112,8 @@ def one_device_updates(tiny_params, one_device):
 def test_update_on_eight_devices_equals_one(sizes, tiny_params, one_device_updates):
     data, fsdp, decode_tensor, tensor = sizes
     mesh = sharding.make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
-    expected_params, expected_gradient, expected_metrics = one_device_updates
-    params, gradient, metrics = two_updates(tiny_params, mesh)
-    assert_close(gradient, expected_gradient, 1e-5)
+    expected_params, expected_metrics = one_device_updates
+    params, metrics = two_updates(tiny_params, mesh)
     for actual, expected in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=0)
     for name, mean in expected_metrics.items():

@@ -14,7 +14,7 @@ import pytest
 from conftest import DELTA
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
-from samplers import GREEDY, PROMPTS, greedy_loop, make_sampler, place, sample, tokens_of
+from samplers import PROMPTS, make_sampler, place, sample, tokens_of
 from test_windows import LENGTH, TOKENS, unstacked
 
 from dapo_jax.config.experiment import Lora
@@ -261,17 +261,6 @@ def test_decoding_and_scoring_equal_training_and_inactive_slots_keep_their_state
 
 SOME = PROMPTS[:5]
 PAGES = {"cache": "paged", "page_tokens": 4}
-
-
-@pytest.mark.slow
-def test_greedy_decoding_equals_the_whole_forward_pass(one_device):
-    for more in ({}, PAGES):
-        groups = sample(
-            make_sampler(one_device, config=DELTA, **more), random_params(), SOME, 1, GREEDY
-        )
-        for prompt in SOME:
-            expected = greedy_loop(random_params(), prompt.tokens.tolist(), 20, DELTA)
-            assert groups[prompt.index][0].tokens.tolist() == expected
 
 
 @pytest.mark.slow

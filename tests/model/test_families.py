@@ -465,6 +465,3 @@ def test_blocks_that_do_not_fit_are_rejected(changes, words, folders, tmp_path, 
     config = load_huggingface.read_config(tmp_path)
     with pytest.raises(ConfigError, match=words):
         load_huggingface.load_params(tmp_path, config, one_device)
-
-
-# --- a run ----------------------------------------------------------------------------------------

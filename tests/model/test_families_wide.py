@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -101,32 +100,6 @@ def test_a_folder_in_mxfp4_is_read_as_transformers_reads_it(folders, one_device,
     run_writer("check", packed)
     logits, used = families.packed_logits(packed, one_device)
     assert np.abs(logits - np.load(packed / "logits.npy"))[used].max() < 2e-5
-
-
-FIXTURES = TESTS / "fixtures/models"
-LINEAR = {"rope_type": "linear", "factor": 8.0}
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("qwen2_tied", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}),
-        ("qwen2_tied", {"rope_parameters": None, "rope_theta": 1e4}),
-        ("gemma3", {}),
-        ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 100.0}}}),
-    ],
-)
-def test_old_and_new_fields_of_rotations_mean_what_they_do_to_transformers(
-    name, changes, one_device, tmp_path
-):
-    folder = shutil.copytree(FIXTURES / name, tmp_path / "model")
-    values = json.loads((folder / "config.json").read_text()) | {"rope_scaling": LINEAR} | changes
-    (folder / "config.json").write_text(json.dumps(values))
-    run_writer("check", folder)
-    logits, used = families.packed_logits(folder, one_device)
-    assert np.abs(logits - np.load(folder / "logits.npy"))[used].max() < 2e-5
-    with np.load(folder / "expected.npz") as expected:
-        assert np.abs(logits - expected["logits"])[used].max() > 0.1
 
 
 def test_missing_fields_have_the_defaults_of_the_classes(tmp_path):

@@ -62,6 +62,3 @@ def test_stored_advantages_are_the_algorithms(traced):
 def test_a_run_writes_its_page(traced):
     text = (traced / page.PAGE).read_text()
     assert "<h3>Reward</h3>" in text and "log-probability -" in text and 'class="clip"' in text
-
-
-# --- sinks ---------------------------------------------------------------------------------------

@@ -3,12 +3,10 @@
 import sys
 
 import pytest
-from small_runs import make_quick_config
 
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.reporting.trackers import TensorBoardEvents, WandbSink, check_trackers
 from dapo_jax.run import checks
-from dapo_jax.run.run import train
 from dapo_jax.types.errors import ConfigError
 
 
@@ -47,17 +45,6 @@ def test_tensorboard_reads_the_rows(tmp_path):
     assert (start.step, start.session_log.status) == (2, 1)
     values = {value.tag: value.simple_value for value in row.summary.value}
     assert (row.step, values) == (2, {"reward": 0.5, "entropy": 1.0})
-
-
-def train_twice(base, folder, **log):
-    """Train a step, and resume for a second one."""
-    config = make_quick_config(base, folder, total_steps=1)
-    config.evaluation.every_steps = 0
-    for name, project in log.items():
-        setattr(config.log, name, project)
-    train(config)
-    config.total_steps = 2
-    train(config)
 
 
 class Service:
@@ -106,13 +93,3 @@ def test_rows_that_a_kill_kept_from_the_service_are_sent_later(
     sink.close(False)
     again = list(range(3, 6 - lost)) if offline else []
     assert sorted(service.sent) == sorted([*range(7), *again])
-
-
-@pytest.mark.slow
-def test_an_offline_run_goes_on_under_its_id(base, alone, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    train_twice(base, tmp_path / "run", wandb="project")
-    runs = [path.name for path in (tmp_path / "run").glob("wandb/offline-run-*")]
-    assert len(runs) == 2
-    assert {name.rpartition("-")[2] for name in runs} == {(tmp_path / "run/wandb_id").read_text()}

@@ -1,21 +1,14 @@
-"""The engine under JetStream's own calls, and under its Driver and LLMOrchestrator.
-
-What JetStream tests on a mock engine (prefill, generate, both modes of the orchestrator, text and
-ids), on the real one; and the engine without JetStream.
-"""
+"""The engine under JetStream's own calls: prefill, insert, generate, its tokenizer."""
 
 import inspect
 
 import jax
 import numpy as np
 import pytest
-from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config
+from served import BUDGET, TOKENIZER, make_serve_config
 
-from dapo_jax.data.prompts.tokenizer import TextStream
 from dapo_jax.extras.serve import budgets, server
 from dapo_jax.types.structs import SamplingRule
-
-# --- the engine, by JetStream's calls alone -------------------------------------------------
 
 
 def adapt(engine, tokenizer=TOKENIZER, rule=SamplingRule(0)):  # noqa: B008
@@ -104,72 +97,3 @@ def test_a_slot_stops_at_its_budget(jetstream, byte_responses):
     prefix = jetstream_prefill(engine, params, "3+4=")
     state = engine.insert(prefix, engine.init_decode_state(), slot=0)
     assert generate(engine, params, state, 0, BUDGET + 3) == byte_responses["3+4="]
-
-
-# --- JetStream's orchestrator ---------------------------------------------------------------
-
-
-@pytest.mark.slow  # needs grpcio and shortuuid
-@pytest.mark.parametrize(
-    ("cache", "interleaved"), [("paged", True), ("slots", True), ("slots", False)]
-)
-def test_jetstreams_orchestrator_drives_the_engine(
-    jetstream, byte_folder, alone, byte_responses, cache, interleaved
-):
-    from jetstream.core.proto import jetstream_pb2 as messages
-    from orchestrated import Driver, orchestrate
-
-    engine, params = jetstream
-    if cache == "paged":
-        served, params, tokenizer, _ = server.load_served(
-            make_serve_config(byte_folder, cache="paged")
-        )
-        engine = adapt(served, tokenizer)
-    prefiller = engine
-    if not interleaved:
-        served, _, tokenizer, _ = server.load_served(make_serve_config(byte_folder, slots=1))
-        prefiller = adapt(served, tokenizer)
-    driver = Driver(
-        prefill_engines=[prefiller],
-        generate_engines=[engine],
-        prefill_params=[params],
-        generate_params=[params],
-        interleaved_mode=interleaved,
-    )
-    request, text = messages.DecodeRequest, messages.DecodeRequest.TextContent
-    requests = [request(text_content=text(text=p), max_tokens=BUDGET) for p in PROMPTS]
-    requests.append(request(text_content=text(text="3+4="), max_tokens=3))
-    ids = request.TokenContent(token_ids=TOKENIZER.encode("?"))
-    requests.append(request(token_content=ids, max_tokens=BUDGET))
-    answers = orchestrate(driver, *requests)
-    expected = [byte_responses[prompt] for prompt in PROMPTS]
-    expected += [byte_responses["3+4="][:3], byte_responses["?"]]
-    assert [ids for _, ids in answers] == expected
-    assert answers[-1][0] == ""  # a client that sends ids decodes by itself
-    assert driver.live is False
-
-
-# --- text ----------------------------------------------------------------------------------
-
-
-def test_streamed_text_equals_the_decoded_whole():
-    rng = np.random.default_rng(0)
-    characters = list("a ñ你🙂\ufffdé\n")
-    for number in range(400):
-        if number % 2:
-            ids = rng.integers(0, 257, 30).tolist()
-        else:
-            whole = TOKENIZER.encode("".join(rng.choice(characters, 12)))
-            ids = whole[: rng.integers(1, len(whole) + 1)]
-        stream, pieces, rest = TextStream(TOKENIZER), [], list(ids)
-        while rest:
-            count = int(rng.integers(1, 4))
-            pieces.append(stream.add(rest[:count]))
-            rest = rest[count:]
-        assert "".join(pieces) + stream.rest() == TOKENIZER.decode(ids)
-
-
-def test_a_character_is_shown_once_it_is_complete():
-    stream = TextStream(TOKENIZER)
-    pieces = [stream.add([i]) for i in TOKENIZER.encode("a你!")]
-    assert pieces == ["a", "", "", "你", "!"]

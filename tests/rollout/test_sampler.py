@@ -66,15 +66,6 @@ def test_recorded_logprobs_equal_those_of_the_trainer(tiny_params, one_device):
             np.testing.assert_allclose(done.sampler_logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_response_does_not_depend_on_devices(tiny_params, one_device, eight_devices):
-    alone = sample(make_sampler(one_device, slots=4), tiny_params)
-    sharded = sample(make_sampler(eight_devices, slots=8), tiny_params)
-    assert tokens_of(alone) == tokens_of(sharded)
-    drawn = {tuple(done.tokens.tolist()) for group in alone.values() for done in group}
-    assert len(drawn) > len(PROMPTS) * 2  # samples of a prompt differ
-
-
 def test_prompts_are_prefilled_once_and_slots_stay_full(tiny_params, one_device):
     sampler = make_sampler(one_device, slots=6, burst=2, response=60)
     sample(sampler, tiny_params, samples=8)

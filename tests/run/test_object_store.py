@@ -115,8 +115,6 @@ def check_same(store, local, folder):
     assert not [key for key in store.objects["bucket"] if ".tmp" in key or "/.dapo" in key]
 
 
-# --- without a model ---------------------------------------------------------------------------
-
 # --- whole runs --------------------------------------------------------------------------------
 
 
@@ -214,6 +212,3 @@ def test_a_run_does_not_begin_anew_where_its_bucket_does_not_answer(command, sto
     _, err = finish(start(command, store), code=74)
     assert len(err.splitlines()) == 1 and "gs://bucket/run" in err
     assert {name: one.content for name, one in store.objects["bucket"].items()} == before
-
-
-# --- other commands ----------------------------------------------------------------------------

@@ -101,10 +101,6 @@ def test_a_config_that_changes_afterwards_changes_no_program(tiny_params, one_de
     assert equal(of_first, gradient(learner(Config()))) and not equal(of_first, of_changed)
 
 
-class Programs:
-    """Stands for programs."""
-
-
 WARM_STEPS, STEPS = 6, 20
 
 

@@ -1,14 +1,9 @@
-"""The recipe of the shipped policy, and the machine that makes it."""
+"""The recipe of the shipped policy."""
 
 import hashlib
 import importlib
 import json
-import os
 import pathlib
-import re
-from typing import Any
-
-import jax
 
 from dapo_jax.config.experiment import SftConfig
 from dapo_jax.config.settings import leaves
@@ -32,19 +27,10 @@ def recipe_digest() -> str:
     return hashlib.sha256(json.dumps([settings, examples]).encode()).hexdigest()
 
 
-def machine() -> dict[str, Any]:
-    """What decides how sums are rounded, as far as it is known."""
-    info = pathlib.Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    named = (re.findall(rf"^{key}\s*: (\d+)$", text, re.M) for key in ("cpu family", "model"))
-    processor = ["".join(numbers[:1]) for numbers in named]
-    return {"processor": processor, "cores": os.cpu_count(), "jax": jax.__version__}
-
-
 def weights_digest(folder: pathlib.Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":  # after the folder was made anew
-    made_by = {"recipe": recipe_digest(), "weights": weights_digest(FOLDER)} | machine()
+    made_by = {"recipe": recipe_digest(), "weights": weights_digest(FOLDER)}
     MADE_BY.write_text(json.dumps(made_by, indent=1) + "\n")
