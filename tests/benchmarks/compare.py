@@ -1,21 +1,20 @@
-"""Runs our benchmark and those of TRL and Tunix in turn, several rounds, and prints one table.
+"""Runs our benchmark and TRL's in turn, several rounds, and prints one table.
 
-    python tests/benchmarks/compare.py --rounds 3 --workload uniform real \\
-        --trl V/bin/python --tunix T/bin/python
+    python tests/benchmarks/compare.py --rounds 3 --workload uniform real --trl V/bin/python
 
 Interleaved, because a shared machine's speed drifts: a ratio is taken inside a round, and the
-median over rounds is what to quote. The peers decode static batches, which run until their longest
-row is done: beside the 512 responses of `real` (ours.py has their law) stand eight of their
-uniform batches of 64 at 512 new tokens. A ratio is of seconds for the same responses.
+median over rounds is what to quote. TRL decodes static batches, which run until their longest row
+is done: beside the 512 responses of `real` (ours.py has their law) stand eight of its uniform
+batches of 64 at 512 new tokens. A ratio is of seconds for the same responses.
 
 `--workload smollm2` compares a real model's whole step with TRL's (real_model.py).
 
-`V/bin/python compare.py --peer trl` times a peer alone, in an environment without dapo_jax
-(README.md: which packages), in float32, responses as long as asked:
+`V/bin/python compare.py --peer` times TRL alone, in an environment without dapo_jax (README.md:
+which packages), in float32, responses as long as asked:
 
-- rollout: `generate` of transformers; Tunix's own sampler without log-probs.
+- rollout: `generate` of transformers.
 - update: DAPO's loss, backward, clipped gradient and AdamW, the batch at once.
-- step: `GRPOTrainer.train`; Tunix's rollout, reference pass (which it always has) and update.
+- step: `GRPOTrainer.train`.
 """
 
 import argparse
@@ -38,13 +37,11 @@ VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 512, 256, 4, 4, 2, 1024
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 32
 RESPONSES = PROMPTS * GROUP
 PAD, END = 0, 1
-NEVER = VOCAB + 7  # an end token that no draw gives
 REAL_MODEL = __file__.replace("compare.py", "real_model.py")
 BENCHES = ["rollout", "update", "step"]
-PACKAGES = {"trl": ("torch", "trl", "transformers"), "tunix": ("google-tunix", "jax", "flax")}
-PEERS = {"trl": "TRL", "tunix": "Tunix"}
-# Of the peers: new tokens of a response, and batches of 64 for all of them.
-PEERS_SIZES = {"uniform": (128, 1), "real": (512, 8), "smoke": (32, 1)}
+PACKAGES = "torch", "trl", "transformers"
+# New tokens of TRL's responses, and batches of 64 for all of them.
+TRLS_SIZES = {"uniform": (128, 1), "real": (512, 8), "smoke": (32, 1)}
 
 
 def timed(call: Callable[[], object], repeats: int) -> list[float]:
@@ -196,215 +193,46 @@ class Trl:
         return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
-class Words:
-    """Tokenizer of Tunix: words are token ids."""
-
-    def encode(self, text: str, **_) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, tokens, **_) -> str:
-        return " ".join(str(int(token)) for token in tokens)
-
-    def bos_id(self) -> int:
-        return PAD  # falsy: none is added
-
-    def eos_id(self) -> int:
-        return END
-
-    def pad_id(self) -> int:
-        return PAD
-
-
-class Tunix:
-    """Tunix's DAPOLearner in one process on one device."""
-
-    def __init__(self, new_tokens: int):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        import jax
-        import numpy as np
-        from tunix.rl.grpo import dapo_learner
-
-        self.new_tokens = new_tokens
-        self.mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-        self.cluster = self.make_cluster()
-        self.learner = dapo_learner.DAPOLearner(
-            self.cluster,
-            algo_config=dapo_learner.DAPOConfig(num_generations=GROUP),
-            reward_fns=[lambda completions, **_: [float(i % 2) for i in range(len(completions))]],
-        )
-        self.learner._rollout_micro_batch_size = PROMPTS
-        self.learner._compute_logps_micro_batch_size = PROMPTS
-        self.random = np.random.default_rng(0)
-        rows = self.random.integers(2, VOCAB, (PROMPTS, PROMPT_TOKENS))
-        self.prompts = np.repeat(rows, GROUP, axis=0)
-        self.texts = [Words().decode(row) for row in self.prompts]
-
-    @staticmethod
-    def make_model():
-        """Return a Qwen2 of random matrices; Tunix's own start has zeros in them."""
-        import jax
-        from flax import nnx
-        from tunix.models.qwen2 import model as qwen2
-
-        config = qwen2.ModelConfig(
-            num_layers=LAYERS,
-            vocab_size=VOCAB,
-            embed_dim=HIDDEN,
-            hidden_dim=MLP,
-            num_heads=HEADS,
-            head_dim=HIDDEN // HEADS,
-            num_kv_heads=KV_HEADS,
-            rope_theta=10_000,
-            norm_eps=1e-6,
-            use_tied_embedding=True,
-        )
-        model = qwen2.Qwen2(config, rngs=nnx.Rngs(0))
-        keys = iter(jax.random.split(jax.random.key(0), 1000))
-
-        def draw(leaf):
-            return 0.02 * jax.random.normal(next(keys), leaf.shape) if leaf.ndim > 1 else leaf
-
-        nnx.update(model, jax.tree.map(draw, nnx.state(model)))
-        return model
-
-    def make_cluster(self):
-        import optax
-        from tunix.rl import rl_cluster
-        from tunix.rl.rollout import base_rollout
-
-        rollout = base_rollout.RolloutConfig(
-            max_tokens_to_generate=self.new_tokens,
-            max_prompt_length=PROMPT_TOKENS,
-            kv_cache_size=PROMPT_TOKENS + self.new_tokens,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=None,
-            return_logprobs=True,
-            eos_tokens=[NEVER],
-        )
-        training = rl_cluster.RLTrainingConfig(
-            actor_optimizer=optax.adamw(1e-6, weight_decay=0.1),
-            eval_every_n_steps=10**9,
-            max_steps=10**9,
-            mini_batch_size=PROMPTS,
-            train_micro_batch_size=PROMPTS,
-        )
-        role = rl_cluster.Role
-        return rl_cluster.RLCluster(
-            actor=self.make_model(),
-            reference=self.make_model(),
-            tokenizer=Words(),
-            cluster_config=rl_cluster.ClusterConfig(
-                role_to_mesh=dict.fromkeys((role.ACTOR, role.REFERENCE, role.ROLLOUT), self.mesh),
-                rollout_engine="vanilla",
-                offload_to_cpu=False,
-                training_config=training,
-                rollout_config=rollout,
-            ),
-        )
-
-    def wait(self) -> None:
-        import jax
-        from flax import nnx
-
-        jax.block_until_ready(jax.tree.leaves(nnx.state(self.cluster.actor_trainer.model)))
-
-    def rollout(self, repeats: int) -> list[float]:
-        def sample():
-            with self.mesh:
-                out = self.cluster.rollout._sampler(
-                    self.texts,
-                    max_generation_steps=self.new_tokens,
-                    max_prompt_length=PROMPT_TOKENS,
-                    echo=False,
-                    temperature=1.0,
-                    top_p=1.0,
-                    top_k=None,
-                    eos_tokens=[NEVER],
-                    seed=int(self.random.integers(2**31)),
-                    return_logprobs=False,
-                )
-            assert all(len(tokens) == self.new_tokens for tokens in out.tokens)
-
-        return timed(sample, repeats)
-
-    def update(self, repeats: int) -> list[float]:
-        import jax
-        import jax.numpy as jnp
-        from tunix.rl.grpo.grpo_learner import TrainExample
-        from tunix.sft import sharding_utils
-
-        shape = (RESPONSES, self.new_tokens)
-        example = TrainExample(
-            prompt_ids=jnp.asarray(self.prompts, jnp.int32),
-            prompt_mask=jnp.ones(self.prompts.shape, bool),
-            completion_ids=jnp.asarray(self.random.integers(2, VOCAB, shape), jnp.int32),
-            completion_mask=jnp.ones(shape, bool),
-            advantages=jnp.asarray(self.random.normal(size=RESPONSES), jnp.float32),
-            ref_per_token_logps=None,
-            old_per_token_logps=jnp.full(shape, -jnp.log(float(VOCAB))),
-        )
-        with self.mesh:
-            step, _ = self.cluster.actor_trainer.jit_train_and_eval_step(False, True)
-            batch = sharding_utils.shard_input(example, ("fsdp",))
-
-            def update():
-                jax.block_until_ready(step(batch))
-                self.wait()
-
-            return timed(update, repeats)
-
-    def step(self, repeats: int) -> list[float]:
-        def step():
-            example = self.learner._generate_and_compute_advantage({"prompts": self.texts})
-            self.cluster.update_actor([example], None, False)
-            self.wait()
-
-        return timed(step, repeats)
-
-
 def time_peer(args: argparse.Namespace) -> None:
-    """Print a JSON line per measurement of a peer, the first call, which warms up, apart."""
+    """Print a JSON line per measurement of TRL, the first call, which warms up, apart."""
     logging.disable(logging.WARNING)
-    peer = {"trl": Trl, "tunix": Tunix}[args.peer](args.new_tokens)
+    peer = Trl(args.new_tokens)
     for name in args.only:
-        with contextlib.redirect_stdout(sys.stderr):  # what a peer prints looks like JSON
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints looks like JSON
             first, *seconds = getattr(peer, name)(args.repeats)
         line = {
             "bench": name,
             "median_s": round(statistics.median(seconds), 4),
             "all_s": [round(second, 4) for second in seconds],
             "first_call_s": round(first, 2),
-            "versions": {name: importlib.metadata.version(name) for name in PACKAGES[args.peer]},
+            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         }
         print(json.dumps(line), flush=True)
 
 
 def measure_round(args: argparse.Namespace, workload: str) -> dict:
-    """Return our lines, and the peers' seconds for the same responses."""
-    new_tokens, batches = PEERS_SIZES[workload]
+    """Return our lines, and TRL's seconds for the same responses."""
+    new_tokens, batches = TRLS_SIZES[workload]
     common = ["--repeats", str(args.repeats), "--only", *args.only]
     command = [sys.executable, __file__.replace("compare.py", "ours.py"), "--workload", workload]
     lines = {"dapo_jax": {line["bench"]: line for line in bench.json_lines([*command, *common])}}
-    for name in PEERS:
-        if python := getattr(args, name):
-            command = [python, __file__, "--peer", name, "--new_tokens", str(new_tokens)]
-            measured = bench.json_lines([*command, *common])
-            lines[name] = {line["bench"]: batches * line["median_s"] for line in measured}
+    if args.trl:
+        command = [args.trl, __file__, "--peer", "--new_tokens", str(new_tokens)]
+        measured = bench.json_lines([*command, *common])
+        lines["TRL"] = {line["bench"]: batches * line["median_s"] for line in measured}
     print(json.dumps(lines | {"workload": workload}), flush=True)
     return lines
 
 
-def cells(rounds: list[dict], name: str, peers: list[str]) -> list[str]:
+def cells(rounds: list[dict], name: str) -> list[str]:
     """Return medians over the rounds, and the ratio of each round."""
     median = statistics.median
     own = [lines["dapo_jax"][name] for lines in rounds]
     made = [f"{median(line['tokens_per_s'] for line in own):,.0f}"]
     made.append(f"{median(line['median_s'] for line in own):.2f}")
-    made += [f"{median(lines[peer][name] for lines in rounds):.2f}" for peer in peers]
-    if peers:
-        best = [min(lines[peer][name] for peer in peers) for lines in rounds]
-        ratios = [b / line["median_s"] for b, line in zip(best, own, strict=True)]
+    if theirs := [lines["TRL"][name] for lines in rounds if "TRL" in lines]:
+        made.append(f"{median(theirs):.2f}")
+        ratios = [seconds / line["median_s"] for seconds, line in zip(theirs, own, strict=True)]
         made.append(f"{median(ratios):.2f}x ({', '.join(f'{ratio:.2f}' for ratio in ratios)})")
     share = median(line["gflops"] / line["matmul_gflops"] for line in own)
     return [*made, f"{share:.0%} of {median(line['matmul_gflops'] for line in own):.0f}"]
@@ -418,8 +246,7 @@ def main() -> None:
         repeats=5,
         only=BENCHES,
         trl="",  # a Python with TRL
-        tunix="",
-        peer="",
+        peer=False,
         new_tokens=128,
         model="runs/smollm2_base",  # of the workload smollm2
     )
@@ -435,12 +262,12 @@ def main() -> None:
     for _ in range(args.rounds):
         for workload in args.workload:
             rounds[workload].append(measure_round(args, workload))
-    peers = [name for name in PEERS if getattr(args, name)]
-    heads = ["workload", "bench", "tokens/s", "dapo_jax, s", *(f"{PEERS[p]}, s" for p in peers)]
-    bench.print_table([*heads, *["against the better peer"][: len(peers)], "GFLOP/s of matmul"])
+    heads = ["workload", "bench", "tokens/s", "dapo_jax, s"]
+    heads += ["TRL, s", "against TRL"] if args.trl else []
+    bench.print_table([*heads, "GFLOP/s of matmul"])
     for workload, lines in rounds.items():
         for name in args.only:
-            bench.print_row([workload, name, *cells(lines, name, peers)])
+            bench.print_row([workload, name, *cells(lines, name)])
 
 
 if __name__ == "__main__":

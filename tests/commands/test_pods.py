@@ -6,26 +6,9 @@ import pathlib
 import subprocess
 import sys
 
-import hlo_arrays
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "pods.py"
-TEXT = pathlib.Path(__file__).with_suffix(".hlo").read_text()
-
-
-def test_arrays_and_collectives_are_read_from_a_compiled_text():
-    made = hlo_arrays.instructions(TEXT)
-    expected = ["all-reduce", "fusion", "all-gather", "all-reduce", "copy", "copy"]
-    assert [array.operation for array in made] == expected
-    assert hlo_arrays.largest(made, 1) == ["all-gather f32[16,96] 0.00 GiB (f/jvp(head)/x)"]
-    assert hlo_arrays.square(made, 64) == []  # only inside a fusion, so never in memory
-    assert hlo_arrays.over(made, {96}, {16}) == ["all-gather f32[16,96]"]
-    assert hlo_arrays.copies(made, 1024) == ["1 x copy bf16[4,8,32]"]  # and no matrix
-    assert hlo_arrays.copies(made, 1025) == []
-    assert hlo_arrays.collectives(made, "head") == ["1 x all-gather f32[16,96] over 4"]
-    assert hlo_arrays.collectives(made, sizes={96}) == ["1 x all-gather f32[16,96] over 4"]
-    assert hlo_arrays.collectives(made, looped=True) == ["1 x all-reduce f32[16] over 2"]
-    assert "1 x all-reduce f32[16] over 8" in hlo_arrays.collectives(made)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""launch/Dockerfile: its copies exist, its shell is clean, its steps install what runs."""
+"""launch/Dockerfile: its copies exist, and its steps install what runs."""
 
 import json
 import os
@@ -14,27 +14,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 TEXT = (ROOT / "launch/Dockerfile").read_text()
 
 
-def instructions() -> list[tuple[str, str]]:
-    """Return (name, arguments) of every instruction, continued lines joined."""
-    lines = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", TEXT, flags=re.M)).splitlines()
-    return [tuple(line.split(" ", 1)) for line in lines if line]
-
-
-def arguments_of(name: str) -> list[str]:
-    return [arguments for instruction, arguments in instructions() if instruction == name]
-
-
-def test_shell_steps_are_clean(tmp_path):
-    (entry,) = arguments_of("ENTRYPOINT")
-    for index, step in enumerate([*arguments_of("RUN"), json.loads(entry)[2]]):
-        script = tmp_path / f"step_{index}.sh"
-        script.write_text("#!/usr/bin/env bash\nexport DEVICE=cpu\n" + step + "\n")
-        shellcheck = pathlib.Path(sys.executable).with_name("shellcheck")
-        command = [str(shellcheck), "-e", "SC1090,SC1091", str(script)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout + result.stderr
-
-
 @pytest.mark.slow
 def test_the_steps_install_a_command_that_trains(tmp_path):
     """Run the RUN steps and the entry point in a folder instead of an image, without root."""
@@ -43,7 +22,9 @@ def test_the_steps_install_a_command_that_trains(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     path = f"{tmp_path / 'venv/bin'}:{os.environ['PATH']}"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PATH": path, "DEVICE": ""}
-    for name, arguments in instructions():
+    lines = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", TEXT, flags=re.M)).splitlines()
+    instructions = [line.split(" ", 1) for line in lines if line]
+    for name, arguments in instructions:
         if name == "COPY":
             *sources, target = arguments.split()
             for source in sources:
@@ -54,7 +35,7 @@ def test_the_steps_install_a_command_that_trains(tmp_path):
         if name == "RUN":
             step = ["/bin/bash", "-o", "pipefail", "-euc", arguments]
             subprocess.run(step, cwd=app, env=env, check=True)
-    entry = json.loads(arguments_of("ENTRYPOINT")[0])
+    entry = json.loads(dict(instructions)["ENTRYPOINT"])
     entry[2] = entry[2].replace("/opt/dapo_jax", str(app))
     train = ["train", "arithmetic", "--config.total_steps=2", "--config.run_dir=run"]
     subprocess.run([*entry, *train], cwd=work, env=env, check=True)

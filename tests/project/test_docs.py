@@ -9,8 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from row_files import read_table
-from shown_commands import ROOT, commands_of, split_commands, tokens_of, what_is_wrong
+from shown_commands import ROOT, commands_of, tokens_of, what_is_wrong
 
 import dapo_jax
 from dapo_jax.config.experiment import Config
@@ -83,19 +82,6 @@ def test_every_command_is_accepted(page, in_the_root):
         if problem:
             problems.append(f"{shlex.join(words)}: {problem}")
     assert not problems, "\n".join(problems)
-
-
-@pytest.mark.parametrize(("command", "reason"), read_table(__file__, "wrong"))
-def test_a_wrong_command_is_found(in_the_root, command, reason):
-    (words,) = split_commands(command)
-    problem = what_is_wrong(words)
-    assert problem is None if reason is None else re.search(reason, problem or "")
-
-
-def test_a_wrong_link_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# A `b` & c\n[x](#a-b--c) [y](page.md#other) ![z](no.png) [w](https://a.b/c)")
-    assert broken_links(page) == ["page.md#other: no such heading", "no.png: no such file"]
 
 
 def test_every_answer_to_a_problem_names_a_test_that_exists():

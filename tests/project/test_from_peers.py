@@ -51,11 +51,6 @@ def test_every_setting_of_ours_exists(page):
         assert not wrong_settings(text, KINDS.get(title, Config)), title
 
 
-def test_a_wrong_setting_is_found():
-    table = "| `a` | `rollout.lagg=1`, `algorithm.kl=los`, `lora.rank` | |"
-    assert wrong_settings(table, Config) == ["rollout.lagg=1", "algorithm.kl=los"]
-
-
 @pytest.mark.parametrize(
     "config, version, names", CONFIGS, ids=[config for config, _, _ in CONFIGS]
 )

@@ -150,9 +150,3 @@ def reasons(text: str) -> list[str]:
 def test_no_module_runs_data():
     all_reasons = {str(path.relative_to(ROOT)): reasons(path.read_text()) for path in SOURCES}
     assert {path: names for path, names in all_reasons.items() if names} == ALLOWED
-
-
-def test_the_search_finds_such_calls():
-    shown = ["eval(x)", "import pickle", "from pickle import load", "run(x, shell=True)"]
-    shown += ["yaml.load(x)", "np.load(x, allow_pickle=True)", "os.system(x)"]
-    assert all(map(reasons, shown))

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import pathlib
 import re
-import textwrap
 from typing import Any
 
 import nbformat
@@ -67,11 +66,6 @@ def kernel():
     run_sync(manager.start_kernel)(env=os.environ | environment)
     yield manager
     run_sync(manager.shutdown_kernel)(now=True)
-
-
-def new_notebook(*sources: str) -> nbformat.NotebookNode:
-    cells = [nbformat.v4.new_code_cell(textwrap.dedent(source).strip()) for source in sources]
-    return nbformat.v4.new_notebook(cells=cells)
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +146,3 @@ def test_a_notebook_runs_from_top_to_bottom(path, kernel, tmp_path):
     # A picture in a widget for each that is committed, and as many in all.
     assert pictures_in(outputs) == pictures_in(outputs_of(kept))
     assert len(widgets) == sum(cell.source.count("\nplay(") for cell in ran.cells)
-
-
-def test_an_error_behind_a_slider_is_seen(kernel):
-    code = "import ipywidgets\nipywidgets.interact(lambda i: 1 / i, i=(0, 0))"
-    notebook = new_notebook(code)
-    in_kernel(kernel, notebook, "")
-    (outputs,) = widget_outputs(notebook)
-    assert errors_in(outputs) == ["division by zero"]

@@ -5,8 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from hlo_arrays import COLLECTIVES, group_size, instructions
-from row_files import read_table
+from hlo_arrays import COLLECTIVES, instructions
 from samplers import make_engine
 
 from dapo_jax.runtime.sharding import make_mesh
@@ -67,8 +66,3 @@ def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache):
         looped = [x for x in instructions(text) if x.looped]
         actual = [x.group for x in looped if x.operation.startswith(COLLECTIVES)]
         assert max(actual, default=0) == largest
-
-
-def test_devices_of_a_collective_are_counted_in_every_form():
-    for text, size in read_table(__file__, "collectives"):
-        assert group_size(text) == size
