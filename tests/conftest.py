@@ -189,12 +189,15 @@ def base(tmp_path_factory):
     """The folder of a policy that knows the embedded task's format and guesses the sums."""
     from small_runs import make_small_base
 
+    devices = jax.devices
     folder = tmp_path_factory.getbasetemp() / "base"
     if together := os.environ.get("PYTEST_XDIST_TESTRUNUID"):  # one process makes it for all
         folder = folder.parents[1] / f"base_{together[:8]}"
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return folder if folder.is_dir() else make_small_base(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+            return folder if folder.is_dir() else make_small_base(folder)
 
 
 @pytest.fixture(scope="session")

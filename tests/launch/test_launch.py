@@ -196,12 +196,8 @@ def test_the_trainers_arguments_are_checked_before_anything_is_made(cloud):
     assert "settings are not checked: dapo_jax is not installed" in cloud.runs("--dry-run")
     cloud.python = sys.executable
     packaged = ["--config.run_dir=gs://b/r", "--", "--config=qwen2p5_7b_math:v6e_8"]
-    for words, error in {
-        ("--type=v6e-64",): "its variant v6e_8 is not for 64 chips of v6e",
-        ("--type=v6e-8", "--config.clip_hgih=1"): "config.clip_hgih: there is no such setting",
-    }.items():
-        output = cloud.does("run", "--dry-run", *words, *packaged, expect=2)
-        assert error in output and "gcloud" not in output
+    output = cloud.does("run", "--dry-run", "--type=v6e-64", *packaged, expect=2)
+    assert "its variant v6e_8 is not for 64 chips of v6e" in output and "gcloud" not in output
     assert "gcloud" in cloud.does("run", "--dry-run", "--type=v6e-8", *packaged)
     assert "gcloud" in cloud.runs("--dry-run", "--no-check")  # --config=x
 

@@ -43,7 +43,7 @@ MODELS = pathlib.Path(__file__).parents[1] / "fixtures/models"
 
 @functools.cache
 def random_params(config=DELTA):
-    params = unbox(init_params(config, jax.random.key(0)))
+    params = unbox(jax.jit(init_params, static_argnums=0)(config, jax.random.key(0)))
     keys = iter(jax.random.split(jax.random.key(1), 99))
     params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)
     return params | {"embedding": 5 * params["embedding"]}

@@ -244,7 +244,8 @@ ROWS = (*ROWS, jnp.broadcast_to(jnp.arange(9), (4, 9)))
 @pytest.fixture(scope="module")
 def base():
     """Parameters without adapters, by path."""
-    return flatten_dict(unbox(init_params(MOE, jax.random.key(0))), sep="/")
+    params = jax.jit(init_params, static_argnums=0)(MOE, jax.random.key(0))
+    return flatten_dict(unbox(params), sep="/")
 
 
 def export_merged(base, adapters, decoder, plain, folder, mesh):

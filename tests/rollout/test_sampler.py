@@ -210,7 +210,7 @@ SOME = PROMPTS[:5]
 
 
 def params_of(config):
-    params = unbox(init_params(config, jax.random.key(0)))
+    params = unbox(jax.jit(init_params, static_argnums=0)(config, jax.random.key(0)))
     return params | {"embedding": params["embedding"] * 20}
 
 

@@ -42,7 +42,7 @@ def test_decode_tensor_cuts_embed_in_training_and_heads_in_decoding(tiny_params)
 @pytest.mark.parametrize("per_slot", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_device, per_slot):
     found = []
-    for mesh in (one_device, make_mesh(1, 4, 1, decode_tensor=2), make_mesh(2, 2, 2)):
+    for mesh in (one_device, make_mesh(1, 4, 1, decode_tensor=2)):
         engine = make_engine(mesh, load_layers=0 if mesh is one_device else 1)
         params = engine.load_params(place(tiny_params, TINY, mesh))
         keys = jnp.stack([jax.random.key(0)] * engine.prefill_batch(1))
@@ -53,14 +53,16 @@ def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_dev
         state = engine.insert(prefix, state, 2, rules=rules)
         state, _ = engine.generate(params, state, longest=8)
         found.append(engine.fetch_responses(state, [2])[0].tokens.tolist())
-    assert found[0] == found[1] == found[2] and len(set(found[0])) > 1
+    assert found[0] == found[1] and len(set(found[0])) > 1
 
 
 @pytest.mark.parametrize("load_layers", [1, 3])
 def test_loading_by_layers_gives_what_loading_at_once_gives(load_layers):
     config = dataclasses.replace(TINY, layers=5, frozen_layers=1, tie_embeddings=False)
     mesh = make_mesh(1, 2, 2, decode_tensor=1, devices=jax.devices()[:4])
-    params = sharding.unbox(decoder.init_params(config, jax.random.key(0)))
+    params = sharding.unbox(
+        jax.jit(decoder.init_params, static_argnums=0)(config, jax.random.key(0))
+    )
     params = place(params, config, mesh)
     at_once = make_engine(mesh, config).load_params(params)
     by_layers = make_engine(mesh, config, load_layers).load_params(params)

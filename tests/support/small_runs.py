@@ -55,7 +55,7 @@ def make_small_base(folder: pathlib.Path) -> pathlib.Path:
         max_response_tokens=24,
         optimizer=experiment.Optimizer(learning_rate=5e-3, warmup_steps=5),
         packing=experiment.Packing(row_tokens=64, rows_per_microbatch=16),
-        mesh=Mesh(data=8, fsdp=1, tensor=1),
+        mesh=Mesh(data=1, fsdp=1, tensor=1),
     )
     return train_supervised(config)
 
