@@ -119,7 +119,7 @@ def make_files(
 ) -> dict[pathlib.Path, str]:
     """Return the contents of the files by path. Raises `ConfigError`."""
     from dapo_jax.data.prompts.templates import read_chat_template
-    from dapo_jax.extras.math.gold_reading import read_gold
+    from dapo_jax.extras.math.plugin import read_gold
     from dapo_jax.runtime.storage.models import model_path
 
     stem = pathlib.PurePath(flags.data).name.partition(".")[0]

@@ -7,7 +7,7 @@ import pytest
 from command_lines import ROOT, run_shown
 from row_files import read_table
 
-from dapo_jax.extras.math.gold_reading import FORMS, in_form, read_gold
+from dapo_jax.extras.math.plugin import FORMS, in_form, read_gold
 from dapo_jax.extras.math.verifier import VERIFIERS, Settings, make_verifier
 from dapo_jax.model import load_huggingface
 

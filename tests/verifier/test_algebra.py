@@ -131,14 +131,15 @@ def test_a_zero_below_is_found_however_it_hides():
                 raise Undecided
 
 
-def test_a_constant_factor_is_found_with_its_sign():
-    pairs = {("2x-4", "x-2"): 1, ("2-x", "x-2"): -1, (r"\sqrt2x-2", r"x-\sqrt2"): 1}
-    pairs |= {("x^2-4", "x-2"): 0, ("ix", "x"): 0, ("x-x", "x"): 0, ("y-2", "x-2"): 0}
+def test_a_constant_factor_is_found():
+    pairs = {("2x-4", "x-2"): True, ("2-x", "x-2"): True, (r"\sqrt2x-2", r"x-\sqrt2"): True}
+    for mine, gold in (("x^2-4", "x-2"), ("ix", "x"), ("x-x", "x"), ("y-2", "x-2")):
+        pairs[mine, gold] = False
     for (mine, gold), wanted in pairs.items():
         try:
-            assert proportional(parse(mine), parse(gold), Budget(WORK)) == wanted
+            assert proportional(parse(mine), parse(gold), Budget(WORK)) is wanted
         except Undecided:
-            assert wanted == 0
+            assert not wanted
 
 
 @pytest.mark.parametrize(("mine", "gold"), read_table(__file__, "hidden differences"))
@@ -198,13 +199,6 @@ def algebra_says(kind: str, mine: str, gold: str, *, closes: bool = True) -> boo
 @pytest.mark.parametrize(("mine", "gold", "same"), read_table(__file__, "closed forms"))
 def test_sums_and_integrals_have_values(mine, gold, same):
     assert algebra_says("value", mine, gold) is same
-
-
-@pytest.mark.parametrize(("rows", "gold", "same"), read_table(__file__, "cases"))
-def test_functions_by_cases_are_compared_piece_by_piece(rows, gold, same):
-    cases = rf"\begin{{cases}} {rows} \end{{cases}}"
-    assert algebra_says("cases", cases, gold) is same
-    assert algebra_says("cases", gold, cases) is same
 
 
 def test_a_closed_form_has_to_agree_with_rough_numbers(monkeypatch):

@@ -58,7 +58,9 @@ LONGEST = {"units._PLAIN_TAIL.0": units.LONGEST_WITH_UNIT}  # characters that re
 def is_anchored(name: str) -> bool:
     """Test for a pattern that is tried at one place only."""
     module, name, _ = name.split(".")
-    return not re.search(rf"(?<!\w){name}\.(?:search|sub|split|find)|\({name}[,.]", SOURCES[module])
+    return not re.search(
+        rf"(?<!\w){name}\.(?:search|sub|split|find)|\({name}[,.]|, {name}\)", SOURCES[module]
+    )
 
 
 def seconds(pattern: re.Pattern, text: str, anchored: bool) -> float:

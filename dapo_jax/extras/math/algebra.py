@@ -4,8 +4,6 @@ Rational functions are compared exactly; everything else by balls at points that
 expressions draws. Runs in a worker process.
 """
 
-from collections.abc import Iterable, Iterator
-
 from dapo_jax.extras.math import expression_tree as trees
 from dapo_jax.extras.math.ball_arithmetic import (
     PRECISIONS,
@@ -20,46 +18,16 @@ from dapo_jax.extras.math.ball_arithmetic import (
 )
 from dapo_jax.extras.math.expression_tree import Budget, Refused, Tree, Undecided
 from dapo_jax.extras.math.polynomials import same_rational
-from dapo_jax.extras.math.sample_points import Point, corners, sample_points, whole_letters
+from dapo_jax.extras.math.sample_points import Point, has_corners, sample_points, whole_letters
 
 ENOUGH_POINTS = 3
 MAX_HOLES = 2  # points where an answer has no value though gold has one: 1/(n - 2), (-3)!
-Pair = tuple[Tree | None, Tree | None, Point]  # constants; None without one that can be written out
 
 
-def _at(tree: Tree, point: Point, budget: Budget) -> Tree | None:
+def _balls(pair: tuple[Tree, Tree], budget: Budget, *, constant: bool) -> list[Ball] | None:
+    """Return both values; None without. Poles raise `Undecided` save for constants."""
     try:
-        return trees.substitute(tree, point, budget)
-    except Refused:
-        return None
-
-
-def _pairs(
-    mine: Tree, gold: Tree, points: Iterable[tuple[Point, bool]], budget: Budget
-) -> Iterator[Pair]:
-    """Yield both expressions at the points; raise `Undecided` if only gold has values there.
-
-    For integers, a value may be missing where gold is 0 (a binomial coefficient), and elsewhere
-    at two of them.
-    """
-    allowed_holes = MAX_HOLES
-    for point, is_whole in points:
-        own, wanted = _at(mine, point, budget), _at(gold, point, budget)
-        if own is None and wanted is not None and wanted.whole != 0:
-            allowed_holes -= 1
-            if allowed_holes < 0 or not is_whole:
-                raise Undecided("no value where gold has one")
-        yield own, wanted, point
-
-
-def _balls(
-    own: Tree | None, wanted: Tree | None, budget: Budget, *, constant: bool
-) -> tuple[Ball, Ball] | None:
-    """Return the values of a pair; None without. Poles raise `Undecided` save for constants."""
-    if own is None or wanted is None:
-        return None
-    try:
-        return enclose(own, budget), enclose(wanted, budget)
+        return [enclose(tree, budget) for tree in pair]
     except Pole:
         if not constant:
             raise Undecided("a pole where none is expected") from None
@@ -68,18 +36,47 @@ def _balls(
     return None
 
 
+class _Pairs:
+    """Both expressions at points, computed once and only as far as they are looked at."""
+
+    def __init__(self, mine: Tree, gold: Tree, points: list[tuple[Point, bool]], budget: Budget):
+        self._both, self._points, self._budget = (mine, gold), points, budget
+        self._known: list[tuple[Tree, Tree] | None] = []
+        self._holes = MAX_HOLES
+
+    def __iter__(self):
+        for place, (point, is_whole) in enumerate(self._points):
+            if place == len(self._known):
+                self._known.append(self._at(point, is_whole))
+            yield self._known[place]
+
+    def _at(self, point: Point, is_whole: bool) -> tuple[Tree, Tree] | None:
+        """Return the pair at a point; None without a value of both.
+
+        For integers, a value may be missing where gold is 0 (a binomial coefficient), and elsewhere
+        at two of them; else a value that only gold has raises `Undecided`.
+        """
+        own, wanted = (self._value(tree, point) for tree in self._both)
+        if own is None and wanted is not None and wanted.whole != 0:
+            self._holes -= 1
+            if self._holes < 0 or not is_whole:
+                raise Undecided("no value where gold has one")
+        return None if own is None or wanted is None else (own, wanted)
+
+    def _value(self, tree: Tree, point: Point) -> Tree | None:
+        try:
+            return trees.substitute(tree, point, self._budget)
+        except Refused:
+            return None
+
+
 def same_expression(
     mine: Tree,
     gold: Tree,
     budget: Budget,
-    points: list[Point] | None = None,
     whole: frozenset[str] = frozenset(),
 ) -> bool:
-    """Test the equality for all values of the variables.
-
-    Args:
-        points: where the expressions are compared; by default at points for all real numbers.
-        whole: variables that stand for integers.
+    """Test the equality for all values of the variables; `whole`: those that are integers.
 
     Raises:
         Undecided: no ball at no precision shows it.
@@ -87,82 +84,48 @@ def same_expression(
     """
     if mine == gold:
         return True
-    if mine.kind == gold.kind == "number":
-        return mine.value == gold.value
     if any(node.kind == "infinity" for tree in (mine, gold) for node in trees.nodes(tree)):
         raise Refused("infinity is no value")
-    if points is None and (exact := same_rational(mine, gold, budget)) is not None:
+    if (exact := same_rational(mine, gold, budget)) is not None:
         return exact
-    has_names = bool(trees.symbols(mine) | trees.symbols(gold))
-    enough = ENOUGH_POINTS if has_names and points is None else 1
-    if points is None:
-        drawn = sample_points(mine, gold, whole_letters(mine, gold, whole))
-    else:
-        drawn = ((point, False) for point in points)
-    pairs = _pairs(mine, gold, drawn, budget)
+    is_constant = not trees.symbols(mine) | trees.symbols(gold)
+    enough = 1 if is_constant else ENOUGH_POINTS
+    drawn = list(sample_points(mine, gold, whole_letters(mine, gold, whole)))
+    pairs = _Pairs(mine, gold, drawn, budget)
     for bits in PRECISIONS:
-        kept, seen, missed, equal = [], [], [], 0
+        seen = missed = equal = 0
         with with_bits(bits):
-            for own, wanted, point in pairs:
-                kept.append((own, wanted, point))
-                if (balls := _balls(own, wanted, budget, constant=not has_names)) is None:
-                    missed.append(point)
+            for pair in pairs:
+                balls = None if pair is None else _balls(pair, budget, constant=is_constant)
+                if pair is None or balls is None:
+                    missed += 1
                     continue
-                if is_apart(balls[0] - balls[1]):
+                difference = balls[0] - balls[1]
+                if is_apart(difference):
                     return False
-                seen.append(point)
-                is_close = is_negligible(balls[0] - balls[1])
-                equal += own == wanted or is_close and bits > _longest(own, wanted)
-        if len(seen) == equal >= enough and _sees_all_sides((mine, gold), seen, missed, budget):
+                seen += 1
+                is_close = is_negligible(difference) and bits > max(map(longest_number, pair))
+                equal += pair[0] == pair[1] or is_close
+        # A corner may have a side where the expressions were too large to compare.
+        if seen == equal >= enough and not (missed and has_corners(mine, gold)):
             return True
-        pairs = kept
     raise Undecided("neither equal nor different")
-
-
-def _longest(*constants: Tree | None) -> int:
-    return max(longest_number(tree) for tree in constants if tree is not None)
-
-
-def _sees_all_sides(
-    both: tuple[Tree, Tree], seen: list[Point], missed: list[Point], budget: Budget
-) -> bool:
-    """Test that no corner has a side where the expressions were too large to compare."""
-    for inside in {inside for tree in both for inside in corners(tree)} if missed else ():
-        sides = [{_side(inside, point, budget) for point in points} for points in (seen, missed)]
-        if sides[1] - sides[0] - {None}:
-            return False
-    return True
-
-
-def _side(inside: Tree, point: Point, budget: Budget) -> int | None:
-    """Return the sign of a corner's argument, of a floor itself; None if it is not known."""
-    try:
-        with with_bits(PRECISIONS[0]):
-            value = enclose(trees.substitute(inside, point, budget), budget).real
-    except (Undefined, Refused):
-        return None
-    if inside.kind in ("floor", "ceiling"):
-        whole = value.mid().unique_fmpz()
-        return None if whole is None else int(whole)
-    return 1 if value > 0 else -1 if value < 0 else None
 
 
 def proportional(
     mine: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
-) -> int:
-    """Return the sign of the real constant c with mine = c * gold; 0 if there is none."""
+) -> bool:
+    """Test for a real constant c that is not 0 with mine = c * gold."""
     if trees.symbols(mine) != trees.symbols(gold) or not trees.symbols(mine):
-        return 0
-    points = sample_points(mine, gold, whole_letters(mine, gold, whole))
-    for own, wanted, _ in _pairs(mine, gold, points, budget):
+        return False
+    points = list(sample_points(mine, gold, whole_letters(mine, gold, whole)))
+    for pair in _Pairs(mine, gold, points, budget):
         with with_bits(PRECISIONS[0]):
-            balls = _balls(own, wanted, budget, constant=False)
-            if balls is None or not all(map(is_apart, balls)):
+            balls = pair and _balls(pair, budget, constant=False)
+            if pair is None or balls is None or not all(map(is_apart, balls)):
                 continue
-            ratio = balls[0] / balls[1]
-        if is_apart(Ball(ratio.imag)) or own is None or wanted is None:
-            return 0
-        scaled = trees.multiply(trees.divide(own, wanted), gold)
-        is_same = same_expression(mine, scaled, budget, whole=whole)
-        return is_same * (1 if ratio.real > 0 else -1)
+            if is_apart(Ball((balls[0] / balls[1]).imag)):
+                return False
+        scaled = trees.multiply(trees.divide(*pair), gold)
+        return same_expression(mine, scaled, budget, whole=whole)
     raise Undecided("no constant factor is shown")

@@ -12,16 +12,8 @@ from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.sympy_stage import closed_form
 from dapo_jax.extras.math.verifier import BATCH_SECONDS, LOAD, Question, Settings, make_verifier
 from dapo_jax.runtime.workers.child import limit_process, serve
-from dapo_jax.types.contracts import Verifier
 
 BATCH_CHARACTERS = 50_000  # of answers; JSON takes up to 12 bytes for one, of 1 MiB for a reply
-
-
-def _verify(verifier: Verifier, question: Question) -> tuple | str:
-    try:
-        return verifier(*question)
-    except Exception as error:
-        return repr(error)[:200]
 
 
 def make_answer() -> Callable[[dict], dict]:
@@ -40,9 +32,11 @@ def make_answer() -> Callable[[dict], dict]:
         verifier = make_verifier(Settings(*job["settings"]))
         until, replies, characters = time.monotonic() + BATCH_SECONDS, [], 0
         for fields in job["questions"]:
-            reply = _verify(verifier, Question(*fields))
-            replies.append(reply)
-            characters += sum(len(part) for part in reply if isinstance(part, str))
+            try:
+                replies.append(verifier(*Question(*fields)))
+            except Exception as error:
+                replies.append(repr(error)[:200])
+            characters += sum(len(part) for part in replies[-1] if isinstance(part, str))
             if time.monotonic() > until or characters > BATCH_CHARACTERS:
                 break
         return {"replies": replies}

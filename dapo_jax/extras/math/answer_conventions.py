@@ -9,30 +9,33 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import NamedTuple
 
 from dapo_jax.extras.math.answer_shape import Node, read
+from dapo_jax.extras.math.conditions import split_condition, without_label
 from dapo_jax.extras.math.equivalence import choice_and_value, exact_part
 from dapo_jax.extras.math.expression_tree import Refused, Tree, add, negate
 from dapo_jax.extras.math.expressions import parse
-from dapo_jax.extras.math.names import assigned, compact, has_words, is_variable
+from dapo_jax.extras.math.names import REALS, assigned, compact, has_words, is_variable
 from dapo_jax.extras.math.normalisation import normalise
 from dapo_jax.extras.math.numerals import read_number
-from dapo_jax.extras.math.problem import FORMULA
+from dapo_jax.extras.math.problem import FORMULA, read_problem
 from dapo_jax.extras.math.units import split_unit
-from dapo_jax.extras.math.written_form import CONSTANTS, Form, key, value_at
+from dapo_jax.extras.math.written_form import CONSTANTS, Form
 
 MAX_FORMULAS, LONGEST_FORMULA = 64, 400  # of a problem, from its end; characters
 MAX_PAIRED = 16  # values of an answer
 POINTS, NEAR = 3, 1e-9
 _RATIO = re.compile(r" ?(?::|\\text\{ ?to ?\}) ?")
 _MIXED = re.compile(r"(?<=\d) (\d+) ?/ ?(\d+)")
-_SPELLING = re.compile(r"(?<=\d) \d* ?/|/|\.\d*[1-9]|[%^!]")
 _ASKS_SPELLING = re.compile(
     r"decimal|fraction|per\s?cent|mixed|scientific|notation|power|exponent|factor", re.IGNORECASE
 )
-_ASKS_SOLVED = re.compile(r"slope.intercept|\bsolved? .*\bfor\b|mx ?\+", re.IGNORECASE)
+_ASKS_PRIMES = re.compile(r"prime (?:factori|power)", re.IGNORECASE)
+_NUMERAL = re.compile(r"[\d.,]+(?: \d+/\d+|\\?%)?")
+_ASKS_SOLVED = re.compile(r"slope.intercept|\bsolved? .*\bfor\b|mx ?\+|in terms of", re.IGNORECASE)
 _ASKS_PERCENT = re.compile(r"per\s?cent|\\?%", re.IGNORECASE)
 _ASKED_FOR = re.compile(
     r"(?:find|compute|evaluate|determine|what is|value of|calculate) ?(?:the value of ?)?"
@@ -40,37 +43,31 @@ _ASKED_FOR = re.compile(
     re.IGNORECASE,
 )
 _FUNCTION_AT = re.compile(r"[A-Za-z]\([^()]*\)")
-_ASKED_FORM = re.compile(
+_ASKED_KIND = re.compile(
     r"\b(?:as|to|into|in(?= s)|write|express)\b[^.?$]{0,30}\b(percent|mixed|improper|scientific)",
     re.IGNORECASE,
 )
-_ASKS_SUM = re.compile(r"\bexpand|multiply out|standard form|distribut", re.IGNORECASE)
-_ASKS_ONE_LOG = re.compile(r"(?:one|single) logarithm|\bevaluate\b|\bsimplify\b", re.IGNORECASE)
-_SCIENTIFIC = re.compile(
-    r"(?:(-?[\d.]{1,40})(?:\\times|\\cdot|\*))?10\^\{?([-+]?\d{1,4})\}?"
-    r"|(?:-?[\d.]{1,40})[eE]([-+]?\d{1,4})",
-    re.ASCII,
-)
-_REPEATED = re.compile(r"\\(?:overline|bar|dot)|\(")
-_FORMS = {  # marks of the forms that a problem can ask for
-    "percent": re.compile(".*%"),
-    "mixed": re.compile(r"-?\d+(?:\\frac| \d+/)"),
-    "improper": re.compile(r"-?(?:\\frac|\d+/)"),
-    "scientific": re.compile(r"-?(?:10\^|[1-9](?:\.\d+)?(?:[eE]|\\times|\\cdot|\*))"),
-}
 _ASKS_NO_PERCENT = re.compile(
     r"\b(?:as|to|write|into) (?:an?|the)? ?(?:[a-z]+ )?(?:fraction|decimal)", re.IGNORECASE
 )
-_ASKS_FACTORS = re.compile(r"\bfactor(?:i[sz]e)?\b(?! of)", re.IGNORECASE)
-_ASKS_RATIONAL = re.compile(r"rationali[sz]e", re.IGNORECASE)
-_NEGATIVE_POWER = re.compile(r"\^ ?\{? ?-")
-_EVERYTHING_OR_NOTHING = {r"\emptyset", r"\mathbbR"}  # compact
-_ROWS = re.compile(r"\\\\|&|\\(?:begin|end)\{[^{}]*\}")
-_PROSE = re.compile(
-    r"(?<![\\A-Za-z])(?:(?!(?:sin|cos|tan|log)\b)[A-Za-z]{3,}"
-    r"|(?:an|as|at|be|by|do|if|in|is|it|no|of|on|or|so|to|we)\b)|[.,;:?!](?=\s|$)",
-    re.IGNORECASE,
+_KINDS = (  # of numerals, by marks in their compact text
+    ("percent", re.compile(r".*%")),
+    ("mixed", re.compile(r"-?\d+(?:\\frac| \d+/)")),
+    ("improper", re.compile(r".*(?:\\frac|/)")),
+    (
+        "scientific",
+        re.compile(
+            r"-?(?:[1-9](?:\.\d+)?(?:\\times|\\cdot|\*))?10\^\{?[-+]?\d{1,4}\}?$"
+            r"|-?[1-9](?:\.\d+)?[eE][-+]?\d{1,4}$"
+        ),
+    ),
+    ("repeating", re.compile(r".*(?:\\overline|\\bar|\\dot|\()")),
+    ("power", re.compile(r".*[\^!]|[-\d.]+[eE]")),
+    ("decimal", re.compile(r".*\.\d*[1-9]")),
 )
+_BASE, MAX_DIVISOR = re.compile(r"(?<![\^{\d.])\d{1,9}(?![\d.])"), 1_000
+_NEGATIVE_POWER = re.compile(r"\^ ?\{? ?-")
+_EVERYTHING_OR_NOTHING = {r"\emptyset", REALS}
 
 
 class _Parts(NamedTuple):
@@ -155,6 +152,7 @@ def _parts(node: Node, names: set[str] | None) -> _Parts:
 def _gold_parts(answer: str) -> tuple[str, _Parts, set[str] | None]:
     """Return text, parts and names of a gold answer; cached for its many responses."""
     text = normalise(answer)
+    text = split_condition(text).text
     node = read(text)
     names = _names(node)
     parts = _parts(node, names or None)
@@ -162,128 +160,98 @@ def _gold_parts(answer: str) -> tuple[str, _Parts, set[str] | None]:
 
 
 @functools.lru_cache(maxsize=256)
-def _asked(problem: str) -> _Parts:
-    """Return all formulas of a problem, between dollar signs or between words."""
-    pieces = _PROSE.split(FORMULA.sub(" . ", problem))
-    for inline, display in FORMULA.findall(problem):
-        pieces += _ROWS.split(inline or display)
-    pieces = [piece for piece in pieces if piece.strip() and len(piece) <= LONGEST_FORMULA]
-    texts, equations = [], []
-    for piece in pieces[-MAX_FORMULAS:]:
-        node = read(normalise(piece))
-        for item in (node, *node.items):
-            is_relation = item.kind == "relation"
-            texts += [side.text for side in (item.items if is_relation else (item,))]
-            equations += [_equation(item)] if is_relation else []
-    return _Parts(texts, list(map(_form, texts)), equations)
+def _asked_numerals(problem: str) -> set[tuple[str, Fraction | None]]:
+    """Return kind and value of the numerals in a problem."""
+    pieces = itertools.chain(_NUMERAL.findall(problem), map(max, FORMULA.findall(problem)))
+    return {(_kind(text), read_number(text)) for text in map(normalise, pieces)}
 
 
-def _agree(mine: Form, asked: Form, *, is_equation: bool) -> bool:
-    """Test for the same value at some points, roughly; of equations, up to a factor."""
-    try:
-        pairs = [(value_at(mine.tree, n), value_at(asked.tree, n)) for n in range(POINTS)]
-        factor = pairs[0][0] / pairs[0][1] if is_equation else 1
-        return all(abs(a - b * factor) <= NEAR * max(abs(a), abs(b * factor)) for a, b in pairs)
-    except (ArithmeticError, ValueError, LookupError, TypeError):
+def _kind(text: str) -> str:
+    text = compact(text)
+    return next((kind for kind, pattern in _KINDS if pattern.match(text)), "")
+
+
+def _has_other_kind(mine: str, gold: str, problem: str) -> bool:
+    """Return True for a numeral as the problem has it, or not as the problem wants it."""
+    mine = mine.rpartition("=")[2].strip()
+    value, own, wanted = read_number(mine), _kind(mine), _kind(gold)
+    if value is None or own == wanted:
         return False
-
-
-def _is_as_asked(mine: Form, gold: Form, asked: list[Form], *, is_equation: bool) -> bool:
-    """Return True for a formula copied from the problem if gold has another form."""
-    excess = mine.operations - gold.operations
-    if excess["unexpanded"] and mine.sums & {key(form.tree) for form in asked}:
-        return True  # a product of the problem's own factors
-    for form in asked:
-        if not _agree(mine, form, is_equation=is_equation):
-            continue
-        to_do = form.operations - gold.operations
-        is_left = to_do & excess or "product" in gold.steps and mine.bases - gold.bases
-        is_copied = mine.tree.parts and key(mine.tree) == key(form.tree) != key(gold.tree)
-        lacks = not to_do and form.lacks_product(gold) and mine.lacks_product(gold)
-        if is_left or is_copied or lacks:
-            return True
-    return False
-
-
-def _spelling(text: str) -> frozenset[str]:
-    """Return marks of a numeral: a mixed number, a fraction, decimals, a percent sign, a power."""
-    marks = _SPELLING.findall(compact(text).replace(r"\frac", " /"))
-    return frozenset(mark[:1] + mark[-1:] for mark in marks)
-
-
-def _is_left_as_asked(ours: _Parts, theirs: _Parts, problem: str) -> bool:
-    """Return True for text of the problem in its own form if gold has another."""
-    asked = _asked(problem)
-    for mine, gold in itertools.zip_longest(ours.unsolved, theirs.unsolved):
-        if mine and not gold:  # gold is solved for a letter
-            agree = any(_agree(mine, form, is_equation=True) for form in asked.unsolved)
-            if agree or _ASKS_SOLVED.search(problem):
-                return True
-        if mine and gold and _is_as_asked(mine, gold, asked.unsolved, is_equation=True):
-            return True
-    forms = itertools.product(ours.forms[:MAX_PAIRED], theirs.forms[:MAX_PAIRED])
-    pairs = [pair for pair in forms if _agree(*pair, is_equation=False)]
-    if any(_is_as_asked(*pair, asked.forms, is_equation=False) for pair in pairs):
+    if own == "repeating" and 10**400 % value.denominator == 0:  # 0.999...
         return True
-    if not len(ours.texts) == len(theirs.texts) == 1:
+    if own == "percent" and _ASKS_NO_PERCENT.search(problem):
+        return True
+    named = _ASKED_KIND.search(problem)
+    if named and named[1].lower() == wanted and read_number(gold) is not None:
+        return True
+    if own != "scientific" and not _ASKS_SPELLING.search(problem):
         return False
-    mine, value = _spelling(ours.texts[0]), read_number(ours.texts[0])
-    if mine == _spelling(theirs.texts[0]) or not _ASKS_SPELLING.search(problem) or value is None:
-        return False
-    return value in {read_number(text) for text in asked.texts if _spelling(text) == mine}
+    return (own, value) in _asked_numerals(problem)
 
 
-def _leaves_power(text: str, gold: str, problem: str) -> bool:
-    """Return True for the problem's power of ten that gold works out, or a numeral as 0.999..."""
-    value = read_number(text)
-    if _SCIENTIFIC.fullmatch(compact(text)) and not _SCIENTIFIC.fullmatch(compact(gold)):
-        asked = (t for t in _asked(problem).texts if _SCIENTIFIC.fullmatch(compact(t)))
-        return value in map(read_number, asked)
-    if value is None or not _REPEATED.search(text):
-        return False
-    return 10**400 % value.denominator == 0
-
-
-def _has_other_form(mine: str, gold: str, problem: str) -> bool:
-    """Return True for a measure or a form other than the one that the problem names."""
+def _has_other_measure(mine: str, gold: str, problem: str) -> bool:
+    """Return True for degrees or radians where the problem asks for the other."""
     if r"\pi" in mine and r"\pi" not in gold and re.search(r"degrees?\b", problem):
         return True
-    in_degrees = r"\circ" in mine or "degree" in mine
-    if in_degrees and r"\pi" in gold and re.search("radian|degree|[Cc]onvert", problem):
-        return compact(split_unit(mine)[0]) in re.findall(r"[\d.]*\d", problem)
-    in_radians = split_unit(mine)[1] == "radian" and "degree" in problem
-    has_percent = mine.endswith("%") and not gold.endswith("%")
-    if in_radians and "radian" not in problem or has_percent and _ASKS_NO_PERCENT.search(problem):
-        return True
-    asked = _ASKED_FORM.search(problem)
-    if asked and read_number(mine) is not None and read_number(gold) is not None:
-        shown = _FORMS[asked[1].lower()]
-        if shown.match(compact(gold)) and not shown.match(compact(mine)):
-            return True
-    if _ASKS_SUM.search(problem) and _form(gold).tree.kind == "sum":
-        side = _form(mine.rpartition("=")[2])
-        return side.operations["unexpanded"] > 0 and not side.is_closed
-    if _ASKS_ONE_LOG.search(problem):
-        return _form(mine).operations["log"] > _form(gold).operations["log"]
-    if _ASKS_RATIONAL.search(problem) and _NEGATIVE_POWER.search(mine):
-        return not _NEGATIVE_POWER.search(gold)
-    if _ASKS_FACTORS.search(problem):
-        return _form(mine).tree.kind == "sum" and _form(gold).tree.kind in ("product", "power")
-    return False
+    if r"\pi" in gold and (r"\circ" in mine or "degree" in mine):
+        is_given = compact(split_unit(mine)[0]) in re.findall(r"[\d.]*\d", problem)
+        return is_given and re.search("radian|degree|[Cc]onvert", problem) is not None
+    is_radians = split_unit(mine)[1] == "radian"
+    return is_radians and "degree" in problem and "radian" not in problem
+
+
+def _has_composite(text: str) -> bool:
+    numbers = map(int, _BASE.findall(text.rpartition("=")[2]))
+    return any(n % k == 0 for n in numbers for k in range(2, min(n, MAX_DIVISOR)))
+
+
+def _exceeds(*names: str) -> Callable[[Form, Form], bool]:
+    """Return a test for more of some operations than gold has."""
+    return lambda mine, gold: any((mine.operations - gold.operations)[name] for name in names)
+
+
+def _is_sum_of_product(mine: Form, gold: Form) -> bool:
+    return mine.tree.kind == "sum" and gold.tree.kind in ("product", "power")
+
+
+def _is_factored_less(mine: Form, gold: Form) -> bool:
+    return _is_sum_of_product(mine, gold) or bool(gold.products - mine.products)
+
+
+# What a problem can ask for, and tests for an answer that lacks it though gold has it.
+_ASKED_FORMS = [
+    (re.compile(pattern), lacks)
+    for pattern, lacks in (
+        (r"\bexpand|multiply out|distribut|standard form", _exceeds("unexpanded")),
+        (r"\bmultipl|product of|\bsquare\b", lambda mine, gold: _is_sum_of_product(gold, mine)),
+        (r"\bfactor(?:i[sz]e)?\b(?! of)|(?:vertex|standard) form|complet", _is_factored_less),
+        (r"rationali[sz]e", _exceeds("root below")),
+        (r"simplify|\bcombine|(?:single|one) fraction", _exceeds("below")),
+        (r"(?:one|single) logarithm|\bevaluate\b|\bsimplify\b", _exceeds("log")),
+        (r"\bform\b", _exceeds("0 sides", "1 sides", "2 sides")),
+        (
+            r"simplif|\b(?:re)?write\b|\bexpress\b|\breduce",
+            _exceeds("root", "abs", "factorial", "exp", *"sin cos tan cot sec csc".split()),
+        ),
+    )
+]
 
 
 def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
     """Return True for an equivalent answer without work that the gold answer has done."""
     text = normalise(prediction)
     text = choice_and_value(text)[1] or text  # the guard sees what is compared
-    if _leaves_power(text, normalise(answer), problem):
+    text = split_condition(without_label(text, read_problem(problem))).text
+    if _has_other_kind(text, normalise(answer), problem):
         return True
     if _is_plain(text) and not _ASKS_SPELLING.search(problem):  # most answers
         return False
     gold, theirs, names = _gold_parts(answer)
     if compact(text) == gold:
         return False
-    if _has_other_form(text, normalise(answer), problem):
+    if _has_other_measure(text, normalise(answer), problem):
+        return True
+    if "prime" in problem and _ASKS_PRIMES.search(problem) and _has_composite(text):
         return True
     ours = _parts(read(text), names)
     left, done = (Counter(step for f in p.forms for step in f.steps) for p in (ours, theirs))
@@ -300,7 +268,14 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
         return True
     if ours.unsolved and not theirs.unsolved and not done["letters"]:
         return True
-    return _is_left_as_asked(ours, theirs, problem)
+    asked = problem.lower()
+    if len(ours.unsolved) > len(theirs.unsolved) and _ASKS_SOLVED.search(asked):
+        return True
+    is_single = len(ours.forms) == len(theirs.forms) == 1
+    pairs = [*zip(ours.unsolved, theirs.unsolved, strict=False)]
+    pairs += zip(ours.forms, theirs.forms, strict=True) if is_single else ()
+    tests = [lacks for pattern, lacks in _ASKED_FORMS if pattern.search(asked)]
+    return any(lacks(*pair) for lacks in tests for pair in pairs)
 
 
 def as_percentage(prediction: str, problem: str) -> str | None:

@@ -46,6 +46,7 @@ _SYSTEM = re.compile(
     re.DOTALL,
 )
 _CONDITION = re.compile(r" ?(?:\\text\{ ?)?,? ?(?:if|for|when|where)\b ?(?:\} ?)?")
+_OTHER = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "=": "!=", "!=": "="}
 _OTHERWISE = re.compile(r" ?(?:\\text\{ ?)?(?:otherwise|else)(?: ?\})?[,. ]*")
 _MATRIX = re.compile(
     r"\\begin\{((?:[pbBvV]|small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL
@@ -93,6 +94,7 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 
 def _split_list(text: str) -> tuple[list[str], str]:
     """Return the members of a bare list, and how they are joined."""
+    whole = text
     words = [next(filter(None, m.groups())) for m in _WORD_SEPARATOR.finditer(text)]
     words = [{"land": "and", "lor": "or"}.get(word, word) for word in words]
     if len(set(words)) > 1:  # which of them binds the other is not said
@@ -103,9 +105,9 @@ def _split_list(text: str) -> tuple[list[str], str]:
     text = _THOUSANDS.sub(lambda m: m[0].replace(",", "\0"), text)
     parts, _ = split(text, {",", ";"})
     parts = [part.replace("\0", ",").strip() for part in parts]
-    if len(parts) > 1:
-        parts = [part for part in parts if part]
-    return parts, joined
+    if len(parts) == 1:
+        return [whole], ","
+    return [part for part in parts if part], joined
 
 
 def _inside(text: str, start: str, ends: tuple[str, ...]) -> str | None:
@@ -141,7 +143,16 @@ def _read_cases(text: str, depth: int) -> Node | None:
         condition = "otherwise" if _OTHERWISE.fullmatch(condition) else condition.strip(" ,.;")
         items = read(cells[0].strip(" ,;"), depth + 1), read(condition, depth + 1)
         rows.append(Node("tuple", row, items, ("&", "&")))
+    if len(rows) == 2 and rows[1].items[1].text == "otherwise":
+        rows[1] = rows[1]._replace(items=(rows[1].items[0], _negated(rows[0].items[1])))
     return Node("list", text, tuple(rows), (",",))
+
+
+def _negated(condition: Node) -> Node:
+    """Return x <= 2 for x > 2; what is no single relation stays `otherwise`."""
+    if condition.kind != "relation" or len(condition.items) > 2 or condition.marks[0] not in _OTHER:
+        return Node("value", "otherwise")
+    return condition._replace(text=f"not {condition.text}", marks=(_OTHER[condition.marks[0]],))
 
 
 def _read_system(text: str, depth: int) -> Node | None:
@@ -225,12 +236,20 @@ def read(text: str, depth: int = 0) -> Node:
     parts, joined = _split_list(text)
     if len(parts) > 1:
         items = tuple(read(part, depth + 1) for part in parts)
+        if items[0].marks == ("!=",):  # x != 2, 3
+            first = items[0].items[0]
+            items = tuple(
+                item if item.kind != "value" else Node("relation", text, (first, item), ("!=",))
+                for item in items
+            )
         named = {item.items[0].text for item in items if item.kind == "relation"}
         if len(named) > 1 and _SIGN.search(text):
             return _with_signs(text, depth)
         return Node("list", text, items, (joined,))
     text = parts[0] if parts else text
     members, operators = split(text, set(RELATIONS))
+    if r"\ne" in operators and _SIGN.search(text):
+        return _with_signs(text, depth)._replace(marks=("and",))
     if operators:
         items = tuple(read(member, depth + 1) for member in members)
         return Node("relation", text, items, tuple(RELATIONS[o] for o in operators))
@@ -246,8 +265,3 @@ def read(text: str, depth: int = 0) -> Node:
     if _SIGN.search(text):
         return _with_signs(text, depth)
     return Node("set", text) if text.strip() == r"\emptyset" else Node("value", text)
-
-
-def is_by_cases(node: Node) -> bool:
-    """Test for a function by cases: a list of values and conditions."""
-    return node.kind == "list" and {item.marks for item in node.items} == {("&", "&")}

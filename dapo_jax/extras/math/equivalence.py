@@ -8,14 +8,13 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from dapo_jax.extras.math import names
+from dapo_jax.extras.math import conditions, names, numerals
 from dapo_jax.extras.math.answer_algebra import WORK, Algebra
-from dapo_jax.extras.math.answer_shape import Node, is_by_cases, read
+from dapo_jax.extras.math.answer_shape import Node, read
 from dapo_jax.extras.math.expression_tree import Budget
 from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.extraction import extract
 from dapo_jax.extras.math.normalisation import FORBIDDEN, normalise
-from dapo_jax.extras.math.numerals import read_integer, read_number
 from dapo_jax.extras.math.problem import NO_PROBLEM, Problem
 from dapo_jax.extras.math.units import split_unit
 from dapo_jax.extras.math.written_form import value_at
@@ -25,22 +24,18 @@ MAX_REMEMBERED = 20_000
 _INEQUALITIES = {"<", ">", "<=", ">=", "!="}
 _REGIONS = {"union", "intersection", "difference"}
 _DECIMAL = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
-_CODE = re.compile(r"(?=.*[A-Z])[A-Z\d]{2,}(?:_\{?\d+\}?)?", re.ASCII)
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)", re.ASCII)
 _POWER_OF_TEN = re.compile(r"[\d.]+e[-+]\d+", re.ASCII)  # or a multiple of e and a number
-_DATE = re.compile(r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}", re.ASCII)
-_PROGRAMMED = re.compile(r"0(?:[xX][\dA-Fa-f]+|[bB][01]+|[oO][0-7]+)", re.ASCII)
 _ROUNDED = re.compile(r"-?\d{0,30}(?:\.(\d{1,30}))?(?<=\d)", re.ASCII)
+_BASE = re.compile(r"\bbase|binary|octal|hexadecimal")
 _E = re.compile(r"(?<![\\A-Za-z])e(?![A-Za-z])")
-_COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
-_RATIO = re.compile(rf"\d{{1,30}}(?:{_COLON.pattern}\d{{1,30}})+", re.ASCII)
 _PRODUCT = re.compile(r".*[\d)}] [A-Za-z]", re.DOTALL)  # or a measured value
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_FUNCTION_OF = re.compile(r"([A-Za-z])\(([A-Za-z])\)")
+_FUNCTION_OF = re.compile(r"([A-Za-z](?:\^\{-1\})?)\(([A-Za-z])\)")
+_POINT = re.compile(r"(?:[A-Z]'?(?:_ ?\{?\w\}?)?|\\text\{[A-Za-z ]*\}) ?(\(.+\))", re.DOTALL)
 # Without a problem, n, m, k and N are integers, save where gold oscillates with them.
 _PERIODIC = re.compile(r"\\(?:pi|sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _TUPLE = re.compile(r"\(([A-Za-z](?:_\{?\d\}?)?(?: ?, ?[A-Za-z](?:_\{?\d\}?)?){1,7})\)")
-CENTS = 100
 LETTERS = "ABCDEFGHIJ"  # of choices
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
 _CHOICE_AND_VALUE = re.compile(
@@ -57,9 +52,6 @@ class _Comparison:
         if names.compact(mine.text) == names.compact(gold.text):
             return True
         mine, gold = _spread(_without_membership(mine)), _spread(_without_membership(gold))
-        if is_by_cases(mine) or is_by_cases(gold):
-            if self._ask("cases", mine, gold):
-                return True
         if _is_region(mine) or _is_region(gold):
             return self._ask("region", mine, gold)
         if "relation" in (mine.kind, gold.kind):
@@ -70,6 +62,8 @@ class _Comparison:
                 return False
             lists = (self._sorted(node) if node is named else node.items for node in (mine, gold))
             return self._in_order(*lists)  # x = 1, y = 2 and (1, 2)
+        if gold.kind == "tuple" and (point := _POINT.fullmatch(mine.text)):  # B(2, 3)
+            return self.same(read(point[1]), gold)
         if {"matrix", "determinant", "norm", "tuple"} & {mine.kind, gold.kind}:
             alike = mine.kind == gold.kind and mine.marks == gold.marks
             return alike and self._in_order(mine.items, gold.items)
@@ -126,7 +120,8 @@ class _Comparison:
             named, wanted = names.assigned(mine), names.assigned(gold)
             if named and wanted:
                 named = _with_variable_of(named, wanted)
-                if names.compact(named[0]) == names.compact(wanted[0]):
+                ours, theirs = names.compact(named[0]), names.compact(wanted[0])
+                if ours == theirs or ours == "y" and _FUNCTION_OF.fullmatch(theirs):
                     return self.same(named[1], wanted[1])
             if wanted and _FUNCTION_OF.fullmatch(names.compact(wanted[0])):
                 return False  # not solved for the function
@@ -144,26 +139,41 @@ class _Comparison:
         return self.same(named[1], other) if mine is relation else self.same(other, named[1])
 
     def _same_value(self, mine: str, gold: str) -> bool:
-        for pattern in (_DATE, _PROGRAMMED):
-            if pattern.fullmatch(mine) or pattern.fullmatch(gold):
-                return _same_fields(mine, gold)
-        mine_number, gold_number = read_number(mine), read_number(gold)
-        if mine_number is not None and gold_number is not None:
-            return mine_number == gold_number
-        whole, wanted = read_integer(mine), read_integer(gold)
-        if whole and wanted:  # longer than a numeral may be
-            return whole == wanted
-        if (same := _same_ratio(mine, gold)) is not None:
+        if (same := self._same_literal(mine, gold)) is not None:
             return same
-        if _CODE.fullmatch(mine) and _CODE.fullmatch(gold):
-            return re.sub("[{}]", "", mine) == re.sub("[{}]", "", gold)
         if split_unit(mine, self._problem)[1] or split_unit(gold, trusted=True)[1]:
             return self._same_measure(mine, gold)
         if names.has_words(mine) or names.has_words(gold):
             return names.same_words(names.words_of(mine), names.words_of(gold))
-        # What reads as a numeral is that number here too: 1e3 is 1000, never 3 times e.
-        own, other = _as_read(mine, mine_number, gold), _as_read(gold, gold_number, "")
+        own, other = _as_read(mine, gold), _as_read(gold, "")
         return self._ask("value", Node("value", own), Node("value", other))
+
+    def _same_literal(self, mine: str, gold: str) -> bool | None:
+        """Compare numbers, ratios, codes and dates; None if that does not decide."""
+        ours, theirs = numerals.read_literal(mine), numerals.read_literal(gold)
+        kinds = {ours and ours.kind, theirs and theirs.kind}
+        if "digits" in kinds:
+            return self._same_digits(mine, gold)
+        if ours and theirs and kinds == {"ratio"}:
+            is_clock = _CLOCK.fullmatch(gold) is not None
+            return ours == theirs or not is_clock and numerals.same_ratio(ours.value, theirs.value)
+        if ours and theirs and kinds == {"ratio", "number"}:
+            terms, number = (ours.value, theirs.value)[:: 1 if ours.kind == "ratio" else -1]
+            is_fraction = "/" in mine + gold or r"\frac" in mine + gold
+            if len(terms) > 2 or not terms[1] or not is_fraction or _CLOCK.fullmatch(gold):
+                return None
+            return terms[0] == number * terms[1]
+        return ours == theirs if len(kinds) == 1 and ours or "written" in kinds else None
+
+    def _same_digits(self, mine: str, gold: str) -> bool:
+        """Compare numerals of which one names a base, as 52_8; the problem may name it too."""
+        ours, theirs = numerals.read_digits(mine), numerals.read_digits(gold)
+        base = (theirs or ours or ("", 0))[1]
+        is_asked = _BASE.search(self._problem.text) or theirs and not self._problem.text
+        if base == 10 or is_asked:
+            ours = ours or numerals.read_digits(f"{mine}_{base}")
+            theirs = theirs or numerals.read_digits(f"{gold}_{base}")
+        return ours == theirs
 
     def _same_measure(self, mine: str, gold: str) -> bool:
         """Compare values if at least one has a unit."""
@@ -177,24 +187,14 @@ class _Comparison:
             return False
         units = {mine_unit, gold_unit}
         if units == {"dollar", "cent"}:
-            ours, theirs = read_number(mine_value), read_number(gold_value)
-            scales = (1 if mine_unit == "cent" else CENTS), (1 if gold_unit == "cent" else CENTS)
-            if ours is None or theirs is None:
-                return False
-            return ours * scales[0] == theirs * scales[1]
-        if mine_unit and gold_unit and mine_unit != gold_unit:
+            ours, theirs = numerals.read_number(mine_value), numerals.read_number(gold_value)
+            factor = Fraction(1, 100) if mine_unit == "cent" else 100
+            return ours is not None and ours * factor == theirs
+        if mine_unit and gold_unit not in ("", mine_unit, mine_unit[:6]):  # -7 C is -7 degrees
             return False
         if units == {"degree", ""} and r"\pi" in mine + gold:
             return self._ask("value", Node("value", mine), Node("value", gold))
         return self.same(read(mine_value), read(gold_value))
-
-
-def _same_fields(mine: str, gold: str) -> bool:
-    """Compare dates, or numerals of programmers, as they are written."""
-    ours, theirs = (
-        [field.lstrip("0") for field in re.split("([-/])", text.lower())] for text in (mine, gold)
-    )
-    return ours == theirs
 
 
 def exact_part(node: Node) -> Node | None:
@@ -229,26 +229,12 @@ def _is_rounded(exact: str, decimal: str) -> bool:
     return abs(value - float(written[0])) <= slack * (1 + 1e-9)
 
 
-def _as_read(text: str, number: Fraction | None, other: str) -> str:
+def _as_read(text: str, other: str) -> str:
+    """Return what reads as a numeral as that number: 1e3 is 1000, never 3 times e."""
+    number = numerals.read_number(text)
     if number is None or _POWER_OF_TEN.fullmatch(text) and _E.search(other):  # 2e-3 beside 3+2e
         return text
     return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
-
-
-def _same_ratio(mine: str, gold: str) -> bool | None:
-    """Test the equality of a ratio, as 1:2:3, with a ratio or a fraction; else return None."""
-    ours, theirs = (
-        [int(n) for n in _COLON.split(t)] if _RATIO.fullmatch(t) else [] for t in (mine, gold)
-    )
-    if theirs and _CLOCK.fullmatch(gold):
-        return ours == theirs if ours else None
-    for terms, other in ((ours, gold), (theirs, mine)):
-        if len(terms) == 2 and terms[1] and ("/" in other or r"\frac" in other):
-            number = read_number(other)
-            return None if number is None else Fraction(*terms) == number
-    if len(ours) != len(theirs) or not all(ours + theirs):
-        return False if ours and theirs else None
-    return len({Fraction(*pair) for pair in zip(ours, theirs, strict=True)}) == 1 if ours else None
 
 
 def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
@@ -298,11 +284,14 @@ def _names(node: Node) -> set[str]:
 
 
 def _is_region(node: Node) -> bool:
-    if node.kind in _REGIONS or node.kind == "relation" and _INEQUALITIES & set(node.marks):
+    if node.kind in _REGIONS or node.kind == "relation" and _INEQUALITIES & {*node.marks}:
         return True
     if node.kind == "value":
         return names.compact(node.text) == names.REALS
-    return node.kind == "list" and all(_is_region(item) for item in node.items)
+    inside = [item.marks == ("in",) for item in node.items]  # x in R, x != 3
+    if node.kind != "list" or all(inside) and node.marks != ("or",):
+        return False
+    return all(is_in or _is_region(item) for is_in, item in zip(inside, node.items, strict=True))
 
 
 class Decision(NamedTuple):
@@ -325,16 +314,14 @@ def decide(
 
     Remembered for the same work left, so that no decision depends on earlier ones.
     """
-    if prediction == answer:
-        return Decision(True, work=work)
     mine, gold = prediction.strip(" $"), answer.strip(" $")
-    if len(prediction) > LONGEST_COMPARED:
-        whole = read_integer(mine)
-        return Decision(whole is not None and whole == read_integer(gold), work=work)
     if mine == gold:
         return Decision(True, work=work)
+    if len(prediction) > LONGEST_COMPARED:
+        whole = numerals.read_integer(mine)
+        return Decision(whole is not None and whole == numerals.read_integer(gold), work=work)
     if _DECIMAL.fullmatch(mine) and _DECIMAL.fullmatch(gold):  # most answers; nothing to normalise
-        return Decision(read_number(mine) == read_number(gold), work=work)
+        return Decision(numerals.read_number(mine) == numerals.read_number(gold), work=work)
     mine, node = normalise(prediction), _read_gold(answer)
     by_habit = frozenset() if problem.text or _PERIODIC.search(node.text) else frozenset("nmkN")
     budget = Budget(work)
@@ -348,12 +335,26 @@ def _is_same(comparison: _Comparison, mine: str, gold: Node, problem: Problem) -
     """Test the equivalence of normalised answers."""
     if FORBIDDEN in mine or not mine or not gold.text or len(mine) > LONGEST_COMPARED:
         return False
-    choice = _CHOICE.fullmatch(gold.text)
-    if choice and choice[1] in LETTERS and (problem.has_choices or not problem.text):
+    choice = _CHOICE.fullmatch(gold.text) if problem.has_choices or not problem.text else None
+    if choice and choice[1] in LETTERS:
         own = _CHOICE.fullmatch(mine)
         if own or "=" in mine and problem.has_choices:  # x = c is no choice of C
             return own is not None and own[1].upper() == choice[1]
-    return comparison.same(read(mine), gold) or _same_choice(comparison, mine, gold)
+    if comparison.same(read(mine), gold) or _same_choice(comparison, mine, gold):
+        return True
+    own, wanted = (
+        conditions.split_condition(conditions.without_label(mine, problem)),
+        conditions.split_condition(gold.text),
+    )
+    if own.text == mine and wanted.text == gold.text:
+        return False
+    if own.members and wanted.members and own.members != wanted.members:
+        return False
+    if own.relation != wanted.relation and not (
+        conditions.is_harmless(own, problem) and conditions.is_harmless(wanted, problem)
+    ):
+        return False
+    return comparison.same(read(conditions.with_letter_of(own, wanted)), read(wanted.text))
 
 
 def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:

@@ -92,9 +92,8 @@ def add(terms: list[Tree]) -> Tree:
         return terms[0]
     constant = sum((t.rational for t in terms if t.kind == "number"), fmpq(0))
     rest = tuple(t for t in terms if t.kind != "number")
-    if not rest:
-        return number(constant)
-    return Tree("sum", (*rest, number(constant)) if constant else rest)
+    parts = (*rest, number(constant)) if constant or not rest else rest
+    return Tree("sum", parts) if rest else parts[0]
 
 
 def multiply(a: Tree, b: Tree) -> Tree:
@@ -139,9 +138,7 @@ def power(base: Tree, exponent: Tree) -> Tree:
         raise Refused("a large power")
     if n.q != 1:
         return Tree("power", (base, exponent))
-    if bits == 1:  # 1 and -1
-        return number(value if n.p % 2 else 1)
-    return number(value ** int(n.p))
+    return number(value ** int(n.p % 2 if bits == 1 else n.p))  # 1 and -1
 
 
 def real_power(base: Tree, exponent: Tree) -> Tree:
@@ -160,26 +157,23 @@ def odd_root(inside: Tree, order: int) -> Tree:
     return Tree("odd_root", (inside, number(order)))
 
 
-def _check_factorials(*arguments: Tree) -> None:
-    for tree in arguments:
-        if tree.kind == "number" and tree.whole not in range(LARGEST_FACTORIAL + 1):
-            raise Refused("a factorial of a large number, or of none that is whole")
-
-
 def factorial(argument: Tree) -> Tree:
     """Return the factorial. Raises `Refused` for large or non-integer numbers."""
-    _check_factorials(argument)
-    if argument.kind == "number":
-        return number(math.factorial(argument.whole or 0))
-    return Tree("factorial", (argument,))
+    return _counted("factorial", math.factorial, argument)
 
 
 def binomial(above: Tree, below: Tree) -> Tree:
     """Return the binomial coefficient. Raises `Refused` for large or non-integer numbers."""
-    _check_factorials(above, below)
-    if above.kind == below.kind == "number":
-        return number(math.comb(above.whole or 0, below.whole or 0))
-    return Tree("binomial", (above, below))
+    return _counted("binomial", math.comb, above, below)
+
+
+def _counted(kind: str, count: Callable[..., int], *arguments: Tree) -> Tree:
+    numbers = [tree for tree in arguments if tree.kind == "number"]
+    if any(tree.whole not in range(LARGEST_FACTORIAL + 1) for tree in numbers):
+        raise Refused("a factorial of a large number, or of none that is whole")
+    if len(numbers) < len(arguments):
+        return Tree(kind, arguments)
+    return number(count(*(tree.whole for tree in arguments)))
 
 
 def bind(kind: str, letter: Tree, ends: list[Tree], body: Tree) -> Tree:
@@ -287,6 +281,12 @@ def nodes(tree: Tree) -> Iterator[Tree]:
         node = waiting.pop()
         yield node
         waiting.extend(node.parts)
+
+
+def is_root(tree: Tree) -> bool:
+    """Test for a power that is no integer's."""
+    is_number = tree.kind == "power" and tree.parts[1].kind == "number"
+    return is_number and tree.parts[1].rational.q > 1
 
 
 def symbols(tree: Tree) -> set[str]:

@@ -7,6 +7,7 @@ text is compared as text.
 import itertools
 import math
 import re
+from collections.abc import Callable
 
 from flint import fmpq
 
@@ -20,13 +21,26 @@ _TOKEN = re.compile(
 )
 DEGREE = "°"
 _DEGREE = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))")
+# Combinations and permutations: `nC2` with its indices in any way, C_n^2, C(n, 2).
+_INDEX = r" ?\{{?(?P<{}>(?<=\{{)\w+|\w)\}}? ?"
+_N, _K = _INDEX.format("n"), _INDEX.format("k")
+_CHOICES = [
+    re.compile(pattern)
+    for pattern in (
+        rf"(?:\{{ ?\}} ?)?[_^]{_N}(?P<of>[CP]) ?_{_K}",
+        r"(?<![A-Za-z\d_^{}\\])(?P<n>\d{1,3}|[nmN])(?P<of>[CP])(?P<k>\d{1,3})(?!\d)",
+        rf"(?<![A-Za-z\\])(?P<of>C) ?_{_N}\^{_K}",
+        rf"(?<![A-Za-z\\])(?P<of>C) ?\^{_K}_{_N}",
+        r"(?<![A-Za-z\\])(?P<of>[CP]) ?\( ?(?P<n>[nmN]|(?<=C\()\d{1,3}) ?, ?(?P<k>\w{1,3}) ?\)",
+    )
+]
 GREEK = set(
     "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi "
     "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar".split()
 )
 INVERTED = "sin cos tan cot sec csc sinh cosh tanh".split()
 FUNCTIONS = (
-    {name: name for name in (*INVERTED, "exp", "log", "abs", "sqrt", "lg")}
+    {name: name for name in (*INVERTED, "exp", "log", "abs", "sqrt", "lg", "cis")}
     | {f"{arc}{name}": f"a{name}" for name in INVERTED for arc in ("a", "ar", "arc")}
     | {"ln": "log"}
 )
@@ -40,21 +54,27 @@ _OF_SEVERAL = {"max", "min", "gcd"}
 _FACTORS = {*FUNCTIONS, *GREEK, *_CONSTANTS, *_BOUND, *_OF_SEVERAL, "frac", "binom", "mathbf"}
 _DIFFERENTIALS = {"d", r"\delta", r"\Delta"}
 _DIVIDE = {"/", r"\div"}
+_DIGITS_OVER_DIGITS = re.compile(r"\\frac(?:\{\d+\}|\d){2}")
+
+
+def _chosen(match: re.Match) -> str:
+    n, k = match["n"], match["k"]
+    return rf"\binom{{{n}}}{{{k}}}" if match["of"] == "C" else rf"\frac{{{n}!}}{{({n}-{k})!}}"
 
 
 def tokens_of(text: str) -> list[str]:
     """Return at most `MAX_TOKENS`. Raises `Refused` for words that are no function's."""
-    tokens = []
-    for match in _TOKEN.finditer(_DEGREE.sub(DEGREE, text.rstrip())):
+    tokens, text = [], _DEGREE.sub(DEGREE, text.rstrip())
+    for pattern in _CHOICES if "C" in text or "P" in text else ():
+        text = pattern.sub(_chosen, text)
+    for match in _TOKEN.finditer(text):
         number, command, word, other = match.groups()
         if word and word.lower() in _COMMANDS:
             tokens.append("\\" + word.lower())
         elif word and len(word) > LONGEST_PRODUCT:
             raise Refused(f"a word: {word}")
-        elif word:
-            tokens.extend(word)
         else:
-            tokens.append(number or command or other)
+            tokens.extend(word or [number or command or other])
         if len(tokens) > MAX_TOKENS:
             raise Refused("too long")
     return tokens
@@ -66,17 +86,6 @@ def _rational(literal: str) -> Tree:
     return trees.number(fmpq(int(whole + behind), 10 ** len(behind)))
 
 
-_INFINITIES = (trees.INFINITY, trees.negate(trees.INFINITY))
-
-
-def _holds_infinity(tree: Tree) -> bool:
-    """Return True for infinity elsewhere than as an end of a sum, product or integral."""
-    parts = tree.parts
-    if tree.kind in _BOUND.values():
-        parts = tuple(part for part in parts if part not in _INFINITIES)
-    return tree.kind == "infinity" or any(map(_holds_infinity, parts))
-
-
 class _Parser:
     def __init__(self, text: str, factors: set[str] | None, folds: bool):
         self._tokens, self._at, self._depth, self._folds = tokens_of(text), 0, 0, folds
@@ -85,15 +94,12 @@ class _Parser:
         applied = {letter.lstrip("\\") for letter, *ends in pairs if ends == ["(", ")"]}
         self._functions = _FUNCTION_NAMES | applied
         self._bars: list[str] = []
-        self._read_ahead: tuple[int, int, Tree] | None = None  # from, to, and what is there
         self._ends_in_digits = False  # the factor that was read last
 
     def whole(self) -> Tree:
         value = self._fraction()
         if self._at != len(self._tokens):
             raise Refused(f"unexpected {self._peek()}")
-        if value not in _INFINITIES and _holds_infinity(value):
-            raise Refused("arithmetic with infinity")
         applied = {node.value for node in trees.nodes(value) if node.kind == "function"}
         if applied & trees.symbols(value):
             raise Refused("a letter that is a function and a factor")
@@ -110,37 +116,35 @@ class _Parser:
         return token
 
     def _accept(self, *tokens: str) -> bool:
-        if self._peek() and self._peek() in tokens:
-            self._at += 1
-            return True
-        return False
+        is_next = self._peek() != "" and self._peek() in tokens
+        self._at += is_next
+        return is_next
+
+    def _signed(self, read: Callable[[], Tree], most: int = 1) -> Tree:
+        """Read what has signs before it: a + -b is written, a - - - b is not."""
+        is_negative = False
+        for _ in range(most):
+            is_negative ^= self._accept("-") or self._accept("+") and False
+        return trees.negate(read()) if is_negative else read()
 
     def _sum(self) -> Tree:
         self._depth += 1
         if self._depth > DEEPEST:
             raise Refused("too deep")
-        terms = [self._signed_term()]
+        terms = [self._signed(self._product, 2)]
         while self._peek() in ("+", "-"):
-            terms.append(self._signed_term())
+            terms.append(self._signed(self._product, 2))
         self._depth -= 1
         return trees.add(terms)
-
-    def _signed_term(self) -> Tree:
-        negative = False
-        for _ in range(2):  # a + -b is written, a - - - b is not
-            if self._peek() in ("+", "-"):
-                negative ^= self._take() == "-"
-        value = self._product()
-        return trees.negate(value) if negative else value
 
     def _product(self) -> Tree:
         start, value = self._at, self._power()
         while True:
             if self._accept(*_TIMES):
-                value = trees.multiply(value, self._signed_power())
+                value = trees.multiply(value, self._signed(self._power))
             elif self._accept(*_DIVIDE):
                 self._refuse_derivative(start)
-                value = trees.divide(value, self._signed_power())
+                value = trees.divide(value, self._signed(self._power))
             elif self._accept(r"\bmod"):
                 value = Tree("remainder", (value, self._power()))
             elif self._starts_factor():
@@ -163,16 +167,12 @@ class _Parser:
             if below[0] in self._tokens[start : self._at]:
                 raise Refused("a derivative")
 
-    def _signed_power(self) -> Tree:
-        sign = self._take() if self._peek() in ("+", "-") else ""
-        return trees.negate(self._power()) if sign == "-" else self._power()
-
     def _starts_factor(self) -> bool:
         token = self._peek()
         if self._bars and token == self._bars[-1]:
             return False
         named = token[:1] == "\\" and token[1:] in _FACTORS
-        plain = token.isalnum() or token[:1] == "." and len(token) > 1 or token[:1].isdigit()
+        plain = token.isalnum() or _is_digits(token)
         return bool(token) and (token in "({[" or token in _BARS or named or plain)
 
     def _power(self) -> Tree:
@@ -196,7 +196,7 @@ class _Parser:
                 base = self._applied(Tree("symbol", value=f"{base.value}'"), start)
             else:
                 letter, of_digits = base, False
-                base = trees.real_power(base, self._exponent())
+                base = trees.real_power(base, self._signed(self._atom))
                 if self._peek() == "^":
                     raise Refused("two exponents of one base")
                 if self._applied(letter, start) != letter:
@@ -209,37 +209,40 @@ class _Parser:
 
         A bracket around a sum is a factor, where the other side has the letter as a variable.
         """
-        ahead = "".join(self._tokens[self._at : self._at + 2])
-        opened = ahead[:1] in "([" or ahead in ("{(", "{[")
-        if letter.kind != "symbol" or not ahead or not opened or self._tokens[start] in ("(", "["):
+        ahead = self._tokens[self._at : self._at + 2]
+        opened = ahead[:1] in (["("], ["["]) or ahead in (["{", "("], ["{", "["])
+        if letter.kind != "symbol" or not opened or self._tokens[start] in ("(", "["):
             return letter
-        here, name = self._at, letter.name.partition("_")[0].rstrip("'")
-        argument = self._atom()
-        if name in self._functions or all(node.kind != "sum" for node in trees.nodes(argument)):
-            return Tree("function", (argument,), letter.name)
+        name = letter.name.partition("_")[0].rstrip("'")
+        if name in self._functions or not self._opens_a_sum():
+            return Tree("function", (self._atom(),), letter.name)
         if self._factors is not None and letter.name not in self._factors:
             raise Refused("a factor or a function")
-        self._read_ahead = here, self._at, argument
-        self._at = here
         return letter
 
-    def _exponent(self) -> Tree:
-        sign = self._take() if self._peek() in ("+", "-") else ""
-        return trees.negate(self._atom()) if sign == "-" else self._atom()
+    def _opens_a_sum(self) -> bool:
+        """Test for a sum in the bracket ahead, at any depth; a sign at its start makes none."""
+        depth, before = 0, "("
+        for token in self._tokens[self._at :]:
+            depth += (token in "([{") - (token in ")]}")
+            if depth == 0:
+                break
+            if token in ("+", "-") and before not in _TIMES | _DIVIDE | set("([{^"):
+                return True
+            before = token
+        return False
 
     def _mixed_or_atom(self) -> Tree:
-        start, value = self._at, self._atom()
-        mixed = re.fullmatch(r"\d+", self._tokens[start]) and self._at == start + 1
-        if mixed and self._peek() == r"\frac":
-            here = self._at
-            part = self._atom()
-            written = "".join(self._tokens[here + 1 : self._at])
-            if re.fullmatch(r"[\d{}]+", written):
-                return trees.add([value, part]) if self._folds else _mixed(value, part)
-            # A factor then. It is not read again: nested, that would take exponential time.
-            self._read_ahead = here, self._at, part
-            self._at = here
-        return value
+        value, ahead = self._atom(), self._tokens[self._at : self._at + 7]
+        part = (
+            _DIGITS_OVER_DIGITS.match("".join(ahead))
+            if self._tokens[self._at - 1].isdigit()
+            else None
+        )
+        if part is None or value.kind not in ("number", "numeral"):
+            return value
+        fraction = self._atom()
+        return trees.add([value, fraction]) if self._folds else _mixed(value, fraction)
 
     def _argument(self) -> Tree:
         """Return the argument of a command: a group, or one digit or letter."""
@@ -263,17 +266,14 @@ class _Parser:
         return trees.divide(value, self._sum()) if self._accept(r"\over") else value
 
     def _atom(self) -> Tree:
-        if self._read_ahead is not None and self._read_ahead[0] == self._at:
-            _, self._at, part = self._read_ahead
-            return part
         token = self._take()
-        if token[0].isdigit() or token[0] == "." and len(token) > 1:
+        if _is_digits(token):
             if len(token) > MAX_DIGITS:
                 raise Refused("a long number")
             literal = _rational(token)
             return literal if self._folds else literal._replace(kind="numeral")
         if token in ("(", "{", "["):
-            return self._group({"(": ")", "{": "}", "[": "]"}[token])
+            return self._group(")}]"["({[".index(token)])
         if token in _BARS:
             return self._bars_of(token)
         if token.startswith("\\"):
@@ -315,7 +315,7 @@ class _Parser:
         if name == "sqrt":
             order = self._group("]") if self._accept("[") else trees.number(2)
             inside = self._argument()
-            if order.kind == "number" and not 2 <= (order.whole or 0) <= LARGEST_ROOT:
+            if order.kind == "number" and order.whole not in range(2, LARGEST_ROOT + 1):
                 raise Refused("a root")
             if order.whole and order.whole % 2:
                 return trees.odd_root(inside, order.whole)
@@ -358,9 +358,9 @@ class _Parser:
     def _integral(self) -> Tree:
         ends = []
         if self._accept("_"):
-            ends.append(self._exponent())
+            ends.append(self._signed(self._atom))
             self._take("^")
-            ends.append(self._exponent())
+            ends.append(self._signed(self._atom))
         depth, at = 0, self._at
         while depth or self._tokens[at : at + 1] != ["d"]:
             if at >= len(self._tokens) or depth < 0:
@@ -387,7 +387,7 @@ class _Parser:
             if base.whole in (0, 1):
                 raise Refused("a logarithm's base")
         if self._accept("^"):
-            exponent = self._exponent()
+            exponent = self._signed(self._atom)
             if exponent.whole == -1:
                 if function not in INVERTED:
                     raise Refused("an inverse or a power")
@@ -399,20 +399,23 @@ class _Parser:
     def _value_of(function: str, argument: Tree, base: Tree | None) -> Tree:
         if function == "sqrt":
             return trees.power(argument, trees.number(fmpq(1, 2)))
-        if function == "lg":
-            function, base = "log", trees.number(10)
-        value = Tree(function, (argument,))
+        if function == "cis":
+            return trees.power(trees.EULER, trees.multiply(trees.IMAGINARY, argument))
+        base = trees.number(10) if function == "lg" else base
+        value = Tree(function.replace("lg", "log"), (argument,))
         return value if base is None else trees.divide(value, Tree("log", (base,)))
 
     def _function_argument(self) -> Tree:
         """Return a group, or the factors up to the next sign or function: sin 2x is sin(2x)."""
         if self._peek() in ("(", "["):
             return self._power() if self._peek() == "[" else self._atom()
-        negative = self._accept("-")
+        return self._signed(self._factors_of_argument)
+
+    def _factors_of_argument(self) -> Tree:
         value = self._power()
         while self._starts_factor() and self._peek()[1:] not in FUNCTIONS and self._peek() != "(":
             value = trees.multiply(value, self._next_factor())
-        return trees.negate(value) if negative else value
+        return value
 
 
 def _mixed(whole: Tree, part: Tree) -> Tree:

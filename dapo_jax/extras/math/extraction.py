@@ -13,8 +13,7 @@ REQUIRE = ("any", "box", "label")
 
 MAX_MARKERS = 1_000  # looked at, from the end, before a response is given up
 
-_BOXES = ("\\boxed", "\\fbox")
-_BOX_END = re.compile(r"(?:boxed|fbox)(?![A-Za-z])[ \t]{0,8}")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]{0,8}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOXED = re.compile(r"[-+]?(?:\\[A-Za-z]++|[\w.,/%]++)(?=[\s$).;:]|$)")
 _POLITE = re.compile(r"\.?(?<!\s)\s*+I hope it is correct\.?$")
@@ -55,41 +54,26 @@ def closing_brace(text: str, start: int, end: int) -> int:
 
 
 def _last_box(text: str) -> Extraction | None:
-    """Return the last box that holds something; None without any."""
-    places = {name: text.rfind(name) for name in _BOXES}
-    for _ in range(MAX_MARKERS):
-        last = max(places, key=places.__getitem__)
-        end = places[last]
-        if end < 0:
-            return None
-        places[last] = text.rfind(last, 0, end)
-        if (named := _BOX_END.match(text, end + 1)) is None:
-            continue
-        start = named.end()
+    """Return the last box that holds something, or the one around it; None without any."""
+    starts = [match.end() for match in _BOX.finditer(text)][-MAX_MARKERS:]
+    for place, start in reversed([*enumerate(starts)]):
         if text[start : start + 1] != "{":
-            if (bare := _BARE_BOXED.match(text, start, start + LONGEST_ANSWER)) is None:
-                continue
-            return Extraction(bare[0], "box")
-        close = closing_brace(text, start + 1, start + 1 + LONGEST_ANSWER)
-        if close < 0:
+            if (bare := _BARE_BOXED.match(text, start, start + LONGEST_ANSWER)) is not None:
+                return Extraction(bare[0], "box")
+            continue
+        if (close := _end_of_group(text, start)) < 0:
             cut_off = len(text) <= start + 1 + LONGEST_ANSWER
             return Extraction(None, "truncated_box" if cut_off else "too_long")
         if text[start + 1 : close].strip():
-            return Extraction(_around(text, end, close) or text[start + 1 : close], "box")
-    return Extraction(None, "no_marker")
+            outer = starts[place - 1] if place else start
+            around = _end_of_group(text, outer) if text[outer] == "{" else -1
+            first, end = (outer, around) if around > close else (start, close)
+            return Extraction(text[first + 1 : end], "box")
+    return Extraction(None, "no_marker") if starts else None
 
 
-def _around(text: str, start: int, close: int) -> str | None:
-    """Return content of the box that holds the one from `start` to `close`; None without such."""
-    for name in _BOXES:
-        before = text.rfind(name, 0, start)
-        named = _BOX_END.match(text, before + 1) if before >= 0 else None
-        if named is not None and text[named.end() : named.end() + 1] == "{":
-            first = named.end() + 1
-            end = closing_brace(text, first, first + LONGEST_ANSWER)
-            if end > close:
-                return text[first:end]
-    return None
+def _end_of_group(text: str, start: int) -> int:
+    return closing_brace(text, start + 1, start + 1 + LONGEST_ANSWER)
 
 
 def _last_tag(text: str) -> Extraction | None:

@@ -10,15 +10,24 @@ LONGEST_NAME = 200  # characters
 REALS = r"\mathbbR"  # compact
 _GREEK = "|".join(GREEK)
 # Possessive throughout: a long run of names must not be read in exponentially many ways.
+_RAISED = r"(?:\^ ?\{? ?(?:-1|T|\*|\\prime|\\top) ?\}?)?+"
 _NAME = (
-    rf"(?:\\angle ?[A-Z]{{1,3}}+|\\(?:{_GREEK})(?![A-Za-z])|\\(?:text|mathbf)\{{[^{{}}]*+\}}"
-    r"|(?<![\\A-Za-z])[A-Za-z]++)(?:_ ?(?:\{[^{}]*+\}|\w))?+'*+"
+    rf"(?:m? ?\\(?:angle|triangle) ?[A-Z]{{1,3}}+|\\(?:{_GREEK}|det|Pr|deg|dim)(?![A-Za-z])"
+    r"|\\(?:max|min)(?! ?\([^()]*,)(?![A-Za-z])|(?<![\\A-Za-z])[A-Za-z]++"
+    r"|\\(?:text|mathb[fb]|hat|bar|d?dot|tilde|overline|widehat) ?\{ ?\\?[^{}]*+\})"
+    rf"(?:_ ?(?:\{{(?:[^{{}}]|\{{[^{{}}]*+\}})*+\}}|\w))?+{_RAISED}'*+"
 )
-_ARGUMENT = rf"(?:{_NAME}|\d++)"
+_ARGUMENT = rf"-?(?:{_NAME}|\d++(?:[./]\d++)?|\\frac(?:\{{ ?\d+ ?\}}|\d){{2}})(?: ?\({_NAME}\))?"
+_JOINED = r" ?(?:[,=|<>]|\\(?:mid|cup|cap|le|ge)(?![A-Za-z])) ?"
+_DERIVED = r"(?:d|\\partial)"
 _VARIABLE = re.compile(
-    rf"{_NAME}(?: ?\( ?{_ARGUMENT}(?: ?, ?{_ARGUMENT})*+ ?\))?+(?: {_NAME})*+|\|[A-Z]{{1,3}}\|"
-    r"|\\(?:overline|widehat)\{[A-Z]+\}"
-    r"|\\frac ?\{ ?d[^{}]{0,9}\} ?\{ ?d[^{}]{1,9}\}|d[a-zA-Z]/d[a-zA-Z]"
+    rf"{_NAME}(?: ?\\circ {_NAME}| {_NAME})*+"
+    rf"(?: ?[(\[] ?{_ARGUMENT}(?:{_JOINED}{_ARGUMENT})*+ ?[)\]])?+(?: {_NAME})*+"
+    r"|\\?\| ?(?:[A-Z]{1,3}|\\mathbf ?\{?[^{}|]{1,9}\}?) ?\\?\||\[ ?[A-Z]{3,6} ?\]"
+    r"|# ?[A-Z]|\\sigma\^2"
+    rf"|\\frac ?\{{ ?{_DERIVED} ?\}} ?\{{ ?{_DERIVED}[^{{}}]{{1,9}}\}}.{{1,60}}"
+    rf"|\\frac ?\{{ ?{_DERIVED}[^{{}}]{{0,19}}\}} ?\{{ ?{_DERIVED}[^{{}}]{{1,19}}\}}"
+    r"|d[a-zA-Z]/d[a-zA-Z]|\\int(?! ?_).{1,80}|\\lim ?_.{1,80}"
 )
 DENIALS = set(
     "not never no isn neither but except anything nothing unless without excluding than".split()
@@ -27,6 +36,8 @@ _NUMERIC_NAMES = {r"\pi", "e", "i", r"\infty"}
 _WORD = re.compile(r"(?<![\\A-Za-z\d])[A-Za-z]{3,}")
 _NO_WORDS = {*FUNCTIONS, *"infinity inf xyz abc abcd text".split()}
 _SHORT_WORDS = {"no", "on", "is", "it", "if", "an", "at", "or", "of", "to", "up", "so"}
+_WRITTEN = re.compile(r"(?=.*[aeiouyAEIOUY])(?:[A-Z]?[a-z]+|[A-Z]+)")  # a short word
+_ARTICLE = re.compile(r"^(?:an?|the) (?=[a-z]{3})", re.IGNORECASE)
 _TEXT = re.compile(r"\\(?:text|mathbf) ?\{([^{}]*)\}")
 # A hyphen is a minus before a number or a short product: 3-abx, but non-abelian.
 _OPERATORS = re.compile(
@@ -45,7 +56,8 @@ def compact(text: str) -> str:
 def words_of(text: str) -> str:
     """Return the words of a text, without commands and braces."""
     text = _TEXT.sub(r" \1 ", text)
-    return " ".join(re.sub(r"[{}\\$~]", " ", text).split()).strip(" .,;:!")
+    text = " ".join(re.sub(r"[{}\\$~]", " ", text).split()).strip(" .,;:!")
+    return _ARTICLE.sub("", text)
 
 
 def same_words(mine: str, gold: str) -> bool:
@@ -53,12 +65,7 @@ def same_words(mine: str, gold: str) -> bool:
     if mine.lower() != gold.lower():
         return False
     pairs = zip(mine.split(), gold.split(), strict=True)
-    return all(a == b or len(a) > 3 or _is_written(a) and _is_written(b) for a, b in pairs)
-
-
-def _is_written(word: str) -> bool:
-    has_vowel = re.search("[aeiouy]", word.lower()) is not None
-    return has_vowel and word in (word.lower(), word.title(), word.upper())
+    return all(a == b or len(a) > 3 or all(map(_WRITTEN.fullmatch, (a, b))) for a, b in pairs)
 
 
 def has_words(text: str) -> bool:

@@ -6,6 +6,8 @@ The normal form is LaTeX without decoration. Nothing here is evaluated.
 import functools
 import re
 import unicodedata
+from collections.abc import Callable
+from typing import Any
 
 from dapo_jax.extras.math.extraction import closing_brace
 from dapo_jax.extras.math.units import SCALES, number_in_words
@@ -29,6 +31,7 @@ _SYMBOLS = {
     **dict.fromkeys("′’", "'"),
     **{"″": "''", "∣": "|", "、": ",", "。": ".", "ℝ": r"\mathbb{R}"},
     **{"€": r"\text{euro} ", "£": r"\text{pound} ", "¥": r"\text{yen} ", "¢": r"\text{cent} "},
+    "₹": r"\text{rupee} ",
 }
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _SHIFTED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+|[{''.join(_SUBSCRIPTS)}]+")
@@ -37,16 +40,17 @@ _ROOT = re.compile(r"([√∛∜])\s?(\d+(?:\.\d+)?)?")
 
 def _shifted(match: re.Match) -> str:
     mark, table = ("^", _SUPERSCRIPTS) if match[0][0] in _SUPERSCRIPTS else ("_", _SUBSCRIPTS)
-    return f"{mark}{{{''.join(map(table.__getitem__, match[0]))}}}"
+    text = "".join(map(table.__getitem__, match[0]))
+    return mark + (text if len(text) == 1 else f"{{{text}}}")
 
 
 def _character(char: str) -> str:
     if char in _SYMBOLS:
         return _SYMBOLS[char]
     kind = unicodedata.category(char)
-    if kind == "Zs" or char in "\t\n\r\f\v":
+    if kind == "Zs" or char.isspace() and char.isascii():
         return " "
-    if kind in ("Cc", "Cf", "Cs", "Co", "Cn", "Mn", "Me", "Zl", "Zp"):
+    if kind[0] == "C" or kind in ("Mn", "Me", "Zl", "Zp"):
         return FORBIDDEN
     plain = unicodedata.normalize("NFKC", char)
     if "\u2044" in plain:  # a vulgar fraction
@@ -67,18 +71,8 @@ def plain_characters(text: str) -> str:
 
 
 _NUMERAL = re.compile(r"(\$?)(-?\d{1,18}(?:\.\d{1,18})?)\1", re.ASCII)
-_BLANKS = re.compile(r"[ \t\n]{2,}")
-_COLOURS = re.compile(r"\\(?:color|textcolor|colorbox)(?:\[[a-z]{1,9}\])?\{[\w#,.! -]{1,30}\}")
-_ABOUT = re.compile(r"^\\(?:approx|sim|simeq|cong)(?![A-Za-z]) ?")
 _WORDS_ONLY = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
-# LaTeX that only decorates.
-_DROPPED = re.compile(
-    r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|big|Big|bigg|Bigg|hspace\{[^{}]*\}"
-    r"|phantom\{[^{}]*\})(?![A-Za-z])(?:\s*\.(?!\d))?"
-)
-_SPACES = re.compile(
-    r"(\\\\)|\\[,;:!> ]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|(?<!\\)~|\\$|[ \n\t]+"
-)
+LONGEST_PHRASE = 80  # characters
 _RENAMED = {
     name: new
     for new, names in {
@@ -102,6 +96,8 @@ _RENAMED = {
         r"\mathbf": "boldsymbol bm mathit vec overrightarrow mathcal pmb",
         r"\times": "cross ast",
         "i": "imath",
+        "Å": "AA",
+        r"\angle": "measuredangle",
         r"\epsilon": "varepsilon",
         r"\theta": "vartheta",
         r"\phi": "varphi",
@@ -112,36 +108,119 @@ _RENAMED = {
     }.items()
     for name in names.split()
 }
-_COMMAND = re.compile(r"\\(operatorname\*|[A-Za-z]+)")
-_UNITS_CONSTANTS = re.compile(r"\\text\{\s*(e|i|d|pi)\s*\}")
-_TEXT_FUNCTIONS = re.compile(
-    r"\\text\{\s*((?:arc|ar|a)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp|gcd)\s*\}"
+_PREFIXES = r"\\((?:kilo|mega|giga|centi|milli|deci|micro|nano|pico))(?=\\)"
+
+
+def _measured(match: re.Match) -> str:
+    """Return the number and the unit of siunitx's commands."""
+    unit = re.sub(r"\\per\b", "/", re.sub(_PREFIXES + r"\\", r" \1", match[3] or ""))
+    unit = rf"\text{{ {unit.replace(chr(92), ' ')}}}" if unit else ""
+    return match[2] + (r"^\circ" if match[1] == "ang" else "") + unit
+
+
+def _constant(match: re.Match) -> str:
+    r"""Return a letter in roman type; 9\text{e}-4 is a product, no power of ten."""
+    after_digit = match.string[: match.start()][-1:].isdigit()
+    name = r"\pi" if match[1] == "pi" else match[1]
+    return rf"\cdot {name} " if after_digit and name == "e" else f"{name} "
+
+
+def _scaled(match: re.Match) -> str:
+    """Return the factor of `3 million people`; the rest of its words stay text."""
+    opened = "" if match[3] and match[1] else (match[1] or "") + match[3]
+    return rf"\times 10^{{{SCALES[match[2].lower()]}}}{opened}"
+
+
+def _rules(table: str, **functions: Callable[[re.Match], str]) -> list[tuple[re.Pattern, Any]]:
+    """Return (pattern, replacement) for each line `pattern => replacement`, or `=> function`.
+
+    A word in angle brackets stands for a part of patterns.
+    """
+    parts = {
+        "<scales>": "|".join(SCALES),
+        "<raised>": r"(?:<th>|\{ ?<th> ?\}|\{? ?\\text\{ ?<th> ?\} ?\}?)",
+        "<th>": "(?:st|nd|rd|th)",
+        "<ordinal>": r"(?:1(?=<pre>st)|2(?=<pre>nd)|3(?=<pre>rd)|(?:[04-9]|1\d)(?=<pre>th))",
+        "<pre>": r"[ ^{]*(?:\\text\{ ?)?",
+        "<share>": r"(?:roots?|powers?|parts?|shares?|fractions?|derivatives?|of)\b",
+        "<sized>": "(?:left|right|[bB]igg?[lr]?)",
+        "<trig>": "(?:arc|ar|a)?(?:sin|cos|tan|cot|sec|csc)h?",
+        "<reals>": r"\\text\{ ?all real(?: numbers|s)?,? (?:except|but)(?: for)? ",
+    }
+    rules = []
+    for line in table.strip().splitlines():
+        pattern, new = line.strip().split(" =>")
+        for name, part in parts.items():
+            pattern = pattern.replace(name, part)
+        rules.append(
+            (re.compile(pattern), functions.get(new.strip(), new.strip(" ").replace("_", " ")))
+        )
+    return rules
+
+
+# What replaces what, in this order; `_` is a blank. First in the text as written: colons, siunitx,
+# ends of rows, and no power of ten in LaTeX,
+_WRITTEN = _rules(
+    r"""
+    (?<=\d)(?:\{:\}|\\!:\\!|\\colon) ?(?=\d) => :
+    \\(SI|qty|num|ang)\{([-\d.e]{1,40})\}(?:\{([^{}]{1,40})\})? => measured
+    \\\\(?:\*| {0,3}\[ ?-?[\d.]{1,9} ?(?:pt|mm|cm|em|ex|in) ?\])|\\cr(?![A-Za-z]) => \\\\
+    (?a)(?<=\$)( ?[\d.]+)e([-+]\d+ ?)(?=\$) => \1_\\cdot_e\2
+    """,
+    measured=_measured,
 )
-_SCALE = re.compile(
-    rf"(?<=[\d}}])\s*(?:(\\text\{{)\s*)?({'|'.join(SCALES)})(?![A-Za-z])\s*(\}}?)", re.IGNORECASE
+# then, with plain characters, before what wraps the answer is removed (a box inside another, blanks
+# between letters that don't show),
+_WRAPPED = _rules(
+    r"""
+    \.{2,}|\\(?:dots|cdots|dotsc)(?![A-Za-z]) => \\ldots_
+    \\(?:text)?color(?:box)?(?:\[[a-z]{1,9}\])?\{[\w#,.! -]{1,30}\}|\\boxed(?![A-Za-z]) => _
+    \\not ?=|=/= => \\ne_
+    \\not ?\\in(?![A-Za-z]) => \\notin_
+    \\mathbb ?([A-Z])(?![A-Za-z]) => \\mathbb{\1}
+    \\mathbf\{([-\d. ]+)\} => joined
+    """,
+    joined=lambda match: match[1].replace(" ", ""),
 )
-_PERCENT = re.compile(r" ?(?:\\text\{ ?per ?cent ?\}|\bper ?cent\b)")
-_TEXT_SIGN = re.compile(r"\\text\{([^A-Za-z{}]*)\}")
-_ELLIPSIS = re.compile(r"\.{2,}|\\(?:dots|cdots|dotsc)(?![A-Za-z])")
-_BOARD = re.compile(r"\\mathbb ?([A-Z])(?![A-Za-z])")
-_NOT_EQUAL = re.compile(r"\\not ?=|=/=")
-_NOT_IN = re.compile(r"\\not ?\\in(?![A-Za-z])")
-_BOLD_NUMBER = re.compile(r"\\mathbf\{([-\d. ]+)\}")  # blanks between letters don't show in math
-_LATEX_E = re.compile(r"(?<=\$)( ?[\d.]+)e([-+]\d+ ?)(?=\$)", re.ASCII)  # no power of ten there
-_POWER = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({-])")  # of a programmer
-_THOUSANDS_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
-_THOUSANDS_NARROWED = re.compile(r"(?<=\d),(?:\\!|\\,|~) ?(?=\d{3}(?!\d))")
-_THOUSANDS_THIN = re.compile(r"(?<=\d)(?:\\[,!]|\\ )(?=\d{3}(?!\d))")
-_ROWS = re.compile(r"\\\\(?:\*| {0,3}\[ ?-?[\d.]{1,9} ?(?:pt|mm|cm|em|ex|in) ?\])|\\cr(?![A-Za-z])")
-_COLONS = re.compile(r"(?<=\d)(?:\{:\}|\\!:\\!|\\colon) ?(?=\d)")
-_SIUNITX = re.compile(r"\\(SI|qty|num|ang)\{([-\d.e]{1,40})\}(?:\{([^{}]{1,40})\})?")
-_SHARES = r"(?:roots?|powers?|parts?|shares?|fractions?|derivatives?|of)\b"
-_ORDINAL = re.compile(
-    r"(?<![\d.,])(\d{1,18}) ?(?:\^ ?)?(?:st|nd|rd|th|\{ ?(?:st|nd|rd|th) ?\}"
-    r"|\{? ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}?)(?![A-Za-z])"
-    rf"(?! ?(?:\\text\{{ ?)?{_SHARES})"
+# and then without it: powers of programmers, thousands, decoration, commands, currency, units,
+# constants and functions in text, blanks, percent, ordinals, scales, choices.
+_REST = _rules(
+    r"""
+    (?<=[\w)}\]])\*\*(?=[\w({-]) => ^
+    (?<=\d)\{,\}(?=\d)|(?<=\d)(?:,?\\[,!]|,~|\\ ) ?(?=\d{3}(?!\d)) => ,
+    \\(?:<sized>|hspace\{[^{}]*\}|phantom\{[^{}]*\})(?![A-Za-z])(?:\s*\.(?!\d))? => _
+    \\(operatorname\*|[A-Za-z]+) => renamed
+    \\text\{ ?\\\$ ?\}|\\\$ => \\text{dollar}_
+    ^([^$]*)\$(?=[^$]*$) => \1\\text{dollar}_
+    \$ => _
+    \\([%#&]) => \1
+    \\text\{ ?(\\text\{[^{}]*\}|Å) ?\} => \1
+    (?:\\text\{ ?)?degrees? (C|F)(?:elsius|ahrenheit)(?: ?\})? => ^\\circ_\1
+    \\text\{ ?\^\\circ ?([CF]) ?\} => ^\\circ_\1
+    (?<=\d) ?(?:\\[,: ] ?)?\\mu ?(?:\\text\{ ?)?([msgFLACVW])\}?$ => \\text{_μ\1}
+    (?<=\d) ?(?:\\[,: ] ?)?(?:\\text\{ ?)?([kM]?)\}? ?(?:\\Omega|Ω) ?\}?$ => \\text{_\1Ω}
+    \\text\{\s*(e|i|d|pi)\s*\} => constant
+    \\text\{ ?([CP]) ?\}(?= ?[_^(]) => \1
+    \\text\{\s*(<trig>|log|ln|exp|gcd|cis)\s*\}|(?<=[\d ])(cis)(?=[ \d(\\]) => function
+    \\text\{([^A-Za-z{}]*)\} => _\1_
+    (\\\\)|\\[,;:!> ]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|(?<!\\)~|\\$|[ \n\t]+ => blank
+    [ ]?(?:\\text\{ ?per ?cent ?\}|\bper ?cent\b) => %
+    [ \t\n]{2,} => _
+    (?<![\d.,])(\d{0,17}<ordinal>) ?\^? ?<raised>(?![A-Za-z])(?! ?(?:\\text\{ ?)?<share>) => \1
+    (?i)(?<=[\d}])\s*(?:(\\text\{)\s*)?(<scales>)(?![A-Za-z])\s*(\}?) => scaled
+    (?<=\d)\\text\{ ?<th> (?!<share>) => \\text{_
+    (?i)^ ?(?:\\text\{ ?(?:option|choice) ?\} ?|(\\text\{ ?)?(?:option|choice) )(?=\(?[A-J]\b) => \1
+    ^ ?\\(?:approx|sim|simeq|cong)(?![A-Za-z]) ? =>
+    (?i)<reals>?\} ?(\S+) ?$|<reals>(\S+) ?\}$ => without
+    (\d{1,15}) ?(?:\\text\{ ?)?dollars?(?: and|,)? (\d\d) cents?(?: ?\})?$ => \\text{dollar}_\1.\2
+    """,
+    renamed=lambda match: _RENAMED.get(match[1]) or match[0],
+    constant=_constant,
+    function=lambda match: rf"\{match[1] or match[2]} ",
+    blank=lambda match: match[1] or " ",
+    scaled=_scaled,
+    without=lambda match: rf"\mathbb{{R}}\setminus\{{{match[1] or match[2]}\}}",
 )
-_ORDINAL_NOUN = re.compile(rf"(?<=\d)\\text\{{ ?(?:st|nd|rd|th) (?!{_SHARES})")
 _PHRASES = {
     phrase: new
     for new, phrases in {
@@ -153,21 +232,6 @@ _PHRASES = {
     }.items()
     for phrase in phrases.split("|")
 }
-_CHOICE_WORD = re.compile(
-    r"^(?:\\text\{ ?(?:option|choice) ?\} ?|(\\text\{ ?)?(?:option|choice) )(?=\(?[A-J]\b)",
-    re.IGNORECASE,
-)
-_WHOLE_LETTER = re.compile(
-    r"[,;]? ?\(?(?:\\text\{ ?,? ?(?:where|for|with|and)?(?: all)? ?\})? ?(?:\\forall )?"
-    r"(?:[kmn] ?\\in ?\\mathbb\{Z|[a-z] ?\\in ?\\mathbb\{R)\}\)?$"
-)
-_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
-_FOR_ALL = re.compile(r"[,;.]? ?(?:\\text\{ ?,? ?)?\bfor (?:all|every|each|any)\b")
-LONGEST_TAIL = 80  # characters of "for all real numbers x"
-_DOLLARS_AND_CENTS = re.compile(
-    r"(?:\\text\{dollar\} ?(\d{1,15})|(\d{1,15}) ?(?:\\text\{ ?)?dollars?(?: ?\})?)"
-    r" ?(?:\\text\{)? ?(?:and|,)? ?\}? ?(\d{1,2}) ?(?:\\text\{ ?)?cents?(?: ?\})?"
-)
 _WRAPPERS = [pair.split() for pair in r'$$ $$|$ $|\( \)|\[ \]|** **|__ __|` `|" "'.split("|")]
 _WRAPPING = {start[0] for start, _ in _WRAPPERS}
 _WRAPPING_COMMANDS = ("boxed", "fbox", "text", "mathbf", "ensuremath", "bf", "rm")
@@ -199,75 +263,18 @@ def unwrap(text: str) -> str:
             return text
 
 
-def _without_ending(match: re.Match) -> str:
-    """Return 1 for 1st, 12 for 12th; 12st is a product of letters."""
-    number, ending = match[1], re.sub(r"[^a-z]|text", "", match[0][len(match[1]) :])
-    teen = number[-2:-1] == "1"
-    wanted = "th" if teen else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th")
-    return number if ending == wanted else match[0]
-
-
-def _constant(match: re.Match) -> str:
-    r"""Return a letter in roman type; 9\text{e}-4 is a product, no power of ten."""
-    after_digit = match.string[: match.start()][-1:].isdigit()
-    name = r"\pi" if match[1] == "pi" else match[1]
-    return rf"\cdot {name} " if after_digit and name == "e" else f"{name} "
-
-
-def _measured(match: re.Match) -> str:
-    """Return the number and the unit of siunitx's commands."""
-    unit = re.sub(r"\\per\b", "/", match[3] or "").replace("\\", "")
-    return match[2] + (r"^\circ" if match[1] == "ang" else "") + (rf"\text{{ {unit}}}" * bool(unit))
-
-
-def _scaled(match: re.Match) -> str:
-    """Return the factor of `3 million people`; the rest of its words stay text."""
-    opened = "" if match[3] and match[1] else (match[1] or "") + match[3]
-    return rf"\times 10^{{{SCALES[match[2].lower()]}}}{opened}"
-
-
-def _without_for_all(text: str) -> str:
-    """Return the equation without the range of its variable."""
-    tails = [m.start() for m in _FOR_ALL.finditer(text)]
-    cut = tails and len(text) - tails[-1] <= LONGEST_TAIL and "=" in text[: tails[-1]]
-    return text[: tails[-1]] if cut and "=" not in text[tails[-1] :] else text
-
-
-def _without_whole(text: str) -> str:
-    """Return the formula without the words that its letter is a whole number."""
-    rest = _WHOLE_LETTER.sub("", text)
-    return text if not rest or _INEQUALITY.search(rest) else rest
-
-
 @functools.lru_cache(maxsize=64)
 def normalise(text: str) -> str:
     """Return the normal form of an answer; several rules ask for that of the same one."""
     if (numeral := _NUMERAL.fullmatch(text)) is not None:  # most answers
         return numeral[2]
-    text = _ROWS.sub(r"\\\\", _SIUNITX.sub(_measured, _COLONS.sub(":", text)))
-    text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(_LATEX_E.sub(r"\1 \\cdot e\2", text)))
-    text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", _COLOURS.sub(" ", text)))
-    text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another
-    text = _POWER.sub("^", unwrap(_BOLD_NUMBER.sub(lambda m: m[1].replace(" ", ""), text)))
-    for pattern in (_THOUSANDS_BRACES, _THOUSANDS_THIN, _THOUSANDS_NARROWED):
-        text = pattern.sub(",", text)
-    text = _DROPPED.sub(" ", text)
-    text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), text)
-    text = text.replace(r"\text{\$}", r"\$").replace(r"\$", r"\text{dollar} ")
-    if text.count("$") == 1:  # a currency sign; in pairs they only delimit
-        text = text.replace("$", r"\text{dollar} ")
-    text = text.replace("$", " ").replace(r"\%", "%").replace(r"\#", "#").replace(r"\&", "&")
-    text = _UNITS_CONSTANTS.sub(_constant, text)
-    text = _TEXT_FUNCTIONS.sub(r"\\\1 ", text)
-    text = _TEXT_SIGN.sub(r" \1 ", text)
-    text = _PERCENT.sub("%", _SPACES.sub(lambda m: m[1] or " ", text))
-    text = _ORDINAL.sub(_without_ending, _BLANKS.sub(" ", text))
-    text = _SCALE.sub(_scaled, _without_for_all(text))
-    text = _ORDINAL_NOUN.sub(r"\\text{ ", text)
-    if (amount := _DOLLARS_AND_CENTS.fullmatch(text.strip())) is not None:
-        text = rf"\text{{dollar}} {amount[1] or amount[2]}.{amount[3]:0>2}"
-    text = _CHOICE_WORD.sub(lambda m: m[1] or "", _without_whole(text.strip()))
-    text = _ABOUT.sub("", unwrap(text))
-    if len(text) < LONGEST_TAIL and _WORDS_ONLY.fullmatch(text):
+    for prepare, rules in ((str, _WRITTEN), (plain_characters, _WRAPPED), (unwrap, _REST)):
+        text = prepare(text)
+        for pattern, new in rules:
+            text = pattern.sub(new, text)
+    text = unwrap(text)
+    if len(text) > LONGEST_PHRASE:
+        return text
+    if _WORDS_ONLY.fullmatch(text):
         text = number_in_words(text) or text
-    return _PHRASES.get(text.lower(), text) if len(text) < LONGEST_TAIL else text
+    return _PHRASES.get(text.lower(), text)

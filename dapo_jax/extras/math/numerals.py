@@ -5,6 +5,7 @@ What both sides of a comparison read as numerals is decided here, once and for a
 
 import re
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 LONGEST_NUMERAL = 1_000  # characters; longer ones are compared as text
 LARGEST_EXPONENT = 1_000  # of ten
@@ -81,6 +82,25 @@ def _scientific(text: str) -> Fraction | None:
     return None if factor is None else factor * Fraction(10) ** int(exponent)
 
 
+_CODE = re.compile(r"(?=.*[A-Z])[A-Z\d]{2,}(?:_\{?\d+\}?)?", re.ASCII)
+_WRITTEN = re.compile(
+    r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}"  # dates
+    r"|0(?:[xX][\dA-Fa-f]+|[bB][01]+|[oO][0-7]+)",
+    re.ASCII,
+)
+_COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
+_RATIO = re.compile(rf"\d{{1,30}}(?:{_COLON.pattern}\d{{1,30}})+", re.ASCII)
+_BASED = re.compile(
+    r"(-?)(?=[A-Fa-f]*\d)([\dA-Fa-f]+(?:\.[\dA-Fa-f]+)?)(?:_(?:base)?|(?:in)?base)(\w+)", re.ASCII
+)
+_BASES = {"binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16} | {
+    name: n
+    for n, name in enumerate(
+        "two three four five six seven eight nine ten eleven twelve".split(), 2
+    )
+}
+
+
 def read_number(text: str) -> Fraction | None:
     """Return the value of a plain numeral in normalised text; None for anything else."""
     if len(text) > LONGEST_NUMERAL or not text:
@@ -95,3 +115,43 @@ def read_number(text: str) -> Fraction | None:
         if (value := read(rest)) is not None:
             return value * (-1 if body.startswith("-") else 1) / (100 if percent else 1)
     return None
+
+
+def read_digits(text: str) -> tuple[str, int] | None:
+    """Return (digits, base) of a numeral that names its base, as 52_8 or 11 (base two)."""
+    plain = re.sub(r"\\text|[{}() ]|(?<=\d),(?=\d{3})", "", text)
+    if len(text) > LONGEST_NUMERAL or (match := _BASED.fullmatch(plain)) is None:
+        return None
+    sign, digits, name = match.groups()
+    base = int(name) if name in map(str, range(2, 37)) else _BASES.get(name.lower(), 0)
+    is_valid = all(int(digit, 16) < base for digit in digits.replace(".", ""))
+    return (sign + (digits.upper().lstrip("0") or "0"), base) if is_valid else None
+
+
+class Literal(NamedTuple):
+    """Text that is compared as a whole: a number, ratio, code, digits and their base, or a date."""
+
+    kind: str
+    value: Any
+
+
+def read_literal(text: str) -> Literal | None:
+    """Return the number, ratio, code or date that a normalised text is; else None."""
+    if _WRITTEN.fullmatch(text):
+        return Literal("written", re.sub(r"(?<![\dA-Za-z])0+(?=[\dx])", "", text.lower()))
+    if (number := read_number(text)) is not None:
+        return Literal("number", number)
+    if (integer := read_integer(text)) is not None:  # longer than a numeral may be
+        return Literal("number", integer)
+    if _RATIO.fullmatch(text):
+        return Literal("ratio", tuple(map(int, _COLON.split(text))))
+    if (based := read_digits(text)) is not None:
+        return Literal("digits", based)
+    return Literal("code", re.sub("[{}]", "", text)) if _CODE.fullmatch(text) else None
+
+
+def same_ratio(mine: tuple[int, ...], gold: tuple[int, ...]) -> bool:
+    """Test the equality of ratios, as 2:4:6 and 1:2:3."""
+    if len(mine) != len(gold) or not all(mine + gold):
+        return False
+    return len({Fraction(*pair) for pair in zip(mine, gold, strict=True)}) == 1

@@ -92,10 +92,6 @@ class RationalFunctions:
         above = self.times(a.above, b.below) + self.times(b.above, a.below)
         return Fraction(above, self.times(a.below, b.below))
 
-    def factors(self, tree: Tree) -> set[str]:
-        """Return the texts of the irreducible factors of a rational function."""
-        return {str(factor) for poly in self.read(tree) for factor in self.split(poly)}
-
     def split(self, poly: Poly) -> list[Poly]:
         """Return the irreducible factors of a polynomial, each once."""
         self._budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)

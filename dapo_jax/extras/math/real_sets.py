@@ -5,7 +5,8 @@ worker process.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from flint import arb, fmpq
@@ -13,14 +14,24 @@ from flint import arb, fmpq
 from dapo_jax.extras.math import expression_tree as trees
 from dapo_jax.extras.math.answer_shape import Node
 from dapo_jax.extras.math.ball_arithmetic import PRECISIONS, Undefined, enclose, sign, with_bits
-from dapo_jax.extras.math.expression_tree import Budget, NoValue, Refused, Tree, Undecided, symbols
+from dapo_jax.extras.math.expression_tree import (
+    Budget,
+    NoValue,
+    Refused,
+    Tree,
+    Undecided,
+    number,
+    symbols,
+)
 from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.names import REALS, compact
-from dapo_jax.extras.math.zeros import zeros
+from dapo_jax.extras.math.polynomials import RationalFunctions
 
 MAX_PIECES = 32  # of a union
-FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
+MAX_ABSOLUTES = 4
+ZERO, TWO, HALF = number(0), number(2), number(fmpq(1, 2))
 SIGNS = {"=": (0,), "!=": (1, -1), ">": (1,), ">=": (1, 0), "<": (-1,), "<=": (-1, 0)}
+_VALUE = re.compile(r"^[A-Za-z] ?\( ?[A-Za-z] ?\)$")  # f(x), of which a range is given
 MINUS_INFINITY = trees.negate(trees.INFINITY)
 
 
@@ -83,32 +94,16 @@ class RealSets:
             own += is_own
         return cells
 
-    def without(self, a: Region, b: Region) -> Region:
-        """Return the numbers in `a` that are not in `b`."""
-        return self.combine(lambda members: list(members) == [True, False], a, b)
-
     def same(self, a: Region, b: Region) -> bool:
         """Test the equality of two regions that `combine` or `read` returned."""
         return a.cells == b.cells and not any(map(self._compare, a.ends, b.ends))
 
-    def inside(self, region: Region, cell: int, halvings: int) -> list[Tree]:
-        """Return 2^(halvings + 1) - 1 rational numbers in a cell; of an end, itself."""
+    def _inside(self, ends: tuple[Tree, ...], cell: int) -> Tree:
+        """Return a rational number in a cell, or the end that it is; 0 for the whole line."""
         place = cell // 2
         if cell % 2:
-            return [region.ends[place]]
-        low = region.ends[place - 1] if place else None
-        high = region.ends[place] if place < len(region.ends) else None
-        return self._numbers_between(low, high, halvings)
-
-    def _numbers_between(self, low: Tree | None, high: Tree | None, halvings: int) -> list[Tree]:
-        middle = self._between(low, high)
-        if not halvings:
-            return [middle]
-        sides = (low, middle), (middle, high)
-        return [middle] + [n for side in sides for n in self._numbers_between(*side, halvings - 1)]
-
-    def _between(self, low: Tree | None, high: Tree | None) -> Tree:
-        """Return a rational number between two ends, 0 for the whole line."""
+            return ends[place]
+        low, high = ends[place - 1] if place else None, ends[place] if place < len(ends) else None
         for bits in PRECISIONS[:2]:
             with with_bits(bits):
                 try:
@@ -157,11 +152,14 @@ class RealSets:
             return self._interval(node)
         if node.kind in ("set", "union", "intersection", "difference", "list"):
             return self._of_members(node)
+        if node.kind == "relation" and node.marks == ("in",):
+            return self.read(node.items[1])
         if node.kind == "relation":
             solutions = EVERYTHING
             for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
                 if not _is_unbounded(left.text, mark, right.text):
-                    difference = trees.add([parse(left.text), trees.negate(parse(right.text))])
+                    sides = [parse(_VALUE.sub("y", side.text)) for side in (left, right)]
+                    difference = trees.add([sides[0], trees.negate(sides[1])])
                     solutions = self.combine(all, solutions, self._solve(difference, mark))
             return solutions
         if compact(node.text) == REALS:
@@ -172,7 +170,8 @@ class RealSets:
         if len(node.items) > MAX_PIECES:
             raise Refused("too many pieces")
         if node.kind == "set":
-            points = self._in_order(self._number(parse(item.text)) for item in node.items)
+            members = (each for item in node.items for each in item.items or (item,))
+            points = self._in_order(self._number(parse(member.text)) for member in members)
             return Region(tuple(points), (False, *(True, False) * len(points)))
         parts = [self.read(item) for item in node.items]
         if node.kind == "list" and node.marks == (",",):
@@ -181,7 +180,7 @@ class RealSets:
                 raise Refused("a comma between regions says neither 'and' nor 'or'")
             return both
         if node.kind == "difference":
-            return self.without(*parts)
+            return self.combine(lambda members: list(members) == [True, False], *parts)
         is_common = node.kind == "intersection" or node.marks == ("and",)
         return self.combine(all if is_common else any, *parts)
 
@@ -197,14 +196,8 @@ class RealSets:
             raise Refused("values not everywhere")
         candidates = [zero for _, tree in relations for zero in zeros(tree, self.budget)]
         ends = tuple(self._in_order(filter(self._is_real, candidates)))
-        cells = []
-        for cell in range(2 * len(ends) + 1):
-            values = self.inside(Region(ends, ()), cell, 1)
-            signs = {self._holds(relations, value) for value in values}
-            if len(signs) > 1:
-                raise Undecided("a zero that is not known")
-            cells += signs
-        return Region(ends, tuple(cells))
+        values = (self._inside(ends, cell) for cell in range(2 * len(ends) + 1))
+        return Region(ends, tuple(self._holds(relations, value) for value in values))
 
     def _is_real(self, value: Tree) -> bool:
         try:
@@ -223,3 +216,88 @@ class RealSets:
             except NoValue:
                 return False
         return True
+
+
+def zeros(tree: Tree, budget: Budget) -> list[Tree]:
+    """Return constants among which are all real numbers where an expression is 0 or has a pole.
+
+    Other numbers, also not real ones, may be among them. Raises `Refused` if they are not known.
+    """
+    budget.spend(50 * sum(1 for _ in trees.nodes(tree)))
+    absolutes = [node for node in trees.nodes(tree) if node.kind == "abs" and symbols(node)]
+    if len(absolutes) > MAX_ABSOLUTES:
+        raise Refused("many absolute values")
+    if absolutes:  # with |a| for a and for -a
+        inside = absolutes[0].parts[0]
+        cases = [_replace(tree, absolutes[0], case) for case in (inside, trees.negate(inside))]
+        return [zero for case in cases for zero in zeros(case, budget)]
+    return list(_solutions(tree, budget))
+
+
+def _replace(tree: Tree, old: Tree, new: Tree) -> Tree:
+    if tree == old:
+        return new
+    return tree._replace(parts=tuple(_replace(part, old, new) for part in tree.parts))
+
+
+def _solutions(tree: Tree, budget: Budget) -> Iterator[Tree]:
+    """Return the points where an expression without absolute values is 0 or has a pole."""
+    field = RationalFunctions(budget, opaque=True)
+    fraction = field.read(tree)
+    unknown, *others = [generator for generator in field.generators if symbols(generator)]
+    if others:
+        raise Refused("an equation that nothing here solves")
+    for factor in [factor for poly in fraction for factor in field.split(poly)]:
+        for value in _of_polynomial(field.coefficients(factor, unknown)):
+            if unknown.kind == "symbol":
+                yield value
+                continue
+            inner, targets = _inverse(unknown, value)
+            for target in targets:
+                yield from _solutions(trees.add([inner, trees.negate(target)]), budget)
+
+
+def _of_polynomial(coefficients: list[Tree]) -> list[Tree]:
+    """Return the zeros of a polynomial of degree 2 at most, and that of its linear part."""
+    c, b, a, *higher = [*coefficients, ZERO, ZERO][: max(3, len(coefficients))]
+    if higher:
+        if any(term != ZERO for term in (b, a, *higher[:-1])):
+            raise Refused("a high power")
+        return _roots(trees.divide(trees.negate(c), higher[-1]), number(len(coefficients) - 1))
+    linear = [trees.negate(trees.divide(c, b))] if b != ZERO else []
+    if a == ZERO:
+        return linear
+    product = trees.multiply(number(-4), trees.multiply(a, c))
+    root = trees.power(trees.add([trees.power(b, TWO), product]), HALF)
+    above = [trees.add([trees.negate(b), half]) for half in (root, trees.negate(root))]
+    return linear + [trees.divide(value, trees.multiply(TWO, a)) for value in above]
+
+
+def _roots(value: Tree, degree: Tree) -> list[Tree]:
+    """Return numbers with a power, the real ones among them."""
+    if (degree.whole or 0) % 2:
+        return [trees.odd_root(value, degree.whole or 1)]
+    if value == ZERO:
+        return [ZERO]
+    root = trees.power(value, trees.divide(number(1), degree))
+    return [root, trees.negate(root)]
+
+
+def _inverse(function: Tree, value: Tree) -> tuple[Tree, list[Tree]]:
+    """Return (the argument of a function, its values where the function has a value)."""
+    inner, *others = [part for part in function.parts if symbols(part)]
+    if others:
+        raise Refused("an equation that nothing here solves")
+    match function.kind:
+        case "power" if inner is function.parts[0]:
+            return inner, _roots(value, function.parts[1])
+        case "odd_root":
+            return inner, [trees.power(value, function.parts[1])]
+        case "log":
+            return inner, [trees.power(trees.EULER, value)]
+        case "power" | "exp" if value == ZERO:
+            return inner, []
+        case "power" | "exp":
+            base = trees.EULER if function.kind == "exp" else function.parts[0]
+            return inner, [trees.divide(Tree("log", (value,)), Tree("log", (base,)))]
+    raise Refused("an equation that nothing here solves")

@@ -1,7 +1,6 @@
 """Points to compare two expressions at, drawn from a hash of both, so verdicts repeat."""
 
 import hashlib
-import itertools
 import random
 from collections.abc import Iterator
 
@@ -17,7 +16,7 @@ _SCALES = (1, -1, 1_000, 3, fmpq(-1, 7), -30, 1_000_000)  # near and far, of eit
 _OCTAVES = (-60, -30, -10, -4, -2, -1, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 6, 10, 20, 30, 40, 60, 100)
 _STEPPED = {"floor", "ceiling", "gcd", "remainder"}  # equal at most points says little
 _OF_WHOLE = {"factorial", "binomial", "total", "times"}
-_CORNERS = {"abs", "odd_root", "log", "asin", "acos", "atan"}
+_CORNERS = set("abs odd_root log asin acos atan floor ceiling max min".split())
 _OSCILLATING = {"sin", "cos", "tan", "cot", "sec", "csc", "i", *_STEPPED}
 _WHOLE, _LARGEST = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 30, 101, -3, -8), 900
 _LARGEST_OF_SUMS = 60  # they are written out
@@ -58,8 +57,10 @@ def sample_points(
         yield from (({VARIANT: number(i)}, False) for i in range(3 if "function" in kinds else 1))
         return
     rng = random.Random(hashlib.blake2b(repr(both).encode(), digest_size=8).digest())
+    numbers = [node.rational for tree in both for node in nodes(tree) if node.kind == "number"]
     largest = _LARGEST_OF_SUMS if kinds & {"total", "times"} else _LARGEST
-    for i, magnitude in enumerate(() if whole.issuperset(names) else _magnitudes(rng, both)):
+    magnitudes = _magnitudes(rng, numbers, is_many=has_corners(mine, gold))
+    for i, magnitude in enumerate(() if whole.issuperset(names) else magnitudes):
         point = {VARIANT: number(i)}
         for name in names:
             if name in whole:
@@ -70,22 +71,14 @@ def sample_points(
         yield point, False
     if not (whole.intersection(names) or kinds & _STEPPED):
         return
-    own = {
-        int(n)
-        for tree in both
-        for node in nodes(tree)
-        if node.kind == "number"
-        for n in (node.rational.p, node.rational.q)
-        if 1 < n < 10**9
-    }
+    own = {int(n) for value in numbers for n in (value.p, value.q) if 1 < n < 10**9}
     steps = [n * times for n in sorted(own)[-MAX_STEPS:] for times in (1, 2, 3)]
     drawn = [*_WHOLE, *(n for n in steps if n <= 100 or largest > 100)]
     drawn += [rng.randrange(1, largest) for _ in range(10)]
     for i, first in enumerate(drawn):
-        point = {VARIANT: number(i)}
-        for j, name in enumerate(names[:: (-1) ** i]):  # either order
-            point[name] = number(first + (j and rng.randrange(8) * j))
-        yield point, True
+        ordered = enumerate(names[:: (-1) ** i])  # either order
+        later = {name: number(first + (j and rng.randrange(8) * j)) for j, name in ordered}
+        yield {VARIANT: number(i), **later}, True
 
 
 def _value(rng: random.Random, name: str, magnitude: fmpq, trial: int) -> Tree:
@@ -96,30 +89,32 @@ def _value(rng: random.Random, name: str, magnitude: fmpq, trial: int) -> Tree:
     return value
 
 
-def corners(tree: Tree) -> Iterator[Tree]:
-    """Yield the arguments of functions with corners or branches; their signs matter."""
-    for node in nodes(tree):
-        root = node.kind == "power" and node.parts[1].kind == "number"
-        if not symbols(node):
-            continue
-        if node.kind in ("floor", "ceiling"):
-            yield node
-        elif node.kind in ("max", "min"):
-            yield from (trees.add([node.parts[0], trees.negate(part)]) for part in node.parts[1:])
-        elif node.kind in _CORNERS or root and node.parts[1].rational.q > 1:
-            yield node.parts[0]
+def _is_positive(tree: Tree) -> bool:
+    """Test for what is plainly above 0, as 5e^x."""
+    if tree.kind == "number":
+        return bool(tree.rational > 0)
+    if tree.kind in ("sum", "product", "quotient"):
+        return all(map(_is_positive, tree.parts))
+    return tree.kind in ("e", "pi", "exp") or tree.kind == "power" and _is_positive(tree.parts[0])
 
 
-def _magnitudes(rng: random.Random, trees: tuple[Tree, ...]) -> Iterator[fmpq]:
+def has_corners(*both: Tree) -> bool:
+    """Test for functions with corners or branches, whose arguments' signs matter."""
+    return any(
+        symbols(node)
+        and (node.kind in _CORNERS or trees.is_root(node))
+        and not _is_positive(node.parts[0])
+        for tree in both
+        for node in nodes(tree)
+    )
+
+
+def _magnitudes(rng: random.Random, numbers: list[fmpq], *, is_many: bool) -> Iterator[fmpq]:
     yield from map(fmpq, _SCALES)
-    if not any(any(corners(tree)) for tree in trees):
+    if not is_many:
         return
-    unusual = set()
-    for node in itertools.chain(*map(nodes, trees)):
-        if node.kind == "number" and node.rational and node.rational.p.bit_length() < 1_000:
-            size = max(abs(node.rational), 1 / abs(node.rational))
-            unusual |= {size} if size > _UNUSUAL else set()
+    sizes = {max(abs(n), 1 / abs(n)) for n in numbers if n and n.p.bit_length() < 1_000}
     signs = (1, -1)
     yield from (sign * fmpq(2) ** octave for octave in _OCTAVES for sign in signs)
-    for size in sorted(unusual)[-MAX_UNUSUAL:]:
+    for size in sorted(size for size in sizes if size > _UNUSUAL)[-MAX_UNUSUAL:]:
         yield from (sign * c for c in (size, 1 / size) for sign in signs)

@@ -48,7 +48,7 @@ _FRACTIONS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4} | {
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
 MAX_NUMBER_WORDS = 12
 # Words of a problem that change the number before them, or join another one.
-_CHANGING = {*_VALUES, *_FRACTIONS, *SCALES, "hundredth", "thousandth"} | set(
+CHANGING = {*_VALUES, *_FRACTIONS, *SCALES, "hundredth", "thousandth"} | set(
     "root power part share fraction ratio reciprocal inverse derivative logarithm log sine cosine "
     "tangent doubled halved tripled squared cubed double twice triple factorial percent percentage "
     "percentile modulo mod base choose dozen gross score pair lakh crore fortnight zero negative "
@@ -76,9 +76,9 @@ _TEXT_TAIL = re.compile(
 )
 _VALUE_END = re.compile(r"[\d)}\]a-zA-Z.!%]$")
 _MEASURED = re.compile(r"[-+]?[\d., ]+")
-_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])|\b(?:sin|cos|tan)\b")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|cis)(?![A-Za-z])|\b(?:sin|cos|tan)\b")
 _PLAIN_TAIL = re.compile(r"(.*?[\d)}])( ?)([^\W\d_][\w ./^{}-]*)$", re.S)
-_CURRENCY = re.compile(r"(-?) ?\\text\{(dollar|euro|pound|yen|cent)\} ?(.+)$", re.S)
+_CURRENCY = re.compile(r"(-?) ?\\text\{(dollar|euro|pound|yen|rupee|cent)\} ?(.+)$", re.S)
 
 
 def _singular(word: str) -> str:
@@ -97,7 +97,7 @@ def _is_listed(word: str) -> bool:
 
 def _is_noun(word: str, problem: Problem) -> bool:
     """Test for a noun of the problem: a word of it that neither changes nor joins numbers."""
-    if {word.lower(), _singular(word).lower(), stem(word)} & _CHANGING or set(word) & _IDEOGRAPHS:
+    if {word.lower(), _singular(word).lower(), stem(word)} & CHANGING or set(word) & _IDEOGRAPHS:
         return False
     return problem.names(word) and (len(word) > LONGEST_COUNTED or not word.isascii())
 
@@ -178,14 +178,15 @@ def number_in_words(text: str) -> str | None:
         return None
     sign = "-" if words[0] in ("minus", "negative") else ""
     words = words[1:] if sign else words
-    words = ["one", words[1]] if words[0] in ("a", "an") and len(words) == 2 else words
+    if words[0] in ("a", "an") and words[1:2] and {*words[1:2]} & {*_FRACTIONS, *SCALES}:
+        words = ["one", *words[1:]]
     value, used = _read_words(words)
     if used == 0:
         return None
     rest = words[used:]
     if len(rest) == 1 and (below := _FRACTIONS.get(rest[0].removesuffix("s"))):
         return rf"{sign}\frac{{{value}}}{{{below}}}"
-    if {_singular(word) for word in rest} & _CHANGING:
+    if {_singular(word) for word in rest} & CHANGING:
         return None
     return f"{sign}{value}" + (rf"\text{{ {' '.join(rest)}}}" if rest else "")
 

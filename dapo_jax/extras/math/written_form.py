@@ -126,22 +126,16 @@ def _frees(n: int, order: int) -> bool:
 class Form:
     """Work that an expression, as written, leaves to be done.
 
-    Attributes:
-        steps: operations on numbers that can be done, and kinds of constants.
-        operations: counts of operations by which forms of one formula differ.
-        products: sizes of the factors with letters, of each product that has a sum among them.
-        sums: keys of the sums that are factors.
-        bases: numerals that are multiplied or raised to powers.
-        is_closed: no letters.
+    Attributes: `steps`, operations on numbers that can be done, and kinds of constants;
+    `operations` by which forms of one formula differ; `products`, of each product that has a sum
+    among its factors, their sizes; `is_closed`, no letters.
     """
 
     def __init__(self, tree: Tree):
         self.tree, self.is_closed = tree, True
         self.steps: set[str] = set()
         self.operations: Counter[str] = Counter()
-        self.products: list[Counter[int]] = []
-        self.sums: set[str] = set()
-        self.bases: set[int] = set()
+        self.products: Counter[tuple[int, ...]] = Counter()
         self._visit(tree)
 
     def _visit(self, tree: Tree) -> bool:
@@ -167,11 +161,11 @@ class Form:
         elif root is not None:
             if closed and self.operations["root"] > roots:
                 self.steps.add("nested")
+            self.operations["root below"] += tree.kind == "power" and _exponent(tree)[1] < 0
             self._radical(*root)
         elif tree.kind == "power":
             if _exponent(tree)[0].kind == "numeral":  # of a numeral, or 0 or 1
                 self.steps.add("product")
-                self.bases.add(tree.parts[0].whole or 0)
         elif tree.kind in CONSTANTS or tree.kind == "unread":
             self.steps.add(tree.kind)
         elif tree.parts:
@@ -209,14 +203,12 @@ class Form:
         is_product = above > 1 or above > 0 and any(not f.below for f in others)
         self.operations["unexpanded"] += is_product
         self.operations["below"] += any(f.below for f in letters)
-        sizes = Counter()
-        for f in letters:
-            sizes[len(f.base.parts) if f in sums else 1] += f.times
+        sizes = [len(f.base.parts) if f in sums else 1 for f in letters for _ in range(f.times)]
         is_whole = any(f.base.kind == "numeral" and not f.below for f in parts)
         if (is_whole or above > 1) and any(_content(f.base) > 1 for f in sums if not f.below):
             self.steps.add("content")  # 2(3x + 9)
-        self.products += [sizes] if sums and (sizes.total() > 1 or is_whole) else []
-        self.sums |= {key(f.base) for f in sums}
+        if sums and (len(sizes) > 1 or is_whole):
+            self.products[tuple(sorted(sizes))] += 1
         return not letters
 
     def _numbers_of(self, parts: list[Factor]) -> None:
@@ -235,7 +227,6 @@ class Form:
         if sum(map(bool, roots[0])) > 1 or math.gcd(freed * contents[0], divided) > 1:
             self.steps.add("root")
         self.operations["root below"] += any(roots[1])
-        self.bases |= {int(n) for n in above + below if n.q == 1}
 
     def _radical(self, inside: Tree, order: int) -> None:
         self.operations["root"] += 1
@@ -250,11 +241,6 @@ class Form:
             below = int(f.base.rational.q) if f.base.kind == "numeral" else 1
             if f.times >= order or _frees(_content(f.base), order) or _frees(below, order):
                 self.steps.add("root")
-
-    def lacks_product(self, gold: "Form") -> bool:
-        """Test for a product of gold's that is not here."""
-        matches = [[own <= other for other in self.products] for own in gold.products]
-        return len(self.products) < len(matches) or not all(map(any, matches))
 
 
 def value_at(tree: Tree, trial: int) -> complex:
