@@ -131,20 +131,13 @@ def test_the_last_complete_block_counts(response, code):
     assert last_block(response) == code
 
 
+PAIR = {"inputs": ["1"], "outputs": ["1"]}
+
+
 @pytest.mark.parametrize(
     "tests",
-    [
-        None,
-        [],
-        {},
-        7,
-        [7],
-        "assert (",
-        "[1",
-        [{"input": "1"}],
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": ["1"], "outputs": ["1"], "fn_name": "f"},
-    ],
+    [None, [], {}, 7, [7], "assert (", "[1", [{"input": "1"}]]
+    + [PAIR | {"outputs": []}, PAIR | {"fn_name": "f"}],
 )
 def test_tests_of_another_form_are_a_malformed_row(tests):
     row = {"question": "?", "cases": tests}

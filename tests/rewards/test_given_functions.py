@@ -126,29 +126,6 @@ def test_a_function_that_can_not_be_copied_is_rejected_with_the_variable(monkeyp
         assert register_function(function, True).startswith("in_process:")
 
 
-def test_functions_that_wait_wait_side_by_side():
-    running = [0]
-
-    async def crowd(prompt, response, answer):
-        running[0] += 1
-        await asyncio.sleep(0.2)
-        most, running[0] = running[0], running[0] - 1
-        if response == "raise":
-            raise RuntimeError("no reward for this")
-        return most
-
-    async def length(prompt, response, answer):
-        return FACTOR * len(response)
-
-    here = lambda prompt, response, answer: float(os.getpid())  # noqa: E731
-    found, kills = judge(["a" * n for n in range(1, 41)] + ["raise"], crowd, length, here)
-    *rewards, broken = found
-    assert kills == 0 and "no reward for this" in broken
-    assert [own for _, own, _ in rewards] == [2 * n for n in range(1, 41)]
-    assert max(most for most, _, _ in rewards) > 20  # waited together
-    assert len({pid for _, _, pid in rewards}) == 1 and running == [0]  # all in workers
-
-
 @pytest.mark.parametrize("in_process", [False, True])
 def test_async_calls_do_not_wait_for_the_slowest(in_process):
     async def waits(prompt, response, answer):

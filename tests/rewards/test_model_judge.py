@@ -157,12 +157,14 @@ def test_a_judge_that_repeats_the_response_is_asked_again_and_counted(tmp_path, 
 
 
 @pytest.mark.parametrize("reply", [401, 500, "I give it 10 of 10"])
-def test_a_judge_without_a_score_gives_no_reward(reply):
+def test_a_judge_without_a_score_gives_no_reward_and_no_wait_at_the_end(reply, monkeypatch):
+    monkeypatch.setattr(model_judge, "FIRST_DELAY_SECONDS", 60.0)
+    began = time.monotonic()
     with judging(lambda _: reply) as (url, asked):
-        settings = Settings(url=url, model="m", cache="", retries=1)
+        settings = Settings(url=url, model="m", cache="", retries=0)
         (verdict,) = score(settings, HONEST)
     assert verdict.failure and verdict.failure.outcome is Outcome.JUDGE_UNAVAILABLE
-    assert len(asked) == {401: 1, 500: 2}.get(reply, 4)
+    assert len(asked) == {401: 1, 500: 1}.get(reply, 2) and time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("reply", [400, 413, 422, "I give it 10 of 10"])
@@ -234,11 +236,3 @@ def test_calls_whose_scores_nobody_reads_are_not_sent_and_sent_ones_count():
         (verdict,) = pool.submit_group(make_prompt(4, [2]), [make_completion([5])]).result(60)
         reply = reward_group(Config(), make_prompt(0, [2]), (make_completion([5]),), (verdict,))
     assert reply.failed and judge_counts([reply])["judge/calls"] == len(asked) <= 2 + 4
-
-
-def test_no_judge_is_waited_for_after_the_last_try(monkeypatch):
-    monkeypatch.setattr(model_judge, "FIRST_DELAY_SECONDS", 60.0)
-    began = time.monotonic()
-    with judging(lambda _: 503) as (url, asked):
-        (reply,) = score(Settings(url=url, model="m", cache="", retries=0), "42")
-    assert reply.failure and len(asked) == 1 and time.monotonic() - began < 30

@@ -21,10 +21,10 @@ from dapo_jax.rollout.dynamic_sampling import carries_signal
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import Group, Outcome, Turn, Verdict, repetition
+from dapo_jax.types.structs import Group, Turn, Verdict, repetition
 
 OWN = """
-import os, sys, time
+import os
 
 print("imported")
 
@@ -32,22 +32,7 @@ def fussy(prompt, response, answer):
     print("a line for nobody")
     os.write(1, b"another one")
     os.system("echo and a third")
-    if "raise" in response:
-        raise RuntimeError("no reward for this")
-    if "nan" in response:
-        return float("nan")
-    if "text" in response:
-        return "good"
-    if "nothing" in response:
-        return None
-    if "leave" in response:
-        sys.exit(3)
-    if "hang" in response:
-        time.sleep(60)
     return len(response)
-
-def of_all_texts(prompt, response, answer):
-    return 100 * len(prompt) + 10 * len(response) + len(answer)
 
 not_a_function = 3
 """
@@ -126,32 +111,6 @@ def test_parts_are_mixed_by_their_weights_and_kept_apart(write_module):
     np.testing.assert_allclose(group.raw_rewards, [2, -2, -2, -2] + 0.1 * lengths)
     assert group.correct.tolist() == [True, False, False, False]
     assert not group.failed and kills == 0
-
-
-FAILURES = read_table(__file__, "failures")
-
-
-@pytest.mark.slow
-def test_a_failing_function_costs_its_response_and_no_other(write_module, monkeypatch):
-    """The group says which part failed, on which response; a worker is lost only where it must."""
-    monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
-    write_module("own", OWN)
-    config = make_config("rule=1,own:fussy=1", workers=2, timeout_seconds=1.0)
-    fine = ["#### 7", "#### 8"]
-    bad = [["#### 7", f"#### 7 {word}"] for word, _ in FAILURES]
-    (first, *broken, last), kills = judge_groups(config, fine, *bad, fine)
-    assert not first.failed and not last.failed
-    np.testing.assert_array_equal(first.rewards, [1 + 6, -1 + 6])
-    np.testing.assert_array_equal(last.rewards, first.rewards)
-    for i, (group, (word, cause)) in enumerate(zip(broken, FAILURES, strict=True), 1):
-        assert group.is_broken and group.rewards.tolist() == [1 + 6]
-        (failed,) = group.failed
-        assert failed.completion.text == bad[i - 1][1]
-        kind = {"leave": Outcome.CRASH, "hang": Outcome.TIMEOUT}.get(word, Outcome.USER_ERROR)
-        assert group.outcomes == [Outcome.RIGHT, kind]
-        where = f"{cause}.*; prompt p{i}, response 1, which ends in '#### 7 {word}'"
-        assert re.search(where, group.first_failure), group.first_failure
-    assert kills == 4  # what left and what hung, each tried twice
 
 
 # --- ready parts ----------------------------------------------------------------------------
@@ -250,13 +209,6 @@ def test_a_spread_is_above_rounding(rewards, least, differs):
     assert carries_signal(group, Reward(correct="spread", min_spread=least)) is differs
 
 
-def test_a_spread_of_raw_rewards_decides_without_any_right_answer():
-    config = make_config("model=1", correct="spread", min_spread=0.1)
-    assert carries_signal(score_group(config, [0.0, 0.0, 0.2]), config.reward)
-    assert not carries_signal(score_group(config, [0.0, 0.05, 0.1]), config.reward)
-    assert not score_group(config, [0.0, 0.2]).correct.any()
-
-
 @pytest.mark.parametrize("correct", ["verifier", "threshold", "spread"])
 def test_parts_that_only_shape_never_carry_signal(correct):
     algorithm = dataclasses.replace(algorithms.grpo(), overlong_punishment=True)
@@ -303,9 +255,6 @@ def fussy(prompt, responses, answer, lengths, correct):
         time.sleep(60)
     found = {"nan": [1.0, float("nan")], "few": [1.0], "one": 3.0, "words": ["good", "bad"]}
     return next((values for word, values in found.items() if word in text), [1.0, 2.0])
-
-def lacks_answers(prompt, responses):
-    return [0.0 for _ in responses]
 """
 
 
@@ -348,12 +297,6 @@ def test_a_function_that_fails_breaks_its_group_and_no_other(write_module, monke
         assert not group.completions and len(group.failed) == 2 and group.is_broken
         assert re.search(f"{cause}.*; prompt p{i}", group.first_failure), group.first_failure
     assert kills == 4  # what left and what hung, each tried twice
-
-
-def test_other_parameters_are_refused_with_those_that_are_given(write_module):
-    write_module("own", GROUP_OWN)
-    with pytest.raises(ConfigError, match=r"'own:lacks_answers'.*responses=, answer=, lengths=, c"):
-        RewardPool(Reward(parts="own:lacks_answers=1"))
 
 
 def test_each_group_is_decoded_and_judged_on_one_process(monkeypatch):

@@ -118,8 +118,7 @@ def test_closing_leaves_no_worker_behind_not_even_one_that_is_starting(monkeypat
     assert [process.wait(timeout=60) for process in started] != [0]
 
 
-@pytest.mark.parametrize("together", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(together, monkeypatch):
+def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(monkeypatch):
     """The real pool over a worker program that misbehaves on request."""
     monkeypatch.setattr(algebra_process, "BUSY_FACTOR", 2)
     start = process_module.subprocess.Popen
@@ -131,13 +130,12 @@ def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(together, monkey
     rogue = RewardPool(Reward(workers=2, timeout_seconds=0.5, verifier="math"))
     indices = [1, 7, 2, 8, 3, 9, 4, 5]  # 7 hangs, 8 dies, 9 babbles
     texts = [rf"\boxed{{x_{{{i}}}+1}}" for i in indices]
-    futures = (rogue.submit("", text, "1+y") for text in texts)
-    verdicts = [future.result() for future in (list(futures) if together else futures)]
+    verdicts = [future.result() for future in [rogue.submit("", text, "1+y") for text in texts]]
     rogue.close()
     fine = [i < 7 for i in indices]
     assert [v.correct for v in verdicts] == fine
     assert [v.failure is None for v in verdicts] == fine
-    # Those that were asked together are asked again alone; each has a second try.
+    # They are asked together, and then each alone, with a second try.
     outcomes = [verdicts[indices.index(i)].failure.outcome for i in (7, 8, 9)]
     assert outcomes == [Outcome.TIMEOUT, Outcome.CRASH, Outcome.CRASH]
     assert "TimeoutError" in verdicts[1].failure.text and 6 <= rogue.kills <= 16

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 
 import jax
@@ -123,11 +122,6 @@ def test_what_is_no_reward_is_left_out_and_says_what_is_allowed(write_module):
         assert re.search(words, failure.text), failure.text
 
 
-def test_a_group_without_rewards_of_tokens_has_none():
-    group = judge_group("rule=1", "#### 7", "#### 8")
-    assert group.token_rewards is None and group.verdicts[0].token_rewards is None
-
-
 def test_a_function_in_this_process_may_reward_tokens():
     name = register_function(lambda prompt, response, answer: [(0, 1, 1.0)], True)
     group = judge_group(f"{name}=3", "ab")
@@ -141,85 +135,48 @@ def test_a_verdict_goes_through_json_to_the_last_bit():
         verdict = dataclasses.replace(verdict, failure=failure)
         read = Verdict.from_json(json.loads(json.dumps(dataclasses.asdict(verdict))))
         assert read == verdict and repr(read) == repr(verdict)
-    older = dataclasses.asdict(verdict)
-    del older["token_rewards"]
-    assert Verdict(**older).token_rewards is None
 
 
-# --- placed on packed rows, and read by the estimators ------------------------------------------
-
-LENGTHS = [3, 1, 0, 5, 2, 4]
-RNG = np.random.default_rng(0)
-OF_TOKENS = [RNG.normal(size=n).tolist() if i != 4 else None for i, n in enumerate(LENGTHS)]
-OF_RESPONSES = RNG.normal(size=len(LENGTHS)).tolist()
-PENALTIES = [RNG.normal(0, 0.3, n).tolist() for n in LENGTHS]
-VALUES = [RNG.normal(size=n).tolist() for n in LENGTHS]
-EXACT = {"rtol": 1e-6, "atol": 1e-12}
-
-
-def feedback_of_groups(kl: bool):
-    """Feedback on two groups of three ragged responses in packed rows, and their places there."""
-    algorithm = dataclasses.replace(
-        algorithms.grpo(), advantage="reward_to_go", kl="reward" if kl else "none"
-    )
-    algorithm = dataclasses.replace(algorithm, kl_estimator="k1", kl_coefficient=0.5)
-    config = Config(
-        algorithm=algorithm,
-        rollout=Rollout(2, 3, updates_per_rollout=1),
-        reward=Reward(parts="own:tokens=2,own:whole=1"),
-    )
-    groups = []
-    for g in range(2):
-        mine = range(3 * g, 3 * g + 3)
-        verdicts = tuple(
-            Verdict(
-                i % 2 == 0,
-                "1",
-                parts={"own:tokens": sum(OF_TOKENS[i] or []), "own:whole": OF_RESPONSES[i]},
-                token_rewards=OF_TOKENS[i] and [2 * r for r in OF_TOKENS[i]],
-            )
-            for i in mine
-        )
-        done = tuple(make_completion([5] * LENGTHS[i]) for i in mine)
-        groups.append(reward_group(config, make_prompt(g, [2] * (2 + g)), done, verdicts))
-    segments = [
-        Segment(group.prompt, c, 3 * g + j)
-        for g, group in enumerate(groups)
-        for j, c in enumerate(group.completions)
-    ]
-    rollouts, used = pack(segments, 12, 2, 2)
-    rollouts = jax.tree.map(lambda x: x[None], rollouts)
-    index = rollouts.response_index
-
-    def place(lists, fill):
-        array = np.full(index.shape, fill)
-        for i, values in enumerate(lists):
-            array[index == i] = values
-        return array
-
-    old = place([[2 * p for p in own] for own in PENALTIES], 99.0)
-    reference = {"reference": 0 * old} if kl else {}
-    scored = ScoredBatch(rollouts, old, {"critic": place(VALUES, np.nan)} | reference)
-    return make_feedback(config, Minibatches([segments], rollouts, [used]), scored, groups), place
-
-
-def loop_token_rewards(kl: bool) -> list[list[float]]:
-    """A token's own rewards less its penalty; on the last also what the response earned beside."""
-    rewards = []
-    for i, n in enumerate(LENGTHS):
-        own = [0.0] * n
-        for t in range(n):
-            own[t] += 2 * OF_TOKENS[i][t] if OF_TOKENS[i] else 0.0
-            own[t] -= PENALTIES[i][t] if kl else 0.0
-            own[t] += OF_RESPONSES[i] if t == n - 1 else 0.0
-        rewards.append(own)
-    return rewards
+# --- placed on packed rows ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kl", [False, True], ids=["bare", "with KL in the reward"])
 def test_each_token_has_its_own_reward_and_the_last_one_the_rest(kl):
-    feedback, place = feedback_of_groups(kl)
-    loop = loop_token_rewards(kl)
-    np.testing.assert_allclose(feedback.token_rewards, place(loop, 0.0), **EXACT)
-    sums = [math.fsum(own) if own else OF_RESPONSES[i] for i, own in enumerate(loop)]
-    np.testing.assert_allclose(feedback.rewards, sums, **EXACT)
+    """Of two groups of three ragged responses, one of them without rewards of tokens."""
+    rng, lengths = np.random.default_rng(0), [3, 1, 0, 5, 2, 4]
+    of_tokens, penalties = ([rng.normal(size=n) for n in lengths] for _ in range(2))
+    of_tokens[4] *= 0
+    of_responses = rng.normal(size=6)
+    algorithm = dataclasses.replace(
+        algorithms.grpo(), advantage="reward_to_go", kl="reward" if kl else "none"
+    )
+    algorithm = dataclasses.replace(algorithm, kl_estimator="k1", kl_coefficient=0.5)
+    reward = Reward(parts="own:tokens=2,own:whole=1")
+    config = Config(algorithm=algorithm, rollout=Rollout(2, 3), reward=reward)
+    parts = [{"own:tokens": of_tokens[i].sum(), "own:whole": of_responses[i]} for i in range(6)]
+    own = [None if i == 4 else (2 * values).tolist() for i, values in enumerate(of_tokens)]
+    verdicts = [Verdict(True, "1", parts=parts[i], token_rewards=own[i]) for i in range(6)]
+    done = [make_completion([5] * n) for n in lengths]
+    pairs = [(tuple(done[i : i + 3]), tuple(verdicts[i : i + 3])) for i in (0, 3)]
+    groups = [reward_group(config, make_prompt(g, [2] * (2 + g)), *pairs[g]) for g in range(2)]
+    segments = [Segment(groups[i // 3].prompt, done[i], i) for i in range(6)]
+    rollouts, used = pack(segments, 12, 2, 2)
+    rollouts = jax.tree.map(lambda x: x[None], rollouts)
+
+    def place(lists, fill):
+        array = np.full(rollouts.response_index.shape, fill)
+        for i, values in enumerate(lists):
+            array[rollouts.response_index == i] = values
+        return array
+
+    old = place([2 * values for values in penalties], 99.0)
+    others = {"critic": 0 * old} | ({"reference": 0 * old} if kl else {})
+    scored = ScoredBatch(rollouts, old, others)
+    feedback = make_feedback(config, Minibatches([segments], rollouts, [used]), scored, groups)
+    expected = [2 * of_tokens[i] - kl * penalties[i] for i in range(6)]
+    for i, values in enumerate(expected):
+        values[-1:] += of_responses[i]
+    exact = {"rtol": 1e-6, "atol": 1e-12}
+    np.testing.assert_allclose(feedback.token_rewards, place(expected, 0.0), **exact)
+    sums = [values.sum() if len(values) else of_responses[i] for i, values in enumerate(expected)]
+    np.testing.assert_allclose(feedback.rewards, sums, **exact)
