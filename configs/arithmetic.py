@@ -18,7 +18,6 @@ from dapo_jax.config.experiment import (
     Packing,
     Rollout,
     Sampler,
-    Teacher,
 )
 
 
@@ -34,15 +33,11 @@ def get_config(preset: str = "dapo") -> Config:
     if algorithm.advantage == "length_adaptive_gae":
         algorithm.lambda_alpha = 1.0  # 0.05 is for thousands of tokens; here are tens
         critic.pretrain_steps = 5  # of 30, not the preset's 50
-    teacher = Teacher()
-    if algorithm.distillation != "none":
-        teacher.folder = "runs/arithmetic_sft"  # dapo-jax sft --config=configs/arithmetic_sft.py
-    return Config(
+    config = Config(
         run_dir=f"runs/arithmetic_{preset}",
         total_steps=steps,
         algorithm=algorithm,
         model=Model(folder="dapo_jax:arithmetic_base"),
-        teacher=teacher,
         compute=Compute(scan_unroll=3),
         data=Data(max_terms=8, max_prompt_tokens=16),
         rollout=Rollout(
@@ -56,3 +51,6 @@ def get_config(preset: str = "dapo") -> Config:
         # Whole distributions, so that held-out accuracy and entropy describe what is trained.
         evaluation=Evaluation(every_steps=steps // 3, samples_per_problem=4, top_p=1.0),
     )
+    if algorithm.distils:
+        config.extras.teacher.folder = "runs/arithmetic_sft"  # of dapo-jax sft arithmetic_sft
+    return config

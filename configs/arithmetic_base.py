@@ -5,14 +5,8 @@
 takes 5 CPU minutes. Its result ships with the package: `model.folder = "dapo_jax:arithmetic_base"`.
 """
 
-from dapo_jax.config.experiment import (
-    Architecture,
-    Compute,
-    Examples,
-    Optimizer,
-    Packing,
-    SftConfig,
-)
+from dapo_jax.config.experiment import Compute, Examples, Optimizer, Packing
+from dapo_jax.extras.sft.settings import Architecture, SftConfig
 
 
 def get_config() -> SftConfig:

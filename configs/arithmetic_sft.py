@@ -5,7 +5,8 @@
 A comparison for reinforcement learning, which only gets right and wrong.
 """
 
-from dapo_jax.config.experiment import Compute, Examples, Optimizer, Packing, SftConfig
+from dapo_jax.config.experiment import Compute, Examples, Optimizer, Packing
+from dapo_jax.extras.sft.settings import SftConfig
 
 
 def get_config() -> SftConfig:

@@ -3,7 +3,8 @@
 dapo-jax sft --config=configs/calculator_base.py        (3 CPU minutes; then configs/calculator.py)
 """
 
-from dapo_jax.config.experiment import Compute, Examples, Optimizer, OwnData, Packing, SftConfig
+from dapo_jax.config.experiment import Compute, Examples, Optimizer, Packing
+from dapo_jax.extras.sft.settings import OwnData, SftConfig
 
 
 def get_config() -> SftConfig:

@@ -7,7 +7,8 @@ dapo-jax sft smollm2_base:gsm8k        the training solutions of GSM8K; hours
 `dapo-jax train smollm2` runs the one that it needs first.
 """
 
-from dapo_jax.config.experiment import Mesh, Optimizer, OwnData, Packing, SftConfig
+from dapo_jax.config.experiment import Mesh, Optimizer, Packing
+from dapo_jax.extras.sft.settings import OwnData, SftConfig
 from dapo_jax.types.errors import require
 
 COUNTDOWN = "gym:countdown?min_numbers=3&max_numbers=3&max_value=20&min_target=10&max_target=99"

@@ -8,14 +8,8 @@ CPU minutes); the second makes that rare: 0.05 (half a minute). Its result ships
 `model.folder = "dapo_jax:two_strategies_base"`.
 """
 
-from dapo_jax.config.experiment import (
-    Architecture,
-    Compute,
-    Examples,
-    Optimizer,
-    Packing,
-    SftConfig,
-)
+from dapo_jax.config.experiment import Compute, Examples, Optimizer, Packing
+from dapo_jax.extras.sft.settings import Architecture, SftConfig
 from dapo_jax.types.errors import require
 
 FIRST = 0.9  # learns both

@@ -40,15 +40,17 @@ _DEFINED_IN = {
     "ConfigError": "types.errors",
     "sample": "run.policy",
     "Policy": "run.policy",
+    "ReportConfig": "extras.report.command",
 }
 _API = "train evaluate sft dpo export plan report ModelFolder Result".split()
 _SECTIONS = (
     "Config Model Lora Compute Data Rollout Sampler Reward Optimizer Critic Packing Mesh "
-    "Checkpoint Evaluation Log Watch SftConfig DpoConfig ExportConfig ReportConfig Architecture "
-    "Examples OwnData OneMesh Teacher Environment".split()
+    "Checkpoint Evaluation Log Watch ExportConfig OneMesh Examples Environment".split()
 )
 _DEFINED_IN |= dict.fromkeys(_API, "commands.api")
 _DEFINED_IN |= dict.fromkeys(_SECTIONS, "config.experiment")
+_SUPERVISED = "SftConfig DpoConfig Architecture OwnData".split()
+_DEFINED_IN |= dict.fromkeys(_SUPERVISED, "extras.sft.settings")
 
 __all__ = sorted([*_MODULES, *_DEFINED_IN])  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -67,13 +69,11 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         train,
     )
     from dapo_jax.config.experiment import (
-        Architecture,
         Checkpoint,
         Compute,
         Config,
         Critic,
         Data,
-        DpoConfig,
         Environment,
         Evaluation,
         Examples,
@@ -84,17 +84,15 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         Model,
         OneMesh,
         Optimizer,
-        OwnData,
         Packing,
-        ReportConfig,
         Reward,
         Rollout,
         Sampler,
-        SftConfig,
-        Teacher,
         Watch,
     )
     from dapo_jax.extras.math.algebra_process import is_equivalent
+    from dapo_jax.extras.report.command import ReportConfig
+    from dapo_jax.extras.sft.settings import Architecture, DpoConfig, OwnData, SftConfig
     from dapo_jax.learner import advantages, losses
     from dapo_jax.rewards.group_rewards import overlong_punishment
     from dapo_jax.run.policy import Policy, sample

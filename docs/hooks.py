@@ -10,8 +10,14 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from dapo_jax.config import experiment
+from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.config.settings import TYPE_NAMES, explain, leaves
+from dapo_jax.extras.doctor import DoctorConfig
+from dapo_jax.extras.init import InitConfig
+from dapo_jax.extras.report.command import ReportConfig
+from dapo_jax.extras.samplers.settings import SamplerConfig
+from dapo_jax.extras.serve.settings import ServeConfig
+from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHOWN = {
@@ -20,6 +26,8 @@ SHOWN = {
     "tests/benchmarks/README.md": "benchmarks.md",
     "configs/smollm2_words.png": "smollm2_words.png",
 }
+KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ReportConfig, InitConfig, DoctorConfig)
+KINDS += (SamplerConfig, ServeConfig)
 BLOCK_OR_CODE = re.compile(r"<pre.*?</pre>|<code>([^<]*)</code>", re.DOTALL)
 RELATIVE_LINK = re.compile(r"(!?\[([^\]]*)\])\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -77,12 +85,10 @@ def list_sections(config: Any, prefix: str, seen: dict[type, str], anchor: str) 
 def settings_page() -> str:
     """Return the page of all settings: of `dapo-jax train` by section, then of other commands."""
     parts, seen = [SETTINGS], {}
-    for name, kind in vars(experiment).items():
-        if not name.endswith("Config"):
-            continue
+    for kind in KINDS:
         title = (inspect.getdoc(kind) or "").split("\n")[0]
         command = re.findall(r"dapo-jax (\w+)", title)[0]
-        anchor = "" if kind is experiment.Config else f"{command}-"
+        anchor = "" if kind is Config else f"{command}-"
         parts += [f"## dapo-jax {command}\n\n{title}\n", list_settings(kind(), "", anchor)]
         parts += list_sections(kind(), "", seen, anchor)
     return "\n".join(parts)

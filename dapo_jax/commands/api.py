@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_jax.commands.command_line import find_preset
 from dapo_jax.commands.evaluate import SHORT_NAMES
-from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
+from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.config.files import read_config, with_preset
-from dapo_jax.config.settings import check_types, check_values, with_values
+from dapo_jax.config.settings import check_settings, with_values
 from dapo_jax.run import checks
 from dapo_jax.run.policy import Environment, File, Policy, Tools, environment_settings
 from dapo_jax.runtime import processes
@@ -254,7 +254,7 @@ def evaluate(
     return run(config, from_folder=bool(model))
 
 
-def _train_folder(config: SftConfig | DpoConfig) -> ModelFolder:
+def _train_folder(config: Any) -> ModelFolder:
     checks.check(config)
     supervised = feature("supervised")
     supervised.check_folder(config)
@@ -266,8 +266,8 @@ def _train_folder(config: SftConfig | DpoConfig) -> ModelFolder:
     return ModelFolder(config.out, "" if folder else signals.received)
 
 
-def sft(config: SftConfig | File) -> ModelFolder:
-    """Train a policy on examples, as `dapo-jax sft` does; resume if it was stopped.
+def sft(config: Any) -> ModelFolder:
+    """Train a policy on examples, as `dapo-jax sft` does; `config` may be a file.
 
     >>> folder = dapo_jax.sft(
     ...     dapo_jax.SftConfig(
@@ -292,15 +292,15 @@ def sft(config: SftConfig | File) -> ModelFolder:
         NotFinite (runtime.nonfinite): too many updates in a row were skipped.
         KeyboardInterrupt: Ctrl-C, once the steps so far are saved beside the folder.
     """
-    return _train_folder(load(config, SftConfig))
+    return _train_folder(load(config, feature("supervised").SftConfig))
 
 
-def dpo(config: DpoConfig | File) -> ModelFolder:
+def dpo(config: Any) -> ModelFolder:
     """Train a policy on pairs of a chosen and a rejected answer, as `dapo-jax dpo` does.
 
-    Raises as `sft`.
+    `config` is a `dapo_jax.DpoConfig` or the name of a file. Raises as `sft`.
     """
-    return _train_folder(load(config, DpoConfig))
+    return _train_folder(load(config, feature("supervised").DpoConfig))
 
 
 def export(run: File, out: File, **settings: Any) -> pathlib.Path:
@@ -314,7 +314,6 @@ def export(run: File, out: File, **settings: Any) -> pathlib.Path:
     Raises `ConfigError` for wrong settings, a missing checkpoint, or a model of other shapes.
     """
     config = ExportConfig(run=os.fspath(run), out=os.fspath(out), **settings)
-    check_types(config)
     from dapo_jax.run.export import export as write
 
     return write(config)
@@ -358,8 +357,8 @@ def report(*runs: File, out: File = "report.html") -> pathlib.Path:
     Raises `ConfigError` if a run can't be read, or the page can't be written.
     """
     names = "\n".join(os.fspath(run) for run in runs)
-    config = ReportConfig(run=names, out=os.fspath(out))
-    check_types(config)
-    check_values(config)
-    feature("report_command").report(config)
+    reporting = feature("report_command")
+    config = reporting.ReportConfig(run=names, out=os.fspath(out))
+    check_settings(config)
+    reporting.report(config)
     return pathlib.Path(config.out)

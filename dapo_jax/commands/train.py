@@ -15,6 +15,7 @@ at the settings alone, without devices, data or models; --check=GENERATION:CHIPS
 config is for that machine.
 """
 
+import functools
 import pathlib
 import re
 import subprocess
@@ -22,8 +23,8 @@ import sys
 from dataclasses import fields
 
 from dapo_jax.commands import command_line
-from dapo_jax.config import files
-from dapo_jax.config.experiment import Config, OneMesh, SftConfig
+from dapo_jax.config import cli, files
+from dapo_jax.config.experiment import Config, OneMesh
 from dapo_jax.types.errors import ConfigError
 
 
@@ -33,12 +34,13 @@ def make_base(config: Config) -> None:
     Raises SystemExit with the exit code of a first stage that was stopped or failed.
     """
     from dapo_jax.config.files import config_for_folder
+    from dapo_jax.runtime.registry import feature
     from dapo_jax.runtime.storage.paths import is_remote
 
     folder = config.model.folder
     if not folder or is_remote(folder) or pathlib.Path(folder).exists():
         return
-    base = config_for_folder(SftConfig, folder)
+    base = config_for_folder(feature("supervised").SftConfig, folder)
     if not base:
         return
     print(f"model.folder = {folder!r} is missing: first stage, dapo-jax sft {base}", flush=True)
@@ -46,18 +48,11 @@ def make_base(config: Config) -> None:
         raise SystemExit(code)
 
 
-def check_run(config: Config) -> None:
-    """Raise `ConfigError` if the run must not write, or a file of its data is missing."""
+def check_run(config: Config, makes_base: bool = True) -> None:
+    """Raise `ConfigError` if the run can't start; may make a missing base model on the way."""
     from dapo_jax.run import checks
 
-    checks.check_run(config)
-
-
-def check_and_make_base(config: Config) -> None:
-    """Check the run as `check_run` does, and make a missing base model on the way."""
-    from dapo_jax.run import checks
-
-    checks.check_run(config, make_base)
+    checks.check_run(config, *[make_base] * makes_base)
 
 
 def work(config: Config) -> int:
@@ -99,7 +94,7 @@ def check_machine(config: Config, file: str, machine: str) -> None:
     from dapo_jax.runtime.sharding import mesh_shape
 
     kind, _, chips = machine.partition(":")
-    command_line.check_flag(bool(kind) and chips.isdecimal(), "check", machine, "as v6e:64")
+    cli.check_flag(bool(kind) and chips.isdecimal(), "check", machine, "as v6e:64")
     named = re.fullmatch(r"(v\d\w*|[tg]pu\w*)_(\d+)", name := files.variant(file))
     is_resized = any(argument.startswith("--config.mesh.") for argument in sys.argv)
     if named and (named[1] != kind or named[2] != chips and not is_resized):
@@ -112,7 +107,7 @@ def check_machine(config: Config, file: str, machine: str) -> None:
 
 def check(machine: str) -> int:
     """Check the settings, and the machine if one is named; return 0."""
-    file, _ = command_line.take_file(sys.argv[1:])
+    file, _ = cli.take_file(cli.name_positional(sys.argv[1:], "config", repeated=False))
     command_line.load(
         Config,
         __doc__,
@@ -132,7 +127,8 @@ def main() -> int:
         return check(checked[-1].partition("=")[2])
     dry_flags = {"--dry-run", "--dry_run"} & set(sys.argv[1:])
     if not dry_flags:
-        return command_line.run(Config, __doc__, work, check_output=check_and_make_base)
+        return command_line.run(Config, __doc__, work, check_output=check_run)
     sys.argv = [argument for argument in sys.argv if argument not in dry_flags]
     name = "dapo-jax train --dry-run"
-    return command_line.run(Config, __doc__, dry_run, check_output=check_run, single_process=name)
+    check_only = functools.partial(check_run, makes_base=False)
+    return command_line.run(Config, __doc__, dry_run, check_output=check_only, single_process=name)

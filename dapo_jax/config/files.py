@@ -1,6 +1,7 @@
 """Config files: Python files with `get_config`, YAML, config.json of a run, packaged configs."""
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -66,12 +67,12 @@ def _read_yaml(path: pathlib.Path) -> Any:
         raise ConfigError(f"{short_path(path)}: can't be read as YAML: {text}") from None
 
 
-def shipped_configs(kind: type | None = None) -> dict[str, pathlib.Path]:
-    """Return the files of packaged configs by name, or only those that return a `kind`."""
+def shipped_configs(kind: str = ".*") -> dict[str, pathlib.Path]:
+    """Return the files of packaged configs by name, or only those that return that kind."""
     package = pathlib.Path(__file__).parents[1]
     installed, checkout = package / "configs", package.parent / "configs"
     files = sorted((installed if installed.is_dir() else checkout).glob("*.py"))
-    returns = rf"^def get_config\(.*\) -> {kind.__name__ if kind else '.*'}:$"
+    returns = rf"^def get_config\(.*\) -> {kind}:$"
     return {path.stem: path for path in files if re.search(returns, path.read_text(), re.M)}
 
 
@@ -83,18 +84,12 @@ def summary(path: pathlib.Path) -> str:
 def config_for_folder(kind: type, folder: str) -> str:
     """Return the name of the packaged config of `kind` that makes `folder`, or ""."""
     wanted = pathlib.Path(folder)
-    for name in shipped_configs(kind):
+    for name in shipped_configs(kind.__name__):
         out = pathlib.Path(read_config(kind, name).out)
-        if out == wanted:
-            return name
-        variant = wanted.name.removeprefix(f"{out.name}_")
-        if variant != wanted.name:
-            try:
-                named = f"{name}:{variant}"
+        for named in (name, f"{name}:{wanted.name.removeprefix(f'{out.name}_')}"):
+            with contextlib.suppress(ConfigError):  # another folder whose name begins alike
                 if pathlib.Path(read_config(kind, named).out) == wanted:
                     return named
-            except ConfigError:
-                continue  # another folder whose name begins alike
     return ""
 
 
@@ -128,14 +123,6 @@ def variant(name: str) -> str:
     path, argument = _find(name)
     default = re.search(r'^def get_config\(\w+: str = "(\w+)"', read_file(path), re.MULTILINE)
     return argument or (default[1] if default and path.suffix == ".py" else "")
-
-
-def _apply_preset(config: Any, name: str, preset: Callable[[str], Any] | None) -> None:
-    """Replace the algorithm by a preset, and add its name to the run_dir."""
-    if preset is None or not hasattr(config, "algorithm"):
-        raise ConfigError(f"{name!r} after the colon: get_config() takes no argument")
-    config.algorithm = preset(name)
-    config.run_dir = f"{config.run_dir.rstrip('/')}_{name}"
 
 
 def with_preset(config: Any, preset: Callable[[str], Any] | None) -> Any:
@@ -180,7 +167,10 @@ def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = Non
                 f"get_config() returns {returned}; this command takes {kind.__name__}"
             )
         if argument is not None:
-            _apply_preset(config, argument, preset)
+            if preset is None or not hasattr(config, "algorithm"):
+                raise ConfigError(f"{argument!r} after the colon: get_config() takes no argument")
+            config.algorithm = preset(argument)
+            config.run_dir = f"{config.run_dir.rstrip('/')}_{argument}"
     except ConfigError as error:
         hint = f"; {advice('algorithm')}" if error.field == "algorithm" else ""
         raise ConfigError(f"{file}: {error}{hint}", error.field) from None

@@ -1,7 +1,9 @@
-"""Settings that correspond to arguments of TRL and verl, for hints in error messages."""
+"""Settings by the names of earlier versions, TRL and verl, for hints in error messages."""
 
 import functools
 import pathlib
+
+from dapo_jax.types.errors import present_name
 
 # Arguments that no setting replaces, and what to do instead.
 ADVICE: dict[str, str] = {
@@ -13,7 +15,6 @@ ADVICE: dict[str, str] = {
         ("preset", "algorithm", "algorithm.name", "loss"),
         "write the preset behind the config: FILE:grpo or NAME:grpo",
     ),
-    # Settings of earlier versions.
     "format": "export writes Hugging Face folders; llama.cpp's convert_hf_to_gguf.py reads them",
 }
 
@@ -30,6 +31,8 @@ def advice(name: str) -> str:
     """Return what replaces an argument of another library, by its name or last part, or ""."""
     if name in ADVICE:
         return ADVICE[name]
+    if (present := present_name(name)) != name:
+        return f"--config.{present}"
     settings = settings_by_argument()
     last = name.rpartition(".")[2]
     same_end = {setting for full, setting in settings.items() if full.rpartition(".")[2] == last}

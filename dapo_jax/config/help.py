@@ -4,10 +4,10 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dapo_jax.config.settings import explain, leaves
+from dapo_jax.config.settings import defaults, explain, leaves
 from dapo_jax.types.errors import ConfigError, nearest
 
 COLUMNS = 80
@@ -29,9 +29,7 @@ def take_help(arguments: list[str]) -> tuple[str, list[str]]:
 
     The topic is `SHORT`, `EVERYTHING`, the word of `--help=WORD`, or empty: no help.
     """
-    topic = ""
-    others = []
-    rest = [*arguments]
+    topic, others, rest = "", [], [*arguments]
     while rest:
         argument = rest.pop(0)
         name, _, value = argument.partition("=")
@@ -48,6 +46,12 @@ def _wrap(text: str, indent: str = "") -> str:
     return textwrap.fill(text, COLUMNS, initial_indent=indent, subsequent_indent=indent)
 
 
+def _wrap_usage(usage: str, paragraphs: int | None = None) -> str:
+    """Return the first paragraphs of a usage, or all of them; code keeps its lines."""
+    shown = usage.strip().split("\n\n")[:paragraphs]
+    return "\n\n".join(p if p.startswith(" ") else _wrap(p) for p in shown)
+
+
 def _sections(config: Any, prefix: str = "") -> dict[str, str]:
     """Return the first paragraph of every section's docstring by the section's dotted name."""
     texts: dict[str, str] = {}
@@ -61,19 +65,43 @@ def _sections(config: Any, prefix: str = "") -> dict[str, str]:
     return texts
 
 
-def _short_help(usage: str, title: str, lines: Mapping[str, str], section_names: str) -> str:
-    """Return the first lines of the usage and the settings that are changed most."""
-    paragraphs = usage.strip().split("\n\n")
-    shown = "\n\n".join(_wrap(p) if p[0] != " " else p for p in paragraphs[:2])
+def help_text(config: Any, usage: str, topic: str, short_names: Mapping[str, str]) -> str:
+    """Return the help of a command with the values of `config`; `topic` is that of `take_help`.
+
+    `short_names` has settings by their short flags. Raises `ConfigError` for an unknown word.
+    """
+    usual = defaults(type(config))
+    flags = {name: short for short, name in short_names.items()}
+    sections = _sections(config)
+    entries, lines = {}, {}
+    for name, field, value in leaves(config):
+        flag = f"  --{flags.get(name, f'config.{name}')}"
+        changed = f"  (default {usual[name]!r})" * (value != usual[name])
+        entries[name] = f"{flag}={value!r}{changed}\n{_wrap(explain(field), ' ' * 6)}"
+        first, indent = f"{flag:<{NAME_COLUMNS - 1}} ", " " * NAME_COLUMNS
+        text = field.metadata["explanation"]
+        lines[name] = textwrap.fill(text, COLUMNS, initial_indent=first, subsequent_indent=indent)
+    # A config of one section has its settings in the order of their importance.
+    most = CHANGED_MOST if len(sections) > 1 else ()
+    if topic == EVERYTHING:
+        return _everything(usage, flags, entries, sections, most)
+    if topic != SHORT:
+        return _search(topic, entries, sections)
+    short_first = flags if any("." in name for name in flags) else ()
+    order = dict.fromkeys(n for n in [*short_first, *most, *entries] if n in entries)
     own_flags = re.findall(r"^  (--\w+)", usage, re.MULTILINE)
+    shown = [_wrap_usage(usage, 2), ""]
+    shown += [_wrap(f"Flags: {' '.join(own_flags)}"), ""] if own_flags else []
+    shown += ["Changed most" if most else "Settings"]
+    shown += [lines[name] for name in [*order][:SHOWN_SETTINGS]]
     ending = "--help-all explains every setting, --help=SECTION a section, and --help=WORD all"
-    ending += f" settings with that word in name or text. Sections: {section_names}"
-    flags = [_wrap(f"Flags: {' '.join(own_flags)}"), ""] if own_flags else []
-    return "\n".join([shown, "", *flags, title, *lines.values(), "", _wrap(ending)])
+    ending += f" settings with that word in name or text. Sections: {', '.join(sections) or 'none'}"
+    return "\n".join([*shown, "", _wrap(ending)])
 
 
 def _search(word: str, entries: Mapping[str, str], sections: Mapping[str, str]) -> str:
     """Return a section with its settings, or every setting with the word in name or text."""
+    word = f"extras.{word}" if f"extras.{word}" in sections else word
     if word in sections:
         own = [entry for name, entry in entries.items() if name.startswith(f"{word}.")]
         return "\n".join([_wrap(f"{word}: {sections[word]}"), *own])
@@ -86,57 +114,23 @@ def _search(word: str, entries: Mapping[str, str], sections: Mapping[str, str]) 
     return "\n".join([*titles, *matches])
 
 
-def help_text(config: Any, usage: str, topic: str, short_names: Mapping[str, str]) -> str:
-    """Return the help of a command with the values of `config`; `topic` is that of `take_help`.
-
-    `short_names` has settings by their short flags. Raises `ConfigError` for an unknown word.
-    """
-    defaults = {name: value for name, _, value in leaves(type(config)())}
-    flags = {name: short for short, name in short_names.items()}
-    sections = _sections(config)
-    entries, lines = {}, {}
-    for name, field, value in leaves(config):
-        flag = f"  --{flags.get(name, f'config.{name}')}"
-        shown = f"{flag}={value!r}"
-        if value != defaults[name]:
-            shown += f"  (default {defaults[name]!r})"
-        entries[name] = f"{shown}\n{_wrap(explain(field), ' ' * 6)}"
-        lines[name] = textwrap.fill(
-            field.metadata["explanation"],
-            COLUMNS,
-            initial_indent=f"{flag:<{NAME_COLUMNS - 1}} ",
-            subsequent_indent=" " * NAME_COLUMNS,
-        )
-    short_first = flags if any("." in name for name in flags) else ()
-    # A config of one section has its settings in the order of their importance.
-    most = CHANGED_MOST if len(sections) > 1 else ()
-    order = dict.fromkeys(n for n in [*short_first, *most, *entries] if n in entries)
-    if topic == SHORT:
-        first = {name: lines[name] for name in [*order][:SHOWN_SETTINGS]}
-        title = "Changed most" if most else "Settings"
-        return _short_help(usage, title, first, ", ".join(sections) or "none")
-    if topic != EVERYTHING:
-        return _search(topic, entries, sections)
-    return _everything(usage, flags, entries, sections)
-
-
 def _everything(
-    usage: str, flags: Mapping[str, str], entries: dict[str, str], sections: Mapping[str, str]
+    usage: str,
+    flags: Mapping[str, str],
+    entries: Mapping[str, str],
+    sections: Mapping[str, str],
+    most: Sequence[str],
 ) -> str:
-    """Return the usage, short flags, and every setting by section."""
-    paragraphs = usage.strip().split("\n\n")
-    lines = ["\n\n".join(p if p.startswith(" ") else _wrap(p) for p in paragraphs), ""]
-    if any("." in name for name in flags):
-        lines += [f"  --{short}=..".ljust(22) + f"is --config.{n}=.." for n, short in flags.items()]
-        lines.append("")
+    """Return the usage, short flags, what is changed most, and the other settings by section."""
+    short = [f"{f'  --{f}=..':<22}is --config.{n}=.." for n, f in flags.items() if "." in n]
+    shown = [_wrap_usage(usage), *["\n".join(short)] * bool(short)]
     if sections:
-        lines += [_wrap(f"--help=SECTION shows a single section: {', '.join(sections)}"), ""]
-    most = CHANGED_MOST if len(sections) > 1 else ()
-    groups = {"Changed most": [entries.pop(name) for name in most if name in entries]}
+        shown.append(_wrap(f"--help=SECTION shows a single section: {', '.join(sections)}"))
+    groups = {"Changed most": [name for name in most if name in entries]}
     for section, text in {"": "The run" if most else "Settings", **sections}.items():
-        title = f"{section}: {text}" if section else text
-        groups[title] = [e for name, e in entries.items() if name.rpartition(".")[0] == section]
-    for title, group in groups.items():
-        if group:
-            lines += [_wrap(title), *group, ""]
-    return "\n".join(lines).rstrip()
+        own = [name for name in entries if name.rpartition(".")[0] == section and name not in most]
+        groups[f"{section}: {text}" if section else text] = own
+    for title, names in groups.items():
+        if names:
+            shown.append("\n".join([_wrap(title), *(entries[name] for name in names)]))
+    return "\n\n".join(shown)

@@ -10,9 +10,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_jax.config.experiment import AUTO, Config, DpoConfig, SftConfig
+from dapo_jax.config.experiment import AUTO, Config
 
-BASES = {Config: 1e-6, SftConfig: 1e-5, DpoConfig: 1e-6}  # for `FULL_SIZE` parameters and more
 FULL_SIZE, EXPONENT, MAX_RATE = 1e9, 0.75, 3e-3
 OF_ADAPTERS, OF_CRITIC = 10, 2  # times the rate of a policy with all its parameters
 MAX_WARMUP, WARMUP_DIVISOR = 20, 10  # DAPO's steps, in short runs a tenth of them
@@ -31,13 +30,12 @@ def choose_rates(
     """Return the config with a number for each 'auto', lines about them, and warnings.
 
     Args:
-        config: of a type in `BASES`.
         parameters: of the policy, without its adapters.
         steps: of the run.
         saved: settings of the run that resumes; it keeps its numbers.
     """
     config = copy.deepcopy(config)
-    base, adapters = BASES[type(config)], config.lora.rank > 0
+    base, adapters = config.usual_rate, config.lora.rank > 0
     usual = usual_rate(base, parameters, adapters)
     why = f"{parameters:,} parameters{', adapters' * adapters}"
     optimizers = {"optimizer": (config.optimizer, usual, steps)}

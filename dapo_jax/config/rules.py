@@ -1,7 +1,6 @@
-"""Rules of settings: allowed values, when a setting is read, whether a run may change it."""
+"""Allowed values of settings, as annotations of their types."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 
@@ -58,17 +57,23 @@ class Range:
         return text if self.also is None else f"{text}, or {self.also}"
 
 
+@dataclasses.dataclass(frozen=True)
 class Addresses:
-    """The allowed values of a setting with the URL of a server; it may be empty."""
+    """The allowed values of a setting with the URL of a server, or several; it may be empty."""
+
+    several: bool = False
 
     def __call__(self, value: Any) -> bool:
-        return value == "" or value.startswith(("http://", "https://"))
+        urls = value.split(",") if self.several else [value]
+        return value == "" or all(url.strip().startswith(("http://", "https://")) for url in urls)
 
     def __str__(self) -> str:
-        return "a URL such as http://HOST:8200"
+        several = "URLs such as http://HOST:8000, comma-separated"
+        return several if self.several else "a URL such as http://HOST:8200"
 
 
-# Types of settings. The values of a `Literal` are its choices.
+Allowed = Choices | Range | Addresses
+# The values of a `Literal` are its choices.
 Count = Annotated[int, Range(above=0)]
 CountOr0 = Annotated[int, Range(at_least=0)]
 AutoCount = Annotated[int, Range(at_least=0, also=-1)]  # -1: the program chooses
@@ -82,32 +87,4 @@ Below1 = Annotated[float, Range(at_least=0, below=1)]
 Temperature = Annotated[float, Range(at_least=0.001, at_most=100.0, also=0)]
 Dtype = Literal["float32", "bfloat16"]
 Url = Annotated[str, Addresses()]
-
-
-@dataclasses.dataclass(frozen=True)
-class When:
-    """A condition on other settings."""
-
-    names: str  # dotted names of the settings, separated by spaces
-    # Function of their values; for a single setting also its allowed values, separated by spaces.
-    test: str | Callable[..., Any] = bool
-
-    def __call__(self, settings: Mapping[str, Any]) -> bool:
-        """Return True if the condition holds for settings by dotted name."""
-        values = [settings[name] for name in self.names.split()]
-        if isinstance(self.test, str):
-            return values[0] in self.test.split()
-        return bool(self.test(*values))
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """The rule of a setting, or of the settings of a section.
-
-    A setting without effect has to keep its default.
-    """
-
-    allowed: Choices | Range | Addresses | None = None  # None: all values of its type
-    read: When | None = None  # condition under which the setting has an effect; None: always
-    may_change: bool | When = False  # whether, or when, a resumed run may change the value
-    auto: int | None = None  # the number that 'auto' means on a command line
+Urls = Annotated[str, Addresses(several=True)]

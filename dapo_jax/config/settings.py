@@ -1,4 +1,4 @@
-"""Typed settings: dataclass fields with a default, an explanation and a rule.
+"""Typed settings: dataclass fields with a default, an explanation and the allowed values.
 
 Errors name the setting, its value and the allowed values.
 """
@@ -7,51 +7,56 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from dapo_jax.config.rules import Choices, OwnChoices, Range, Rule, When
-from dapo_jax.types.errors import ConfigError, check_place, nearest, require
+from dapo_jax.config.rules import Allowed, Choices, OwnChoices, Range
+from dapo_jax.runtime import registry
+from dapo_jax.types.errors import ConfigError, check_place, nearest, present_name, require
 
 T = typing.TypeVar("T")
 
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 # Magnitudes that float32 arithmetic does not turn into 0 or infinity.
-MIN_MAGNITUDE = 1e-30
-MAX_MAGNITUDE = 1e30
+MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-30, 1e30
 
 
-def setting(
-    default: T,
-    explanation: str,
-    *,
-    read: When | None = None,
-    may_change: bool | When = False,
-    auto: int | None = None,
-) -> T:
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The rule of a setting, or of the settings of a section."""
+
+    allowed: Allowed | None = None  # None: all values of its type
+    # Whether a resumed run may change the value, or a function of all settings by dotted name.
+    may_change: bool | Callable[[Mapping[str, Any]], bool] = False
+    auto: int | None = None  # the number that 'auto' means
+
+
+def setting(default: T, explanation: str, **rule: Any) -> T:
     """Return a dataclass field with an explanation for `--help` and a `Rule`.
 
     The type of the field defines the allowed values.
     """
-    rule = Rule(read=read, may_change=may_change, auto=auto)
-    return dataclasses.field(default=default, metadata={"explanation": explanation, "rule": rule})
+    metadata = {"explanation": explanation, "rule": Rule(**rule)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def part(kind: Callable[[], T], *, read: When | None = None, may_change: bool = False) -> T:
+def part(kind: Callable[[], T], *, may_change: bool = False) -> T:
     """Return a dataclass field for a section, with the rule of settings that have none."""
-    rule = Rule(read=read, may_change=may_change)
-    return dataclasses.field(default_factory=kind, metadata={"rule": rule})
+    metadata = {"rule": Rule(may_change=may_change)}
+    return dataclasses.field(default_factory=kind, metadata=metadata)
 
 
-def check_name(kind: type, name: str, section: str = "") -> None:
-    """Raise `ConfigError` if the section `kind` has no setting `name`."""
-    known = kind.__dataclass_fields__  # type: ignore[attr-defined]
+def check_name(kind: Any, name: str, section: str = "", error: type[Exception] = ConfigError):
+    """Raise an error if the section `kind` has no setting `name`."""
+    known = kind.__dataclass_fields__
     if name not in known:
-        hint = nearest(name, known) or f"; {kind.__name__} has {', '.join(known)}"
-        owner = section or kind.__name__
-        raise ConfigError(f"{owner}.{name}: there is no such setting{hint}")
+        old = f"{kind.__name__.lower()}.{name}".removeprefix("config.")
+        hint = f"; it is now config.{present_name(old)}" if present_name(old) != old else ""
+        hint = hint or nearest(name, known) or f"; {kind.__name__} has {', '.join(known)}"
+        raise error(f"{section or kind.__name__}.{name}: there is no such setting{hint}")
 
 
 def _read_types(kind: type) -> None:
@@ -109,10 +114,18 @@ def section(kind: type[T]) -> type[T]:
             check_name(made, name)
         initialise(self, *values, **named)
 
+    def __getattr__(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        check_name(made, name, error=AttributeError)
+
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        check_name(type(self), name)
-        rule = made.__dataclass_fields__[name].metadata["rule"]
-        if isinstance(value, str) and value == "auto":
+        check_name(made, name)
+        field = made.__dataclass_fields__[name]
+        rule = field.metadata["rule"]
+        if type(value) is dict and field.default_factory is not dataclasses.MISSING:
+            value = from_dict(type(field.default_factory()), value, f"{name}.")
+        elif isinstance(value, str) and value == "auto":
             value = rule.auto or value
         elif callable(value) and isinstance(rule.allowed, OwnChoices):
             from dapo_jax.runtime.workers.pickled_functions import register_own
@@ -120,9 +133,24 @@ def section(kind: type[T]) -> type[T]:
             value = register_own(value, name)
         object.__setattr__(self, name, value)
 
-    made.__init__ = __init__
-    made.__setattr__ = __setattr__
+    made.__init__, made.__getattr__, made.__setattr__ = __init__, __getattr__, __setattr__
     return made
+
+
+@functools.cache
+def _extras_kind() -> type:
+    kinds = {name: registry.find("settings", name) for name in registry.names("settings")}
+    fields = {name: part(kind) for name, kind in kinds.items()}
+    text = "Settings of extras, by the name of the extra."
+    return section(type("Extras", (), {"__doc__": text, "__annotations__": kinds, **fields}))
+
+
+def open_extras(changes: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
+    """Return the sections of all plug-ins of the kind `settings`, with changes by dotted name."""
+    extras = _extras_kind()()
+    for name, value in changes.items():
+        assign(extras, name, value)
+    return extras
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
@@ -135,6 +163,24 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
             yield f"{prefix}{field.name}", field, value
 
 
+@functools.cache
+def defaults(kind: type) -> dict[str, Any]:
+    """Return the default of every setting by dotted name."""
+    return {name: value for name, _, value in leaves(kind())}
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """Return the values that are not defaults, by dotted name."""
+    usual = defaults(type(config))
+    return {name: value for name, _, value in leaves(config) if value != usual[name]}
+
+
+def assign(config: Any, name: str, value: Any) -> None:
+    """Set a setting by its dotted name."""
+    owner, _, last = name.rpartition(".")
+    setattr(operator.attrgetter(owner)(config) if owner else config, last, value)
+
+
 def with_values(config: T, section: str, **values: Any) -> T:
     """Return a copy of a config with other values in one of its sections."""
     part = dataclasses.replace(getattr(config, section), **values)
@@ -145,60 +191,45 @@ def with_values(config: T, section: str, **values: Any) -> T:
 def rules(kind: type) -> dict[str, Rule]:
     """Return the rule of every setting of a config by dotted name."""
     by_name: dict[str, Rule] = {}
-    for field in dataclasses.fields(kind):
-        own = field.metadata["rule"]
-        assert isinstance(field.type, type), field.name
-        if not dataclasses.is_dataclass(field.type):
+    config = kind()
+    for field in dataclasses.fields(config):
+        own, value = field.metadata["rule"], getattr(config, field.name)
+        if not dataclasses.is_dataclass(value):
             by_name[field.name] = own
             continue
-        for name, rule in rules(field.type).items():
-            full_name = f"{field.name}.{name}"
-            read = own.read if own.read and full_name not in own.read.names.split() else None
-            by_name[full_name] = dataclasses.replace(
-                rule, read=rule.read or read, may_change=rule.may_change or own.may_change
-            )
+        for name, rule in rules(type(value)).items():
+            may_change = rule.may_change or own.may_change
+            by_name[f"{field.name}.{name}"] = dataclasses.replace(rule, may_change=may_change)
     return by_name
 
 
-def check_types(config: Any, prefix: str = "") -> None:
-    """Raise `ConfigError` for the first value of a wrong type."""
+def check_settings(config: Any, prefix: str = "") -> None:
+    """Raise `ConfigError` for the first value of a wrong type, or that its rule does not allow."""
+    usual = type(config)()
     for field in dataclasses.fields(config):
-        name, value, kind = f"{prefix}{field.name}", getattr(config, field.name), field.type
-        assert isinstance(kind, type), name
+        name, value = f"{prefix}{field.name}", getattr(config, field.name)
+        kind = type(getattr(usual, field.name))
         if dataclasses.is_dataclass(kind):
             require(isinstance(value, kind), name, value, f"{kind.__name__}(...)")
-            check_types(value, f"{name}.")
+            check_settings(value, f"{name}.")
         else:
             fits = type(value) in ((int, float) if kind is float else (kind,))
             require(fits, name, value, TYPE_NAMES.get(kind, kind.__name__))
+            _check_value(name, value, field.metadata["rule"].allowed)
 
 
-def check_values(config: Any) -> None:
-    """Raise `ConfigError` for the first value that its rule does not allow."""
-    for name, field, value in leaves(config):
-        allowed = field.metadata["rule"].allowed
-        if isinstance(value, float):
-            require(math.isfinite(value), name, value, "a finite number")
-        if allowed is not None:
-            require(allowed(value), name, value, str(allowed))
-        elif isinstance(value, str):
-            check_place(name, value)
-        if isinstance(value, float):
-            zero = "0, or " * (allowed is None or allowed(0))
-            fits = value == 0 or MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE
-            allowed_text = f"{zero}from {MIN_MAGNITUDE:g} to {MAX_MAGNITUDE:g} in size"
-            require(fits, name, value, allowed_text)
-
-
-def check_read(config: Any) -> None:
-    """Raise `ConfigError` for the first changed setting that nothing reads."""
-    settings = {name: value for name, _, value in leaves(config)}
-    for name, _, default in leaves(type(config)()):
-        value, read = settings[name], rules(type(config))[name].read
-        if read and value != default and not read(settings):
-            reason = " and ".join(f"{other} = {settings[other]!r}" for other in read.names.split())
-            allowed = "empty" if default == "" else repr(default)
-            require(False, name, value, f"{allowed} with {reason}: nothing reads it")
+def _check_value(name: str, value: Any, allowed: Allowed | None) -> None:
+    if isinstance(value, float):
+        require(math.isfinite(value), name, value, "a finite number")
+    if allowed is not None:
+        require(allowed(value), name, value, str(allowed))
+    elif isinstance(value, str):
+        check_place(name, value)
+    if isinstance(value, float):
+        zero = "0, or " * (allowed is None or allowed(0))
+        fits = value == 0 or MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE
+        limits = f"{zero}from {MIN_MAGNITUDE:g} to {MAX_MAGNITUDE:g} in size"
+        require(fits, name, value, limits)
 
 
 def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import json
 import re
 import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dapo_jax.config.experiment import Environment, Reward
+from dapo_jax.config.experiment import Config, Environment
+from dapo_jax.config.settings import changed
 from dapo_jax.config.user_code import resolve
 from dapo_jax.environments.builtin import Calculator, Guessing
 from dapo_jax.environments.tools import ToolUse, tool_schema
@@ -59,11 +61,12 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Contract
     return factory
 
 
-def with_reward_settings(settings: Environment, reward: Reward) -> Environment:
+def with_reward_settings(config: Config) -> Environment:
     """Make `second_try` accept the same answers as the rewards do."""
+    settings = config.environment
     if settings.name != "second_try":
         return settings
-    rule = {name: getattr(reward, name) for name in ("verifier", "percent", "unfinished")}
+    rule = {"verifier": config.reward.verifier, "extras": json.dumps(changed(config.extras))}
     return dataclasses.replace(settings, name=f"second_try?{urllib.parse.urlencode(rule)}")
 
 

@@ -23,7 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import Compute, Config, DoctorConfig
+from dapo_jax.config import cli
+from dapo_jax.config.experiment import Compute, Config
+from dapo_jax.config.settings import section, setting
 from dapo_jax.extras.plan.chips import parse
 from dapo_jax.extras.plan.plan import amount
 from dapo_jax.extras.plan.programs import lay_out, versions
@@ -45,6 +47,14 @@ PACKAGES = "dapo_jax jax jaxlib jax-cuda12-plugin jax-cuda13-plugin libtpu flax 
 # Largest differences: of attention, relative to the largest number, and of log-probs in nats.
 LIMITS = {"float32": (2e-5, 1e-3), "bfloat16": (3e-2, 0.25)}
 Row = dict[str, Any]
+
+
+@section
+class DoctorConfig:
+    """Checks of this machine (`dapo-jax doctor`)."""
+
+    out: str = setting("", "Folder to time and for doctor.json; empty: nothing is written.")
+    short: bool = setting(False, "Check small sizes, in a minute.")
 
 
 class Prompts:
@@ -72,7 +82,7 @@ def check_training(cache: str, dtype: str, length: int) -> Row:
             f"packing.row_tokens={64 + length} packing.rows_per_microbatch={rows} "
             "optimizer.learning_rate=1e-6 optimizer.warmup_steps=0"
         )
-        command_line.override(config, [f"--config.{flag}" for flag in flags.split()], {})
+        cli.override(config, [f"--config.{flag}" for flag in flags.split()], {})
         layout = lay_out(config, parse(f"cpu:{count}"), jax.devices()[:count])
     fresh = jax.jit(lambda key: sharding.unbox(init_params(layout.decoder, key)))
     params = jax.device_put(fresh(jax.random.key(0)), layout.learners.policy.shardings.params)
@@ -177,4 +187,6 @@ def examine(flags: DoctorConfig) -> int:
 
 
 def main() -> int:
-    return command_line.run(DoctorConfig, __doc__, examine, single_process="dapo-jax doctor")
+    return command_line.run(
+        DoctorConfig, __doc__, examine, needs_arguments=False, single_process="dapo-jax doctor"
+    )

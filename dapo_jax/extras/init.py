@@ -19,9 +19,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import InitConfig
+from dapo_jax.config.settings import section, setting
 from dapo_jax.types.errors import ConfigError, naming, require
 from dapo_jax.types.structs import Problem
+
+
+@section
+class InitConfig:
+    """A config for a file of problems (`dapo-jax init`)."""
+
+    data: str = setting("", "File of problems, with or without answers.")
+    out: str = setting("", "Output folder; empty: a new folder named after the file.")
+    question: str = setting("", "Field of the problem: a text or messages; a.b is a nested field.")
+    answer: str = setting("", "Field of the answer, or of a worked solution that ends with it.")
+    model: str = setting("models/Qwen2.5-0.5B-Instruct", "Model folder of the policy.")
+
 
 MODEL = InitConfig().model
 TEXTS = pathlib.Path(__file__).parent / "init_files"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dapo_jax.config.algorithm import OF_ENERGIES, Algorithm
+from dapo_jax.config.algorithm import Algorithm, traits
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.batches import (
     NOT_SCORED,
@@ -201,7 +201,7 @@ def policy_learner(
         needed = rows.response_index >= 0
         hidden, logprobs, _, records = run(params, rows, needed, record)
         energies = None
-        if algorithm.advantage in OF_ENERGIES:
+        if "energies" in traits(algorithm.advantage):
             arrays = params, hidden, rows.tokens, needed, logprobs
             energies = energies_of(*arrays, scale, chunk_tokens)
         return TokenScores(logprobs, records.routes, energies)

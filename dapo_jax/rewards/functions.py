@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from dapo_jax.config.experiment import Reward
+from dapo_jax.config.settings import open_extras
 from dapo_jax.config.user_code import describe_error, resolve
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS
 from dapo_jax.runtime import registry
@@ -202,13 +202,13 @@ class RewardFunction:
 
 
 def find_functions(
-    names: Iterable[str], field: str = "reward.parts", reward: Reward | None = None
+    names: Iterable[str], field: str = "reward.parts", extras: Any = None
 ) -> dict[str, RewardFunction]:
     """Return the functions of the named parts, without the parts that the trainer computes.
 
     Args:
         field: the setting that names them, for errors.
-        reward: settings of the parts that are plug-ins.
+        extras: settings of the parts that are plug-ins.
 
     Raises:
         ConfigError: a name is no part, can't be imported, or can't be called as one.
@@ -221,8 +221,9 @@ def find_functions(
         if name in TRAINER_PARTS:
             continue
         function = BUILTIN_FUNCTIONS.get(name) or registry.find("parts", name)
-        if isinstance(function, type):  # it needs settings
-            function = function(reward or Reward())
+        if isinstance(function, type):
+            settings = getattr(extras or open_extras(), name, None)
+            function = function(settings) if settings else function()
         function = function or find_registered(field, name) or resolve(field, name)
         try:
             functions[name] = RewardFunction(name, function)

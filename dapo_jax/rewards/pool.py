@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config.experiment import Reward
+from dapo_jax.config.settings import changed, open_extras
 from dapo_jax.rewards.functions import (
     TOKENS,
     Call,
@@ -40,22 +41,29 @@ class RewardPool:
 
     Args:
         split: returns the text that each token of a response adds; for rewards of tokens.
+        extras: settings of verifiers and parts that are plug-ins.
 
     Raises:
         ConfigError: a reward function can't be found.
     """
 
-    def __init__(self, reward: Reward, split: Callable[[list[int]], Sequence[str]] = lambda _: ()):
+    def __init__(
+        self,
+        reward: Reward,
+        split: Callable[[list[int]], Sequence[str]] = lambda _: (),
+        extras: Any = None,
+    ):
+        extras = extras or open_extras()
         self._reward, self._weights = reward, reward.weights()
         self._split = split
-        self.verifier = open_verifier(reward)
-        functions = find_functions([*self._weights], reward=reward)  # fails here, not in a worker
+        self.verifier = open_verifier(reward, extras)
+        functions = find_functions([*self._weights], extras=extras)  # fails here, not in a worker
         self._of_groups = [f for f in functions.values() if f.sees_group]
         self._of_responses = [f for f in functions.values() if not f.sees_group]
         self._reads_verdicts = reward.reads_verdicts() or bool(self._of_groups)
         in_workers = [name for name in functions if not name.startswith(IN_PROCESS_PREFIX)]
         self._copies = FunctionCopies(in_workers)
-        settings = json.dumps(dataclasses.asdict(reward))
+        settings = json.dumps(changed(extras))
         words = ("functions", self._copies.path, str(reward.timeout_seconds), settings)
         self._open_worker = functools.partial(RestartingWorker, WORKER, *words)
         self._pool = WorkerPool(reward.workers, lambda: self._open_workers(in_workers), "reward")

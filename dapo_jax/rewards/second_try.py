@@ -1,9 +1,10 @@
 """Environment `second_try`: a second answer after a wrong one."""
 
 import functools
-from typing import Any
+import json
 
 from dapo_jax.config.experiment import Reward
+from dapo_jax.config.settings import open_extras
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.types.structs import Observation, Problem
 
@@ -11,21 +12,22 @@ MAX_TRIES = 2
 
 
 @functools.cache
-def _pool(**reward: Any) -> RewardPool:
-    return RewardPool(Reward(**reward))
+def _pool(verifier: str, extras: str) -> RewardPool:
+    return RewardPool(Reward(verifier=verifier), extras=open_extras(json.loads(extras)))
 
 
 class SecondTry:
     """Environment that reports a wrong first answer, so that the next turn can correct it.
 
     Args:
-        reward: settings of the section `reward` that decide which answers are correct.
+        verifier: `reward.verifier`, which decides which answers are correct.
+        extras: JSON of the changed settings of extras, by dotted name.
     """
 
     FEEDBACK = "That is not right. Try again, and end with the answer in the same form."
 
-    def __init__(self, verifier: str = "math", **reward: str):
-        self._pool = _pool(verifier=verifier, **reward)
+    def __init__(self, verifier: str = "math", extras: str = "{}"):
+        self._pool = _pool(verifier, extras)
 
     def reset(self, problem: Problem) -> None:
         """Load the problem's own scorer, if it has one; that can take seconds."""

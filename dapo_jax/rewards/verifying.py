@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from dapo_jax.config.experiment import Reward
+from dapo_jax.config.settings import open_extras
 from dapo_jax.config.user_code import resolve
 from dapo_jax.rewards.functions import ResponseCall, make_failure
 from dapo_jax.rewards.group_rewards import GYM
@@ -58,8 +59,8 @@ class Verifying:
     together = 1
     reads_answers = True
 
-    def __init__(self, reward: Reward):
-        self.reward = reward
+    def __init__(self, reward: Reward, extras: Any):
+        self.reward, self.extras = reward, extras
 
     def open(self) -> Workers:
         """Return the processes of one thread; they start with their first job."""
@@ -179,10 +180,10 @@ def find_verifier(name: str) -> Any:
     return registry.find("verifiers", name) or resolve("reward.verifier", name)
 
 
-def open_verifier(reward: Reward) -> Verifying:
+def open_verifier(reward: Reward, extras: Any = None) -> Verifying:
     """Return the verifier of a run. Raises `ConfigError`."""
-    found = find_verifier(reward.verifier)
+    found, extras = find_verifier(reward.verifier), extras or open_extras()
     if isinstance(found, type) and issubclass(found, Verifying):
-        return found(reward)
+        return found(reward, extras)
     require(callable(found), "reward.verifier", reward.verifier, "a function")
-    return FunctionVerifier(reward)
+    return FunctionVerifier(reward, extras)

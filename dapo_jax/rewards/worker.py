@@ -1,6 +1,6 @@
 """Worker process of rewards.
 
-python -m dapo_jax.rewards.worker functions FILE SECONDS REWARD NAMES  reward functions
+python -m dapo_jax.rewards.worker functions FILE SECONDS EXTRAS NAMES  reward functions
 python -m dapo_jax.rewards.worker scores                           scorers of the problems' sources
 python -m dapo_jax.rewards.worker verifier NAME                    a verifier that is a function
 """
@@ -18,7 +18,7 @@ WAIT_SECONDS = 0.05  # for an async call to end, until the parent may send other
 NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def make_functions(file: str, seconds: str, reward: str, *names: str) -> Callable[[dict], dict]:
+def make_functions(file: str, seconds: str, extras: str, *names: str) -> Callable[[dict], dict]:
     """Return the function that answers `{"name", "call"}` with the reply of that function.
 
     If the first function is async, `{"start", "stop"}` starts and stops calls by number; the answer
@@ -27,10 +27,9 @@ def make_functions(file: str, seconds: str, reward: str, *names: str) -> Callabl
     Args:
         file: `FunctionCopies.path`.
         seconds: limit of an async call.
-        reward: JSON of the settings of rewards.
+        extras: JSON of the changed settings of extras.
     """
-    from dapo_jax.config.experiment import Reward
-    from dapo_jax.config.settings import from_dict
+    from dapo_jax.config.settings import open_extras
     from dapo_jax.config.user_code import describe_error
     from dapo_jax.rewards.functions import PartsReply, find_functions, read_call
     from dapo_jax.runtime.workers.pickled_functions import load_copies
@@ -40,7 +39,7 @@ def make_functions(file: str, seconds: str, reward: str, *names: str) -> Callabl
     functions, failed = {}, PartsReply({})
     try:
         load_copies(file)
-        functions = find_functions(names, reward=from_dict(Reward, json.loads(reward), "reward."))
+        functions = find_functions(names, extras=open_extras(json.loads(extras)))
     except Exception as error:  # a module that the trainer finds, and the worker does not
         text = f"{names[0]}: in a worker: {describe_error(error)}"
         failed = PartsReply({}, Failure(Outcome.USER_ERROR, text))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
-from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
+from dapo_jax.config.experiment import Config, Data
 from dapo_jax.config.files import config_for_folder
 from dapo_jax.config.rules import is_own
 from dapo_jax.config.settings import leaves
@@ -39,7 +39,7 @@ WORKERS_PER_CORE = 64  # each has its own processes, most of which wait for othe
 FOLDERS = (
     "model.folder",
     "model.reference_folder",
-    "teacher.folder",
+    "extras.teacher.folder",
     "reward.model_folder",
     "critic.folder",
 )
@@ -53,13 +53,11 @@ def loading(shown: bool = True) -> contextlib.AbstractContextManager[None]:
 def check(config: Any) -> None:
     """Raise `ConfigError` for every mistake that needs no file or folder to be found."""
     validate(config)
-    if isinstance(config, SftConfig | DpoConfig):
-        feature("supervised").check_fields(config)
     if isinstance(config, Config):
         limit = WORKERS_PER_CORE * (os.cpu_count() or 1)
         workers = config.reward.workers
         require(workers <= limit, "reward.workers", workers, f"at most {limit} on this machine")
-        find_functions(list(config.reward.weights()))
+        find_functions(list(config.reward.weights()), extras=config.extras)
         for name, arguments in {"token_weights": "group, sample", **OWN_FUNCTIONS}.items():
             function = getattr(config.algorithm, name)
             if is_own(function) or function and name == "token_weights":
@@ -125,7 +123,7 @@ def check_models(config: Any) -> None:
         require(folder or name != "model.folder", name, folder, allowed)
         if name in FOLDERS and folder and not is_remote(folder):
             if not pathlib.Path(folder).exists():
-                base = config_for_folder(SftConfig, folder)
+                base = config_for_folder(feature("supervised").SftConfig, folder)
                 allowed = f"a folder that exists; dapo-jax sft {base} makes it"
                 require(not base, name, folder, allowed)
             check_weights(folder, name)

@@ -42,8 +42,8 @@ from dapo_jax.types.errors import ConfigError, require
 
 # Settings that name a model folder.
 MODEL_FOLDERS = (
-    "model.folder model.reference_folder teacher.folder reward.model_folder critic.folder start "
-    "reference"
+    "model.folder model.reference_folder extras.teacher.folder reward.model_folder critic.folder "
+    "start reference"
 ).split()
 
 
@@ -259,7 +259,8 @@ def open_decoder(
     decoder = compute.choose_recording(config.algorithm, decoder, training)
     compute.check_divisible(decoder, mesh)
     if training and config.algorithm.distils:
-        check_same_model("teacher.folder", config.teacher.folder, folder, lambda shape: None)
+        teacher = config.extras.teacher.folder
+        check_same_model("extras.teacher.folder", teacher, folder, lambda shape: None)
     check_run_fits(config, decoder, mesh, sampling_mesh, training)
     return decoder, mesh, sampling_mesh
 
@@ -279,7 +280,7 @@ def open_environments(
         return None
     chat = config.data.template == "chat"
     check_chat(config.data.template, tokenizer.chat)
-    settings = with_reward_settings(config.environment, config.reward)
+    settings = with_reward_settings(config)
     return Environments(settings, tokenizer, chat, should_abort)
 
 
@@ -290,8 +291,9 @@ def open_prompts(
     training: bool = True,
 ) -> PromptStream:
     """Return the prompts of the config's problems, as environments open them."""
-    functions = find_functions(list(config.reward.weights()))
-    columns = open_verifier(config.reward).columns(wanted_columns(functions.values()))
+    functions = find_functions(list(config.reward.weights()), extras=config.extras)
+    verifier = open_verifier(config.reward, config.extras)
+    columns = verifier.columns(wanted_columns(functions.values()))
     tools = tool_schemas(config.environment)
     template = config.data.template
     require(not tools or template == "chat", "data.template", template, "chat, which shows tools")
@@ -335,7 +337,7 @@ def build(
             reference = load_reference(config, decoder, mesh, frozen)
             others[REFERENCE] = Model(decoder, reference)
         learners = compute.open_learners(config, decoder, mesh, frozen, others)
-        pool = RewardPool(config.reward, tokenizer.split)
+        pool = RewardPool(config.reward, tokenizer.split, config.extras)
         model = load_reward_model(config, mesh)
         sampler = compute.open_sampler(engine, tokenizer, config.seed, environments)
         close_sampler, decoding_copy = do_nothing, engine.programs.weights.frozen

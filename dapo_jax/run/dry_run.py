@@ -187,7 +187,7 @@ def describe_replies(trial: Trial) -> Iterator[str]:
 def score(config: Config, tokenizer: Tokenizer, trials: Sequence[Trial]) -> list[Group]:
     """Return the answers of each trial as a group, scored in workers as a run's responses are."""
     groups = []
-    with contextlib.closing(RewardPool(config.reward, tokenizer.split)) as pool:
+    with contextlib.closing(RewardPool(config.reward, tokenizer.split, config.extras)) as pool:
         for trial in trials:
             completions = []
             for i, text in enumerate(trial.answers.values()):

@@ -13,7 +13,7 @@ from etils import epath
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.settings import leaves, with_values
+from dapo_jax.config.settings import changed, leaves, rules, with_values
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
@@ -104,7 +104,8 @@ def check_scored(responses: Sequence[Response]) -> None:
 
 def report_on(responses: Sequence[Response], config: Config) -> Report:
     """Return the report on responses; the config's seed is that of the bootstrap."""
-    return make_report(responses, open_verifier(config.reward).same_answer, config.seed)
+    verifier = open_verifier(config.reward, config.extras)
+    return make_report(responses, verifier.same_answer, config.seed)
 
 
 def heldout_metrics(report: Report) -> dict[str, float]:
@@ -269,10 +270,9 @@ DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
     "compute.dtype sampler.cache_dtype sampler.weights_dtype environment.name environment.tools "
     "environment.max_turns environment.max_drawn_tokens environment.max_observation_tokens "
-    "environment.rewards reward.verifier reward.unfinished reward.percent reward.correct "
-    "reward.threshold reward.parts reward.model_folder reward.judge.model reward.judge.rubric "
-    "reward.judge.highest reward.judge.temperature algorithm.reward_correct "
-    "algorithm.reward_wrong algorithm.overlong_punishment algorithm.overlong_buffer_share"
+    "environment.rewards reward.verifier reward.correct reward.threshold reward.parts "
+    "reward.model_folder algorithm.reward_correct algorithm.reward_wrong "
+    "algorithm.overlong_punishment algorithm.overlong_buffer_share"
 ).split()
 
 
@@ -286,11 +286,14 @@ def deciding_settings(
         policy = load_huggingface.fingerprint(config.model.folder)
         if config.lora.folder:
             policy += f" {peft_adapters.fingerprint(config.lora.folder)}"
+    rule = rules(Config)
+    extras = {n: v for n, v in changed(config).items() if n.startswith("extras.")}
     problems = [(p.digest, p.tokens.tolist(), p.answer, p.columns) for p in prompts]
     return {
         "policy_digest": policy,
         "problems": len(problems),
         "problems_digest": digest_json(problems),
+        "extras": {n: v for n, v in extras.items() if not rule[n].may_change},
     } | {name: value for name, _, value in leaves(config) if name in DECIDING}
 
 

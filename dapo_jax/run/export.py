@@ -10,7 +10,7 @@ from typing import Any
 from filelock import FileLock
 
 from dapo_jax.config.experiment import ExportConfig, Lora
-from dapo_jax.config.settings import check_values
+from dapo_jax.config.settings import check_settings
 from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.layers import ADAPTER_NAMES
@@ -36,7 +36,7 @@ EXPORTS = "exported"  # in run_dir: exports of checkpoints that were used as mod
 
 def check(config: ExportConfig) -> None:
     """Raise `ConfigError` for wrong settings, or a folder that must not be written."""
-    check_values(config)
+    check_settings(config)
     require(bool(config.run), "run", config.run, "the run_dir of a run")
     require(bool(config.out), "out", config.out, "the folder to write")
     check_free("out", config.out, EXPORTED)

@@ -257,7 +257,7 @@ def check_run_fits(
         f"packing.row_tokens = {packing.row_tokens}",
         "logits": f"compute.logprob_chunk_tokens = {config.compute.logprob_chunk_tokens}",
         "parameters": f"model.folder = {config.model.folder!r}",
-        "teacher": f"teacher.folder = {config.teacher.folder!r}",
+        "teacher": f"extras.teacher.folder = {config.extras.teacher.folder!r}",
     }
     needs = run_bytes(config, decoder, mesh, sampling_mesh, training)
     check_fits("sampling", needs["sampling"], sampling_mesh, settings)

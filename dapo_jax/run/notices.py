@@ -29,8 +29,6 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
 
 def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]:
     """Yield warnings about settings that are allowed but probably mistakes."""
-    if config.sampler.engine != "own":
-        yield f"sampler.engine = {config.sampler.engine!r}: this run can't be repeated"
     warmup, steps = config.optimizer.warmup_steps, config.total_steps
     if warmup > steps:
         yield (

@@ -16,7 +16,7 @@ import numpy as np
 from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
-from dapo_jax.config.settings import check_types, check_values
+from dapo_jax.config.settings import check_settings
 from dapo_jax.run import checks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.tool_calls import read_message
@@ -63,9 +63,8 @@ def _check_sampling(
     require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
     prompts = list(prompts)  # a column of a table, or an iterator
     require(type(samples) is int and samples > 0, "samples", samples, "a whole number above 0")
-    limits = experiment.ServeConfig(**sampling)
-    check_types(limits)
-    check_values(limits)
+    check_settings(Sampler(top_k=sampling.pop("top_k", 0)))
+    check_settings(experiment.Evaluation(**sampling))
     for i, prompt in enumerate(prompts):
         is_chat = isinstance(prompt, list | tuple) and all(isinstance(m, dict) for m in prompt)
         allowed = "text, or a list of messages with role and content"
@@ -251,7 +250,6 @@ class Policy:
             raise ConfigError(f"config.model = {self.name!r}: must be {allowed}")
         run, out = self._components.config.run_dir, os.fspath(folder)
         config = experiment.ExportConfig(run=run, out=out, step=self._step, **settings)
-        check_types(config)
         return export(config)
 
 

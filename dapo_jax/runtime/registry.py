@@ -9,6 +9,7 @@ installed packages declare. This module imports nothing of the package.
     environments   partners of a dialogue: `environment.name=NAME:...`
     samplers       sample responses in place of this process: `sampler.engine=NAME`
     families       model families by `model_type` of config.json
+    settings       sections of a config: `config.extras.NAME`
     sinks          receive what a run reports
     commands       `dapo-jax NAME`
     features       modules that a setting asks for
@@ -29,7 +30,7 @@ OURS: dict[str, dict[str, str]] = {
         ),
         "code": "dapo_jax.extras.code.verifier:CodeVerifying",
     },
-    "parts": {"judge": "dapo_jax.extras.judge:ModelJudge"},
+    "parts": {"judge": "dapo_jax.extras.judge.model_judge:ModelJudge"},
     "sources": {
         "gym": "dapo_jax.extras.gym",
         "verifiers": "dapo_jax.extras.environments.verifiers_tasks",
@@ -44,7 +45,7 @@ OURS: dict[str, dict[str, str]] = {
     },
     "samplers": {
         "samplers": "dapo_jax.extras.samplers.remote_sampler:open_remote",
-        "vllm": "dapo_jax.extras.vllm:open_vllm",
+        "vllm": "dapo_jax.extras.vllm.vllm_sampler:open_vllm",
     },
     "families": {
         "gemma4_text": "dapo_jax.extras.families.gemma4:GEMMA4",
@@ -52,6 +53,13 @@ OURS: dict[str, dict[str, str]] = {
         "qwen3_5_text": "dapo_jax.extras.families.qwen3_5:QWEN3_5",
         "qwen3_5_moe_text": "dapo_jax.extras.families.qwen3_5:QWEN3_5_MOE",
         "qwen3_next": "dapo_jax.extras.families.qwen3_5:QWEN3_NEXT",
+    },
+    "settings": {
+        "judge": "dapo_jax.extras.judge.settings:JudgeSettings",
+        "math": "dapo_jax.extras.math.settings:MathSettings",
+        "samplers": "dapo_jax.extras.samplers.settings:SamplersSettings",
+        "teacher": "dapo_jax.extras.distillation.settings:TeacherSettings",
+        "vllm": "dapo_jax.extras.vllm.settings:VllmSettings",
     },
     "sinks": {},
     "commands": {

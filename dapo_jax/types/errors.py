@@ -7,7 +7,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-RENAMED = {"lag": "staleness"}  # last parts of the names of earlier versions
+# Settings and sections of earlier versions that have another name.
+OF_MATH, OF_SAMPLERS = ("percent", "unfinished"), ("host", "key_file", "lease_seconds", "port")
+MOVED = {"reward.judge": "extras.judge", "teacher": "extras.teacher"}
+MOVED |= {"rollout.lag": "rollout.staleness", "rollout.remote": "sampler.engine"}
+MOVED |= {f"reward.{name}": f"extras.math.{name}" for name in OF_MATH}
+MOVED |= {f"sampler.{name}": f"extras.samplers.{name}" for name in OF_SAMPLERS}
 HUB_ADDRESS = re.compile(
     r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(datasets/)?([\w.-]+/[\w.-]+)", re.I
 )
@@ -45,9 +50,16 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     known = list(known)
     last = {full: full.rpartition(".")[2] for full in (name, *known)}
     initials = [n for n in known if "".join(w[:1] for w in last[n].split("_")) == last[name]]
-    renamed = [full for full in known if last[full] == RENAMED.get(last[name])]
-    similar = renamed or initials or difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
+    similar = initials or difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(similar)}?" if similar else ""
+
+
+def present_name(name: str) -> str:
+    """Return the present name of a setting or section, which may be that of an earlier version."""
+    for old, new in MOVED.items():
+        if f"{name}.".startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
 
 
 def check_unique(names: Iterable[Any], what: str) -> None:

@@ -39,8 +39,8 @@ RUNS = {
     "dapo": ("arithmetic.py", TWO_UPDATES),
     "ppo": ("arithmetic.py:ppo", f"{TWO_UPDATES} critic.pretrain_steps=1"),
     "vapo": ("arithmetic.py:vapo", f"{TWO_UPDATES} critic.pretrain_steps=1"),
-    "distillation": ("arithmetic.py:on_policy_distillation", "teacher.folder={sft}"),
-    "gkd": ("arithmetic.py:gkd", "teacher.folder={sft}"),
+    "distillation": ("arithmetic.py:on_policy_distillation", "extras.teacher.folder={sft}"),
+    "gkd": ("arithmetic.py:gkd", "extras.teacher.folder={sft}"),
 }
 RUNS |= {
     name: (config, f"{TWO_UPDATES} {settings}")

@@ -11,8 +11,9 @@ from row_files import read_table
 from served import free_port, make_openai
 from small_runs import ROOT
 
-from dapo_jax.config.experiment import Architecture, Examples, Mesh, Optimizer, Packing, SftConfig
+from dapo_jax.config.experiment import Examples, Mesh, Optimizer, Packing
 from dapo_jax.data.arithmetic import make_problem
+from dapo_jax.extras.sft.settings import Architecture, SftConfig
 from dapo_jax.extras.sft.training import train_supervised
 
 TESTS = (

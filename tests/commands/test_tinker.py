@@ -18,9 +18,10 @@ from served import END, TOKENIZER
 from small_runs import ROOT
 from tinker_served import NAME, SDK, TinkerServer, loss_message
 
-from dapo_jax.config.experiment import ExportConfig, ServeConfig
+from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.server import load_served
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
 from dapo_jax.run.export import export

@@ -7,8 +7,9 @@ from command_lines import load, run_shown
 
 from dapo_jax.algorithms import preset
 from dapo_jax.commands import api
-from dapo_jax.config.experiment import Config, SftConfig
+from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
+from dapo_jax.extras.sft.settings import SftConfig
 from dapo_jax.types.errors import ConfigError
 
 

@@ -1,9 +1,9 @@
-"""Combinations of settings that make no sense, and settings that nothing would read."""
+"""Combinations of settings that make no sense, and settings that nothing reads."""
 
-import contextlib
+import copy
 import dataclasses
-import functools
-import itertools
+import json
+import operator
 
 import pytest
 from command_lines import BASE, RL, load
@@ -11,15 +11,21 @@ from row_files import read_table
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.config.experiment import Config, ExportConfig, Optimizer, SftConfig
+from dapo_jax.config.combinations import OWN, parse_table
+from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.config.rules import Choices
-from dapo_jax.config.settings import leaves, rules
+from dapo_jax.config.settings import from_dict, rules
+from dapo_jax.config.validation import TRAINING, validate
 from dapo_jax.data.prompts.templates import TEMPLATES, open_template
-from dapo_jax.extras.math.verifier import BY_VALUE, VERIFIERS
+from dapo_jax.extras.math.settings import MathSettings
+from dapo_jax.extras.math.verifier import BY_VALUE
+from dapo_jax.extras.serve.settings import ServeConfig
+from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.learner.update import SCHEDULES
 from dapo_jax.model.load_huggingface import DTYPES
+from dapo_jax.types.errors import ConfigError, present_name
 
 # preset | overrides below `config.` | what the message has to name: field, value, what is allowed
 REFUSED = read_table(__file__, "refused")
@@ -77,106 +83,74 @@ def test_the_choices_of_a_setting_are_the_keys_of_its_table(name):
 
 
 def test_conditions_name_what_lower_packages_define():
-    asked = rules(Config)
-    by_value = {
-        name for name in VERIFIERS if asked["reward.percent"].read({"reward.verifier": name})
-    }
-    assert by_value == set(BY_VALUE)
-    shows = asked["data.system_prompt"].read
-    assert {name for name in TEMPLATES if shows({"data.template": name})} == {
-        name for name in TEMPLATES if open_template(name).shows_system
-    }
+    silent = [name for name in TEMPLATES if not open_template(name).shows_system]
+    assert f"data.template={'|'.join(silent)} -> data.system_prompt" in TRAINING
+    assert f"reward.verifier!={'|'.join(BY_VALUE)} -> extras.math" in MathSettings.combinations
     assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", *DTYPES.values()}
 
 
-# --- settings that nothing reads -----------------------------------------------------------------
-
-READ_WHEN = {name: rule.read for name, rule in rules(Config).items() if rule.read}
-
-# Read whatever the algorithm, or refused by a check of its own where it makes no sense.
-ALWAYS_READ = set(
-    "advantage whiten critic ratio region covariance dual_clip aggregate trained_responses "
-    "token_weights reference kl kl_coefficient entropy_coefficient positive_nll_coefficient "
-    "importance_cap router_replay router_balance_coefficient "
-    "distillation rejection dynamic_sampling reward_correct reward_wrong overlong_punishment "
-    "overlong_filtering".split()
-)
-
-# Overrides with which one or the other condition holds.
-EXTRAS = read_table(__file__, "extras")
-NUMBERS = (0.9, 0.5, 0.1, 0.25, 2.0, 3.0, 8.0, 1e-4, 3, 2, 8, 16)
+@pytest.mark.parametrize("kind", [Config, SftConfig, DpoConfig, ServeConfig, ExportConfig])
+def test_tables_of_combinations_name_settings_and_values_that_exist(kind):
+    config, rule = kind(), rules(kind)
+    parts = vars(config.extras).values() if kind is Config else [config]
+    tables = [(getattr(part, "combinations", ""), "") for part in parts]
+    tables += [(TRAINING, "algorithm.")] if kind is Config else []
+    rows = [row for table, prefix in tables for row in parse_table(table, prefix)]
+    for term in [term for conditions, needs, _ in rows for term in [*conditions, *needs]]:
+        value, values = operator.attrgetter(term.name)(config), {*term.values} - {"", OWN}
+        allowed = rule[term.name].allowed if term.sign else None
+        if isinstance(allowed, Choices):
+            assert values <= {*allowed}, term
+        elif values and not isinstance(value, str):
+            assert values <= ({"true", "false"} if isinstance(value, bool) else {"-1", "0", "1"})
 
 
-NOWHERE = "--config.sampler.cache=slots", "--config.log.rollouts=false"
-
-
-def settings_of(config: Config) -> dict:
-    return {name: value for name, _, value in leaves(config)}
-
-
-@functools.cache
-def of_presets() -> dict[str, dict]:
-    presets = sorted(set(algorithms.PRESETS) - {"sft"})
-    return {preset: settings_of(load(Config, f"{RL}:{preset}")) for preset in presets}
-
-
-def flags(overrides: str) -> list[str]:
-    return [f"--config.{text}" for text in overrides.split()]
-
-
-def other_values(name: str) -> list:
-    """Legal values of a setting that are not its default, of its type."""
-    default, allowed = settings_of(Config())[name], rules(Config)[name].allowed
-    if isinstance(default, bool):
-        return [not default]
-    texts = (
-        allowed
-        if isinstance(allowed, Choices)
-        else [*("elsewhere", "query,value", "{problem}", "http://elsewhere/v1")]
-    )
-    values = texts if isinstance(default, str) else NUMBERS
-    legal = (v for v in values if type(v) is type(default) and (allowed is None or allowed(v)))
-    return [value for value in legal if value != default]
-
-
-def run_that_reads(name: str) -> dict:
-    """The settings of the first valid run that reads the setting, which is not its default."""
-    for extra, value in itertools.product(EXTRAS, other_values(name)):
-        for preset, plain in of_presets().items():
-            given = dict(text.split("=", 1) for text in extra.split())
-            if name not in given and not READ_WHEN[name](plain | given):
-                continue
-            with contextlib.suppress(SystemExit):
-                others = [flag for flag in flags(extra) if not flag.startswith(f"--config.{name}=")]
-                arguments = [*others, f"--config.{name}={value}"]
-                return settings_of(load(Config, f"{RL}:{preset}", *arguments))
-    raise AssertionError(f"no run reads {name}")
-
-
-@pytest.mark.parametrize("name", READ_WHEN)
-def test_a_changed_setting_is_refused_where_nothing_reads_it_and_only_there(name, capsys):
-    found = run_that_reads(name)
-    value = found[name]
-    assert READ_WHEN[name](found)
-    change = f"--config.{name}={value}"
-    capsys.readouterr()
-    unread = [preset for preset, plain in of_presets().items() if not READ_WHEN[name](plain)]
-    # What is no preset's choice is named.
-    where = [f"{RL}:{unread[0]}"] if unread else [f"{RL}:dapo", *NOWHERE]
-    with pytest.raises(SystemExit) as stopped:
-        load(Config, *where, change)
+@pytest.mark.parametrize(("preset", "reader", "overrides"), read_table(__file__, "unread"))
+def test_a_setting_that_another_one_turns_off_is_refused(preset, reader, overrides, capsys):
+    """The last of the overrides; nothing would read it."""
+    flags = [f"--config.{text}" for text in overrides.split()]
+    with pytest.raises(SystemExit):
+        load(Config, f"{RL}:{preset}", *flags)
+    name = overrides.split()[-1].partition("=")[0]
     message = capsys.readouterr().err
-    default = settings_of(Config())[name]
-    allowed = "empty" if default == "" else repr(default)
-    decider = READ_WHEN[name].names.split()[0]
-    assert stopped.value.code == 2 and len(message.splitlines()) == 1
-    assert f"config.{name} = {value!r}: must be {allowed} with {decider} = " in message
-    assert "nothing reads it" in message
+    assert f"config.{name} = " in message and f" with {reader} = " in message, message
+    assert "nothing reads it" in message and len(message.splitlines()) == 1
 
 
-def test_every_field_of_an_algorithm_has_a_condition_or_is_always_read():
-    fields = {field.name for field in dataclasses.fields(Algorithm)}
-    listed = {name.removeprefix("algorithm.") for name in READ_WHEN if name.startswith("alg")}
-    assert listed | ALWAYS_READ == fields and not listed & ALWAYS_READ
-    assert set(READ_WHEN) <= set(settings_of(Config()))
-    assert {f"critic.optimizer.{f.name}" for f in dataclasses.fields(Optimizer)} <= set(READ_WHEN)
+def test_a_users_function_may_read_any_setting_of_its_choice():
+    algorithm = Algorithm(advantage="own:f", gamma=0.9, pass_k=8, dynamic_sampling=False)
+    validate(Config(algorithm=algorithm))
+
+
+@pytest.mark.parametrize(("overrides", "words"), read_table(__file__, "extras"))
+def test_settings_of_extras_are_checked_with_the_run(overrides, words, capsys):
+    with pytest.raises(SystemExit):
+        load(Config, RL, *(f"--config.{text}" for text in overrides.split()))
+    message = capsys.readouterr().err
+    assert all(word in message for word in words.split()), message
+
+
+@pytest.mark.parametrize("name", ["teacher.folder", "reward.judge.model", "sampler.port"])
+def test_the_old_name_of_a_setting_of_an_extra_leads_to_the_new_one(name, capsys):
+    new = f"config.{present_name(name)}"
+    with pytest.raises(SystemExit):
+        load(Config, RL, f"--config.{name}=x")
+    assert f"did you mean --{new}?" in capsys.readouterr().err
+    tables = {name.rpartition(".")[2]: "x"}
+    for part in reversed(name.split(".")[:-1]):
+        tables = {part: tables}
+    with pytest.raises(ConfigError, match="it is now config.extras"):
+        from_dict(Config, tables)
+    with pytest.raises(AttributeError, match="it is now config.extras"):
+        operator.attrgetter(name)(Config())
+
+
+def test_sections_of_extras_are_read_from_tables_and_equal_their_defaults():
+    config = from_dict(Config, {"extras": {"judge": {"model": "m"}}})
+    assert config.extras.judge.model == "m" and config != Config()
+    again = from_dict(Config, json.loads(json.dumps(dataclasses.asdict(config))))
+    assert again == config == copy.deepcopy(config)
+    config.extras.judge.model = ""
+    assert config == Config()
+    with pytest.raises(ConfigError, match="Extras.jugde: .*did you mean judge"):
+        config.extras.jugde = "m"

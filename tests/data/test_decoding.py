@@ -9,12 +9,12 @@ import pytest
 from conftest import make_prompt
 from word_marks import KINDS, SPECIAL, make_tokenizer
 
-from dapo_jax.config.experiment import OwnData
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import TextStream
 from dapo_jax.environments.transcript import Transcript
 from dapo_jax.extras.serve.logprobs import Score, chat_logprobs, completion_logprobs
 from dapo_jax.extras.sft.rows import EXAMPLES, Writer
+from dapo_jax.extras.sft.settings import OwnData
 from dapo_jax.extras.tinker.messages import MESSAGES
 from dapo_jax.extras.tinker.openai import StoredResponses
 from dapo_jax.extras.tinker.store import State

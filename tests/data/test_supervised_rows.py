@@ -6,12 +6,13 @@ from row_files import read_table, write_lines
 from served import byte_tokenizer
 from tokenizers import processors
 
-from dapo_jax.config.experiment import Data, OwnData
+from dapo_jax.config.experiment import Data
 from dapo_jax.data.files import MalformedRow
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.extras.sft.rows import EXAMPLES, PAIRS, Writer, endless_order, read_examples
+from dapo_jax.extras.sft.settings import OwnData
 from dapo_jax.types.errors import ConfigError
 
 PLAIN_CHAT = (

@@ -7,11 +7,8 @@ import sys
 import pytest
 
 from dapo_jax.commands import train as train_command
-from dapo_jax.config.experiment import (
-    WORD_PROBLEMS,
-    Config,
-    Model,
-)
+from dapo_jax.config.experiment import Config, Model
+from dapo_jax.extras.sft.settings import WORD_PROBLEMS
 from dapo_jax.extras.words import make_problem, make_word_problem
 from dapo_jax.types.errors import ConfigError
 
@@ -63,5 +60,5 @@ def test_a_missing_base_is_made_first_and_its_exit_code_ends_the_command(
     train_command.make_base(config)  # no packaged config makes it
     config.model.folder, config.data.source = "runs/arithmetic_sft", "nowhere"
     with pytest.raises(ConfigError, match="nowhere"):  # before the first stage takes minutes
-        train_command.check_and_make_base(config)
+        train_command.check_run(config)
     assert len(commands) == 1

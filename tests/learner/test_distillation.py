@@ -20,7 +20,7 @@ from small_runs import (
 from teachers import LARGE, divergence_by_definition, make_teacher, write_teacher
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Compute, Config, Optimizer, Teacher
+from dapo_jax.config.experiment import Compute, Config, Optimizer
 from dapo_jax.extras.distillation.divergence import Divergence
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner, policy_objective
@@ -160,7 +160,8 @@ def large_folder(tiny_folder, tmp_path_factory):
 
 def make(tiny_folder, teacher, run_dir, preset="gkd", **changes) -> Config:
     weights = changes.pop("weights_dtype", "auto")
-    given = {"teacher": Teacher(folder=str(teacher), weights_dtype=weights)} | changes
+    settings = {"folder": str(teacher), "weights_dtype": weights}
+    given = {"extras": {"teacher": settings}} | changes
     return make_quick_config(tiny_folder, run_dir, preset, updates=1, **given)
 
 
@@ -178,7 +179,7 @@ def test_the_policy_as_its_own_teacher_adds_nothing_to_an_advantage(tiny_folder,
 def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
     tiny_folder, large_folder, alone, tmp_path, monkeypatch
 ):
-    with pytest.raises(ConfigError, match=r"config\.teacher\.folder"):
+    with pytest.raises(ConfigError, match=r"config\.extras\.teacher\.folder"):
         checks.check_models(make(tiny_folder, tmp_path / "nothing", tmp_path))
     small = write_teacher(tmp_path / "small", tiny_folder, dataclasses.replace(LARGE, vocab=24))
     other = write_teacher(tmp_path / "other", tiny_folder)
@@ -186,7 +187,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
     tokenizer.write_text(tokenizer.read_text().replace("again", "gaina"))
     monkeypatch.delattr(components, "load_frozen")
     for folder, words in ((other, "tokenizer"), (small, "at least the policy's 32 tokens")):
-        with pytest.raises(ConfigError, match=f"teacher.folder = '{folder}'.*{words}"):
+        with pytest.raises(ConfigError, match=f"extras.teacher.folder = '{folder}'.*{words}"):
             build(make(tiny_folder, folder, tmp_path))
 
 

@@ -11,6 +11,7 @@ from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.plan.published_shapes import read_shape
 from dapo_jax.extras.serve.server import served_name
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.model import load_huggingface
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.types.errors import ConfigError

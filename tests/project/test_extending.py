@@ -51,7 +51,8 @@ def test_a_run_uses_plug_ins_of_another_package(path, tmp_path):
         f"model.folder={model} data.source=counting:3 data.train_problems=40 "
         "data.heldout_problems=8 environment.name=echo environment.max_turns=2 "
         "environment.max_observation_tokens=4 reward.verifier=last_digit "
-        "reward.parts=rule=1,brevity=0.1,environment=0.1 log.sinks=lines "
+        "reward.parts=rule=1,brevity=0.1,environment=0.1 extras.brevity.longest=1000 "
+        "log.sinks=lines "
         "total_steps=1 optimizer.warmup_steps=0 "
         "rollout.prompts_per_step=4 rollout.samples_per_prompt=4 rollout.max_sample_rounds=1 "
         "algorithm.dynamic_sampling=false sampler.engine=counted sampler.slots=16 "
@@ -65,3 +66,4 @@ def test_a_run_uses_plug_ins_of_another_package(path, tmp_path):
     recorded = json.loads(line)
     assert recorded["prompt"].startswith("3+")
     assert {"rule", "brevity", "environment"} <= recorded["reward_parts"].keys()
+    assert recorded["reward_parts"]["brevity"] >= 0.09  # with its weight, of at most 100 characters

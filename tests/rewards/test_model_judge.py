@@ -13,9 +13,10 @@ import pytest
 from conftest import make_completion, make_prompt
 
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.config.experiment import ModelJudge as Settings
-from dapo_jax.extras import judge as model_judge
-from dapo_jax.extras.judge import read_score
+from dapo_jax.config.settings import open_extras
+from dapo_jax.extras.judge import model_judge
+from dapo_jax.extras.judge.model_judge import read_score
+from dapo_jax.extras.judge.settings import JudgeSettings as Settings
 from dapo_jax.reporting.metrics import judge_counts
 from dapo_jax.rewards.functions import PartsReply, ResponseCall, find_functions
 from dapo_jax.rewards.group_rewards import reward_group
@@ -74,7 +75,7 @@ def judging(replies, port=0):
 
 def score(settings: Settings, *responses: str, columns: str = "") -> list[PartsReply]:
     """Return the replies of the part `judge` on responses, as its worker does."""
-    judge = find_functions(["judge"], reward=Reward(judge=settings))["judge"]
+    judge = find_functions(["judge"], extras=open_extras({"judge": settings}))["judge"]
     calls = [ResponseCall("6*7?", text, "42", None, columns) for text in responses]
     return [judge.score(call, 60.0) for call in calls]
 
@@ -181,7 +182,8 @@ def test_a_response_that_no_judge_can_read_has_the_lowest_grade(reply):
 
 def open_pool(url: str, **judge) -> RewardPool:
     settings = Settings(url=url, model="m", cache="", **judge)
-    return RewardPool(Reward(parts="judge=0.5", correct="spread", judge=settings))
+    extras = open_extras({"judge": settings})
+    return RewardPool(Reward(parts="judge=0.5", correct="spread"), extras=extras)
 
 
 @pytest.mark.parametrize("calls", [60, pytest.param(1000, marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ from small_runs import equal, make_quick_config
 from toy_sampler import ScriptedSampler, ToySampler
 
 from dapo_jax.extras.samplers.remote_sampler import RemoteSampler
-from dapo_jax.extras.vllm import VllmSampler
+from dapo_jax.extras.vllm.vllm_sampler import VllmSampler
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.components import build
 from dapo_jax.run.run import first_state

@@ -9,14 +9,9 @@ from conftest import TINY
 from small_runs import make_quick_config
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import (
-    Lora,
-    Packing,
-    Rollout,
-    Sampler,
-    ServeConfig,
-)
+from dapo_jax.config.experiment import Lora, Packing, Rollout, Sampler
 from dapo_jax.extras.serve import server
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.rollout.cache_layout import CacheLayout

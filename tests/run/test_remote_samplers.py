@@ -18,10 +18,10 @@ from remote_runs import SECONDS, make_remote, processes_of
 from remote_samplers import IDENTITY, Proxy, remote_sampler, url_of
 from toy_sampler import ScriptedSampler
 
-from dapo_jax.config.experiment import SamplerConfig, SamplersSettings
 from dapo_jax.extras.samplers import command
 from dapo_jax.extras.samplers.lease_server import EXCHANGE, LeaseServer
 from dapo_jax.extras.samplers.leases import Leases, Session, Task
+from dapo_jax.extras.samplers.settings import SamplerConfig, SamplersSettings
 from dapo_jax.extras.samplers.weight_versions import WeightVersions
 from dapo_jax.rollout import group_format
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING

@@ -18,10 +18,11 @@ from several import COMMAND, Several, assert_rounded_alike
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Compute, DpoConfig, Lora, Optimizer, Packing, SftConfig
+from dapo_jax.config.experiment import Compute, Lora, Optimizer, Packing
 from dapo_jax.config.validation import validate
 from dapo_jax.extras.sft import training as supervised
 from dapo_jax.extras.sft.rows import Example, Turns
+from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.extras.sft.training import imitation_batch, train_supervised
 from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.packing import pack

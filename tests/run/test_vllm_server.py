@@ -24,8 +24,9 @@ from remote_runs import SECONDS
 from samplers import END
 from served import free_port
 
-from dapo_jax.config.experiment import Config, Extras, VllmSettings
-from dapo_jax.extras.vllm import Server
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.settings import open_extras
+from dapo_jax.extras.vllm.vllm_sampler import Server
 from dapo_jax.run.run import train
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.types.errors import ConfigError
@@ -104,7 +105,7 @@ def test_a_run_trains_on_the_samples_of_its_servers(tiny_folder, score_folder, t
     """The plug-in is found by its name; a server that does not answer at all is left out."""
     folders = tiny_folder, score_folder, tmp_path / "run"
     sections = {"sampler": {"engine": "vllm"}}
-    sections["extras"] = Extras(vllm=VllmSettings("http://127.0.0.1:9"))
+    sections["extras"] = open_extras({"vllm.servers": "http://127.0.0.1:9"})
     config = make_kept("adapters", *folders, total_steps=2, **sections)
     with pytest.raises(ConfigError, match="extras.vllm.servers = .*of which one answers"):
         train(config)

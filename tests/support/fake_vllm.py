@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.extras.vllm import VllmSampler
+from dapo_jax.extras.vllm.vllm_sampler import VllmSampler
 
 WEIGHTS = "adapter_model.safetensors"
 

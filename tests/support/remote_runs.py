@@ -14,8 +14,8 @@ from kept_groups import make_kept
 from served import free_port
 from small_runs import ROOT
 
-from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Checkpoint, Config, Rollout
+from dapo_jax.config.settings import open_extras
 
 SECONDS = 600.0  # for a run to end
 
@@ -31,8 +31,8 @@ def make_remote(
         "checkpoint": Checkpoint(every_steps=2, keep=1, keep_groups=True),
     }
     if engine != "own":
-        samplers = experiment.SamplersSettings(port=free_port(), lease_seconds=3.0)
-        sections |= {"sampler": {"engine": engine}, "extras": experiment.Extras(samplers)}
+        extras = {"samplers.port": free_port(), "samplers.lease_seconds": 3.0}
+        sections |= {"sampler": {"engine": engine}, "extras": open_extras(extras)}
     return make_kept(setting, *folders, run_dir, **sections | changes)
 
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dapo_jax.config.experiment import SamplerConfig, SamplersSettings
 from dapo_jax.extras.samplers.command import Worker
 from dapo_jax.extras.samplers.lease_server import LeaseServer
 from dapo_jax.extras.samplers.leases import Leases
 from dapo_jax.extras.samplers.remote_sampler import LeasedSampler, RemoteSampler
+from dapo_jax.extras.samplers.settings import SamplerConfig, SamplersSettings
 from dapo_jax.extras.samplers.weight_versions import WeightVersions
 from dapo_jax.rollout.scheduler import Scheduler
 

@@ -20,9 +20,10 @@ from samplers import greedy_loop
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from dapo_jax.config.experiment import Mesh, ServeConfig
+from dapo_jax.config.experiment import Mesh
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve import server as serve
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
 from dapo_jax.run import checks

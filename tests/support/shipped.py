@@ -5,9 +5,9 @@ import importlib
 import json
 import pathlib
 
-from dapo_jax.config.experiment import SftConfig
 from dapo_jax.config.settings import leaves
 from dapo_jax.data.arithmetic import make_worked_example
+from dapo_jax.extras.sft.settings import SftConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAME = "dapo_jax:arithmetic_base"

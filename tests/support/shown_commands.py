@@ -23,16 +23,17 @@ from markdown_it.token import Token
 
 from dapo_jax.commands import command_line
 from dapo_jax.commands.main import COMMANDS
-from dapo_jax.config import experiment
+from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.config.settings import leaves
+from dapo_jax.extras.report.command import ReportConfig
+from dapo_jax.extras.serve.settings import ServeConfig
+from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.runtime import registry
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOT_HERE = {"torch"}  # a package that a script of the repository needs and tests do without
 MARKERS = {"hardware", "cloud", "network"}
-KINDS = [
-    getattr(experiment, f"{kind}Config") for kind in ("", "Sft", "Dpo", "Export", "Serve", "Report")
-]
+KINDS = [Config, SftConfig, DpoConfig, ExportConfig, ServeConfig, ReportConfig]
 FILE = "configs/arithmetic.py"
 PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}
 PLACEHOLDERS |= {"mine/config.py": FILE, "my/config.py": FILE}  # `dapo-jax init` writes them

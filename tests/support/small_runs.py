@@ -26,6 +26,7 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
+from dapo_jax.extras.sft.settings import Architecture, SftConfig
 from dapo_jax.extras.sft.training import train_supervised
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.rewards.group_rewards import reward_group
@@ -46,11 +47,11 @@ CLOCKED = ("time", "seconds_", "sampled_tokens_per_second", "trained_tokens_per_
 
 
 def make_small_base(folder: pathlib.Path) -> pathlib.Path:
-    config = experiment.SftConfig(
+    config = SftConfig(
         out=str(folder),
         total_steps=60,
         examples_per_step=32,
-        architecture=experiment.Architecture(2, 64, heads=4, kv_heads=2, head_dim=16, mlp=128),
+        architecture=Architecture(2, 64, heads=4, kv_heads=2, head_dim=16, mlp=128),
         examples=experiment.Examples(min_terms=2, max_terms=3),
         max_response_tokens=24,
         optimizer=experiment.Optimizer(learning_rate=5e-3, warmup_steps=5),

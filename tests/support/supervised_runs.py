@@ -6,7 +6,8 @@ import pathlib
 from conftest import check_documented
 from row_files import write_lines
 
-from dapo_jax.config.experiment import Mesh, Optimizer, OwnData, Packing
+from dapo_jax.config.experiment import Mesh, Optimizer, Packing
+from dapo_jax.extras.sft.settings import OwnData
 
 SUMS = [(a, b) for a in range(8) for b in range(8)]
 

@@ -22,7 +22,9 @@ from pairs import own_pairs, rows
 from row_files import read_table
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.extras.math import algebra_process, is_equivalent
+from dapo_jax.config.settings import open_extras
+from dapo_jax.extras.math import algebra_process
+from dapo_jax.extras.math.algebra_process import is_equivalent
 from dapo_jax.extras.math.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.extras.math.extraction import extract
 from dapo_jax.extras.math.verifier import Settings, dapo, make_verifier
@@ -142,7 +144,7 @@ def test_a_worker_killed_from_outside_costs_nothing():
 
 FORKING = r"""
 import os
-from dapo_jax.extras.math import is_equivalent
+from dapo_jax.extras.math.algebra_process import is_equivalent
 assert is_equivalent(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
 child = os.fork()
 fine = is_equivalent(r"\boxed{\sqrt{50}}", r"5\sqrt{2}")
@@ -168,7 +170,7 @@ def test_a_stopped_worker_is_killed_and_its_verdict_computed_again(monkeypatch):
 
 def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp_path):
     code = (
-        "from dapo_jax.extras.math import is_equivalent\n"
+        "from dapo_jax.extras.math.algebra_process import is_equivalent\n"
         "is_equivalent(r'\\sqrt{8}', '1'); print(flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -215,7 +217,9 @@ EXPENSIVE = (
 
 
 def test_sixty_four_expensive_responses_cost_no_other_its_verdict():
-    pool = RewardPool(Reward(verifier="math", workers=2, unfinished="right"))
+    pool = RewardPool(
+        Reward(verifier="math", workers=2), extras=open_extras({"math.unfinished": "right"})
+    )
     golds = [r"\sqrt{1000!}", r"(x+\sqrt2)^{12}", r"x>\sqrt{2}", r"(\sqrt2,\sqrt3+\pi)", "x+1"]
     hard = [
         pool.submit("", rf"\boxed{{{text} }}", gold)
@@ -292,7 +296,7 @@ def test_long_and_nested_answers_are_judged_in_no_time(gold):
 
 def test_a_run_chooses_whether_unfinished_answers_are_right():
     for choice, right in (("wrong", False), ("right", True)):
-        pool = RewardPool(Reward(verifier="math", unfinished=choice))
+        pool = RewardPool(Reward(verifier="math"), extras=open_extras({"math.unfinished": choice}))
         verdict = pool.submit("Say: Compute 2^5.", r"\boxed{2^5}", "32").result()
         other = pool.submit("Say: Compute 2^5.", r"\boxed{32}", "32").result()
         pool.close()
@@ -303,7 +307,7 @@ def test_a_run_chooses_whether_unfinished_answers_are_right():
 def test_a_run_chooses_whether_percent_may_be_left_out_of_the_value():
     asked, text = "What percent of 50 is 10?", r"\boxed{20\%}"
     for choice, right in (("exact", False), ("as_asked", True)):
-        pool = RewardPool(Reward(verifier="math", percent=choice))
+        pool = RewardPool(Reward(verifier="math"), extras=open_extras({"math.percent": choice}))
         verdicts = [
             pool.submit(problem, text, gold).result().correct
             for gold, problem in (("20", asked), ("20", "10 of 50?"), ("0.2", asked), ("21", asked))

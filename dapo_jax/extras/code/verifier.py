@@ -252,8 +252,8 @@ class CodeVerifying(Verifying):
 
     reads_answers = False
 
-    def __init__(self, reward: Reward):
-        super().__init__(reward)
+    def __init__(self, reward: Reward, extras: Any):
+        super().__init__(reward, extras)
         self._every = TESTS in reward.weights()
         sandbox.find_python()  # fails here, not in a thread
 

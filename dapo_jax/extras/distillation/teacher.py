@@ -21,13 +21,13 @@ from dapo_jax.run.compute import check_divisible, numerics
 from dapo_jax.runtime import sharding
 from dapo_jax.types.errors import require
 
-FIELD = "teacher.folder"
+FIELD = "extras.teacher.folder"
 READ = functools.partial(load_huggingface.read_config, field=FIELD)
 
 
 def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any) -> DecoderConfig:
     """Return the shape of the folder. Raises `ConfigError` if it does not fit policy or mesh."""
-    settings = config.teacher
+    settings = config.extras.teacher
     folder = settings.folder
     numbers = numerics(config.compute, mesh, config.rows().row_tokens) | {"remat": "none"}
     if settings.dtype != "auto":
@@ -61,7 +61,7 @@ def abstract_teacher(
     for path, leaf in sharding.flatten(sharding.unbox(boxed)).items():
         dtype: Any = forward_dtype(path, decoder)
         summed = scaled_axes(path) if path.endswith("/kernel") else ()
-        if config.teacher.weights_dtype == "int8" and summed:
+        if config.extras.teacher.weights_dtype == "int8" and summed:
             dtype = jnp.int8
             # The first axis of an array is its layers, so axes are counted from the second.
             shape, spec = (
@@ -85,7 +85,7 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
 
     Rows of its vocabulary beyond the policy's are padding and are dropped. Raises `ConfigError`.
     """
-    folder = config.teacher.folder
+    folder = config.extras.teacher.folder
     whole = _shape_in_folder(config, policy, mesh, READ)
     params = load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
     flat = sharding.flatten(params)

@@ -1,6 +1,7 @@
 """The mathematical verifiers as a plug-in: verdicts, and readings of gold answers before a run."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.extras.math.algebra_process import WORKER, same_answer, verify
@@ -72,9 +73,9 @@ class MathVerifying(Verifying):
 
     together = 64
 
-    def __init__(self, reward: Reward):
-        super().__init__(reward)
-        self._settings = Settings(reward.verifier, reward.percent, reward.unfinished)
+    def __init__(self, reward: Reward, extras: Any):
+        super().__init__(reward, extras)
+        self._settings = Settings(reward.verifier, extras.math.percent, extras.math.unfinished)
 
     def open(self) -> Workers:
         return (RestartingWorker(WORKER),)

@@ -31,7 +31,7 @@ class Question(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Settings of the section `reward` that choose a verifier."""
+    """A verifier, and its settings in `config.extras.math`."""
 
     verifier: str  # one of `VERIFIERS`, or 'answer' if responses are extracted answers
     percent: str = "exact"

@@ -7,12 +7,15 @@ everything fits; 1: something does not, with how much is missing and what to cha
 settings. Memory is the compiler's figure; seconds are a formula's, since nothing runs. Flags:
 """
 
+import re
 import sys
 
 from dapo_jax.commands import command_line
+from dapo_jax.config import cli
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.rules import Count, PositiveOr0, Share, Unit
-from dapo_jax.config.settings import check_types, check_values, leaves, section, setting
+from dapo_jax.config.settings import check_settings, defaults, leaves, section, setting
+from dapo_jax.types.errors import ConfigError
 
 ONE_TURN = "turns of the environment are not counted: a response is one turn, without observations"
 
@@ -33,25 +36,18 @@ class PlanSettings:
     kept: Share = setting(0.5, "Assumed fraction of groups neither all correct nor all wrong.")
     tokens: PositiveOr0 = setting(0.0, "Assumed mean length of a response; 0: 0.2 of the limit.")
 
-    def check(self) -> None:
-        """Raise `ConfigError` that names a flag of a wrong type or out of range."""
-        try:
-            check_types(self)
-            check_values(self)
-        except command_line.ConfigError as error:
-            raise command_line.ConfigError(f"--{str(error).removeprefix('config.')}") from None
-
 
 def read_flags() -> PlanSettings:
     """Read the flags of a plan, and leave the rest of the command line for the config."""
-    parser = command_line.FlagParser(add_help=False, allow_abbrev=False)
-    for name, _, default in leaves(PlanSettings()):
-        if isinstance(default, bool):
-            parser.add_argument(f"--{name}", action="store_true")
-        else:
-            parser.add_argument(f"--{name}", type=type(default), default=default)
-    flags, sys.argv[1:] = parser.parse_known_args()
-    return PlanSettings(**vars(flags))
+    settings, rest = PlanSettings(), []
+    names = {name: name for name in defaults(PlanSettings)}
+    try:
+        cli.override(settings, sys.argv[1:], names, others=rest)
+        check_settings(settings)
+    except ConfigError as error:
+        cli.exit_with_error(re.sub(r"^config\.", "--", str(error)))
+    sys.argv[1:] = rest
+    return settings
 
 
 def main() -> int:
@@ -68,7 +64,6 @@ def main() -> int:
     from dapo_jax.run.checks import guarded
 
     def work() -> int:
-        settings.check()
         if config.environment.used:
             print(f"warning: {ONE_TURN}", file=sys.stderr)
         return plan.plan(config, settings)

@@ -7,7 +7,7 @@ import pathlib
 import sys
 from typing import Any
 
-from dapo_jax.commands.command_line import check_flag
+from dapo_jax.config.cli import check_flag
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan import programs
 from dapo_jax.extras.plan.chips import GIB, parse

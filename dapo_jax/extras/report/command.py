@@ -10,12 +10,20 @@ import glob
 import pathlib
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import ReportConfig
+from dapo_jax.config.settings import section, setting
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.types.errors import require
 
 ALLOWED = "a new .html file in a folder that exists, or an earlier report"
 MARK = b'<meta name="generator" content="dapo-jax report">'
+
+
+@section
+class ReportConfig:
+    """One page that shows runs (`dapo-jax report`)."""
+
+    run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
+    out: str = setting("report.html", "The page to write; an earlier report is replaced.")
 
 
 def check_out(out: str) -> pathlib.Path:

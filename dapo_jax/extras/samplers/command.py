@@ -20,10 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import Config, Mesh, SamplerConfig
+from dapo_jax.config.experiment import Config, Mesh
 from dapo_jax.extras.samplers.lease_server import EXCHANGE
 from dapo_jax.extras.samplers.leases import Task
 from dapo_jax.extras.samplers.remote_sampler import sampler_identity, submit
+from dapo_jax.extras.samplers.settings import SamplerConfig
 from dapo_jax.extras.samplers.weight_versions import WeightVersions
 from dapo_jax.rollout import group_format
 from dapo_jax.run import checks, components, compute

@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from dapo_jax.config.experiment import SamplersSettings
 from dapo_jax.extras.samplers.leases import Leases, WrongAnswer
+from dapo_jax.extras.samplers.settings import SamplersSettings
 from dapo_jax.rollout import group_format
 from dapo_jax.runtime.keys import has_key
 from dapo_jax.types.errors import ConfigError

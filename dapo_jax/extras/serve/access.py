@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.extras.serve.errors import RequestError
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.runtime.keys import KEY_VARIABLE, LOOPBACK, has_key
 
 

@@ -19,13 +19,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.extras.serve.access import Access
 from dapo_jax.extras.serve.errors import QueueFull, RequestError
 from dapo_jax.extras.serve.generator import Generator
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.requests import ServedModel, read_request
 from dapo_jax.extras.serve.responses import CompletionResponse
+from dapo_jax.extras.serve.settings import ServeConfig
 
 CLIENT_CLOSED_REQUEST = 499
 ERROR_HEADERS = {

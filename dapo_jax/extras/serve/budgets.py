@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from dapo_jax.config.experiment import Sampler, ServeConfig
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.model.config_json import text_part
 from dapo_jax.run import memory
 from dapo_jax.runtime.storage.models import model_path

@@ -7,13 +7,13 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
-from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve.budgets import AUTO
 from dapo_jax.extras.serve.errors import RequestError, need
 from dapo_jax.extras.serve.generator import ResponseRequest
 from dapo_jax.extras.serve.logprobs import MAX_LIKELIEST
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.runtime.tool_calls import NAME, read_message
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import SamplingRule, Stop

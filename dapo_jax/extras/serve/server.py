@@ -19,8 +19,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import Compute, ServeConfig
+from dapo_jax.config.experiment import Compute
 from dapo_jax.extras.serve.access import Access, exposure_warning
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.run import checks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import read_key

@@ -3,8 +3,8 @@
 import pathlib
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.experiment import DpoConfig, SftConfig
 from dapo_jax.config.validation import check_warmup
+from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.runtime.signals import Signals
 
 SFT_USAGE = """\
@@ -30,19 +30,14 @@ with the same beginning.
 """
 
 
-def check_fields(config: SftConfig | DpoConfig) -> None:
-    """Raise `ConfigError` for a wrong `data.fields`."""
-    from dapo_jax.extras.sft.rows import EXAMPLES, PAIRS, read_fields
-
-    read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
-
-
 def check_folder(config: SftConfig | DpoConfig) -> None:
-    """Raise `ConfigError` if the folder must not be written, or the data has no file."""
+    """Raise `ConfigError` if the folder must not be written, or the data has no file or fields."""
     from dapo_jax.data.files import find_files
     from dapo_jax.data.sources import is_generated
+    from dapo_jax.extras.sft.rows import EXAMPLES, PAIRS, read_fields
     from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, check_free
 
+    read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
     check_warmup(config)
     kind = TRAINED if isinstance(config, SftConfig) else PREFERRING
     check_free("out", config.out, kind)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from dapo_jax.config.experiment import WORD_PROBLEMS, OwnData
 from dapo_jax.data.files import (
     MAX_MESSAGES,
     MalformedRow,
@@ -37,6 +36,7 @@ from dapo_jax.data.row_formats import (
 from dapo_jax.data.sources import hold_out
 from dapo_jax.extras import gym
 from dapo_jax.extras import words as word_problems
+from dapo_jax.extras.sft.settings import WORD_PROBLEMS, OwnData
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.types.errors import ConfigError, naming, require
 from dapo_jax.types.structs import Problem

@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from dapo_jax import algorithms
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.config.experiment import GENERATED, Checkpoint, DpoConfig, Packing, SftConfig
+from dapo_jax.config.experiment import GENERATED, Checkpoint, Packing
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.data import arithmetic
@@ -36,6 +36,7 @@ from dapo_jax.extras.sft.rows import (
     endless_order,
     read_examples,
 )
+from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.learner.advantages import Estimates, Feedback, estimate, gather_feedback
 from dapo_jax.learner.batches import Mean, PackedRows, ScoredBatch, TrainBatch, TrainState
 from dapo_jax.learner.metrics import add_up, feedback_metrics, preference_metrics

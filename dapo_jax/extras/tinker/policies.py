@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import jax
 
-from dapo_jax.config.experiment import Lora, Optimizer, ServeConfig
+from dapo_jax.config.experiment import Lora, Optimizer
 from dapo_jax.extras.serve import budgets
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.server import open_folder
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.tinker.losses import loss_learner
 from dapo_jax.extras.tinker.requests import ATTENTION, AdamParams, Limits, ModelShape
 from dapo_jax.learner.update import Learner, apply_gradient, make_optimizer

@@ -11,8 +11,8 @@ from typing import Any
 
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.config.rules import Rule, When, is_own
-from dapo_jax.config.settings import leaves, rules
+from dapo_jax.config.rules import is_own
+from dapo_jax.config.settings import Rule, defaults, leaves, rules
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.difficulty import parse_range
 from dapo_jax.data.prompt_stream import PromptStream
@@ -22,7 +22,7 @@ from dapo_jax.data.sources import parse_sources
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
-from dapo_jax.types.errors import ConfigError, require
+from dapo_jax.types.errors import ConfigError, present_name, require
 from dapo_jax.types.structs import DIGEST_CHARACTERS
 
 
@@ -39,7 +39,7 @@ MEANINGS: dict[str, Callable[[str], Any]] = {
     "data.difficulty": parse_range,
     "environment.tools": _list,
     "lora.targets": lambda text: sorted(_list(text)),
-    **dict.fromkeys(("data.folder", "model.folder", "teacher.folder"), os.path.normpath),
+    **dict.fromkeys(("data.folder", "model.folder", "extras.teacher.folder"), os.path.normpath),
 }
 
 
@@ -91,18 +91,21 @@ def may_change(name: str, settings: dict[str, Any]) -> bool:
     """Return True if a resumed run may have another value of a setting."""
     rule = rules(Config).get(name, Rule())  # the strictest for other entries of a checkpoint
     allowed = rule.may_change
-    return allowed(settings) if isinstance(allowed, When) else allowed
+    return allowed(settings) if callable(allowed) else allowed
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of a run, with the default of every setting that is younger than it."""
-    return {name: value for name, _, value in leaves(Config())} | settings
+    """Return settings of a run by their present names, with the default of every younger one."""
+    present = {present_name(name): value for name, value in settings.items()}
+    return defaults(Config) | present
 
 
 def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
     """Return a digest of what a run computes: 16 hexadecimal digits."""
-    known = with_defaults(settings)
-    fixed = {n: meaning(n, v) for n, v in settings.items() if not may_change(n, known)}
+    usual, known = defaults(Config), with_defaults(settings)
+    # A package that adds settings of an extra does not change the run.
+    named = {n: v for n, v in settings.items() if not n.startswith("extras.") or v != usual[n]}
+    fixed = {n: meaning(n, v) for n, v in named.items() if not may_change(n, known)}
     text = json.dumps([fixed, inputs], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -153,7 +156,7 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
         folders["model.folder"] = model.folder
     if config.algorithm.reference:
         folders["model.reference_folder"] = model.reference_folder or model.folder
-    folders["teacher.folder"] = config.teacher.folder
+    folders["extras.teacher.folder"] = config.extras.teacher.folder
     content = {name: fingerprint(folder, name) for name, folder in folders.items() if folder}
     if config.algorithm.reference and config.lora.folder:
         content["lora.folder"] = peft_adapters.fingerprint(config.lora.folder)

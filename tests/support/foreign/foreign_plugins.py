@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from dapo_jax.config.rules import Count
+from dapo_jax.config.settings import section, setting
 from dapo_jax.model.families.qwen2 import QWEN2
 from dapo_jax.types.contracts import RunSink, VerifierResult
 from dapo_jax.types.structs import Observation, Problem
@@ -13,8 +15,22 @@ def last_digit(response: str, gold: str, prompt: str) -> VerifierResult:
     return VerifierResult(found == gold[-1], found, "direct")
 
 
-def brevity(prompt: str, response: str, answer: str) -> float:
-    return 1 - len(response) / 100
+@section
+class BrevitySettings:
+    """Lengths of short responses."""
+
+    combinations = "reward.parts!~brevity -> extras.brevity."
+    longest: Count = setting(100, "Characters of a response with reward 0.")
+
+
+class Brevity:
+    """Rewards short responses."""
+
+    def __init__(self, settings: BrevitySettings):
+        self.longest = settings.longest
+
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
+        return 1 - len(response) / self.longest
 
 
 class Counting:

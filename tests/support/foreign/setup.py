@@ -8,10 +8,11 @@ setup(
     py_modules=["foreign_plugins"],
     entry_points={
         "dapo_jax.verifiers": ["last_digit = foreign_plugins:last_digit"],
-        "dapo_jax.parts": ["brevity = foreign_plugins:brevity"],
+        "dapo_jax.parts": ["brevity = foreign_plugins:Brevity"],
         "dapo_jax.sources": ["counting = foreign_plugins:Counting"],
         "dapo_jax.environments": ["echo = foreign_plugins:Echo"],
         "dapo_jax.samplers": ["counted = foreign_plugins:counted"],
+        "dapo_jax.settings": ["brevity = foreign_plugins:BrevitySettings"],
         "dapo_jax.sinks": ["lines = foreign_plugins:Lines"],
         "dapo_jax.families": ["otter = foreign_plugins:OTTER"],
         "dapo_jax.commands": ["hello = foreign_plugins:hello"],

@@ -20,8 +20,7 @@ from typing import Any
 
 from etils import epath
 
-from dapo_jax.config.experiment import ModelJudge as Settings
-from dapo_jax.config.experiment import Reward
+from dapo_jax.extras.judge.settings import JudgeSettings
 from dapo_jax.runtime.storage.retries import suppress_storage_errors, write_text
 from dapo_jax.types.structs import JudgeUnavailable
 
@@ -61,7 +60,7 @@ class Unread(JudgeUnavailable):
 
 
 def write_messages(
-    settings: Settings, problem: str, response: str, answer: str, rubric: str
+    settings: JudgeSettings, problem: str, response: str, answer: str, rubric: str
 ) -> list[dict[str, str]]:
     """Return the chat messages that ask for a score; the text of a policy is in one JSON string."""
     fields = {"problem": problem, "response": response, "reference answer": answer}
@@ -87,9 +86,9 @@ def read_score(text: str, highest: int) -> float:
 class ModelJudge:
     """Reward function that asks a judge. A row's column `rubric` replaces the configured one."""
 
-    def __init__(self, reward: Reward):
-        self._settings = reward.judge
-        self.concurrency = reward.judge.concurrency
+    def __init__(self, settings: JudgeSettings):
+        self._settings = settings
+        self.concurrency = settings.concurrency
         self._threads = concurrent.futures.ThreadPoolExecutor(self.concurrency)
 
     async def __call__(self, prompt: str, response: str, answer: str, rubric: str = "") -> Score:
@@ -108,7 +107,7 @@ class ModelJudge:
 class _Call:
     """Requests for one score. No further ones are sent after `stop` is set."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: JudgeSettings):
         self._settings, self.stop = settings, threading.Event()
         self._counts = {"judge_calls": 0.0, "judge_tokens": 0.0, "judge_cost": 0.0}
 

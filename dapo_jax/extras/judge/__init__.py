@@ -1,0 +1,1 @@
+"""Reward part `judge`: a language model behind OpenAI's chat endpoint."""

@@ -1,0 +1,132 @@
+"""Settings of `dapo-jax sft` and `dapo-jax dpo`."""
+
+from typing import Annotated, ClassVar, Literal
+
+from dapo_jax.config.combinations import Checks, check_table
+from dapo_jax.config.experiment import (
+    GENERATED,
+    SYSTEM_PROMPT,
+    Compute,
+    Examples,
+    Lora,
+    OneMesh,
+    Optimizer,
+    Packing,
+)
+from dapo_jax.config.rules import AutoCount, Count, CountOr0, Positive, Range, Seed
+from dapo_jax.config.settings import part, section, setting
+from dapo_jax.config.validation import check_row_length, check_terms
+
+WORD_PROBLEMS = ("word_problems", "calculator_problems")  # generated too, as rows of a file
+OWN_EXAMPLES = """
+-> data.source!=: a file, folder or glob of rows
+-> start!=: a model folder
+-> packing.row_tokens>0
+-> data.template!=few_shot: examples are no problems to show before others
+data.source!=word_problems|calculator_problems|gym:* -> data.generated_examples
+"""
+
+
+@section
+class Architecture:
+    """Shape of a new policy (Qwen2 family)."""
+
+    layers: Count = setting(3, "Decoder layers.")
+    embed: Count = setting(128, "Width of the residual stream.")
+    heads: Count = setting(4, "Query heads.")
+    kv_heads: Count = setting(2, "Key/value heads; divides heads.")
+    head_dim: Count = setting(32, "Width of a head; even.")
+    mlp: Count = setting(384, "Width of the gated MLP.")
+    rope_theta: Annotated[float, Range(above=1)] = setting(
+        10_000.0, "Base of the rotary wavelengths; short texts learn faster with a small one."
+    )
+
+
+@section
+class OwnData:
+    """A user's own examples, or pairs of them."""
+
+    source: str = setting(
+        "arithmetic",
+        "A file, folder or glob (also gs://) of jsonl, json, csv, parquet or arrow; a bare name is "
+        "looked up in `folder`. For sft also arithmetic, multi_digit_sums: generated (`examples`), "
+        "and word_problems, calculator_problems, gym:TASK: `generated_examples` of them.",
+    )
+    folder: str = setting("data", "Folder for a bare name.")
+    fields: str = setting("", "Fields of rows: KEY=FIELD,.., as prompt=question,response=meta.x.")
+    bad_rows_limit: CountOr0 = setting(10, "Malformed rows that are skipped.")
+    template: str = setting("none", "Template of plain prompts: as for problems, no few_shot.")
+    system_prompt: str = setting("", SYSTEM_PROMPT)
+    heldout_examples: AutoCount = setting(-1, "Examples for evaluation; -1: 1 in 20, up to 256.")
+    generated_examples: Count = setting(400, "Number of generated examples.")
+    passes: Positive = setting(3.0, "Passes over the examples, if total_steps is 0.")
+    overlong: Literal["drop", "cut"] = setting(
+        "drop", "Examples longer than packing.row_tokens: 'drop' them, or 'cut' their end."
+    )
+
+
+@section
+class SftConfig:
+    """A supervised run on examples (`dapo-jax sft`); writes a model folder."""
+
+    combinations: ClassVar = """
+        start= -> lora.rank=0: there is no base model to adapt
+        start!= -> architecture.
+        data.source=arithmetic|multi_digit_sums -> total_steps>0
+        data.source=arithmetic|multi_digit_sums -> data.
+        data.source!=arithmetic|multi_digit_sums -> examples. max_response_tokens
+        examples.direct_share>0 -> examples.errors
+    """
+    needs_file: ClassVar = False
+    usual_rate: ClassVar = 1e-5
+    out: str = setting("runs/base", "Model folder to write; replaces an earlier one of sft.")
+    seed: Seed = setting(0, "Random seed.")
+    start: str = setting("", "Model folder to start from; empty: random weights of `architecture`.")
+    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as data.passes requires.")
+    examples_per_step: Count = setting(32, "Examples per optimizer step.")
+    save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
+    architecture: Architecture = part(Architecture)
+    lora: Lora = part(Lora)
+    compute: Compute = part(Compute)
+    data: OwnData = part(OwnData)
+    examples: Examples = part(Examples)
+    max_response_tokens: Count = setting(160, "Longest example; others are cut.")
+    optimizer: Optimizer = part(lambda: Optimizer(schedule="cosine"))
+    packing: Packing = part(Packing, may_change=True)
+    mesh: OneMesh = part(OneMesh, may_change=True)
+
+    def checks(self) -> Checks:
+        """Yield the checks of combinations of settings."""
+        if self.data.source not in GENERATED:
+            yield from check_table(self, OWN_EXAMPLES)
+            return
+        yield from check_terms("examples", self.examples)
+        longest = 2 * self.examples.max_terms  # a digit and a sign each
+        yield from check_row_length(self.packing, longest + self.max_response_tokens)
+        shape = self.architecture
+        yield "architecture.head_dim", shape.head_dim % 2 == 0, "even"
+        allowed = f"a divisor of architecture.heads = {shape.heads}"
+        yield "architecture.kv_heads", shape.heads % shape.kv_heads == 0, allowed
+
+
+@section
+class DpoConfig:
+    """Preference optimisation on offline pairs (`dapo-jax dpo`); writes a model folder."""
+
+    combinations: ClassVar = OWN_EXAMPLES
+    needs_file: ClassVar = False
+    usual_rate: ClassVar = 1e-6
+    out: str = setting("runs/dpo", "Model folder to write; replaces an earlier one of dpo.")
+    seed: Seed = setting(0, "Random seed.")
+    start: str = setting("", "Model folder to start from.")
+    reference: str = setting("", "The frozen reference policy; empty: `start`.")
+    beta: Positive = setting(0.1, "DPO's beta: strength of a margin, in 1 / nats.")
+    lora: Lora = part(Lora)
+    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as data.passes requires.")
+    pairs_per_step: Count = setting(32, "Pairs per optimizer step.")
+    save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
+    compute: Compute = part(Compute)
+    data: OwnData = part(lambda: OwnData(source="", passes=1.0))
+    optimizer: Optimizer = part(lambda: Optimizer(schedule="linear"))
+    packing: Packing = part(Packing, may_change=True)
+    mesh: OneMesh = part(OneMesh, may_change=True)

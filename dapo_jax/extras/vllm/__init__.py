@@ -1,0 +1,1 @@
+"""vLLM's servers as a run's sampler."""
