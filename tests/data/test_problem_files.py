@@ -238,65 +238,29 @@ def folder(tmp_path):
     for i in range(2):
         parquet.write_table(pa.Table.from_pylist(ROWS), shards / f"{i}.parquet")
     (shards / "state.json").write_text("{}")
-    return tmp_path
-
-
-@pytest.mark.parametrize(("name", "split", "found"), read_table(__file__, "names"))
-def test_names_find_their_files(folder, name, split, found):
-    paths = find_files("data.source", name.format(folder), str(folder), split)
-    assert paths == tuple(str(folder / one) for one in found.split())
-
-
-HUB_FILES = {  # of data sets on the hub
-    "gsm8k": [
-        f"{config}/{split}-00000-of-00001.parquet"
-        for config in ("main", "socratic")
-        for split in ("train", "test")
-    ],
-    "MATH-500": ["test.jsonl"],
-    "DAPO-Math-17k": ["data/dapo-math-17k.parquet"],
-    "OpenR1-Math": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
-}
-
-
-@pytest.fixture
-def hub_folders(tmp_path):
-    """Return a data folder with data sets as `hf download --local-dir` lays them out."""
-    for name, stored in HUB_FILES.items():
-        for file in ["README.md", ".cache/huggingface/download/x.metadata", *stored]:
-            path = tmp_path / name / file
+    for name in read_table(__file__, "hub"):  # as `hf download --local-dir` lays data sets out
+        for file in (name, f"{name.split('/')[0]}/.cache/huggingface/download/x.metadata"):
+            path = tmp_path / "hub" / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [{"question": f"{file} {i}", "answer": f"So\n#### {i}"} for i in range(3)]
-            if path.suffix == ".parquet":
-                parquet.write_table(pa.Table.from_pylist(rows), path)
-            else:
-                write_lines(path, rows if path.suffix == ".jsonl" else [])
+            path.write_text("")
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "found"),
-    [
-        ("openai/gsm8k", "train", "gsm8k/main/train-00000-of-00001.parquet"),
-        ("openai/gsm8k", "test", "gsm8k/main/test-00000-of-00001.parquet"),
-        ("gsm8k", "test", "gsm8k/main/test-00000-of-00001.parquet"),
-        ("HuggingFaceH4/MATH-500", "test", "MATH-500/test.jsonl"),
-        ("BytedTsinghua-SIA/DAPO-Math-17k", "train", "DAPO-Math-17k/data/dapo-math-17k.parquet"),
-        (
-            "open-r1/OpenR1-Math",
-            "train",
-            " ".join(f"OpenR1-Math/{f}" for f in HUB_FILES["OpenR1-Math"]),
-        ),
-    ],
-)
-def test_a_downloaded_data_set_is_found_by_its_name_on_the_hub(hub_folders, name, split, found):
-    paths = find_files("data.source", name, str(hub_folders), split)
-    assert paths == tuple(str(hub_folders / file) for file in found.split())
+NAMES = [("", *row) for row in read_table(__file__, "names")]
+NAMES += [("hub", *row) for row in read_table(__file__, "names on the hub")]
+
+
+@pytest.mark.parametrize(("root", "name", "split", "found"), NAMES)
+def test_names_find_their_files(folder, root, name, split, found):
+    paths = find_files("data.source", name.format(folder), str(folder / root), split)
+    assert paths == tuple(str(folder / root / one) for one in found.split())
 
 
 @pytest.mark.parametrize("name", ["math", "a", "nothing", "{}/**/1.parquet"])
 def test_a_name_of_no_single_file_lists_what_is_there(folder, name):
-    expected = "without \\*\\*" if "**" in name else "holds DAPO-Math, a-1.json, .*math500.json"
+    expected = (
+        "without \\*\\*" if "**" in name else "holds DAPO-Math, a-1.json, .*hub, math500.json"
+    )
     with pytest.raises(ConfigError, match=f"config.data.source = .*{expected}"):
         find_files("data.source", name.format(folder), str(folder), "train")
 
@@ -337,17 +301,6 @@ def test_what_is_no_file_is_not_waited_for(kind, name, tmp_path):
         os.mkfifo(tmp_path / "pipe")
         path.symlink_to(tmp_path / "pipe")
     assert f"{path} can't be read: it is a pipe, a device or a folder: must" in refusal(path)
-
-
-def bomb(path, megabytes: int, beginning: bytes = b"") -> int:
-    """Writes gigabytes of blanks as a gzip file of megabytes; returns its size."""
-    packer = zlib.compressobj(9, wbits=31)
-    with path.open("wb") as file:
-        file.write(packer.compress(beginning))
-        for _ in range(megabytes):
-            file.write(packer.compress(b" " * (1 << 20) + b"\n"))
-        file.write(packer.flush())
-    return path.stat().st_size
 
 
 def test_a_line_without_end_is_refused_with_its_number(tmp_path, monkeypatch):
@@ -393,29 +346,13 @@ resource.setrlimit(resource.RLIMIT_AS, before)  # what ends the process needs me
 """
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rows.json.gz",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rows.jsonl", "rows.parquet")),
-    ],
-)
-def test_missing_memory_is_one_line_that_names_the_file(name, tmp_path):
-    path = tmp_path / name
-    if name == "rows.json.gz":
-        bomb(path, 200)
-    elif name == "rows.jsonl":
-        rows = ({"problem": f"{i} " + "x" * 4000, "answer": "2"} for i in range(30_000))
-        write_lines(path, rows)
-    else:
-        texts = [f"{i} " + "x" * 4000 for i in range(30_000)]
-        parquet.write_table(pa.table({"problem": texts, "answer": texts}), path)
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(path), "60"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_missing_memory_is_one_line_that_names_the_file(tmp_path):
+    path = tmp_path / "rows.json.gz"
+    packer = zlib.compressobj(9, wbits=31)
+    blanks = [packer.compress(b" " * (1 << 20) + b"\n") for _ in range(200)]
+    path.write_bytes(b"".join([*blanks, packer.flush()]))
+    command = [sys.executable, "-c", LIMITED, str(path), "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
     assert str(path) in done.stdout and len(done.stdout.splitlines()) == 1, done.stdout
     assert "memory" in done.stdout or "alloc" in done.stdout

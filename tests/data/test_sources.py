@@ -264,12 +264,6 @@ def test_worked_examples_end_in_their_own_last_result_and_are_often_wrong():
     assert 0.4 < right / 500 < 0.7
 
 
-def test_every_character_of_the_task_survives_the_tokenizer():
-    for i in range(100):
-        for text in arithmetic.make_worked_example(0, i, Examples(max_terms=12)):
-            assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
-
-
 def test_a_long_prompt_keeps_its_end_when_truncated():
     prompts = stream(min_terms=8, max_terms=8, max_prompt_tokens=6)
     whole = stream(min_terms=8, max_terms=8, max_prompt_tokens=99)
@@ -278,15 +272,6 @@ def test_a_long_prompt_keeps_its_end_when_truncated():
         np.testing.assert_array_equal(cut.tokens, full.tokens[-6:])
         assert cut.truncated and not full.truncated and cut.problem == full.text
     assert prompts.position == 5  # none was skipped
-
-
-def test_a_long_prompt_is_dropped_when_so_configured():
-    settings = dict(min_terms=3, max_terms=8, overlong_prompts="drop", max_prompt_tokens=8)
-    prompts = stream(**settings)
-    taken = [next(prompts) for _ in range(20)]
-    assert all(len(prompt.tokens) <= 8 for prompt in taken)
-    assert prompts.position == taken[-1].index + 1 == 20 + sum(p.skipped for p in taken) > 20
-    assert all(len(p.tokens) <= 8 for p in heldout_prompts(Data(**settings), 3, TOKENIZER))
 
 
 def test_data_without_any_short_prompt_is_an_error_not_an_endless_loop():

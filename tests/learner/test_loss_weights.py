@@ -6,21 +6,19 @@ import types
 
 import numpy as np
 import pytest
-from conftest import make_completion, make_prompt
+from conftest import make_prompt
 from policy_loops import mean
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
-from dapo_jax.config.experiment import Config, Rollout
 from dapo_jax.learner.advantages import Estimates, estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
 from dapo_jax.learner.metrics import feedback_metrics
-from dapo_jax.learner.minibatches import Minibatches, make_batch, split_groups
+from dapo_jax.learner.minibatches import Minibatches, make_batch
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import make_feedback
-from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.types.structs import Completion, Verdict
+from dapo_jax.types.structs import Completion
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 
@@ -292,40 +290,3 @@ def test_whitening_is_over_the_tokens_that_carry_loss():
 
 
 # --- token weights of a user function -------------------------------------------------------------
-
-
-LENGTHS = [5, 1, 3, 0, 7, 2, 4, 6]
-CONFIG = Config(
-    algorithm=dataclasses.replace(
-        algorithms.dapo(), token_weights="own:hook", aggregate="sequence_mean"
-    ),
-    rollout=Rollout(prompts_per_step=2, samples_per_prompt=4, updates_per_rollout=1),
-)
-
-
-def make_groups():
-    """Two groups whose responses have those lengths; every other one is right."""
-    verdicts = tuple(Verdict(j % 2 == 0, "1") for j in range(4))
-    groups = []
-    for i in (0, 4):
-        done = tuple(make_completion([5] * length) for length in LENGTHS[i : i + 4])
-        groups.append(reward_group(CONFIG, make_prompt(i, [3, 4]), done, verdicts))
-    return groups
-
-
-def test_the_hook_sees_a_group_and_the_number_of_a_response():
-    """It gives wrong responses the weights 0.5, 1, 1.5, ...; those of weight 0 leave the mean."""
-
-    def hook(group, sample):
-        places = np.arange(1, len(group.completions[sample]) + 1)
-        return 0.5 * places * (not group.correct[sample])
-
-    (segments,) = split_groups(CONFIG, make_groups(), hook)
-    rollouts, _ = pack(segments, 20, 2, 4)
-    estimates, scored = Estimates(np.ones(rollouts.tokens.shape)), ScoredBatch(rollouts, None)
-    batch = make_batch(scored, segments, estimates, CONFIG.algorithm, 20)
-    wrong = (1, 5, 7)  # number 3 is empty
-    for i, n in enumerate(LENGTHS):
-        expected = 0.5 * np.arange(1, n + 1) / n / len(wrong) if i in wrong else np.zeros(n)
-        actual = batch.loss_weights[rollouts.response_index == i]
-        np.testing.assert_allclose(actual, expected, rtol=1e-6)
