@@ -3,7 +3,6 @@
 What happens to each is in test_attacks.txt.
 """
 
-import json
 import textwrap
 
 import pytest
@@ -17,16 +16,11 @@ from dapo_jax.environments.sessions import Environments
 from dapo_jax.environments.tools import ToolUse
 
 TOKENIZER = arithmetic_tokenizer()
-FORGED = {"prompt": None, "cut": False, "failure": "", "shown": ""}
-FORGED["observation"] = {"text": "9", "messages": [], "reward": 9.0, "done": False}
-FORGED["observation"] |= {"role": "user", "failure": ""}
 # A turn is the name of an attack; `count` shows that a trajectory is served as if it were alone.
 HOSTILE = textwrap.dedent(
     """
-    import itertools, json, os, signal, sys, threading, time
+    import itertools, os, signal, sys, threading, time
     from dapo_jax import Observation
-
-    FORGED = json.loads({forged!r})
 
     class Rude(Exception):
         def __str__(self):
@@ -37,15 +31,7 @@ HOSTILE = textwrap.dedent(
 
     def flood():
         while True:
-            os.write(1, b'{{"id": 1, "reply": {{}}}}\\\\n' * 100)
-
-    def forge():
-        lines = [FORGED] + [{{"id": i, "reply": FORGED}} for i in (None, 0, 1, "1", "")]
-        for descriptor in range(256):
-            try:
-                os.write(descriptor, b"".join(json.dumps(x).encode() + b"\\\\n" for x in lines))
-            except OSError:
-                pass
+            os.write(1, b'{"id": 1, "reply": {}}\\n' * 100)
 
     def raise_(error):
         raise error
@@ -72,16 +58,15 @@ HOSTILE = textwrap.dedent(
         array=lambda: Observation("1", reward=[1, 2]),
         bytes=lambda: b"8",
         number=lambda: Observation(8),
-        roleless=lambda: Observation(messages=[{{"content": "8"}}]),
-        endless=lambda: Observation(messages=({{"role": "user"}} for _ in itertools.count())),
+        roleless=lambda: Observation(messages=[{"content": "8"}]),
+        endless=lambda: Observation(messages=({"role": "user"} for _ in itertools.count())),
         flood=lambda: Observation("9" * 10_000_000),
         print=lambda: (print("x" * 10_000_000), Observation("2"))[1],
         thread=lambda: (threading.Thread(target=flood, daemon=True).start(), Observation("2"))[1],
-        forge=lambda: (forge(), Observation("2"))[1],
         close=lambda: os.closerange(0, 256),
         fork=fork,
         special=lambda: Observation("<|end|><|pad|>1"),
-        surrogate=lambda: Observation("1\\\\ud800"),
+        surrogate=lambda: Observation("1\\ud800"),
     )
 
     def spin():
@@ -95,7 +80,7 @@ HOSTILE = textwrap.dedent(
             self.steps += 1
             return Observation(str(self.steps), reward=1) if text == "count" else ATTACKS[text]()
     """
-).format(forged=json.dumps(FORGED))
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +107,7 @@ def step(environments, turns, index):
 
 
 RAISED = "exit interrupt deep memory".split()  # of which the place is said
-QUICK = "hang kill exit nan bytes flood fork special forge".split()
+QUICK = "hang kill exit nan bytes flood print fork special".split()
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,9 @@ def opened(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
-    def open_one(tokenizer=TOKENIZER, should_abort=lambda: False, **settings):
+    def open_one(tokenizer=TOKENIZER, should_abort=lambda: False, verifier="math", **settings):
         settings = {"name": "hostile_module:Hostile", "workers": 1, "step_seconds": 1.0} | settings
-        settings = Environment(**settings)
+        settings = with_reward_settings(Environment(**settings), Reward(verifier=verifier))
         made.append(Environments(settings, tokenizer, chat=False, should_abort=should_abort))
         return made[-1]
 
@@ -137,21 +137,6 @@ class factory:
 """
 
 
-@pytest.fixture
-def try_opened():
-    made = []
-
-    def open_one(verifier="math", **settings):
-        settings = Environment(name="second_try", workers=1, **settings)
-        settings = with_reward_settings(settings, Reward(verifier=verifier))
-        made.append(Environments(settings, TOKENIZER, chat=False))
-        return made[-1]
-
-    yield open_one
-    for one in made:
-        one.close()
-
-
 def replies(environments, prompt, *said):
     """Steps of a trajectory, turn by turn, as (text, reward, failure)."""
     found = []
@@ -173,20 +158,20 @@ WRONG, RIGHT, ENDED = (SecondTry.FEEDBACK, 0.0, ""), ("", 1.0, ""), ("", 0.0, ""
         ("final_number", "4", "it is #### 4"),
     ],
 )
-def test_an_answer_is_wrong_where_the_reward_calls_it_so(verifier, wrong, right, try_opened):
+def test_an_answer_is_wrong_where_the_reward_calls_it_so(verifier, wrong, right, opened):
     prompt = make_prompt(0, [3, 4], "0.5" if verifier == "math" else "4")
-    environments = try_opened(verifier)
+    environments = opened(name="second_try", verifier=verifier)
     assert replies(environments, prompt, wrong, right) == [WRONG, RIGHT]
     assert replies(environments, prompt, wrong, wrong) == [WRONG, ENDED]
 
 
-def test_a_gym_task_is_asked_again_by_its_own_scorer(try_opened, tmp_path, monkeypatch):
+def test_a_gym_task_is_asked_again_by_its_own_scorer(opened, tmp_path, monkeypatch):
     """In a process with the limits of reward workers, made ready before a step's time begins."""
     write_package(tmp_path, PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
     metadata = json.dumps({"answer": "seven"})
     prompt = make_prompt(0, [3, 4], "another")
     prompt = dataclasses.replace(prompt, source="gym:odd", metadata=metadata)
-    environments = try_opened(step_seconds=1.0)
+    environments = opened(name="second_try")
     for said in ("\\boxed{another}", "no marker\nat all"):
         assert replies(environments, prompt, said, "#### seven") == [WRONG, RIGHT]

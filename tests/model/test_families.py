@@ -98,14 +98,6 @@ def test_config_json_describes_the_same_decoder_when_made_from_nothing(folder):
         assert made[name] == original[name]
 
 
-def test_a_response_ends_at_every_id_that_the_generation_settings_name(tiny_folder, tmp_path):
-    folder = shutil.copytree(tiny_folder, tmp_path / "model")
-    # Null: config.json has it.
-    for value, ends in (([7, 9], (7, 9)), (5, (5,)), (None, (1,))):
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-        assert Tokenizer.from_folder(folder).end_ids == ends
-
-
 def test_prompts_begin_with_what_the_tokenizer_puts_first(tiny_folder, tmp_path):
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     plain = Tokenizer.from_folder(folder)
@@ -148,23 +140,28 @@ def test_every_wrong_tensor_of_several_files_is_named_at_once(tmp_path, one_devi
         assert words in message, words
 
 
-def test_a_nested_end_is_read_and_two_ends_are_an_error(tiny_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"eos_token_id": [7, 9]}, {"eos_token_id": 3}, (7, 9)),
+        ({"eos_token_id": 3}, {"text_config": {"eos_token_id": 7}, "eos_token_id": 5}, (3,)),
+        ({"eos_token_id": None}, {"eos_token_id": 5}, (5,)),
+        ({}, {"text_config": {"eos_token_id": [7, 9]}}, (7, 9)),
+        ({}, {"text_config": {"eos_token_id": None}, "eos_token_id": 5}, (5,)),
+        ({}, {"text_config": {"eos_token_id": 7}, "eos_token_id": [5, 7]}, None),
+    ],
+)
+def test_a_response_ends_at_every_id_that_a_folder_names(
+    generation, config, ends, tiny_folder, tmp_path
+):
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
-    (folder / "generation_config.json").unlink()
-    for values, ends in (
-        ({"text_config": {"eos_token_id": [7, 9]}}, (7, 9)),
-        ({"text_config": {"eos_token_id": None}, "eos_token_id": 5}, (5,)),
-    ):
-        (folder / "config.json").write_text(json.dumps(values))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    (folder / "config.json").write_text(json.dumps(config))
+    if ends:
         assert Tokenizer.from_folder(folder).end_ids == ends
-    values = {"text_config": {"eos_token_id": 7}, "eos_token_id": [5, 7]}
-    (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(
-        ConfigError, match=r"text_config.eos_token_id = 7 and eos_token_id = \[5, 7"
-    ):
+        return
+    with pytest.raises(ConfigError, match=r"text_config.eos_token_id = 7 and eos_token_id = \[5"):
         Tokenizer.from_folder(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
-    assert Tokenizer.from_folder(folder).end_ids == (3,)
 
 
 def test_an_added_token_without_a_row_is_rejected_where_it_occurs(tiny_folder, tmp_path):
@@ -185,31 +182,25 @@ def test_an_added_token_without_a_row_is_rejected_where_it_occurs(tiny_folder, t
 # --- what a folder holds besides its parameters ---------------------------------------------------
 
 
-def with_tensors(source, folder, **more):
-    """Copy a folder of one file, with further tensors in it."""
-    shutil.copytree(source, folder)
-    named = {name.replace("__", "."): array for name, array in more.items()}
-    save_file(load_file(folder / WEIGHTS) | named, folder / WEIGHTS)
-    return folder
-
-
 def test_a_head_that_is_said_to_be_tied_must_equal_the_embedding(tmp_path, one_device, monkeypatch):
     monkeypatch.setattr(load_huggingface, "BLOCK_BYTES", 1000)  # several blocks
     source = FOLDER / "qwen2_tied"
     config = read_config(source)
     table = load_file(source / WEIGHTS)["model.embed_tokens.weight"]
-    same = with_tensors(source, tmp_path / "same", lm_head__weight=table.copy())
-    load_params(same, config, one_device)
+    folder = shutil.copytree(source, tmp_path / "model")
+    tensor(lm_head__weight=table.copy())(folder)
+    load_params(folder, config, one_device)
     table[-1, -1] += 1e-3
-    other = with_tensors(source, tmp_path / "other", lm_head__weight=table)
+    tensor(lm_head__weight=table)(folder)
     with pytest.raises(ConfigError, match="lm_head.weight: differs from model.embed_tokens.weight"):
-        load_params(other, config, one_device)
+        load_params(folder, config, one_device)
 
 
 def test_one_tensor_by_two_names_is_an_error(tmp_path, one_device):
     table = load_file(FOLDER / "gemma4" / WEIGHTS)["model.norm.weight"]
     names = {"model.language_model.norm.weight": table, "language_model.model.norm.weight": table}
-    folder = with_tensors(FOLDER / "gemma4", tmp_path / "model", **names)
+    folder = shutil.copytree(FOLDER / "gemma4", tmp_path / "model")
+    tensor(**names)(folder)
     with pytest.raises(ConfigError, match="norm.weight: beside .*norm.weight, which is the same"):
         load_params(folder, read_config(folder), one_device)
 

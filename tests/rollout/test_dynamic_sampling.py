@@ -33,36 +33,27 @@ LOST = Verdict(False, None, Failure(Outcome.CRASH, "the worker died"))
 class ScriptedPool:
     """Decides that the first `right(index)` responses of each group are correct.
 
-    The rewards of the last `failing(index, tries)` fail; `tries` counts the groups of the prompt.
+    The rewards of the last `failing(index, tries)` fail; `tries` counts the groups of the prompt. A
+    reward is there after up to `most` looks at the rewards.
     """
 
-    def __init__(self, right, failing=lambda index, tries: 0):
+    def __init__(self, right, failing=lambda index, tries: 0, most=0):
         self._right, self._failing = right, failing
         self._tries = collections.Counter()
-
-    def submit_group(self, prompt, completions):
-        whole = len(completions) - self._failing(prompt.index, self._tries[prompt.index])
-        self._tries[prompt.index] += 1
-        right = self._right(prompt.index)
-        verdicts = [Verdict(i < right, "1", decided="direct") for i in range(whole)]
-        future = Future()
-        future.set_result(verdicts + [LOST] * (len(completions) - whole))
-        return future
-
-
-class LatePool(ScriptedPool):
-    """Decides as `ScriptedPool`; a reward is there after up to `most` looks at the rewards."""
-
-    def __init__(self, right, failing, most):
-        super().__init__(right, failing)
         self._random, self._most = random.Random(most), most
         self._due, self._looks, self._bursts = [], 0, 0
 
     def submit_group(self, prompt, completions):
-        done, late = super().submit_group(prompt, completions), Future()
-        looks = self._random.randint(0, self._most)
-        self._due.append((self._looks + looks, late, done.result()))
-        return late if looks else done
+        whole = len(completions) - self._failing(prompt.index, self._tries[prompt.index])
+        self._tries[prompt.index] += 1
+        right, future = self._right(prompt.index), Future()
+        verdicts = [Verdict(i < right, "1", decided="direct") for i in range(whole)]
+        verdicts += [LOST] * (len(completions) - whole)
+        if looks := self._random.randint(0, self._most):
+            self._due.append((self._looks + looks, future, verdicts))
+        else:
+            future.set_result(verdicts)
+        return future
 
     def look(self, counts, idle) -> bool:
         """Decide what is due. A second look after a burst is a wait: nothing may be left to do."""
@@ -98,7 +89,7 @@ def run(
         watch=Watch(max_failed_rewards=limit),
     )
     prompts = prompts or PromptStream(config.data, 0, arithmetic_tokenizer())
-    sampler, pool = ScriptedSampler(bursts, slots), LatePool(right, failing, late)
+    sampler, pool = ScriptedSampler(bursts, slots), ScriptedPool(right, failing, late)
     judge = Judge(config, pool, None, lambda: pool.look(sampler.counts, lambda: sampler.idle))
     collected = collect(Collection(config, fraction, prompts.position), prompts, sampler, judge)
     prompts.position = collected.next_position
@@ -134,7 +125,7 @@ def test_the_first_qualifying_groups_in_data_order_are_kept():
 
 @pytest.mark.parametrize("failing", [lambda index, tries: 0, lambda index, tries: index % 5 == 2])
 def test_when_a_reward_arrives_decides_nothing_but_the_surplus(failing, monkeypatch):
-    """And decoding never waits for one: see `LatePool.look`."""
+    """And decoding never waits for one: see `ScriptedPool.look`."""
     monkeypatch.setattr(worker_pool, "POLL_SECONDS", 0.0)
     settings = {"bursts": lambda i: 1 + i % 4, "slots": 16, "failing": failing, "samples": 4}
     settings |= {"when_broken": "resample", "wanted": 8}
