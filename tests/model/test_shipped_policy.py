@@ -7,7 +7,6 @@ import pytest
 from command_lines import RL, run
 from shipped import FOLDER, MADE_BY, NAME, recipe_digest, weights_digest
 
-from dapo_jax.config.experiment import ServeConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.plan.published_shapes import read_shape
 from dapo_jax.extras.serve.server import served_name
