@@ -103,6 +103,7 @@ class Learner:
         self._score_rows = score
         self._loss = loss
         self._optimizer = make_optimizer(settings)
+        self._checked_apart = settings.name != "muon"
         boxed = jax.eval_shape(self._fresh_state, without(boxed_params, self.frozen))
         self.shardings: TrainState = sharding.tree_shardings(mesh, boxed)
         self.abstract_state: TrainState = jax.tree.map(
@@ -234,29 +235,42 @@ class Learner:
         gradient, outputs = self._gradient_fn(state.params, frozen, batch, microbatches)
         means = outputs.means
         loss = means["loss"].total
-        new, measured = apply_gradient(self._optimizer, state, gradient, learning_rate)
+        arrays = state, gradient, learning_rate, self._checked_apart
+        new, measured = apply_gradient(self._optimizer, *arrays)
         taken = measured["gradient_norm"].weight
         means["loss"] = Mean(jnp.where(taken > 0, loss, 0.0), taken)
         return new, outputs._replace(means=means | measured)
 
 
 def apply_gradient(
-    optimizer: optax.GradientTransformation, state: TrainState, gradient: Any, learning_rate: Any
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    gradient: Any,
+    learning_rate: Any,
+    checked_apart: bool = True,
 ) -> tuple[TrainState, dict[str, Mean]]:
     """Return the state after an optimizer step, and its norm, skips and reasons of skips.
 
-    The state does not change if something is not finite, as `Learner.update` says.
+    The state does not change if something is not finite, as `Learner.update` says. `checked_apart`
+    computes the step once for that check, which keeps nothing of it, and once in place of the old
+    state; False, for a step of many products: once, beside the old state.
     """
+
+    def step(gradient: Any, state: TrainState) -> TrainState:
+        direction, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
+        return TrainState(params, opt_state, state.update_count + 1)
+
     norm = optax.tree.norm(gradient)
-    direction, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
-    new = TrainState(params, opt_state, state.update_count + 1)
-    moments = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(opt_state)])
+    arrays = gradient, state  # the barrier keeps XLA from computing both steps as one
+    new = step(*jax.lax.optimization_barrier(arrays)) if checked_apart else step(*arrays)
+    moments = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(new.opt_state)])
     # Check the norm of the parameters, because a forward pass squares them.
-    sizes = [norm, jnp.where(moments.all(), 0.0, jnp.nan), optax.tree.norm(params)]
+    sizes = [norm, jnp.where(moments.all(), 0.0, jnp.nan), optax.tree.norm(new.params)]
     is_finite = jnp.isfinite(jnp.stack(sizes))
     finite = is_finite.all()
-    new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+    take = (lambda: step(*arrays)) if checked_apart else (lambda: new)
+    new = jax.lax.cond(finite, take, lambda: state)
     taken = finite.astype(jnp.float32)
     means = {
         "gradient_norm": Mean(jnp.where(finite, norm, 0.0), taken),
