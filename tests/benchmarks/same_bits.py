@@ -67,11 +67,7 @@ RUNS |= {
         "two_processes": ("arithmetic.py", ""),
     }.items()
 }
-RUNS |= {
-    "guessing": ("guessing.py", ""),
-    "sft": ("arithmetic_sft.py", ""),
-    "dpo_offline": ("", ""),
-}
+RUNS |= {"guessing": ("guessing.py", ""), "sft": ("arithmetic_sft.py", ""), "dpo_offline": ("", "")}
 
 
 def run(command: str, *arguments: str, processes: int = 1) -> None:

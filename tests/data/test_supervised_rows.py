@@ -79,7 +79,7 @@ SAME_ROWS = dict(read_table(__file__, "same_rows")) | {
     "fields": (
         {"q": "1+1?", "meta": {"gold": "2"}, "messages": TALK},
         {"fields": "prompt=q,response=meta.gold"},
-    ),
+    )
 }
 SAME_CHATS = dict(read_table(__file__, "same_chats"))
 

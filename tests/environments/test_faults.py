@@ -153,10 +153,7 @@ WRONG, RIGHT, ENDED = (SecondTry.FEEDBACK, 0.0, ""), ("", 1.0, ""), ("", 0.0, ""
 
 @pytest.mark.parametrize(
     ("verifier", "wrong", "right"),
-    [
-        ("math", "1-0.5", "so \\boxed{\\frac{1}{2}}"),
-        ("final_number", "4", "it is #### 4"),
-    ],
+    [("math", "1-0.5", "so \\boxed{\\frac{1}{2}}"), ("final_number", "4", "it is #### 4")],
 )
 def test_an_answer_is_wrong_where_the_reward_calls_it_so(verifier, wrong, right, opened):
     prompt = make_prompt(0, [3, 4], "0.5" if verifier == "math" else "4")

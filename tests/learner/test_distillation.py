@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from learners import RNG, SEGMENTS, assert_close, make_batch, place
-from small_runs import (
-    equal,
-    make_groups,
-    make_quick_config,
-    open_run,
-    read_rows,
-    start,
-    step_on,
-)
+from small_runs import equal, make_groups, make_quick_config, open_run, read_rows, start, step_on
 from teachers import LARGE, divergence_by_definition, make_teacher, write_teacher
 
 from dapo_jax import algorithms

@@ -282,11 +282,7 @@ def test_attention_that_rows_or_devices_do_not_support_is_rejected():
 @pytest.mark.parametrize("sizes", [(8, 64), (5, 7), (5, 6)])  # some rows have 7 segments
 @pytest.mark.parametrize("tokens", [None, 40])
 def test_packed_rows_by_cudnn_equal_plain_attention(
-    tokens,
-    sizes,
-    monkeypatch,
-    by_plain,
-    cudnn_reference,
+    tokens, sizes, monkeypatch, by_plain, cudnn_reference
 ):
     monkeypatch.setattr(cudnn_attention, "SEGMENTS", sizes)
     monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
@@ -317,10 +313,7 @@ FUSED = dataclasses.replace(TINY, attention="cudnn", dtype=jnp.bfloat16)
 
 @pytest.mark.parametrize(
     "config",
-    [
-        FUSED,
-        dataclasses.replace(FUSED, window=128, sliding=(True, False), remat="full"),
-    ],
+    [FUSED, dataclasses.replace(FUSED, window=128, sliding=(True, False), remat="full")],
     ids=["full", "windows"],
 )
 @pytest.mark.usefixtures("cudnn_found")

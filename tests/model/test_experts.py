@@ -64,8 +64,7 @@ def clipped_swish(gate, up):
 
 
 @pytest.mark.parametrize(
-    ("inner", "normalise"),
-    [(silu, True), (silu, False), (clipped_swish, True)],
+    ("inner", "normalise"), [(silu, True), (silu, False), (clipped_swish, True)]
 )
 def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     x, logits, matrices = arrays()
@@ -106,9 +105,7 @@ def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     ("config", "sizes"),
     [
         pytest.param(
-            MOE,
-            {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2},
-            marks=pytest.mark.slow,
+            MOE, {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2}, marks=pytest.mark.slow
         ),
         (GPT_OSS, {"fsdp": 1, "tensor": 2, "expert": 4}),  # adds each bias once
     ],

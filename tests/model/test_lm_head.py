@@ -156,9 +156,7 @@ def chunked(kind, chunk_tokens, teacher=TEACHER, teacher_head=TEACHER_HEAD):
 def assert_divergence_of_the_paper(actual, kind):
     expected = diverging(
         lambda hidden, head: jnp.where(
-            COUNTED == 0,
-            0,
-            divergence_by_definition(TEACHER @ TEACHER_HEAD, hidden @ head, kind),
+            COUNTED == 0, 0, divergence_by_definition(TEACHER @ TEACHER_HEAD, hidden @ head, kind)
         )
     )
     assert_same(actual, expected(HIDDEN, HEAD / 2), 1e-5)

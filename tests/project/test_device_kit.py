@@ -42,10 +42,7 @@ def test_the_image_and_the_collected_wheels_are_what_the_library_requires():
 def test_a_part_that_fails_or_is_too_slow_costs_no_other_part(tmp_path):
     lines = run_kit(tmp_path, PARTS="unknown=60 attention=1 versions=60", LIMIT="120")
     errors = {line["part"]: line["error"] for line in lines if "error" in line}
-    assert errors == {
-        "unknown": "exit code 1, limit 60 s",
-        "attention": "exit code 137, limit 1 s",
-    }
+    assert errors == {"unknown": "exit code 1, limit 60 s", "attention": "exit code 137, limit 1 s"}
     assert [line["case"] for line in lines if "case" in line] == ["versions", "driver"]
     assert {line["part"] for line in lines if "part_seconds" in line} == {
         "unknown",

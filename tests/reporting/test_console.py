@@ -13,12 +13,7 @@ from rich.console import Console
 from row_files import read_table
 from small_runs import CLOCKED, ROOT, make_short_config, read_rows
 
-from dapo_jax.reporting.console import (
-    PROGRAMS,
-    WIDTH,
-    Progress,
-    step_lines,
-)
+from dapo_jax.reporting.console import PROGRAMS, WIDTH, Progress, step_lines
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import print_error, printable
 from dapo_jax.types.errors import ConfigError

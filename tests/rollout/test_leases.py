@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 
-from dapo_jax.extras.samplers.leases import (
-    Leases,
-    Session,
-    Task,
-    WrongAnswer,
-)
+from dapo_jax.extras.samplers.leases import Leases, Session, Task, WrongAnswer
 from dapo_jax.rollout import group_format
 from dapo_jax.types.structs import RolloutKey, SamplerCounts, SamplingRule
 

@@ -177,8 +177,7 @@ def test_an_eight_bit_cache_stays_near_the_exact_one(dtype, tiny_params, one_dev
 
 
 @pytest.mark.parametrize(
-    ("int8", "window"),
-    [pytest.param(False, None, marks=pytest.mark.slow), (True, Window(5))],
+    ("int8", "window"), [pytest.param(False, None, marks=pytest.mark.slow), (True, Window(5))]
 )
 def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8, one_device, monkeypatch):
     """Head order, window and scale are those that the TPU's kernel receives."""

@@ -111,10 +111,7 @@ MORE = pytest.mark.slow  # other signals in the same code
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "SIGINT",
-        *(pytest.param(n, marks=MORE) for n in ("SIGQUIT", "SIGTERM", "SIGHUP", "SIGUSR1")),
-    ],
+    ["SIGINT", *(pytest.param(n, marks=MORE) for n in ("SIGQUIT", "SIGTERM", "SIGHUP", "SIGUSR1"))],
 )
 def test_a_program_saves_and_then_ends_as_the_signal_asks(name):
     child = start(PROGRAM)
