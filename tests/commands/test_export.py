@@ -4,8 +4,6 @@ import dataclasses
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,47 +23,30 @@ ROOT = pathlib.Path(__file__).parents[2]
 OTHER = ROOT / "tests/fixtures/models/llama3"
 
 
-@pytest.fixture(scope="module")
-def run(saved_run):
-    return saved_run
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_eight_devices_is_exported_by_a_process_of_one(run, tmp_path, one_device):
-    run_dir, source = run
-    line = [
-        sys.executable,
-        "-m",
-        "dapo_jax",
-        "export",
-        f"--run={run_dir}",
-        f"--out={tmp_path / 'out'}",
-    ]
-    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "step 2" in done.stdout and "float32" in done.stdout
-    policy, config = SavedPolicy(run_dir), load_huggingface.read_config(tmp_path / "out")
+def test_the_newest_checkpoint_of_eight_devices_becomes_a_folder(saved_run, tmp_path, one_device):
+    """With the layers that were frozen, and what the base's folder holds besides parameters."""
+    run_dir, source = saved_run
+    out = export(ExportConfig(run_dir, str(tmp_path / "out")))
+    policy, config = SavedPolicy(run_dir), load_huggingface.read_config(out)
     assert config == load_huggingface.read_config(source) and config.frozen_layers == 0
-    exported = flatten_dict(
-        load_huggingface.load_params(tmp_path / "out", config, one_device), sep="/"
+    exported, before = (
+        flatten_dict(load_huggingface.load_params(folder, config, one_device), sep="/")
+        for folder in (out, source)
     )
-    before = flatten_dict(load_huggingface.load_params(source, config, one_device), sep="/")
     for path, array in exported.items():
-        saved = policy.read(path)
         if path.startswith("layers/"):  # the first stayed what it was and is in no checkpoint
             np.testing.assert_array_equal(array[0], before[path][0])
             array, before[path] = array[1:], before[path][1:]
-        np.testing.assert_array_equal(array, saved)
+        np.testing.assert_array_equal(array, policy.read(path))
         np.testing.assert_allclose(array, before[path] * 1.01**2, rtol=1e-6)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
-    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 77
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 77
 
 
-def test_dtype_step_and_file_size_follow_the_config(run, tmp_path):
+def test_dtype_step_and_file_size_follow_the_config(saved_run, tmp_path):
     config = ExportConfig(
-        run[0], str(tmp_path / "out"), step=1, dtype="bfloat16", max_shard_gb=1e-5
+        saved_run[0], str(tmp_path / "out"), step=1, dtype="bfloat16", max_shard_gb=1e-5
     )
     export(config)
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -74,10 +55,10 @@ def test_dtype_step_and_file_size_follow_the_config(run, tmp_path):
     for path in (tmp_path / "out").glob("*.safetensors"):
         stored |= load_file(path)
     assert {str(tensor.dtype) for tensor in stored.values()} == {"bfloat16"}
-    exact = SavedPolicy(run[0], 1).read("embedding")
+    exact = SavedPolicy(saved_run[0], 1).read("embedding")
     rounded = exact.astype(jnp.bfloat16)
     np.testing.assert_array_equal(stored["model.embed_tokens.weight"], rounded)
-    newest = SavedPolicy(run[0]).read("embedding")
+    newest = SavedPolicy(saved_run[0]).read("embedding")
     assert not np.array_equal(exact, newest)
 
 
@@ -98,17 +79,11 @@ def test_dtype_step_and_file_size_follow_the_config(run, tmp_path):
         ({"max_shard_gb": 0.0}, "config.max_shard_gb"),
     ],
 )
-def test_rejected_export_writes_nothing(run, tmp_path, changes, words):
-    config = dataclasses.replace(ExportConfig(run[0], str(tmp_path / "out")), **changes)
+def test_rejected_export_writes_nothing(saved_run, tmp_path, changes, words):
+    config = dataclasses.replace(ExportConfig(saved_run[0], str(tmp_path / "out")), **changes)
     with pytest.raises(ConfigError, match=words):
         export(config)
     assert not any(tmp_path.iterdir())
-
-
-def test_nonempty_folder_is_not_overwritten(run, tmp_path):
-    (tmp_path / "mine.txt").write_text("keep")
-    with pytest.raises(ConfigError, match="config.out.*new or empty"):
-        export(ExportConfig(run[0], str(tmp_path)))
 
 
 # --- publishing ----------------------------------------------------------------------------------

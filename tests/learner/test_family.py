@@ -72,7 +72,7 @@ def test_unbiased_kl_pulls_towards_a_distant_reference():
 @pytest.mark.parametrize("name", LOOPS)
 def test_in_float32_a_gradient_is_finite_and_close(name):
     algorithm = PRESETS[name]()
-    for kind in ("extremes", "whole extremes", "apart"):
+    for kind in ("whole extremes", "apart"):
         batch, logprobs, responses = case(kind, name in OF_SAMPLER)
         narrow = jax.tree.map(
             lambda x: np.float32(x) if x.dtype == np.float64 else x, (batch, logprobs)

@@ -69,7 +69,7 @@ ROTATED = [
 ]
 
 
-@pytest.mark.parametrize(("values", "rotated"), ROTATED)
+@pytest.mark.parametrize(("values", "rotated"), read_table(__file__, "rotated"))
 def test_layers_without_rotations_are_those_of_transformers(values, rotated):
     config = parse({"model_type": "smollm3", "num_hidden_layers": 4} | values)
     assert config.rotated == rotated and config.rope_theta == 2e6 and config.tie_embeddings
@@ -101,8 +101,6 @@ def test_older_names_of_settings_give_the_same_decoder():
     assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
 
 
-PLAIN, SCALED = {"rope_type": "default", "rope_theta": 1e4}, QWEN | {"type": None}
-SCALED |= {"rope_type": "yarn"}
 AS_ONE = [  # what two fields say together, and what one says
     (
         {"model_type": "llama", "rope_parameters": PLAIN, "rope_scaling": QWEN},
@@ -134,9 +132,9 @@ AS_ONE = [  # what two fields say together, and what one says
 ]
 
 
-@pytest.mark.parametrize(("several", "one"), AS_ONE)
+@pytest.mark.parametrize(("several", "one"), read_table(__file__, "as one"))
 def test_fields_that_complete_each_other_are_read_together(several, one):
-    """As `transformers` 5.24 merges them."""
+    """What two fields say together and one alone, as `transformers` 5.24 merges them."""
     assert parse(several) == parse(one)
 
 

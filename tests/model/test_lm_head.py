@@ -82,8 +82,7 @@ def test_capped_logits_and_their_gradients_equal_those_of_the_softmax():
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("chunk_tokens", [3, 10**6])
-@pytest.mark.parametrize("needed", ["all", "uneven"])
+@pytest.mark.parametrize(("chunk_tokens", "needed"), [(3, "uneven"), (10**6, "all")])
 def test_sharding_does_not_change_the_results(sizes, chunk_tokens, needed):
     data, fsdp, decode_tensor, tensor = sizes
     mesh = make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
@@ -170,8 +169,7 @@ def test_divergence_and_its_gradients_equal_the_papers_equation(kind):
     assert ((np.asarray(values) > 0) == (COUNTED != 0)).all() and not back[2, 1:3].any()
 
 
-@pytest.mark.parametrize("sizes", [MESHES[0], MESHES[2]], ids=str)
-@pytest.mark.parametrize("top_k", [0, 9])
+@pytest.mark.parametrize(("sizes", "top_k"), [(MESHES[0], 0), (MESHES[2], 9)], ids=str)
 def test_sharding_does_not_change_a_divergence(sizes, top_k):
     data, fsdp, decode_tensor, tensor = sizes
     mesh, kind = make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor), Divergence(0.3, top_k)

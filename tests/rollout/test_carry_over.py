@@ -10,7 +10,6 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.run import train
-from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import RolloutKey, SamplingRule, with_texts
 
 SLOW = pytest.mark.slow
@@ -48,21 +47,6 @@ def test_a_run_reports_carried_groups_and_policy_lag(finished):
     assert all(0 < row["policy_lag"] <= row["policy_lag_max"] <= 2 for row in rows[1:])
     assert any(row["continued_fraction"] > 0 for row in rows)
     assert all(row["trained_groups"] == 4 and row["abandoned_tokens"] == 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes_bit_for_bit(base, finished, tmp_path, alone):
-    """The checkpoint holds partial responses and scored groups."""
-    with open_run(make_config(base, tmp_path / "run")) as run:
-        run.begin()
-        run.step()
-        partial = run.state.source.partial
-        run.store.checkpoints.close()
-    assert any(group.begun for group in partial)
-    assert len({group.prompt.index for group in partial}) == len(partial)
-    train(make_config(base, tmp_path / "run"))
-    assert read_rows(tmp_path / "run") == read_rows(finished)
-    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
 
 
 def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
@@ -112,11 +96,3 @@ def test_with_an_unchanged_policy_carried_groups_equal_groups_of_one_step(
             for place, whole in draw_whole(run, step, begun).items():
                 assert [texts[place][i] for i in range(4)] == whole
     assert continued > 5
-
-
-@pytest.mark.slow
-def test_settings_that_decide_what_is_carried_cannot_change_within_a_run(base, finished, alone):
-    config = make_config(base, finished)
-    config.sampler.slots = 16
-    with pytest.raises(ConfigError, match="config.sampler.slots = 16, but .* made with 24"):
-        train(config)
