@@ -11,40 +11,8 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
 
 WORKED = {"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7.\n#### 7"}
-BOXED = {"task": "Add 3 and 4.", "response": "It is \\boxed{7}, as 3 + 4 is 7."}
-CSV = "Frage;Loesung\nWas ist 3 + 4?;7\nWas ist 1/2 + 1/4?;3/4\n"
-NAMED = ["--question=Frage", "--answer=Loesung"]
-MESSAGE = [{"role": "user", "content": "1+1=?"}]
-NESTED = {"ask": "1+1=?", "meta": {"gold": "2"}}
-VERL = {"prompt": MESSAGE, "extra_info": {"answer": "2", "split": "train"}}
-DEEP = {"task": {"text": {"question": "1+1=?"}}, "extra_info": {"answer": [2]}}
-CHAT = {"conversations": [{"from": "human", "value": "1+1=?"}, {"from": "gpt", "value": "2"}]}
-TURNS = ["--question=conversations.0.value", "--answer=conversations.1.value"]
-MESSAGES = {"messages": [{"role": "user", "content": "1+1=?"}], "answer": "2"}
-WORDS = {"ask": "Capital of France?", "gold": "Paris"}
-POEM = {"query": "Write a poem."}
 # name of the file, its content, flags, fields of the config, verifier or the reward's part
-FILES = dict(read_table(__file__, "files")) | {
-    "gsm8k": ("a.jsonl", [WORKED] * 4, [], "", "math_label"),
-    "boxed": ("a.jsonl", [BOXED] * 4, [], "problem=task,solution=response", "math_label"),
-    "usual names": ("a.json", [{"problem": "1+1=?", "answer": 2}], [], "", "math_label"),
-    "capitals": ("a.jsonl", [{"Prompt": "1+1=?", "Gold": 2}], [], "problem=Prompt,answer=Gold", ""),
-    "named": ("a.csv", CSV, NAMED, "problem=Frage,answer=Loesung", ""),
-    "nested": ("a.jsonl", [NESTED], ["--answer=meta.gold"], "problem=ask,answer=meta.gold", ""),
-    "nested alone": ("a.jsonl", [NESTED], [], "problem=ask,answer=meta.gold", ""),
-    "verl": ("a.jsonl", [VERL], [], "problem=prompt,answer=extra_info.answer", "math_label"),
-    "deep": ("a.jsonl", [DEEP], [], "problem=task.text.question,answer=extra_info.answer", ""),
-    "turns": (
-        "a.jsonl",
-        [CHAT],
-        TURNS,
-        "problem=conversations.0.value,answer=conversations.1.value",
-        "",
-    ),
-    "messages": ("a.jsonl", [MESSAGES], [], "", ""),
-    "words": ("a.jsonl", [WORDS] * 3, [], "problem=ask,answer=gold", "mine.reward:score=1"),
-    "no answers": ("a.jsonl", [POEM] * 3, [], "problem=query", "mine.reward:score=1"),
-}
+FILES = dict(read_table(__file__, "files"))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from command_lines import RL, ROOT, load, run_shown
+from row_files import read_table
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan import chips, plan
@@ -32,19 +33,8 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import unbox
 from dapo_jax.types.errors import ConfigError
 
-# In billions, from names and model cards.
-PARAMETERS = """
-Qwen2.5-0.5B 0.494 Qwen2.5-1.5B 1.54 Qwen2.5-3B 3.09 Qwen2.5-7B 7.62 Qwen2.5-14B 14.8
-Qwen2.5-32B 32.8 Qwen2.5-72B 72.7 Qwen3-0.6B 0.596 Qwen3-1.7B 1.72 Qwen3-4B 4.02
-Qwen3-8B 8.19 Qwen3-14B 14.8 Qwen3-32B 32.8 Llama-3-8B 8.03 Llama-3-70B 70.6
-Llama-3.1-8B 8.03 Llama-3.1-70B 70.6 Llama-3.2-1B 1.24 Llama-3.2-3B 3.21
-Llama-3.3-70B 70.6 Qwen3-30B-A3B 30.53 Qwen3-235B-A22B 235.1 gemma-3-1b 1.000
-gemma-3-4b 3.880 gemma-3-12b 11.77 gemma-3-27b 27.01 gpt-oss-20b 20.91
-Qwen3.5-9B 8.95 Qwen3.5-35B-A3B 34.66 Qwen3-Next-80B-A3B 79.67
-gpt-oss-120b 116.83 Olmo-3-7B 7.30 Olmo-3-32B 32.2 SmolLM3-3B 3.08
-gemma-4-E2B 4.63 gemma-4-E4B 7.46 gemma-4-31B 30.7
-""".split()
-PARAMETERS = dict(zip(PARAMETERS[::2], map(float, PARAMETERS[1::2]), strict=True))
+# From names and model cards.
+PARAMETERS = dict(read_table(__file__, "parameters in billions"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -128,25 +128,7 @@ def test_rows_that_are_equal_in_everything_are_repeats(tmp_path):
 BASE = {"problem": "Write B", "answer": "4", "target": 3, "id": 0, "meta": {"a": [1, 0.5]}}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"problem": "Write b"},
-        {"problem": "Write  B"},
-        {"problem": "Write B "},
-        {"problem": "$Write B$"},
-        {"problem": "Write \uff22"},
-        {"answer": "5"},
-        {"target": 4},
-        {"meta": {"a": [1, 0.25]}},
-        {"meta": {"a": ["1", 0.5]}},
-        {"meta": {"a": [True, 0.5]}},
-        {"system": "You are a pirate."},
-        {"tests": ["assert f(1)"]},
-        {"messages": [{"role": "user", "content": "Q"}]},
-        {"id": 1},
-    ],
-)
+@pytest.mark.parametrize("other", read_table(__file__, "other rows"))
 def test_rows_that_differ_in_anything_are_several_problems(tmp_path, other):
     loaded = load(write_lines(tmp_path / "d.jsonl", [BASE, BASE | other, BASE]))
     assert len({problem.digest for problem in loaded.problems}) == len(loaded.problems) == 2

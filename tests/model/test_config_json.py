@@ -61,14 +61,6 @@ def test_only_full_layers_of_olmo_scale_their_rotations():
     assert config.norm_eps == 1e-5
 
 
-ROTATED = [
-    ({}, (True, True, True, False)),
-    ({"no_rope_layer_interval": 2}, (True, False, True, False)),
-    ({"no_rope_layers": [0, 1, 1, 0, 1]}, (False, True, True, False)),
-    ({"no_rope_layers": [1, 1, 1, 1]}, ()),
-]
-
-
 @pytest.mark.parametrize(("values", "rotated"), read_table(__file__, "rotated"))
 def test_layers_without_rotations_are_those_of_transformers(values, rotated):
     config = parse({"model_type": "smollm3", "num_hidden_layers": 4} | values)
@@ -99,37 +91,6 @@ def test_older_names_of_settings_give_the_same_decoder():
         assert decoder_from_json(some, "f", "model.folder").kv_heads == heads
         assert parse(some | {"num_key_value_heads": None}).kv_heads == 32
     assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
-
-
-AS_ONE = [  # what two fields say together, and what one says
-    (
-        {"model_type": "llama", "rope_parameters": PLAIN, "rope_scaling": QWEN},
-        {"model_type": "llama", "rope_parameters": SCALED},
-    ),
-    (
-        {
-            "model_type": "llama",
-            "rope_parameters": PLAIN,
-            "rope_scaling": SCALED,
-            "rope_theta": 1e4,
-        },
-        {"model_type": "llama", "rope_scaling": QWEN},
-    ),
-    (
-        {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 5e5}, SLIDING: None}}
-        | {"rope_scaling": {"type": "linear", "factor": 8.0}, "model_type": "gemma3_text"},
-        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-        | {"model_type": "gemma3_text"},
-    ),
-    (
-        {"model_type": "gpt_oss", "num_experts": 8, "experts_per_token": 2, "dtype": "bfloat16"},
-        {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
-    (
-        {"model_type": "gemma4_text", "per_layer_config": {"02": {"head_dim": 16}}},
-        {"model_type": "gemma4_text", "global_head_dim": 16},
-    ),
-]
 
 
 @pytest.mark.parametrize(("several", "one"), read_table(__file__, "as one"))
