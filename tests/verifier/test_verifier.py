@@ -7,6 +7,7 @@ problems. `verifier_hostile.jsonl`: texts that attack, none of them equivalent t
 'parts' are repeated to any size.
 """
 
+import collections
 import contextlib
 import math
 import os
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from pairs import own_pairs, rows
@@ -28,6 +30,7 @@ from dapo_jax.extras.math.algebra_process import is_equivalent
 from dapo_jax.extras.math.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.extras.math.extraction import extract
 from dapo_jax.extras.math.verifier import Settings, dapo, make_verifier
+from dapo_jax.reporting.scores import answer_classes
 from dapo_jax.rewards.pool import RewardPool
 
 HERE = pathlib.Path(__file__).parent
@@ -235,6 +238,15 @@ def test_sixty_four_expensive_responses_cost_no_other_its_verdict():
     pool.close()
     assert len(wrong) > 64 and not any(verdict.correct for verdict in wrong)
     assert all(verdict.correct for verdict in right) and kills == 0
+
+
+def test_a_vote_among_undecided_answers_takes_linear_time(monkeypatch):
+    asked = []
+    monkeypatch.setattr(algebra_process, "_undecided", collections.Counter())
+    monkeypatch.setattr(algebra_process, "_ask", lambda *pair: asked.append(pair) or TimeoutError())
+    answers = [types.SimpleNamespace(extracted=str(i), correct=False) for i in range(40)]
+    assert len({*answer_classes(answers, algebra_process.same_answer)}) == 40
+    assert len(asked) <= 3 * 40 / 2
 
 
 def test_a_verdict_says_how_it_was_decided():

@@ -1,5 +1,6 @@
 """Verdicts from a process that can be killed, and `is_equivalent` on top of it."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from dapo_jax.extras.math.verifier import BATCH_SECONDS, LOAD, Question, Settings
@@ -8,6 +9,7 @@ from dapo_jax.types.contracts import VerifierResult
 
 WORKER = "dapo_jax.extras.math.algebra_worker"
 SECONDS = 2.0  # limit of one verdict of `is_equivalent`, without a worker's start
+MAX_UNDECIDED = 3
 MODES = {"any": "math", "box": "math_box", "label": "math_label", "dapo": "dapo"}
 
 
@@ -55,6 +57,7 @@ def _read_reply(reply: list | str) -> VerifierResult | Exception:
 
 
 _worker = RestartingWorker(WORKER)
+_undecided: Counter[str] = Counter()  # comparisons by answer
 
 
 def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
@@ -72,15 +75,24 @@ def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
         require: which markers of the response count, 'any', 'box' or 'label'; 'dapo' is the
             scorer of DAPO's released code.
     """
-    return _is_right(Settings(MODES[require]), Question(prediction, answer))
+    result = _ask(Settings(MODES[require]), Question(prediction, answer))
+    # Late, dead or not understood: not known to be the same.
+    return isinstance(result, VerifierResult) and result.correct
 
 
 def same_answer(mine: str, other: str) -> bool:
-    """Test the mathematical equivalence of two answers that were already extracted."""
-    return mine == other or _is_right(Settings("answer"), Question(mine, other))
+    """Test the mathematical equivalence of two answers that were already extracted.
 
-
-def _is_right(settings: Settings, question: Question) -> bool:
-    (result,) = verify(_worker, settings, [question], SECONDS)
-    # Late, dead or not understood: not known to be the same.
+    An answer that was undecided beside `MAX_UNDECIDED` others equals only its own text, so that a
+    vote among many such answers takes linear time.
+    """
+    if mine == other or max(_undecided[mine], _undecided[other]) >= MAX_UNDECIDED:
+        return mine == other
+    result = _ask(Settings("answer"), Question(mine, other))
+    if not isinstance(result, VerifierResult) or result.decided == "undecided":
+        _undecided.update((mine, other))
     return isinstance(result, VerifierResult) and result.correct
+
+
+def _ask(settings: Settings, question: Question) -> VerifierResult | Exception:
+    return verify(_worker, settings, [question], SECONDS)[0]

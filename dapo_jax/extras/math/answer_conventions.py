@@ -191,13 +191,14 @@ def _has_other_kind(mine: str, gold: str, problem: str) -> bool:
 
 def _has_other_measure(mine: str, gold: str, problem: str) -> bool:
     """Return True for degrees or radians where the problem asks for the other."""
-    if r"\pi" in mine and r"\pi" not in gold and re.search(r"degrees?\b", problem):
+    asks_degrees, asks_radians = (re.search(unit, problem) for unit in (r"degrees?\b", "radian"))
+    if r"\pi" in mine and r"\pi" not in gold and asks_degrees:
         return True
-    if r"\pi" in gold and (r"\circ" in mine or "degree" in mine):
+    if r"\circ" in mine or "degree" in mine:
         is_given = compact(split_unit(mine)[0]) in re.findall(r"[\d.]*\d", problem)
-        return is_given and re.search("radian|degree|[Cc]onvert", problem) is not None
-    is_radians = split_unit(mine)[1] == "radian"
-    return is_radians and "degree" in problem and "radian" not in problem
+        is_converted = is_given and re.search("degree|[Cc]onvert", problem)
+        return bool(asks_radians and not asks_degrees or r"\pi" in gold and is_converted)
+    return bool(split_unit(mine)[1] == "radian" and asks_degrees and not asks_radians)
 
 
 def _has_composite(text: str) -> bool:

@@ -19,7 +19,13 @@ _COUNTS = re.compile(
 _CHOICES = re.compile(r"(?<![A-Za-z(\\])\(?([A-E])[).:](?![A-Za-z])|\{ ?\(?([A-E])[).]? ?\}")
 _WORD = re.compile(r"[^\W\d_]+")
 _SENTENCE = re.compile(r"(?<=[.?!;])\s")
-_IDEOGRAPH = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+_ENGLISH = re.compile(r"\b(?:the|is|are|how|what|which|find|in)\b", re.IGNORECASE)
+# How many of what: in another language, a word elsewhere may be a dozen or a million.
+_ASKED = re.compile(
+    r"(?:wie ?viele?|combien|cu[aá]nt[oa]s?|quant[aeio]s?|сколько|скільки|hoeveel|ile|kolik"
+    r"|hur många|hvor mange|多少|几|幾|いくつ|何|몇)[^.?!;。？！]{0,60}",
+    re.IGNORECASE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +60,11 @@ class Problem:
         return set(map(stem, _WORD.findall(FORMULA.sub(" ", self.text))))
 
     def names(self, word: str) -> bool:
-        """Test for a word of the problem; of Chinese and Japanese, for a part of its text."""
-        return word in self.text if _IDEOGRAPH.match(word) else stem(word) in self._words
+        """Test for a word of an English problem, of others for one that it asks for."""
+        if _ENGLISH.search(self.text):
+            return stem(word) in self._words
+        asked = (match[0] for match in _ASKED.finditer(self.text))
+        return any(word.lower() in clause.lower() for clause in asked)
 
 
 NO_PROBLEM = Problem()

@@ -57,9 +57,7 @@ CHANGING = {*_VALUES, *_FRACTIONS, *SCALES, "hundredth", "thousandth"} | set(
     "either without except excluding unless if is are was were do does will would could may "
     "might from with for as all both any another else only just even also too wrong false true "
     "correct incorrect impossible undefined remainder modulus complex minimum maximum infinity "
-    "infinite kilo mega giga milli micro nano oder und nicht kein mal ohne eller och inte sino "
-    "pero para moins fois mais sans plus или нет не pares paires paar dutzend douzaine docena mil "
-    "millones millionen cientos hälfte hälften cien mille moitié mitad consecutive quotient "
+    "infinite kilo mega giga milli micro nano oder und nicht kein dutzend consecutive quotient "
     "increased decreased added subtracted quadrupled inverted nothing nobody".split()
 )
 _IDEOGRAPHS = set("万亿千百十半打双对或和不非")
