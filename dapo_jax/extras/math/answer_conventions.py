@@ -25,9 +25,7 @@ from dapo_jax.extras.math.problem import FORMULA, read_problem
 from dapo_jax.extras.math.units import split_unit
 from dapo_jax.extras.math.written_form import CONSTANTS, Form
 
-MAX_FORMULAS, LONGEST_FORMULA = 64, 400  # of a problem, from its end; characters
-MAX_PAIRED = 16  # values of an answer
-POINTS, NEAR = 3, 1e-9
+LONGEST_FORMULA = 400  # characters
 _RATIO = re.compile(r" ?(?::|\\text\{ ?to ?\}) ?")
 _MIXED = re.compile(r"(?<=\d) (\d+) ?/ ?(\d+)")
 _ASKS_SPELLING = re.compile(
@@ -66,16 +64,12 @@ _KINDS = (  # of numerals, by marks in their compact text
     ("decimal", re.compile(r".*\.\d*[1-9]")),
 )
 _BASE, MAX_DIVISOR = re.compile(r"(?<![\^{\d.])\d{1,9}(?![\d.])"), 1_000
-_NEGATIVE_POWER = re.compile(r"\^ ?\{? ?-")
 _EVERYTHING_OR_NOTHING = {r"\emptyset", REALS}
 
 
 class _Parts(NamedTuple):
-    """Parts of an answer, or of a problem.
-
-    texts: of values without their units, save words. forms: of those that are no plain numerals
-    (of a problem: of all). unsolved: forms of relations that have to be solved, as differences.
-    """
+    """Parts of an answer: texts of values without units and words, their forms save of numerals,
+    and `unsolved`: forms of relations that have to be solved, as differences."""
 
     texts: list[str]
     forms: list[Form]

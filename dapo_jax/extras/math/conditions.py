@@ -27,10 +27,7 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 class Conditioned(NamedTuple):
-    """An answer without its condition: a letter, and the set or the relation that it is in.
-
-    A relation is empty if the letter is said to be any number, or to be a constant.
-    """
+    """An answer without its condition on a letter: the set or the relation that it is in."""
 
     text: str
     letter: str = ""

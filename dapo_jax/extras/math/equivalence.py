@@ -160,9 +160,8 @@ class _Comparison:
         if ours and theirs and kinds == {"ratio", "number"}:
             terms, number = (ours.value, theirs.value)[:: 1 if ours.kind == "ratio" else -1]
             is_fraction = "/" in mine + gold or r"\frac" in mine + gold
-            if len(terms) > 2 or not terms[1] or not is_fraction or _CLOCK.fullmatch(gold):
-                return None
-            return terms[0] == number * terms[1]
+            is_fraction &= len(terms) == 2 and terms[1] != 0 and not _CLOCK.fullmatch(gold)
+            return is_fraction and terms[0] == number * terms[1]
         return ours == theirs if len(kinds) == 1 and ours or "written" in kinds else None
 
     def _same_digits(self, mine: str, gold: str) -> bool:

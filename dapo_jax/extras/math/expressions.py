@@ -409,13 +409,11 @@ class _Parser:
         """Return a group, or the factors up to the next sign or function: sin 2x is sin(2x)."""
         if self._peek() in ("(", "["):
             return self._power() if self._peek() == "[" else self._atom()
-        return self._signed(self._factors_of_argument)
-
-    def _factors_of_argument(self) -> Tree:
+        is_negative = self._accept("-")
         value = self._power()
         while self._starts_factor() and self._peek()[1:] not in FUNCTIONS and self._peek() != "(":
             value = trees.multiply(value, self._next_factor())
-        return value
+        return trees.negate(value) if is_negative else value
 
 
 def _mixed(whole: Tree, part: Tree) -> Tree:

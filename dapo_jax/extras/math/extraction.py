@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 LONGEST_ANSWER = 10_000  # characters; what is longer is not an answer
 LONGEST_SHORT_LINE = 400  # a response without a marker is an answer up to here
-REQUIRE = ("any", "box", "label")
 
 MAX_MARKERS = 1_000  # looked at, from the end, before a response is given up
 

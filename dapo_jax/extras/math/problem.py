@@ -55,9 +55,9 @@ class Problem:
         """An answer can be a letter of its own."""
         return {"A", "B"} <= {max(letters) for letters in _CHOICES.findall(self.text)}
 
-    @functools.cached_property
-    def _words(self) -> set[str]:
-        return set(map(stem, _WORD.findall(FORMULA.sub(" ", self.text))))
+    _words = functools.cached_property(
+        lambda self: set(map(stem, _WORD.findall(FORMULA.sub(" ", self.text))))
+    )
 
     def names(self, word: str) -> bool:
         """Test for a word of an English problem, of others for one that it asks for."""

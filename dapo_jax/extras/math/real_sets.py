@@ -4,6 +4,7 @@ A set is given by the ends of its pieces, which are compared by balls, never by 
 worker process.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -36,11 +37,9 @@ MINUS_INFINITY = trees.negate(trees.INFINITY)
 
 
 class Region(NamedTuple):
-    """Set of real numbers.
+    """Set of real numbers: ends in ascending order, and the memberships of cells.
 
-    ends: constants in ascending order.
-    cells: membership of the numbers below the first end, of that end, of the numbers up to the
-        next one, ..., and of those above the last end.
+    Cells: numbers below the first end, that end, those up to the next one, ..., above the last.
     """
 
     ends: tuple[Tree, ...]
@@ -122,8 +121,6 @@ class RealSets:
                 return value
         raise Undecided("two ends too near")
 
-    # --- from text -----------------------------------------------------------------------------
-
     def _number(self, tree: Tree) -> Tree:
         if symbols(tree):
             raise Refused("an end that is no number")
@@ -195,16 +192,14 @@ class RealSets:
         if any(kind not in SIGNS for kind, _ in relations):
             raise Refused("values not everywhere")
         candidates = [zero for _, tree in relations for zero in zeros(tree, self.budget)]
-        ends = tuple(self._in_order(filter(self._is_real, candidates)))
+        ends = tuple(self._in_order(self._real(candidates)))
         values = (self._inside(ends, cell) for cell in range(2 * len(ends) + 1))
         return Region(ends, tuple(self._holds(relations, value) for value in values))
 
-    def _is_real(self, value: Tree) -> bool:
-        try:
-            sign(value, self.budget)
-        except Refused:
-            return False
-        return True
+    def _real(self, values: Iterable[Tree]) -> Iterator[Tree]:
+        for value in values:
+            with contextlib.suppress(Refused):
+                yield self._number(value)
 
     def _holds(self, relations: list[tuple[str, Tree]], value: Tree) -> bool:
         """Test all relations at a value of the variable."""

@@ -1,7 +1,6 @@
-"""Closed forms of integrals and infinite sums by sympy, in the worker process.
+"""Closed forms of integrals and infinite sums by sympy, which rough numbers have to confirm.
 
-Sympy sees small trees, never text, and its calls of functions are counted, not its time. Rough
-numbers have to confirm what it returns.
+Sympy sees small trees, never text, and its calls of functions are counted, not its time.
 """
 
 import functools

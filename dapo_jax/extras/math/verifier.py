@@ -61,10 +61,8 @@ def dapo(response: str, gold: str, prompt: str) -> VerifierResult:
 class MathVerifier:
     """Verifier that compares by mathematical equivalence.
 
-    Args:
-        require: the markers that count, as in `extract`; 'nothing': the response is an answer.
-            With 'label', a box behind the label has to hold the same answer.
-        settings: decide which equivalent answers are correct.
+    `require`: the markers that count, as in `extract`; 'nothing': the response is an answer. With
+    'label', a box behind the label has to hold the same answer.
     """
 
     require: str
