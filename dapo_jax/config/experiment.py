@@ -125,7 +125,7 @@ class Mesh(OneMesh):
     """Device mesh, or one to learn and one to sample. Batch is split over data x fsdp, weights over
     fsdp x tensor."""
 
-    sampler_share: Below1 = setting(0.0, "Share of a process's devices that only sample; 0: none.")
+    sampler_share: Below1 = setting(0.0, "Fraction of each host's devices reserved for sampling.")
 
 
 @section
@@ -242,7 +242,7 @@ class Environment:
     )
     step_seconds: Positive = setting(5.0, "A longer step is killed and reported.", may_change=True)
     workers: Count = setting(4, "Processes that run steps in parallel.", may_change=True)
-    wait_bursts: Count = setting(1, "Bursts before decoding waits.", may_change=is_on_policy)
+    wait_bursts: Count = setting(1, "Bursts decoded before a reply is due.", may_change=is_on_policy)
 
     @property
     def used(self) -> bool:
@@ -308,8 +308,7 @@ class Reward:
     workers: Count = setting(1, "Threads that compute rewards, with processes.", may_change=True)
     timeout_seconds: Positive = setting(
         5.0,
-        "A worker that needs longer for a response or group is killed, and asked again once for "
-        "4 times as long.",
+        "Time limit per response or group; one retry with four times the limit.",
         may_change=True,
     )
     concurrency: Count = setting(64, "Calls of an async function at a time.", may_change=True)
@@ -383,7 +382,9 @@ class Checkpoint:
     every_steps: CountOr0 = setting(10, "Rollout steps between saves; 0 saves only at the end.")
     keep: Count = setting(2, "Number of newest checkpoints to keep.")
     keep_groups: bool = setting(False, "Save scored groups at once: a kill loses no response.")
-    leave_seconds: PositiveOr0 = setting(30.0, "Longest wait of a signal for a save; 0: no limit.")
+    leave_seconds: PositiveOr0 = setting(
+        30.0, "Seconds to wait for a checkpoint after SIGTERM; 0: no limit."
+    )
 
 
 @section

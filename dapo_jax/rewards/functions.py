@@ -331,7 +331,7 @@ _loops = threading.local()
 
 
 def make_failure(error: BaseException, other: Outcome, text: str = "") -> Failure:
-    """Return the failure that an error, or the error behind it, stands for.
+    """Return the kind of failure of an error, or of its cause.
 
     Args:
         other: outcome of all other errors.

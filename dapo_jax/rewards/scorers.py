@@ -65,7 +65,7 @@ class BatchScorer:
 
 
 class ProcessScorer:
-    """Scorer in the first processes of a pool's threads. Seconds are the limit of a call."""
+    """Scorer that calls a function in a pool's worker processes, `seconds` at most."""
 
     def __init__(self, function: RewardFunction, seconds: float, pool: WorkerPool):
         self._function, self._seconds, self._pool = function, seconds, pool

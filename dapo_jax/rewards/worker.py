@@ -1,4 +1,4 @@
-"""Worker process of rewards.
+"""Worker process that computes rewards.
 
 python -m dapo_jax.rewards.worker functions FILE SECONDS EXTRAS NAMES  reward functions
 python -m dapo_jax.rewards.worker scores                           scorers of the problems' sources

@@ -32,7 +32,7 @@ def update_pools(pools: Pools, groups: Iterable[Group], reward: Reward) -> dict[
 
 
 class RestingPrompts:
-    """Data order without most turns of resting problems.
+    """Prompt stream that skips solved or hopeless problems most of the time.
 
     Args:
         rate: probability that a resting problem is requested, keyed by seed and position.

@@ -214,7 +214,7 @@ def describe_rewards(
         {done.sample: reward for done, reward in zip(group.completions, group.rewards, strict=True)}
         for group in groups
     ]
-    yield "\nrewards of answers that no model wrote, to these prompts; parts of the first:"
+    yield "\nrewards of made-up answers to these prompts; reward parts of the first one:"
     first = groups[0]
     places = {done.sample: place for place, done in enumerate(first.completions)}
     for sample, (name, text) in enumerate(trials[0].answers.items()):

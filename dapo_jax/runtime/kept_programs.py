@@ -17,7 +17,7 @@ _kept: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()  # old
 
 
 def keep(make: Callable[..., Any], *arguments: Any, frozen: Any = None, **options: Any) -> Any:
-    """Return what an earlier call with equal arguments made, or call `make`.
+    """Return the cached result for these arguments; build it with `make` on a miss.
 
     Call `forget_programs` after changing code that the programs were traced from.
     """

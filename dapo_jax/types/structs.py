@@ -92,7 +92,7 @@ SLOW = "slow"  # `Verdict.decided` of a text that took the verifier too long: it
 
 
 class JudgeUnavailable(ConnectionError):
-    """Error to raise in a reward function if a service that it needs does not answer."""
+    """Raise this in a reward function when an external service is unavailable."""
 
     counts: dict[str, float] = {}  # of requests, for metrics
 

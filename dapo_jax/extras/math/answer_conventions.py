@@ -233,7 +233,7 @@ _ASKED_FORMS = [
 
 
 def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
-    """Return True for an equivalent answer without work that the gold answer has done."""
+    """Return True for an equivalent answer that is not simplified as far as the gold answer."""
     text = normalise(prediction)
     text = choice_and_value(text)[1] or text  # the guard sees what is compared
     text = split_condition(without_label(text, read_problem(problem))).text

@@ -156,7 +156,7 @@ def enclose(tree: Tree, budget: Budget) -> Ball:
             choose = arb.max if tree.kind == "max" else arb.min
             value = acb(functools.reduce(choose, (part.real for part in parts)))
         case "gcd" | "remainder":
-            raise Refused("a divisor of what is no integer")
+            raise Refused("gcd, lcm or mod of a non-integer")
         case "binomial":
             n, k = parts
             value = (n + 1).gamma() * (k + 1).rgamma() * (n - k + 1).rgamma()

@@ -263,7 +263,7 @@ def _without_membership(node: Node) -> Node:
 
 
 def _spread(node: Node) -> Node:
-    """Return the assignments x = 1, y = 2 of (x, y) = (1, 2)."""
+    """Split an equation of two tuples, (x, y) = (1, 2), into x = 1, y = 2."""
     sides = node.items if node.kind == "relation" and node.marks == ("=",) else ()
     if {(side.kind, side.marks) for side in sides} != {("tuple", ("(", ")"))}:
         return node

@@ -242,7 +242,7 @@ def _remainder(value: fmpq, below: fmpq) -> fmpq:
 
 def _gcd(*values: fmpq) -> int:
     if any(value.q != 1 for value in values):
-        raise Refused("a divisor of what is no integer")
+        raise Refused("gcd, lcm or mod of a non-integer")
     return math.gcd(*(int(value.p) for value in values))
 
 

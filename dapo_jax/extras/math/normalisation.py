@@ -119,7 +119,7 @@ def _measured(match: re.Match) -> str:
 
 
 def _constant(match: re.Match) -> str:
-    r"""Return a letter in roman type; 9\text{e}-4 is a product, no power of ten."""
+    r"""Return a constant in roman type, \pi or e; 9\text{e}-4 is a product, not 9e-4."""
     after_digit = match.string[: match.start()][-1:].isdigit()
     name = r"\pi" if match[1] == "pi" else match[1]
     return rf"\cdot {name} " if after_digit and name == "e" else f"{name} "

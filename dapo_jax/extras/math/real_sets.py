@@ -76,7 +76,7 @@ class RealSets:
         return ends
 
     def combine(self, rule: Callable[[Iterable[bool]], bool], *regions: Region) -> Region:
-        """Return the numbers that satisfy a rule on their memberships in the regions."""
+        """Combine regions: return the set of numbers for whose memberships `rule` is True."""
         ends = self._in_order(end for region in regions for end in region.ends)
         members = [self._cells_between(ends, region) for region in regions]
         cells = [rule(cell) for cell in zip(*members, strict=True)]

@@ -160,7 +160,7 @@ def _step_table(settings: PlanSettings, step: dict[str, Any]) -> str:
 
 
 def tables(made: dict[str, Any], settings: PlanSettings) -> str:
-    """Return the report for people."""
+    """Return the plan as tables of text."""
     last = "It does not fit:\n\n" + "\n".join(made["changes"])
     if made["step"]:
         last = _step_table(settings, made["step"])

@@ -269,7 +269,7 @@ class Compiler:
         return self._facts(nothing.lower(leaves))["arguments"]
 
     def _facts(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-        """Return what `_compile` does, kept in the folder."""
+        """Return the cached result of `_compile`; compile on a miss."""
         if self._folder is None:
             return self._compile(lowered)
         text = f"{self._layout.topology} {versions()}\n{self._options}\n{lowered.as_text()}"

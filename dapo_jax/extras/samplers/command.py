@@ -84,7 +84,7 @@ class Worker:
         self.exchange()
 
     def exchange(self) -> bool:
-        """Send answers, renew leases, and ask for more; return False if nobody answers.
+        """Send results, renew leases and request work; return False if the trainer is gone.
 
         Raises `ConfigError` if the trainer refuses this process.
         """

@@ -1,4 +1,4 @@
-"""Leases of groups: which sampler draws which group, and what its answer has to look like.
+"""Leases of groups: which worker samples which group, and validation of its results.
 
 A group's key names all that its responses depend on, so an answer counts whoever sends it and
 whenever. The first one is taken; a later one, or one to a group that is not wanted, is ignored.
@@ -120,14 +120,14 @@ class Leases:
             self.clear()
 
     def clear(self) -> None:
-        """Want no group any more."""
+        """Drop all pending groups."""
         with self._changed:
             self._tasks: dict[str, Task] = {}  # without an answer, in data order
             self._holders: dict[str, str] = {}  # sampler of each leased task
             self._finished: list[tuple[Task, tuple[Completion, ...]]] = []
 
     def add(self, task: Task) -> None:
-        """Want a group."""
+        """Add a group to the queue."""
         with self._changed:
             self._tasks[task.key] = task
 

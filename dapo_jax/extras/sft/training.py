@@ -514,7 +514,7 @@ def generated_examples(config: SftConfig, tokenizer: Tokenizer, step: int) -> li
 def supervised_batch(
     algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, estimates: Estimates
 ) -> TrainBatch:
-    """Return a minibatch of the algorithm's loss on packed responses."""
+    """Return a training batch of packed responses, with the algorithm's loss weights."""
     scored, budget = ScoredBatch(rollouts, None), rollouts.tokens.shape[-1]
     return make_batch(scored, segments, estimates, algorithm, budget)
 

@@ -232,7 +232,7 @@ def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str
 def warn_about_heldout(
     config: Config, saved: Record, digests: dict[str, Any], warn: Callable[[str], None]
 ) -> None:
-    """Warn if a run's own held-out problems are not those that it held out."""
+    """Warn if the held-out problems of a run have changed since it was trained."""
     asked = {name: value for name, _, value in leaves(config)}
     names = ("data.source", "data.heldout_source", "seed")
     if all(asked[name] == saved.settings[name] for name in names):
