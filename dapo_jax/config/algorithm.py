@@ -9,7 +9,8 @@ Every method multiplies the gradient of log p(token) by a coefficient (arXiv 240
 
 from typing import Annotated, Literal
 
-from dapo_jax.config.rules import (
+from dapo_jax.config.settings import section, setting
+from dapo_jax.types.rules import (
     CountOr0,
     OwnChoices,
     Positive,
@@ -18,7 +19,6 @@ from dapo_jax.config.rules import (
     Share,
     Unit,
 )
-from dapo_jax.config.settings import section, setting
 
 # Keys of advantages.ESTIMATORS, and what an estimator needs: the rewards of a 'group', a 'centred'
 # scale, an estimate 'per token', the critic's 'values', 'energies' of tokens, or 'no reward'.

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.help import help_text, take_help
-from dapo_jax.config.settings import TYPE_NAMES, assign, defaults, rules
+from dapo_jax.config.settings import assign, defaults, rules
 from dapo_jax.types.errors import ConfigError, nearest, require
+from dapo_jax.types.rules import TYPE_NAMES
 
 BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 LONG_DASHES = ("–", "—")

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from dapo_jax.config.algorithm import ESTIMATOR_TRAITS
-from dapo_jax.config.rules import Choices, OwnChoices, is_own
 from dapo_jax.config.settings import defaults, rules
+from dapo_jax.types.rules import Choices, OwnChoices, is_own
 
 # (dotted name of a setting, True if its value fits the others, what is allowed)
 Checks = Iterator[tuple[str, bool, str]]

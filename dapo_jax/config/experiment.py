@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.config.rules import (
+from dapo_jax.config.settings import open_extras, part, section, setting
+from dapo_jax.runtime import registry
+from dapo_jax.types.errors import require
+from dapo_jax.types.rules import (
     AutoCount,
     Below1,
     Count,
@@ -22,9 +25,6 @@ from dapo_jax.config.rules import (
     Temperature,
     Unit,
 )
-from dapo_jax.config.settings import open_extras, part, section, setting
-from dapo_jax.runtime import registry
-from dapo_jax.types.errors import require
 
 DEFAULT_HELDOUT = 256
 GENERATED = ("arithmetic", "multi_digit_sums")  # data.source of the built-in tasks

@@ -13,13 +13,12 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from dapo_jax.config.rules import Allowed, Choices, OwnChoices, Range
 from dapo_jax.runtime import registry
 from dapo_jax.types.errors import ConfigError, check_place, nearest, present_name, require
+from dapo_jax.types.rules import TYPE_NAMES, Allowed, Choices, OwnChoices, Range
 
 T = typing.TypeVar("T")
 
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 # Magnitudes that float32 arithmetic does not turn into 0 or infinity.
 MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-30, 1e30
 

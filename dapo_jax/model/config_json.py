@@ -4,13 +4,12 @@ import math
 import reprlib
 from typing import Any
 
-from dapo_jax.config.rules import Range
-from dapo_jax.config.settings import TYPE_NAMES
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.families import family_names, family_of
 from dapo_jax.model.families.family import Family, Windows, same_value
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.types.errors import ConfigError
+from dapo_jax.types.rules import TYPE_NAMES, Range
 
 MAX_POSITION_EMBEDDINGS = 32_768  # of folders that are not made from another one
 

@@ -10,7 +10,6 @@ from typing import Any
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Data
 from dapo_jax.config.files import config_for_folder
-from dapo_jax.config.rules import is_own
 from dapo_jax.config.settings import leaves
 from dapo_jax.config.user_code import choose
 from dapo_jax.config.validation import check_warmup, validate
@@ -34,6 +33,7 @@ from dapo_jax.runtime.storage.retries import (
     suppress_storage_errors,
 )
 from dapo_jax.types.errors import ConfigError, require
+from dapo_jax.types.rules import is_own
 
 WORKERS_PER_CORE = 64  # each has its own processes, most of which wait for other machines
 FOLDERS = (

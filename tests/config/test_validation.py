@@ -13,7 +13,6 @@ from dapo_jax import algorithms
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.combinations import OWN, parse_table
 from dapo_jax.config.experiment import Config, ExportConfig
-from dapo_jax.config.rules import Choices
 from dapo_jax.config.settings import from_dict, rules
 from dapo_jax.config.validation import TRAINING, validate
 from dapo_jax.data.prompts.templates import TEMPLATES, open_template
@@ -26,6 +25,7 @@ from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED
 from dapo_jax.learner.update import SCHEDULES
 from dapo_jax.model.load_huggingface import DTYPES
 from dapo_jax.types.errors import ConfigError, present_name
+from dapo_jax.types.rules import Choices
 
 # preset | overrides below `config.` | what the message has to name: field, value, what is allowed
 REFUSED = read_table(__file__, "refused")

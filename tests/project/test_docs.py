@@ -13,7 +13,8 @@ from shown_commands import ROOT, commands_of, tokens_of, what_is_wrong
 
 import dapo_jax
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.settings import TYPE_NAMES, explain, leaves, rules
+from dapo_jax.config.settings import explain, leaves, rules
+from dapo_jax.types.rules import TYPE_NAMES
 
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]

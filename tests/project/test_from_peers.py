@@ -8,9 +8,9 @@ from shown_commands import ROOT
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.rules import Choices
 from dapo_jax.config.settings import leaves, rules
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
+from dapo_jax.types.rules import Choices
 
 TRL = (ROOT / "docs/from_trl.md").read_text(encoding="utf-8")
 VERL = (ROOT / "docs/from_verl.md").read_text(encoding="utf-8")

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from dapo_jax.config.rules import Count, CountOr0, Positive, PositiveOr0, Temperature, Url
 from dapo_jax.config.settings import section, setting
+from dapo_jax.types.rules import Count, CountOr0, Positive, PositiveOr0, Temperature, Url
 
 
 @section

@@ -13,9 +13,9 @@ import sys
 from dapo_jax.commands import command_line
 from dapo_jax.config import cli
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.rules import Count, PositiveOr0, Share, Unit
 from dapo_jax.config.settings import check_settings, defaults, leaves, section, setting
 from dapo_jax.types.errors import ConfigError
+from dapo_jax.types.rules import Count, PositiveOr0, Share, Unit
 
 ONE_TURN = "turns of the environment are not counted: a response is one turn, without observations"
 

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from dapo_jax.config.experiment import OneMesh
-from dapo_jax.config.rules import CountOr0, Port, Positive, Url
 from dapo_jax.config.settings import part, section, setting
+from dapo_jax.types.rules import CountOr0, Port, Positive, Url
 
 
 @section

@@ -4,7 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from dapo_jax.config.combinations import Checks
 from dapo_jax.config.experiment import Cache, OneMesh
-from dapo_jax.config.rules import (
+from dapo_jax.config.settings import part, section, setting
+from dapo_jax.types.rules import (
     Count,
     CountOr0,
     Dtype,
@@ -16,7 +17,6 @@ from dapo_jax.config.rules import (
     Share,
     Temperature,
 )
-from dapo_jax.config.settings import part, section, setting
 
 
 @section

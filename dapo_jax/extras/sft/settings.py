@@ -13,9 +13,9 @@ from dapo_jax.config.experiment import (
     Optimizer,
     Packing,
 )
-from dapo_jax.config.rules import AutoCount, Count, CountOr0, Positive, Range, Seed
 from dapo_jax.config.settings import part, section, setting
 from dapo_jax.config.validation import check_row_length, check_terms
+from dapo_jax.types.rules import AutoCount, Count, CountOr0, Positive, Range, Seed
 
 WORD_PROBLEMS = ("word_problems", "calculator_problems")  # generated too, as rows of a file
 OWN_EXAMPLES = """

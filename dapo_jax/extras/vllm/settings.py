@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from dapo_jax.config.rules import Urls
 from dapo_jax.config.settings import section, setting
+from dapo_jax.types.rules import Urls
 
 
 @section

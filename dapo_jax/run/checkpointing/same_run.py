@@ -11,7 +11,6 @@ from typing import Any
 
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.config.rules import is_own
 from dapo_jax.config.settings import Rule, defaults, leaves, rules
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.difficulty import parse_range
@@ -23,6 +22,7 @@ from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
 from dapo_jax.types.errors import ConfigError, present_name, require
+from dapo_jax.types.rules import is_own
 from dapo_jax.types.structs import DIGEST_CHARACTERS
 
 

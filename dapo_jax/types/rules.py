@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Annotated, Any, Literal
 
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
 
 class Choices(tuple[str, ...]):
     """The allowed values of a setting that is one of several words."""
