@@ -242,7 +242,7 @@ class Environment:
     )
     step_seconds: Positive = setting(5.0, "A longer step is killed and reported.", may_change=True)
     workers: Count = setting(4, "Processes that run steps in parallel.", may_change=True)
-    wait_bursts: Count = setting(1, "Bursts decoded before a reply is due.", may_change=is_on_policy)
+    wait_bursts: Count = setting(1, "Bursts decoded before a reply.", may_change=is_on_policy)
 
     @property
     def used(self) -> bool:
