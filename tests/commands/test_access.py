@@ -2,14 +2,12 @@
 
 import http.client
 import json
-import resource
 import socket
 
 import pytest
 from row_files import read_table
 from served import connect, http_serving, make_serve_config, serving
 
-from dapo_jax.extras.serve import server
 from dapo_jax.runtime.keys import read_key
 from dapo_jax.types.errors import ConfigError
 
@@ -46,18 +44,6 @@ def test_a_body_that_does_not_arrive_gets_408(byte_folder, same_engine):
         answer = half.getresponse()
         assert answer.status == 408 and answer.headers["connection"] == "close"
         assert "not arrived within 0.3 s" in json.load(answer)["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("soft", "connections", "limit"),
-    [(10, 100, 100 + server.RESERVED_FILES), (500, 50, 500), (10, 5000, 1000)],
-)
-def test_the_limit_of_open_files_is_raised_as_needed(monkeypatch, soft, connections, limit):
-    limits = [(soft, 1000)]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
-    server.raise_file_limit(connections)
-    assert limits[-1] == (limit, 1000)
 
 
 @pytest.mark.parametrize(("headers", "status", "message"), read_table(__file__, "headers"))

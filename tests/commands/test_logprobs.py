@@ -163,13 +163,13 @@ def test_more_scores_than_may_wait_are_refused(byte_folder, same_engine, monkeyp
     score, gate = Scorer.score, threading.Event()
     monkeypatch.setattr(Scorer, "score", lambda *args: gate.wait(30) and score(*args))
     request = ASKED | {"prompt": ["a", "3+4="], "max_tokens": 0, "echo": True, "logprobs": 0}
-    with http_serving(byte_folder, waiting=3) as (_, client), ThreadPoolExecutor(1) as pool:
-        first = pool.submit(client.completions.create, **request)
-        time.sleep(0.5)
+    with http_serving(byte_folder, waiting=3) as (_, client), ThreadPoolExecutor(3) as pool:
+        first = [pool.submit(client.completions.create, **request) for _ in range(3)]
+        time.sleep(0.5)  # four slots and three that may wait hold three requests of two
         with pytest.raises(openai.RateLimitError):
             client.completions.create(**request)
         gate.set()
-        assert len(first.result().choices) == 2
+        assert [len(answer.result().choices) for answer in first] == [2, 2, 2]
         assert client.completions.create(**request).choices
 
 

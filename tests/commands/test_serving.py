@@ -3,7 +3,6 @@
 import contextlib
 import json
 import socket
-import urllib.request
 
 import openai
 import pytest
@@ -11,7 +10,6 @@ from row_files import read_table
 from served import (
     BYTES_DECODER,
     TOKENIZER,
-    free_port,
     http_serving,
     likeliest,
     make_openai,
@@ -26,14 +24,9 @@ from dapo_jax.types.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
-def metrics_port():
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def server(byte_folder, byte_engine, metrics_port):
+def server(byte_folder, byte_engine):
     """Server that takes the likeliest token."""
-    config = make_serve_config(byte_folder, metrics_port=metrics_port, served_name="policy")
+    config = make_serve_config(byte_folder, served_name="policy")
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:  # until it has started
             patch.setattr(serve, "load_served", lambda config: byte_engine)
@@ -49,26 +42,17 @@ def test_the_longest_prompt_is_answered_whole(server):
         assert ask(model="policy", prompt=prompt, max_tokens=4).choices[0].text == wanted
 
 
-def test_health_and_metrics_on_their_own_port(server, metrics_port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
-        text = page.read().decode()
-    assert "dapo_waiting_responses 0.0" in text and "dapo_response_tokens_total" in text
-
-
-def test_only_this_machine_is_listened_to(server, metrics_port):
+def test_only_this_machine_is_listened_to(server):
     others = [a[4][0] for a in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     for address in {a for a in others if not a.startswith("127.")}:
-        with pytest.raises(OSError):
-            socket.create_connection((address, metrics_port), timeout=2)
         with pytest.raises(OSError):
             socket.create_connection((address, server.http_port), timeout=2)
 
 
-@pytest.mark.parametrize("field", ["http_port", "metrics_port"])
-def test_a_taken_port_is_named_before_a_model_is_loaded(field, server):
+def test_a_taken_port_is_named_before_a_model_is_loaded(server):
     port = server.http_port
-    config = make_serve_config("no such folder", **{field: port})
-    with pytest.raises(ConfigError, match=f"config.{field} = {port}: on 127.0.0.1: .*in use"):
+    config = make_serve_config("no such folder", http_port=port)
+    with pytest.raises(ConfigError, match=f"config.http_port = {port}: on 127.0.0.1: .*in use"):
         with serving(config):
             pass
 

@@ -7,7 +7,7 @@ import socket
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from prometheus_client import REGISTRY, Counter, Histogram
@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from dapo_jax.extras.serve.access import Access
-from dapo_jax.extras.serve.errors import QueueFull, RequestError
+from dapo_jax.extras.serve.errors import RequestError
 from dapo_jax.extras.serve.generator import Generator
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.requests import ServedModel, read_request
@@ -42,7 +42,7 @@ PATHS = (COMPLETIONS, CHAT, "/v1/models", "/metrics", "/health")
 
 
 class HttpApi:
-    """ASGI application of OpenAI's API; `metrics` is one of `/metrics` without access control."""
+    """ASGI application of OpenAI's API."""
 
     def __init__(self, generator: Generator, scorer: Scorer, model: ServedModel, access: Access):
         self._generator = generator
@@ -50,7 +50,6 @@ class HttpApi:
         self._model = model
         self._access = access
         self._config = model.config
-        self._to_score: dict[asyncio.Task, int] = {}  # sequences of tasks that need log-probs
         self._created = int(time.time())
         options: dict[str, Any] = {"registry": generator.metrics}
         self._answers = Counter(
@@ -74,7 +73,6 @@ class HttpApi:
         ]
         self._app = Starlette(routes=routes, exception_handlers=dict.fromkeys(ERRORS, answer_error))
         self._app.router.redirect_slashes = False  # OpenAI's API has no redirects
-        self.metrics = Starlette(routes=[Route("/metrics", self._show_metrics)])
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request, and count the response."""
@@ -127,15 +125,9 @@ class HttpApi:
         body = await read_body(http, self._config)
         # In a thread: tokenizing a large text would delay the tokens of other clients.
         request = await asyncio.to_thread(read_request, body, self._model, chat=chat)
-        to_score = len(request.prompts) * request.n * (request.likeliest is not None)
-        if sum(self._to_score.values()) + to_score > self._config.waiting:
-            raise QueueFull
-        responses = self._generator.submit(request.responses())
+        responses = self._generator.submit(request)
         self._prompt_tokens.inc(sum(map(len, request.prompts)))
-        task = cast(asyncio.Task, asyncio.current_task())
-        self._to_score[task] = to_score
-        task.add_done_callback(self._to_score.pop)
-        answer = CompletionResponse(request, responses, self._model, self._scorer, chat=chat)
+        answer = CompletionResponse(responses, self._model, self._scorer, chat=chat)
         if not request.stream:
             return _json_response(await _unless_disconnected(http, answer.complete()))
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -1,46 +1,48 @@
-"""Queue of an event loop in front of a scheduler: submit requests, iterate over tokens, cancel.
+"""Queue of an event loop in front of a scheduler: submit a request, iterate over its tokens.
 
 One thread drives the scheduler; tasks of one event loop consume the tokens.
 """
 
 import asyncio
-import collections
-import dataclasses
+import itertools
+import queue
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dapo_jax.extras.serve.errors import QueueFull, RequestError
+from dapo_jax.extras.serve.requests import CompletionRequest
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.types.structs import NewTokens, Prompt, Request, SamplingRule, Stop
+from dapo_jax.types.structs import NewTokens, Prompt, Request
 
 BURSTS_OF_FIRST_CACHES = 50  # after which an idle server starts with small caches again
+FAILURE = "the decoding thread has failed"
 
 
-@dataclasses.dataclass(eq=False)
-class ResponseRequest:
-    """Request for one response.
+class Responses:
+    """Choices of one request; iterate once to get index and `NewTokens` of those that are sampled.
 
-    Attributes:
-        ids: token ids of the prompt.
-        budget: maximum tokens of the response.
-        seed: from 0 to 2^64 - 1; the same seed, prompt and rule give the same response. None: the
-            random key depends on the order of arrival.
-        number: index of the response among those with this seed.
-        running: set once it has left the queue.
+    The iteration raises `RequestError` if the generator fails.
     """
 
-    ids: Sequence[int]
-    budget: int
-    rule: SamplingRule
-    stop: Stop = Stop()
-    seed: int | None = None
-    number: int = 0
-    running: Request | None = None
+    def __init__(self, request: CompletionRequest):
+        self.request = request
+        self.running: list[Request] = []  # of the decoding thread
+        self.unfinished = request.n * sum(budget > 0 for budget in request.budgets)
+        self.chunks: asyncio.Queue[tuple[int, NewTokens] | None] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, NewTokens]]:
+        while self.unfinished:
+            chunk = await self.chunks.get()
+            if chunk is None:
+                raise RequestError(FAILURE, status=500)
+            self.unfinished -= chunk[1].ended
+            yield chunk
+            await asyncio.sleep(0)  # let other tasks run even if many chunks are ready
 
 
 class Generator:
@@ -48,151 +50,119 @@ class Generator:
 
     Args:
         open_scheduler: returns a scheduler that has begun; called again if caches may have grown.
-        max_waiting: maximum number of responses that wait for a slot.
+        slots: of the scheduler.
+        max_waiting: maximum number of choices that wait for a slot.
 
     Attributes:
         failure: message of a failure, or empty; nothing is generated after it.
         metrics: Prometheus metrics.
     """
 
-    def __init__(self, open_scheduler: Callable[[], Scheduler], max_waiting: int):
+    def __init__(self, open_scheduler: Callable[[], Scheduler], slots: int, max_waiting: int):
         self._open, self._scheduler = open_scheduler, open_scheduler()
-        self._max_waiting = max_waiting
+        self._most = slots + max_waiting
         self._loop = asyncio.get_running_loop()
-        self._changed = threading.Condition()  # guards the next three
-        self._waiting: collections.deque[tuple[ResponseRequest, Responses, int]]
-        self._waiting = collections.deque()
-        self._cancelled: list[ResponseRequest] = []
-        self._is_closed = False
-        self._arrivals = 0
-        self._running: dict[ResponseRequest, Responses] = {}
+        self._served: set[Responses] = set()
+        self._arrivals = itertools.count()
+        # What the decoding thread does between two bursts; None ends it.
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.failure = ""
         self.metrics = CollectorRegistry()
         options: dict[str, Any] = {"registry": self.metrics}
         waiting = Gauge("dapo_waiting_responses", "Responses that wait for a slot.", **options)
-        waiting.set_function(lambda: len(self._waiting))
+        waiting.set_function(lambda: max(0, self._unfinished() - slots))
         busy = Gauge("dapo_busy_slots", "Occupied slots.", **options)
-        busy.set_function(lambda: len(self._running))
+        busy.set_function(lambda: min(slots, self._unfinished()))
         self._sampled = Counter("dapo_response_tokens", "Sampled tokens.", **options)
         self._thread = threading.Thread(target=self._run, name="decoding")
         self._thread.start()
 
-    def submit(self, requests: Sequence[ResponseRequest]) -> "Responses":
-        """Submit all requests or none; they are cancelled when the caller's task ends.
+    def _unfinished(self) -> int:
+        return sum(responses.unfinished for responses in self._served)
+
+    def submit(self, request: CompletionRequest) -> Responses:
+        """Submit all choices of a request; they are cancelled when the caller's task ends.
 
         Raises:
-            QueueFull: too many responses would wait.
+            QueueFull: too many choices would wait to be sampled, or scored.
             RequestError: the generator has failed.
         """
-        responses = Responses(self, requests)
-        with self._changed:
-            if self.failure:
-                raise RequestError(self.failure, status=500)
-            if len(self._waiting) + len(requests) > self._max_waiting:
-                raise QueueFull
-            self._waiting.extend((request, responses, i) for i, request in enumerate(requests))
-            self._changed.notify()
-        cast(asyncio.Task, asyncio.current_task()).add_done_callback(responses.cancel_all)
-        return responses
+        if self.failure:
+            raise RequestError(self.failure, status=500)
+        served = sum(responses.request.choices for responses in self._served)
+        if served + request.choices > self._most:
+            raise QueueFull
+        responses = Responses(request)
 
-    def cancel(self, request: ResponseRequest) -> None:
-        """Free the slot of a response, or remove it from the queue."""
-        with self._changed:
-            self._cancelled.append(request)
-            self._changed.notify()
+        def leave(_: Any) -> None:
+            self._served.discard(responses)
+            if responses.unfinished:
+                self._commands.put(lambda: self._cancel(responses))
+
+        self._served.add(responses)
+        cast(asyncio.Task, asyncio.current_task()).add_done_callback(leave)
+        self._commands.put(lambda: self._start(responses))
+        return responses
 
     def close(self) -> None:
         """End the thread; call it outside the event loop's thread, while the loop runs."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        self._commands.put(None)
         self._thread.join()
 
     # --- the decoding thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._is_closed:
-                self._fill()
-                for request, _ in self._scheduler.step():
-                    self._running = {r: x for r, x in self._running.items() if r.running != request}
+            while self._obey():
+                self._scheduler.step()
         except Exception as error:
             traceback.print_exception(error)
-            with self._changed:
-                self.failure = "the decoding thread has failed"
-                waiting = {responses for _, responses, _ in self._waiting}
-            for responses in {*self._running.values(), *waiting}:
-                self._loop.call_soon_threadsafe(responses.chunks.put_nowait, None)
+            self._loop.call_soon_threadsafe(self._fail)
 
-    def _fill(self) -> None:
-        """Cancel requests, and start those that have room; wait if there is nothing to do."""
-        scheduler = self._scheduler
-        with self._changed:
-            while scheduler.idle and not (self._waiting or self._cancelled or self._is_closed):
-                self._changed.wait()
-            cancelled, self._cancelled = {*self._cancelled}, []
-            kept = [entry for entry in self._waiting if entry[0] not in cancelled]
-            room = max(scheduler.room, 0)
-            self._waiting = collections.deque(kept[room:])
-            started = kept[:room]
-        for request in cancelled & self._running.keys():
-            del self._running[request]
-            scheduler.cancel(cast(Request, request.running))
-        if scheduler.idle and scheduler.counts.bursts > BURSTS_OF_FIRST_CACHES:
-            scheduler.close()
+    def _fail(self) -> None:
+        self.failure = FAILURE
+        for responses in self._served:
+            responses.chunks.put_nowait(None)
+
+    def _obey(self) -> bool:
+        """Follow the commands, and wait for one if nothing is to be decoded; False: end."""
+        while self._scheduler.idle or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+        return True
+
+    def _start(self, responses: Responses) -> None:
+        if self._scheduler.idle and self._scheduler.counts.bursts > BURSTS_OF_FIRST_CACHES:
+            self._scheduler.close()
             self._scheduler = self._open()
-        for request, responses, index in started:
-            self._running[request] = responses
-            self._start(request, responses, index)
+        request = responses.request
+        for number, (ids, budget) in enumerate(zip(request.prompts, request.budgets, strict=True)):
+            if budget:  # else only its echo is requested
+                index = next(self._arrivals) if request.seed is None else number
+                prompt = Prompt(index, "", "", np.array(ids, np.int32), "", "")
+                running = self._scheduler.submit(
+                    prompt,
+                    range(request.n),
+                    request.rule,
+                    budget,
+                    request.stop,
+                    seed=request.seed,
+                    watch=self._deliver(responses, number * request.n),
+                )
+                responses.running.append(running)
 
-    def _start(self, request: ResponseRequest, responses: "Responses", index: int) -> None:
-        number = request.number if request.seed is not None else self._arrivals
-        self._arrivals += request.seed is None
-        prompt = Prompt(number, "", "", np.array(request.ids, np.int32), "", "")
+    def _deliver(self, responses: Responses, first: int) -> Callable[[NewTokens], None]:
+        """Return a function that hands the tokens of choices from `first` on to the event loop."""
 
         def deliver(new: NewTokens) -> None:
             self._sampled.inc(len(new.ids))
-            self._loop.call_soon_threadsafe(responses.chunks.put_nowait, (index, new))
+            chunk = first + new.sample, new
+            self._loop.call_soon_threadsafe(responses.chunks.put_nowait, chunk)
 
-        request.running = self._scheduler.submit(
-            prompt,
-            [0],
-            request.rule,
-            request.budget,
-            request.stop,
-            seed=request.seed,
-            watch=deliver,
-        )
+        return deliver
 
-
-class Responses:
-    """Responses of one submission; iterate once to get index and `NewTokens` of all of them.
-
-    The iteration raises `RequestError` if the generator fails.
-    """
-
-    def __init__(self, generator: Generator, requests: Sequence[ResponseRequest]):
-        self._generator = generator
-        self._running = dict(enumerate(requests))
-        self.chunks: asyncio.Queue[tuple[int, NewTokens] | None] = asyncio.Queue()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, NewTokens]]:
-        while self._running:
-            chunk = await self.chunks.get()
-            if chunk is None:
-                raise RequestError(self._generator.failure, status=500)
-            if chunk[0] not in self._running:
-                continue  # it was cancelled
-            if chunk[1].ended:
-                del self._running[chunk[0]]
-            yield chunk
-            await asyncio.sleep(0)  # let other tasks run even if many chunks are ready
-
-    def cancel(self, index: int) -> None:
-        """Cancel one response: free its slot and end its chunks."""
-        if request := self._running.pop(index, None):
-            self._generator.cancel(request)
-
-    def cancel_all(self, _: Any = None) -> None:
-        for index in list(self._running):
-            self.cancel(index)
+    def _cancel(self, responses: Responses) -> None:
+        for request in responses.running:
+            self._scheduler.cancel(request)

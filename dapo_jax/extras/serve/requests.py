@@ -1,7 +1,6 @@
 """Parsing and validation of requests to OpenAI's API."""
 
 import dataclasses
-import functools
 import json
 import reprlib
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve.budgets import AUTO
 from dapo_jax.extras.serve.errors import RequestError, need
-from dapo_jax.extras.serve.generator import ResponseRequest
 from dapo_jax.extras.serve.logprobs import MAX_LIKELIEST
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.runtime.tool_calls import NAME, read_message
@@ -46,20 +44,12 @@ NEUTRAL_VALUES = {
 }
 
 
-def tools_problem(tools: Any) -> str:
-    """Return what is wrong with the `tools` of a request; empty if nothing is."""
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        return f"must be a list of up to {MAX_TOOLS} tools"
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type") != "function":
-            return "must be of objects with type 'function' and an object function"
-        name = function.get("name")
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            return "must have names of 1 to 64 letters, digits, '_', '-' or '.'"
-        if not isinstance(function.get("parameters", {}), dict):
-            return f"must have a JSON schema as parameters of {name!r}"
-    return ""
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type") != "function":
+        return False
+    name, schema = function.get("name"), function.get("parameters", {})
+    return isinstance(name, str) and bool(NAME.fullmatch(name)) and isinstance(schema, dict)
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
@@ -127,7 +117,11 @@ COMPLETION_RULES = RULES | {
 }
 CHAT_RULES = RULES | {
     "messages": rule(lambda x: isinstance(x, list) and x != [], "a list of one or more messages"),
-    "tools": tools_problem,
+    "tools": rule(
+        lambda x: isinstance(x, list) and len(x) <= MAX_TOOLS and all(map(_is_tool, x)),
+        f"a list of up to {MAX_TOOLS} objects with type 'function' and an object function: a name "
+        "of 1 to 64 letters, digits, '_', '-' or '.', and perhaps a JSON schema as parameters",
+    ),
     "logprobs": FLAG,
     "top_logprobs": LIKELIEST,
 }
@@ -142,12 +136,6 @@ class ServedModel:
     limits: Any  # longest_prompt, max_response_tokens and context, such as of an engine
     tokenizer: Tokenizer
     rule: SamplingRule
-
-    @functools.cached_property
-    def prompt_bytes(self) -> int:
-        """Maximum of a prompt's text; a longer one is not tokenized."""
-        longest = max(len(piece.encode()) for piece in self.tokenizer.backend.get_vocab())
-        return self.limits.longest_prompt * longest
 
     def budget(self, field: str, budget: int | None, prompt: int) -> int:
         """Return the maximum tokens of a response; raise `RequestError` for a wrong `budget`."""
@@ -167,11 +155,6 @@ class ServedModel:
         param = field.partition("[")[0]
         limit = self.limits.longest_prompt
         if isinstance(prompt, str):
-            size = len(prompt.encode())
-            if size > self.prompt_bytes:
-                allowed = f"at most {self.prompt_bytes}, the most that {limit} tokens hold"
-                message = f"{field} has {size} bytes: must have {allowed}"
-                raise RequestError(message, param, code=TOO_LONG)
             try:
                 prompt = self.tokenizer.encode_prompt(prompt)
             except ConfigError as error:
@@ -195,7 +178,7 @@ class CompletionRequest:
     budgets: list[int]  # maximum tokens of a response to each prompt; 0: only echo is requested
     rule: SamplingRule
     likeliest: int | None  # number of likeliest tokens next to each log-prob; None: no log-probs
-    stop: list[str]
+    stop: Stop
     tools: list[dict[str, Any]]
     include_usage: bool
     n: int = 1
@@ -204,16 +187,9 @@ class CompletionRequest:
     echo: bool = False
     return_token_ids: bool = False
 
-    def responses(self) -> list[ResponseRequest]:
-        """Return the requests for single responses: `n` to each prompt in order."""
-        seed = None if self.seed is None else self.seed % 2**64
-        stop = Stop(tuple(self.stop))
-        return [
-            ResponseRequest(ids, budget, self.rule, stop, seed, prompt * self.n + i)
-            for prompt, (ids, budget) in enumerate(zip(self.prompts, self.budgets, strict=True))
-            for i in range(self.n)
-            if budget
-        ]
+    @property
+    def choices(self) -> int:
+        return self.n * len(self.prompts)
 
 
 def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRequest:
@@ -234,13 +210,15 @@ def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRe
         allowed = f"at most {model.config.waiting} responses per request"
         raise RequestError(f"{count}: {allowed}", "n" if n > 1 else "prompt")
     rule = {name: fields[name] for name in ("temperature", "top_p", "top_k") if name in fields}
+    if "seed" in fields:
+        fields["seed"] %= 2**64  # the scheduler takes no negative ones
     same = ("n", "seed", "stream", "echo", "return_token_ids")
     return CompletionRequest(
         prompts=prompts,
         budgets=_budgets(fields, model, prompts),
         rule=model.rule._replace(**rule),
         likeliest=_likeliest(fields, chat),
-        stop=[stop] if isinstance(stop, str) else stop,
+        stop=Stop((stop,) if isinstance(stop, str) else tuple(stop)),
         tools=tools,
         include_usage=bool(options and options["include_usage"]),
         **{name: fields[name] for name in same if name in fields},

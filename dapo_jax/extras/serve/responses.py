@@ -14,7 +14,7 @@ from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.extras.serve.errors import RequestError
 from dapo_jax.extras.serve.generator import Responses
 from dapo_jax.extras.serve.logprobs import Scorer, chat_logprobs, completion_logprobs
-from dapo_jax.extras.serve.requests import CompletionRequest, ServedModel
+from dapo_jax.extras.serve.requests import ServedModel
 from dapo_jax.runtime.tool_calls import read_calls
 from dapo_jax.types.structs import NewTokens
 
@@ -61,7 +61,6 @@ class CompletionResponse:
 
     def __init__(
         self,
-        request: CompletionRequest,
         responses: Responses,
         model: ServedModel,
         scorer: Scorer,
@@ -69,7 +68,7 @@ class CompletionResponse:
         chat: bool,
     ):
         self._is_chat = chat
-        self._request = request
+        self._request = request = responses.request
         self._responses = responses
         self._model = model
         self._tokenizer = model.tokenizer

@@ -12,7 +12,6 @@ SDK. After SIGTERM or Ctrl-C, running requests finish, and the exit code is 0.
 import asyncio
 import dataclasses
 import os
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.types.errors import ConfigError, require
 
 POLL_SECONDS = 0.1
-RESERVED_FILES = 128  # open files other than connections
 BACKLOG = 2048
 
 
@@ -138,27 +136,19 @@ def warm_up(policy: ServedPolicy, config: ServeConfig) -> None:
             scheduler.step()
 
 
-def bind(config: ServeConfig, field: str) -> socket.socket:
-    """Return a socket that listens on the port of setting `field`. Raise `ConfigError`."""
-    port = getattr(config, field)
+def bind(config: ServeConfig) -> socket.socket:
+    """Return a socket that listens on the port. Raise `ConfigError`."""
     host = config.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, config.http_port), family=family, backlog=BACKLOG)
     except OSError as error:
         allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
         is_resolved = (error.errno or 0) >= 0  # errors of getaddrinfo have negative numbers
         require(is_resolved, "host", config.host, allowed)
-        raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
-
-
-def raise_file_limit(connections: int) -> None:
-    """Raise the soft limit of open files as far as connections need it and the system allows."""
-    needed = connections + RESERVED_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < needed:
-        limit = needed if hard < 0 else min(hard, needed)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        raise ConfigError(
+            f"config.http_port = {config.http_port}: on {config.host}: {error}"
+        ) from None
 
 
 def served_name(config: ServeConfig) -> str:
@@ -182,33 +172,32 @@ async def _answer_requests(
 
     engine, params, tokenizer, limits = policy
     model = ServedModel(served_name(config), config, limits, tokenizer, rule_of(config))
-    generator = Generator(lambda: policy.scheduler(config), config.waiting)
+    slots = engine.max_concurrent_decodes
+    generator = Generator(lambda: policy.scheduler(config), slots, config.waiting)
     api = HttpApi(generator, Scorer(engine.config, params), model, Access(config, key))
-    apps = {"http_port": api} | ({"metrics_port": api.metrics} if config.metrics_port else {})
-    return await run_apps(apps, generator, config, should_stop, ready)
+    return await run_app(api, generator, config, should_stop, ready)
 
 
-async def run_apps(
-    apps: dict[str, Any],
+async def run_app(
+    app: Any,
     worker: Any,
     config: ServeConfig,
     should_stop: Callable[[], bool],
     ready: Callable[[int], None],
 ) -> str:
-    """Run applications, by the setting of their port, until `should_stop()` or a failure.
+    """Run an application until `should_stop()` or a failure; return it, or empty.
 
-    `worker` is the thread that they use; it is closed. Returns its failure, or empty.
+    `worker` is the thread that it uses; it is closed.
     """
     from dapo_jax.extras.serve.app import start_http
 
-    raise_file_limit(config.max_connections)
     try:
-        sockets = {field: bind(config, field) for field in apps}
-        stops = [start_http(app, sockets[field], config) for field, app in apps.items()]
-        ready(sockets["http_port"].getsockname()[1])
+        listening = bind(config)
+        stop = start_http(app, listening, config)
+        ready(listening.getsockname()[1])
         while not should_stop() and not worker.failure:
             await asyncio.sleep(POLL_SECONDS)
-        await asyncio.gather(*(stop() for stop in stops))
+        await stop()
     finally:
         await asyncio.to_thread(worker.close)  # its thread writes to the event loop
     return worker.failure
@@ -221,8 +210,7 @@ def serve(
 
     Returns the failure of the thread that samples, or empty.
     """
-    for field in ("http_port",) if config.tinker else ("http_port", "metrics_port"):
-        bind(config, field).close()  # report a taken port before the model is loaded
+    bind(config).close()  # report a taken port before the model is loaded
     key = read_key(config.api_key_file, "api_key_file")
     if warning := exposure_warning(config, key):
         processes.print_error(warning)

@@ -33,7 +33,6 @@ class ServeConfig:
     served_name: str = setting("", "Model name for HTTP clients; empty: the folder's name.")
     host: str = setting("127.0.0.1", "Address to listen on; the default is this machine only.")
     http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: any that is free.")
-    metrics_port: Port = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
     max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(
         -1, "Longest prompt; 'auto' (-1): the context, or what fits into memory.", auto=-1
     )
@@ -57,7 +56,7 @@ class ServeConfig:
     api_key_file: str = setting("", "File with the clients' key; empty: DAPO_API_KEY, if set.")
     allowed_hosts: str = setting("", "Other names of this server, comma-separated; '*': any.")
     max_body_mb: Positive = setting(1.0, "Largest body of a request, in 10^6 bytes.")
-    max_connections: Count = setting(1000, "Connections; more are rejected.")
+    max_connections: Count = setting(800, "Connections; more are rejected.")
     request_seconds: Positive = setting(10.0, "Seconds for a request's body to arrive.")
     idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
@@ -72,5 +71,3 @@ class ServeConfig:
 
     def checks(self) -> Checks:
         """Yield the checks of combinations of settings."""
-        fits = self.metrics_port == 0 or self.metrics_port != self.http_port
-        yield "metrics_port", fits, "different from http_port"

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from dapo_jax.extras.serve.access import Access
 from dapo_jax.extras.serve.app import ERRORS, answer_error, read_body
 from dapo_jax.extras.serve.errors import QueueFull, RequestError, need
-from dapo_jax.extras.serve.server import run_apps
+from dapo_jax.extras.serve.server import run_app
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.tinker import openai
 from dapo_jax.extras.tinker.messages import CONTENT_TYPE
@@ -361,7 +361,7 @@ def serve_tinker(
         worker = Worker(policies, store)
         api = TinkerApi(policies, worker, store, Access(config, key))
         app = Starlette(routes=api.routes, exception_handlers=dict.fromkeys(ERRORS, answer_error))
-        return await run_apps({"http_port": app}, worker, config, should_stop, ready)
+        return await run_app(app, worker, config, should_stop, ready)
 
     with claim("tinker_dir", config.tinker_dir, TINKER) as folder:
         store = Store(pathlib.Path(str(folder)))
