@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY
-from served import END, TOKENIZER
+from served import TOKENIZER
 from small_runs import ROOT
 from tinker_served import NAME, SDK, TinkerServer, loss_message
 
@@ -162,39 +162,6 @@ def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folde
     theirs = sampler.compute_logprobs(types.ModelInput.from_ints(WORDS[2])).result()
     ours = [score.logprob for score in scores[1:]]
     np.testing.assert_allclose(theirs[1:], ours, rtol=0, atol=1e-4)
-
-
-def test_saved_weights_are_sampled_through_openais_api(client, server):
-    import openai
-
-    model = client.create_lora_training_client(base_model=NAME, rank=4).result()
-    train(model, 3)
-    path = model.save_weights_for_sampler("v1").result().path
-    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
-    assert {NAME, path} <= {model.id for model in api.models.list()}
-    greedy = types.SamplingParams(max_tokens=12, temperature=0)
-    ask = {"prompt": WORDS[1], "max_tokens": 12, "temperature": 0}
-    texts = []
-    for name, weights in ((NAME, {"base_model": NAME}), (path, {"model_path": path})):
-        sampler = client.create_sampling_client(**weights).result()
-        (expected,) = sampler.sample(PROMPT, 1, greedy).result().sequences
-        ids = [i for i in expected.tokens if i != END]
-        answer = api.completions.create(model=name, extra_body={"return_token_ids": True}, **ask)
-        assert answer.choices[0].token_ids == ids
-        texts.append(answer.choices[0].text)
-        events = api.completions.create(model=name, stream=True, **ask)
-        assert "".join(event.choices[0].text for event in events) == texts[-1]
-    assert texts[0] != texts[1]
-    many = {"prompt": ["a", "Tell me!"], "max_tokens": 6, "n": 2, "seed": 3, "model": path}
-    first, second = (api.completions.create(**many) for _ in range(2))
-    drawn = [choice.text for choice in first.choices]
-    assert drawn == [choice.text for choice in second.choices] and len(set(drawn)) > 2
-    with pytest.raises(openai.NotFoundError, match="must be one that GET /v1/models lists"):
-        api.completions.create(model="other", **ask)
-    with pytest.raises(openai.BadRequestError, match="logprobs: is not served here"):
-        api.completions.create(model=path, logprobs=1, **ask)
-    with pytest.raises(openai.BadRequestError, match="the model's folder has no chat template"):
-        api.chat.completions.create(model=path, messages=[{"role": "user", "content": "a"}])
 
 
 @pytest.mark.slow

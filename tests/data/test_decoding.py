@@ -1,10 +1,7 @@
 """Texts of tokens after other tokens, for vocabularies over bytes and such that mark words."""
 
-import asyncio
 import itertools
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from conftest import make_prompt
 from word_marks import KINDS, SPECIAL, make_tokenizer
@@ -15,9 +12,6 @@ from dapo_jax.environments.transcript import Transcript
 from dapo_jax.extras.serve.logprobs import Score, chat_logprobs, completion_logprobs
 from dapo_jax.extras.sft.rows import EXAMPLES, Writer
 from dapo_jax.extras.sft.settings import OwnData
-from dapo_jax.extras.tinker.messages import MESSAGES
-from dapo_jax.extras.tinker.openai import StoredResponses
-from dapo_jax.extras.tinker.store import State
 from dapo_jax.rollout.requests import Reader
 from dapo_jax.types.structs import NewTokens, Request, Stop
 
@@ -144,22 +138,3 @@ def test_a_special_token_is_a_stop_text_too_and_else_shows_nothing():
         new.text for new in read_stop(tokenizer, [word, word], "z")
     )
     assert read_stop(tokenizer, ids, ends=(special,))[-1] == NewTokens(0, [special], "", True, True)
-
-
-def test_a_stored_response_is_shown_up_to_its_stop():
-    tokenizer = make_tokenizer("bytes")
-    tokenizer.end_ids = (9,)
-    message = MESSAGES["SampleResponse"]()
-    for ids in ([5, 9], tokenizer.encode("ab"), [9]):
-        message.sequences.add(tokens=np.array(ids, np.int32).tobytes())
-
-    async def wait(_):
-        return State.DONE, message.SerializeToString()
-
-    async def read():
-        request = SimpleNamespace(prompts=[[3]], n=3, stop=["b"])
-        return [new async for _, new in StoredResponses(["r"], wait, request, tokenizer)]
-
-    first, second, third = asyncio.run(read())
-    assert (first.ids, second.text, third.ids) == ([5, 9], "a", [9])
-    assert first.stopped and second.stopped and third.stopped

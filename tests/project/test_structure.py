@@ -37,9 +37,9 @@ EXTRAS = {
     "plan": 950,
     "report": 358,
     "samplers": 922,
-    "serve": 1_613,
+    "serve": 1_540,
     "sft": 1_230,
-    "tinker": 1_969,
+    "tinker": 1_842,
     "vllm": 287,
     "words": 181,
 }

@@ -20,11 +20,10 @@ from dapo_jax.extras.serve.app import ERRORS, answer_error, read_body
 from dapo_jax.extras.serve.errors import QueueFull, RequestError, need
 from dapo_jax.extras.serve.server import run_app
 from dapo_jax.extras.serve.settings import ServeConfig
-from dapo_jax.extras.tinker import openai
 from dapo_jax.extras.tinker.messages import CONTENT_TYPE
 from dapo_jax.extras.tinker.models import CHECKPOINT_KINDS, find_checkpoint
 from dapo_jax.extras.tinker.policies import Policies
-from dapo_jax.extras.tinker.requests import TEXT, parse_loss_message, read
+from dapo_jax.extras.tinker.requests import parse_loss_message, read
 from dapo_jax.extras.tinker.store import Entry, Request, State, Store
 from dapo_jax.extras.tinker.worker import SAMPLE_KIND, Worker
 from dapo_jax.runtime.storage.output_folder import TINKER, claim
@@ -108,9 +107,6 @@ class TinkerApi:
             ("POST retrieve_future", self._retrieve, "request_id"),
             ("POST get_info", self._get_info, "model_id"),
             ("POST weights_info", self._weights_info, "tinker_path"),
-            ("POST /v1/completions", self._completer(chat=False), ""),
-            ("POST /v1/chat/completions", self._completer(chat=True), ""),
-            ("GET /v1/models", self._list_names, ""),
             ("GET healthz", lambda call: {"status": "ok"}, ""),
             ("GET get_server_capabilities", self._capabilities, ""),
             ("GET samplers/{sampler}", self._get_sampler, ""),
@@ -124,8 +120,7 @@ class TinkerApi:
         for route, handler, required in table:
             method, path = route.split()
             endpoint = self._endpoint(handler, required.split())
-            path = path if path.startswith("/") else f"/api/v1/{path}"
-            self.routes.append(Route(path, endpoint, methods=[method]))
+            self.routes.append(Route(f"/api/v1/{path}", endpoint, methods=[method]))
 
     def _endpoint(
         self, handler: Callable[[Call], Any], required: Sequence[str]
@@ -259,42 +254,6 @@ class TinkerApi:
             raise RequestError(f"the result of {name!r} is no longer kept", status=410)
         kind = CONTENT_TYPE if state == State.DONE else "application/json"
         return Response(result, media_type=kind)
-
-    # --- OpenAI's API -----------------------------------------------------------------------------
-
-    def _completer(self, chat: bool) -> Callable[[Call], Awaitable[Response]]:
-        """Return the handler of completions or chats; their model is a checkpoint, or the base."""
-
-        def complete(call: Call) -> Awaitable[Response]:
-            name = read(call.body, "model", rules={"model": TEXT})["model"]
-            if name not in self._names():
-                message = f"model = {name!r}: must be one that GET /v1/models lists"
-                raise RequestError(message, "model", 404, "model_not_found")
-            sampler, path = f"v1:{name}", "" if name == self._name else name
-            self._store.put("sampler", sampler, "", {"path": path, "number": sampler})
-
-            def accept(number: int, body: bytes) -> str:
-                return self._accept(sampler, number, SAMPLE_KIND, body)["request_id"]
-
-            return openai.complete(call.body, name, self._policies, accept, self._result, chat=chat)
-
-        return complete
-
-    async def _result(self, request_id: str) -> tuple[State, bytes | None]:
-        stored = None
-        while stored is None or stored[0] == State.PENDING:
-            stored = await self._worker.wait(request_id, WAIT_SECONDS)
-        return stored
-
-    def _names(self) -> list[str]:
-        """Return the names of the base model and of the checkpoints that can be sampled."""
-        entries = self._store.entries("checkpoint")
-        saved = [entry.id for entry in entries if entry.fields["kind"] == "sampler_weights"]
-        return [self._name, *saved]
-
-    def _list_names(self, call: Call) -> Fields:
-        models = [{"id": name, "object": "model"} for name in self._names()]
-        return {"object": "list", "data": models}
 
     # --- descriptions -----------------------------------------------------------------------------
 
