@@ -37,9 +37,9 @@ EXTRAS = {
     "plan": 950,
     "report": 358,
     "samplers": 922,
-    "serve": 1_540,
+    "serve": 1_513,
     "sft": 1_230,
-    "tinker": 1_842,
+    "tinker": 1_841,
     "vllm": 287,
     "words": 181,
 }

@@ -1,11 +1,30 @@
-"""Access control of the server: API key, `Host` and `Origin` headers, content type."""
+"""Who reaches the server: port, API key, `Host` and `Origin` headers, content type."""
 
+import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from dapo_jax.extras.serve.errors import RequestError
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.runtime.keys import KEY_VARIABLE, LOOPBACK, has_key
+from dapo_jax.types.errors import ConfigError, require
+
+BACKLOG = 2048
+
+
+def bind(config: ServeConfig) -> socket.socket:
+    """Return a socket that listens on the port. Raise `ConfigError`."""
+    host = config.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, config.http_port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        is_resolved = (error.errno or 0) >= 0  # errors of getaddrinfo have negative numbers
+        require(is_resolved, "host", config.host, allowed)
+        raise ConfigError(
+            f"config.http_port = {config.http_port}: on {config.host}: {error}"
+        ) from None
 
 
 def exposure_warning(config: ServeConfig, key: str) -> str:

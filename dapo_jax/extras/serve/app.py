@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -19,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from dapo_jax.extras.serve.access import Access
+from dapo_jax.extras.serve.access import Access, bind
 from dapo_jax.extras.serve.errors import RequestError
 from dapo_jax.extras.serve.generator import Generator
 from dapo_jax.extras.serve.logprobs import Scorer
@@ -34,6 +33,7 @@ ERROR_HEADERS = {
     429: {"Retry-After": "1"},
 }
 MAX_HEADER_BYTES = 64 << 10
+POLL_SECONDS = 0.1
 LATENCY_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -188,7 +188,7 @@ async def answer_error(http: HttpRequest, error: Exception) -> Response:
     elif isinstance(error, ClientDisconnect):  # for the metrics; nobody reads it
         error = RequestError("the client has disconnected", status=CLIENT_CLOSED_REQUEST)
     elif not isinstance(error, RequestError):
-        traceback.print_exception(error)  # uvicorn's log is off: see `start_http`
+        traceback.print_exception(error)  # uvicorn's log is off: see `run_app`
         error = RequestError("internal server error", status=500)
     return _json_response(error.fields(), error.status, headers or ERROR_HEADERS.get(error.status))
 
@@ -203,12 +203,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def start_http(
-    app: Any, listening: socket.socket, config: ServeConfig
-) -> Callable[[], Awaitable[None]]:
-    """Start uvicorn on a listening socket; return a function that stops it.
+async def run_app(
+    app: Any,
+    worker: Any,
+    config: ServeConfig,
+    should_stop: Callable[[], bool],
+    ready: Callable[[int], None],
+) -> str:
+    """Run an application until `should_stop()` or a failure; return it, or empty.
 
-    Stopping waits `shutdown_seconds` for running requests, then cancels them.
+    `worker` is the thread that it uses; it is closed. Running requests have `shutdown_seconds`.
     """
     # uvicorn declares some times as whole seconds, and rejects at the limit, not above it.
     idle_seconds: Any = config.idle_seconds
@@ -228,10 +232,14 @@ def start_http(
             timeout_graceful_shutdown=shutdown_seconds,
         )
     )
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-
-    async def stop() -> None:
+    try:
+        listening = bind(config)
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        ready(listening.getsockname()[1])
+        while not should_stop() and not worker.failure:
+            await asyncio.sleep(POLL_SECONDS)
         server.should_exit = True
         await serving
-
-    return stop
+    finally:
+        await asyncio.to_thread(worker.close)  # its thread writes to the event loop
+    return worker.failure

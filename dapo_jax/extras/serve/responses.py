@@ -20,13 +20,13 @@ from dapo_jax.types.structs import NewTokens
 
 
 class _Piece(NamedTuple):
-    """Part of a choice; its last piece has the finish_reason, log-probs and tool calls."""
+    """Part of a choice, or the whole; the last one has finish_reason, log-probs and tool calls."""
 
-    text: str = ""
-    ids: list[int] = []
+    text: str
+    ids: list[int]
+    finish_reason: str | None
     calls: list[dict[str, Any]] = []
     logprobs: dict[str, Any] | None = None
-    finish_reason: str | None = None
 
 
 class _Choice:
@@ -88,27 +88,23 @@ class CompletionResponse:
 
     async def complete(self) -> dict[str, Any]:
         """Return the complete response once every choice has ended."""
-        texts = [""] * len(self._choices)
-        last = [_Piece()] * len(self._choices)
         try:
-            async for index, piece in self._pieces():
-                texts[index] += piece.text
-                last[index] = piece
+            async for index, new in self._responses:
+                self._choices[index].add(new)
+            choices = []
+            for index, choice in enumerate(self._choices):
+                piece = await self._next_piece(choice)
+                fields: dict[str, Any] = {"text": piece.text}
+                if self._is_chat:
+                    content = None if piece.calls and not piece.text else piece.text
+                    message = {"role": "assistant", "content": content, "refusal": None}
+                    fields = {"message": message | _calls(piece.calls)}
+                if self._request.return_token_ids:
+                    fields["prompt_token_ids"] = choice.prompt
+                choices.append(self._fields(index, piece, fields))
+            return self._header | {"choices": choices, "usage": self._usage()}
         finally:
             self._log()
-        choices = []
-        for index, choice in enumerate(self._choices):
-            whole = last[index]._replace(text=texts[index], ids=choice.ids)
-            fields: dict[str, Any] = {"text": whole.text}
-            if self._is_chat:
-                message = {"role": "assistant", "content": whole.text, "refusal": None}
-                if whole.calls:
-                    message |= {"content": whole.text or None, "tool_calls": whole.calls}
-                fields = {"message": message}
-            if self._request.return_token_ids:
-                fields["prompt_token_ids"] = choice.prompt
-            choices.append(self._choice(index, whole, fields))
-        return self._header | {"choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events; tool calls and log-probs come with a choice's last chunk."""
@@ -118,18 +114,18 @@ class CompletionResponse:
         if self._request.include_usage:
             header = header | {"usage": None}
         try:
-            for index in range(len(self._choices) * self._is_chat):
-                role = {"delta": {"role": "assistant", "content": ""}}
-                yield _event(header | {"choices": [self._choice(index, _Piece(), role)]})
-            async for index, piece in self._pieces():
-                fields: dict[str, Any] = {"text": piece.text}
+            for index, choice in enumerate(self._choices):
                 if self._is_chat:
-                    delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
-                    if piece.calls:
-                        calls = [{"index": i, **call} for i, call in enumerate(piece.calls)]
-                        delta["tool_calls"] = calls
-                    fields = {"delta": delta}
-                yield _event(header | {"choices": [self._choice(index, piece, fields)]})
+                    role = {"delta": {"role": "assistant", "content": ""}}
+                    first = self._fields(index, _Piece("", [], None), role)
+                    yield _event(header | {"choices": [first]})
+                elif self._request.echo:  # and perhaps only this
+                    yield _event(header | {"choices": [await self._chunk(index, choice)]})
+            async for index, new in self._responses:
+                choice = self._choices[index]
+                choice.add(new)
+                if choice.finish_reason or (choice.unsent_text and not self._request.tools):
+                    yield _event(header | {"choices": [await self._chunk(index, choice)]})
             if self._request.include_usage:
                 yield _event(header | {"choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
@@ -138,22 +134,19 @@ class CompletionResponse:
         finally:
             self._log()
 
-    async def _pieces(self) -> AsyncIterator[tuple[int, _Piece]]:
-        """Yield index and piece of the choices as their tokens arrive."""
-        for index, choice in enumerate(self._choices):
-            if self._request.echo:  # and perhaps only this
-                yield index, await self._next_piece(choice)
-        async for index, new in self._responses:
-            choice = self._choices[index]
-            choice.add(new)
-            if choice.finish_reason or (choice.unsent_text and not self._request.tools):
-                yield index, await self._next_piece(choice)
+    async def _chunk(self, index: int, choice: _Choice) -> dict[str, Any]:
+        """Return the next piece of a choice as a chunk."""
+        piece = await self._next_piece(choice)
+        if not self._is_chat:
+            return self._fields(index, piece, {"text": piece.text})
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        calls = [{"index": i, **call} for i, call in enumerate(piece.calls)]
+        return self._fields(index, piece, {"delta": delta | _calls(calls)})
 
     async def _next_piece(self, choice: _Choice) -> _Piece:
         """Return the unsent part of a choice, and mark it as sent."""
-        piece = _Piece(choice.unsent_text, choice.unsent_ids, finish_reason=choice.finish_reason)
-        choice.unsent_text = ""
-        choice.unsent_ids = []
+        piece = _Piece(choice.unsent_text, choice.unsent_ids, choice.finish_reason)
+        choice.unsent_text, choice.unsent_ids = "", []
         if self._request.tools:
             text, calls = read_calls(piece.text, self._request.tools)
             reason = "tool_calls" if calls else piece.finish_reason
@@ -167,7 +160,7 @@ class CompletionResponse:
             piece = piece._replace(logprobs=logprobs)
         return piece
 
-    def _choice(self, index: int, piece: _Piece, fields: dict[str, Any]) -> dict[str, Any]:
+    def _fields(self, index: int, piece: _Piece, fields: dict[str, Any]) -> dict[str, Any]:
         """Return a choice, or a chunk of one, with these fields for its text."""
         if self._request.return_token_ids:
             fields["token_ids"] = piece.ids
@@ -179,10 +172,8 @@ class CompletionResponse:
         if not self._model.config.log_requests:
             return
         ending = "" if all(choice.finish_reason for choice in self._choices) else ", not finished"
-        usage = self._usage()
-        tokens = (
-            f"{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} response tokens"
-        )
+        prompt, response, _ = self._usage().values()
+        tokens = f"{prompt} prompt tokens, {response} response tokens"
         seconds = time.monotonic() - self._start
         print(f"{self._header['id']}: {tokens}, {seconds:.2f} s{ending}", flush=True)
 
@@ -195,3 +186,7 @@ class CompletionResponse:
 
 def _event(fields: dict[str, Any]) -> str:
     return f"data: {json.dumps(fields)}\n\n"
+
+
+def _calls(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"tool_calls": calls} if calls else {}

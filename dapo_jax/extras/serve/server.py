@@ -12,24 +12,19 @@ SDK. After SIGTERM or Ctrl-C, running requests finish, and the exit code is 0.
 import asyncio
 import dataclasses
 import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Compute
-from dapo_jax.extras.serve.access import Access, exposure_warning
+from dapo_jax.extras.serve.access import Access, bind, exposure_warning
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.run import checks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import read_key
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.models import model_path
-from dapo_jax.types.errors import ConfigError, require
-
-POLL_SECONDS = 0.1
-BACKLOG = 2048
 
 
 class Limits(NamedTuple):
@@ -136,21 +131,6 @@ def warm_up(policy: ServedPolicy, config: ServeConfig) -> None:
             scheduler.step()
 
 
-def bind(config: ServeConfig) -> socket.socket:
-    """Return a socket that listens on the port. Raise `ConfigError`."""
-    host = config.host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, config.http_port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
-        is_resolved = (error.errno or 0) >= 0  # errors of getaddrinfo have negative numbers
-        require(is_resolved, "host", config.host, allowed)
-        raise ConfigError(
-            f"config.http_port = {config.http_port}: on {config.host}: {error}"
-        ) from None
-
-
 def served_name(config: ServeConfig) -> str:
     """Return the model's name for clients."""
     folder = os.path.abspath(model_path(config.model, "model"))
@@ -165,7 +145,7 @@ async def _answer_requests(
     ready: Callable[[int], None],
 ) -> str:
     """Answer requests until `should_stop()`; return the failure of the generator, or empty."""
-    from dapo_jax.extras.serve.app import HttpApi
+    from dapo_jax.extras.serve.app import HttpApi, run_app
     from dapo_jax.extras.serve.generator import Generator
     from dapo_jax.extras.serve.logprobs import Scorer
     from dapo_jax.extras.serve.requests import ServedModel
@@ -176,31 +156,6 @@ async def _answer_requests(
     generator = Generator(lambda: policy.scheduler(config), slots, config.waiting)
     api = HttpApi(generator, Scorer(engine.config, params), model, Access(config, key))
     return await run_app(api, generator, config, should_stop, ready)
-
-
-async def run_app(
-    app: Any,
-    worker: Any,
-    config: ServeConfig,
-    should_stop: Callable[[], bool],
-    ready: Callable[[int], None],
-) -> str:
-    """Run an application until `should_stop()` or a failure; return it, or empty.
-
-    `worker` is the thread that it uses; it is closed.
-    """
-    from dapo_jax.extras.serve.app import start_http
-
-    try:
-        listening = bind(config)
-        stop = start_http(app, listening, config)
-        ready(listening.getsockname()[1])
-        while not should_stop() and not worker.failure:
-            await asyncio.sleep(POLL_SECONDS)
-        await stop()
-    finally:
-        await asyncio.to_thread(worker.close)  # its thread writes to the event loop
-    return worker.failure
 
 
 def serve(

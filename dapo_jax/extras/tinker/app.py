@@ -16,9 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dapo_jax.extras.serve.access import Access
-from dapo_jax.extras.serve.app import ERRORS, answer_error, read_body
+from dapo_jax.extras.serve.app import ERRORS, answer_error, read_body, run_app
 from dapo_jax.extras.serve.errors import QueueFull, RequestError, need
-from dapo_jax.extras.serve.server import run_app
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.tinker.messages import CONTENT_TYPE
 from dapo_jax.extras.tinker.models import CHECKPOINT_KINDS, find_checkpoint
