@@ -1,9 +1,8 @@
-"""Soaks a served policy in short requests, rude clients among them, and measures it under load.
+"""Soaks a served policy in short requests, rude clients among them.
 
     cd tests/commands
-    python soak_server.py --requests 100000              for hours; the same command goes on
+    python soak_server.py --requests 100000              for hours
     python soak_server.py --requests 20000 --switch 1e-6 threads of the server change places
-    python soak_server.py --requests 0 --load 1,8,32,128 latencies and tokens per second
 
 A tenth of the requests are given up half-way, some are read slowly. Every other answer must be the
 one that the same request got alone. Exit code 1 where one is not, where the
@@ -12,7 +11,6 @@ server exits or fails, or where threads, open files or memory grow.
 
 import argparse
 import contextlib
-import json
 import os
 import pathlib
 import random
@@ -22,14 +20,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # where it is no test
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
-import numpy as np
 import openai
 import served
 from served import BUDGET, PROMPTS
@@ -184,26 +181,12 @@ def serve(switch: str, arguments: list[str]) -> int:
 # --- soaking --------------------------------------------------------------------------------------
 
 
-class Progress:
-    """Number of requests answered rightly, including earlier calls of the same command."""
-
-    def __init__(self, path: pathlib.Path, asked: list[object]):
-        self._path, self._asked = path, asked
-        record = json.loads(path.read_text()) if path.exists() else {}
-        self.done = record["done"] if record.get("asked") == asked else 0
-
-    def note(self, done: int) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"asked": self._asked, "done": done}))
-
-
 def soak(
     process: int,
     clients: Clients,
     numbers: range,
     *,
     threads: int,
-    note: Callable[[int], object] = lambda done: None,
     every: int = 1000,
 ) -> None:
     """Asks all of them. Raises at the first that goes wrong, or where the server holds more."""
@@ -215,7 +198,6 @@ def soak(
             for _ in pool.map(clients.ask, some):
                 pass
         clients.leave()
-        note(some.stop)
         done, seconds = some.stop - numbers.start, time.monotonic() - began
         if 4 * done >= len(numbers) and (first is None or some.stop == numbers.stop):
             time.sleep(SETTLING_SECONDS)
@@ -231,48 +213,6 @@ def soak(
     print(f"right: {dict(Counter(clients.said))}")
 
 
-def load(port: int, counts: list[int], seconds: float) -> None:
-    """Prints latencies, tokens per second and refusals where so many clients ask at once.
-
-    A client that is refused asks again after the second that `Retry-After` says.
-    """
-    print("clients  requests/s  tokens/s  first token p50, p99 ms  whole p50, p99 ms  refused")
-    asked = Case("3+4=", BUDGET).fields(stream=True, stream_options={"include_usage": True})
-
-    def client(until: float) -> tuple[list[tuple[float, float, int]], int]:
-        times, refused = [], 0
-        while (began := time.monotonic()) < until:
-            first, tokens = 0.0, 0
-            with contextlib.closing(served.connect(port, json.dumps(asked))) as kept:
-                answer = kept.getresponse()
-                if answer.status == 429:
-                    refused += 1
-                    time.sleep(1)
-                    continue
-                for line in answer:
-                    first = first or time.monotonic() - began
-                    if b'"usage"' in line:
-                        usage = json.loads(line.removeprefix(b"data: "))["usage"] or {}
-                        tokens = usage.get("completion_tokens", 0)
-            times.append((first, time.monotonic() - began, tokens))
-        return times, refused
-
-    for count in counts:
-        with ThreadPoolExecutor(count) as pool:
-            began = time.monotonic()
-            each = list(pool.map(client, [began + seconds] * count))
-            times = [request for requests, _ in each for request in requests]
-            took = time.monotonic() - began
-        firsts, wholes, tokens = zip(*times, strict=True)
-        p = [1000 * cut for x in (firsts, wholes) for cut in np.percentile(x, (50, 99))]
-        print(
-            f"{count:7}  {len(times) / took:10.1f}  {sum(tokens) / took:8.0f}  "
-            f"{p[0]:15.0f} {p[1]:7.0f}  {p[2]:9.0f} {p[3]:7.0f}  "
-            f"{sum(refused for _, refused in each):7}",
-            flush=True,
-        )
-
-
 def main() -> int:
     if sys.argv[1:2] == ["--serve"]:
         return serve(sys.argv[2], sys.argv[3:])
@@ -281,23 +221,14 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--switch", type=float, default=0.0, help="seconds; 0: Python's own")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--load", default="", help="numbers of clients, as 1,8,32,128")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of clients")
-    parser.add_argument("--state", type=pathlib.Path, default="build/soak_server.json")
     parser.add_argument("flags", nargs="*", help="flags of dapo-jax serve, after --")
     args = parser.parse_args()
-    progress = Progress(args.state, [args.requests, args.seed, args.switch, *args.flags])
-    if progress.done == args.requests > 0:
-        print(f"all have been asked; without {args.state} they are again")
     with tempfile.TemporaryDirectory() as folder:
         served.make_byte_folder(pathlib.Path(folder))
         try:
             with server(folder, args.switch, args.flags) as (process, port):
-                if numbers := range(progress.done, args.requests):
-                    clients = Clients(port, args.seed)
-                    soak(process, clients, numbers, threads=args.clients, note=progress.note)
-                if args.load:
-                    load(port, [int(count) for count in args.load.split(",")], args.seconds)
+                clients = Clients(port, args.seed)
+                soak(process, clients, range(args.requests), threads=args.clients)
         except (Wrong, OSError, openai.OpenAIError) as error:
             print(f"failed: {type(error).__name__}: {error}")
             return 1

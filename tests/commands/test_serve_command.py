@@ -1,6 +1,5 @@
 """`dapo-jax serve` as a user runs it."""
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +14,6 @@ from dapo_jax.config.experiment import Examples, Mesh, Optimizer, Packing
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.extras.sft.settings import Architecture, SftConfig
 from dapo_jax.extras.sft.training import train_supervised
-
-TESTS = (
-    "rollout/test_jetstream commands/test_http commands/test_http_trouble commands/test_serving "
-    "rollout/test_sampler"
-).split()
 
 
 def command(*flags: str) -> list[str]:
@@ -80,18 +74,3 @@ def test_a_trained_policy_answers_thirty_two_clients_rightly_and_leaves_on_sigte
         assert process.wait(30) == 0
     finally:
         process.kill()
-
-
-@pytest.mark.slow
-def test_serving_works_on_python_3_12_and_its_newest_jax(tmp_path):
-    """Installs into an environment of its own: minutes, and it needs a package index."""
-    python = shutil.which("python3.12")
-    if python is None or subprocess.run([python, "-c", "import venv"]).returncode:
-        pytest.skip("there is no python3.12")
-    subprocess.run([python, "-m", "venv", tmp_path / "env"], check=True)
-    python = tmp_path / "env/bin/python"
-    install = [python, "-m", "pip", "install", "--quiet", "--upgrade", "-e", ".[test]"]
-    subprocess.run(install, cwd=ROOT, check=True)
-    subprocess.run([python, "-c", "import jax; print('jax', jax.__version__)"], check=True)
-    files = [f"tests/{name}.py" for name in TESTS]
-    subprocess.run([python, "-m", "pytest", "-q", *files], cwd=ROOT, check=True)

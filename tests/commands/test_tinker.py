@@ -1,7 +1,6 @@
 """Tinker's API as the published SDK speaks it, against a server in a process of its own."""
 
 import dataclasses
-import os
 import random
 import re
 import subprocess
@@ -9,12 +8,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import flax.linen as nn
-import jax
 import numpy as np
 import pytest
-from conftest import TINY
-from served import TOKENIZER
 from small_runs import ROOT
 from tinker_served import NAME, SDK, TinkerServer, loss_message
 
@@ -22,8 +17,6 @@ from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.server import load_served
 from dapo_jax.extras.serve.settings import ServeConfig
-from dapo_jax.model import save_huggingface
-from dapo_jax.model.decoder import init_params
 from dapo_jax.run.export import export
 from dapo_jax.types.errors import ConfigError
 
@@ -238,14 +231,6 @@ def play_together(clients: list, steps: int, chance: random.Random) -> list[list
 
 
 @pytest.mark.slow
-def test_tenants_at_the_same_time_get_what_each_gets_alone(connect):
-    steps = 6
-    alone = [play(connect(), seed, steps) for seed in range(3)]
-    clients = [connect() for _ in range(3)]
-    assert play_together(clients, steps, random.Random(0)) == alone
-
-
-@pytest.mark.slow
 def test_fifty_interleavings_of_two_tenants(connect):
     alone = [play(connect(), seed, 3) for seed in range(2)]
     for number in range(50):
@@ -254,7 +239,7 @@ def test_fifty_interleavings_of_two_tenants(connect):
 
 
 @pytest.mark.slow
-def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=1):
+def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=3):
     """Raw requests, since the SDK hides the order of acknowledgements."""
     state = tmp_path / "state"
     server = TinkerServer(byte_folder, state)
@@ -265,14 +250,6 @@ def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_p
         assert results == expected
     finally:
         server.kill()
-
-
-@pytest.mark.slow
-def test_a_server_killed_thirty_times_answers_for_all(byte_folder, tmp_path):
-    for part in range(3):
-        folder = tmp_path / str(part)
-        folder.mkdir()
-        test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, folder, kills=10)
 
 
 CALLS = 12
@@ -360,50 +337,3 @@ def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
     steps.append(plain.optim_step(ADAM).result().metrics)
     assert steps[0] == steps[1]
     assert train(own, 1) == train(plain, 1)
-
-
-@pytest.mark.slow
-def test_a_step_takes_little_more_than_one_of_training(tmp_path, connect, capsys):
-    """Full parameters, 64 sequences of 128 tokens; medians of steps in turn."""
-    import tinker_update
-
-    decoder = dataclasses.replace(
-        TINY, vocab=288, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=768, layers=4
-    )
-    folder = tmp_path / "model"
-    params = nn.unbox(init_params(decoder, jax.random.key(0)))
-    save_huggingface.save_folder(folder, params, decoder, TOKENIZER.end_ids)
-    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
-    rows = tinker_update.sequences()
-    old, advantages = np.full(rows.shape[1] - 1, tinker_update.OLD_LOGPROB), 1 / rows[:, 1:].size
-    policy = {"logprobs": old.tolist(), "advantages": [advantages] * len(old)}
-    data = [datum(row.tolist(), **policy) for row in rows]
-    flags = "--max_body_mb=8", "--max_prompt_tokens=128"
-    server = TinkerServer(folder, tmp_path / "state", *flags, xla="")
-    trainer = subprocess.Popen(
-        [sys.executable, tinker_update.__file__, str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    seconds: dict[str, list[float]] = {"train": [], "server": []}
-    try:
-        client = connect(server)
-        model = client.create_lora_training_client(base_model=NAME, rank=0).result()
-        for _ in range(int(os.environ.get("TINKER_STEPS", "12"))):
-            print(file=trainer.stdin, flush=True)
-            seconds["train"].append(float(trainer.stdout.readline()))
-            began = time.perf_counter()
-            passed, stepped = model.forward_backward(data, "ppo"), model.optim_step(ADAM)
-            passed.result(), stepped.result()
-            seconds["server"].append(time.perf_counter() - began)
-        client.close("success").result()
-    finally:
-        trainer.kill()
-        server.kill()
-    train_step, server_step = (float(np.median(times[2:])) for times in seconds.values())
-    with capsys.disabled():
-        print(f"train {train_step:.3f} s, server {server_step:.3f} s")
-    assert server_step < 1.15 * train_step

@@ -2,14 +2,8 @@
 
 import http.client
 import json
-import os
-import pathlib
-import random
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 from row_files import read_table
 from tinker_served import NAME, SDK, TinkerServer, as_bytes, loss_message
@@ -146,97 +140,7 @@ def test_half_requests_and_too_large_ones_leave_no_trace(server, model):
     assert connection.getresponse().status == 403
 
 
-def memory_mb(server: TinkerServer) -> float:
-    status = pathlib.Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1e3
-
-
 def send_half(server: TinkerServer) -> None:
     head = b"POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head)
-
-
-class Client:
-    """A client of the soak test, which trains a model by good calls among wrong ones."""
-
-    def __init__(self, server: TinkerServer, names: dict[str, str], number: int):
-        self.server, self.names = server, names
-        self.chance = random.Random(number)
-        rank = 2 + 2 * (number % 2)
-        self.model = create(server, names["SESSION"], 100 + number, rank=rank)
-        self.rows = read_table(__file__, "bodies")
-        self.seconds: list[float] = []
-        self.kinds: set[str] = set()
-
-    def run(self, calls: int) -> None:
-        number = 1
-        for _ in range(calls):
-            began = time.monotonic()
-            kind = self.chance.random()
-            if kind < 0.01:
-                self.kinds.add("half a request")
-                send_half(self.server)
-            elif kind < 0.15:
-                self.send_wrong_body()
-            else:
-                self.send_training(number, is_wrong=kind < 0.25)
-                number += 1
-            self.seconds.append(time.monotonic() - began)
-
-    def send_wrong_body(self) -> None:
-        path, body, status, message = self.chance.choice(self.rows)
-        body = body if isinstance(body, str) else json.dumps(body)
-        for name, value in self.names.items():
-            body = body.replace(name, value)
-        answered, answer = self.server.post(path, body.encode())
-        assert answered == int(status) and message in answer["error"]["message"], answer
-        self.kinds.add(message)
-
-    def send_training(self, number: int, is_wrong: bool) -> None:
-        message, path = "", "forward_backward"
-        if is_wrong:
-            bodies = wrong_losses(self.model, number)
-            message = self.chance.choice(list(bodies))
-            body = bodies[message]
-        elif number % 2:
-            body = loss_message(self.model, number, [(TOKENS, {"target_tokens": TOKENS})])
-        else:
-            message, path = "no gradient", "optim_step"
-            body = {"model_id": self.model, "seq_id": number, "adam_params": {}}
-        status, future = self.server.post(path, body)
-        assert status == 200, future
-        result = self.server.result(future["request_id"])
-        if isinstance(result, dict) and "error" in result:
-            assert message and message in result["error"], result
-            self.kinds.add(message)
-
-
-def soak(server: TinkerServer, names: dict[str, str], calls: int, clients: int) -> str:
-    """Return a line about the calls of some clients at the same time."""
-    everyone = [Client(server, names, number) for number in range(clients)]
-    start = memory_mb(server)
-    with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(lambda client: client.run(calls // clients), everyone))
-    grown = memory_mb(server) - start
-    seconds = sum((client.seconds for client in everyone), [])
-    p50, p99 = np.percentile(seconds, [50, 99])
-    kinds = set().union(*(client.kinds for client in everyone))
-    assert grown < 500
-    times = f"p50 {p50:.3f} s, p99 {p99:.3f} s"
-    return f"{len(seconds)} calls, {len(kinds)} kinds of wrong ones: {times}, {grown:.0f} MB more"
-
-
-@pytest.mark.slow
-def test_calls_of_clients_among_wrong_ones(server, session, model, sampler):
-    soak(server, {"SESSION": session, "MODEL": model, "SAMPLER": sampler}, 40, clients=2)
-
-
-@pytest.mark.slow
-def test_ten_thousand_calls_of_eight_clients(server, session, model, sampler, capsys):
-    """`TINKER_CALLS` sets another number of calls."""
-    calls = int(os.environ.get("TINKER_CALLS", "10000"))
-    names = {"SESSION": session, "MODEL": model, "SAMPLER": sampler}
-    line = soak(server, names, calls, clients=8)
-    with capsys.disabled():
-        print(line)
