@@ -37,7 +37,7 @@ EXTRAS = {
     "plan": 950,
     "report": 358,
     "samplers": 922,
-    "serve": 1_513,
+    "serve": 1_510,
     "sft": 1_230,
     "tinker": 1_841,
     "vllm": 287,

@@ -2,7 +2,6 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from dapo_jax.config.combinations import Checks
 from dapo_jax.config.experiment import Cache, OneMesh
 from dapo_jax.config.settings import part, section, setting
 from dapo_jax.types.rules import (
@@ -68,6 +67,3 @@ class ServeConfig:
     )
     tinker_models: Count = setting(8, "Its trained models in memory; more wait on disk.")
     mesh: OneMesh = part(OneMesh, may_change=True)
-
-    def checks(self) -> Checks:
-        """Yield the checks of combinations of settings."""
