@@ -18,7 +18,7 @@ import sys
 PACKAGE = "dapo_jax.extras.math."
 MAX_TRIED = 100  # pairs on which a rule held
 SECONDS = 2.0  # of a verdict without a rule
-TAB = "\t"
+CALLS = set("fullmatch match search sub subn split findall finditer".split())
 RULES: list[str] = []  # place and source
 off = -1
 held: set[int] = set()
@@ -35,21 +35,19 @@ def rule(number: int, value):
 class Pattern:
     """A regular expression that matches nothing if its rule is off."""
 
-    def __init__(self, number: int, pattern: re.Pattern):
-        if f"{pattern.pattern}"[:40] not in RULES[number]:  # a row of a table
-            RULES.append(f"{RULES[number].partition(TAB)[0]}{TAB}{pattern.pattern:.110}")
-            number = len(RULES) - 1
-        self._number, self._pattern = number, pattern
+    def __init__(self, place: str, pattern: re.Pattern):
+        self._number, self._pattern = len(RULES), pattern
+        RULES.append(f"{place}\t{pattern.pattern!s:.110}")
 
     def __getattr__(self, name: str):
         function = getattr(self._pattern, name)
-        if name not in ("fullmatch", "match", "search", "sub", "split", "findall", "finditer"):
+        if name not in CALLS:
             return function
 
         def call(*arguments, **options):
-            text = arguments[1] if name == "sub" else arguments[0]
+            text = arguments[1] if name in ("sub", "subn") else arguments[0]
             if self._number == off:
-                return {"sub": text, "split": [text], "finditer": iter(())}.get(
+                return {"sub": text, "subn": (text, 0), "split": [text], "finditer": iter(())}.get(
                     name, [] if name == "findall" else None
                 )
             if self._number not in held and self._pattern.search(text):
@@ -65,10 +63,10 @@ class Switches(ast.NodeTransformer):
     def __init__(self, name: str):
         self._module = name.removeprefix(PACKAGE)
 
-    def _switch(self, node: ast.expr, function: str = "_rule") -> ast.expr:
+    def _switch(self, node: ast.expr) -> ast.expr:
         RULES.append(f"{self._module}:{node.lineno}\t{ast.unparse(node)[:110]}")
         arguments = [ast.Constant(len(RULES) - 1), node]
-        return ast.copy_location(ast.Call(ast.Name(function, ast.Load()), arguments, []), node)
+        return ast.copy_location(ast.Call(ast.Name("_rule", ast.Load()), arguments, []), node)
 
     def visit_If(self, node: ast.If) -> ast.If:
         self.generic_visit(node)
@@ -89,8 +87,10 @@ class Switches(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        is_pattern = ast.unparse(node.func) == "re.compile"
-        return self._switch(node, "_Pattern") if is_pattern else node
+        if ast.unparse(node.func) != "re.compile":
+            return node
+        arguments = [ast.Constant(f"{self._module}:{node.lineno}"), node]
+        return ast.copy_location(ast.Call(ast.Name("_Pattern", ast.Load()), arguments, []), node)
 
 
 class Loader(importlib.machinery.SourceFileLoader):
@@ -146,7 +146,7 @@ def main() -> None:
         pairs[i] = pair._replace(is_right=bool(decide(pair)))
         for number in held:
             users.setdefault(number, []).append(i)
-    for off, text in enumerate(RULES):
+    for off, text in enumerate([*RULES]):
         tried, changed = users.get(off, []), [0, 0]
         for cache in caches:
             cache.cache_clear()
