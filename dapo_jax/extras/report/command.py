@@ -2,6 +2,7 @@
 
     dapo-jax report runs/arithmetic_dapo
     dapo-jax report runs/a 'runs/dapo_seed*' --out=compared.html
+    dapo-jax report runs/a --share=a.json    # to send to others, on the run's machine
 
 Curves of several runs lie over each other, a line per run. A run may still be in progress.
 """
@@ -24,6 +25,7 @@ class ReportConfig:
 
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
+    share: str = setting("", "A new .json file instead, without texts, paths or names of yours.")
 
 
 def check_out(out: str) -> pathlib.Path:
@@ -42,13 +44,19 @@ def report(config: ReportConfig) -> None:
     """Write the page. Raises `ConfigError` if a run can't be read or the page can't be written."""
     from dapo_jax.extras.report.page import page
     from dapo_jax.extras.report.recorded_run import read_run
+    from dapo_jax.extras.report.share import share
     from dapo_jax.runtime.storage.retries import write_text
 
-    path = check_out(config.out)
+    path = pathlib.Path(config.share) if config.share else check_out(config.out)
+    is_new = path.suffix == ".json" and path.parent.is_dir() and not path.exists()
+    require(not config.share or is_new, "share", config.share, "a new .json file")
     names = [glob.glob(name) or [name] for name in config.run.splitlines()]
     folders = dict.fromkeys(str(folder_at(name)) for group in names for name in sorted(group))
     require(bool(folders), "run", config.run, "the folder of a run: --run=FOLDER")
-    text = page([read_run(folder) for folder in folders])
+    one = len(folders) == 1 or not config.share
+    require(one, "run", config.run, "one run with --share")
+    runs = [read_run(folder) for folder in folders]
+    text = share(runs[0]) if config.share else page(runs)
     try:
         write_text(path, text)
     except OSError as error:

@@ -42,11 +42,15 @@ def headline(run: RecordedRun, metric: str) -> str:
     return " → ".join(texts)
 
 
+def charts() -> list[dict[str, Any]]:
+    """Return the charts of the page, in order."""
+    table = importlib.resources.files("dapo_jax.extras.report") / "page.charts.toml"
+    return tomllib.loads(table.read_text("utf-8"))["chart"]
+
+
 def cards(runs: Runs, leads: bool) -> Iterator[tuple[dict[str, Any], list[tuple[str, Any]]]]:
     """Yield charts and titled plots: a line per metric, or a plot per metric, a line per run."""
-    table = importlib.resources.files("dapo_jax.extras.report") / "page.charts.toml"
-    charts = tomllib.loads(table.read_text("utf-8"))["chart"]
-    for chart in sorted(charts, key=lambda chart: leads and "of_correctness" in chart):
+    for chart in sorted(charts(), key=lambda chart: leads and "of_correctness" in chart):
         names = chart["metrics"].items()
         plots = [("", [(words, run.rows, name) for name, words in names]) for run in runs]
         if len(runs) > 1:
