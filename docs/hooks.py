@@ -47,9 +47,10 @@ def list_settings(section: Any, prefix: str, anchor: str) -> str:
     """Return the settings of a section itself: name, default, type, explanation, allowed values."""
     entries = []
     for field in dataclasses.fields(section):
-        value, rule = getattr(section, field.name), field.metadata["rule"]
+        value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             continue
+        rule = field.metadata["rule"]
         default = "auto" if rule.auto == value and rule.auto else value
         default = str(default).lower() if isinstance(default, bool) else default
         shown = "empty" if default == "" else f"<code>{html.escape(str(default))}</code>"

@@ -73,7 +73,7 @@ def _unknown(flag: str, known: Collection[str]) -> ConfigError:
     """Return the error about a flag that does not exist, with the setting that it may mean."""
     setting = flag.removeprefix("config.")
     sections = {name.rpartition(".")[0] for name in known} - {""}
-    advised = advice(setting)
+    advised = "" if setting.startswith("extras.") else advice(setting)
     if setting in sections:
         hint = f"; {advised}" if advised else ""
         return ConfigError(f"config.{setting} is a section: see --help={setting}{hint}")

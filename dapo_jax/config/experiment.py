@@ -93,6 +93,7 @@ class Compute:
 class Packing:
     """Rows of packed prompts and responses."""
 
+    may_change: ClassVar = True
     row_tokens: int = setting(
         256, "Tokens per row; 'auto' (-1): the longest response, or 2 to 4 times that.", auto=-1
     )
@@ -112,6 +113,7 @@ class OneMesh:
     """Device mesh. Batch is split over data x fsdp x expert, weights over fsdp x expert x context x
     tensor."""
 
+    may_change: ClassVar = True
     data: SizeOrRest = setting(1, "Replicas of the weights; -1: all devices that are left.")
     fsdp: SizeOrRest = setting(-1, "Shards of weights and optimizer; -1: all that are left.")
     tensor: Count = setting(1, "Shards along heads, mlp and vocabulary.")
@@ -379,6 +381,7 @@ class Critic:
 class Checkpoint:
     """Orbax checkpoints in run_dir/checkpoints."""
 
+    may_change: ClassVar = True
     every_steps: CountOr0 = setting(10, "Rollout steps between saves; 0 saves only at the end.")
     keep: Count = setting(2, "Number of newest checkpoints to keep.")
     keep_groups: bool = setting(False, "Save scored groups at once: a kill loses no response.")
@@ -391,6 +394,7 @@ class Checkpoint:
 class Evaluation:
     """Sampled accuracy on held-out problems."""
 
+    may_change: ClassVar = True
     every_steps: CountOr0 = setting(10, "Steps between evaluations; 0: only before and after.")
     samples_per_problem: Count = setting(4, "Responses per problem (k of avg@k).")
     temperature: Temperature = setting(1.0, "Softmax temperature while evaluating; 0: greedy.")
@@ -403,6 +407,7 @@ class Evaluation:
 class Log:
     """Console, metric writers and recorded rollouts."""
 
+    may_change: ClassVar = True
     show_group_every_steps: CountOr0 = setting(10, "Show one group as a table; 0: never.")
     console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
     tensorboard: bool = setting(False, "Write TensorBoard event files (needs its package).")
@@ -421,6 +426,7 @@ class Log:
 class Watch:
     """Limits of metrics: beyond them a step prints a warning, or the run stops. 0: not watched."""
 
+    may_change: ClassVar = True
     min_entropy: PositiveOr0 = setting(0.005, "Lower limit of `entropy`, in nats.")
     max_length_growth: PositiveOr0 = setting(
         2.0, "Limit of `response_tokens_mean` relative to its mean in the ten steps before."
@@ -453,12 +459,12 @@ class Config:
     reward: Reward = part(Reward)
     optimizer: Optimizer = part(Optimizer)
     critic: Critic = part(Critic)
-    packing: Packing = part(Packing, may_change=True)
-    mesh: Mesh = part(Mesh, may_change=True)
-    checkpoint: Checkpoint = part(Checkpoint, may_change=True)
-    evaluation: Evaluation = part(Evaluation, may_change=True)
-    log: Log = part(Log, may_change=True)
-    watch: Watch = part(Watch, may_change=True)
+    packing: Packing = part(Packing)
+    mesh: Mesh = part(Mesh)
+    checkpoint: Checkpoint = part(Checkpoint)
+    evaluation: Evaluation = part(Evaluation)
+    log: Log = part(Log)
+    watch: Watch = part(Watch)
     extras: Any = part(open_extras)
 
     def rows(self) -> Packing:

@@ -25,7 +25,7 @@ MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-30, 1e30
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The rule of a setting, or of the settings of a section."""
+    """The rule of a setting."""
 
     allowed: Allowed | None = None  # None: all values of its type
     # Whether a resumed run may change the value, or a function of all settings by dotted name.
@@ -42,10 +42,9 @@ def setting(default: T, explanation: str, **rule: Any) -> T:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def part(kind: Callable[[], T], *, may_change: bool = False) -> T:
-    """Return a dataclass field for a section, with the rule of settings that have none."""
-    metadata = {"rule": Rule(may_change=may_change)}
-    return dataclasses.field(default_factory=kind, metadata=metadata)
+def part(kind: Callable[[], T]) -> T:
+    """Return a dataclass field for a section."""
+    return dataclasses.field(default_factory=kind)
 
 
 def check_name(kind: Any, name: str, section: str = "", error: type[Exception] = ConfigError):
@@ -59,18 +58,20 @@ def check_name(kind: Any, name: str, section: str = "", error: type[Exception] =
 
 
 def _read_types(kind: type) -> None:
-    """Move the allowed values from the annotations of a section into the rules of its fields."""
-    for name, annotation in list(vars(kind).get("__annotations__", {}).items()):
-        origin, values = typing.get_origin(annotation), typing.get_args(annotation)
-        if origin is Annotated:
-            plain, allowed = values
-        elif origin is Literal:
-            plain, allowed = str, Choices(values)
-        else:
-            continue
+    """Add to the rule of each setting the allowed values of its type, and its section's rule."""
+    for name, annotation in [*vars(kind).get("__annotations__", {}).items()]:
+        field = vars(kind).get(name)
+        if not isinstance(field, dataclasses.Field) or "rule" not in field.metadata:
+            continue  # a section, or no field
+        plain, allowed = annotation, None
+        if typing.get_origin(annotation) is Annotated:
+            plain, allowed = typing.get_args(annotation)
+        elif typing.get_origin(annotation) is Literal:
+            plain, allowed = str, Choices(typing.get_args(annotation))
         kind.__annotations__[name] = plain
-        field = vars(kind)[name]
-        rule = dataclasses.replace(field.metadata["rule"], allowed=allowed)
+        rule = field.metadata["rule"]
+        may_change = rule.may_change or getattr(kind, "may_change", False)
+        rule = dataclasses.replace(rule, allowed=allowed, may_change=may_change)
         field.metadata = types.MappingProxyType({**field.metadata, "rule": rule})
 
 
@@ -99,7 +100,8 @@ def _describe(field: dataclasses.Field) -> str:
 def section(kind: type[T]) -> type[T]:
     """Turn a class into a dataclass of settings that rejects unknown names.
 
-    Otherwise assigning to a mistyped name would silently keep a default.
+    Otherwise assigning to a mistyped name would silently keep a default. With `may_change`, a
+    resumed run may change all settings of the section.
     """
     _read_types(kind)
     made: Any = dataclasses.dataclass(kind)
@@ -121,7 +123,7 @@ def section(kind: type[T]) -> type[T]:
     def __setattr__(self: Any, name: str, value: Any) -> None:
         check_name(made, name)
         field = made.__dataclass_fields__[name]
-        rule = field.metadata["rule"]
+        rule = field.metadata.get("rule", Rule())
         if type(value) is dict and field.default_factory is not dataclasses.MISSING:
             value = from_dict(type(field.default_factory()), value, f"{name}.")
         elif isinstance(value, str) and value == "auto":
@@ -189,17 +191,7 @@ def with_values(config: T, section: str, **values: Any) -> T:
 @functools.cache
 def rules(kind: type) -> dict[str, Rule]:
     """Return the rule of every setting of a config by dotted name."""
-    by_name: dict[str, Rule] = {}
-    config = kind()
-    for field in dataclasses.fields(config):
-        own, value = field.metadata["rule"], getattr(config, field.name)
-        if not dataclasses.is_dataclass(value):
-            by_name[field.name] = own
-            continue
-        for name, rule in rules(type(value)).items():
-            may_change = rule.may_change or own.may_change
-            by_name[f"{field.name}.{name}"] = dataclasses.replace(rule, may_change=may_change)
-    return by_name
+    return {name: field.metadata["rule"] for name, field, _ in leaves(kind())}
 
 
 def check_settings(config: Any, prefix: str = "") -> None:

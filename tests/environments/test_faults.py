@@ -11,7 +11,7 @@ from conftest import make_prompt
 from gym_items import write_package
 from row_files import read_table
 
-from dapo_jax.config.experiment import Environment, Reward
+from dapo_jax.config.experiment import Config, Environment, Reward
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.registry import with_reward_settings
 from dapo_jax.environments.sessions import Environments
@@ -57,7 +57,8 @@ def opened(tmp_path, monkeypatch):
 
     def open_one(tokenizer=TOKENIZER, should_abort=lambda: False, verifier="math", **settings):
         settings = {"name": "hostile_module:Hostile", "workers": 1, "step_seconds": 1.0} | settings
-        settings = with_reward_settings(Environment(**settings), Reward(verifier=verifier))
+        environment, reward = Environment(**settings), Reward(verifier=verifier)
+        settings = with_reward_settings(Config(environment=environment, reward=reward))
         made.append(Environments(settings, tokenizer, chat=False, should_abort=should_abort))
         return made[-1]
 

@@ -66,4 +66,4 @@ class ServeConfig:
         "", "Loss to compute for 'stable_reinforce'; 'cispo' is the nearest."
     )
     tinker_models: Count = setting(8, "Its trained models in memory; more wait on disk.")
-    mesh: OneMesh = part(OneMesh, may_change=True)
+    mesh: OneMesh = part(OneMesh)

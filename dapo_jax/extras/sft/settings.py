@@ -92,8 +92,8 @@ class SftConfig:
     examples: Examples = part(Examples)
     max_response_tokens: Count = setting(160, "Longest example; others are cut.")
     optimizer: Optimizer = part(lambda: Optimizer(schedule="cosine"))
-    packing: Packing = part(Packing, may_change=True)
-    mesh: OneMesh = part(OneMesh, may_change=True)
+    packing: Packing = part(Packing)
+    mesh: OneMesh = part(OneMesh)
 
     def checks(self) -> Checks:
         """Yield the checks of combinations of settings."""
@@ -128,5 +128,5 @@ class DpoConfig:
     compute: Compute = part(Compute)
     data: OwnData = part(lambda: OwnData(source="", passes=1.0))
     optimizer: Optimizer = part(lambda: Optimizer(schedule="linear"))
-    packing: Packing = part(Packing, may_change=True)
-    mesh: OneMesh = part(OneMesh, may_change=True)
+    packing: Packing = part(Packing)
+    mesh: OneMesh = part(OneMesh)
