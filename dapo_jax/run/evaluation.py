@@ -327,7 +327,8 @@ def open_policy(
             saved = settings[name]
             require(value == saved, name, value, f"{saved!r}, as in the run")
     check_frozen(settings, config.model.folder, "model.folder")
-    params = checkpoints.state(components.learners.policy.abstract_state).params
+    abstract = components.learners.policy.abstract_state
+    params = checkpoints.newest(lambda _: checkpoints.state(abstract)).params
     return f"{config.run_dir} step {checkpoints.latest_step()}", params
 
 

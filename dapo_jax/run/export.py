@@ -18,10 +18,9 @@ from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.reporting import model_card
 from dapo_jax.run.checkpointing.checkpoints import (
-    CHECKSUMS,
     SavedPolicy,
-    checkpoint_folder,
-    latest_valid,
+    newest_step,
+    record_path,
 )
 from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.runtime import processes
@@ -155,11 +154,11 @@ def newest_export(folder: str, field: str) -> str:
     settings = pathlib.Path(folder, "config.json")
     if not (settings.is_file() and load_huggingface.is_settings(read_json(settings, field))):
         return folder
-    step = latest_valid(folder, field=field)
+    step = newest_step(folder, field=field)
     require(step is not None, field, folder, "a model folder, or a run that has saved")
     exports = pathlib.Path(folder, EXPORTS)
     out = exports / f"{pathlib.Path(folder).resolve().name}-step{step}"
-    saved = pathlib.Path(checkpoint_folder(folder), str(step), CHECKSUMS)
+    saved = pathlib.Path(record_path(folder, present(step, "step")))
 
     def is_exported() -> bool:
         mark = out / MARK

@@ -358,11 +358,12 @@ def open_run(
         with console.working(f"loading {config.model.folder}"):
             state = first_state(components)
     else:
-        progress = record.progress
         same_run.check_record(config, now, record, storage.warn)
-        with console.working(f"loading the checkpoint of step {step}"):
-            state = restore(components, checkpoints, record)
-        console.say(f"resuming {escape(str(folder))} after step {step}")
+        with console.working("loading the newest checkpoint"):
+            state, progress = checkpoints.newest(
+                lambda record: (restore(components, checkpoints, record), record.progress)
+            )
+        console.say(f"resuming {escape(str(folder))} after step {state.step}")
     announce_policy(components, state)
     # The row of the newest step may not be written yet.
     is_missing = progress.unwritten is not None if state.step else progress.heldout_before is None

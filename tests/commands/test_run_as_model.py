@@ -70,7 +70,7 @@ def test_a_run_that_cannot_be_exported_into_names_the_command(run, several, monk
     with monkeypatch.context() as patch, pytest.raises(ConfigError) as raised:
         if several:
             patch.setattr(processes, "count", lambda: 2)
-            patch.setattr(export, "latest_valid", lambda *args, **options: 2)
+            patch.setattr(export, "newest_step", lambda *args, **options: 2)
             patch.setattr(processes, "broadcast_from_host0", lambda work, name: work())
         else:
             pathlib.Path(run, "exported").write_text("in the way")

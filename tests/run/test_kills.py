@@ -6,7 +6,7 @@ import pytest
 from kills import IN_STEP_3, assert_same_bits, run_killed
 from small_runs import ROOT, read_rows
 
-from dapo_jax.run.checkpointing.checkpoints import latest_valid
+from dapo_jax.run.checkpointing.checkpoints import newest_step
 
 TRAIN = "from dapo_jax.commands.train import main\nassert main() == 0"
 SMALL = bench.flags(
@@ -26,7 +26,7 @@ def test_a_killed_run_resumes_bit_for_bit(name, tmp_path, compiled_once):
     assert done.returncode == 0, done.stderr[-3000:]
     expected = (tmp_path / "run").rename(tmp_path / "expected")
     run_killed(f"{IN_STEP_3}\n{TRAIN}", *arguments, **flags)
-    assert latest_valid(tmp_path / "run", field="run") == 2
+    assert newest_step(tmp_path / "run", field="run") == 2
     done = forked.run(TRAIN, *arguments, **flags)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same_bits(tmp_path / "run", expected)

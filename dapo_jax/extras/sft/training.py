@@ -380,9 +380,11 @@ class SupervisedRun:
         if self._checkpoints.latest_step() is None:
             state = make_state()
         else:
-            saved = self._checkpoints.record()
+            state, saved = self._checkpoints.newest(
+                lambda record: (self._checkpoints.state(abstract), record)
+            )
             self.record = dataclasses.replace(self.record, step=saved.step, progress=saved.progress)
-            state = self._state = self._checkpoints.state(abstract)
+            self._state = state
         if processes.is_first():
             self._writer = MetricRows(self.path, self.record.step)
         return state

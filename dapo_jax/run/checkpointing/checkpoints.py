@@ -1,19 +1,19 @@
 """Checkpoints of a run: arrays and a typed record, saved by Orbax, complete or absent.
 
-Reinforcement learning, SFT and DPO share this store. Every process calls every method. A list with
-a digest of every file is checked before reading; Orbax's default format has no checksums.
+Reinforcement learning, SFT and DPO share this store. Every process calls every method. Orbax gives
+a checkpoint its name, or its mark in a bucket, once all its files are written; one that can't be
+read is skipped, and the one before it is used.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import json
 import os
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -27,30 +27,20 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.nonfinite import check_state
 from dapo_jax.runtime.sharding import flatten
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
-from dapo_jax.runtime.storage.retries import (
-    NotSaved,
-    Storage,
-    print_error,
-    reason,
-    silence_orbax,
-    suppress_storage_errors,
-    sync_folder,
-    write_text,
-)
+from dapo_jax.runtime.storage.retries import NotSaved, Storage, print_error, reason, silence_orbax
 from dapo_jax.types.errors import ConfigError, require
 
-CHECKSUMS = "checksums.json"  # the last file that is written before a checkpoint gets its name
+T = TypeVar("T")
+
 COMMITTED = "commit_success.txt"  # marks a complete checkpoint on an object store
-UNNAMED = ".orbax-checkpoint-tmp"  # in the name of a local checkpoint that is being written
-# Orbax writes these two after the list; reading a state or record needs neither.
-UNLISTED = ("_CHECKPOINT_METADATA", COMMITTED)
-INCOMPLETE = "incomplete"  # partly deleted, or never finished
-DAMAGED = "damaged_checkpoints"
-CHUNK_BYTES = 1 << 22  # of a file, at a time
-SETTLING_SECONDS = 0.5  # for threads of a failed save, which may still create files
+RECORD = "record"  # entry with the JSON of `Record`
 MAX_TRIES = 3  # of a save, a step apart
 LAST_PAUSES = (0, 5, 20)  # seconds before each try of the last save
 CHECKPOINT = "the checkpoint"
+
+
+class Unreadable(ConfigError):
+    """Raised for a checkpoint with broken or missing files."""
 
 
 def checkpoint_folder(run_dir: str | os.PathLike) -> epath.Path:
@@ -74,116 +64,68 @@ def saved_steps(run_dir: str | os.PathLike) -> list[int]:
     return processes.broadcast_from_host0(lambda: find_steps(run_dir), "checkpoints")
 
 
-def _files(folder: epath.Path) -> Iterator[epath.Path]:
-    for path in sorted(folder.iterdir()):
-        yield from _files(path) if path.is_dir() else [path]
+def record_path(run_dir: str | os.PathLike, step: int) -> epath.Path:
+    """Return the file that holds the record of a checkpoint."""
+    return checkpoint_folder(run_dir) / str(step) / RECORD / "metadata"
 
 
-def _digests(folder: epath.Path, names: list[str], sync: bool = False) -> dict[str, Any]:
-    """Return [bytes, sha256] by name, or the error as text; flush files first if `sync`."""
-
-    def digest(name: str) -> list[Any] | str:
-        size, sha256 = 0, hashlib.sha256()
-        try:
-            with (folder / name).open("rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    size += len(chunk)
-                    sha256.update(chunk)
-                if sync:
-                    os.fsync(file.fileno())
-        except FileNotFoundError:  # a bucket words it differently
-            return "No such file or directory"
-        except (OSError, ValueError) as error:  # ValueError: the name itself was damaged
-            return getattr(error, "strerror", None) or str(error)
-        return [size, sha256.hexdigest()]
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return dict(zip(names, pool.map(digest, names), strict=True))
+def _read_record(folder: epath.Path) -> Record:
+    content = ocp.JsonCheckpointHandler().restore(folder / RECORD)
+    return Record.read(content, folder)
 
 
-def seal(folder: epath.Path) -> None:
-    """Write the list of all files in a folder, with sizes and digests."""
-    names = [str(path.relative_to(folder)) for path in _files(folder)]
-    names = [name for name in names if name not in (CHECKSUMS, *UNLISTED)]
-    digests = _digests(folder, names, sync=not is_remote(folder))
-    for name, digest in digests.items():
-        if isinstance(digest, str):
-            raise OSError(f"{name}: {digest}")
-    write_text(folder / CHECKSUMS, json.dumps(digests, indent=0))
-    if not is_remote(folder):
-        for parent in {folder, *(path.parent for path in _files(folder))}:
-            sync_folder(pathlib.Path(parent))
+def _flaw(folder: epath.Path) -> str:
+    """Return why the record of a checkpoint can't be read; empty if it can."""
+    try:
+        _read_record(folder)
+    except ConfigError:  # of another version, which `record` reports
+        return ""
+    except Exception as error:  # whatever Orbax raises of broken files
+        return f"{folder} can't be read ({reason(error)})"
+    return ""
 
 
-def damage(folder: epath.Path) -> str:
-    """Return the damage of a checkpoint in a few words; empty for a valid one.
-
-    Every process calls it, and each reads a part of the files.
-    """
-
-    def read_list() -> dict[str, Any] | str:
-        try:
-            return dict(json.loads((folder / CHECKSUMS).read_text())) or f"{CHECKSUMS} is empty"
-        except FileNotFoundError:
-            return INCOMPLETE
-        except (OSError, ValueError, TypeError) as error:
-            return f"{CHECKSUMS} can't be read: {error}"
-
-    written = processes.broadcast_from_host0(read_list, "files of a checkpoint")
-    if isinstance(written, str):
-        return written
-    own = sorted(written)[processes.index() :: processes.count()]
-    texts = [
-        f"{name}: {digest}" if isinstance(digest, str) else f"{name} is not what was written"
-        for name, digest in _digests(folder, own).items()
-        if digest != written[name]
-    ]
-    texts = processes.all_gather_json(texts[0] if texts else "", "damaged files")
-    return next(filter(None, texts), "")
-
-
-def latest_valid(
-    run_dir: str | os.PathLike, warn: Callable[[str], None] = print_error, field: str = "run_dir"
+def newest_step(
+    run_dir: str | os.PathLike,
+    warn: Callable[[str], None] = print_error,
+    field: str = "run_dir",
+    before: int | None = None,  # only older ones; its `error` says why
+    error: str = "",
 ) -> int | None:
-    """Return the step of the newest valid checkpoint; None if there are no checkpoints."""
-    folder, damages = checkpoint_folder(run_dir), dict[int, str]()
+    """Return the step of the newest checkpoint whose record can be read; None without any.
+
+    Its arrays are not read. Raises `ConfigError` if there are checkpoints and none can be read.
+    """
     for step in reversed(saved_steps(run_dir)):
-        damages[step] = damage(folder / str(step))
-        if not damages[step]:
-            for other, text in damages.items():
-                if text and text != INCOMPLETE:
-                    warn(f"{folder / str(other)} is damaged ({text}): step {step} is used")
+        if before is not None and step >= before:
+            continue
+        if error:
+            warn(f"{error}: step {step} is used")
+        read = functools.partial(_flaw, checkpoint_folder(run_dir) / str(step))
+        error = processes.broadcast_from_host0(read, "record of a checkpoint")
+        if not error:
             return step
-    if damages:
-        step, text = next(iter(damages.items()))
+    if error:
         raise ConfigError(
-            f"config.{field} = {str(run_dir)!r}: {folder / str(step)} is damaged ({text}), and no "
-            "checkpoint before it is valid: restore one from a copy, or choose another folder"
+            f"config.{field} = {str(run_dir)!r}: {error}, and no checkpoint before it can be read: "
+            "restore one from a copy, or choose another folder"
         )
     return None
-
-
-def _remove_unfinished(folder: epath.Path) -> None:
-    """Remove the checkpoints that a kill or a failed save left incomplete."""
-    for path in folder.glob("*"):  # an empty folder of a bucket does not exist
-        is_unmarked = is_remote(folder) and path.name.isdigit() and not (path / COMMITTED).exists()
-        if UNNAMED in path.name or is_unmarked:
-            path.rmtree()
 
 
 class Checkpoints:
     """Checkpoint store of a run, on any number of processes; a context manager.
 
-    The newest valid checkpoint is restored. A store that saves moves damaged newer ones to
-    `damaged_checkpoints`, and keeps the newest `settings.keep`. Raises `ConfigError` if there are
-    checkpoints, and none is valid.
+    `newest` reads the newest checkpoint that can be read. The first save deletes later ones, and
+    the newest `settings.keep` are kept. Raises `ConfigError` if there are checkpoints, and no
+    record of one can be read.
     """
 
     def __init__(
         self,
         run_dir: str | os.PathLike,
         settings: Checkpoint | None = None,  # of the run that saves; None: only read
-        storage: Storage | None = None,  # warns of damaged checkpoints and failed saves
+        storage: Storage | None = None,  # warns of unreadable checkpoints and failed saves
         # Receives step and folder of each new checkpoint once it is complete.
         on_saved: Callable[[int, str], None] = lambda step, folder: None,
     ):
@@ -191,35 +133,23 @@ class Checkpoints:
         self._run_dir, self._settings = run_dir, settings
         self._folder = checkpoint_folder(run_dir)
         self._storage = storage or Storage()
-        self._step = latest_valid(run_dir, self._storage.warn)
-        self._writer: ocp.AsyncCheckpointer | None = None
+        self._step = newest_step(run_dir, self._storage.warn)
+        self._manager: ocp.CheckpointManager | None = None  # made by the first save
         self._saving = 0  # step of the newest save
         self._finished: concurrent.futures.Future[None] | None = None  # of that save
         self._failures = 0  # in a row
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if settings is not None:
             silence_orbax()
-            later = [step for step in saved_steps(run_dir) if step > (self._step or 0)]
-            error = processes.broadcast_from_host0(
-                lambda: self._prepare(later), "folder of checkpoints"
-            )
+            error = processes.broadcast_from_host0(self._make_folder, "folder of checkpoints")
             require(not error, "run_dir", str(run_dir), f"a folder to write; {error}")
 
-    def _prepare(self, damaged: list[int]) -> str:
-        """Create the folder, and move damaged checkpoints away; return an error message."""
+    def _make_folder(self) -> str:
+        """Create the folder; return an error message."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _remove_unfinished(self._folder)
-            for step in damaged:
-                aside = epath.Path(folder_at(self._run_dir, DAMAGED)) / str(step)
-                aside.parent.mkdir(parents=True, exist_ok=True)
-                if is_remote(self._run_dir):  # an empty folder does not exist
-                    (aside.parent / "moved").write_text(str(step))
-                if aside.exists():
-                    aside.rmtree()
-                (self._folder / str(step)).rename(aside)
         except Exception as error:  # of the system or a bucket's client
-            return f"{self._folder} can't be prepared: {reason(error)}"
+            return f"{self._folder} can't be made: {reason(error)}"
         return ""
 
     @staticmethod
@@ -231,37 +161,45 @@ class Checkpoints:
         return processes.broadcast_from_host0(find, "whether a run has saved")
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest valid checkpoint; None without one."""
+        """Return the step of the checkpoint that is read; None without one."""
         return self._step
 
     def digest(self) -> str:
-        """Return a digest of the files of the newest valid checkpoint: 16 hexadecimal digits."""
-        content = (self._folder / str(self._step) / CHECKSUMS).read_bytes()
+        """Return a digest of the record that is read: 16 hexadecimal digits."""
+        content = record_path(self._run_dir, self._step or 0).read_bytes()
         return hashlib.sha256(content).hexdigest()[:16]
 
+    def newest(self, read: Callable[[Record], T]) -> T:
+        """Return `read(record)`; go back a checkpoint, with a warning, while one can't be read.
+
+        Raises `ConfigError` if none can be read.
+        """
+        while True:
+            try:
+                return read(self.record())
+            except Unreadable as error:
+                found = {"before": self._step, "error": str(error)}
+                self._step = newest_step(self._run_dir, self._storage.warn, **found)
+
     def record(self) -> Record:
-        """Return the record of the newest valid checkpoint."""
-        return Record.read(
-            self._restore("record", ocp.args.JsonRestore()), self._folder / str(self._step)
-        )
+        """Return the record of the checkpoint that is read."""
+        return _read_record(self._folder / str(self._step))
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
-        """Return the arrays of an entry of the newest valid checkpoint. Raises `NotFinite`."""
-        restored = self._restore(entry, ocp.args.StandardRestore(abstract_state))
-        # Once somebody has moved that folder away, an older one is the newest.
-        check_state({entry: restored}, str(self._folder / str(self._step)))
-        return restored
-
-    def _restore(self, entry: str, args: Any) -> Any:
-        path = self._folder / str(self._step)
+        """Return the arrays of an entry. Raises `NotFinite`, and `Unreadable` on all processes."""
+        folder, error = self._folder / str(self._step), ""
+        restored: Any = None
         try:
-            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-                return reader.restore(path, args=ocp.args.Composite(**{entry: args}))[entry]
-        except Exception as error:  # whatever Orbax raises of arrays of other shapes or names
-            raise ConfigError(
-                f"config.run_dir: {path} can't be read ({reason(error)}): "
-                "move it away, and the one before it is used"
-            ) from error
+            args = ocp.args.StandardRestore(abstract_state)
+            restored = ocp.StandardCheckpointHandler().restore(folder / entry, args=args)
+        except Exception as problem:  # whatever Orbax raises of broken files
+            error = reason(problem)
+        errors = processes.all_gather_json(error, "whether a checkpoint can be read")
+        if any(errors):
+            raise Unreadable(f"{folder} can't be read ({next(filter(None, errors))})")
+        # Once somebody has moved that folder away, an older one is the newest.
+        check_state({entry: restored}, str(folder))
+        return restored
 
     def save(self, record: Record, states: Mapping[str, Any]) -> None:
         """Start writing in the background; a step that is already saved is left alone.
@@ -273,41 +211,36 @@ class Checkpoints:
         with contextlib.suppress(NotSaved):  # an earlier save failed; it was reported then
             self.wait()
         self._saving = record.step
-        is_saved = record.step in saved_steps(self._run_dir)
-        self._on_all_processes(lambda: is_saved or self._start(record, states))
+        self._on_all_processes(lambda: self._start(record, states))
 
     def _start(self, record: Record, states: Mapping[str, Any]) -> None:
-        if self._writer is None:
-            # Folders that can't be created in the background are waited for, for 5 minutes.
-            options = ocp.AsyncOptions(
-                post_finalization_callback=self._seal, create_directories_asynchronously=False
-            )
-            handler = ocp.CompositeCheckpointHandler()
-            self._writer = ocp.AsyncCheckpointer(handler, async_options=options)
+        manager = self._manager = self._manager or self._open_manager()
+        if record.step in manager.all_steps():
+            return
         entries: dict[str, Any] = {
             name: ocp.args.StandardSave(state) for name, state in states.items() if state
         }
-        entries["record"] = ocp.args.JsonSave(dataclasses.asdict(record))
-        self._writer.save(self._folder / str(record.step), args=ocp.args.Composite(**entries))
-        self._finished = self._thread.submit(self._finish, self._writer)
+        entries[RECORD] = ocp.args.JsonSave(dataclasses.asdict(record))
+        manager.save(record.step, args=ocp.args.Composite(**entries), force=True)
+        self._finished = self._thread.submit(manager.wait_until_finished)
 
-    def _seal(self) -> None:
-        """List checksums before Orbax gives a folder its name or, in a bucket, its mark."""
-        unnamed = list(self._folder.glob(f"{self._saving}.*tmp*"))
-        seal(unnamed[0] if unnamed else self._folder / str(self._saving))
-
-    def _finish(self, writer: ocp.AsyncCheckpointer) -> None:
-        """Wait until a save is complete, and remove the oldest checkpoints."""
-        writer.wait_until_finished()
-        if processes.is_first() and self._settings and self._settings.keep:
-            with suppress_storage_errors():  # else after the next save
-                for step in find_steps(self._run_dir)[: -self._settings.keep]:
-                    if is_remote(self._folder):  # its mark first, so that it is absent at once
-                        (self._folder / str(step) / COMMITTED).unlink(missing_ok=True)
-                    (self._folder / str(step)).rmtree()
+    def _open_manager(self) -> ocp.CheckpointManager:
+        """Return the manager, after it removed what is incomplete and later than what was read."""
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._settings and self._settings.keep,
+            cleanup_tmp_directories=True,
+            save_root_metadata=False,
+            # Folders that can't be created in the background are waited for, for 5 minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        manager = ocp.CheckpointManager(self._folder, options=options)
+        for step in manager.all_steps():
+            if step > (self._step or 0):
+                manager.delete(step)
+        return manager
 
     def _on_all_processes(self, work: Callable[[], Any]) -> None:
-        """Raise `NotSaved` on every process if one fails; remove what is incomplete."""
+        """Raise `NotSaved` on every process if one fails."""
         error = ""
         try:
             work()
@@ -316,11 +249,7 @@ class Checkpoints:
         errors = processes.all_gather_json(error, "whether a checkpoint is saved")
         if not any(errors):
             return
-        self._writer = self._finished = None
-        time.sleep(SETTLING_SECONDS)
-        if processes.is_first():
-            with contextlib.suppress(Exception):  # else before the next save
-                _remove_unfinished(self._folder)
+        self._manager = self._finished = None  # the next one removes what is incomplete
         raise NotSaved(f"step {self._saving}: {next(filter(None, errors))}")
 
     def is_saving(self) -> bool:
@@ -333,6 +262,7 @@ class Checkpoints:
         self._on_all_processes(lambda: self._finished and self._finished.result())
         if self._finished is not None:
             self._finished = None
+            self._step = self._saving
             self._failures = 0
             self._storage.report_recovery(CHECKPOINT)
             self._on_saved(self._saving, str(self._folder / str(self._saving)))
@@ -376,37 +306,47 @@ class Checkpoints:
         """Wait until everything is on disk, or can't be."""
         with contextlib.suppress(NotSaved):
             self.wait()
-        if self._writer:
-            self._writer.close()
+        if self._manager:
+            self._manager.close()
         self._thread.shutdown()
 
 
 class SavedPolicy:
     """Policy of one checkpoint (0: the newest), read parameter by parameter while the run goes on.
 
-    Raises `ConfigError` if `run_dir` has no such checkpoint.
+    Raises `ConfigError` if `run_dir` has no such checkpoint, or one of its files is broken.
     """
 
     def __init__(self, run_dir: str | os.PathLike, step: int = 0):
         steps = saved_steps(run_dir)
         require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
-        self.step = step or latest_valid(run_dir, field="run") or 0
+        self.step = step or newest_step(run_dir, field="run") or 0
         listed = ", ".join(map(str, steps))
         require(self.step in steps, "step", step, f"0 or one of {listed}")
         self._folder = checkpoint_folder(run_dir) / str(self.step)
-        flaw = damage(self._folder) if step else ""
-        require(not flaw, "step", step, f"0 or one of {listed} that is not damaged ({flaw})")
         self._handler = ocp.PyTreeCheckpointHandler()
+        with self._naming_folder():
+            self._record = _read_record(self._folder)
+            self._params = self._handler.metadata(self._folder / "state").tree["params"]
+
+    @contextlib.contextmanager
+    def _naming_folder(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever Orbax raises of broken files
+            raise ConfigError(
+                f"{self._folder} can't be read ({reason(error)}): choose another step"
+            ) from error
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the run, by dotted name."""
-        content = ocp.JsonCheckpointHandler().restore(self._folder / "record")
-        return Record.read(content, self._folder).settings
+        return self._record.settings
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its path (`layers/query/kernel`)."""
-        tree = self._handler.metadata(self._folder / "state").tree["params"]
-        return {path: leaf.shape for path, leaf in flatten(tree).items()}
+        return {path: leaf.shape for path, leaf in flatten(self._params).items()}
 
     def read(self, path: str) -> np.ndarray:
         """Return a whole parameter on the host, from whatever mesh it was written."""
@@ -419,5 +359,6 @@ class SavedPolicy:
             restore_args=only(ocp.RestoreArgs(restore_type=np.ndarray)),
             partial_restore=True,
         )
-        params = self._handler.restore(self._folder / "state", args=args)["params"]
+        with self._naming_folder():
+            params = self._handler.restore(self._folder / "state", args=args)["params"]
         return flatten(params)[path]
