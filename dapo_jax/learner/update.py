@@ -22,6 +22,7 @@ from dapo_jax.model.lm_head import put, take
 from dapo_jax.model.trainable import join, without
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.nonfinite import REASONS
+from dapo_jax.types.errors import require
 
 ROWS = (None, "batch", "sequence")  # logical axes of [M, R, T]
 MATRICES = ("kernel", "embedding", "head", "score", *ADAPTER_NAMES)
@@ -78,6 +79,11 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int) -> float:
     return settings.learning_rate * SCHEDULES[settings.schedule](done)
 
 
+def device_memory(mesh: jax.sharding.Mesh) -> float:
+    """Return the bytes of memory of one device of the mesh; infinite if it does not say."""
+    return float((mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf))
+
+
 class Learner:
     """Compiled score pass and update of a model (policy or critic), with their shardings.
 
@@ -101,6 +107,7 @@ class Learner:
         # reduce-scatters float32 gradients over fsdp instead of all-reducing bfloat16 ones.
         self._per_replica = sums_rows and mesh.size > 1
         self._score_rows = score
+        self._fitting: set[tuple[int, int]] = set()  # shapes of rows whose update fits into memory
         self._loss = loss
         self._optimizer = make_optimizer(settings)
         self._checked_apart = settings.name != "muon"
@@ -128,17 +135,37 @@ class Learner:
         with sharding.activate(self.mesh):
             return self._score(join(self.frozen, params), rollouts, microbatches)
 
+    def _check_memory(self, arguments: tuple) -> None:
+        """Raise `ConfigError` if an update needs more than a device has, as the compiler counts."""
+        limit, (_, rows, tokens) = device_memory(self.mesh), arguments[2].loss_weights.shape
+        if limit == math.inf or (rows, tokens) in self._fitting:
+            return
+        # The call of the same program compiles nothing after this.
+        counted: Any = self._update.lower(*arguments).compile().memory_analysis()
+        results = counted.output_size_in_bytes - counted.alias_size_in_bytes
+        needed = counted.argument_size_in_bytes + results + counted.temp_size_in_bytes
+        allowed = (
+            f"smaller, or packing.row_tokens = {tokens} or the model: an update takes "
+            f"{needed / 1e9:,.1f} GB ({counted.temp_size_in_bytes / 1e9:,.1f} of them temporary) "
+            f"on each of {self.mesh.size} devices, which have {limit / 1e9:,.1f}"
+        )
+        require(needed <= limit, "packing.rows_per_microbatch", rows, allowed)
+        self._fitting.add((rows, tokens))
+
     def update(
         self, state: TrainState, batch: TrainBatch, microbatches: int, learning_rate: float
     ) -> tuple[TrainState, UpdateOutputs]:
         """Take an optimizer step on a minibatch; donates `state`.
 
         If the gradient, or the moments or parameters after the step, are not finite, the state does
-        not change and the metric `skipped_updates` is 1.
+        not change and the metric `skipped_updates` is 1. Raises `ConfigError` before the first one
+        if it takes more memory than a device has.
         """
         batch = sharding.put(self.mesh, batch, *ROWS)
+        arguments = state, self.frozen, batch, microbatches, learning_rate
         with sharding.activate(self.mesh):
-            return self._update(state, self.frozen, batch, microbatches, learning_rate)
+            self._check_memory(arguments)
+            return self._update(*arguments)
 
     def loss_and_gradient(
         self, params: Any, batch: TrainBatch, microbatches: int

@@ -30,7 +30,6 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.source import RolloutSource
 from dapo_jax.run import compute
-from dapo_jax.run.memory import check_run_fits
 from dapo_jax.run.notices import MAX_CUT, fitting
 from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.registry import feature
@@ -246,7 +245,7 @@ def open_decoder(
 ) -> tuple[DecoderConfig, jax.sharding.Mesh, jax.sharding.Mesh]:
     """Return the policy's shape, the learning mesh and the sampling mesh; load no weights.
 
-    Raises `ConfigError` if they don't fit together, or into the devices' memory.
+    Raises `ConfigError` if they don't fit together.
     """
     mesh, sampling_mesh = compute.open_meshes(
         config.mesh, config.packing.rows_per_microbatch, training
@@ -261,7 +260,7 @@ def open_decoder(
     if training and config.algorithm.distils:
         teacher = config.extras.teacher.folder
         check_same_model("extras.teacher.folder", teacher, folder, lambda shape: None)
-    check_run_fits(config, decoder, mesh, sampling_mesh, training)
+        feature("teacher").read_shape(config, decoder, mesh)
     return decoder, mesh, sampling_mesh
 
 

@@ -1,4 +1,4 @@
-"""Dry run of an experiment: prompts, golds, rewards, lengths and memory, without weights.
+"""Dry run of an experiment: prompts, golds, rewards and lengths, without weights.
 
 It uses the components of a run up to the point at which a run loads its policy and compiles. It
 writes nothing.
@@ -7,7 +7,6 @@ writes nothing.
 import collections
 import contextlib
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from dapo_jax.model.trainable import parameter_count
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
-from dapo_jax.run import components, memory
+from dapo_jax.run import components
 from dapo_jax.run.notices import setting_warnings
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
@@ -75,8 +74,6 @@ def dry_run(config: Config) -> int:
         _print(describe_rewards(config, trials, groups))
         _print(describe_replies(trials[0]))
         _print(describe_lengths(config, tokenizer, prompts, problems))
-        needs = memory.run_bytes(config, decoder, mesh, sampling_mesh, training=True)
-        _print(describe_memory(needs, mesh))
         components.check_lengths(config, prompts.lengths)
         check_rewards(config, groups)
         check_replies(config, trials)
@@ -278,11 +275,3 @@ def describe_lengths(
         texts = [next(iter(verifier.responses_to(p.answer).values())) for p in problems]
     lengths = [len(tokenizer.encode(text)) + 1 for text in texts]  # with the end token
     yield _quantiles(name, lengths, config.sampler.max_response_tokens, "longer than a response")
-
-
-def describe_memory(needs: dict[str, dict[str, float]], mesh: Any) -> Iterator[str]:
-    """Yield a line about the least memory of sampling and of an update, on one device."""
-    parts = [f"{what} takes {memory.describe(sum(n.values()))}" for what, n in needs.items()]
-    available = memory.available_bytes(mesh)
-    limit = f" of {memory.describe(available)}" if math.isfinite(available) else ""
-    yield f"\nmemory: {' and '.join(parts)} at least{limit} on each device ({mesh.size})"

@@ -1,4 +1,4 @@
-"""Lower bounds of a run's memory before anything is compiled, and the memory it uses."""
+"""Memory of devices: what a run holds, and what weights and caches of a sampler take."""
 
 import math
 import operator
@@ -10,19 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.config.experiment import Config, Sampler
-from dapo_jax.learner.critic import scalar_config
-from dapo_jax.learner.muon import moments
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.learner.update import device_memory
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.param_paths import forward_dtype
-from dapo_jax.model.trainable import is_trained
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.registry import feature
-from dapo_jax.types.errors import ConfigError, require
+from dapo_jax.types.errors import ConfigError
 
 FLOAT_BYTES = 4
 SAMPLED_TOKEN_BYTES = 8  # a token and its log-prob
-MIN_RESPONSE_BYTES = 1000  # of a response on the host, however short
 MEMINFO = pathlib.Path("/proc/meminfo")
 # Memory limit of a container, in versions 2 and 1 of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -107,63 +104,6 @@ def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.
     return params_bytes(decoder, mesh, itemsize, sharding.DECODING)
 
 
-def resident_bytes(
-    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, training: bool
-) -> dict[str, float]:
-    """Return the bytes that a learning device holds all the time, by name."""
-
-    def count(trained: bool, forward: bool) -> float:
-        def itemsize(path: str) -> float:
-            size = jnp.dtype(forward_dtype(path, decoder)).itemsize if forward else FLOAT_BYTES
-            return size if is_trained(path, decoder) == trained else 0.0
-
-        return params_bytes(decoder, mesh, itemsize)
-
-    trained = count(True, forward=False)
-    held = {"parameters": trained, "frozen parameters": count(False, forward=True)}
-    if training:
-        held["optimizer"] = params_bytes(
-            decoder,
-            mesh,
-            lambda path: FLOAT_BYTES * moments(config.optimizer, path) * is_trained(path, decoder),
-        )
-        held["reference"] = count(True, forward=True) * config.algorithm.reference
-        if config.algorithm.distils:
-            held["teacher"] = feature("teacher").teacher_bytes(config, decoder, mesh)
-        held["policy before the update"] = trained * bool(config.rollout.staleness)
-        if config.algorithm.critic:
-            held["critic and optimizer"] = params_bytes(
-                scalar_config(decoder),
-                mesh,
-                lambda path: FLOAT_BYTES * (1 + moments(config.critic.optimizer, path)),
-            )
-    return held
-
-
-def update_bytes(
-    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh
-) -> dict[str, float]:
-    """Return the bytes that an update adds on one device: saved activations and logits."""
-    packing = config.rows()
-    itemsize = jnp.dtype(decoder.dtype).itemsize
-    rows = packing.rows_per_microbatch / sharding.shards(mesh, "batch")
-    tokens = rows * packing.row_tokens / sharding.shards(mesh, "sequence")
-    tensor = sharding.shards(mesh, "heads")
-    saved = decoder.embed
-    if decoder.remat in ("none", "dots"):
-        inner = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.active_mlp
-        saved += inner / tensor
-    layers = decoder.layers * (decoder.remat != "offload")
-    scores = tokens * decoder.heads / tensor * packing.row_tokens * itemsize
-    chunk = min(tokens, config.compute.logprob_chunk_tokens)
-    models = 1 + (config.algorithm.distillation == "jsd")  # with logits at the same time
-    return {
-        "activations": layers * tokens * saved * itemsize
-        + scores * (decoder.attention == "plain") * (layers if decoder.remat == "none" else 1),
-        "logits": models * chunk * decoder.vocab / sharding.shards(mesh, "vocab") * FLOAT_BYTES,
-    }
-
-
 def host_bytes() -> float:
     """Return the bytes of this machine's memory that are available to a process."""
     if not MEMINFO.exists():
@@ -181,7 +121,7 @@ def available_bytes(mesh: jax.sharding.Mesh) -> float:
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
         return host_bytes() / len(devices)
-    return float((devices[0].memory_stats() or {}).get("bytes_limit", math.inf))
+    return device_memory(mesh)
 
 
 def describe(size: float) -> str:
@@ -209,57 +149,3 @@ def check_fits(
         f"{parts}",
         blamed.partition(" ")[0],
     )
-
-
-def run_bytes(
-    config: Config,
-    decoder: DecoderConfig,
-    mesh: jax.sharding.Mesh,
-    sampling_mesh: jax.sharding.Mesh,
-    training: bool,
-) -> dict[str, dict[str, float]]:
-    """Return the least bytes on one device, by part, of `sampling` and `an update`."""
-    sampler = config.sampler
-    lengths = config.data.max_prompt_tokens, sampler.max_response_tokens
-    held = resident_bytes(config, decoder, mesh, training)
-    sampling = dict(held) if sampling_mesh is mesh else {}
-    sampling["decoding weights"] = decoding_bytes(decoder, sampler, sampling_mesh)
-    sampling["cache"] = cache_bytes(decoder, sampler, sampling_mesh, sampler.slots, *lengths)
-    needs = {"sampling": sampling}
-    if training:
-        update = update_bytes(config, decoder, mesh)
-        needs["an update"] = held | {"gradient": held["parameters"]} | update
-    return needs
-
-
-def check_run_fits(
-    config: Config,
-    decoder: DecoderConfig,
-    mesh: jax.sharding.Mesh,
-    sampling_mesh: jax.sharding.Mesh,
-    training: bool,
-) -> None:
-    """Raise `ConfigError` if sampling or learning can't fit into memory."""
-    prompts = config.rollout.prompts_per_step
-    batches = 1 + config.rollout.staleness
-    batch = batches * prompts * config.rollout.samples_per_prompt * MIN_RESPONSE_BYTES
-    allowed = (
-        f"smaller, since rollout batches take at least {describe(batch)} of the host's memory and "
-        f"{describe(host_bytes())} are there"
-    )
-    require(batch <= host_bytes(), "rollout.prompts_per_step", prompts, allowed)
-    sampler, packing = config.sampler, config.rows()
-    settings = {
-        "cache": f"sampler.slots = {sampler.slots} of data.max_prompt_tokens = "
-        f"{config.data.max_prompt_tokens} and sampler.max_response_tokens = "
-        f"{sampler.max_response_tokens}",
-        "activations": f"packing.rows_per_microbatch = {packing.rows_per_microbatch} of "
-        f"packing.row_tokens = {packing.row_tokens}",
-        "logits": f"compute.logprob_chunk_tokens = {config.compute.logprob_chunk_tokens}",
-        "parameters": f"model.folder = {config.model.folder!r}",
-        "teacher": f"extras.teacher.folder = {config.extras.teacher.folder!r}",
-    }
-    needs = run_bytes(config, decoder, mesh, sampling_mesh, training)
-    check_fits("sampling", needs["sampling"], sampling_mesh, settings)
-    if training:
-        check_fits("an update", needs["an update"], mesh, settings)

@@ -24,7 +24,7 @@ MAX_TEST_LINES = 35_100
 EXTRAS = {
     "alerts": 150,
     "code": 783,
-    "distillation": 302,
+    "distillation": 296,
     "doctor": 192,
     "environments": 586,
     "families": 769,

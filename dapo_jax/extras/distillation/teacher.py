@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,9 @@ FIELD = "extras.teacher.folder"
 READ = functools.partial(load_huggingface.read_config, field=FIELD)
 
 
-def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any) -> DecoderConfig:
+def read_shape(
+    config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh, read: Any = READ
+) -> DecoderConfig:
     """Return the shape of the folder. Raises `ConfigError` if it does not fit policy or mesh."""
     settings = config.extras.teacher
     folder = settings.folder
@@ -53,7 +54,7 @@ def abstract_teacher(
     read: Callable[..., DecoderConfig] = READ,
 ) -> Model:
     """Return the shapes, dtypes and shardings of the teacher, with the policy's vocabulary."""
-    decoder = _shape_in_folder(config, policy, mesh, read)
+    decoder = read_shape(config, policy, mesh, read)
     decoder = dataclasses.replace(decoder, vocab=policy.vocab)
     boxed = abstract_params(decoder)
     flat: dict[str, jax.ShapeDtypeStruct] = {}
@@ -74,19 +75,13 @@ def abstract_teacher(
     return Model(decoder, unflatten_dict(flat, sep="/"))
 
 
-def teacher_bytes(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> float:
-    """Return the bytes of the teacher's parameters on one device."""
-    leaves = jax.tree.leaves(abstract_teacher(config, policy, mesh).params)
-    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
-
-
 def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> Model:
     """Return the teacher, sharded like the policy.
 
     Rows of its vocabulary beyond the policy's are padding and are dropped. Raises `ConfigError`.
     """
     folder = config.extras.teacher.folder
-    whole = _shape_in_folder(config, policy, mesh, READ)
+    whole = read_shape(config, policy, mesh)
     params = load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
     flat = sharding.flatten(params)
     del params

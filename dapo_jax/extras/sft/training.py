@@ -377,17 +377,15 @@ class SupervisedRun:
 
     def begin(self, abstract: TrainState, make_state: Callable[[], TrainState]) -> TrainState:
         """Return the newest saved state, or a new one."""
-        if self._checkpoints.latest_step() is None:
-            state = make_state()
+        store = self._checkpoints
+        if store.latest_step() is None:
+            self._state = make_state()
         else:
-            state, saved = self._checkpoints.newest(
-                lambda record: (self._checkpoints.state(abstract), record)
-            )
+            self._state, saved = store.newest(lambda record: (store.state(abstract), record))
             self.record = dataclasses.replace(self.record, step=saved.step, progress=saved.progress)
-            self._state = state
         if processes.is_first():
             self._writer = MetricRows(self.path, self.record.step)
-        return state
+        return self._state
 
     def first_row(self) -> dict[str, Any]:
         """Return the metrics from before the first step, on every process; empty without any."""
