@@ -33,7 +33,7 @@ EXTRAS = {
     "init": 199,
     "jetstream": 162,
     "judge": 229,
-    "math": 4_505,
+    "math": 4_498,
     "plan": 950,
     "report": 415,
     "samplers": 922,

@@ -252,16 +252,10 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
     left, done = (Counter(step for f in p.forms for step in f.steps) for p in (ours, theirs))
     if set(done) - CONSTANTS - {"letters"} or r"\circ" in gold:  # functions may have constants
         left.subtract({constant: left[constant] for constant in CONSTANTS})
-    elif done:
-        left.pop("surd", None)
     if gold in _EVERYTHING_OR_NOTHING and ours.unsolved:
         return True
-    if done["unread"]:
-        return False
     left.pop("unread", None)
     if any(left[step] > done[step] for step in left if step != "letters" or not done[step]):
-        return True
-    if ours.unsolved and not theirs.unsolved and not done["letters"]:
         return True
     asked = problem.lower()
     if len(ours.unsolved) > len(theirs.unsolved) and _ASKS_SOLVED.search(asked):
