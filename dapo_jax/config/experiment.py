@@ -103,6 +103,7 @@ class Packing:
     share_prompts: bool = setting(
         True, "Pack a prompt once for several responses if that is less work; not in sft and dpo."
     )
+    single_responses: bool = setting(False, "A row per response; sampler.engine=exact needs it.")
 
 
 SizeOrRest = Annotated[int, Range(above=0, also=-1)]  # -1: the devices that are left
@@ -284,7 +285,9 @@ class Sampler:
     weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
         "auto", "Type of matrices in decoding; int8 has a scale per channel; 'auto': compute.dtype."
     )
-    engine: str = setting("own", "'own', 'samplers', 'vllm', or of a package.", may_change=True)
+    engine: str = setting(
+        "own", "'own', 'samplers', 'vllm', 'exact', or a package's.", may_change=True
+    )
 
 
 @section

@@ -67,9 +67,10 @@ class RowChoice(NamedTuple):
 def row_choice(config: Config, decoder: DecoderConfig, row_shards: int) -> RowChoice:
     """Return the choice of rows of a run: those of the configured shape if there is one."""
     windows = any(reach is not None for reach in decoder.reaches)
+    single = config.packing.single_responses
     shared = config.packing.share_prompts and shares_prompts(decoder.attention, windows)
-    shapes = [dataclasses.replace(config.rows(), share_prompts=shared)]
-    if config.packing.row_tokens < 0:
+    shapes = [dataclasses.replace(config.rows(), share_prompts=shared and not single)]
+    if config.packing.row_tokens < 0 and not single:
         longest = SHORT_ROW_TOKENS if decoder.attention == "plain" else sys.maxsize
         shapes = row_shapes(shapes[0], row_shards, longest)
     width = decoder.heads * decoder.head_dim

@@ -61,13 +61,13 @@ class PromptGroup(NamedTuple):
 
     def split(self, free: int) -> tuple["PromptGroup", "PromptGroup"]:
         """Return the part that fits into `free` tokens of a row, and the rest."""
-        fitting: list[Member] = []
-        rest: list[Member] = []
+        parts: tuple[list[Member], ...] = [], []
         free -= self.shared
         for member in self.members:
-            (fitting if member.tokens <= free else rest).append(member)
-            free -= member.tokens if member.tokens <= free else 0
-        return self._replace(members=tuple(fitting)), self._replace(members=tuple(rest))
+            fits = member.tokens <= free
+            parts[not fits].append(member)
+            free -= member.tokens * fits
+        return self._replace(members=tuple(parts[0])), self._replace(members=tuple(parts[1]))
 
 
 def prompt_groups(segments: Sequence[Segment], share_prompts: bool) -> list[PromptGroup]:
@@ -93,11 +93,16 @@ def prompt_groups(segments: Sequence[Segment], share_prompts: bool) -> list[Prom
     return groups
 
 
-def assign_rows(groups: Sequence[PromptGroup], row_tokens: int) -> list[list[PromptGroup]]:
-    """Assign groups to rows of `row_tokens`, best fit decreasing; return the groups of each row.
+def assign_rows(
+    segments: Sequence[Segment], row_tokens: int, share_prompts: bool = False, single: bool = False
+) -> list[list[PromptGroup]]:
+    """Assign segments to rows of `row_tokens`, best fit decreasing; return the groups of each row.
 
-    A group that fits into no open row is split between the emptiest one and others.
+    With `single` each has a row. Else a group that fits into no open row is split between several.
     """
+    groups = prompt_groups(segments, share_prompts)
+    if single:
+        return [[group] for group in groups]
     rows: list[list[PromptGroup]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for i in sorted(range(len(groups)), key=lambda i: (-groups[i].tokens, i)):
@@ -132,6 +137,7 @@ def pack(
     rows_per_microbatch: int,
     microbatches: int | None = None,  # default: as `padded_microbatches` returns
     share_prompts: bool = False,
+    single: bool = False,
 ) -> tuple[PackedRows, int]:
     """Pack a minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
 
@@ -140,10 +146,9 @@ def pack(
     longest = max((segment.length for segment in segments), default=0)
     if longest > row_tokens:
         raise ValueError(f"a segment of {longest} tokens exceeds row_tokens = {row_tokens}")
-    rows = assign_rows(prompt_groups(segments, share_prompts), row_tokens)
+    rows = assign_rows(segments, row_tokens, share_prompts, single)
     used = math.ceil(len(rows) / rows_per_microbatch)
-    if microbatches is None:
-        microbatches = padded_microbatches([len(rows)], rows_per_microbatch)
+    microbatches = microbatches or padded_microbatches([len(rows)], rows_per_microbatch)
     if used > microbatches:
         raise ValueError(f"{len(rows)} rows exceed {microbatches} x {rows_per_microbatch}")
     shape = (microbatches * rows_per_microbatch, row_tokens)
@@ -157,9 +162,7 @@ def pack(
     for row, groups in enumerate(rows):
         _pack_row({name: array[row] for name, array in arrays.items()}, segments, groups)
     split = (microbatches, rows_per_microbatch)
-    fields: dict[str, Any] = {
-        name: array.reshape(*split, *array.shape[1:]) for name, array in arrays.items()
-    }
+    fields = {name: array.reshape(*split, *array.shape[1:]) for name, array in arrays.items()}
     return PackedRows(**fields), used
 
 
@@ -167,8 +170,7 @@ def _pack_row(
     row: dict[str, np.ndarray], segments: Sequence[Segment], groups: Sequence[PromptGroup]
 ) -> None:
     """Write the segments of a row into its arrays [T]."""
-    start = 0
-    number = 0  # of the last segment
+    start = number = 0  # the number is the last segment's
 
     def put(segment: Segment, first: int, last: int) -> slice:
         """Write tokens first to last of a prompt with its response."""
@@ -233,19 +235,17 @@ def choose_rows(
     A shape with `share_prompts` is also tried without.
     """
     separate = [dataclasses.replace(shape, share_prompts=False) for shape in shapes]
-    best = separate[0]
-    least = math.inf
+    best, least = separate[0], math.inf
     for shape in (*separate, *(shape for shape in shapes if shape.share_prompts)):
         places = 0
         for part in updates:
-            rows = assign_rows(prompt_groups(part, shape.share_prompts), shape.row_tokens)
+            rows = assign_rows(part, shape.row_tokens, shape.share_prompts)
             microbatches = math.ceil(len(rows) / shape.rows_per_microbatch)
             places += microbatches * shape.rows_per_microbatch * shape.row_tokens
         factor = shared_cost if shape.share_prompts else 1.0
         cost = places * (1 + factor * shape.row_tokens / attention_tokens)
         if cost < MAX_COST_RATIO * least:
-            best = shape
-            least = cost
+            best, least = shape, cost
     return best
 
 
@@ -259,14 +259,11 @@ def pack_updates(
     updates: Sequence[Sequence[Segment]], packing: Packing
 ) -> tuple[PackedRows, list[int]]:
     """Pack all minibatches: arrays [U, M, R, T], and the microbatches that each uses."""
-    row_tokens, rows, share_prompts = dataclasses.astuple(packing)
-    groups = (prompt_groups(part, share_prompts) for part in updates)
-    filled = [len(assign_rows(part, row_tokens)) for part in groups]
+    row_tokens, rows, *how = dataclasses.astuple(packing)
+    filled = [len(assign_rows(part, row_tokens, *how)) for part in updates]
     microbatches = padded_microbatches(filled, rows)
-    packed, used = zip(
-        *(pack(part, row_tokens, rows, microbatches, share_prompts) for part in updates),
-        strict=True,
-    )
+    packs = [pack(part, row_tokens, rows, microbatches, *how) for part in updates]
+    packed, used = zip(*packs, strict=True)
     return jax.tree.map(lambda *parts: np.stack(parts), *packed), list(used)
 
 

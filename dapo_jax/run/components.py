@@ -99,6 +99,7 @@ class SamplerParts(NamedTuple):
 
     config: Config
     decoder: DecoderConfig
+    mesh: jax.sharding.Mesh  # of the learner
     tokenizer: Tokenizer
     local: Sampler
     load: Callable[[Any], dict[str, Any]]  # decoding weights of the trainer's parameters
@@ -346,7 +347,7 @@ def build(
                 progress.warn(escape(text))
 
             load = engine.programs.weights.load_trained
-            parts = SamplerParts(config, decoder, tokenizer, sampler, load, warn)
+            parts = SamplerParts(config, decoder, mesh, tokenizer, sampler, load, warn)
             opened = registry.find("samplers", config.sampler.engine)(parts)
             sampler, close_sampler, is_local_used = opened
             decoding_copy = decoding_copy if is_local_used else do_nothing

@@ -44,6 +44,7 @@ OURS: dict[str, dict[str, str]] = {
         "verifiers": "dapo_jax.extras.environments.verifiers:open_verifiers",
     },
     "samplers": {
+        "exact": "dapo_jax.extras.exact:open_exact",
         "samplers": "dapo_jax.extras.samplers.remote_sampler:open_remote",
         "vllm": "dapo_jax.extras.vllm.vllm_sampler:open_vllm",
     },

@@ -13,7 +13,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
 
-from toy_sampler import ScriptedSampler
+from scripted_sampler import ScriptedSampler
 
 from dapo_jax.config.experiment import Config, Data, Rollout
 from dapo_jax.data.prompt_stream import PromptStream

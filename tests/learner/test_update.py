@@ -32,7 +32,6 @@ from dapo_jax.learner.packing import (
     pack,
     pack_updates,
     padded_microbatches,
-    prompt_groups,
     row_shapes,
 )
 from dapo_jax.learner.update import learning_rate
@@ -41,7 +40,7 @@ from dapo_jax.runtime import sharding
 
 
 def microbatches_of(row_tokens: int, rows: int) -> int:
-    return -(-len(assign_rows(prompt_groups(SEGMENTS, False), row_tokens)) // rows)
+    return -(-len(assign_rows(SEGMENTS, row_tokens)) // rows)
 
 
 def loop_loss(params, algorithm):

@@ -27,6 +27,7 @@ EXTRAS = {
     "distillation": 296,
     "doctor": 192,
     "environments": 586,
+    "exact": 161,
     "families": 769,
     "gguf": 346,
     "gym": 193,

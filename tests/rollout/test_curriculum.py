@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
-from toy_sampler import ScriptedSampler
+from scripted_sampler import ScriptedSampler
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Data, Reward, Rollout

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 from conftest import make_completion
 from samplers import TOKENIZER, make_sampler
-from toy_sampler import ScriptedSampler
+from scripted_sampler import ScriptedSampler
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Data, Reward, Rollout, Watch

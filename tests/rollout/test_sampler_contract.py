@@ -1,7 +1,6 @@
 """The contract of `contracts.Sampler`: one suite for every implementation."""
 
 import contextlib
-import dataclasses
 
 import jax
 import numpy as np
@@ -10,15 +9,18 @@ from conftest import TINY, make_prompt
 from fake_vllm import FakeVllm, vllm_sampler
 from remote_samplers import remote_scheduler
 from samplers import END, TOKENIZER, make_engine
-from small_runs import equal, make_quick_config
-from toy_sampler import ScriptedSampler, ToySampler
+from scripted_sampler import ScriptedSampler
+from small_runs import make_quick_config
 
+from dapo_jax.config.experiment import Compute, Mesh, Packing
+from dapo_jax.extras.exact import ExactSampler
 from dapo_jax.extras.samplers.remote_sampler import RemoteSampler
 from dapo_jax.extras.vllm.vllm_sampler import VllmSampler
+from dapo_jax.learner.minibatches import make_minibatches
+from dapo_jax.learner.packing import tree_index
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.components import build
 from dapo_jax.run.run import first_state
-from dapo_jax.step import train_step
 from dapo_jax.types.structs import RolloutKey, SamplingRule, Stop
 
 PROMPTS = [make_prompt(i, [i] * (3 + i % 4)) for i in range(2, 9)]
@@ -43,12 +45,14 @@ SAMPLERS = {
         [FakeVllm(END, TINY.vocab, seconds=0.01) for _ in range(2)], slots
     ),
     "scripted": lambda mesh, slots: ScriptedSampler(lambda index: 2 + index % 5, slots),
-    "toy": lambda mesh, slots: ToySampler(TINY, (END,), seed=5, rows=slots),
+    "exact": lambda mesh, slots: ExactSampler(
+        TINY, mesh, (4, 48), chunk_tokens=64, end_ids=(END,), slots=slots, limit=20, seed=5
+    ),
 }
 
 
-# Of the toy, which is an example, one run is trained.
-MARKED = [pytest.param(name, marks=[pytest.mark.slow] * (name == "toy")) for name in SAMPLERS]
+# Of the exact one a run is trained, too.
+MARKED = [pytest.param(name, marks=[pytest.mark.slow] * (name == "exact")) for name in SAMPLERS]
 
 
 @pytest.fixture(scope="module", params=MARKED)
@@ -289,27 +293,25 @@ def test_host_work_runs_exactly_once_per_burst(begin):
 # --- training with another sampler ------------------------------------------------------------
 
 
-def test_the_toy_sampler_trains_what_the_scheduler_trains(base, tmp_path, alone):
-    """The keys are the same, so the tokens are; only the log-probs round differently."""
-    config = make_quick_config(base, tmp_path / "run")
+@pytest.mark.parametrize("mesh, dtype", [(Mesh(1, 1, 1), "bfloat16"), (Mesh(2, 2, 2), "float32")])
+def test_the_exact_sampler_has_the_log_probs_of_the_score_pass_to_the_bit(
+    base, tmp_path, request, mesh, dtype
+):
+    """With other numbers of responses in flight than rows of the pass."""
+    if mesh.tensor == 1:
+        request.getfixturevalue("alone")
+    config = make_quick_config(base, tmp_path / "run", mesh=mesh, compute=Compute(dtype=dtype))
+    config.sampler.engine, config.sampler.slots = "exact", 12
+    config.packing = Packing(row_tokens=40, rows_per_microbatch=8, single_responses=True)
     components = build(config)
-    decoder, end_ids = components.decoder, components.tokenizer.end_ids
-    limit = config.sampler.max_response_tokens
-    toy = ToySampler(decoder, end_ids, config.seed, limit=limit, rows=16)
-    records = {}
-    for name, sampler in (("scheduler", components.sampler), ("toy", toy)):
-        trainer = dataclasses.replace(components, sampler=sampler).trainer()
-        state, records[name] = first_state(components), []
-        before = jax.device_get(state.learners.policy.params)
-        for _ in range(config.total_steps):
-            state, record = train_step(trainer, state)
-            records[name].append(record)
-        assert not equal(before, jax.device_get(state.learners.policy.params))
+    trainer, state = components.trainer(), first_state(components)
+    policy, params = trainer.programs.policy, state.learners.policy.params
+    groups = trainer.source.collect(state.source, params, 0)[1].groups
+    batch = make_minibatches(config, groups, trainer.rows)
+    for u, used in enumerate(batch.microbatches):
+        rows = tree_index(batch.rollouts, u)
+        scored = np.asarray(policy.score(params, rows, used).values)
+        sampled = rows.response_index >= 0
+        assert sampled.sum() > 50
+        np.testing.assert_array_equal(rows.sampler_logprobs[sampled], scored[sampled])
     components.close()
-    for expected, actual in zip(records["scheduler"], records["toy"], strict=True):
-        assert np.isfinite([group.rewards for group in actual.rollouts.groups]).all()
-        for group, other in zip(expected.rollouts.groups, actual.rollouts.groups, strict=True):
-            assert group.prompt.index == other.prompt.index
-            np.testing.assert_array_equal(group.rewards, other.rewards)
-            for a, b in zip(group.completions, other.completions, strict=True):
-                assert a.tokens.tolist() == b.tokens.tolist()

@@ -16,7 +16,7 @@ from conftest import make_prompt
 from kept_groups import same_run
 from remote_runs import SECONDS, make_remote, processes_of
 from remote_samplers import IDENTITY, Proxy, remote_sampler, url_of
-from toy_sampler import ScriptedSampler
+from scripted_sampler import ScriptedSampler
 
 from dapo_jax.extras.samplers import command
 from dapo_jax.extras.samplers.lease_server import EXCHANGE, LeaseServer
