@@ -78,20 +78,6 @@ def test_the_critic_learns_alone_before_the_policy_moves(finished):
         assert not equal(after["critic"].params, before["critic"].params)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_policy_and_critic_bit_for_bit(base, finished, alone, tmp_path):
-    """As after a kill in the last step: the newest checkpoint is that of the step before."""
-    run_dir, states = finished
-    shutil.copytree(run_dir, tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoints" / str(STEPS))
-    with open_run(make_ppo(base, tmp_path / "again")) as run:
-        assert run.state.step == STEPS - 1
-        jax.tree.map(np.testing.assert_array_equal, host(run), states[-2])
-        run.step()
-        jax.tree.map(np.testing.assert_array_equal, host(run), states[-1])
-    assert read_rows(tmp_path / "again") == read_rows(run_dir)
-
-
 def test_how_long_the_critic_learns_alone_is_the_presets_unless_set():
     """VAPO, arXiv 2504.05118: 50 steps, in which the policy's learning rate is 0."""
     config = Config(total_steps=60, algorithm=algorithms.vapo())

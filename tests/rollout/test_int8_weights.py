@@ -127,27 +127,6 @@ def test_weights_do_not_depend_on_devices_or_layers_per_call(one_device):
     assert scale.data.shape == (4 // 2, 8)  # cut as the channels are
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "int8_products"])
-def test_slots_and_pages_on_one_and_four_devices_sample_the_same(dtype, one_device):
-    params, actual = random_params(UNTIED), []
-    prompt = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
-    for mesh, cache in (
-        (one_device, "slots"),
-        (make_mesh(1, 2, 1, jax.devices()[:4], decode_tensor=2), "paged"),
-    ):
-        settings = {"cache": cache, "weights_dtype": dtype}
-        engine, loaded = make_engine(UNTIED, mesh, place(params, UNTIED, mesh), **settings)
-        keys = jax.random.split(jax.random.key(0), engine.prefill_batch(1))
-        prefix = engine.prefill_prompts(loaded, prompt[None], [6], keys)
-        state = engine.insert(prefix, engine.init_decode_state(), 2)
-        state, _ = engine.generate(loaded, state, longest=8)
-        actual += engine.fetch_responses(state, [2])
-    assert len(set(actual[0].tokens.tolist())) > 1
-    np.testing.assert_array_equal(actual[0].tokens, actual[1].tokens)
-    np.testing.assert_allclose(actual[0].logprobs, actual[1].logprobs, atol=1e-4)
-
-
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_int8_products_equal_products_of_rounded_factors(pieces):
     rng = np.random.default_rng(0)
