@@ -65,7 +65,8 @@ def same_words(mine: str, gold: str) -> bool:
     if mine.lower() != gold.lower():
         return False
     pairs = zip(mine.split(), gold.split(), strict=True)
-    return all(a == b or len(a) > 3 or all(map(_WRITTEN.fullmatch, (a, b))) for a, b in pairs)
+    is_written = _WRITTEN.fullmatch
+    return all(a == b or len(a) > 3 or is_written(a) and is_written(b) for a, b in pairs)
 
 
 def has_words(text: str) -> bool:

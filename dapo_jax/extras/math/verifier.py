@@ -16,7 +16,6 @@ from dapo_jax.extras.math.numerals import read_integer
 from dapo_jax.extras.math.problem import read_problem
 from dapo_jax.types.contracts import Verifier, VerifierResult
 
-MARKER = "####"
 LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
 LOAD = {"load": "sympy"}  # job of a worker, outside the time of a verdict
 BATCH_SECONDS = 0.25  # after which a worker leaves the rest of a batch to the next one
@@ -40,7 +39,7 @@ class Settings(NamedTuple):
 
 def final_number(response: str, gold: str, prompt: str) -> VerifierResult:
     """Compare exactly the integer behind the last `####` with the gold answer."""
-    _, marker, after = response.rpartition(MARKER)
+    _, marker, after = response.rpartition("####")
     extracted = after.strip()
     if not marker or not extracted or len(after) > LONGEST_NUMBER:
         return VerifierResult(False, None, "no_marker")
