@@ -198,7 +198,7 @@ def test_two_steps_of_a_preset_are_finite_and_change_the_trained_models(
     preset, base, large_folder, alone, tmp_path
 ):
     is_taught = algorithms.preset(preset).distillation != "none"
-    changes = {"teacher": Teacher(str(large_folder))} if is_taught else {}
+    changes = {"extras": {"teacher": {"folder": str(large_folder)}}} if is_taught else {}
     config = make_quick_config(base, tmp_path, preset, **changes)
     config.algorithm.pass_k = 2  # of four responses
     with open_run(config) as run:
