@@ -12,8 +12,8 @@ from typing import Any
 
 from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.settings import from_dict
-from dapo_jax.config.user_code import describe_error, short_path
 from dapo_jax.runtime.text_files import read_file, read_json
+from dapo_jax.runtime.user_code import describe_error, short_path
 from dapo_jax.types.errors import ConfigError, nearest
 
 YAML = (".yaml", ".yml")

@@ -143,7 +143,7 @@ def make_answer(name: str, file: str, tools: list[str]) -> Callable[[dict], dict
 
     Output of an environment is discarded, and a process that it forks answers nothing.
     """
-    from dapo_jax.config.user_code import describe_error, error_message
+    from dapo_jax.runtime.user_code import describe_error, error_message
 
     pid = os.getpid()
     discard_output()

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.config.user_code import choose
 from dapo_jax.learner.packing import place_tokens, take_tokens
+from dapo_jax.runtime.user_code import choose
 from dapo_jax.types.errors import require
 from dapo_jax.types.structs import ROUNDING, present
 

@@ -15,8 +15,8 @@ from jax.scipy.special import rel_entr
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.config.user_code import choose
 from dapo_jax.learner.advantages import pair_up
+from dapo_jax.runtime.user_code import choose
 
 LOG_RATIO_LIMIT = 20.0
 KL_LIMIT = 10.0

@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Config, Packing
-from dapo_jax.config.user_code import describe_error
 from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.losses import choose_by_covariance, response_weights
@@ -29,6 +28,7 @@ from dapo_jax.model.training_attention import SHORT_ROW_TOKENS, shares_prompts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.sharding import to_host
+from dapo_jax.runtime.user_code import describe_error
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Group, present
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.config.user_code import resolve
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.storage.jsonl import AppendFile, objects, rewind
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
+from dapo_jax.runtime.user_code import resolve
 from dapo_jax.types.contracts import RunSink
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import CollectedGroups, Completion, Failure, Group, Trace

@@ -24,9 +24,9 @@ import numpy as np
 from jaxtyping import Float
 
 from dapo_jax.config.settings import open_extras
-from dapo_jax.config.user_code import describe_error, resolve
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS
 from dapo_jax.runtime import registry
+from dapo_jax.runtime.user_code import describe_error, resolve
 from dapo_jax.runtime.workers.parent import LATE_FACTOR
 from dapo_jax.runtime.workers.pickled_functions import find_registered
 from dapo_jax.types.errors import ConfigError, require

@@ -30,8 +30,8 @@ def make_functions(file: str, seconds: str, extras: str, *names: str) -> Callabl
         extras: JSON of the changed settings of extras.
     """
     from dapo_jax.config.settings import open_extras
-    from dapo_jax.config.user_code import describe_error
     from dapo_jax.rewards.functions import PartsReply, find_functions, read_call
+    from dapo_jax.runtime.user_code import describe_error
     from dapo_jax.runtime.workers.pickled_functions import load_copies
     from dapo_jax.types.structs import Failure, Outcome
 
@@ -105,8 +105,8 @@ def make_scores() -> Callable[[dict], dict]:
 
 def make_verifier(name: str) -> Callable[[dict], dict]:
     """Return the function that answers the arguments of a verifier with its result."""
-    from dapo_jax.config.user_code import describe_error
     from dapo_jax.rewards.verifying import find_verifier
+    from dapo_jax.runtime.user_code import describe_error
     from dapo_jax.types.contracts import VerifierResult
 
     verifier = find_verifier(name)

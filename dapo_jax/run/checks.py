@@ -11,7 +11,6 @@ from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Data
 from dapo_jax.config.files import config_for_folder
 from dapo_jax.config.settings import leaves
-from dapo_jax.config.user_code import choose
 from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
@@ -32,6 +31,7 @@ from dapo_jax.runtime.storage.retries import (
     reason,
     suppress_storage_errors,
 )
+from dapo_jax.runtime.user_code import choose
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.rules import is_own
 

@@ -9,7 +9,6 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.settings import leaves
-from dapo_jax.config.user_code import resolve
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import check_chat, open_template, open_text
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -35,6 +34,7 @@ from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.sharding import shards
 from dapo_jax.runtime.storage.models import model_path
+from dapo_jax.runtime.user_code import resolve
 from dapo_jax.step import Trainer
 from dapo_jax.types.contracts import Sampler, do_nothing
 from dapo_jax.types.errors import ConfigError, require

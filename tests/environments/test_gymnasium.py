@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-from dapo_jax.config.user_code import read_options
 from dapo_jax.environments.registry import open_factory
 from dapo_jax.environments.worker import Request, Sessions
+from dapo_jax.runtime.user_code import read_options
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.config.user_code import read_options, resolve
+from dapo_jax.runtime.user_code import read_options, resolve
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Observation, Problem
 

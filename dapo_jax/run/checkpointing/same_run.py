@@ -12,7 +12,6 @@ from typing import Any
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.config.settings import Rule, defaults, leaves, rules
-from dapo_jax.config.user_code import resolve
 from dapo_jax.data.difficulty import parse_range
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import open_template, open_text
@@ -20,6 +19,7 @@ from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import parse_sources
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
+from dapo_jax.runtime.user_code import resolve
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
 from dapo_jax.types.errors import ConfigError, present_name, require
 from dapo_jax.types.rules import is_own
