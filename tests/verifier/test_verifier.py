@@ -34,7 +34,7 @@ from dapo_jax.reporting.scores import answer_classes
 from dapo_jax.rewards.pool import RewardPool
 
 HERE = pathlib.Path(__file__).parent
-LONGEST_SECONDS = 5.0
+LONGEST_SECONDS = 1.0
 UNFINISHED = ("right", "wrong")
 
 
