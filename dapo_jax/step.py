@@ -14,7 +14,6 @@ import dataclasses
 
 import numpy as np
 
-from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, estimate
 from dapo_jax.learner.learners import (
     LearnerPrograms,
@@ -38,7 +37,6 @@ from dapo_jax.rollout.source import Rollout, RolloutSource, SourceState
 class Trainer:
     """The parts of a run that no step changes."""
 
-    config: Config
     source: RolloutSource
     programs: LearnerPrograms
     rows: RowChoice
@@ -72,7 +70,7 @@ class StepRecord:
 
 def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, StepRecord]:
     """Run one rollout step; the devices may still compute its updates when this returns."""
-    config = trainer.config
+    config = trainer.source.config
     programs = trainer.programs
     learners = state.learners
     source, rollouts = trainer.source.collect(state.source, learners.policy.params, state.step)

@@ -129,7 +129,7 @@ class Components:
         copy = self.learners.policy.copy if self.config.rollout.staleness else None
         source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
         rows = row_choice(self.config, self.decoder, shards(self.learners.policy.mesh, "batch"))
-        return Trainer(self.config, source, self.learners, rows, self.token_weights)
+        return Trainer(source, self.learners, rows, self.token_weights)
 
     def first_params(self, model: str = POLICY) -> Any:
         """Return the parameters of a trained model before the first step, on the mesh.

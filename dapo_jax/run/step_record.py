@@ -38,7 +38,7 @@ def take_steps(
 ) -> Iterator[tuple[StepRecord, dict[str, float]]]:
     """Yield record and metrics of the first steps of a training without a run's folder."""
     rows = row_choice(source.config, decoder, shards(programs.policy.mesh, "batch"))
-    trainer = Trainer(source.config, source, programs, rows)
+    trainer = Trainer(source, programs, rows)
     state = TrainerState(0, learners, SourceState())
     for _ in range(steps):
         clock = Clock()

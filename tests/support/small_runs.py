@@ -144,7 +144,8 @@ def read_rollouts(run_dir, folder="rollouts") -> dict[str, str]:
 
 
 class GivenGroups:
-    def __init__(self, groups: list[Group]):
+    def __init__(self, config: Config, groups: list[Group]):
+        self.config = config
         count = len(groups)
         batch = CollectedGroups(groups, groups, [], count, [], count, 1.0, 0, 0, 0, False)
         self._result = source.Rollout(batch, SamplerCounts(), 1.0)
@@ -165,7 +166,7 @@ def start(components: Components, step: int = 0, critic: bool = False) -> Traine
 
 
 def step_on(components: Components, state: TrainerState, groups) -> tuple[TrainerState, StepRecord]:
-    given = dataclasses.replace(components.trainer(), source=GivenGroups(groups))
+    given = dataclasses.replace(components.trainer(), source=GivenGroups(components.config, groups))
     return train_step(given, state)
 
 
