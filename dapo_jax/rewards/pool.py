@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -26,7 +27,13 @@ from dapo_jax.rewards.functions import (
     place_rewards,
 )
 from dapo_jax.rewards.group_rewards import GYM
-from dapo_jax.rewards.scorers import AsyncScorer, BatchScorer, LocalScorer, ProcessScorer
+from dapo_jax.rewards.scorers import (
+    GRACE_SECONDS,
+    AsyncScorer,
+    BatchScorer,
+    LocalScorer,
+    ProcessScorer,
+)
 from dapo_jax.rewards.verifying import WORKER, Workers, open_verifier, score_answer, scores
 from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
@@ -156,7 +163,8 @@ class RewardPool:
             if self._closed:
                 return
             self._closed = True
-        asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result()
+        with contextlib.suppress(TimeoutError):  # of a function in this process
+            asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result(GRACE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._pool.close()
         for scorer in self._async:

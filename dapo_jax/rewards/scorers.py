@@ -146,14 +146,15 @@ class AsyncScorer(ProcessScorer):
             self._sent |= start.keys()
             try:
                 reply = await asyncio.to_thread(self.worker.ask, job, limits)
-            except (OSError, ValueError):
-                reply = {"done": {}, "running": []}
-            for number in self._sent.difference(reply["running"]):
-                fields = reply["done"].get(number)
+                done, running = reply["done"], reply["running"]
+            except Exception:  # it died, was late, or wrote something else
+                done, running = {}, []
+            for number in self._sent.difference(running):
+                fields = done.get(number)
                 result = fields and PartsReply.from_json(fields)
                 _, future = self._calls.pop(number, (None, None))
                 if future and not future.done():
                     future.set_result(result)
                 elif result:
                     self.unread.update(result.counts)
-            self._sent.intersection_update(reply["running"])
+            self._sent.intersection_update(running)

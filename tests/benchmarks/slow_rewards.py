@@ -37,11 +37,13 @@ class SlowPool:
         self._seconds = seconds
         self._random = np.random.default_rng(seed)
         self.longest = 0.0
+        self.ends = {}  # by prompt, when its last reward is there
 
     def submit_group(self, prompt, completions):
         future = Future()
         seconds = max(self._seconds * self._random.uniform(0.5, 1.5) for _ in completions)
         self.longest = max(self.longest, seconds)
+        self.ends[prompt.index] = time.monotonic() + seconds
         right = prompt.index % 3 > 0
         verdicts = [Verdict(i % 2 == 0 and right, "1") for i in range(len(completions))]
 
@@ -71,7 +73,10 @@ class TimedSampler(ScriptedSampler):
 
 
 def roll_out(seconds: float, seed: int = 0, burst_seconds=BURST_SECONDS, **rollout):
-    """Return the groups of a rollout, its seconds, and those of its slowest reward."""
+    """Return the groups of a rollout, its seconds, those of its slowest reward, and the least.
+
+    The least: all groups up to the last that is kept, in data order, are decoded and scored.
+    """
     settings = Rollout(GROUPS, SAMPLES, updates_per_rollout=1, **rollout)
     config = Config(data=Data(train_problems=1000), rollout=settings)
     sampler = TimedSampler(lambda i: 6 + i % 5, slots=48)
@@ -81,16 +86,19 @@ def roll_out(seconds: float, seed: int = 0, burst_seconds=BURST_SECONDS, **rollo
     start = time.monotonic()
     collection = open_collection(config, 0.67, 0, (), 0)
     collected: CollectedGroups = collect(collection, prompts, sampler, Judge(config, pool))
-    return collected, time.monotonic() - start, pool.longest, sampler.counts
+    seconds, last = time.monotonic() - start, collected.groups[-1].prompt.index
+    least = max(end for index, end in pool.ends.items() if index <= last) - start
+    return collected, seconds, pool.longest, least, sampler.counts
 
 
 def main() -> None:
-    print("reward s  rollout s  slowest s  bursts  groups scored")
+    print("reward s  rollout s  slowest s  least s  bursts  groups scored")
     for seconds in (0.0, 0.5, 1.0, 5.0):
-        collected, took, longest, counts = roll_out(seconds)
+        collected, took, longest, least, counts = roll_out(seconds)
         kept = [group.prompt.index for group in collected.groups]
         scored = len(collected.scored)
-        numbers = f"{seconds:8} {took:10.2f} {longest:10.2f} {counts.bursts:7} {scored:10}"
+        numbers = f"{seconds:8} {took:10.2f} {longest:10.2f} {least:8.2f}"
+        numbers += f" {counts.bursts:7} {scored:10}"
         print(f"{numbers}  {kept[0]}..{kept[-1]}", flush=True)
 
 

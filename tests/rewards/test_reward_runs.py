@@ -165,6 +165,7 @@ def test_rewards_train_and_resume_with_the_same_bits_however_long_they_take(
         folders = tiny_folder, score_folder, tmp_path / name
         config = make_kept("plain", *folders, preset="reinforce_pp", reward=reward, log=log)
         config.rollout.carry_over = carry_over
+        config.checkpoint.keep_groups = carry_over == "none"
         config.total_steps = 2
         with contextlib.suppress(Killed):
             train(config)
