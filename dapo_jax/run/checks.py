@@ -45,7 +45,7 @@ FOLDERS = (
 )
 
 
-def loading(shown: bool = True) -> contextlib.AbstractContextManager[None]:
+def loading(shown: bool = True) -> contextlib.AbstractContextManager:
     """Show that the libraries are loaded, for the time that the context is open."""
     return Progress(shown).working("loading the libraries")
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from rich.markup import escape
 
-from dapo_jax import algorithms
+from dapo_jax.commands.command_line import find_preset
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import GENERATED, Checkpoint, Packing
 from dapo_jax.config.rates import choose_rates
@@ -208,7 +208,7 @@ class Method(NamedTuple):
 
 def _method(config: SftConfig | DpoConfig) -> Method:
     if isinstance(config, SftConfig):
-        return Method("sft", TRAINED, algorithms.sft(), _open_sft)
+        return Method("sft", TRAINED, find_preset("sft"), _open_sft)
     return Method("dpo", PREFERRING, algorithm_of(config), _open_dpo)
 
 
@@ -524,7 +524,7 @@ def imitation_batch(segments: Sequence[Segment], packing: Packing) -> tuple[Trai
     rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
     on_response = np.asarray(rollouts.response_index) >= 0
     estimates = Estimates(on_response.astype(np.float32))
-    return supervised_batch(algorithms.sft(), segments, rollouts, estimates), used
+    return supervised_batch(find_preset("sft"), segments, rollouts, estimates), used
 
 
 def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
@@ -563,7 +563,7 @@ def _open_sft(start: Start, learner: Learner, signals: Signals) -> Task:
 
 def algorithm_of(config: DpoConfig) -> Algorithm:
     """Return the preset `dpo` with the beta of the run."""
-    return dataclasses.replace(algorithms.dpo(), preference_beta=config.beta)
+    return dataclasses.replace(find_preset("dpo"), preference_beta=config.beta)
 
 
 def pair_segments(pairs: Sequence[Example]) -> list[Segment]:
