@@ -91,11 +91,19 @@ class MetricRows(RunSink):
         line = {"step": step, "time": round(time.time(), 3)}
         line |= {name: _number(value) for name, value in values.items()}
         self._file.add(json.dumps(line).encode() + b"\n")
-        self._storage.attempt(self._file.path.name, self._file.write)
+        self._write()
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the rows so far."""
+        """Return the rows so far, and write those that could not be written before."""
+        self._write()
         return read_rows(self._file.path)
+
+    def close(self, failed: bool) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        if self._file.waits:
+            self._storage.attempt(self._file.path.name, self._file.write)
 
 
 class RolloutFiles(RunSink):

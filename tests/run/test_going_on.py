@@ -10,7 +10,7 @@ from small_runs import make_quick_config, open_run
 
 from dapo_jax.config.experiment import Config, Data, Log, Reward
 from dapo_jax.config.settings import leaves
-from dapo_jax.reporting.sinks import MetricRows
+from dapo_jax.reporting.sinks import MetricRows, read_rows
 from dapo_jax.run.checkpointing.same_run import check_same_run, run_identity
 from dapo_jax.run.evaluation import ResponseFile
 from dapo_jax.run.run import finished
@@ -38,6 +38,19 @@ def test_a_broken_line_costs_only_itself(bad, tmp_path):
     writer.on_row(3, {"reward": 1.5})
     assert [line["step"] for line in writer.read()] == [0, 1, 2, 3]
     assert rewind(path, 9) == 0
+
+
+@pytest.mark.parametrize("end", [MetricRows.read, lambda writer: writer.close(False)])
+def test_rows_of_an_outage_are_written_when_it_has_ended(end, tmp_path, monkeypatch):
+    """Also if no later row comes."""
+    storage = Storage()
+    writer = MetricRows(tmp_path, 0, storage)
+    with monkeypatch.context() as away:
+        away.setattr(storage, "attempt", lambda what, work: False)
+        writer.on_row(1, {})
+        writer.on_row(2, {})
+    end(writer)
+    assert [line["step"] for line in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):

@@ -72,6 +72,11 @@ class AppendFile:
         """Queue content for `write`."""
         self._waiting.append(content)
 
+    @property
+    def waits(self) -> bool:
+        """True if something is queued."""
+        return bool(self._waiting)
+
     def write(self, rarely: bool = False) -> None:
         """Append all that is queued, completely or not at all. Raises storage errors."""
         content = b"".join(self._waiting)
