@@ -1,11 +1,10 @@
-"""Memory of devices: what a run holds, and what weights and caches of a sampler take."""
+"""Memory that the weights and caches of a sampler take, for the server and the plan."""
 
 import math
 import operator
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +22,6 @@ SAMPLED_TOKEN_BYTES = 8  # a token and its log-prob
 MEMINFO = pathlib.Path("/proc/meminfo")
 # Memory limit of a container, in versions 2 and 1 of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def megabytes_per_device(**held: Any) -> dict[str, float]:
-    """Return the megabytes per device of trees; count shared arrays with the first tree."""
-    sizes, counted = {}, set()
-    for name, tree in held.items():
-        arrays = {id(array): array for array in jax.tree.leaves(tree)}
-        shards = (arrays[i].addressable_shards[0] for i in arrays.keys() - counted)
-        sizes[name] = round(sum(shard.data.nbytes for shard in shards) / 1e6, 2)
-        counted |= arrays.keys()
-    return {name: size for name, size in sizes.items() if size}
 
 
 def token_bytes(decoder: DecoderConfig, sampler: Sampler, pieces: float) -> list[float]:

@@ -33,10 +33,9 @@ from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.compute import attention_notice
-from dapo_jax.run.memory import megabytes_per_device
 from dapo_jax.run.run_files import SUMMARY, Callbacks, RunFiles
 from dapo_jax.run.step_record import measure, trace
-from dapo_jax.runtime import processes
+from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.runtime.registry import feature
@@ -322,7 +321,7 @@ def resident_megabytes(components: Components, state: TrainerState) -> dict[str,
     held |= {"policy_frozen": components.frozen, "sampler_frozen": components.decoding_copy()}
     scorers = components.learners.scorers.items()
     held |= {name: model.params for name, model in scorers if model.params is not None}
-    return megabytes_per_device(**held)
+    return sharding.megabytes_per_device(**held)
 
 
 def open_run(

@@ -272,3 +272,14 @@ def activate_traced(mesh: Mesh, column: int) -> Iterator[None]:
     """Activate the rules of `activate` inside code that is already traced."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules(column)):
         yield
+
+
+def megabytes_per_device(**held: Any) -> dict[str, float]:
+    """Return the megabytes per device of trees; count shared arrays with the first tree."""
+    sizes, counted = {}, set()
+    for name, tree in held.items():
+        arrays = {id(array): array for array in jax.tree.leaves(tree)}
+        shards = (arrays[i].addressable_shards[0] for i in arrays.keys() - counted)
+        sizes[name] = round(sum(shard.data.nbytes for shard in shards) / 1e6, 2)
+        counted |= arrays.keys()
+    return {name: size for name, size in sizes.items() if size}
