@@ -4,9 +4,10 @@ dapo-jax train published:gsm8k_1p5b
 
 Hardware: any number of chips that holds the model; all of them share weights and rows.
 
-Expected: the scores in docs/expected_scores.md. Not yet run here. Batch, lengths, rank and steps
-are the source's where it states them; the rest (learning rates, prompt templates) is ours, so
-a score may differ for that reason alone.
+Expected: the scores in docs/expected_scores.md. Not yet run here. The rank and lengths of the
+tasks with adapters, and lengths, batch and updates of the 7B for AIME, follow the sources. All
+else is ours (samples and steps of GSM8K, batch and lengths of Qwen3-1.7B and of NeMo-RL's tasks,
+learning rates, prompt templates), so a score may differ for that reason alone.
 
 The folders are those of the hub:
 
