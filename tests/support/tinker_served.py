@@ -34,8 +34,9 @@ class TinkerServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         names = {"model": folder, "tinker_dir": state, "http_port": self.port, "served_name": NAME}
-        self._flags = [f"--{name}={value}" for name, value in names.items()]
-        self._flags += [*FLAGS, *flags]
+        given = [f"--{name}={value}" for name, value in names.items()]
+        # By name: a setting may be given once.
+        self._flags = {flag.split("=")[0]: flag for flag in (*given, *FLAGS, *flags)}.values()
         self.process: subprocess.Popen | None = None
         self.start()
 
