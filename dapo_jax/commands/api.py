@@ -342,7 +342,7 @@ def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any
     if settings.model:
         config = with_values(config, "model", folder=settings.model)
     checks.check(config)
-    settings.check()
+    check_settings(settings)
     require(not settings.json, "(flags)", flags, "without json: it prints")
     return planning.make(config, settings)
 

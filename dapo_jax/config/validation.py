@@ -86,7 +86,6 @@ importance_cap=0 -> importance_floor importance_ratio
 rejection=none -> rejection_low rejection_high rejection_of rejection_sign
 overlong_punishment=false -> overlong_buffer_share
 reference=false -> model.reference_folder
-lora.rank=0 -> lora.alpha lora.rslora lora.targets
 data.template!=chat -> data.user_template
 data.template!=few_shot -> data.few_shot
 data.template=none|dapo|r1|qwen_math|few_shot -> data.system_prompt
@@ -102,6 +101,7 @@ log.rollouts=false -> log.rollouts_keep log.token_groups log.token_ratios
 ADAPTERS = """
 lora.folder!= -> lora.rank>0: r of its adapter_config.json
 lora.rank>0 -> optimizer.name=adamw: adapters are trained by AdamW alone
+lora.rank=0 -> lora.alpha lora.rslora lora.targets
 """
 
 

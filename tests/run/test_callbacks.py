@@ -30,7 +30,7 @@ class Recorder:
 
     def on_checkpoint(self, step, folder):
         assert os.path.isdir(folder) and folder.endswith(f"checkpoints/{step}")
-        assert os.path.exists(f"{folder}/checksums.json")
+        assert os.path.exists(f"{folder}/_CHECKPOINT_METADATA")
         self.events.append(("checkpoint", step))
 
 

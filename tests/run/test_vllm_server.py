@@ -58,7 +58,7 @@ def draw(sampler, step) -> dict[int, list]:
 
 def test_a_server_that_dies_is_left_out_and_others_give_the_same(monkeypatch, capsys):
     """It may come back: the next policy is loaded there too."""
-    monkeypatch.setattr("dapo_jax.extras.vllm.RETRY_SECONDS", 1e9)
+    monkeypatch.setattr("dapo_jax.extras.vllm.vllm_sampler.RETRY_SECONDS", 1e9)
     with vllm_sampler([FakeVllm(1, 20)], slots=8) as sampler:
         expected = [draw(sampler, step) for step in range(3)]
     fakes = [FakeVllm(1, 20), FakeVllm(1, 20)]
@@ -76,7 +76,7 @@ def test_a_server_that_dies_is_left_out_and_others_give_the_same(monkeypatch, ca
 
 
 def test_with_no_server_left_a_run_waits_for_one(monkeypatch):
-    monkeypatch.setattr("dapo_jax.extras.vllm.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("dapo_jax.extras.vllm.vllm_sampler.RETRY_SECONDS", 0.05)
     fake = FakeVllm(1, 20)
     with vllm_sampler([fake], slots=8) as sampler:
         expected = draw(sampler, 0)

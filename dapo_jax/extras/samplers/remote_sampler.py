@@ -174,7 +174,7 @@ class RemoteSampler:
 
 def open_remote(parts: SamplerParts) -> tuple[RemoteSampler, Callable[[], None], bool]:
     """Return the sampler of a run, as `SamplerParts` says. Raises `ConfigError`."""
-    config, decoder, _, local, load, warn = parts
+    config, decoder, _, _, local, load, warn = parts
     settings = config.extras.samplers
     key = read_key(settings.key_file, "extras.samplers.key_file")
     if not key and settings.host.strip("[]") not in LOOPBACK:
