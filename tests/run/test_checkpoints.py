@@ -1,5 +1,6 @@
 """Torn checkpoints, and storage that fails while one is saved. No model is needed."""
 
+import errno
 import shutil
 import threading
 import time
@@ -86,6 +87,27 @@ def test_if_no_checkpoint_can_be_read_an_error_says_what_to_do(run_dir):
         with pytest.raises(ConfigError, match="checkpoints/1 can't be read .*restore one") as error:
             open_it(run_dir)
         assert len(str(error.value).splitlines()) == 1
+    assert saved_steps(run_dir) == [1, 2]
+
+
+@pytest.mark.parametrize("entry", ["restore", "record"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), ValueError("UNAVAILABLE: busy")], ids=str
+)
+def test_a_checkpoint_that_may_be_whole_is_not_passed_over(entry, error, run_dir, monkeypatch):
+    """Else the next save would delete it."""
+
+    def fail(*_, **__):
+        raise error
+
+    with Checkpoints(run_dir, Checkpoint(keep=9)) as store:
+        if entry == "record":
+            monkeypatch.setattr(checkpoints, "_read_record", fail)
+        monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", fail)
+        with pytest.raises(ConfigError, match="checkpoints/2 can't be read now .*start again"):
+            if entry == "record":
+                Checkpoints(run_dir)
+            store.newest(lambda record: store.state(make_state(0)))
     assert saved_steps(run_dir) == [1, 2]
 
 

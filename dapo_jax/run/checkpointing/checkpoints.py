@@ -27,7 +27,15 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.nonfinite import check_state
 from dapo_jax.runtime.sharding import flatten
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
-from dapo_jax.runtime.storage.retries import NotSaved, Storage, print_error, reason, silence_orbax
+from dapo_jax.runtime.storage.retries import (
+    NotSaved,
+    Storage,
+    is_bucket_error,
+    print_error,
+    reason,
+    silence_orbax,
+    storage_fault,
+)
 from dapo_jax.types.errors import ConfigError, require
 
 T = TypeVar("T")
@@ -39,8 +47,28 @@ LAST_PAUSES = (0, 5, 20)  # seconds before each try of the last save
 CHECKPOINT = "the checkpoint"
 
 
+# Errors of storage or memory that may be gone the next time.
+PASSING = (PermissionError, ConnectionError, TimeoutError, MemoryError)
+PASSING_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
+
+
 class Unreadable(ConfigError):
     """Raised for a checkpoint with broken or missing files."""
+
+
+def _explain(error: Exception) -> tuple[str, bool]:
+    """Return why a checkpoint can't be read, and whether it may be whole all the same."""
+    passes = isinstance(error, PASSING) or is_bucket_error(error) or storage_fault(error) != ""
+    return reason(error), passes or any(code in str(error) for code in PASSING_CODES)
+
+
+def _check_passing(folder: epath.Path, text: str, passes: bool) -> None:
+    """Raise `ConfigError` for a checkpoint that may be whole: it must not be passed over."""
+    if passes:
+        raise ConfigError(
+            f"{folder} can't be read now ({text}): start again later, or move it away to go on "
+            "from the checkpoint before it"
+        )
 
 
 def checkpoint_folder(run_dir: str | os.PathLike) -> epath.Path:
@@ -74,15 +102,15 @@ def _read_record(folder: epath.Path) -> Record:
     return Record.read(content, folder)
 
 
-def _flaw(folder: epath.Path) -> str:
-    """Return why the record of a checkpoint can't be read; empty if it can."""
+def _flaw(folder: epath.Path) -> tuple[str, bool]:
+    """Return what `_explain` says of a checkpoint's record; an empty text if it can be read."""
     try:
         _read_record(folder)
     except ConfigError:  # of another version, which `record` reports
-        return ""
+        return "", False
     except Exception as error:  # whatever Orbax raises of broken files
-        return f"{folder} can't be read ({reason(error)})"
-    return ""
+        return _explain(error)
+    return "", False
 
 
 def newest_step(
@@ -101,10 +129,13 @@ def newest_step(
             continue
         if error:
             warn(f"{error}: step {step} is used")
-        read = functools.partial(_flaw, checkpoint_folder(run_dir) / str(step))
-        error = processes.broadcast_from_host0(read, "record of a checkpoint")
-        if not error:
+        folder = checkpoint_folder(run_dir) / str(step)
+        read = functools.partial(_flaw, folder)
+        text, passes = processes.broadcast_from_host0(read, "record of a checkpoint")
+        _check_passing(folder, text, passes)
+        if not text:
             return step
+        error = f"{folder} can't be read ({text})"
     if error:
         raise ConfigError(
             f"config.{field} = {str(run_dir)!r}: {error}, and no checkpoint before it can be read: "
@@ -178,25 +209,30 @@ class Checkpoints:
             try:
                 return read(self.record())
             except Unreadable as error:
-                found = {"before": self._step, "error": str(error)}
-                self._step = newest_step(self._run_dir, self._storage.warn, **found)
+                older = {"before": self._step, "error": str(error)}
+                self._step = newest_step(self._run_dir, self._storage.warn, **older)
 
     def record(self) -> Record:
         """Return the record of the checkpoint that is read."""
         return _read_record(self._folder / str(self._step))
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
-        """Return the arrays of an entry. Raises `NotFinite`, and `Unreadable` on all processes."""
-        folder, error = self._folder / str(self._step), ""
+        """Return the arrays of an entry.
+
+        Raises `NotFinite`; on all processes `Unreadable`, or `ConfigError` if it may be whole.
+        """
+        folder, error = self._folder / str(self._step), ("", False)
         restored: Any = None
         try:
             args = ocp.args.StandardRestore(abstract_state)
             restored = ocp.StandardCheckpointHandler().restore(folder / entry, args=args)
         except Exception as problem:  # whatever Orbax raises of broken files
-            error = reason(problem)
+            error = _explain(problem)
         errors = processes.all_gather_json(error, "whether a checkpoint can be read")
-        if any(errors):
-            raise Unreadable(f"{folder} can't be read ({next(filter(None, errors))})")
+        for text, passes in errors:
+            _check_passing(folder, text, passes)
+        if texts := [text for text, _ in errors if text]:
+            raise Unreadable(f"{folder} can't be read ({texts[0]})")
         # Once somebody has moved that folder away, an older one is the newest.
         check_state({entry: restored}, str(folder))
         return restored
