@@ -84,7 +84,7 @@ def parse_table(table: str, prefix: str) -> list[tuple[list[_Term], list[_Term],
 
 
 def check_table(config: Any, table: str, prefix: str = "") -> Checks:
-    """Yield a check for each need of the lines whose conditions hold.
+    """Yield a check for each need of the lines that apply to a config.
 
     Names without a dot get the prefix.
     """

@@ -1,4 +1,4 @@
-"""What the updates of a step report: means, quantiles of the ratios, traces of each response."""
+"""Reports of a step's updates: means, quantiles of the ratios, traces of each response."""
 
 from collections.abc import Sequence
 

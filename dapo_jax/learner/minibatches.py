@@ -57,7 +57,7 @@ def prompts_per_update(config: Config) -> int:
 
 
 class RowChoice(NamedTuple):
-    """What the rows of a step are chosen from, and the costs that decide: see `choose_rows`."""
+    """Row shapes to choose from, and the costs that decide: see `choose_rows`."""
 
     shapes: Sequence[Packing]
     attention_tokens: float

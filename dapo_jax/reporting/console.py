@@ -411,11 +411,11 @@ class Progress:
             every_seconds: least time between two lines.
         """
         new = 0
-        total_score = said = 0.0
+        total_score = shown = 0.0
         with self.working("evaluating", stays=False) as activity:
 
             def show(response: Response) -> None:
-                nonlocal new, total_score, said
+                nonlocal new, total_score, shown
                 new += 1
                 total_score += (response.reward or 0.0) if self.reward_leads else response.correct
                 name = "reward" if self.reward_leads else "right"
@@ -425,9 +425,11 @@ class Progress:
                 text = f"{done + new} of {total} responses · {share}{eta}"
                 activity.text = f"evaluating: {text}"
                 tenths = 10 * (done + new) // total
-                is_due = tenths > 10 * (done + new - 1) // total and seconds >= said + every_seconds
+                is_due = (
+                    tenths > 10 * (done + new - 1) // total and seconds >= shown + every_seconds
+                )
                 if not self.console.is_terminal and is_due:
-                    said = seconds
+                    shown = seconds
                     self.say(text)
 
             yield show

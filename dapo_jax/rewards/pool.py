@@ -192,7 +192,7 @@ class RewardPool:
                     share = {name: values[j] for name, values in parts.items()}
                     reply = PartsReply(share, failure, {} if j else counts)
                     verdicts[i] = self._add(verdicts[i], [reply])
-        for scorer in self._async:  # requests whose replies nobody read were paid too
+        for scorer in self._async if verdicts else ():  # replies that nobody read were paid too
             verdicts[0] = self._add(verdicts[0], [PartsReply({}, None, dict(scorer.unread))])
             scorer.unread.clear()
         return verdicts

@@ -1,4 +1,4 @@
-"""What stands around an answer: a label before it, conditions on its letters behind it."""
+"""Labels before an answer, and conditions on its letters behind it."""
 
 import re
 from typing import NamedTuple

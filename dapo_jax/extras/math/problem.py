@@ -30,7 +30,7 @@ _ASKED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a problem says about its answer, read when a rule asks for it."""
+    """Facts that a problem states about its answer, read when a rule asks for one."""
 
     text: str = ""
 

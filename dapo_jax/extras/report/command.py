@@ -53,8 +53,8 @@ def report(config: ReportConfig) -> None:
     names = [glob.glob(name) or [name] for name in config.run.splitlines()]
     folders = dict.fromkeys(str(folder_at(name)) for group in names for name in sorted(group))
     require(bool(folders), "run", config.run, "the folder of a run: --run=FOLDER")
-    one = len(folders) == 1 or not config.share
-    require(one, "run", config.run, "one run with --share")
+    is_single = len(folders) == 1 or not config.share
+    require(is_single, "run", config.run, "one run with --share")
     runs = [read_run(folder) for folder in folders]
     text = share(runs[0]) if config.share else page(runs)
     try:

@@ -70,7 +70,7 @@ def draw(lines: Iterable[Line], span: float) -> dict[str, Any]:
     A line keeps its number, and so its colour. The span makes rounding errors look flat.
     """
     points = {(i, name): _points(rows, key) for i, (name, rows, key) in enumerate(lines)}
-    points = {line: found for line, found in points.items() if len(found)}
+    points = {line: rows for line, rows in points.items() if len(rows)}
     if not points:
         return {}
     steps, values = np.concatenate([*points.values()]).T
@@ -88,5 +88,5 @@ def draw(lines: Iterable[Line], span: float) -> dict[str, Any]:
     return {
         "x": [(f"{place((x, low))[0]:.1f}", text) for x, text in ticks(first, last, 1.0)],
         "y": [(f"{place((first, y))[1]:.1f}", text) for y, text in ticks(low, high)],
-        "lines": [(*line, _path(place(found))) for line, found in points.items()],
+        "lines": [(*line, _path(place(rows))) for line, rows in points.items()],
     }

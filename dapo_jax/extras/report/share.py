@@ -1,4 +1,4 @@
-"""What a user may send to others about a run: versions, chips, numbers; no word of the user's."""
+"""Facts of a run that a user may send to others: versions, chips, numbers; no user's words."""
 
 import json
 import math
