@@ -53,7 +53,8 @@ def make_functions(file: str, seconds: str, extras: str, *names: str) -> Callabl
     async def wait(start: dict[str, Any], stop: list[str]) -> dict:
         tasks.update((number, asyncio.create_task(score(call))) for number, call in start.items())
         for number in tasks.keys() & stop:
-            tasks[number].cancel()
+            if not tasks[number].cancelling():  # once: a call may await what it has begun
+                tasks[number].cancel()
         if tasks:
             first = asyncio.FIRST_COMPLETED
             await asyncio.wait(tasks.values(), timeout=WAIT_SECONDS, return_when=first)

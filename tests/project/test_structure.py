@@ -15,11 +15,11 @@ import pytest
 from test_layout import LIBRARY, ROOT, tree_of
 
 LOOP = "dapo_jax.run.run"
-MAX_CLOSURE_LINES = 24_424
+MAX_CLOSURE_LINES = 24_425
 MAX_CLOSURE_MODULES = 131
 MAX_ARROWS = 60
-MAX_LIBRARY_LINES = 43_461
-MAX_TEST_LINES = 34_290
+MAX_LIBRARY_LINES = 43_462
+MAX_TEST_LINES = 34_292
 # Lines of an extra, at most.
 EXTRAS = {
     "alerts": 150,
