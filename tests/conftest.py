@@ -93,7 +93,7 @@ def forget_own_modules(tmp_path_factory):
     """Forgets the modules that a test wrote: those of another test may have the same names."""
     yield
     temporary = str(tmp_path_factory.getbasetemp())
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         known = getattr(module, "__dict__", {})  # a lazy module would load itself for getattr
         paths = [known.get("__file__"), *(known.get("__path__") or ())]
         if any(str(path).startswith(temporary) for path in paths):
