@@ -6,7 +6,7 @@ from typing import Any
 
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.families import family_names, family_of
-from dapo_jax.model.families.family import Family, Windows, same_value
+from dapo_jax.model.family import Family, Windows, same_value
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.rules import TYPE_NAMES, Range

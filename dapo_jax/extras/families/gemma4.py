@@ -6,7 +6,7 @@ The variant with experts beside each MLP (26B-A4B) is not supported.
 import dataclasses
 from typing import Any
 
-from dapo_jax.model.families.family import LAYER_TENSORS, Family, Windows, same_value
+from dapo_jax.model.family import LAYER_TENSORS, Family, Windows, same_value
 
 _FULL, _PERIOD, _MAX_LAYERS = "full_attention", 6, 2**10
 _ROPE = {

@@ -1,6 +1,6 @@
 """Qwen3.5 (dense and with experts) and Qwen3-Next, text only: mostly gated delta-net layers."""
 
-from dapo_jax.model.families.family import EXPERT_TENSORS, LAYER_TENSORS, Family
+from dapo_jax.model.family import EXPERT_TENSORS, LAYER_TENSORS, Family
 
 _DELTA_FIELDS = {
     "delta_key_heads": "linear_num_key_heads",

@@ -3,7 +3,7 @@
 import dataclasses
 
 from dapo_jax.config.settings import section, setting
-from dapo_jax.model.families.qwen2 import QWEN2
+from dapo_jax.model.families import QWEN2
 from dapo_jax.types.contracts import RunSink, VerifierResult
 from dapo_jax.types.rules import Count
 from dapo_jax.types.structs import Observation, Problem
