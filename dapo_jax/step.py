@@ -29,6 +29,7 @@ from dapo_jax.learner.minibatches import (
     make_minibatches,
     make_train_batches,
 )
+from dapo_jax.learner.packing import RowShape
 from dapo_jax.learner.score_pass import await_scores, make_feedback, score_pass
 from dapo_jax.rollout.source import Rollout, RolloutSource, SourceState
 
@@ -50,6 +51,7 @@ class TrainerState:
     step: int  # finished rollout steps
     learners: LearnerStates
     source: SourceState
+    shapes: tuple[RowShape, ...] = ()  # of the rows of earlier steps: their programs are compiled
 
 
 @dataclasses.dataclass
@@ -72,12 +74,13 @@ def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, Ste
     """Run one rollout step; the devices may still compute its updates when this returns."""
     config = trainer.source.config
     programs = trainer.programs
-    learners = state.learners
+    learners, shapes = state.learners, state.shapes
     source, rollouts = trainer.source.collect(state.source, learners.policy.params, state.step)
     record = StepRecord(state.step, rollouts)
     if rollouts.groups:
         parts = rollouts.groups, trainer.rows, trainer.token_weights
-        minibatches = make_minibatches(config, *parts)
+        minibatches = make_minibatches(config, *parts, shapes)
+        shapes = minibatches.shapes
         scored = score_pass(config, programs, learners, minibatches)
         feedback = make_feedback(config, minibatches, scored, rollouts.groups)
         estimates = estimate(config.algorithm, feedback)
@@ -89,4 +92,4 @@ def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, Ste
             learners, updates = update(programs, learners, rates, u, batch, used)
             record.updates += updates
     source = trainer.source.prefetch(source, state.step)
-    return TrainerState(state.step + 1, learners, source), record
+    return TrainerState(state.step + 1, learners, source, shapes), record

@@ -15,6 +15,7 @@ from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.losses import choose_by_covariance, response_weights
 from dapo_jax.learner.packing import (
+    RowShape,
     Segment,
     choose_rows,
     pack_updates,
@@ -42,6 +43,7 @@ class Minibatches:
     segments: list[list[Segment]]  # the responses of each minibatch with their prompts
     rollouts: PackedRows  # arrays [U, M, R, T]
     microbatches: list[int]  # number of microbatches of each minibatch that are not empty
+    shapes: tuple[RowShape, ...] = ()  # of the rows of this and of earlier steps, one per packing
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -87,14 +89,21 @@ def make_minibatches(
     groups: Sequence[Group],
     rows: RowChoice,
     token_weights: TokenWeights | None = None,
+    compiled: Sequence[RowShape] = (),
 ) -> Minibatches:
     """Split groups, in order, into minibatches of equally many prompts, and pack them.
 
-    The last minibatch is smaller if the step was starved. Raises `ConfigError` if the user's
+    The last minibatch is smaller if the step was starved. Shapes of earlier steps, which are
+    compiled, are preferred. Raises `ConfigError` if the user's
     `token_weights` returned no valid weights.
     """
     segments = split_groups(config, groups, token_weights)
-    return Minibatches(segments, *pack_updates(segments, choose_rows(segments, *rows)))
+    packing = choose_rows(segments, *rows, [shape.packing for shape in compiled])
+    others = tuple(shape for shape in compiled if shape.packing != packing)
+    least = max((shape.microbatches for shape in compiled if shape not in others), default=1)
+    rollouts, used = pack_updates(segments, packing, least)
+    shape = RowShape(packing, rollouts.tokens.shape[1])
+    return Minibatches(segments, rollouts, used, (*others, shape))
 
 
 def split_groups(

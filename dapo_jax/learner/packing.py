@@ -8,7 +8,7 @@ prompt is packed once in a row, and the responses behind it attend to it and to 
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,15 @@ from dapo_jax.types.structs import Completion, Prompt
 ROW_FACTORS = (1, 2, 3, 4)  # times the shortest row that holds the longest response
 MICROBATCH_SPLITS = (1, 2)
 MIN_DEVICE_TOKENS = 512  # per device in a split microbatch; below, matrix products are inefficient
-MAX_COST_RATIO = 0.97  # to the best shape so far: a new shape has to be compiled
+MAX_COST_RATIO = 0.97  # of a shape that is taken instead of the best one before it ...
+MAX_NEW_COST_RATIO = 0.9  # ... and of one that has to be compiled instead of one that is
+
+
+class RowShape(NamedTuple):
+    """Shape of packed rows, for which programs are compiled."""
+
+    packing: Packing
+    microbatches: int
 
 
 class Segment(NamedTuple):
@@ -229,14 +237,17 @@ def choose_rows(
     shapes: Sequence[Packing],
     attention_tokens: float,  # row length at which attention costs as much as everything else
     shared_cost: float = 1.0,  # of attention with shared prompts, relative to separate ones
+    compiled: Collection[Packing] = (),
 ) -> Packing:
     """Return the rows with the least computation for these minibatches, padding included.
 
-    A shape with `share_prompts` is also tried without.
+    A shape with `share_prompts` is also tried without. A shape that is not compiled yet has to be
+    `MAX_NEW_COST_RATIO` as much work as those that are.
     """
     separate = [dataclasses.replace(shape, share_prompts=False) for shape in shapes]
+    tried = [*separate, *(shape for shape in shapes if shape.share_prompts)]
     best, least = separate[0], math.inf
-    for shape in (*separate, *(shape for shape in shapes if shape.share_prompts)):
+    for shape in sorted(tried, key=lambda shape: shape not in compiled):
         places = 0
         for part in updates:
             rows = assign_rows(part, shape.row_tokens, shape.share_prompts)
@@ -244,7 +255,8 @@ def choose_rows(
             places += microbatches * shape.rows_per_microbatch * shape.row_tokens
         factor = shared_cost if shape.share_prompts else 1.0
         cost = places * (1 + factor * shape.row_tokens / attention_tokens)
-        if cost < MAX_COST_RATIO * least:
+        compiles = best in compiled and shape not in compiled
+        if cost < (MAX_NEW_COST_RATIO if compiles else MAX_COST_RATIO) * least:
             best, least = shape, cost
     return best
 
@@ -256,12 +268,15 @@ def fill(rollouts: PackedRows, used: Sequence[int]) -> float:
 
 
 def pack_updates(
-    updates: Sequence[Sequence[Segment]], packing: Packing
+    updates: Sequence[Sequence[Segment]], packing: Packing, least: int = 1
 ) -> tuple[PackedRows, list[int]]:
-    """Pack all minibatches: arrays [U, M, R, T], and the microbatches that each uses."""
+    """Pack all minibatches: arrays [U, M, R, T], and the microbatches that each uses.
+
+    The arrays have at least the `least` microbatches.
+    """
     row_tokens, rows, *how = dataclasses.astuple(packing)
     filled = [len(assign_rows(part, row_tokens, *how)) for part in updates]
-    microbatches = padded_microbatches(filled, rows)
+    microbatches = max(least, padded_microbatches(filled, rows))
     packs = [pack(part, row_tokens, rows, microbatches, *how) for part in updates]
     packed, used = zip(*packs, strict=True)
     return jax.tree.map(lambda *parts: np.stack(parts), *packed), list(used)

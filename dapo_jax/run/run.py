@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from rich.markup import escape
 
-from dapo_jax.config.experiment import Config
+from dapo_jax.config.experiment import Config, Packing
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.learner.learners import POLICY, LearnerStates, optimizers
+from dapo_jax.learner.packing import RowShape
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
 from dapo_jax.reporting.console import Progress, fit
@@ -196,6 +197,7 @@ class Run:
             carried_bytes=sum(map(len, carried.values())),
             ahead_bytes=sum(map(len, ahead.values())),
             has_behaviour=source.behaviour is not None,
+            shapes=[[*dataclasses.astuple(s.packing), s.microbatches] for s in self.state.shapes],
         )
         record = dataclasses.replace(self.store.record, step=self.state.step, progress=progress)
         states = {"state": learners.policy, **learners.others}
@@ -284,7 +286,8 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
     source = SourceState(
         progress.position, progress.kept_fraction, partial, progress.pools, ahead, behaviour
     )
-    return TrainerState(record.step, LearnerStates.of(states), source)
+    shapes = tuple(RowShape(Packing(*shape), count) for *shape, count in progress.shapes)
+    return TrainerState(record.step, LearnerStates.of(states), source, shapes)
 
 
 def announce_policy(components: Components, state: TrainerState) -> None:

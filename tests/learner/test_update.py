@@ -283,6 +283,23 @@ def test_no_row_is_longer_than_attention_allows():
     assert choose(updates, attention_tokens=10.0) == SHORTEST
 
 
+def test_rows_of_earlier_steps_are_taken_unless_others_save_a_tenth():
+    updates = [segments([60 + i % 5 for i in range(96)])]
+    shapes = row_shapes(SHORTEST, 2, 10_000)
+    best = choose_rows(updates, shapes, 1e9)
+    work = {s.row_tokens: places(updates, s) for s in shapes if s.rows_per_microbatch > 2}
+    near = [s for s in shapes if 1 < places(updates, s) / places(updates, best) < 1.1]
+    assert near and work[SHORTEST.row_tokens] > 1.2 * places(updates, best)
+    assert choose_rows(updates, shapes, 1e9, compiled=near[:1]) == near[0]
+    assert choose_rows(updates, shapes, 1e9, compiled=[SHORTEST]) == best
+    assert choose_rows(updates, shapes, 1e9, compiled=[SHORTEST, near[0]]) == near[0]
+
+
+def test_arrays_never_get_fewer_microbatches():
+    rollouts, used = pack_updates([segments([9])], Packing(100, 2, False), 4)
+    assert rollouts.tokens.shape == (1, 4, 2, 100) and used == [1]
+
+
 def test_fill_counts_what_microbatches_compute():
     rollouts, used = pack_updates([segments([50, 50, 30]), segments([9])], Packing(100, 2, False))
     assert used == [1, 1] and fill(rollouts, used) == pytest.approx(139 / 400)
