@@ -8,19 +8,18 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import math
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from etils import epath
 
 from dapo_jax.config.experiment import GENERATED, Data
 from dapo_jax.data import arithmetic, files
-from dapo_jax.data.difficulty import parse_range, read_rates, within
-from dapo_jax.data.generated import Generated
 from dapo_jax.data.row_formats import (
     FIELDS,
     KNOWN,
@@ -38,6 +37,22 @@ from dapo_jax.types.structs import Problem, WantedColumns
 FIRST_ROWS = 100  # are checked for the fields that `data.fields` names
 DIGEST_PROBLEMS = 8  # of a generated source
 HELDOUT_SHARE = 5  # by default at most one in 5 problems of a file is held out
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """Random-access problems that are made on demand."""
+
+    length: int
+    make: Callable[[int], Problem]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return self.make(int(index))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +213,48 @@ def parse_sources(field: str, text: str) -> dict[str, float]:
         "names or paths, comma-separated, each once; a weight after = must be above 0",
     )
     return weights
+
+
+# --- difficulty: pass rates that an evaluation wrote, and the range of them to train on ----------
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """Return the ends of 'LOW..HIGH'. Raises ConfigError."""
+    ends = text.split("..")
+    try:
+        low, high = map(float, ends)
+    except ValueError:
+        low, high = math.nan, math.nan
+    allowed = "LOW..HIGH, pass rates from 0 to 1, as 0.1..0.9"
+    require(0 <= low <= high <= 1, "data.difficulty", text, allowed)
+    return low, high
+
+
+def read_rates(path: str) -> dict[str, float]:
+    """Return the pass rates in a file by `Problem.digest`. Raises ConfigError.
+
+    A line is a JSON object with the problem's identity and its pass rate, among others.
+    """
+    try:
+        lines = epath.Path(path).read_text().splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        return {row["identity"]: float(row["pass_rate"]) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"config.data.difficulty_file = {path!r}: must be a file that dapo-jax evaluate "
+            f"--write_difficulty=FILE of this version wrote: {type(error).__name__}: {error}"
+        ) from None
+
+
+def within(
+    problems: Iterable[Problem], rates: dict[str, float], low: float, high: float
+) -> tuple[Problem, ...]:
+    """Return the problems with a known pass rate from `low` to `high`."""
+    rated = [(problem, rates.get(problem.digest, math.nan)) for problem in problems]
+    return tuple(problem for problem, rate in rated if low <= rate <= high)
+
+
+# --- the sources of a run -------------------------------------------------------------------------
 
 
 def check_sources(data: Data) -> None:

@@ -19,7 +19,7 @@ import zlib
 from typing import Any
 
 from dapo_jax.config.experiment import Data
-from dapo_jax.data.generated import Generated
+from dapo_jax.data.sources import Generated
 from dapo_jax.runtime.user_code import read_options
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem

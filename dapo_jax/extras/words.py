@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Data
-from dapo_jax.data.generated import Generated
+from dapo_jax.data.sources import Generated
 from dapo_jax.types.structs import Problem
 
 HELDOUT_SHARE = 8  # 1 of 8 combinations of story and numbers is held out

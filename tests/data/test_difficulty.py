@@ -8,9 +8,8 @@ from conftest import heldout_prompts
 from responses import respond
 
 from dapo_jax.config.experiment import Data
-from dapo_jax.data.difficulty import parse_range
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.data.sources import Sources, read_problems
+from dapo_jax.data.sources import Sources, parse_range, read_problems
 from dapo_jax.run.evaluation import rate_problems
 from dapo_jax.types.errors import ConfigError
 

@@ -12,11 +12,10 @@ from typing import Any
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.config.settings import Rule, defaults, leaves, rules
-from dapo_jax.data.difficulty import parse_range
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
-from dapo_jax.data.sources import parse_sources
+from dapo_jax.data.sources import parse_range, parse_sources
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.runtime.user_code import resolve
