@@ -188,8 +188,8 @@ DEFAULTS = {
 _FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MINISTRAL, MINISTRAL3),
-        *(SMOLLM3, OLMO3, GEMMA3, GPT_OSS),
+        *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MINISTRAL, MINISTRAL3),
+        *(GEMMA3, GPT_OSS, OLMO3, SMOLLM3),
     )
 }
 
