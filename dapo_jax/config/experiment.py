@@ -231,8 +231,7 @@ class Environment:
 
     name: str = setting(
         "",
-        "calculator, guessing, second_try, openenv:module:Class, gymnasium:ID, verifiers:ID, "
-        "module:Class.",
+        "calculator, guessing, second_try, openenv:module:Class, verifiers:ID, module:Class.",
     )
     tools: str = setting("", "Tools of the policy: module:function, comma-separated.")
     max_turns: Count = setting(8, "Limit of turns of a trajectory.")

@@ -25,7 +25,7 @@ BUILTIN_ENVIRONMENTS: dict[str, Callable[..., Contract]] = {
 
 
 def _plugin(name: str) -> Any:
-    """Return the plug-in of an environment's name, as of `gymnasium:ID`, or None."""
+    """Return the plug-in of an environment's name, as of `verifiers:ID`, or None."""
     return registry.find("environments", re.split("[:?]", name)[0])
 
 

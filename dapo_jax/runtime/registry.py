@@ -40,7 +40,7 @@ OURS: dict[str, dict[str, str]] = {
     "environments": {
         "second_try": "dapo_jax.rewards.second_try:SecondTry",
         "openenv": "dapo_jax.extras.environments.openenv:open_openenv",
-        "gymnasium": "dapo_jax.extras.environments.gymnasium:open_gymnasium",
+        "gymnasium": "dapo_jax.extras.environments:refuse_gymnasium",
         "verifiers": "dapo_jax.extras.environments.verifiers:open_verifiers",
     },
     "samplers": {

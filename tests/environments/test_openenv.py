@@ -9,6 +9,7 @@ import importlib.util
 import pytest
 
 from dapo_jax.environments.registry import open_factory
+from dapo_jax.runtime.user_code import read_options
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem
 
@@ -20,8 +21,14 @@ GAME = (
 
 @pytest.mark.skipif(importlib.util.find_spec("openenv") is not None, reason="it is installed")
 def test_a_missing_package_is_told_with_its_extra():
-    with pytest.raises(ConfigError, match=r"openenv:a:B.*pip install openenv"):
+    with pytest.raises(ConfigError, match=r"openenv:a:B.*pip install 'openenv'"):
         open_factory("openenv:a:B")
+
+
+def test_arguments_are_numbers_lists_or_text():
+    options = read_options('desc=["SF","HG"]&size=04&wrap=true&mode=[a&slippery=false')
+    expected = {"desc": ["SF", "HG"], "size": 4, "wrap": True, "mode": "[a", "slippery": False}
+    assert options == expected
 
 
 def search(environment):

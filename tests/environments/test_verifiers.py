@@ -14,7 +14,7 @@ from dapo_jax.config.experiment import Data, Environment
 from dapo_jax.data.sources import Sources, parse_sources
 from dapo_jax.environments.registry import open_factory, tool_schemas
 from dapo_jax.environments.worker import Request, Sessions
-from dapo_jax.extras.environments.verifiers_tasks import read_tasks
+from dapo_jax.extras.environments.verifiers_tasks import open_problems
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Observation, Problem, present
 
@@ -76,7 +76,7 @@ def folder(tmp_path, monkeypatch):
 def play(name, turns):
     """Return prompt, replies and tools of the first task; a second process repeats the replies."""
     package = f"verifiers:{name}"
-    (problem, *_) = read_tasks("data.source", package, 3)
+    (problem, *_) = present(open_problems("data.source", package, Data(), 0, "train"), "problems")
     sessions, again = (Sessions(open_factory(package)) for _ in range(2))
     prompt = sessions.answer(Request(problem)).prompt
     replies = [sessions.answer(Request(problem, "s", 0, turns[: i + 1])) for i in range(len(turns))]

@@ -26,7 +26,7 @@ EXTRAS = {
     "code": 783,
     "distillation": 296,
     "doctor": 192,
-    "environments": 586,
+    "environments": 450,
     "exact": 161,
     "families": 769,
     "gguf": 346,

@@ -1,14 +1,13 @@
 """Environments of the package openenv, in this process and without a server."""
 
 import functools
-import importlib
 import json
 import random
 import typing
-import zlib
 from collections.abc import Callable
 from typing import Any
 
+from dapo_jax.extras.environments import import_package, seed_of
 from dapo_jax.runtime.user_code import read_options, resolve
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Observation, Problem
@@ -28,7 +27,7 @@ class OpenEnv:
 
     def reset(self, problem: Problem) -> str | None:
         """Return the first text of an episode, seeded by the problem."""
-        seed = zlib.crc32(f"{problem.id} {problem.text}".encode())
+        seed = seed_of(problem)
         self._random_state = random.Random(seed).getstate()
         return self._text(self._run(self._environment.reset, seed=seed)) or None
 
@@ -48,32 +47,25 @@ class OpenEnv:
     def _text(self, observation: Any) -> str:
         """Return the contents of its messages, else its only text field, else all as JSON."""
         fields = observation.model_dump(mode="json", exclude={"done", "reward", "metadata"})
-        contents = [str(message.get("content", "")) for message in fields.get("messages") or ()]
-        texts = contents or [value for value in fields.values() if isinstance(value, str) and value]
-        joined = "\n".join(texts) if contents or len(texts) == 1 else ""
-        whole = joined or json.dumps(fields, ensure_ascii=False)
-        # Some environments repeat the whole conversation, which the policy has already seen.
-        new = whole.removeprefix(self._shown) if contents else whole
-        self._shown = whole
-        return (new or whole).strip()
+        if messages := fields.get("messages"):
+            whole = "\n".join(str(message.get("content", "")) for message in messages)
+            # Some environments repeat the whole conversation, which the policy has already seen.
+            new, self._shown = whole.removeprefix(self._shown), whole
+            return (new or whole).strip()
+        texts = [value for value in fields.values() if isinstance(value, str) and value]
+        return (texts[0] if len(texts) == 1 else json.dumps(fields, ensure_ascii=False)).strip()
 
 
 def open_openenv(name: str) -> Callable[[], OpenEnv]:
     """Return the function that makes `openenv:module:Class?argument=value&...`.
 
-    A value is true, false, a number or text.
-
     Raises:
         ConfigError: the package is missing, or has no such environment.
     """
     setting = f"config.environment.name = {name!r}"
-    try:
-        base = importlib.import_module("openenv.core.env_server.interfaces").Environment
-    except ImportError as error:
-        raise ConfigError(f"{setting}: needs openenv: pip install openenv ({error})") from None
+    base = import_package(setting, "openenv.core.env_server.interfaces", "openenv").Environment
     path, _, query = name.partition(":")[2].partition("?")
     kind = resolve("environment.name", path)
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise ConfigError(f"{setting}: must name a subclass of OpenEnv's Environment")
-    options = read_options(query)
-    return functools.partial(OpenEnv, functools.partial(kind, **options))
+    return functools.partial(OpenEnv, functools.partial(kind, **read_options(query)))

@@ -1,6 +1,5 @@
 """Tasks of environment packages of the library verifiers, as problems."""
 
-import importlib
 import itertools
 import json
 import os
@@ -9,21 +8,19 @@ import types
 from typing import Any, NamedTuple
 
 from dapo_jax.config.experiment import Data
+from dapo_jax.extras.environments import import_package
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem
 
-PREFIX = "verifiers:"
 HARNESS = "dapo_jax_chat"
 
 
 class Package(NamedTuple):
-    """An installed environment package: the library, its loaders, the package's config, and the
-    name of the only agent that the policy plays."""
+    """An environment package: the library, its loaders, and the package's config."""
 
     library: Any
     loaders: Any
     config: Any
-    agent: str
 
 
 def _chat_harness(library: Any) -> types.ModuleType:
@@ -31,9 +28,9 @@ def _chat_harness(library: Any) -> types.ModuleType:
 
     It is the library's harness `null` without a program in another process.
     """
-    httpx = importlib.import_module("httpx")
-    mcp = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
-    to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
+    import httpx
+    from verifiers.v1.dialects import chat  # pyright: ignore[reportMissingImports]: optional
+    from verifiers.v1.harnesses.utils import mcp  # pyright: ignore[reportMissingImports]: optional
 
     class Chat(library.Harness[library.HarnessConfig]):
         APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
@@ -45,22 +42,17 @@ def _chat_harness(library: Any) -> types.ModuleType:
             if isinstance(prompt, str):
                 messages.append({"role": "user", "content": prompt})
             else:
-                messages += [to_wire(message) for message in prompt or ()]
+                messages += [chat.message_to_wire(message) for message in prompt or ()]
             servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
-            async with (
-                mcp.AsyncExitStack() as stack,
-                httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as client,
-            ):
+            headers, calls = {"Authorization": f"Bearer {secret}"}, True
+            client = httpx.AsyncClient(timeout=None, trust_env=False, verify=False, headers=headers)
+            async with mcp.AsyncExitStack() as stack, client:
                 tools, places, connections = await mcp.connect_mcp(servers, stack)
                 body = {"model": ctx.model, "messages": messages} | (
                     {"tools": tools} if tools else {}
                 )
-                while True:
-                    reply = await client.post(
-                        f"{endpoint}/chat/completions",
-                        json=body,
-                        headers={"Authorization": f"Bearer {secret}"},
-                    )
+                while calls:
+                    reply = await client.post(f"{endpoint}/chat/completions", json=body)
                     reply.raise_for_status()
                     messages.append(reply.json()["choices"][0]["message"])
                     calls = messages[-1].get("tool_calls") or ()
@@ -70,8 +62,7 @@ def _chat_harness(library: Any) -> types.ModuleType:
                         content = await mcp.call_mcp(connections, places, name, arguments)
                         result = {"role": "tool", "tool_call_id": call["id"], "name": name}
                         messages.append(result | {"content": content})
-                    if not calls:
-                        return library.ProgramResult(exit_code=0, stdout="", stderr="")
+            return library.ProgramResult(exit_code=0, stdout="", stderr="")
 
     module = types.ModuleType(HARNESS)
     vars(module).update(Chat=Chat, __all__=["Chat"])
@@ -89,17 +80,14 @@ def open_package(field: str, name: str) -> Package:
             would play several agents.
     """
     setting = f"config.{field} = {name!r}"
-    path, _, text = name.removeprefix(PREFIX).partition("?")
+    path, _, text = name.partition(":")[2].partition("?")
     *folders, identity = path.rsplit("/", 1)
     sys.path += {*map(os.path.abspath, folders)} - {*sys.path}
+    library = import_package(setting, "verifiers.v1", "verifiers>=0.4")
+    loaders = import_package(setting, "verifiers.v1.utils.loaders", "verifiers>=0.4")
     try:
-        library = importlib.import_module("verifiers.v1")
-        loaders = importlib.import_module("verifiers.v1.utils.loaders")
         if HARNESS not in sys.modules:
             sys.modules[HARNESS] = _chat_harness(library)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{setting}: needs pip install 'verifiers>=0.4' ({error})") from None
-    try:
         options = json.loads(text or "{}")
         options["taskset"] = {**options.get("taskset", {}), "id": identity}
         config = loaders.resolve_env_config(options)
@@ -116,37 +104,31 @@ def open_package(field: str, name: str) -> Package:
         config = config.model_copy(update={played[0]: agent.model_copy(update=changes)})
     except Exception as error:  # the library's own, and whatever a package raises
         raise ConfigError(f"{setting}: {type(error).__name__}: {error!s:.300}") from None
-    return Package(library, loaders, config, played[0])
-
-
-def read_tasks(field: str, name: str, limit: int) -> tuple[Problem, ...]:
-    """Return the tasks of a package as problems; their metadata is the task's data.
-
-    Args:
-        limit: number of tasks that are taken from an endless package.
-
-    Raises:
-        ConfigError: the package can't be opened, or can't load its tasks.
-    """
-    package = open_package(field, name)
-    problems = []
-    try:
-        taskset = package.loaders.load_taskset(package.config.taskset)
-        for task in itertools.islice(taskset, limit if taskset.INFINITE else None):
-            data = task.data.model_dump(mode="json")
-            identity = f"{package.config.taskset.id}-{data['idx']}"
-            text = json.dumps(data | {"idx": None}, sort_keys=True)  # tasks may share a prompt
-            problems.append(Problem(identity, text, "", name, metadata=json.dumps(data)))
-    except Exception as error:  # whatever the package raises
-        allowed = f"{type(error).__name__}: {error!s:.300}"
-        raise ConfigError(f"config.{field} = {name!r}: its tasks: {allowed}") from None
-    return tuple(problems)
+    return Package(library, loaders, config)
 
 
 def open_problems(
     field: str, name: str, data: Data, seed: int, split: str
 ) -> tuple[Problem, ...] | None:
-    """Return the tasks of a package; held-out ones are taken from them."""
+    """Return the tasks of a package as problems, whose metadata is the task's data.
+
+    Held-out ones (None) are taken from these. An endless package gives as many as both splits need.
+
+    Raises:
+        ConfigError: the package can't be opened, or can't load its tasks.
+    """
     if split == "heldout":
         return None
-    return read_tasks(field, name, data.train_problems + data.heldout_count())
+    package, problems = open_package(field, name), []
+    try:
+        taskset = package.loaders.load_taskset(package.config.taskset)
+        limit = data.train_problems + data.heldout_count() if taskset.INFINITE else None
+        for task in itertools.islice(taskset, limit):
+            content = task.data.model_dump(mode="json")
+            identity = f"{package.config.taskset.id}-{content['idx']}"
+            text = json.dumps(content | {"idx": None}, sort_keys=True)  # tasks may share a prompt
+            problems.append(Problem(identity, text, "", name, metadata=json.dumps(content)))
+    except Exception as error:  # whatever the package raises
+        allowed = f"{type(error).__name__}: {error!s:.300}"
+        raise ConfigError(f"config.{field} = {name!r}: its tasks: {allowed}") from None
+    return tuple(problems)
