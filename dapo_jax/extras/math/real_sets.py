@@ -6,6 +6,8 @@ worker process.
 
 import contextlib
 import functools
+import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -28,7 +30,6 @@ from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.names import REALS, compact
 from dapo_jax.extras.math.polynomials import RationalFunctions
 
-MAX_PIECES = 32  # of a union
 MAX_ABSOLUTES = 4
 ZERO, TWO, HALF = number(0), number(2), number(fmpq(1, 2))
 SIGNS = {"=": (0,), "!=": (1, -1), ">": (1,), ">=": (1, 0), "<": (-1,), "<=": (-1, 0)}
@@ -37,16 +38,16 @@ MINUS_INFINITY = trees.negate(trees.INFINITY)
 
 
 class Region(NamedTuple):
-    """Set of real numbers: ends in ascending order, and the memberships of cells.
+    """Set of real numbers: its ends, in any order, and the test for members at a place."""
 
-    Cells: numbers below the first end, that end, those up to the next one, ..., above the last.
-    """
-
-    ends: tuple[Tree, ...]
-    cells: tuple[bool, ...]
+    ends: list[Tree]
+    holds: Callable[[int], bool]
 
 
-EVERYTHING = Region((), (True,))
+def _combined(rule: Callable[[Iterable[bool]], bool], parts: list[Region]) -> Region:
+    """Return the set of numbers for whose memberships in the parts `rule` is True."""
+    ends = [end for part in parts for end in part.ends]
+    return Region(ends, lambda place: rule(part.holds(place) for part in parts))
 
 
 def _is_unbounded(left: str, mark: str, right: str) -> bool:
@@ -59,54 +60,42 @@ def _is_unbounded(left: str, mark: str, right: str) -> bool:
 
 
 class RealSets:
-    """Arithmetic of sets of real numbers, within a budget."""
+    """Comparison of two sets of real numbers, within a budget.
+
+    Places: 0 for the numbers below all ends of both sets, 1 for the first end, 2 for those up to
+    the next one, and so on. The sets are equal if they have the same places.
+    """
 
     def __init__(self, budget: Budget):
-        self.budget = budget
+        self._budget = budget
+        self._ends: list[Tree] = []
+        self._places: dict[Tree, float] = {MINUS_INFINITY: -1, trees.INFINITY: math.inf}
+
+    def same(self, mine: Node, gold: Node) -> bool:
+        """Test the equality of the sets that two nodes describe. Raises `Refused`."""
+        both = [self._read(mine), self._read(gold)]
+        ends = {end for region in both for end in region.ends}
+        for end in sorted(ends, key=functools.cmp_to_key(self._compare)):
+            if not self._ends or self._compare(self._ends[-1], end):
+                self._ends.append(end)
+            self._places[end] = 2 * len(self._ends) - 1
+        places = range(2 * len(self._ends) + 1)
+        members = [[place for place in places if region.holds(place)] for region in both]
+        # A comma between regions that have nothing in common says neither 'and' nor 'or'.
+        return members[0] == members[1] and bool(members[0] or "list" not in (mine.kind, gold.kind))
 
     def _compare(self, a: Tree, b: Tree) -> int:
-        return 0 if a == b else sign(trees.add([a, trees.negate(b)]), self.budget)
+        return 0 if a == b else sign(trees.add([a, trees.negate(b)]), self._budget)
 
-    def _in_order(self, values: Iterable[Tree]) -> list[Tree]:
-        """Return the numbers in ascending order, each once."""
-        ends: list[Tree] = []
-        for value in sorted(values, key=functools.cmp_to_key(self._compare)):
-            if not ends or self._compare(ends[-1], value):
-                ends.append(value)
-        return ends
-
-    def combine(self, rule: Callable[[Iterable[bool]], bool], *regions: Region) -> Region:
-        """Combine regions: return the set of numbers for whose memberships `rule` is True."""
-        ends = self._in_order(end for region in regions for end in region.ends)
-        members = [self._cells_between(ends, region) for region in regions]
-        cells = [rule(cell) for cell in zip(*members, strict=True)]
-        kept = [i for i in range(len(ends)) if len(set(cells[2 * i : 2 * i + 3])) > 1]
-        inner = (cell for i in kept for cell in cells[2 * i + 1 : 2 * i + 3])
-        return Region(tuple(ends[i] for i in kept), (cells[0], *inner))
-
-    def _cells_between(self, ends: list[Tree], region: Region) -> list[bool]:
-        """Return the memberships in a region of the cells of more ends."""
-        cells, own = [region.cells[0]], 0
-        for end in ends:
-            is_own = own < len(region.ends) and self._compare(end, region.ends[own]) == 0
-            cells += region.cells[2 * own + 1 : 2 * own + 3] if is_own else [cells[-1]] * 2
-            own += is_own
-        return cells
-
-    def same(self, a: Region, b: Region) -> bool:
-        """Test the equality of two regions that `combine` or `read` returned."""
-        return a.cells == b.cells and not any(map(self._compare, a.ends, b.ends))
-
-    def _inside(self, ends: tuple[Tree, ...], cell: int) -> Tree:
-        """Return a rational number in a cell, or the end that it is; 0 for the whole line."""
-        place = cell // 2
-        if cell % 2:
-            return ends[place]
-        low, high = ends[place - 1] if place else None, ends[place] if place < len(ends) else None
+    def _inside(self, place: int) -> Tree:
+        """Return the end at a place, or a rational number there; 0 for the whole line."""
+        if place % 2:
+            return self._ends[place // 2]
+        low, high = ([None, *self._ends, None][place // 2 :])[:2]
         for bits in PRECISIONS[:2]:
             with with_bits(bits):
                 try:
-                    a, b = (end and enclose(end, self.budget).real for end in (low, high))
+                    a, b = (end and enclose(end, self._budget).real for end in (low, high))
                 except Undefined:
                     continue
                 if a is None or b is None:
@@ -115,7 +104,7 @@ class RealSets:
                     middle = (a + b) / 2
                 with with_bits(bits // 2):
                     mantissa, exponent = (+middle).mid().man_exp()
-            value = trees.number(fmpq(mantissa) * fmpq(2) ** int(exponent))
+            value = number(fmpq(mantissa) * fmpq(2) ** int(exponent))
             is_above = low is None or self._compare(low, value) < 0
             if is_above and (high is None or self._compare(value, high) < 0):
                 return value
@@ -124,89 +113,84 @@ class RealSets:
     def _number(self, tree: Tree) -> Tree:
         if symbols(tree):
             raise Refused("an end that is no number")
-        sign(tree, self.budget)  # it is real
+        sign(tree, self._budget)  # it is real
         return tree
 
     def _interval(self, node: Node) -> Region:
-        low, high = (parse(item.text) for item in node.items)
-        left, right = node.marks
-        ends, cells = [], [low == MINUS_INFINITY]
-        if low != MINUS_INFINITY:
-            ends.append(self._number(low))
-            cells += [left == "[", True]
-        if high != trees.INFINITY:
-            ends.append(self._number(high))
-            cells += [right == "]", False]
-        if low == MINUS_INFINITY and left == "[" or high == trees.INFINITY and right == "]":
+        low, high = pair = [parse(item.text) for item in node.items]
+        closed = node.marks[0] == "[", node.marks[1] == "]"
+        is_infinite = low == MINUS_INFINITY, high == trees.INFINITY
+        if any(map(operator.and_, is_infinite, closed)):
             raise Refused("infinity is no member")
+        ends = [
+            self._number(end) for end, is_far in zip(pair, is_infinite, strict=True) if not is_far
+        ]
         if len(ends) == 2 and self._compare(*ends) >= 0:
             raise Refused("an interval without length")
-        return Region(tuple(ends), tuple(cells))
 
-    def read(self, node: Node) -> Region:
-        """Return the set that a node describes. Raises `Refused`."""
+        def holds(place: int) -> bool:
+            below, above = place - self._places[low], self._places[high] - place
+            return min(below, above) > 0 or closed[below > 0] and min(below, above) == 0
+
+        return Region(ends, holds)
+
+    def _read(self, node: Node) -> Region:
         if node.kind == "tuple" and len(node.items) == 2 and node.marks[0] in "([":
             return self._interval(node)
-        if node.kind in ("set", "union", "intersection", "difference", "list"):
-            return self._of_members(node)
         if node.kind == "relation" and node.marks == ("in",):
-            return self.read(node.items[1])
+            return self._read(node.items[1])
         if node.kind == "relation":
-            solutions = EVERYTHING
-            for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
-                if not _is_unbounded(left.text, mark, right.text):
-                    sides = [parse(_VALUE.sub("y", side.text)) for side in (left, right)]
-                    difference = trees.add([sides[0], trees.negate(sides[1])])
-                    solutions = self.combine(all, solutions, self._solve(difference, mark))
-            return solutions
-        if compact(node.text) == REALS:
-            return EVERYTHING
-        raise Refused("no region")
-
-    def _of_members(self, node: Node) -> Region:
-        if len(node.items) > MAX_PIECES:
-            raise Refused("too many pieces")
+            pairs = zip(node.items, node.marks, node.items[1:], strict=False)
+            bounds = [
+                pair for pair in pairs if not _is_unbounded(pair[0].text, pair[1], pair[2].text)
+            ]
+            return _combined(all, [self._solutions(*pair) for pair in bounds])
         if node.kind == "set":
-            members = (each for item in node.items for each in item.items or (item,))
-            points = self._in_order(self._number(parse(member.text)) for member in members)
-            return Region(tuple(points), (False, *(True, False) * len(points)))
-        parts = [self.read(item) for item in node.items]
-        if node.kind == "list" and node.marks == (",",):
-            both = self.combine(all, *parts)
-            if any(item.kind != "relation" for item in node.items) or not any(both.cells):
-                raise Refused("a comma between regions says neither 'and' nor 'or'")
-            return both
+            members = [each for item in node.items for each in item.items or (item,)]
+            points = [self._number(parse(member.text)) for member in members]
+            return Region(points, lambda place: place in map(self._places.get, points))
+        if node.kind not in ("union", "intersection", "difference", "list"):
+            if compact(node.text) != REALS:
+                raise Refused("no region")
+            return _combined(all, [])
+        parts = [self._read(item) for item in node.items]
         if node.kind == "difference":
-            return self.combine(lambda members: list(members) == [True, False], *parts)
-        is_common = node.kind == "intersection" or node.marks == ("and",)
-        return self.combine(all if is_common else any, *parts)
+            return _combined(lambda members: [*members] == [True, False], parts)
+        if node.marks == (",",) and any(item.kind != "relation" for item in node.items):
+            raise Refused("a comma between regions says neither 'and' nor 'or'")
+        is_common = node.kind == "intersection" or node.marks in ((",",), ("and",))
+        return _combined(all if is_common else any, parts)
 
-    def _solve(self, difference: Tree, mark: str) -> Region:
-        """Return solutions of `difference mark 0`: its sign is looked up between its zeros.
+    def _solutions(self, left: Node, mark: str, right: Node) -> Region:
+        """Return solutions of a relation: its sign is looked up between its zeros.
 
         They lie where roots, logarithms and quotients have values.
         """
+        sides = [parse(_VALUE.sub("y", side.text)) for side in (left, right)]
+        difference = trees.add([sides[0], trees.negate(sides[1])])
         if len(symbols(difference)) != 1:
             raise Refused("no relation in one variable")
         relations = [*trees.conditions(difference), (mark, difference)]
         if any(kind not in SIGNS for kind, _ in relations):
             raise Refused("values not everywhere")
-        candidates = [zero for _, tree in relations for zero in zeros(tree, self.budget)]
-        ends = tuple(self._in_order(self._real(candidates)))
-        values = (self._inside(ends, cell) for cell in range(2 * len(ends) + 1))
-        return Region(ends, tuple(self._holds(relations, value) for value in values))
+        candidates = [zero for _, tree in relations for zero in zeros(tree, self._budget)]
+        return Region([*self._real(candidates)], functools.partial(self._holds, relations))
 
     def _real(self, values: Iterable[Tree]) -> Iterator[Tree]:
         for value in values:
             with contextlib.suppress(Refused):
                 yield self._number(value)
 
-    def _holds(self, relations: list[tuple[str, Tree]], value: Tree) -> bool:
-        """Test all relations at a value of the variable."""
+    def _holds(self, relations: list[tuple[str, Tree]], place: int) -> bool:
+        """Test all relations at a place of the variable."""
+        value = self._inside(place)
         for mark, tree in relations:
             point = dict.fromkeys(symbols(tree), value)
             try:
-                if sign(trees.substitute(tree, point, self.budget), self.budget) not in SIGNS[mark]:
+                if (
+                    sign(trees.substitute(tree, point, self._budget), self._budget)
+                    not in SIGNS[mark]
+                ):
                     return False
             except NoValue:
                 return False
