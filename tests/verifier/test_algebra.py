@@ -12,8 +12,7 @@ from flint import fmpq
 from row_files import read_table
 
 from dapo_jax.extras.math import sympy_stage
-from dapo_jax.extras.math.algebra import proportional, same_expression
-from dapo_jax.extras.math.answer_algebra import WORK, Algebra
+from dapo_jax.extras.math.algebra import WORK, Algebra, proportional, same_expression
 from dapo_jax.extras.math.answer_shape import Node, read
 from dapo_jax.extras.math.ball_arithmetic import Undefined, enclose, sign, with_bits
 from dapo_jax.extras.math.expression_tree import (

@@ -1,10 +1,11 @@
-"""Equality of two expressions, and of equations up to a factor.
+"""Equality of answers by algebra: values, equations up to a factor, sets of real numbers.
 
 Rational functions are compared exactly; everything else by balls at points that a hash of both
 expressions draws. Runs in a worker process.
 """
 
 from dapo_jax.extras.math import expression_tree as trees
+from dapo_jax.extras.math.answer_shape import Node
 from dapo_jax.extras.math.ball_arithmetic import (
     PRECISIONS,
     Ball,
@@ -16,9 +17,14 @@ from dapo_jax.extras.math.ball_arithmetic import (
     longest_number,
     with_bits,
 )
-from dapo_jax.extras.math.expression_tree import Budget, Refused, Tree, Undecided
+from dapo_jax.extras.math.expression_tree import Budget, Refused, Tree, Undecided, symbols
+from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.polynomials import same_rational
+from dapo_jax.extras.math.real_sets import RealSets
 from dapo_jax.extras.math.sample_points import Point, has_corners, sample_points, whole_letters
+from dapo_jax.extras.math.sympy_stage import OPERATORS, closed_form
+
+WORK = 400_000  # units of a verdict; a unit is about a microsecond
 
 ENOUGH_POINTS = 3
 MAX_HOLES = 2  # points where an answer has no value though gold has one: 1/(n - 2), (-3)!
@@ -88,7 +94,7 @@ def same_expression(
         raise Refused("infinity is no value")
     if (exact := same_rational(mine, gold, budget)) is not None:
         return exact
-    is_constant = not trees.symbols(mine) | trees.symbols(gold)
+    is_constant = not symbols(mine) | symbols(gold)
     enough = 1 if is_constant else ENOUGH_POINTS
     drawn = list(sample_points(mine, gold, whole_letters(mine, gold, whole)))
     pairs = _Pairs(mine, gold, drawn, budget)
@@ -116,7 +122,7 @@ def proportional(
     mine: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
 ) -> bool:
     """Test for a real constant c that is not 0 with mine = c * gold."""
-    if trees.symbols(mine) != trees.symbols(gold) or not trees.symbols(mine):
+    if symbols(mine) != symbols(gold) or not symbols(mine):
         return False
     points = list(sample_points(mine, gold, whole_letters(mine, gold, whole)))
     for pair in _Pairs(mine, gold, points, budget):
@@ -129,3 +135,54 @@ def proportional(
         scaled = trees.multiply(trees.divide(*pair), gold)
         return same_expression(mine, scaled, budget, whole=whole)
     raise Undecided("no constant factor is shown")
+
+
+class Algebra:
+    """Decisions of one verdict that strings can't make, within a budget of work.
+
+    Args:
+        closes: a prediction's sums and integrals may be worked out; else only if gold has some,
+            since they are unfinished beside any other gold.
+        whole: variables that stand for integers.
+
+    Attributes:
+        how: how the verdict was decided: 'direct', 'algebra', 'undecided'.
+    """
+
+    def __init__(self, budget: Budget, *, closes: bool = True, whole: frozenset[str] = frozenset()):
+        self._budget, self._closes = budget, closes
+        self._whole, self.how = whole, "direct"
+
+    def same(self, kind: str, mine: Node, gold: Node) -> bool:
+        """Test the equality of a 'value', 'equation' or 'region'."""
+        self.how = "algebra" if self.how == "direct" else self.how
+        try:
+            return getattr(self, f"_same_{kind}")(mine, gold)
+        except Undecided:
+            self.how = "undecided"
+        except Exception:  # not understood is not equal, whatever the reason
+            pass
+        return False
+
+    def _same_value(self, mine: Node, gold: Node) -> bool:
+        wanted = parse(gold.text)
+        own = parse(mine.text, symbols(wanted))
+        try:
+            return same_expression(own, wanted, self._budget, whole=self._whole)
+        except (Refused, Undecided):
+            both = (wanted, own) if self._closes else (wanted,)
+            if not any(node.kind in OPERATORS for tree in both for node in trees.nodes(tree)):
+                raise
+        own, wanted = closed_form(own, self._budget), closed_form(wanted, self._budget)
+        return same_expression(own, wanted, self._budget, whole=self._whole)
+
+    def _same_region(self, mine: Node, gold: Node) -> bool:
+        return RealSets(self._budget).same(mine, gold)
+
+    def _same_equation(self, mine: Node, gold: Node) -> bool:
+        ours, theirs = (
+            trees.add([parse(node.items[0].text), trees.negate(parse(node.items[1].text))])
+            for node in (mine, gold)
+        )
+        is_same = proportional(ours, theirs, self._budget, self._whole)
+        return is_same and {*trees.conditions(ours)} == {*trees.conditions(theirs)}

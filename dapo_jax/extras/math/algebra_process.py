@@ -1,13 +1,23 @@
-"""Verdicts from a process that can be killed, and `is_equivalent` on top of it."""
+"""Verdicts from a process that can be killed, and `is_equivalent` on top of it.
 
+`python -m dapo_jax.extras.math.algebra_process` is that process: a JSON line per batch.
+"""
+
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from dapo_jax.extras.math.verifier import BATCH_SECONDS, LOAD, Question, Settings
+from dapo_jax.extras.math.algebra import WORK
+from dapo_jax.extras.math.expression_tree import Budget
+from dapo_jax.extras.math.expressions import parse
+from dapo_jax.extras.math.sympy_stage import closed_form
+from dapo_jax.extras.math.verifier import BATCH_SECONDS, LOAD, Question, Settings, make_verifier
+from dapo_jax.runtime.workers.child import limit_process, serve
 from dapo_jax.runtime.workers.parent import BUSY_FACTOR, Limits, RestartingWorker
 from dapo_jax.types.contracts import VerifierResult
 
-WORKER = "dapo_jax.extras.math.algebra_worker"
+WORKER = "dapo_jax.extras.math.algebra_process"
+BATCH_CHARACTERS = 50_000  # of answers; JSON takes up to 12 bytes for one, of 1 MiB for a reply
 SECONDS = 2.0  # limit of one verdict of `is_equivalent`, without a worker's start
 MAX_UNDECIDED = 3
 MODES = {"any": "math", "box": "math_box", "label": "math_label", "dapo": "dapo"}
@@ -96,3 +106,35 @@ def same_answer(mine: str, other: str) -> bool:
 
 def _ask(settings: Settings, question: Question) -> VerifierResult | Exception:
     return verify(_worker, settings, [question], SECONDS)[0]
+
+
+def make_answer() -> Callable[[dict], dict]:
+    """Return the function that answers `{"settings", "questions"}` with `{"replies"}`.
+
+    The replies are to the first questions, at least to one of them. A reply has the fields of a
+    `VerifierResult` or is the text of an error. `LOAD` imports sympy.
+    """
+    limit_process()
+
+    def answer(job: dict) -> dict:
+        if job == LOAD:
+            for text in (r"\int_0^1 x^2 dx", r"\sum_{k=1}^{\infty} k^{-2}"):
+                closed_form(parse(text), Budget(WORK))
+            return {}
+        verifier = make_verifier(Settings(*job["settings"]))
+        until, replies, characters = time.monotonic() + BATCH_SECONDS, [], 0
+        for fields in job["questions"]:
+            try:
+                replies.append(verifier(*Question(*fields)))
+            except Exception as error:
+                replies.append(repr(error)[:200])
+            characters += sum(len(part) for part in replies[-1] if isinstance(part, str))
+            if time.monotonic() > until or characters > BATCH_CHARACTERS:
+                break
+        return {"replies": replies}
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve(make_answer)

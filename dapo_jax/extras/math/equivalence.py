@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from dapo_jax.extras.math import conditions, names, numerals
-from dapo_jax.extras.math.answer_algebra import WORK, Algebra
+from dapo_jax.extras.math.algebra import WORK, Algebra
 from dapo_jax.extras.math.answer_shape import Node, read
 from dapo_jax.extras.math.expression_tree import Budget
 from dapo_jax.extras.math.expressions import parse

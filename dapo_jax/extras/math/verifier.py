@@ -1,7 +1,7 @@
 """Verifiers by name: extraction of a response's answer and comparison with the gold answer.
 
 All of it reads text that a model wrote and evaluates none of it. It runs in worker processes
-(`algebra_worker`), which can be killed.
+(`algebra_process`), which can be killed.
 """
 
 import dataclasses
