@@ -34,7 +34,7 @@ EXTRAS = {
     "init": 199,
     "jetstream": 162,
     "judge": 229,
-    "math": 4_498,
+    "math": 4_443,
     "plan": 950,
     "report": 415,
     "samplers": 922,

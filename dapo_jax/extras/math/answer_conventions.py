@@ -9,19 +9,17 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
 
 from dapo_jax.extras.math.answer_shape import Node, read
-from dapo_jax.extras.math.conditions import split_condition, without_label
-from dapo_jax.extras.math.equivalence import choice_and_value, exact_part
+from dapo_jax.extras.math.equivalence import Decision
 from dapo_jax.extras.math.expression_tree import Refused, Tree, add, negate
 from dapo_jax.extras.math.expressions import parse
-from dapo_jax.extras.math.names import REALS, assigned, compact, has_words, is_variable
+from dapo_jax.extras.math.names import assigned, compact, has_words, is_variable
 from dapo_jax.extras.math.normalisation import normalise
 from dapo_jax.extras.math.numerals import read_number
-from dapo_jax.extras.math.problem import FORMULA, read_problem
+from dapo_jax.extras.math.problem import FORMULA
 from dapo_jax.extras.math.units import split_unit
 from dapo_jax.extras.math.written_form import CONSTANTS, Form
 
@@ -64,64 +62,28 @@ _KINDS = (  # of numerals, by marks in their compact text
     ("decimal", re.compile(r".*\.\d*[1-9]")),
 )
 _BASE, MAX_DIVISOR = re.compile(r"(?<![\^{\d.])\d{1,9}(?![\d.])"), 1_000
-_EVERYTHING_OR_NOTHING = {r"\emptyset", REALS}
 
 
-class _Parts(NamedTuple):
-    """Parts of an answer: texts of values without units and words, their forms save of numerals,
-    and `unsolved`: forms of relations that have to be solved, as differences."""
-
-    texts: list[str]
-    forms: list[Form]
-    unsolved: list[Form]
-
-
-def _form(*texts: str) -> Form:
-    """Return the form of a value, or of a difference; 'unread' if it is no expression."""
-    texts = tuple(_MIXED.sub(r"\\frac{\1}{\2}", text).replace("%", "") for text in texts)
+def _tree(text: str) -> Tree:
+    """Return a value as written; 'unread' if it is no expression."""
     try:
-        trees = [parse(text, folds=False) for text in texts]
+        return parse(_MIXED.sub(r"\\frac{\1}{\2}", text).replace("%", ""), folds=False)
     except Refused:
-        trees = [Tree("unread", value=texts[0])]
-    return Form(trees[0] if len(trees) == 1 else add([trees[0], negate(trees[1])]))
+        return Tree("unread", value=text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(text: str) -> Form:
+    return Form(_tree(text))
 
 
 def _equation(node: Node) -> Form:
-    sides = [node.items[0].text, node.items[-1].text]
-    form = _form(*sides)  # x + y = 1 and y = 1 - x differ in the sides that have letters
-    form.operations[f"{sum(not _form(side).is_closed for side in sides)} sides"] += 1
+    """Return the form of the difference of both sides."""
+    left, right = node.items[0].text, node.items[-1].text
+    form = Form(add([_tree(left), negate(_tree(right))]))
+    # x + y = 1 and y = 1 - x differ in the sides that have letters.
+    form.operations[f"{2 - _form(left).is_closed - _form(right).is_closed} sides"] += 1
     return form
-
-
-def _names(node: Node) -> set[str]:
-    """Return the variables with a value in an answer."""
-    if node.kind != "relation":
-        return set().union(*map(_names, node.items))
-    pair = assigned(node)
-    return {compact(pair[0])} if pair and is_variable(read(pair[0])) else set()
-
-
-def _values(node: Node, names: set[str] | None, unsolved: list[Form]) -> Iterator[Node]:
-    """Return the values of an answer; relations that are no values are put into `unsolved`."""
-    node = exact_part(node) or node
-    if node.kind != "relation":
-        for item in node.items:
-            yield from _values(item, names, unsolved)
-        if not node.items:
-            yield node
-        return
-    pair = assigned(node)
-    if node.marks == ("in",) and is_variable(node.items[0]):
-        yield from _values(node.items[1], names, unsolved)
-    elif pair and names is not None and (not names or compact(pair[0]) in names or "(" in pair[0]):
-        yield from _values(pair[1], names, unsolved)
-    elif set(node.marks) == {"="} and names == set():  # a chain
-        yield from _values(node.items[-1], names, unsolved)
-    else:
-        sides = [item for item in node.items if not is_variable(item)]
-        if "=" in node.marks or not all(_form(item.text).is_closed for item in sides):
-            unsolved.append(_equation(node))
-        yield from sides
 
 
 def _is_plain(text: str) -> bool:
@@ -129,28 +91,13 @@ def _is_plain(text: str) -> bool:
     return "/" not in text and r"\frac" not in text and read_number(text) is not None
 
 
-def _parts(node: Node, names: set[str] | None) -> _Parts:
-    """Return the parts of an answer, of which gold has these names (None: it is to be solved)."""
-    parts = _Parts([], [], [])
-    for item in _values(node, names, parts.unsolved):
-        text = split_unit(_RATIO.sub("/", item.text), trusted=True)[0]
-        if has_words(text) or text in parts.texts:
-            continue
-        parts.texts.append(text)
-        if not _is_plain(text):
-            parts.forms.append(_form(text))
-    return parts
-
-
-@functools.lru_cache(maxsize=1024)
-def _gold_parts(answer: str) -> tuple[str, _Parts, set[str] | None]:
-    """Return text, parts and names of a gold answer; cached for its many responses."""
-    text = normalise(answer)
-    text = split_condition(text).text
-    node = read(text)
-    names = _names(node)
-    parts = _parts(node, names or None)
-    return compact(text), parts, None if parts.unsolved else names
+def _forms(node: Node) -> list[Form]:
+    """Return the forms of the values in an answer, save of numerals."""
+    if node.kind == "value":
+        text = _RATIO.sub("/", split_unit(node.text, trusted=True)[0])
+        return [] if has_words(text) or _is_plain(text) else [_form(text)]
+    items = [item for item in node.items if node.kind != "relation" or not is_variable(item)]
+    return [form for item in items for form in _forms(item)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -232,39 +179,37 @@ _ASKED_FORMS = [
 ]
 
 
-def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
+def is_unfinished(decision: Decision, problem: str) -> bool:
     """Return True for an equivalent answer that is not simplified as far as the gold answer."""
-    text = normalise(prediction)
-    text = choice_and_value(text)[1] or text  # the guard sees what is compared
-    text = split_condition(without_label(text, read_problem(problem))).text
-    if _has_other_kind(text, normalise(answer), problem):
+    text, gold = decision.texts
+    if _has_other_kind(text, gold, problem):
         return True
-    if _is_plain(text) and not _ASKS_SPELLING.search(problem):  # most answers
+    if compact(text) == compact(gold) or _is_plain(text) and not _ASKS_SPELLING.search(problem):
         return False
-    gold, theirs, names = _gold_parts(answer)
-    if compact(text) == gold:
-        return False
-    if _has_other_measure(text, normalise(answer), problem):
+    if _has_other_measure(text, gold, problem):
         return True
     if "prime" in problem and _ASKS_PRIMES.search(problem) and _has_composite(text):
         return True
-    ours = _parts(read(text), names)
-    left, done = (Counter(step for f in p.forms for step in f.steps) for p in (ours, theirs))
+    left, done = (
+        Counter(step for pair in decision.compared for f in _forms(pair[side]) for step in f.steps)
+        for side in (0, 1)
+    )
     if set(done) - CONSTANTS - {"letters"} or r"\circ" in gold:  # functions may have constants
         left.subtract({constant: left[constant] for constant in CONSTANTS})
-    if gold in _EVERYTHING_OR_NOTHING and ours.unsolved:
-        return True
     left.pop("unread", None)
     if any(left[step] > done[step] for step in left if step != "letters" or not done[step]):
         return True
     asked = problem.lower()
-    if len(ours.unsolved) > len(theirs.unsolved) and _ASKS_SOLVED.search(asked):
-        return True
-    is_single = len(ours.forms) == len(theirs.forms) == 1
-    pairs = [*zip(ours.unsolved, theirs.unsolved, strict=False)]
-    pairs += zip(ours.forms, theirs.forms, strict=True) if is_single else ()
     tests = [lacks for pattern, lacks in _ASKED_FORMS if pattern.search(asked)]
-    return any(lacks(*pair) for lacks in tests for pair in pairs)
+    for mine, other in decision.compared:
+        ours, theirs = map(_forms, (mine, other))
+        if other.marks == ("=",):
+            if assigned(other) and _ASKS_SOLVED.search(asked):
+                return True
+            ours, theirs = [_equation(mine)], [_equation(other)]
+        if ours and theirs and any(lacks(ours[0], theirs[0]) for lacks in tests):
+            return True
+    return False
 
 
 def as_percentage(prediction: str, problem: str) -> str | None:

@@ -45,8 +45,25 @@ _CHOICE_AND_VALUE = re.compile(
 
 
 class _Comparison:
+    """Comparison of two answers. `compared`: equal parts, as deep as they were told apart."""
+
     def __init__(self, algebra: Algebra, problem: Problem):
-        self._problem, self._ask = problem, algebra.same
+        self._problem, self._algebra = problem, algebra
+        self.texts = "", ""
+        self.compared: list[tuple[Node, Node]] = []
+
+    def whole(self, mine: str, gold: Node) -> bool:
+        """Test the equality of two whole answers."""
+        self.texts, self.compared = (mine, gold.text), []
+        return self.same(read(mine), gold)
+
+    def _ask(self, kind: str, mine: Node, gold: Node) -> bool:
+        return self._noted(self._algebra.same(kind, mine, gold), mine, gold)
+
+    def _noted(self, same: bool, mine: Node, gold: Node) -> bool:
+        if same:
+            self.compared.append((mine, gold))
+        return same
 
     def same(self, mine: Node, gold: Node) -> bool:
         if names.compact(mine.text) == names.compact(gold.text):
@@ -135,18 +152,20 @@ class _Comparison:
             first, *_, last = relation.items
             if not (first.kind == last.kind == "value" and self._same_value(first.text, last.text)):
                 return False
+            self.compared.pop()  # steps to the last member are no answer
             named = "", last
         return self.same(named[1], other) if mine is relation else self.same(other, named[1])
 
     def _same_value(self, mine: str, gold: str) -> bool:
+        nodes = Node("value", mine), Node("value", gold)
         if (same := self._same_literal(mine, gold)) is not None:
-            return same
+            return self._noted(same, *nodes)
         if split_unit(mine, self._problem)[1] or split_unit(gold, trusted=True)[1]:
             return self._same_measure(mine, gold)
         if names.has_words(mine) or names.has_words(gold):
             return names.same_words(names.words_of(mine), names.words_of(gold))
-        own, other = _as_read(mine, gold), _as_read(gold, "")
-        return self._ask("value", Node("value", own), Node("value", other))
+        read_as = Node("value", _as_read(mine, gold)), Node("value", _as_read(gold, ""))
+        return self._noted(self._algebra.same("value", *read_as), *nodes)
 
     def _same_literal(self, mine: str, gold: str) -> bool | None:
         """Compare numbers, ratios, codes and dates; None if that does not decide."""
@@ -294,11 +313,16 @@ def _is_region(node: Node) -> bool:
 
 
 class Decision(NamedTuple):
-    """Equality of two answers, how it was decided, and the units of work that are left."""
+    """Equality of two answers, how it was decided, and the units of work that are left.
+
+    `texts`: the normalised answers; `compared`: their parts that were found to be equal.
+    """
 
     same: bool = False
     how: str = "direct"
     work: int = WORK
+    texts: tuple[str, str] = ("", "")
+    compared: tuple[tuple[Node, Node], ...] = ()
 
 
 @functools.lru_cache(maxsize=MAX_REMEMBERED)
@@ -325,9 +349,11 @@ def decide(
     by_habit = frozenset() if problem.text or _PERIODIC.search(node.text) else frozenset("nmkN")
     budget = Budget(work)
     algebra = Algebra(budget, closes=closes, whole=problem.whole | by_habit)
-    same = _is_same(_Comparison(algebra, problem), mine, node, problem)
+    comparison = _Comparison(algebra, problem)
+    same = _is_same(comparison, mine, node, problem)
     how = "algebra" if same and algebra.how == "undecided" else algebra.how
-    return Decision(same, how, max(0, int(budget.left)))
+    compared = tuple(comparison.compared) if same else ()
+    return Decision(same, how, max(0, int(budget.left)), comparison.texts, compared)
 
 
 def _is_same(comparison: _Comparison, mine: str, gold: Node, problem: Problem) -> bool:
@@ -339,7 +365,7 @@ def _is_same(comparison: _Comparison, mine: str, gold: Node, problem: Problem) -
         own = _CHOICE.fullmatch(mine)
         if own or "=" in mine and problem.has_choices:  # x = c is no choice of C
             return own is not None and own[1].upper() == choice[1]
-    if comparison.same(read(mine), gold) or _same_choice(comparison, mine, gold):
+    if comparison.whole(mine, gold) or _same_choice(comparison, mine, gold):
         return True
     own, wanted = (
         conditions.split_condition(conditions.without_label(mine, problem)),
@@ -353,7 +379,7 @@ def _is_same(comparison: _Comparison, mine: str, gold: Node, problem: Problem) -
         conditions.is_harmless(own, problem) and conditions.is_harmless(wanted, problem)
     ):
         return False
-    return comparison.same(read(conditions.with_letter_of(own, wanted)), read(wanted.text))
+    return comparison.whole(conditions.with_letter_of(own, wanted), read(wanted.text))
 
 
 def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
@@ -365,7 +391,7 @@ def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
             return (choice[1] if value else choice[1].upper()) == letter
     elif ours != theirs:
         return False
-    return bool(value or wanted) and comparison.same(read(value or mine), read(wanted or gold.text))
+    return bool(value or wanted) and comparison.whole(value or mine, read(wanted or gold.text))
 
 
 def choice_and_value(text: str) -> tuple[str, str]:

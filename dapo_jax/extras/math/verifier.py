@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+from dapo_jax.extras.math.algebra import WORK
 from dapo_jax.extras.math.answer_conventions import as_percentage, asked_value, is_unfinished
 from dapo_jax.extras.math.equivalence import Decision, decide, gold_answer
 from dapo_jax.extras.math.extraction import LONGEST_ANSWER, Extraction, extract
@@ -77,28 +78,28 @@ class MathVerifier:
             extraction = extract(response, self.require)
         if extraction.text is None:
             return VerifierResult(False, None, extraction.how)
-        value, problem, decision = extraction.text.strip(), read_problem(prompt), Decision()
-        closes = self.settings.unfinished == "right"
+        value, problem = extraction.text.strip(), read_problem(prompt)
+        closes, work = self.settings.unfinished == "right", WORK
 
-        def same(text: str) -> bool:
-            nonlocal decision
-            decision = decide(text, gold, problem, closes, decision.work)
-            return decision.same
+        def judged(text: str) -> Decision:
+            nonlocal work
+            decision = decide(text, gold, problem, closes, work)
+            work = decision.work
+            return decision
 
-        correct = same(value)
-        if extraction.how == "label" and self.require == "label" and correct:
+        decision = judged(value)
+        if extraction.how == "label" and self.require == "label" and decision.same:
             box = extract(response.rpartition("</think>")[2][extraction.end :], "box")
-            correct = box.how == "no_marker" or same(box.text or "")
-        if not correct and self.settings.percent == "as_asked":
+            if box.how != "no_marker":
+                decision = decision._replace(same=judged(box.text or "").same)
+        if not decision.same and self.settings.percent == "as_asked":
             number = as_percentage(value, prompt)
-            correct = number is not None and same(number)
-        compared = value
+            decision = decision if number is None else judged(number)
         if (asked := asked_value(value, prompt)) is not None:
-            correct = asked != "" and same(asked)
-            compared = asked or value
-        if correct and not closes and is_unfinished(compared, gold, prompt):
+            decision = judged(asked) if asked else decision._replace(same=False)
+        if decision.same and not closes and is_unfinished(decision, prompt):
             return VerifierResult(False, value, "unfinished")
-        return VerifierResult(correct, value, decision.how)
+        return VerifierResult(decision.same, value, decision.how)
 
 
 BY_SPELLING: dict[str, Verifier] = {"final_number": final_number, "dapo": dapo}
