@@ -249,7 +249,7 @@ def evaluate(
         config = with_values(config, section, **{name: value})
     checks.check(config)
     processes.prepare_jax()
-    from dapo_jax.run.evaluation import evaluate as run
+    from dapo_jax.run.evaluate import evaluate as run
 
     return run(config, from_folder=bool(model))
 

@@ -51,7 +51,7 @@ def main() -> int:
         from dapo_jax.runtime import processes
 
         with checks.loading(config.log.console):
-            from dapo_jax.run.evaluation import evaluate
+            from dapo_jax.run.evaluate import evaluate
             from dapo_jax.runtime.signals import Signals
         signals = Signals(config.checkpoint.leave_seconds)
         scores = evaluate(config, from_folder=from_folder, signals=signals)

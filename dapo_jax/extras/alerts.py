@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting import correctness
-from dapo_jax.reporting.correctness import Settings, does_apply, reads_answers
+from dapo_jax.reporting import scores
+from dapo_jax.reporting.scores import Settings, does_apply, reads_answers
 from dapo_jax.runtime.nonfinite import REASONS
 from dapo_jax.types.structs import FAILURES
 
@@ -26,7 +26,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def _is_graded(settings: Settings) -> bool:
-    return settings["rollout.samples_per_prompt"] > 1 and correctness.uses_correctness(settings)
+    return settings["rollout.samples_per_prompt"] > 1 and scores.uses_correctness(settings)
 
 
 def _is_by_token(settings: Settings) -> bool:
@@ -44,7 +44,7 @@ class Limit(NamedTuple):
     step: str = ""  # setting with the limit for each step; 0 there disables it
     end: float = 0.0  # limit for the mean of a run's last rows; 0: none
     text: str = ""  # what that means
-    applies: correctness.Condition | None = None
+    applies: scores.Condition | None = None
     below: bool = False  # whether values below the limit are trouble, or those above it
 
 
@@ -91,7 +91,7 @@ class Alerts:
     """Alerts at the steps of a run; `rows` are the metrics of earlier steps if it resumes."""
 
     def __init__(self, config: Config, rows: Rows = ()):
-        self._settings = correctness.settings_of(config)
+        self._settings = scores.settings_of(config)
         lengths = finite_values(rows, "response_tokens_mean")
         self._lengths = collections.deque(lengths, BASELINE_STEPS)
         self._persisted = collections.Counter[str]()  # consecutive steps beyond a limit
@@ -124,7 +124,7 @@ def check_run(rows: Rows, settings: Settings) -> list[str]:
     texts, last, total = [], rows[-1]["step"], settings.get("total_steps", 0)
     if last < total:
         texts.append(f"ends at step {last} of {total}: still running, or stopped")
-    name = "reward" if correctness.reward_leads(settings) else "accuracy"
+    name = "reward" if scores.reward_leads(settings) else "accuracy"
     score, entropy = finite_values(rows, f"heldout_{name}"), finite_values(rows, "entropy")
     if score.size > 1 and score[-1] < score[0]:
         texts.append(f"held-out {name} fell from {score[0]:.3f} to {score[-1]:.3f}")

@@ -34,9 +34,10 @@ from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
 from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import RolloutSource
-from dapo_jax.run.compute import numerics, open_sampler
-from dapo_jax.run.step_record import take_steps
+from dapo_jax.run.build import numerics
+from dapo_jax.run.metrics import take_steps
 from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.storage.paths import folder_at, is_remote
 from dapo_jax.types.errors import ConfigError, require
@@ -91,7 +92,7 @@ def check_training(cache: str, dtype: str, length: int) -> Row:
     judge: Any = types.SimpleNamespace(groups=list)
     judge.submit = lambda prompt, completions: reward_group(config, prompt, completions, both)
     text: Any = types.SimpleNamespace(pad_id=0, end_ids=(1,), decode_all=lambda r: [""] * len(r))
-    sampler, prompts = open_sampler(layout.engine, text, 0), cast(Any, Prompts())
+    sampler, prompts = Scheduler(layout.engine, text, 0), cast(Any, Prompts())
     source = RolloutSource(config, prompts, sampler, judge)
     states = LearnerStates(layout.learners.policy.start(params))
     *_, (record, metrics) = take_steps(source, layout.learners, layout.decoder, states, 2)

@@ -20,7 +20,7 @@ from dapo_jax.model.lm_head import Scale, logits_of
 from dapo_jax.model.logprobs import Rows, hidden_states, logprobs_of
 from dapo_jax.rollout.requests import carry_groups
 from dapo_jax.rollout.sampling import sample_keys, sample_tokens
-from dapo_jax.run.components import SamplerParts
+from dapo_jax.run.build import SamplerParts
 from dapo_jax.runtime import processes, sharding
 from dapo_jax.types.contracts import do_nothing
 from dapo_jax.types.errors import require

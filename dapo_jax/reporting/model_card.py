@@ -14,7 +14,7 @@ from flax.traverse_util import unflatten_dict
 
 from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.config.settings import leaves
-from dapo_jax.reporting.correctness import reward_leads
+from dapo_jax.reporting.scores import reward_leads
 from dapo_jax.reporting.sinks import read_rows
 from dapo_jax.runtime.storage.paths import folder_at
 

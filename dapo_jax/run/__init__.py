@@ -1,1 +1,1 @@
-"""A run: its components, state, files and loop."""
+"""A run: its parts, loop, checkpoints, evaluation and export."""

@@ -21,8 +21,8 @@ from dapo_jax.model.trainable import parameter_count
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
-from dapo_jax.run import components
-from dapo_jax.run.notices import setting_warnings
+from dapo_jax.run import build
+from dapo_jax.run.notices import check_lengths, setting_warnings
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
 from dapo_jax.types.errors import ConfigError
@@ -48,13 +48,13 @@ def dry_run(config: Config) -> int:
         ConfigError: the run would stop at its start, or a reward function or the environment fails
             on every answer.
     """
-    decoder, mesh, sampling_mesh = components.open_decoder(config, training=True)
-    tokenizer = components.open_tokenizer(config, decoder)
+    decoder, mesh, sampling_mesh = build.open_decoder(config, training=True)
+    tokenizer = build.open_tokenizer(config, decoder)
     with contextlib.ExitStack() as stack:
-        environments = components.open_environments(config, tokenizer)
+        environments = build.open_environments(config, tokenizer)
         if environments:
             stack.callback(environments.close)
-        prompts = components.open_prompts(config, tokenizer, environments)
+        prompts = build.open_prompts(config, tokenizer, environments)
         size = parameter_count(decoder)
         config, lines, warnings = choose_rates(config, size, config.total_steps)
         _print([f"data: {prompts.describe()}", *lines])
@@ -74,7 +74,7 @@ def dry_run(config: Config) -> int:
         _print(describe_rewards(config, trials, groups))
         _print(describe_replies(trials[0]))
         _print(describe_lengths(config, tokenizer, prompts, problems))
-        components.check_lengths(config, prompts.lengths)
+        check_lengths(config, prompts.lengths)
         check_rewards(config, groups)
         check_replies(config, trials)
         _print(["nothing was compiled or written; without --dry-run this trains"])

@@ -1,5 +1,6 @@
 """Export of a run's policy as a model folder in the Hugging Face layout."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -7,7 +8,10 @@ import pathlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import numpy as np
+import orbax.checkpoint as ocp
 from filelock import FileLock
+from flax import traverse_util
 
 from dapo_jax.config.experiment import ExportConfig, Lora
 from dapo_jax.config.settings import check_settings
@@ -17,20 +21,73 @@ from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.reporting import model_card
-from dapo_jax.run.checkpointing.checkpoints import (
-    SavedPolicy,
-    newest_step,
-    record_path,
-)
-from dapo_jax.run.checkpointing.same_run import check_frozen
+from dapo_jax.run.identity import check_frozen
+from dapo_jax.run.store import checkpoint_folder, newest_step, read_record, record_path, saved_steps
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.sharding import flatten
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.output_folder import EXPORTED, MARK, check_free, replace
+from dapo_jax.runtime.storage.retries import (
+    reason,
+)
 from dapo_jax.runtime.text_files import read_json
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import present
 
 EXPORTS = "exported"  # in run_dir: exports of checkpoints that were used as models
+
+
+class SavedPolicy:
+    """Policy of one checkpoint (0: the newest), read parameter by parameter while the run goes on.
+
+    Raises `ConfigError` if `run_dir` has no such checkpoint, or one of its files is broken.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike, step: int = 0):
+        steps = saved_steps(run_dir)
+        require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
+        self.step = step or newest_step(run_dir, field="run") or 0
+        listed = ", ".join(map(str, steps))
+        require(self.step in steps, "step", step, f"0 or one of {listed}")
+        self._folder = checkpoint_folder(run_dir) / str(self.step)
+        self._handler = ocp.PyTreeCheckpointHandler()
+        with self._naming_folder():
+            self._record = read_record(self._folder)
+            self._params = self._handler.metadata(self._folder / "state").tree["params"]
+
+    @contextlib.contextmanager
+    def _naming_folder(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever Orbax raises of broken files
+            raise ConfigError(
+                f"{self._folder} can't be read ({reason(error)}): choose another step"
+            ) from error
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the run, by dotted name."""
+        return self._record.settings
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter by its path (`layers/query/kernel`)."""
+        return {path: leaf.shape for path, leaf in flatten(self._params).items()}
+
+    def read(self, path: str) -> np.ndarray:
+        """Return a whole parameter on the host, from whatever mesh it was written."""
+
+        def only(value: Any) -> Any:
+            return {"params": traverse_util.unflatten_dict({path: value}, sep="/")}
+
+        args = ocp.args.PyTreeRestore(
+            item=only(np.zeros(())),
+            restore_args=only(ocp.RestoreArgs(restore_type=np.ndarray)),
+            partial_restore=True,
+        )
+        with self._naming_folder():
+            params = self._handler.restore(self._folder / "state", args=args)["params"]
+        return flatten(params)[path]
 
 
 def check(config: ExportConfig) -> None:

@@ -9,8 +9,8 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.sources import Source
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.correctness import reads_answers, reward_leads, settings_of
-from dapo_jax.reporting.scores import Response
+from dapo_jax.reporting.scores import Response, reads_answers, reward_leads, settings_of
+from dapo_jax.types.errors import require
 
 MANY_WITHOUT_ANSWER = 0.5
 MAX_CUT = 0.5  # fraction of prompts that may be truncated; beyond it a run learns little
@@ -25,6 +25,19 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
     row = limit + config.sampler.max_response_tokens
     needs_rows = config.rows().row_tokens < row
     return f"{limit}{f' with packing.row_tokens of at least {row}' * needs_rows}"
+
+
+def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:
+    """Raise `ConfigError` if too many prompts would be truncated."""
+    if config.data.overlong_prompts != "truncate_left":
+        return
+    for source in lengths:
+        allowed = (
+            f"larger, such as {fitting(config, lengths)}: too many prompts would lose their "
+            f"beginning ({source.describe()}); data.overlong_prompts = 'drop' skips them instead"
+        )
+        fits = source.over <= MAX_CUT * source.looked_at
+        require(fits, "data.max_prompt_tokens", config.data.max_prompt_tokens, allowed)
 
 
 def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]:

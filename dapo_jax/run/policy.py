@@ -109,8 +109,8 @@ class Policy:
         slots: int = 16,
         seed: int = 0,
     ):
-        from dapo_jax.run.components import build
-        from dapo_jax.run.evaluation import open_checkpoints, open_policy
+        from dapo_jax.run.build import build
+        from dapo_jax.run.evaluate import open_checkpoints, open_policy
 
         model = os.fspath(model)
         is_run = (pathlib.Path(model) / "checkpoints").is_dir()

@@ -27,15 +27,12 @@ from dapo_jax.rollout.group_format import (
     unpack_rollouts,
 )
 from dapo_jax.rollout.source import Journal, SourceState
-from dapo_jax.run import evaluation, notices
-from dapo_jax.run.checkpointing import same_run
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
-from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
-from dapo_jax.run.checkpointing.same_run import Record, RunProgress
-from dapo_jax.run.components import Components, build, check_data, check_processes
-from dapo_jax.run.compute import attention_notice
+from dapo_jax.run import heldout, identity, notices
+from dapo_jax.run.build import Components, attention_notice, build
+from dapo_jax.run.identity import Record, RunProgress, check_data, check_processes
+from dapo_jax.run.metrics import measure, trace
 from dapo_jax.run.run_files import SUMMARY, Callbacks, RunFiles
-from dapo_jax.run.step_record import measure, trace
+from dapo_jax.run.store import Checkpoints, RolloutJournal, find_steps, saved_steps
 from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
@@ -113,10 +110,10 @@ class Run:
                 responses.append(response)
                 show(response)
         self.files.write_evaluation(self.state.step, responses)
-        evaluation.check_scored(responses)
+        heldout.check_scored(responses)
         # Equality of answers runs in a worker process, so one process decides.
         values = processes.broadcast_from_host0(
-            lambda: evaluation.heldout_metrics(evaluation.report_on(responses, config)),
+            lambda: heldout.heldout_metrics(heldout.report_on(responses, config)),
             "held-out metrics",
         )
         return values | {"seconds_evaluation": clock.total()}, responses
@@ -124,7 +121,7 @@ class Run:
     def _sample(self, prompts: list, samples: range, rule: SamplingRule) -> Iterator[Response]:
         wanted = [(prompt, samples) for prompt in prompts]
         params = self.state.learners.policy.params
-        return evaluation.sample_responses(self.components, params, wanted, rule, self.signals)
+        return heldout.sample_responses(self.components, params, wanted, rule, self.signals)
 
     def _first_responses(self) -> list[Response]:
         """Return a few responses to the first training prompts."""
@@ -360,7 +357,7 @@ def open_run(
         with console.working(f"loading {config.model.folder}"):
             state = first_state(components)
     else:
-        same_run.check_record(config, now, record, storage.warn)
+        identity.check_record(config, now, record, storage.warn)
         with console.working("loading the newest checkpoint"):
             state, progress = checkpoints.newest(
                 lambda record: (restore(components, checkpoints, record), record.progress)
@@ -379,8 +376,7 @@ def open_run(
     journal = Journal()
     if config.checkpoint.keep_groups:
         inputs = now.inputs | {"model": fingerprint(config.model.folder)}
-        identity = same_run.run_identity(now.settings, inputs)
-        journal = RolloutJournal(folder, identity, storage)
+        journal = RolloutJournal(folder, identity.run_identity(now.settings, inputs), storage)
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
     store = RunStore(checkpoints, now, storage, journal)
     return Run(components, trainer, state, progress, store, files, signals)
@@ -393,7 +389,7 @@ def describe_run(components: Components) -> Record:
     heldout = sum(len(source.problems) for source in prompts.heldout)
     heldout = config.data.heldout_source and config.data.heldout_count() or heldout
     return Record(
-        0, same_run.run_settings(config, heldout), same_run.gather_inputs(config, prompts)
+        0, identity.run_settings(config, heldout), identity.gather_inputs(config, prompts)
     )
 
 
@@ -414,8 +410,8 @@ def finished(config: Config) -> dict[str, Any] | None:
         record = checkpoints.record()
     config, _, _ = choose_rates(config, 1, step, record.settings)
     saved = record.settings["data.heldout_problems"]
-    settings = same_run.run_settings(config, saved if config.data.heldout_problems < 0 else None)
-    same_run.check_same_run(settings, record.settings)
+    settings = identity.run_settings(config, saved if config.data.heldout_problems < 0 else None)
+    identity.check_same_run(settings, record.settings)
     folder = folder_at(config.run_dir)
 
     def read() -> dict[str, Any]:
@@ -431,7 +427,7 @@ def finished(config: Config) -> dict[str, Any] | None:
     progress = Progress(config.log.console)
     for text in warnings:
         progress.warn(escape(text))
-    notices.announce_end(config, summary, same_run.may_change("total_steps", settings), progress)
+    notices.announce_end(config, summary, identity.may_change("total_steps", settings), progress)
     return summary
 
 

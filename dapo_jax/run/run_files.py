@@ -14,7 +14,7 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.sinks import MetricRows, RolloutFiles, StepLines, find_sinks
 from dapo_jax.reporting.trackers import TensorBoardEvents, WandbSink
-from dapo_jax.run.evaluation import stamp, write_responses
+from dapo_jax.run.heldout import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import read_object

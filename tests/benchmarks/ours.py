@@ -45,8 +45,8 @@ from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.rollout import engine_programs
 from dapo_jax.rollout.sampling import sample_tokens
 from dapo_jax.rollout.source import SourceState
-from dapo_jax.run import step_record
-from dapo_jax.run.components import build
+from dapo_jax.run import metrics
+from dapo_jax.run.build import build
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.step import TrainerState, train_step
 from dapo_jax.types.structs import Completion, Prompt
@@ -197,7 +197,7 @@ class Calls:
         clock = Clock()
         with clock.running():
             self.state, record = train_step(self.parts.trainer(), self.state)
-        values = step_record.measure(self.parts.config, record, clock)
+        values = metrics.measure(self.parts.config, record, clock)
         jax.block_until_ready(self.state.learners.policy)
         assert values["trained_groups"] == self.workload.prompts
         return self.workload.prompts * self.workload.group * values["response_tokens_mean"]

@@ -66,7 +66,7 @@ class Ours:
         """Time steps; write prompts, and tokens, advantages and gradient of the first minibatch."""
         from dapo_jax.learner.learners import LearnerStates
         from dapo_jax.rollout.source import SourceState
-        from dapo_jax.run.components import build
+        from dapo_jax.run.build import build
         from dapo_jax.step import TrainerState
 
         with contextlib.closing(build(self.config)) as parts:
@@ -85,7 +85,7 @@ class Ours:
     def step(parts: Any, state: Any) -> tuple[Any, dict[str, float], Any]:
         import jax
 
-        from dapo_jax.run import step_record
+        from dapo_jax.run import metrics
         from dapo_jax.runtime.clock import Clock
         from dapo_jax.step import train_step
 
@@ -93,7 +93,7 @@ class Ours:
         with clock.running():
             state, record = train_step(parts.trainer(), state)
             jax.block_until_ready(state.learners.policy)
-        values = step_record.measure(parts.config, record, clock)
+        values = metrics.measure(parts.config, record, clock)
         seconds = {"rollout": values["seconds_rollout"], "step": values["seconds_step"]}
         seconds["update"] = seconds["step"] - seconds["rollout"]
         tokens = sum(len(c.tokens) for group in record.rollouts.groups for c in group.completions)

@@ -15,8 +15,7 @@ from safetensors.numpy import load_file
 
 from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.model import load_huggingface
-from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
-from dapo_jax.run.export import export
+from dapo_jax.run.export import SavedPolicy, export
 from dapo_jax.types.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]

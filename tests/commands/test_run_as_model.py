@@ -16,7 +16,8 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.extras.serve import server
 from dapo_jax.model import load_huggingface
 from dapo_jax.run import export
-from dapo_jax.run.checkpointing.checkpoints import SavedPolicy, checkpoint_folder
+from dapo_jax.run.export import SavedPolicy
+from dapo_jax.run.store import checkpoint_folder
 from dapo_jax.runtime import processes, registry
 from dapo_jax.types.errors import ConfigError
 

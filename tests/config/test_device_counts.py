@@ -24,7 +24,7 @@ from dapo_jax.extras.plan.chips import parse
 from dapo_jax.extras.plan.programs import lay_out
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
-from dapo_jax.run.compute import open_mesh
+from dapo_jax.run.build import open_mesh
 from dapo_jax.types.errors import ConfigError
 
 def devices_of(variant):  # an Ironwood chip is two

@@ -10,7 +10,7 @@ from responses import respond
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.sources import Sources, parse_range, read_problems
-from dapo_jax.run.evaluation import rate_problems
+from dapo_jax.run.evaluate import rate_problems
 from dapo_jax.types.errors import ConfigError
 
 

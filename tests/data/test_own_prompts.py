@@ -15,7 +15,7 @@ from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import Beside, ChatTemplate, open_template
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.console import Progress
-from dapo_jax.run.components import check_lengths
+from dapo_jax.run.build import check_lengths
 from dapo_jax.run.notices import announce_data
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem

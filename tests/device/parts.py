@@ -28,7 +28,7 @@ if PART != "versions":  # which works without this library
     from dapo_jax.model import caches, decode_attention, trainable, training_attention
     from dapo_jax.model.decoder import DecoderConfig, init_params
     from dapo_jax.model.save_huggingface import save_folder
-    from dapo_jax.run.compute import numerics
+    from dapo_jax.run.build import numerics
     from dapo_jax.runtime import sharding
     from dapo_jax.runtime.storage.models import model_path
 

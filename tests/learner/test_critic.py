@@ -19,7 +19,7 @@ from dapo_jax.learner.learners import LearnerStates, learning_rates
 from dapo_jax.learner.metrics import feedback_metrics
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.rollout.source import SourceState
-from dapo_jax.run.components import build
+from dapo_jax.run.build import build
 from dapo_jax.run.run import train
 from dapo_jax.step import TrainerState
 from dapo_jax.types.errors import ConfigError

@@ -17,8 +17,8 @@ from dapo_jax.extras.distillation.divergence import Divergence
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner, policy_objective
 from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
-from dapo_jax.run import checks, components
-from dapo_jax.run.components import build
+from dapo_jax.run import checks
+from dapo_jax.run.build import build
 from dapo_jax.runtime import sharding
 from dapo_jax.types.errors import ConfigError
 
@@ -177,7 +177,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
     other = write_teacher(tmp_path / "other", tiny_folder)
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("again", "gaina"))
-    monkeypatch.delattr(components, "load_frozen")
+    monkeypatch.delattr("dapo_jax.run.build.load_frozen")
     for folder, words in ((other, "tokenizer"), (small, "at least the policy's 32 tokens")):
         with pytest.raises(ConfigError, match=f"extras.teacher.folder = '{folder}'.*{words}"):
             build(make(tiny_folder, folder, tmp_path))

@@ -17,8 +17,8 @@ from dapo_jax.learner.update import Learner, apply_gradient, make_optimizer
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.load_huggingface import read_config
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.same_run import Record
+from dapo_jax.run.identity import Record
+from dapo_jax.run.store import Checkpoints
 from dapo_jax.runtime import sharding
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"

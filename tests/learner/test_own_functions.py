@@ -22,7 +22,7 @@ from dapo_jax.learner.losses import (
     WEIGHTS,
     policy_loss,
 )
-from dapo_jax.run.checkpointing.same_run import run_settings
+from dapo_jax.run.identity import run_settings
 from dapo_jax.run.run import train
 from dapo_jax.types.errors import ConfigError
 
@@ -122,7 +122,7 @@ def test_an_advantage_of_another_shape_is_an_error(result):
 
 
 def test_the_code_of_an_own_function_is_kept_with_the_run(mine, tiny_folder, tmp_path):
-    from dapo_jax.run.checkpointing.same_run import gather_inputs
+    from dapo_jax.run.identity import gather_inputs
 
     config = make_quick_config(tiny_folder, tmp_path)
     config.algorithm.region = mine.wide_region

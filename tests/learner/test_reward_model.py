@@ -15,7 +15,7 @@ from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.logprobs import Rows, scalars_after
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.run.components import load_reward_model
+from dapo_jax.run.build import load_reward_model
 from dapo_jax.types.errors import ConfigError
 
 RNG = np.random.default_rng(7)

@@ -25,7 +25,7 @@ from dapo_jax.model import (
 from dapo_jax.model.blockwise_attention import RowIds
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import Window
-from dapo_jax.run.compute import attention_notice, numerics, open_mesh
+from dapo_jax.run.build import attention_notice, numerics, open_mesh
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
 from dapo_jax.types.errors import ConfigError

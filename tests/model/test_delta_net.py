@@ -33,7 +33,7 @@ from dapo_jax.model.decode_attention import SlotContext, attend_slots
 from dapo_jax.model.decoder import Decoder, head_kernel, init_params
 from dapo_jax.model.load_huggingface import load_params, read_config
 from dapo_jax.model.trainable import choose_trained
-from dapo_jax.run.compute import check_divisible
+from dapo_jax.run.build import check_divisible
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
 from dapo_jax.types.errors import ConfigError

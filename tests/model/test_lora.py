@@ -29,10 +29,9 @@ from dapo_jax.model.trainable import (
     without,
 )
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
-from dapo_jax.run.components import build, load_frozen
-from dapo_jax.run.evaluation import evaluate
-from dapo_jax.run.export import export
+from dapo_jax.run.build import build, load_frozen
+from dapo_jax.run.evaluate import evaluate
+from dapo_jax.run.export import SavedPolicy, export
 from dapo_jax.types.errors import ConfigError
 
 LORA = Lora(rank=3, alpha=6.0)

@@ -25,7 +25,7 @@ from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.load_huggingface import load_params
 from dapo_jax.model.logprobs import Rows, hidden_states
 from dapo_jax.model.trainable import MATRICES, choose_trained, is_trained, join, merge
-from dapo_jax.run.components import load_frozen
+from dapo_jax.run.build import load_frozen
 from dapo_jax.run.export import policy_layers
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox

@@ -17,10 +17,10 @@ from dapo_jax.config.settings import open_extras
 from dapo_jax.extras.judge import model_judge
 from dapo_jax.extras.judge.model_judge import read_score
 from dapo_jax.extras.judge.settings import JudgeSettings as Settings
-from dapo_jax.reporting.metrics import judge_counts
 from dapo_jax.rewards.functions import PartsReply, ResponseCall, find_functions
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.run.metrics import judge_counts
 from dapo_jax.types.structs import Outcome
 
 # What a chat template's tokenizer reads as the begin of another message.

@@ -11,13 +11,13 @@ from row_files import read_table
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Reward, Sampler
-from dapo_jax.reporting.metrics import response_metrics
 from dapo_jax.rewards import scorers
 from dapo_jax.rewards.functions import BUILTIN_FUNCTIONS, think_format
 from dapo_jax.rewards.group_rewards import TRAINER_PARTS, reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.dynamic_sampling import carries_signal
+from dapo_jax.run.metrics import response_metrics
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.errors import ConfigError

@@ -24,10 +24,10 @@ from dapo_jax.config.experiment import Log, Reward
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import dynamic_sampling
 from dapo_jax.rollout.dynamic_sampling import Starved
-from dapo_jax.run.checkpointing.rollout_journal import FOLDER
-from dapo_jax.run.evaluation import check_scored, make_responses, report_on
+from dapo_jax.run.heldout import check_scored, make_responses, report_on
+from dapo_jax.run.metrics import trace
 from dapo_jax.run.run import train
-from dapo_jax.run.step_record import trace
+from dapo_jax.run.store import JOURNAL
 from dapo_jax.types.structs import Failure, Group, Outcome
 
 OWN = """
@@ -175,7 +175,7 @@ def test_rewards_train_and_resume_with_the_same_bits_however_long_they_take(
     for i, slowest in enumerate((0.3, 3.0)):
         run(f"run{i}", slowest, burst=3)
         if carry_over == "none":
-            assert list((tmp_path / f"run{i}" / FOLDER).rglob("*.groups"))
+            assert list((tmp_path / f"run{i}" / JOURNAL).rglob("*.groups"))
         run(f"run{i}", slowest)
         assert differing(tmp_path / f"run{i}", tmp_path / "whole") == []
         names = f"run{i}", "whole"

@@ -17,7 +17,7 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.curriculum import RestingPrompts, update_pools
 from dapo_jax.rollout.source import RolloutSource, SourceState
-from dapo_jax.run.checkpointing.same_run import RunProgress
+from dapo_jax.run.identity import RunProgress
 from dapo_jax.types.structs import Verdict
 
 STEPS, SAMPLES = 24, 2

@@ -13,7 +13,6 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Data, Reward, Rollout, Watch
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.reporting.metrics import rollout_metrics
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.dynamic_sampling import (
@@ -24,6 +23,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     collect,
     next_kept_fraction,
 )
+from dapo_jax.run.metrics import rollout_metrics
 from dapo_jax.runtime.workers import pool as worker_pool
 from dapo_jax.types.structs import Failure, Interrupted, Outcome, RolloutKey, SamplingRule, Verdict
 

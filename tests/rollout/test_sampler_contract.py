@@ -19,7 +19,7 @@ from dapo_jax.extras.vllm.vllm_sampler import VllmSampler
 from dapo_jax.learner.minibatches import make_minibatches
 from dapo_jax.learner.packing import tree_index
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.run.components import build
+from dapo_jax.run.build import build
 from dapo_jax.run.run import first_state
 from dapo_jax.types.structs import RolloutKey, SamplingRule, Stop
 

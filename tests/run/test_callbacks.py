@@ -7,7 +7,7 @@ from small_runs import make_quick_config, read_rows
 
 import dapo_jax
 from dapo_jax.config.experiment import Checkpoint, Data, Evaluation
-from dapo_jax.run.checkpointing.checkpoints import saved_steps
+from dapo_jax.run.store import saved_steps
 from dapo_jax.types.contracts import RunSink
 from dapo_jax.types.errors import ConfigError
 

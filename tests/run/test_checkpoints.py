@@ -14,9 +14,10 @@ from etils import epath
 from saved_states import SIZE, make_state, restored, save
 
 from dapo_jax.config.experiment import Checkpoint
-from dapo_jax.run.checkpointing import checkpoints
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy, saved_steps
-from dapo_jax.run.checkpointing.same_run import Record
+from dapo_jax.run import store
+from dapo_jax.run.export import SavedPolicy
+from dapo_jax.run.identity import Record
+from dapo_jax.run.store import Checkpoints, saved_steps
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
 from dapo_jax.types.errors import ConfigError
 
@@ -102,7 +103,7 @@ def test_a_checkpoint_that_may_be_whole_is_not_passed_over(entry, error, run_dir
 
     with Checkpoints(run_dir, Checkpoint(keep=9)) as store:
         if entry == "record":
-            monkeypatch.setattr(checkpoints, "_read_record", fail)
+            monkeypatch.setattr(store, "read_record", fail)
         monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", fail)
         with pytest.raises(ConfigError, match="checkpoints/2 can't be read now .*start again"):
             if entry == "record":
@@ -168,7 +169,7 @@ def test_a_full_disk_stops_saving_but_not_the_run(disk, capfd, monkeypatch):
     assert len(training.said) == 1 and "File too large" in training.said[0]
     assert "the checkpoint could not be written: step 3" in training.said[0]
     assert saved_steps(run_dir) == [1]  # nothing else is left that a resume would take
-    monkeypatch.setattr(checkpoints, "LAST_PAUSES", (0, 0, 0))
+    monkeypatch.setattr(store, "LAST_PAUSES", (0, 0, 0))
     with pytest.raises(NotSaved, match="step 8"):
         training.checkpoints.save_last(training.save)
     disk.free()
@@ -191,7 +192,7 @@ def test_a_read_only_disk_is_reported_at_once(disk, capfd, monkeypatch):
     training = Training(run_dir)
     training.step(1, due=True)
     training.settle()
-    monkeypatch.setattr(checkpoints, "LAST_PAUSES", (0, 0, 0))
+    monkeypatch.setattr(store, "LAST_PAUSES", (0, 0, 0))
     with disk.read_only(run_dir / "checkpoints"):
         before = time.monotonic()
         training.step(2, due=True)

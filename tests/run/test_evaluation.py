@@ -13,7 +13,7 @@ from small_runs import PROBLEMS, ROOT, SAMPLES, make_evaluation, run_evaluation
 
 from dapo_jax.commands.evaluate import main
 from dapo_jax.config.experiment import Data, Environment, Evaluation
-from dapo_jax.run.evaluation import ResponseFile
+from dapo_jax.run.evaluate import ResponseFile
 from dapo_jax.types.errors import ConfigError
 
 
@@ -73,7 +73,7 @@ jax.devices = lambda *args: devices(*args)[:1]
 import dataclasses, json
 from small_runs import make_evaluation
 from dapo_jax.commands.evaluate import main
-from dapo_jax.run.evaluation import ResponseFile
+from dapo_jax.run.evaluate import ResponseFile
 append = ResponseFile.append
 def append_and_end(self, response):
     append(self, response)

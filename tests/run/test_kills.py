@@ -6,7 +6,7 @@ import pytest
 from kills import IN_STEP_3, assert_same_bits, run_killed
 from small_runs import ROOT, read_rows
 
-from dapo_jax.run.checkpointing.checkpoints import newest_step
+from dapo_jax.run.store import newest_step
 
 TRAIN = "from dapo_jax.commands.train import main\nassert main() == 0"
 SMALL = bench.flags(

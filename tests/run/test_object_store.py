@@ -19,7 +19,7 @@ from row_files import read_table
 from small_runs import make_quick_config, read_rollouts, read_rows
 
 from dapo_jax.config.experiment import Checkpoint, Data, Evaluation, Log
-from dapo_jax.run.checkpointing.checkpoints import COMMITTED
+from dapo_jax.run.store import COMMITTED
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = "gs://bucket/run"

@@ -16,8 +16,8 @@ from kept_groups import SETTINGS, differing, make_kept, used, without_costs
 from small_runs import make_groups, make_quick_config, read_rows
 
 from dapo_jax.rollout.dynamic_sampling import recall
-from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal
 from dapo_jax.run.run import train
+from dapo_jax.run.store import JOURNAL, RolloutJournal
 from dapo_jax.runtime.storage.retries import Storage
 
 
@@ -67,7 +67,7 @@ def test_what_was_kept_is_read_back_whole(groups, tmp_path):
 def test_a_damaged_file_another_run_and_another_prompt_are_left_alone(groups, tmp_path):
     write(tmp_path, groups[:1], groups[1:])
     assert not opened(tmp_path, "of another run").begin(0)
-    first, second = sorted((tmp_path / FOLDER).rglob("*.groups"))
+    first, second = sorted((tmp_path / JOURNAL).rglob("*.groups"))
     content = bytearray(first.read_bytes())
     for place in range(40, len(content), len(content) // 25):
         changed = bytearray(content)
@@ -96,11 +96,11 @@ def test_groups_go_when_a_checkpoint_has_their_step(groups, tmp_path):
         kept.add(groups)
     kept.forget(2)
     storage.drain()
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_000002"]
+    assert [path.name for path in (tmp_path / JOURNAL).iterdir()] == ["step_000002"]
 
 
 def files_of(folder) -> list[str]:
-    return sorted(path.name for path in (folder / FOLDER).rglob("*.groups"))
+    return sorted(path.name for path in (folder / JOURNAL).rglob("*.groups"))
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -134,7 +134,7 @@ def test_a_step_that_kept_groups_ends_with_the_same_bits(
     assert differing(tmp_path / "run", tmp_path / "whole") == []
     assert without_costs(tmp_path / "run") == without_costs(tmp_path / "whole")
     assert used(tmp_path / "run") == used(tmp_path / "whole")
-    assert not (tmp_path / "run" / FOLDER).exists()
+    assert not (tmp_path / "run" / JOURNAL).exists()
     prefills, whole = (read_rows(tmp_path / name)[-2]["prefills"] for name in ("run", "whole"))
     assert prefills < whole  # finished groups are not sampled again
 
@@ -164,7 +164,7 @@ def test_forty_kills_over_settings_change_no_bit(
     assert start(tmp_path / "whole").wait() == 0
     rng = random.Random(setting)
     run_dir = tmp_path / "run"
-    written = f"{run_dir}/{FOLDER}/*/*.groups"
+    written = f"{run_dir}/{JOURNAL}/*/*.groups"
     kills = 0
     while kills < 5:
         child = start(run_dir)

@@ -27,7 +27,7 @@ from dapo_jax.extras.sft.training import imitation_batch, train_supervised
 from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.packing import pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
+from dapo_jax.run.export import SavedPolicy
 from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.output_folder import replace

@@ -24,9 +24,9 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Mesh, Optimizer, Sampler
 from dapo_jax.config.settings import leaves
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.run.checkpointing.same_run import check_same_run
-from dapo_jax.run.components import build
-from dapo_jax.run.evaluation import evaluate
+from dapo_jax.run.build import build
+from dapo_jax.run.evaluate import evaluate
+from dapo_jax.run.identity import check_same_run
 from dapo_jax.run.run import train
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Verdict

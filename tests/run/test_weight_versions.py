@@ -15,7 +15,7 @@ from dapo_jax.config.experiment import Lora, Sampler
 from dapo_jax.extras.samplers.weight_versions import KEPT, WeightVersions
 from dapo_jax.model.trainable import choose_trained, fresh_adapters
 from dapo_jax.rollout.weight_transfer import DecodingWeights, TrainerWeights
-from dapo_jax.run.components import load_frozen
+from dapo_jax.run.build import load_frozen
 
 ARRAYS = {
     "layers/0/kernel": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3) / 7,

@@ -15,8 +15,8 @@ import dapo_jax
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.reporting.console import PROGRAMS
-from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
-from dapo_jax.run.compute import open_learners
+from dapo_jax.run.build import open_learners
+from dapo_jax.run.export import SavedPolicy
 from dapo_jax.runtime.kept_programs import forget_programs
 
 TRACED, COMPILED = "jaxpr_trace_duration", "backend_compile_duration"

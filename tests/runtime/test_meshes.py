@@ -13,7 +13,7 @@ from samplers import place
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model import decoder
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.run.compute import check_divisible, open_mesh, open_meshes
+from dapo_jax.run.build import check_divisible, open_mesh, open_meshes
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.types.errors import ConfigError

@@ -19,10 +19,9 @@ from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer
 from dapo_jax.config.files import read_config
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model import load_huggingface, save_huggingface
-from dapo_jax.run import checks
-from dapo_jax.run.checkpointing import checkpoints
-from dapo_jax.run.checkpointing.checkpoints import saved_steps
+from dapo_jax.run import checks, store
 from dapo_jax.run.run import train
+from dapo_jax.run.store import saved_steps
 from dapo_jax.runtime import nonfinite
 from dapo_jax.runtime.nonfinite import NotFinite, count_skipped, describe
 from dapo_jax.types.errors import ConfigError
@@ -157,10 +156,10 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
             run.save()
         run.state = dataclasses.replace(run.state, step=3)
         with monkeypatch.context() as patch:  # as from elsewhere
-            patch.setattr(checkpoints, "check_state", lambda *_: None)
+            patch.setattr(store, "check_state", lambda *_: None)
             run.save()
         run.store.checkpoints.wait()
-        with checkpoints.Checkpoints(config.run_dir) as saved:
+        with store.Checkpoints(config.run_dir) as saved:
             with pytest.raises(NotFinite, match=f"checkpoints/3: {moment}"):
                 saved.state(run.components.learners.policy.abstract_state)
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.model import save_huggingface
-from dapo_jax.run.evaluation import claim_folder
+from dapo_jax.run.evaluate import claim_folder
 from dapo_jax.runtime.storage.output_folder import (
     EVALUATION,
     EXPORTED,

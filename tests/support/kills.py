@@ -7,7 +7,7 @@ import forked
 import numpy as np
 from small_runs import read_rollouts, read_rows
 
-from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
+from dapo_jax.run.export import SavedPolicy
 
 # Patches of a program, which run first.
 IN_STEP_3 = """
@@ -22,7 +22,7 @@ Progress.step = step
 """
 DURING_SAVE_2 = """
 import os, signal
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.store import Checkpoints
 save = Checkpoints.save
 def save_and_die(self, record, states):
     save(self, record, states)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config.experiment import Mesh
-from dapo_jax.run.compute import mesh_sizes
+from dapo_jax.run.build import mesh_sizes
 from dapo_jax.runtime import sharding
 
 

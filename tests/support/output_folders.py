@@ -18,9 +18,9 @@ from dapo_jax.config.settings import leaves
 from dapo_jax.extras.sft import commands as supervised
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import load_huggingface
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.same_run import Record, frozen_content
-from dapo_jax.run.components import load_frozen, load_trained
+from dapo_jax.run.build import load_frozen, load_trained
+from dapo_jax.run.identity import Record, frozen_content
+from dapo_jax.run.store import Checkpoints
 from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED
 
 ROOT = pathlib.Path(__file__).parents[2]

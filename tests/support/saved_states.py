@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.config.experiment import Checkpoint
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.same_run import Record
+from dapo_jax.run.identity import Record
+from dapo_jax.run.store import Checkpoints
 from dapo_jax.runtime.storage.retries import Storage
 
 SIZE = 1000

@@ -15,9 +15,9 @@ from small_runs import make_config, read_rollouts
 from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.learner.update import learning_rate
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.components import build
+from dapo_jax.run.build import build
 from dapo_jax.run.run import train
+from dapo_jax.run.store import Checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]
 PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/support")))

@@ -31,10 +31,11 @@ from dapo_jax.extras.sft.training import train_supervised
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import source
-from dapo_jax.run import checks, evaluation
+from dapo_jax.run import checks
 from dapo_jax.run import run as runs
-from dapo_jax.run.components import Components
-from dapo_jax.run.step_record import measure
+from dapo_jax.run.build import Components
+from dapo_jax.run.evaluate import evaluate
+from dapo_jax.run.metrics import measure
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.step import StepRecord, TrainerState, train_step
@@ -182,7 +183,7 @@ def learn(components: Components, state: TrainerState, groups) -> tuple[TrainerS
 # --- evaluations ---------------------------------------------------------------------------------
 
 PROBLEMS, SAMPLES = 12, 6
-run_evaluation = functools.partial(evaluation.evaluate, from_folder=True)
+run_evaluation = functools.partial(evaluate, from_folder=True)
 
 
 def make_evaluation(base, run_dir, samples=SAMPLES, **changes):

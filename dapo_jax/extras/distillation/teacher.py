@@ -16,7 +16,7 @@ from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import SCALE
 from dapo_jax.model.param_paths import forward_dtype, scaled_axes
 from dapo_jax.model.quantisation import quantise
-from dapo_jax.run.compute import check_divisible, numerics
+from dapo_jax.run.build import check_divisible, numerics
 from dapo_jax.runtime import sharding
 from dapo_jax.types.errors import require
 

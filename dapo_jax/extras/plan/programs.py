@@ -29,7 +29,7 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, without
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import Starts
-from dapo_jax.run import compute
+from dapo_jax.run import build
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.registry import feature
 from dapo_jax.types.structs import SamplingRule
@@ -85,11 +85,11 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     """Lay a config out for a topology, or given devices of one. Raises `ConfigError`."""
     devices = target_devices(topology) if devices is None else devices
     rows = config.packing.rows_per_microbatch
-    mesh, sampling_mesh = compute.open_meshes(config.mesh, rows, devices=devices)
-    numbers = compute.numerics(config.compute, mesh, config.rows().row_tokens)
+    mesh, sampling_mesh = build.open_meshes(config.mesh, rows, devices=devices)
+    numbers = build.numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = read_shape(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
-    compute.check_divisible(decoder, mesh)
+    build.check_divisible(decoder, mesh)
     flat = _abstract(decoder, mesh)
     untrained = {path: leaf for path, leaf in flat.items() if not is_trained(path, decoder)}
     frozen = unflatten_dict(untrained, sep="/")
@@ -98,8 +98,8 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
         others[TEACHER] = feature("teacher").abstract_teacher(config, decoder, mesh, read_shape)
     if config.algorithm.reference:
         others[REFERENCE] = Model(decoder, unflatten_dict(flat, sep="/"))
-    learners = compute.open_learners(config, decoder, mesh, frozen, others)
-    engine = compute.open_engine(config, decoder, mesh, sampling_mesh, (1,), frozen)
+    learners = build.open_learners(config, decoder, mesh, frozen, others)
+    engine = build.open_engine(config, decoder, mesh, sampling_mesh, (1,), frozen)
     return Layout(config, topology, decoder, mesh, sampling_mesh, learners, engine, frozen)
 
 

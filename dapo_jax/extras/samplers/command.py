@@ -27,7 +27,8 @@ from dapo_jax.extras.samplers.remote_sampler import sampler_identity, submit
 from dapo_jax.extras.samplers.settings import SamplerConfig
 from dapo_jax.extras.samplers.weight_versions import WeightVersions
 from dapo_jax.rollout import group_format
-from dapo_jax.run import checks, components, compute
+from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.run import build, checks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import post, read_key
 from dapo_jax.runtime.signals import Signals
@@ -216,13 +217,13 @@ def sample(config: SamplerConfig, should_stop: Callable[[], bool]) -> None:
     run = read_run(config, should_stop)
     if run is None or is_finished(run):
         return
-    decoder, mesh, sampling_mesh = components.open_decoder(run, training=False)
-    decoder = compute.choose_recording(run.algorithm, decoder, training=True)
-    tokenizer = components.open_tokenizer(run, decoder)
-    environments = components.open_environments(run, tokenizer, should_stop)
-    frozen = components.load_frozen(run.model.folder, decoder, mesh)
-    engine = compute.open_engine(run, decoder, mesh, sampling_mesh, tokenizer.end_ids, frozen)
-    sampler = compute.open_sampler(engine, tokenizer, run.seed, environments)
+    decoder, mesh, sampling_mesh = build.open_decoder(run, training=False)
+    decoder = build.choose_recording(run.algorithm, decoder, training=True)
+    tokenizer = build.open_tokenizer(run, decoder)
+    environments = build.open_environments(run, tokenizer, should_stop)
+    frozen = build.load_frozen(run.model.folder, decoder, mesh)
+    engine = build.open_engine(run, decoder, mesh, sampling_mesh, tokenizer.end_ids, frozen)
+    sampler = Scheduler(engine, tokenizer, run.seed, environments)
     read, seconds = WeightVersions(config.run).read, run.extras.samplers.lease_seconds
     worker = Worker(config, sampler_identity(run), seconds, sampler, read)
     print(f"sampler {worker.name} of {config.run}", flush=True)

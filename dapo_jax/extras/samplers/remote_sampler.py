@@ -14,7 +14,7 @@ from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.rollout.group_format import completion_from, from_text, read_counts, to_text
 from dapo_jax.rollout.requests import carry_groups
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.run.components import SamplerParts
+from dapo_jax.run.build import SamplerParts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import LOOPBACK, read_key
 from dapo_jax.runtime.storage.models import model_path

@@ -81,7 +81,7 @@ def open_folder(config: ServeConfig, row_tokens: int | None = None) -> ModelFold
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.extras.serve import budgets
     from dapo_jax.model import load_huggingface
-    from dapo_jax.run.compute import check_divisible, mesh_sizes, numerics
+    from dapo_jax.run.build import check_divisible, mesh_sizes, numerics
     from dapo_jax.runtime.sharding import make_mesh
 
     mesh = make_mesh(**mesh_sizes(config.mesh), devices=None)

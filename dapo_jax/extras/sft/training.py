@@ -50,11 +50,11 @@ from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import choose_trained, parameter_count
 from dapo_jax.reporting.console import Progress, duration
 from dapo_jax.reporting.sinks import MetricRows
-from dapo_jax.run import components
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, find_steps, saved_steps
-from dapo_jax.run.checkpointing.same_run import Record, RunProgress
-from dapo_jax.run.compute import attention_notice, check_divisible, numerics, open_mesh
+from dapo_jax.run import build
+from dapo_jax.run.build import attention_notice, check_divisible, numerics, open_mesh
 from dapo_jax.run.export import adapter_folder, policy_layers
+from dapo_jax.run.identity import Record, RunProgress, check_processes
+from dapo_jax.run.store import Checkpoints, find_steps, saved_steps
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
@@ -147,11 +147,11 @@ def open_start(config: SftConfig | DpoConfig) -> Start:
     tokenizer.check_fits(decoder.vocab, "start", folder)
 
     def load() -> Any:
-        return components.load_trained(folder, decoder, mesh, config.seed, adapters, field="start")
+        return build.load_trained(folder, decoder, mesh, config.seed, adapters, field="start")
 
     if adapters:
         peft_adapters.read_adapters(adapters, decoder)  # raises before the base is loaded
-    frozen = components.load_frozen(folder, decoder, mesh, "start")
+    frozen = build.load_frozen(folder, decoder, mesh, "start")
     return Start(config, decoder, tokenizer, mesh, load, frozen)
 
 
@@ -224,7 +224,7 @@ def train_supervised(
         ConfigError: settings, files and folders don't fit together.
         NotFinite: too many updates in a row were skipped.
     """
-    components.check_processes(config)
+    check_processes(config)
     with signals or Signals() as signals:
         try:
             _train(config, signals)
@@ -600,15 +600,13 @@ def _open_dpo(start: Start, learner: Learner, signals: Signals) -> Task:
     config: DpoConfig = start.config
     size, packing, algorithm = config.pairs_per_step, config.packing, algorithm_of(config)
     if config.reference:
-        components.check_same_model(
-            "reference", config.reference, config.start, lambda shape: shape
-        )
+        build.check_same_model("reference", config.reference, config.start, lambda shape: shape)
     pairs, steps, numbers = open_examples(config, start.tokenizer, PAIRS, "pairs_per_step")
     digests = {"data": pairs.digest()}
     params = reference = start.load()
     if config.reference:
         digests[config.reference] = fingerprint(config.reference)
-        reference = components.load_whole(
+        reference = build.load_whole(
             config.reference, start.decoder, start.mesh, config.seed, field="reference"
         )
 

@@ -26,7 +26,7 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.model.peft_adapters import save_adapters
 from dapo_jax.rollout.requests import carry_groups
-from dapo_jax.run.components import SamplerParts
+from dapo_jax.run.build import SamplerParts
 from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.keys import post
 from dapo_jax.types import structs

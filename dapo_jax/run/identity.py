@@ -6,8 +6,10 @@ import inspect
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Reward
@@ -15,9 +17,10 @@ from dapo_jax.config.settings import Rule, defaults, leaves, rules
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
-from dapo_jax.data.sources import parse_range, parse_sources
+from dapo_jax.data.sources import Source, parse_range, parse_sources
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
+from dapo_jax.runtime import processes
 from dapo_jax.runtime.user_code import resolve
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
 from dapo_jax.types.errors import ConfigError, present_name, require
@@ -238,3 +241,43 @@ def warn_about_heldout(
     if all(asked[name] == saved.settings[name] for name in names):
         for change in _describe_changes(digests, saved.inputs.get("data", {})):
             warn(f"{change}: the run may have been trained on problems of this evaluation")
+
+
+# --- several processes -----------------------------------------------------------------------
+
+# Settings that name a model folder.
+MODEL_FOLDERS = (
+    "model.folder model.reference_folder extras.teacher.folder reward.model_folder critic.folder "
+    "start reference"
+).split()
+
+
+def check_processes(config: Any) -> None:
+    """Raise `ConfigError` if processes have different settings, models or code."""
+    digests: dict[str, Callable[[str], str]] = {
+        **dict.fromkeys(MODEL_FOLDERS, fingerprint),
+        "lora.folder": peft_adapters.fingerprint,
+        "data.template": lambda name: open_template(name).digest,
+        "data.user_template": lambda name: open_text(name).digest,
+    }
+
+    def values() -> dict[str, Any]:
+        settings = {name: value for name, _, value in leaves(config)}
+        compared = {f"config.{name}": value for name, value in settings.items()}
+        for name, digest in digests.items():
+            if settings.get(name):
+                try:
+                    content = digest(settings[name])
+                except (ConfigError, OSError) as error:
+                    content = str(error)
+                compared[f"the content of config.{name}"] = content
+        compared["dapo_jax's code"] = processes.code_digest()
+        compared["jax's version"] = jax.__version__
+        return compared
+
+    processes.check_same(values)
+
+
+def check_data(sources: Sequence[Source]) -> None:
+    """Raise `ConfigError` if processes read different problems under the same names."""
+    processes.check_same(lambda: {f"the data of {s.name}": s.digests() for s in sources})

@@ -10,33 +10,38 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from flax import traverse_util
 
 from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.learner.batches import TrainState
-from dapo_jax.run.checkpointing.same_run import Record
+from dapo_jax.rollout.dynamic_sampling import FinishedGroups, digest_tokens
+from dapo_jax.rollout.group_format import pack_partial, unpack_partial
+from dapo_jax.rollout.source import Journal
+from dapo_jax.run.identity import Record
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.nonfinite import check_state
-from dapo_jax.runtime.sharding import flatten
-from dapo_jax.runtime.storage.paths import folder_at, is_remote
+from dapo_jax.runtime.storage.paths import Folder, folder_at, is_remote
 from dapo_jax.runtime.storage.retries import (
     NotSaved,
     Storage,
     is_bucket_error,
     print_error,
     reason,
+    replacing,
     silence_orbax,
     storage_fault,
+    suppress_storage_errors,
 )
 from dapo_jax.types.errors import ConfigError, require
+from dapo_jax.types.structs import Group, PartialGroup, Prompt
 
 T = TypeVar("T")
 
@@ -45,7 +50,7 @@ RECORD = "record"  # entry with the JSON of `Record`
 MAX_TRIES = 3  # of a save, a step apart
 LAST_PAUSES = (0, 5, 20)  # seconds before each try of the last save
 CHECKPOINT = "the checkpoint"
-
+JOURNAL = "groups"  # folder of the journal
 
 # Errors of storage or memory that may be gone the next time.
 PASSING = (PermissionError, ConnectionError, TimeoutError, MemoryError)
@@ -97,7 +102,8 @@ def record_path(run_dir: str | os.PathLike, step: int) -> epath.Path:
     return checkpoint_folder(run_dir) / str(step) / RECORD / "metadata"
 
 
-def _read_record(folder: epath.Path) -> Record:
+def read_record(folder: epath.Path) -> Record:
+    """Return the record of a checkpoint in its folder."""
     content = ocp.JsonCheckpointHandler().restore(folder / RECORD)
     return Record.read(content, folder)
 
@@ -105,7 +111,7 @@ def _read_record(folder: epath.Path) -> Record:
 def _flaw(folder: epath.Path) -> tuple[str, bool]:
     """Return what `_explain` says of a checkpoint's record; an empty text if it can be read."""
     try:
-        _read_record(folder)
+        read_record(folder)
     except ConfigError:  # of another version, which `record` reports
         return "", False
     except Exception as error:  # whatever Orbax raises of broken files
@@ -214,7 +220,7 @@ class Checkpoints:
 
     def record(self) -> Record:
         """Return the record of the checkpoint that is read."""
-        return _read_record(self._folder / str(self._step))
+        return read_record(self._folder / str(self._step))
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
         """Return the arrays of an entry.
@@ -347,54 +353,109 @@ class Checkpoints:
         self._thread.shutdown()
 
 
-class SavedPolicy:
-    """Policy of one checkpoint (0: the newest), read parameter by parameter while the run goes on.
+# --- the journal of an unfinished step --------------------------------------------------------
 
-    Raises `ConfigError` if `run_dir` has no such checkpoint, or one of its files is broken.
+
+class RolloutJournal(Journal):
+    """Journal of the scored groups of an unfinished step, so that a kill loses none of them.
+
+    Sampling is keyed, and the order of the data decides what a step trains on: groups that are
+    read back make the same step as groups that are sampled again. Costs count from where the step
+    resumed.
+
+    Files are written in the background: each holds the groups that were scored while the file
+    before it was written, and is complete or absent. Groups of a run of another `identity` are
+    ignored. Every process calls `begin`.
     """
 
-    def __init__(self, run_dir: str | os.PathLike, step: int = 0):
-        steps = saved_steps(run_dir)
-        require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
-        self.step = step or newest_step(run_dir, field="run") or 0
-        listed = ", ".join(map(str, steps))
-        require(self.step in steps, "step", step, f"0 or one of {listed}")
-        self._folder = checkpoint_folder(run_dir) / str(self.step)
-        self._handler = ocp.PyTreeCheckpointHandler()
-        with self._naming_folder():
-            self._record = _read_record(self._folder)
-            self._params = self._handler.metadata(self._folder / "state").tree["params"]
+    def __init__(self, folder: Folder, identity: str, storage: Storage):
+        self._folder = folder / JOURNAL
+        self._identity = identity
+        self._storage = storage
+        self._step = 0
+        # Two threads use these; each use is one operation of Python, which is atomic.
+        self._unwritten: list[Group] = []
+        self._write_is_queued = False
 
-    @contextlib.contextmanager
-    def _naming_folder(self) -> Iterator[None]:
+    def begin(self, step: int) -> FinishedGroups:
+        """Return the groups that an earlier try of a step has finished."""
+        self._storage.drain()
+        self._step = step
+        self._unwritten = []
+        folder = self._folder / _name(step)
+
+        def list_files() -> list[str]:
+            with suppress_storage_errors():
+                return sorted(path.name for path in folder.glob("*.groups"))
+            return []
+
+        groups: dict[int, tuple[str, Group]] = {}
+        for name in processes.broadcast_from_host0(list_files, "finished groups"):
+            groups |= self._read(folder / name)
+        # A file that one process can't read is ignored by all.
+        readable = map(set, processes.all_gather_json(sorted(groups), "finished groups"))
+        return {index: groups[index] for index in set.intersection(*readable)}
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Queue groups that were scored; those with a failed reward are left out."""
+        scored = [group for group in groups if not group.failed]
+        if not scored or not processes.is_first():
+            return
+        self._unwritten.extend(scored)
+        if not self._write_is_queued:  # else that write takes these as well
+            self._write_is_queued = True
+            self._storage.attempt_later(f"{JOURNAL}/", self._write)
+
+    def forget(self, step: int) -> None:
+        """Remove the groups of steps before `step` in the background; a checkpoint has them."""
+        if processes.is_first():
+            self._storage.attempt_later(f"{JOURNAL}/", lambda: self._remove(step))
+
+    def _remove(self, step: int) -> None:
+        with suppress_storage_errors():  # else the next time
+            for folder in list(self._folder.glob("step_*")):
+                if folder.name < _name(step):
+                    for path in list(folder.iterdir()):
+                        path.unlink()
+                    folder.rmdir()
+            if not list(self._folder.iterdir()):
+                self._folder.rmdir()
+
+    def _write(self) -> None:
+        """Write the queued groups to a file, unless the file before has them."""
+        self._write_is_queued = False
+        groups = self._unwritten[:]
+        if not groups:
+            return
+        path = self._folder / _name(self._step) / f"{groups[0].prompt.index:012d}.groups"
+        prompts = [digest_tokens(group.prompt.tokens) for group in groups]
+        header = {"identity": self._identity, "prompts": prompts}
+        carried = [PartialGroup(group.prompt, self._step, judged=group) for group in groups]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(json.dumps(header).encode() + b"\n" + pack_partial(carried).tobytes())
+        del self._unwritten[: len(groups)]
+
+    def _read(self, path: Folder) -> dict[int, tuple[str, Group]]:
         try:
-            yield
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever Orbax raises of broken files
-            raise ConfigError(
-                f"{self._folder} can't be read ({reason(error)}): choose another step"
-            ) from error
+            header, _, content = path.read_bytes().partition(b"\n")
+            fields = json.loads(header)
+            if fields["identity"] != self._identity:
+                return {}
+            # Prompts have no text until the data are read.
+            groups = unpack_partial(
+                np.frombuffer(content, np.uint8),
+                lambda index: Prompt(index, "", "", np.zeros(0, np.int32), "", ""),
+            )
+            pairs = zip(fields["prompts"], groups, strict=True)
+            return {
+                partial.prompt.index: (digest, partial.judged)
+                for digest, partial in pairs
+                if partial.judged
+            }
+        except Exception:  # whatever a damaged file raises
+            return {}
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of the run, by dotted name."""
-        return self._record.settings
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter by its path (`layers/query/kernel`)."""
-        return {path: leaf.shape for path, leaf in flatten(self._params).items()}
-
-    def read(self, path: str) -> np.ndarray:
-        """Return a whole parameter on the host, from whatever mesh it was written."""
-
-        def only(value: Any) -> Any:
-            return {"params": traverse_util.unflatten_dict({path: value}, sep="/")}
-
-        args = ocp.args.PyTreeRestore(
-            item=only(np.zeros(())),
-            restore_args=only(ocp.RestoreArgs(restore_type=np.ndarray)),
-            partial_restore=True,
-        )
-        with self._naming_folder():
-            params = self._handler.restore(self._folder / "state", args=args)["params"]
-        return flatten(params)[path]
+def _name(step: int) -> str:
+    return f"step_{step:06d}"

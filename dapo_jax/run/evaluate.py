@@ -1,12 +1,11 @@
-"""Evaluation of a policy on held-out problems: responses, scores, files and report."""
+"""The evaluate command's work: responses that are saved as they finish, and the report."""
 
 import contextlib
 import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent import futures
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from etils import epath
@@ -17,173 +16,44 @@ from dapo_jax.config.settings import changed, leaves, rules, with_values
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report, wilson
-from dapo_jax.reporting.sinks import trajectory_fields
-from dapo_jax.rewards.group_rewards import repetition
-from dapo_jax.rewards.judge import Pending
-from dapo_jax.rewards.verifying import open_verifier
-from dapo_jax.rollout.dynamic_sampling import Starved
-from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.same_run import check_frozen, meaning, warn_about_heldout
-from dapo_jax.run.components import Components, build, check_data, check_processes
+from dapo_jax.reporting.scores import Response, wilson
+from dapo_jax.run.build import Components, build
 from dapo_jax.run.export import newest_export
+from dapo_jax.run.heldout import (
+    check_scored,
+    heldout_metrics,
+    report_on,
+    response_line,
+    sample_responses,
+    stamp,
+    write_responses,
+)
+from dapo_jax.run.identity import (
+    check_data,
+    check_frozen,
+    check_processes,
+    meaning,
+    warn_about_heldout,
+)
 from dapo_jax.run.notices import announce_data
+from dapo_jax.run.store import Checkpoints
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
 from dapo_jax.runtime.storage.paths import Folder
-from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
+from dapo_jax.runtime.storage.retries import Storage, reason, write_text
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import (
-    Completion,
-    Group,
     Interrupted,
     Prompt,
-    RolloutKey,
     SamplingRule,
     digest_json,
 )
 
-# Means over responses in a report.
-MEANS = (
-    "answer_not_found_rate truncated_fraction response_tokens turns repetition "
-    "reflection_fraction entropy"
-).split()
-MAX_WAIT_SECONDS = 2.0  # for open verdicts when an evaluation is stopped
 FIELDS = {field.name: field.default for field in dataclasses.fields(Response)}
 REQUIRED_FIELDS = {name for name, default in FIELDS.items() if default is dataclasses.MISSING}
-
-
-def sample_responses(
-    components: Components,
-    params: Any,
-    wanted: Sequence[tuple[Prompt, Sequence[int]]],
-    rule: SamplingRule,
-    interrupted: Callable[[], bool],
-) -> Iterator[Response]:
-    """Yield scored responses to prompts, by sample number, as they finish. Raises `Interrupted`.
-
-    Prompt and sample number alone determine the random key: two policies are compared on the same
-    random numbers, and a response sampled later equals the one that would have come at once.
-    """
-    sampler, judge = components.sampler, components.judge
-    sampler.begin(params, RolloutKey(SAMPLE_FOR_EVALUATION), rule)
-    for prompt, samples in wanted:
-        sampler.submit(prompt, samples)
-    pending: list[Pending] = []
-    while not sampler.idle and not interrupted():
-        pending += [judge.submit(request.prompt, done) for request, done in sampler.step()]
-        groups, pending = judge.read(pending, 0)
-        for group in groups:
-            yield from make_responses(group)
-    stopped = not sampler.idle
-    sampler.close()
-    if stopped:
-        futures.wait([group.verdicts for group in pending if group.verdicts], MAX_WAIT_SECONDS)
-    groups, unread = judge.read(pending, 0 if stopped else len(pending))
-    judge.cancel(unread)
-    for group in groups:
-        yield from make_responses(group)
-    if stopped:
-        raise Interrupted
-
-
-def check_scored(responses: Sequence[Response]) -> None:
-    """Raise `Starved` if no response has a reward. A collective call."""
-
-    def first_failure() -> str:
-        failures = [response.failure for response in responses if response.failure is not None]
-        return failures[0] if len(failures) == len(responses) else ""
-
-    if failure := processes.broadcast_from_host0(first_failure, "failed rewards"):
-        raise Starved(f"the reward failed for every held-out response, first: {failure}")
-
-
-def report_on(responses: Sequence[Response], config: Config) -> Report:
-    """Return the report on responses; the config's seed is that of the bootstrap."""
-    verifier = open_verifier(config.reward, config.extras)
-    return make_report(responses, verifier.same_answer, config.seed)
-
-
-def heldout_metrics(report: Report) -> dict[str, float]:
-    """Return the metrics of a report, without missing values."""
-    reward = report.reward
-    ends = {"": reward.value, "_low": reward.low, "_high": reward.high} if reward else {}
-    values = {
-        "heldout_accuracy": report.accuracy.value,
-        "heldout_accuracy_low": report.accuracy.low,
-        "heldout_accuracy_high": report.accuracy.high,
-        **{f"heldout_reward{end}": value for end, value in ends.items()},
-        "heldout_pass_at_k": report.pass_at_k[max(report.pass_at_k)].value,
-        "heldout_majority": report.majority.value,
-    } | {f"heldout_{name}": getattr(report, name) for name in MEANS}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def stamp(config: Config, policy: str) -> dict[str, Any]:
-    """Return the fields that every line of a response file shares: policy and sampling."""
-    return {
-        "policy": policy,
-        "seed": config.seed,
-        "temperature": config.evaluation.temperature,
-        "top_p": config.evaluation.top_p,
-        "template": config.data.template,
-    }
-
-
-def make_responses(group: Group) -> Iterator[Response]:
-    """Yield the responses of a scored group."""
-    prompt = group.prompt
-
-    def make_response(completion: Completion, **scores: Any) -> Response:
-        return Response(
-            problem=prompt.id,
-            index=prompt.index,
-            sample=completion.sample,
-            question=prompt.text,
-            answer=prompt.answer,
-            response=completion.text,
-            truncated=completion.truncated,
-            tokens=len(completion),
-            logprob=round(float(completion.sampler_logprobs.sum(dtype=float)), 4),
-            reflection=bool(REFLECTION.search(completion.text)),
-            repetition=repetition(completion.drawn_tokens),
-            subject=prompt.subject,
-            level=prompt.level,
-            digest=prompt.digest,
-            turns=trajectory_fields(completion).get("turns", ()),
-            **scores,
-        )
-
-    for i, completion in enumerate(group.completions):
-        yield make_response(
-            completion,
-            extracted=group.verdicts[i].extracted,
-            correct=bool(group.correct[i]),
-            reward=float(group.rewards[i]),
-            outcome=group.outcomes[i],
-        )
-    for completion, failure in group.failed:
-        how = {"failure": failure.text, "outcome": failure.outcome}
-        yield make_response(completion, extracted=None, correct=False, **how)
-
-
-def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str, Any]) -> None:
-    """Write a whole file or nothing, sorted by problem and sample; `stamp` is in every line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        for response in sorted(responses, key=lambda response: (response.index, response.sample)):
-            file.write(_line(response, stamp))
-
-
-def _line(response: Response, stamp: dict[str, Any]) -> bytes:
-    fields = dataclasses.asdict(response)
-    if not response.turns:
-        del fields["turns"]
-    return json.dumps(fields | stamp).encode() + b"\n"
 
 
 class ResponseFile:
@@ -254,7 +124,7 @@ class ResponseFile:
         """Add a line: on disk when this returns, on an object store soon."""
         self.responses[response.index, response.sample] = response
         if self.path is not None:
-            self._lines.add(_line(response, self._stamp))
+            self._lines.add(response_line(response, self._stamp))
             write = functools.partial(self._lines.write, rarely=True)
             self._storage.attempt(self.path.name, write)
 

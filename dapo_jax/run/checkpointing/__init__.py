@@ -1,1 +1,0 @@
-"""Checkpoints: content, schedule, integrity, and the identity of a run."""
