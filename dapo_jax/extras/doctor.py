@@ -30,7 +30,6 @@ from dapo_jax.extras.plan.chips import parse
 from dapo_jax.extras.plan.plan import amount
 from dapo_jax.extras.plan.programs import lay_out, versions
 from dapo_jax.extras.plan.published_shapes import config_values
-from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptions, Context, Window
 from dapo_jax.rewards.group_rewards import reward_group
@@ -94,8 +93,7 @@ def check_training(cache: str, dtype: str, length: int) -> Row:
     text: Any = types.SimpleNamespace(pad_id=0, end_ids=(1,), decode_all=lambda r: [""] * len(r))
     sampler, prompts = Scheduler(layout.engine, text, 0), cast(Any, Prompts())
     source = RolloutSource(config, prompts, sampler, judge)
-    states = LearnerStates(layout.learners.policy.start(params))
-    *_, (record, metrics) = take_steps(source, layout.learners, layout.decoder, states, 2)
+    *_, (record, metrics) = take_steps(source, layout.learners, layout.decoder, params, 2)
     batch, (update,) = present(record.minibatches, "minibatches").rollouts, record.updates
     difference = np.asarray(batch.sampler_logprobs[0]) - np.asarray(update.token_logprobs)
     largest = float(np.abs(difference[np.asarray(batch.response_index[0]) >= 0]).max())

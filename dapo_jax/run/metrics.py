@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,13 +45,13 @@ def take_steps(
     source: RolloutSource,
     programs: LearnerPrograms,
     decoder: DecoderConfig,
-    learners: LearnerStates,
+    params: Any,
     steps: int,
 ) -> Iterator[tuple[StepRecord, dict[str, float]]]:
-    """Yield record and metrics of the first steps of a training without a run's folder."""
+    """Yield record and metrics of the first steps of a policy's training; no folder is written."""
     rows = row_choice(source.config, decoder, shards(programs.policy.mesh, "batch"))
     trainer = Trainer(source, programs, rows)
-    state = TrainerState(0, learners, SourceState())
+    state = TrainerState(0, LearnerStates(programs.policy.start(params)), SourceState())
     for _ in range(steps):
         clock = Clock()
         with clock.running():

@@ -31,14 +31,13 @@ from dapo_jax.run import heldout, identity, notices
 from dapo_jax.run.build import Components, attention_notice, build
 from dapo_jax.run.identity import Record, RunProgress, check_data, check_processes
 from dapo_jax.run.metrics import measure, trace
-from dapo_jax.run.run_files import SUMMARY, Callbacks, RunFiles
+from dapo_jax.run.run_files import Callbacks, RunFiles, read_summary
 from dapo_jax.run.store import Checkpoints, RolloutJournal, find_steps, saved_steps
 from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.output_folder import RUN, claim
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
@@ -414,13 +413,7 @@ def finished(config: Config) -> dict[str, Any] | None:
     identity.check_same_run(settings, record.settings)
     folder = folder_at(config.run_dir)
 
-    def read() -> dict[str, Any]:
-        summary = None
-        with suppress_storage_errors():
-            summary = read_object((folder / SUMMARY).read_bytes())
-        return summary or {}
-
-    summary = processes.broadcast_from_host0(read, "summary")
+    summary = processes.broadcast_from_host0(lambda: read_summary(folder), "summary")
     # A checkpoint made before the last evaluation lacks it; the summary is written after that.
     if summary.get("steps") != step:
         return None

@@ -19,13 +19,20 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import Folder
-from dapo_jax.runtime.storage.retries import Storage, write_text
+from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors, write_text
 from dapo_jax.types.contracts import RunSink
 from dapo_jax.types.errors import ConfigError, nearest, require
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
 EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_row", "on_rollouts", "on_summary")
+
+
+def read_summary(folder: Folder) -> dict[str, Any]:
+    """Return the summary of a finished run; empty without one that can be read."""
+    with suppress_storage_errors():
+        return read_object((folder / SUMMARY).read_bytes()) or {}
+    return {}
 
 
 class RunFiles:

@@ -37,7 +37,7 @@ EXTRAS = {
     "math": 4_443,
     "plan": 950,
     "report": 415,
-    "samplers": 922,
+    "samplers": 918,
     "serve": 1_510,
     "sft": 1_230,
     "tinker": 1_841,

@@ -103,7 +103,7 @@ def test_a_checkpoint_that_may_be_whole_is_not_passed_over(entry, error, run_dir
 
     with Checkpoints(run_dir, Checkpoint(keep=9)) as store:
         if entry == "record":
-            monkeypatch.setattr(store, "read_record", fail)
+            monkeypatch.setattr("dapo_jax.run.store.read_record", fail)
         monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", fail)
         with pytest.raises(ConfigError, match="checkpoints/2 can't be read now .*start again"):
             if entry == "record":

@@ -32,9 +32,7 @@ from dapo_jax.run import build, checks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import post, read_key
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.jsonl import read_object
 from dapo_jax.runtime.storage.paths import folder_at
-from dapo_jax.runtime.storage.retries import suppress_storage_errors
 from dapo_jax.types.errors import ConfigError, require
 
 PAUSE_SECONDS = 0.5  # before a sampler without work, trainer or weights tries again
@@ -204,12 +202,9 @@ def read_run(config: SamplerConfig, should_stop: Callable[[], bool]) -> Config |
 
 def is_finished(run: Config) -> bool:
     """Return True if a run has made all its steps."""
-    from dapo_jax.run.run_files import SUMMARY
+    from dapo_jax.run.run_files import read_summary
 
-    summary = None
-    with suppress_storage_errors():
-        summary = read_object((folder_at(run.run_dir) / SUMMARY).read_bytes())
-    return bool(summary) and summary["steps"] >= run.total_steps
+    return read_summary(folder_at(run.run_dir)).get("steps", -1) >= run.total_steps
 
 
 def sample(config: SamplerConfig, should_stop: Callable[[], bool]) -> None:
