@@ -71,6 +71,7 @@ def row_choice(config: Config, decoder: DecoderConfig, row_shards: int) -> RowCh
     windows = any(reach is not None for reach in decoder.reaches)
     single = config.packing.single_responses
     shared = config.packing.share_prompts and shares_prompts(decoder.attention, windows)
+    shared = shared and not any(decoder.recurrent)  # a state does not branch
     shapes = [dataclasses.replace(config.rows(), share_prompts=shared and not single)]
     if config.packing.row_tokens < 0 and not single:
         longest = SHORT_ROW_TOKENS if decoder.attention == "plain" else sys.maxsize

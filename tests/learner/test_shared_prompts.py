@@ -11,7 +11,6 @@ from learners import BUDGET, assert_close
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Config, Optimizer, Packing
-from dapo_jax.extras.families import delta_net
 from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import NOT_SCORED, ScoredBatch
 from dapo_jax.learner.minibatches import make_batch, row_choice
@@ -104,8 +103,6 @@ CONFIGS = {
     "window-blocked": dataclasses.replace(TINY, attention="blocked", window=7, sinks=True),
     "adapters": dataclasses.replace(TINY, adapters=Adapters(4, 8.0, ("query", "down"))),
     "experts": MOE,
-    "delta": DELTA,
-    "delta-remat": dataclasses.replace(DELTA, remat="full", attention="blocked"),
 }
 
 
@@ -118,7 +115,6 @@ SLOW = CONFIGS.keys() - {"plain"}  # those of the test on devices attend block b
 def test_loss_gradient_and_scores_are_those_of_separate_prompts(name, one_device, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 32)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
-    monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 16)
     config = CONFIGS[name]
     algorithm = dataclasses.replace(algorithms.dapo(), router_balance_coefficient=0.1)
     assert_same(make_policy(one_device, config, algorithm), make_params(config), algorithm)
@@ -179,7 +175,7 @@ def test_prompts_are_shared_if_that_is_less_work_and_attention_supports_it():
     long = [s for s in SEGMENTS if len(s.prompt.tokens) > 20]
     short = [s for s in SEGMENTS if s.prompt.index == 4]
     assert choose_packing(config, TINY, long).share_prompts
-    assert choose_packing(config, DELTA, long).share_prompts
+    assert not choose_packing(config, DELTA, long).share_prompts  # a state does not branch
     assert not choose_packing(config, TINY, short).share_prompts
     off = dataclasses.replace(config, packing=Packing(ROW_TOKENS, 4, False))
     assert not choose_packing(off, TINY, long).share_prompts

@@ -23,7 +23,6 @@ from dapo_jax.extras.families.delta_net import (
     DeltaInputs,
     convolve,
     delta_rule,
-    delta_step,
     empty_state,
     unit_inverse,
 )
@@ -64,48 +63,36 @@ def random_inputs(length, heads=2, groups=2, key=8, value=6, rows=2):
     return DeltaInputs(normal(key), keys, normal(groups, value), *rates)
 
 
-# Segments, prompts and tokens of each: prompts longer and shorter than a chunk of 16 and than the
-# convolution, responses of one token, segments that share nothing.
-LAYOUTS = (
-    ([1, 2, 3, 4, 5, 6, 7], [1, 1, 1, 1, 5, 5, 7], [37, 3, 19, 1, 2, 5, 3]),
-    ([1, 2, 3, 4, 5, 6, 0], [1, 1, 3, 3, 3, 3, 0], [14, 2, 6, 9, 1, 30, 8]),
-)
+# Tokens of segments: longer and shorter than a chunk of 16 and than the convolution.
+LAYOUTS = [37, 3, 19, 1, 2, 5, 3], [14, 2, 6, 9, 1, 30, 8]
 
 
-def row_ids(layouts=LAYOUTS):
-    """Segments and prompts [B, T, 2]."""
-    rows = [np.repeat(np.stack([s, p], axis=-1), counts, axis=0) for s, p, counts in layouts]
-    return jnp.asarray(np.stack(rows))
+def row_segments():
+    return jnp.asarray([np.repeat(np.arange(1, 8), counts) for counts in LAYOUTS])
 
 
-def path_matrices(ids):
-    """[W, B, T, T]: 1 if the second token is at this distance before the first one on its path."""
-    ids = np.asarray(ids)
-    matrices = np.zeros((4, *ids.shape[:2], ids.shape[1]), np.float32)
-    for row, (segments, prompts) in enumerate(np.moveaxis(ids, -1, 1)):
-        for token in range(ids.shape[1]):
-            on_path = np.isin(segments[: token + 1], [segments[token], prompts[token]])
-            for distance, before in enumerate(np.flatnonzero(on_path)[::-1][:4]):
-                matrices[distance, row, token, before] = 1
-    return jnp.asarray(matrices)
+def path_matrices(segments):
+    """[W, B, T, T]: 1 if the second token is at this distance before the first in its segment."""
+    places = np.arange(segments.shape[1])
+    distance = places[:, None] - places
+    same = np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None]
+    return jnp.asarray([same & (distance == number) for number in range(4)], jnp.float32)
 
 
-def scan_tokens(inputs, state, ids):
-    """Reads and last state, token by token; each prompt's state is kept for its responses."""
-    before = jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
+def scan_tokens(inputs, state, segments):
+    """Reads and last state, token by token."""
+    before = jnp.concatenate([segments[:, :1], segments[:, :-1]], axis=1)
 
-    def feed(states, token):
-        *arrays, ids, before = token
-        same, later = (x[:, None, None, None, None] for x in (
-            ids[:, 0] == before[:, 0], (ids[:, -1] == before[:, -1])
-        ))  # fmt: skip
-        state = jnp.where(same, states[0], jnp.where(later, states[1], 0))
-        read, state = delta_step(DeltaInputs(*(array[:, None] for array in arrays)), state)
-        prompt = (ids[:, 0] == ids[:, -1])[:, None, None, None, None]
-        return (state, jnp.where(prompt, state, states[1])), read[:, 0]
+    def feed(state, token):
+        queries, keys, values, decay, beta, own, before = token
+        kept = jnp.where((own == before)[:, None, None], jnp.exp(decay), 0)
+        state = state * kept[..., None, None]
+        new = beta[..., None] * (values - jnp.einsum("bhk,bhgkv->bhgv", keys, state))
+        state += jnp.einsum("bhk,bhgv->bhgkv", keys, new)
+        return state, jnp.einsum("bhk,bhgkv->bhgv", queries, state)
 
-    by_token = (jnp.moveaxis(array, 1, 0) for array in (*inputs, ids, before))
-    (state, _), read = jax.lax.scan(feed, (state, state), tuple(by_token))
+    by_token = tuple(jnp.moveaxis(array, 1, 0) for array in (*inputs, segments, before))
+    state, read = jax.lax.scan(feed, state, by_token)
     return jnp.moveaxis(read, 0, 1), state
 
 
@@ -115,7 +102,7 @@ def test_chunks_equal_a_scan_over_tokens_with_gradients(monkeypatch):
     weights = random_inputs(70).values
 
     def loss(rule, *arrays):
-        read, last = rule(DeltaInputs(*arrays[:-1]), arrays[-1], row_ids())
+        read, last = rule(DeltaInputs(*arrays[:-1]), arrays[-1], row_segments())
         return jnp.sum(read * weights) + jnp.sum(last**2)
 
     expected, actual = (
@@ -127,14 +114,13 @@ def test_chunks_equal_a_scan_over_tokens_with_gradients(monkeypatch):
         np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max())
 
 
-def test_the_convolution_follows_paths_with_gradients(monkeypatch):
-    monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 16)
-    ids, x = row_ids(), random_inputs(70).queries
+def test_the_convolution_stays_in_its_segment_with_gradients():
+    segments, x = row_segments(), random_inputs(70).queries
     kernel, weights = random_inputs(4).keys[0].transpose(1, 2, 0), random_inputs(70).keys
-    paths = path_matrices(ids)
+    paths = path_matrices(segments)
 
     def ours(x, kernel):
-        return jnp.sum(convolve(x, kernel, jnp.zeros((2, 3, 2, 8)), ids) * weights)
+        return jnp.sum(convolve(x, kernel, jnp.zeros((2, 3, 2, 8)), segments) * weights)
 
     def reference(x, kernel):
         by_distance = jnp.einsum("dbij,bjhx,hxd->bihx", paths, x, kernel[..., ::-1])
@@ -165,7 +151,7 @@ def sizes_of(jaxpr):
 def test_no_array_holds_pairs_of_tokens_or_a_state_per_token():
     length = 4096
     inputs = jax.tree.map(lambda x: x[:1], random_inputs(length, key=16, value=16))
-    ids = jnp.zeros((1, length, 2), jnp.int32)
+    ids = jnp.zeros((1, length), jnp.int32)
 
     def loss(inputs):
         x = convolve(inputs.queries, jnp.ones((2, 16, 4)), jnp.zeros((1, 3, 2, 16)), ids)
@@ -173,53 +159,35 @@ def test_no_array_holds_pairs_of_tokens_or_a_state_per_token():
         return read.sum()
 
     largest = max(sizes_of(jax.make_jaxpr(jax.grad(loss))(inputs).jaxpr))
-    assert largest == length * (64 + 3)  # a chunk and a prompt's end; values are smaller
+    assert largest == length * 64  # pairs within a chunk; values are smaller
 
 
 # --- layers --------------------------------------------------------------------------------------
 
 
-@jax.jit
-def logits(params, tokens, segments, places, prompts):
-    rows = tokens, segments, places, None, prompts
-    return Decoder(DELTA).apply({"params": params}, *rows) @ head_kernel(params)
-
-
 @functools.cache
 def packed_logits():
-    """Logits of a row of segments of 5, 1, 2 and 4 tokens, of each one alone, and of one segment.
-
-    Row 0: nothing is shared; 1: the first segment is the prompt of the others. Rows 2 to 5: each
-    alone; 6 to 8: behind the prompt.
-    """
-    lengths = 5, 1, 2, 4
-    first = np.cumsum([0, *lengths])
-    tokens, segments, places = np.zeros((3, 10, LENGTH), np.int32)
-    tokens[[0, 1, 9]], segments[9], places[9] = TOKENS, 1, np.arange(LENGTH)
-    for number, length in enumerate(lengths, 1):
-        part = slice(first[number - 1], first[number])
-        segments[:2, part], places[0, part] = number, np.arange(length)
-        places[1, part] = np.arange(length) + (5 if number > 1 else 0)
-        tokens[1 + number, :length], segments[1 + number, :length] = TOKENS[0, part], 1
-        places[1 + number, :length] = np.arange(length)
-        if number > 1:
-            tokens[4 + number, : 5 + length] = np.r_[TOKENS[0, :5], TOKENS[0, part]]
-            segments[4 + number, : 5 + length] = 1
-            places[4 + number, : 5 + length] = np.arange(5 + length)
-    prompts = segments.copy()
-    prompts[1] = 1
+    """Logits of a row of segments of 5, 1, 2, 4 tokens, of each one alone, and of one segment."""
+    first = np.cumsum([0, 5, 1, 2, 4])
+    tokens, segments, places = np.zeros((3, 6, LENGTH), np.int32)
+    tokens[[0, 5]], segments[5], places[5] = TOKENS, 1, np.arange(LENGTH)
+    for number, (start, end) in enumerate(itertools.pairwise(first), 1):
+        length = end - start
+        segments[0, start:end], places[0, start:end] = number, np.arange(length)
+        tokens[number, :length], segments[number, :length] = TOKENS[0, start:end], 1
+        places[number, :length] = np.arange(length)
+    params = random_params()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta_net, "CHUNK_TOKENS", 4)
-        return logits(random_params(), tokens, segments, places, prompts), first
+        apply = jax.jit(Decoder(DELTA).apply)
+        return apply({"params": params}, tokens, segments, places) @ head_kernel(params), first
 
 
-def test_segments_of_a_packed_row_see_themselves_and_their_shared_prompt():
-    (apart, shared, *alone, _), first = packed_logits()
-    for number, (start, end) in enumerate(itertools.pairwise(first)):
-        separate = alone[number][: end - start]
-        np.testing.assert_allclose(apart[start:end], separate, rtol=1e-5, atol=1e-4)  # of 10
-        behind = alone[number + 3][5 : 5 + end - start] if number else separate
-        np.testing.assert_allclose(shared[start:end], behind, rtol=1e-5, atol=1e-4)
+def test_segments_of_a_packed_row_see_themselves():
+    (packed, *alone, _), first = packed_logits()
+    for (start, end), separate in zip(itertools.pairwise(first), alone, strict=True):
+        ours = packed[start:end]
+        np.testing.assert_allclose(ours, separate[: end - start], rtol=1e-5, atol=1e-4)  # of 10
 
 
 def test_decoding_and_scoring_equal_training_and_inactive_slots_keep_their_states():

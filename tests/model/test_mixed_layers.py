@@ -99,9 +99,13 @@ def test_slots_pages_and_scores_equal_training_of_mixed_layers(one_device):
 
 
 def test_layers_repeat_in_periods_and_share_the_last_keys_of_their_kind():
-    assert periods("aaabaaabcccdcccd") == [(4, 2), (4, 2)]
-    assert periods("aabab") == [(1, 2), (1, 1), (1, 1), (1, 1)]
-    assert periods("abcabcaabb") == [(3, 2), (1, 2), (1, 2)]
+    assert periods("aaabaaabcccdcccd") == [
+        ([("a", 3), ("b", 1)], 2),
+        ([("c", 3), ("d", 1)], 2),
+    ]
+    assert periods("aabab") == [([("a", 2)], 1), ([("b", 1)], 1), ([("a", 1)], 1), ([("b", 1)], 1)]
+    assert periods("abcabcaabb")[0] == ([("a", 1), ("b", 1), ("c", 1)], 2)
+    assert periods("abacabac") == [([(name, 1)], 1) for name in "abacabac"]  # a occurs twice
     assert [GEMMA_4.cache_of(number) for number in range(6)] == [0, 1, 2, 3, 2, 3]
     assert layer_stacks(GEMMA_4) == {
         "layers": [0, 2],

@@ -28,7 +28,7 @@ EXTRAS = {
     "doctor": 192,
     "environments": 450,
     "exact": 161,
-    "families": 769,
+    "families": 650,
     "gguf": 346,
     "gym": 193,
     "init": 199,

@@ -3,12 +3,10 @@
 A head's state S [key, value] follows S <- exp(g) S + k (beta (v - exp(g) k^T S))^T, and a query
 reads q^T S. Rows are computed in chunks: inside a chunk all tokens at once, by one triangular
 system (arXiv 2406.06484, section 3); from chunk to chunk only the state is carried. A short causal
-convolution precedes queries, keys and values. State and convolution start again at each segment, or
-continue from the end of a shared prompt. The path of a token is what it continues: the tokens of
-its prompt and those before it in its segment.
+convolution precedes queries, keys and values. State and convolution start again at each segment.
 
 Dimension letters: H key heads, G value heads per key head, K key and V value dimension, C tokens of
-a chunk, W tokens of the convolution, S kept states.
+a chunk, W tokens of the convolution.
 """
 
 import functools
@@ -76,88 +74,55 @@ unit_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _chunk(
-    states: tuple[Float[Array, "B H G K V"], ...],
-    chunk: tuple[DeltaInputs, Int[Array, "B C S"], Int[Array, "B S"]],
-) -> tuple[tuple[Array, ...], Float[Array, "B H G C V"]]:
-    """Return the states after a chunk, with arrays [B H (G) C ...], and what its queries read.
+    state: Float[Array, "B H G K V"],
+    chunk: tuple[DeltaInputs, Int[Array, "B C"], Int[Array, "B"]],
+) -> tuple[Array, Float[Array, "B H G C V"]]:
+    """Return the state after a chunk, with arrays [B H (G) C ...], and what its queries read.
 
-    The first state is that after the last token, the second that after the last token of its
-    prompt. `ids` and `before` are those of the tokens and of the token before the chunk.
+    The last array of a chunk is the segment of the token before it.
     """
-    (queries, keys, values, decay, beta), ids, before = chunk
-    size, segments = ids.shape[1], ids[..., 0]
-    ends = jnp.stack([ids[:, -1], jnp.broadcast_to(ids[:, -1, -1:], before.shape)], axis=1)
-    ids = jnp.concatenate([ids, ends[:, : len(states)]], axis=1)  # as tokens that read the states
-    seen = jnp.any(ids[:, :, None] == segments[:, None, :, None], axis=-1)
-    seen &= jnp.tril(jnp.ones(seen.shape[1:], bool))
+    (queries, keys, values, decay, beta), segments, before = chunk
+    seen = jnp.tril(segments[:, :, None] == segments[:, None])
     total = _exact("bij,bhgj->bhgi", seen.astype(jnp.float32), decay)
-    between = total[..., :, None] - total[..., None, :size]
-    weights, leave = jnp.split(
-        jnp.exp(jnp.where(seen[:, None, None], between, -jnp.inf)), [size], -2
-    )
-    same = ids == before[:, None]
-    first = jnp.moveaxis(same & (jnp.cumsum(same, axis=-1) == 1), -1, 0)  # state of each path
-    enter, kept = jnp.split(jnp.where(first[:, :, None, None], jnp.exp(total), 0), [size], -1)
+    between = total[..., :, None] - total[..., None, :]
+    weights = jnp.exp(jnp.where(seen[:, None, None], between, -jnp.inf))
+    enter = jnp.where((segments == before[:, None])[:, None, None], jnp.exp(total), 0)
 
-    def read_states(x: Float[Array, "B H C K"]) -> Float[Array, "B H G C V"]:
-        parts = [jnp.einsum("bhck,bhgkv->bhgcv", x, state) for state in states]
-        return functools.reduce(jnp.add, map(jnp.multiply, parts, enter[..., None]))
-
+    both = jnp.stack([keys, queries])  # so that the state is read once
+    known, read = jnp.einsum("nbhck,bhgkv->nbhgcv", both, state) * enter[..., None]
     overlap = jnp.einsum("bhik,bhjk->bhij", keys, keys)[:, :, None]
     lower = jnp.tril(beta[..., None] * overlap * weights, -1)
-    added = unit_inverse(lower) @ (beta[..., None] * (values - read_states(keys)))
+    added = unit_inverse(lower) @ (beta[..., None] * (values - known))
     scores = jnp.einsum("bhik,bhjk->bhij", queries, keys)[:, :, None] * weights
-    read = read_states(queries) + scores @ added
-
-    # A tuple of states: jaxlib 0.10.2 crashes on CPUs in a sum over an axis of an array of 7.
-    def keep(number: int) -> Float[Array, "B H G K V"]:
-        weights = kept[..., number, None, None]
-        old = functools.reduce(jnp.add, map(jnp.multiply, states, weights))
-        return old + jnp.einsum("bhck,bhgc,bhgcv->bhgkv", keys, leave[..., number, :], added)
-
-    return tuple(map(keep, range(len(states)))), read
+    new = jnp.einsum("bhck,bhgc,bhgcv->bhgkv", keys, weights[..., -1, :], added)
+    return state * enter[..., -1, None, None] + new, read + scores @ added
 
 
 def delta_rule(
     inputs: DeltaInputs,
     state: Float[Array, "B H G K V"],  # before the first token
-    ids: Int[Array, "B T S"],  # as `_ids` returns
+    segments: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T H G V"], Float[Array, "B H G K V"]]:
     """Return what queries read, and the last state.
 
-    The backward pass computes a chunk again from the states before it.
+    The backward pass computes a chunk again from the state before it.
     """
-    length = ids.shape[1]
+    length = segments.shape[1]
     size = min(CHUNK_TOKENS, 1 << (length - 1).bit_length())
     chunks = functools.partial(_cut, size=size)
-    heads = {"queries": 1, "keys": 1, "values": 2, "decay": 2, "beta": 2}
-    cut = {name: jnp.moveaxis(chunks(getattr(inputs, name)), 2, 2 + n) for name, n in heads.items()}
-    before = chunks(jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1))[:, :, 0]
-    body = jax.checkpoint(_chunk, prevent_cse=False)
-    arrays = DeltaInputs(**cut), chunks(ids, mode="edge"), before
-    (state, *_), read = jax.lax.scan(body, (state,) * ids.shape[2], arrays)
+    axes = 3, 3, 4, 4, 4  # of a token, behind the heads
+    by_head = (jnp.moveaxis(chunks(x), 2, axis) for x, axis in zip(inputs, axes, strict=True))
+    before = chunks(jnp.concatenate([segments[:, :1], segments[:, :-1]], axis=1))[:, :, 0]
+    arrays = DeltaInputs(*by_head), chunks(segments, mode="edge"), before
+    state, read = jax.lax.scan(jax.checkpoint(_chunk, prevent_cse=False), state, arrays)
     read = jnp.moveaxis(read, 4, 2).swapaxes(0, 1)
-    return read.reshape(len(ids), -1, *read.shape[3:])[:, :length], state
+    return read.reshape(len(segments), -1, *read.shape[3:])[:, :length], state
 
 
 def _cut(array: Array, size: int, mode: str = "constant") -> Array:
     """Return rows [B, T, ...] as chunks [N, B, size, ...], padded on the right."""
     pad = [(0, 0), (0, -array.shape[1] % size), *[(0, 0)] * (array.ndim - 2)]
     return jnp.pad(array, pad, mode).reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
-
-
-def delta_step(
-    inputs: DeltaInputs, state: Float[Array, "B H G K V"]
-) -> tuple[Float[Array, "B 1 H G V"], Float[Array, "B H G K V"]]:
-    """Return what the queries of one token read, and the state after it."""
-    queries, keys, values, decay, beta = (array[:, 0] for array in inputs)
-    kept = jnp.exp(decay)[..., None]
-    both = jnp.stack([keys, queries])  # so that the state is read once
-    known, read = jnp.einsum("nbhk,bhgkv->nbhgv", both, state) * kept
-    added = beta[..., None] * (values - known)
-    read += jnp.sum(queries * keys, axis=-1)[:, :, None, None] * added
-    state = state * kept[..., None] + keys[:, :, None, :, None] * added[:, :, :, None]
-    return read[:, None], state
 
 
 # --- the layer -------------------------------------------------------------------------------
@@ -172,65 +137,23 @@ def _real(context: Any) -> Bool[Array, "B T"] | None:
     return None
 
 
-def _ids(context: Any) -> Int[Array, "B T S"]:
-    """Return segments and prompts of packed tokens; in decoding all are of one segment."""
-    segments = getattr(context, "segment_ids", None)
-    if segments is None:
-        return jnp.zeros((*context.positions.shape, 1), jnp.int32)
-    return jnp.stack([segments] + [context.prompt_ids] * (context.prompt_ids is not None), axis=-1)
-
-
 def convolve(
     x: Float[Array, "B T H X"],
     kernel: Float[Array, "H X W"],
     window: Float[Array, "B W-1 H X"],  # inputs of the tokens before
-    ids: Int[Array, "B T S"],
+    segments: Int[Array, "B T"],
 ) -> Float[Array, "B T H X"]:
-    """Return the causal convolution of each channel along a token's path; float32."""
+    """Return the causal convolution of each channel within a segment; float32."""
     length, reach = x.shape[1], kernel.shape[-1] - 1
     padded = jnp.concatenate([window.astype(x.dtype), x], axis=1).astype(jnp.float32)
-    segments = jnp.pad(ids[..., 0], ((0, 0), (reach, 0)), "edge")
+    before = jnp.pad(segments, ((0, 0), (reach, 0)), "edge")
     kernel = kernel.astype(x.dtype).astype(jnp.float32)
-    out, crossing = padded[:, reach:] * kernel[..., -1], jnp.zeros(())
+    out = padded[:, reach:] * kernel[..., -1]
     for distance in range(1, reach + 1):
         part = slice(reach - distance, reach - distance + length)
-        same = ids == segments[:, part, None]
-        past = padded[:, part] * kernel[..., -1 - distance]
-        out += jnp.where(same[..., :1, None], past, 0)
-        crossing += jnp.where((same[..., -1:] & ~same[..., :1])[..., None], past, 0)
-    if ids.shape[-1] == 1:
-        return out
-    return out + _repeat_for_responses(crossing.astype(x.dtype), ids, reach).astype(jnp.float32)
-
-
-def _repeat_for_responses(
-    crossing: Float[Array, "B T H X"], ids: Int[Array, "B T 2"], reach: int
-) -> Float[Array, "B T H X"]:
-    """Return for the first tokens of each response `crossing` of the tokens behind its prompt.
-
-    Those are in the response's chunk, or behind the prompt of the chunk's first token. Products
-    with matrices of 0 and 1 select them: the backward pass of a gather is a scatter.
-    """
-    (batch, length), size = ids.shape[:2], CHUNK_TOKENS
-    segments, prompts = ids[..., 0], ids[..., 1]
-    place, responds = jnp.arange(length), prompts != segments
-
-    def latest(mask: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-        return jax.lax.cummax(jnp.where(mask, place, 0), axis=1)
-
-    offset = place - latest(jnp.diff(segments, axis=1, prepend=-1) != 0)
-    behind = latest(~responds) + 1  # the token behind a response's prompt
-    first = responds & (offset < reach)
-    before = jnp.where(responds, prompts, -1)[:, ::size]
-    far = jnp.repeat(before, size, axis=1)[:, :length] == prompts
-    index = jnp.where(far, offset, reach + (behind + offset) % size)
-    index = _cut(jnp.where(first, index, -1), size)
-    select = jax.nn.one_hot(index, reach + size, dtype=crossing.dtype)
-    places = behind[:, ::size, None] + jnp.arange(reach)
-    take = jax.vmap(lambda row, at: row.at[at].get(mode="clip"), out_axes=1)  # stays on its device
-    sources = jnp.concatenate([take(crossing, places), _cut(crossing, size)], axis=2)
-    out = _exact("nbis,nbshx->nbihx", select, sources)
-    return out.swapaxes(0, 1).reshape(batch, -1, *crossing.shape[2:])[:, :length]
+        same = (segments == before[:, part])[..., None, None]
+        out += jnp.where(same, padded[:, part] * kernel[..., -1 - distance], 0)
+    return out
 
 
 def _last_inputs(
@@ -285,14 +208,13 @@ class GatedDeltaNet(nn.Module):
         init = named(nn.initializers.normal(c.delta_kernel**-0.5), ("heads", "head_dim", None))
         kernel = self.param("conv", init, (heads, mixed.shape[-1], c.delta_kernel))
         before = cache or empty_state(c, len(h))
-        ids, real = _ids(context), _real(context)
-        channels = nn.silu(convolve(mixed, kernel, before.window, ids)).astype(c.dtype)
+        is_training, real = hasattr(context, "segment_ids"), _real(context)
+        assert not is_training or context.prompt_ids is None  # `row_choice` shares no prompts
+        segments = context.segment_ids if is_training else jnp.zeros(h.shape[:2], jnp.int32)
+        channels = nn.silu(convolve(mixed, kernel, before.window, segments)).astype(c.dtype)
         inputs = self._inputs(channels, beta, rate, real)
-        if isinstance(context, SlotContext):
-            read, state = delta_step(inputs, before.state)
-        else:
-            read, state = delta_rule(inputs, before.state, ids)
-        if not hasattr(context, "segment_ids"):
+        read, state = delta_rule(inputs, before.state, segments)
+        if not is_training:
             cache = StateCache(state, _last_inputs(mixed, before.window, real))
         out = self._gated_norm(read, gates.reshape(read.shape))
         out = constrain(out.reshape(gates.shape), "batch", "sequence", "heads", None)

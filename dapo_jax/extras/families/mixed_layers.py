@@ -1,11 +1,12 @@
 """Training pass through layers of several shapes: a stack of parameters for each kind of layer.
 
 Layers repeat in periods (Gemma 4: five that slide and a full one; Qwen3.5: three gated delta-net
-layers and one with attention). A period is one iteration of a scan. Layers that share keys and
-values read those of the last layer of their kind before them.
+layers and one with attention). A scan iterates over periods, and in it one over each run of equal
+layers. Layers that share keys and values read those of the last layer of their kind before them.
 """
 
-import collections
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,83 +57,32 @@ def init_stack(make_block: Callable, layer: Any, count: int, key: jax.Array) -> 
     return nn.meta.add_axis(boxed, 0, {nn.PARTITION_NAME: "layers"})
 
 
-def periods(names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return lengths of periods and how often each repeats; together they cover the names."""
-    found, first = [], 0
-    while first < len(names):
-        best = (1, 1)
-        for length in range(1, (len(names) - first) // 2 + 1):
-            period, count = names[first : first + length], 1
-            while names[first + count * length :][:length] == period:
+def periods(names: Sequence[str]) -> list[tuple[list[tuple[str, int]], int]]:
+    """Return periods, each of runs of layers (name, length), and how often each repeats.
+
+    In a period no name occurs twice, so that its layers are next to each other in their stack.
+    """
+    runs, found = [(name, len([*same])) for name, same in itertools.groupby(names)], []
+    while runs:
+        period, most = runs[:1], 1
+        for length in range(2, len(runs) // 2 + 1):
+            candidate, count = runs[:length], 1
+            while runs[count * length :][:length] == candidate:
                 count += 1
-            if count > 1 and count * length > best[0] * best[1]:
-                best = (length, count)
-        found.append(best)
-        first += best[0] * best[1]
+            is_distinct = len({name for name, _ in candidate}) == length
+            if is_distinct and count > 1 and count * length > most * len(period):
+                period, most = candidate, count
+        found.append((period, most))
+        runs = runs[most * len(period) :]
     return found
 
 
-def _cut(tree: Any, first: int, parts: tuple[int, int], total: int) -> Any:
-    """Return parts of layers, [count, length, ...], from layer `first` of `total` on.
-
-    Axes of size 1 are missing, here and in `tree`. A whole tree of single layers is not changed: a
-    scan keeps its inputs for the backward pass, but copies what an iteration computes of them.
-    """
-    size = parts[0] * parts[1]
-    axes = [number for number in parts if number > 1]
-
-    def cut(leaf: Array) -> Array:
-        leaf = leaf if size == total else leaf[first : first + size]
-        return leaf.reshape(*axes, *leaf.shape[total > 1 :])
-
-    return jax.tree.map(cut, tree)
-
-
-def _run(
-    apply: Callable,
-    layers: Sequence[tuple[str, Any]],
-    carry: tuple[Array, dict[str, Any]],
-    slices: tuple[dict[str, Any], dict[str, Array]],  # parameters and inputs, see `_cut`
-    unroll: int,
-    looped: bool = True,  # whether a scan iterates over this run
-) -> tuple[tuple[Array, dict[str, Any]], Any]:
-    """Return stream, keys and values of each stack's last layer, and records [L, ...]."""
-    (x, kept), (params, inputs) = carry, slices
-    names = [name for name, _ in layers]
-    if len(layers) == 1:
-        [(name, layer)] = layers
-        cache = kept[name.removeprefix(SHARING)] if name.startswith(SHARING) else None
-        (x, row), record = apply(layer, looped, params[name], x, cache, inputs)
-        changed = {name: row} if name in kept else {}
-        return (x, kept | changed), jax.tree.map(lambda leaf: leaf[None], record)
-
-    records, first, done, totals = [], 0, collections.Counter(), collections.Counter(names)
-    for length, count in periods(names):
-        period = layers[first : first + length]
-        sizes = collections.Counter(name for name, _ in period)
-        parts = {
-            name: _cut(params[name], done[name], (count, n), totals[name])
-            for name, n in sizes.items()
-        }
-        parts = parts, _cut(inputs, first, (count, length), len(layers))
-        first += count * length
-        done.update({name: count * n for name, n in sizes.items()})
-        if count == 1:
-            (x, kept), record = _run(apply, period, (x, kept), parts, unroll, looped)
-            records.append(record)
-            continue
-
-        def step(carry: Any, slices: Any, period: Any = period, kept: Any = kept) -> Any:
-            full = carry[0], kept | carry[1]
-            (x, after), record = _run(apply, period, full, slices, unroll)
-            return (x, {name: after[name] for name in carry[1]}), record
-
-        carry = x, {name: kept[name] for name in sizes if name in kept}
-        number = min(count, max(1, unroll // length))
-        (x, changed), record = jax.lax.scan(step, carry, parts, unroll=number)
-        kept = kept | changed
-        records.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), record))
-    return (x, kept), jax.tree.map(lambda *parts: jnp.concatenate(parts), *records)
+def _cut(tree: Any, first: int, *axes: int) -> Any:
+    """Return the leaves from `first` on, with these sizes as their first axes."""
+    total = math.prod(axes)
+    return jax.tree.map(
+        lambda leaf: leaf[first : first + total].reshape(*axes, *leaf.shape[1:]), tree
+    )
 
 
 def run_stacks(
@@ -144,32 +94,48 @@ def run_stacks(
     shared: Pass,
 ) -> tuple[Float[Array, "R T D"], dict[str, Any]]:
     """Return the residual stream after all layers, and the records of all layers [L, ...]."""
-    names = [name for name, _ in layers]
-    shares = any(name.startswith(SHARING) for name in names)
-    kept: dict[str, Any] = {}
-    if shares:  # of the last layer of each stack: keys and values
-        for name, layer in layers:
+    names, configs, kept = [name for name, _ in layers], dict(layers), {}
+    if shares := any(name.startswith(SHARING) for name in names):
+        for name, layer in layers:  # keys and values of the last layer of each stack
             row = jnp.zeros((*x.shape[:2], layer.kv_heads, layer.head_dim), x.dtype)
             kept.setdefault(name.removeprefix(SHARING), (row, row))
 
-    def apply(
-        layer: Any, looped: bool, params: Any, x: Array, cache: Any, inputs: dict[str, Array]
-    ) -> Any:
-        attend = TRAINING_ATTENTION[layer.attention]
-        block = make_block(layer, _attend_kept(attend) if shares else attend)
+    def run_equal(name: str, x: Array, kept: dict[str, Any], slices: Any) -> Any:
+        """Run layers of a stack; their slices are [layers, ...]."""
+        attend = TRAINING_ATTENTION[configs[name].attention]
+        block = make_block(configs[name], _attend_kept(attend) if shares else attend)
+        source = name.removeprefix(SHARING)
 
         def call(params: Any, x: Array, cache: Any, inputs: dict[str, Array]) -> Any:
             arguments = {"params": params}, x, shared.context, cache
             return block.apply(*arguments, mutable=list(shared.record), **inputs)
 
         if shared.policy is not None:
-            call = jax.checkpoint(call, policy=shared.policy, prevent_cse=not looped)
-        return call(params, x, cache, inputs)
+            call = jax.checkpoint(call, policy=shared.policy, prevent_cse=False)
 
-    def without_axis(tree: Any, total: int) -> Any:
-        return jax.tree.map(lambda leaf: leaf[0], tree) if total == 1 else tree
+        def step(carry: tuple[Array, Any], slices: tuple[Any, dict[str, Array]]) -> Any:
+            x, row = carry
+            return call(slices[0], x, row if name != source else None, slices[1])
 
-    stacks = {name: without_axis(stack, names.count(name)) for name, stack in stacks.items()}
-    slices = stacks, without_axis(inputs, len(layers))
-    (x, _), records = _run(apply, layers, (x, kept), slices, shared.unroll, looped=False)
-    return x, records
+        (x, row), records = jax.lax.scan(step, (x, kept.get(source)), slices, unroll=shared.unroll)
+        return x, kept | ({source: row} if shares else {}), records
+
+    records, done, first = [], dict.fromkeys(names, 0), 0
+    for period, count in periods(names):
+        length = sum(number for _, number in period)
+        params = [_cut(stacks[name], done[name], count, number) for name, number in period]
+        done |= {name: done[name] + count * number for name, number in period}
+        slices, first = (params, _cut(inputs, first, count, length)), first + count * length
+
+        def step(carry: Any, slices: Any, period: Any = period) -> Any:
+            (x, kept), start, found = carry, 0, []
+            for (name, number), stack in zip(period, slices[0], strict=True):
+                part = stack, _cut(slices[1], start, number)
+                x, kept, record = run_equal(name, x, kept, part)
+                start, found = start + number, [*found, record]
+            return (x, kept), jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+
+        number = max(1, shared.unroll // length)
+        (x, kept), record = jax.lax.scan(step, (x, kept), slices, unroll=number)
+        records.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), record))
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *records)
