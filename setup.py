@@ -91,9 +91,9 @@ setup(
         "jaxtyping>=0.3.11",
         "jinja2>=3.1.6",
         "numpy>=2.4",
-        "prometheus-client>=0.26",  # of `dapo-jax serve`; Orbax brings it too
         "protobuf>=7.36",  # of `dapo-jax serve`, Tinker's messages; Orbax brings it too
         "pyarrow>=26.0",
+        "pydantic>=2.14",  # of `dapo-jax serve`
         "python-flint>=0.9",
         "pyyaml>=6.0.3",  # flax brings it too
         "rich>=15.0",

@@ -212,13 +212,13 @@ def byte_engine(byte_folder):
     """As served: an engine that takes the likeliest token, its parameters, its tokenizer."""
     from served import make_serve_config
 
-    from dapo_jax.extras.serve import server
+    from dapo_jax.extras.serve import policy
 
     devices = jax.devices
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
-        opened = server.load_served(make_serve_config(byte_folder))
-    server.warm_up(opened, make_serve_config(byte_folder))
+        opened = policy.load_served(make_serve_config(byte_folder))
+    policy.warm_up(opened, make_serve_config(byte_folder))
     return opened
 
 
@@ -233,10 +233,10 @@ def byte_responses():
 @pytest.fixture
 def same_engine(byte_engine, monkeypatch):
     """Servers of the test use the engine that is compiled already; the test may change it."""
-    from dapo_jax.extras.serve import server
+    from dapo_jax.extras.serve import policy
 
-    monkeypatch.setattr(server, "load_served", lambda config: byte_engine)
-    monkeypatch.setattr(server, "warm_up", lambda *args: None)
+    monkeypatch.setattr(policy, "load_served", lambda config: byte_engine)
+    monkeypatch.setattr(policy, "warm_up", lambda *args: None)
     return byte_engine[0]
 
 

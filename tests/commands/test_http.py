@@ -2,14 +2,12 @@
 
 import json
 import random
-import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 from conftest import make_prompt
-from prometheus_client.parser import text_string_to_metric_families
 from row_files import read_table
 from served import (
     BUDGET,
@@ -26,7 +24,7 @@ from served import (
 
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.extras.serve import server
+from dapo_jax.extras.serve import policy
 from dapo_jax.rollout.requests import Reader
 from dapo_jax.types.structs import Request, Stop
 
@@ -48,7 +46,7 @@ def client(byte_folder, byte_engine, port):
     """Client of a server that takes the likeliest token, unless a request has another rule."""
     opened = byte_engine._replace(tokenizer=Tokenizer(TOKENIZER.backend, (END,), 0, CHAT))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "load_served", lambda config: opened)
+        patch.setattr(policy, "load_served", lambda config: opened)
         config = make_serve_config(byte_folder, http_port=port, served_name="policy")
         with serving(config):
             yield make_openai(port)
@@ -92,30 +90,19 @@ def test_prompts_in_every_form_and_the_servers_budget(client, byte_responses):
         assert [choice.index for choice in answer.choices] == list(range(len(wanted)))
 
 
-def test_a_request_without_max_tokens_gets_the_default_and_a_line(
-    byte_folder, same_engine, byte_responses, capsys
-):
+def test_a_request_without_max_tokens_gets_the_default(byte_folder, same_engine, byte_responses):
     with http_serving(byte_folder, default_max_tokens=5) as (server, client):
         answer = client.completions.create(model="policy", prompt="3+4=", n=2)
-        tokens = "4 prompt tokens, 10 response tokens"
-        line = rf"{answer.id}: {tokens}, \d+\.\d\d s\n"
-        assert re.fullmatch(line, capsys.readouterr().out)
         expected = TOKENIZER.decode(byte_responses["3+4="][:5])
         for choice in answer.choices:
             assert (choice.text, choice.finish_reason) == (expected, "length")
-        long = client.completions.create(model="policy", prompt="3+4=", max_tokens=8, stream=True)
-        chunks = [chunk.id for chunk in long]
-    (first,) = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{chunks[0]}: 4 prompt tokens, 8 response tokens, ")
 
 
-def test_auto_is_the_largest_default_and_lines_can_be_off(byte_folder, same_engine, capsys):
-    changes = {"default_max_tokens": -1, "log_requests": False}
-    with http_serving(byte_folder, **changes) as (_, client):
+def test_auto_is_the_largest_default(byte_folder, same_engine):
+    with http_serving(byte_folder, default_max_tokens=-1) as (_, client):
         for prompt in PROMPTS:
             answer = client.completions.create(model="policy", prompt=prompt)
             assert answer.usage.completion_tokens == len(likeliest(prompt))
-    assert capsys.readouterr().out == ""
 
 
 def test_chat_whole_and_streamed(client, byte_responses):
@@ -267,27 +254,3 @@ def test_what_asks_for_nothing_is_served(client):
     assert client.completions.create(model="policy", prompt="a", **harmless).choices
     harmless = {"tools": [], "logprobs": False, "response_format": {"type": "text"}}
     assert client.chat.completions.create(model="policy", messages=SUM, **harmless).choices
-
-
-def test_metrics_are_prometheus(client, port):
-    def values() -> dict[str, float]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-            assert page.headers["content-type"].startswith("text/plain; version=")
-            families = text_string_to_metric_families(page.read().decode())
-        samples = [sample for family in families for sample in family.samples]
-        return {f"{name}{sorted(labels.values())}": value for name, labels, value, *_ in samples}
-
-    before = values()
-    client.completions.create(model="policy", prompt="3+4=", max_tokens=5)
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="gpt-4", prompt="a")
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="policy", input="a")
-    after = values()
-    grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert grown["dapo_prompt_tokens_total[]"] == 4 and grown["dapo_response_tokens_total[]"] == 5
-    assert grown["dapo_http_answers_total['/v1/completions', '200']"] == 1
-    assert grown["dapo_http_answers_total['/v1/completions', '404']"] == 1
-    assert grown["dapo_http_answers_total['404', 'other']"] == 1
-    assert grown["dapo_http_seconds_count['/v1/completions']"] == 2
-    assert after["dapo_waiting_responses[]"] == 0 and after["dapo_busy_slots[]"] <= 4

@@ -18,18 +18,19 @@ def test_hostile_bodies_are_refused_and_the_server_lives(byte_folder, same_engin
     bodies = {
         b"": "is not JSON",
         b"{": "is not JSON",
-        b"[1]": "must be a JSON object",
+        b"[1]": "the body = [1]: must be a valid dictionary",
         b"\xff\xfe": "is not JSON",
         b"[" * 100_000: "is not JSON",
         b'{"temperature": NaN}': "temperature = nan",
         b'{"n": ' + b"9" * 5000 + b"}": "is not JSON",
-        b'{"x": ' + b'{"x":' * 500 + b"1" + b"}" * 501: "'x': there is no such field",
-        b'{"model": "policy", "prompt": "\\ud800"}': "must be text (valid Unicode) or ids",
-        b'{"\\ud800": 1}': "there is no such field",
-        b'{"model": {"policy": 1}}': "there is only 'policy'",
+        b'{"x": ' + b'{"x":' * 500 + b"1" + b"}" * 501: "is not JSON",
+        b'{"x": {}}': "prompt is missing",
+        b'{"model": "policy", "prompt": "\\ud800"}': "is not JSON",
+        b'{"\\ud800": 1}': "is not JSON",
+        b'{"prompt": "a", "model": {"policy": 1}}': "there is only 'policy'",
         b'{"model": "policy"}': "prompt is missing",
         b'{"model": "policy", "prompt": "a", "temperature": 1e999}': "temperature = inf",
-        b'{"model": "policy", "prompt": "a", "stop": [["a"]]}': "must be a text or a list",
+        b'{"model": "policy", "prompt": "a", "stop": [["a"]]}': "stop[0] = ['a']: must be",
         b"x" * 5_000_000: "at most 1000000 bytes",
     }
     with http_serving(byte_folder) as (server, client):
@@ -68,7 +69,7 @@ def test_too_many_responses_at_once_are_refused_whole(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slots(
-    byte_folder, same_engine, byte_responses, monkeypatch, stream, capsys
+    byte_folder, same_engine, byte_responses, monkeypatch, stream
 ):
     gate = threading.Event()
     steps = slow_down(same_engine, monkeypatch, gate)
@@ -83,8 +84,6 @@ def test_a_client_that_leaves_frees_its_slots(
         answer = client.completions.create(model="policy", prompt="a")
         assert answer.choices[0].text == TOKENIZER.decode(byte_responses["a"])
         assert len(steps) < 2 * BUDGET  # 12 responses by 4 slots take three times as many
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith(" s, not finished") for line in lines] == [True, False]
 
 
 def test_a_client_that_leaves_within_its_request_is_no_error(byte_folder, same_engine, caplog):

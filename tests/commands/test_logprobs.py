@@ -15,7 +15,7 @@ from served import BUDGET, BYTES_DECODER, END, TOKENIZER, http_serving, make_byt
 
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.extras.serve import server
+from dapo_jax.extras.serve import policy
 from dapo_jax.extras.serve.logprobs import CHUNK_TOKENS, Scorer
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime.tool_calls import read_calls
@@ -34,7 +34,7 @@ def client(byte_folder, byte_engine):
     """Client of a server that takes the likeliest token; the first end token is never sampled."""
     opened = byte_engine._replace(tokenizer=Tokenizer(TOKENIZER.backend, (7, END), 0, CHAT))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "load_served", lambda config: opened)
+        patch.setattr(policy, "load_served", lambda config: opened)
         with http_serving(byte_folder) as (_, client):
             yield client
 

@@ -13,7 +13,7 @@ from served import http_serving
 from small_runs import make_evaluation, run_evaluation
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.extras.serve import server
+from dapo_jax.extras.serve import policy
 from dapo_jax.model import load_huggingface
 from dapo_jax.run import export
 from dapo_jax.run.export import SavedPolicy
@@ -51,8 +51,8 @@ def decoder(folder: str):
 
 def test_serve_takes_a_run_and_names_it_for_clients(run, byte_engine, monkeypatch):
     loaded = []
-    monkeypatch.setattr(server, "load_served", lambda config: loaded.append(config) or byte_engine)
-    monkeypatch.setattr(server, "warm_up", lambda *args: None)
+    monkeypatch.setattr(policy, "load_served", lambda config: loaded.append(config) or byte_engine)
+    monkeypatch.setattr(policy, "warm_up", lambda *args: None)
     with http_serving(run, served_name="") as (_, client):
         assert [model.id for model in client.models.list()] == ["mine"]
         assert client.completions.create(model="mine", prompt="3+4=", max_tokens=2).choices

@@ -17,8 +17,7 @@ from served import (
     serving,
 )
 
-from dapo_jax.extras.serve import budgets
-from dapo_jax.extras.serve import server as serve
+from dapo_jax.extras.serve import policy
 from dapo_jax.run import memory
 from dapo_jax.types.errors import ConfigError
 
@@ -29,7 +28,7 @@ def server(byte_folder, byte_engine):
     config = make_serve_config(byte_folder, served_name="policy")
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:  # until it has started
-            patch.setattr(serve, "load_served", lambda config: byte_engine)
+            patch.setattr(policy, "load_served", lambda config: byte_engine)
             server = stack.enter_context(serving(config))
         yield server
 
@@ -58,7 +57,7 @@ def test_a_taken_port_is_named_before_a_model_is_loaded(server):
 
 
 def test_a_start_prints_that_it_compiles(byte_folder, byte_engine, monkeypatch, capfd):
-    monkeypatch.setattr(serve, "load_served", lambda config: byte_engine)
+    monkeypatch.setattr(policy, "load_served", lambda config: byte_engine)
     with serving(make_serve_config(byte_folder)):
         slots = byte_engine.engine.max_concurrent_decodes
         assert f"compiling for {slots} slots: " in capfd.readouterr().err
@@ -90,8 +89,7 @@ def test_budgets_are_those_of_the_context(
 ):
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: 1e12)
     config = make_serve_config(model(context), **settings)
-    resolved, whole = budgets.resolve(config, BYTES_DECODER, one_device)
-    assert (resolved.max_prompt_tokens, resolved.max_response_tokens, whole) == wanted
+    assert policy.resolve(config, BYTES_DECODER, one_device)[1] == wanted
 
 
 def test_budgets_are_halved_until_all_slots_fit(model, one_device, monkeypatch):
@@ -99,8 +97,8 @@ def test_budgets_are_halved_until_all_slots_fit(model, one_device, monkeypatch):
     seen = set()
     for room in (1e12, 1e9, 1e8, 1e7, 1e5):
         monkeypatch.setattr(memory, "available_bytes", lambda mesh, room=room: room)
-        resolved, whole = budgets.resolve(config, BYTES_DECODER, one_device)
-        taken = sum(budgets.memory_needs(resolved, BYTES_DECODER, one_device).values())
+        resolved, (*_, whole) = policy.resolve(config, BYTES_DECODER, one_device)
+        taken = sum(policy.memory_needs(resolved, BYTES_DECODER, one_device).values())
         assert taken <= room / 2 or whole == 1024  # no shorter one is made
         seen.add(whole)
     assert max(seen) == 16_384 and len(seen) >= 3
@@ -109,7 +107,7 @@ def test_budgets_are_halved_until_all_slots_fit(model, one_device, monkeypatch):
 def test_a_budget_beyond_the_context_is_refused(model, one_device):
     config = make_serve_config(model(100), **AUTO | {"max_response_tokens": 100})
     with pytest.raises(ConfigError, match="max_response_tokens = 100: must be below the context"):
-        budgets.resolve(config, BYTES_DECODER, one_device)
+        policy.resolve(config, BYTES_DECODER, one_device)
 
 
 @pytest.mark.usefixtures("alone")

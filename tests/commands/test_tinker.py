@@ -15,7 +15,7 @@ from tinker_served import NAME, SDK, TinkerServer, loss_message
 
 from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.extras.serve.logprobs import Scorer
-from dapo_jax.extras.serve.server import load_served
+from dapo_jax.extras.serve.policy import load_served
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.run.export import export
 from dapo_jax.types.errors import ConfigError

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=build/device
 rm -rf "$out" && mkdir -p "$out"
-packages=(array-record grain ml-collections portpicker python-flint starlette uvicorn)
+packages=(annotated-types array-record grain ml-collections portpicker pydantic pydantic-core python-flint starlette typing-inspection uvicorn)
 python="${PYTHON:-python3}"
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$out" .
 platforms=()

@@ -38,9 +38,9 @@ EXTRAS = {
     "plan": 950,
     "report": 415,
     "samplers": 918,
-    "serve": 1_510,
+    "serve": 1_318,
     "sft": 1_230,
-    "tinker": 1_841,
+    "tinker": 1_820,
     "vllm": 287,
     "words": 181,
 }

@@ -16,7 +16,7 @@ from small_runs import make_quick_config, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.extras.serve import server
+from dapo_jax.extras.serve import policy
 from dapo_jax.model import inference
 from dapo_jax.model.decode_attention import PromptContext, attend_prompt
 from dapo_jax.model.decoder import abstract_params, for_decoding
@@ -148,7 +148,7 @@ def test_int8_products_equal_products_of_rounded_factors(pieces):
 
 
 def test_served_weights_are_rounded(byte_folder, alone):
-    params = server.load_served(make_serve_config(byte_folder, weights_dtype="int8")).params
+    params = policy.load_served(make_serve_config(byte_folder, weights_dtype="int8")).params
     assert params["head"].dtype == params["layers"][0]["up"]["kernel"].dtype == jnp.int8
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from served import BUDGET, TOKENIZER, make_serve_config
 
-from dapo_jax.extras.serve import budgets, server
+from dapo_jax.extras.serve import policy
 from dapo_jax.types.structs import SamplingRule
 
 
@@ -21,8 +21,8 @@ def adapt(engine, tokenizer=TOKENIZER, rule=SamplingRule(0)):  # noqa: B008
 def jetstream(byte_folder, monkeypatch, alone):
     """A served engine with bursts of one token as JetStream's, and its parameters."""
     pytest.importorskip("jetstream", reason="google-jetstream is not installed")
-    monkeypatch.setattr(budgets, "BURST_TOKENS", 1)
-    engine, params, tokenizer, _ = server.load_served(make_serve_config(byte_folder))
+    monkeypatch.setattr(policy, "BURST_TOKENS", 1)
+    engine, params, tokenizer, _ = policy.load_served(make_serve_config(byte_folder))
     return adapt(engine, tokenizer), params
 
 

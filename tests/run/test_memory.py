@@ -8,7 +8,7 @@ from conftest import TINY
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Optimizer, Sampler
-from dapo_jax.extras.serve import server
+from dapo_jax.extras.serve import policy
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.learner import update
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
@@ -42,7 +42,7 @@ def test_an_update_beyond_a_devices_memory_is_rejected_by_the_compilers_count(
 def test_serving_refuses_slots_beyond_memory(byte_folder, alone):
     config = ServeConfig(model=str(byte_folder), slots=10**8)
     with pytest.raises(ConfigError, match="config.slots = 100000000 .* serving takes at least"):
-        server.load_served(config)
+        policy.load_served(config)
 
 
 def sizes(tree) -> int:

@@ -1,12 +1,13 @@
 """Who reaches the server: port, API key, `Host` and `Origin` headers, content type."""
 
 import socket
-from collections.abc import Mapping
 from urllib.parse import urlsplit
+
+from starlette.requests import Request
 
 from dapo_jax.extras.serve.errors import RequestError
 from dapo_jax.extras.serve.settings import ServeConfig
-from dapo_jax.runtime.keys import KEY_VARIABLE, LOOPBACK, has_key
+from dapo_jax.runtime.keys import LOOPBACK, has_key
 from dapo_jax.types.errors import ConfigError, require
 
 BACKLOG = 2048
@@ -22,53 +23,47 @@ def bind(config: ServeConfig) -> socket.socket:
         allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
         is_resolved = (error.errno or 0) >= 0  # errors of getaddrinfo have negative numbers
         require(is_resolved, "host", config.host, allowed)
-        raise ConfigError(
-            f"config.http_port = {config.http_port}: on {config.host}: {error}"
-        ) from None
-
-
-def exposure_warning(config: ServeConfig, key: str) -> str:
-    """Return a warning if other machines can use the server without a key, else empty."""
-    if key or config.host.strip("[]") in LOOPBACK:
-        return ""
-    return (
-        f"warning: anyone who can reach {config.host} can use the server: there is no API key "
-        f"(--api_key_file=FILE, or {KEY_VARIABLE})"
-    )
+        place = f"config.http_port = {config.http_port}: on {config.host}"
+        raise ConfigError(f"{place}: {error}") from None
 
 
 class Access:
     """Check of requests before their bodies are read; an empty `key` means that none is needed."""
 
     def __init__(self, config: ServeConfig, key: str):
-        allowed = [name.strip().lower() for name in config.allowed_hosts.split(",")]
-        self._allows_all = "*" in allowed
-        self._hosts = {*LOOPBACK, config.host.strip("[]").lower(), *allowed} - {""}
+        self._hosts = {name.strip().lower() for name in config.allowed_hosts.split(",")} - {""}
+        self._hosts |= {*LOOPBACK, config.host.strip("[]").lower()}
+        self._needs_json = not config.tinker  # whose bodies are binary, too
         self._key = key
 
-    def _check_host(self, field: str, value: str, local_address: str) -> None:
-        """Raise `RequestError` unless `HOST:PORT` or an origin names this server."""
-        try:
-            host = urlsplit(value if "//" in value else f"//{value}").hostname
-        except ValueError:
-            host = None
-        if not self._allows_all and host not in self._hosts | {local_address}:
-            allowed = ", ".join(sorted(self._hosts))
-            message = f"{field} = {value[:200]!r}: must be one of {allowed}"
-            raise RequestError(f"{message}; the setting allowed_hosts adds others", status=403)
-
-    def check(self, headers: Mapping[str, str], *, local_address: str, has_body: bool) -> None:
-        """Raise `RequestError` unless an HTTP request may be served.
+    def check(self, http: Request) -> None:
+        """Raise `RequestError` unless a request may be served.
 
         A page of another site can make a browser send a request, but can't choose these headers.
         """
-        self._check_host("host", headers.get("host", ""), local_address)
-        if "origin" in headers:
-            self._check_host("origin", headers["origin"], local_address)
-        if not has_key(headers.get("authorization", ""), self._key):
+        headers, (address, *_) = http.headers, http.scope.get("server") or ("",)
+        for field in ("host", "origin"):
+            value = headers.get(field, "" if field == "host" else "//localhost")
+            if not ({"*", _host(value)} & (self._hosts | {address})):
+                allowed = f"one of {', '.join(sorted(self._hosts))}"
+                message = f"{field} = {value[:200]!r}: must be {allowed}"
+                raise RequestError(f"{message}; the setting allowed_hosts adds others", status=403)
+        sent = (
+            f" {headers['x-api-key']}" if "x-api-key" in headers else headers.get("authorization")
+        )
+        if not has_key(sent or "", self._key):
             message = "the key is missing or wrong: send the header Authorization: Bearer KEY"
             raise RequestError(message, status=401, code="invalid_api_key")
         kind = headers.get("content-type", "")
-        if has_body and kind.partition(";")[0].strip().lower() != "application/json":
+        is_json = kind.partition(";")[0].strip().lower() == "application/json"
+        if self._needs_json and http.method == "POST" and not is_json:
             message = f"content-type = {kind[:200]!r}: must be application/json"
             raise RequestError(message, status=415)
+
+
+def _host(value: str) -> str | None:
+    """Return the host of `HOST:PORT` or an origin; None if there is none."""
+    try:
+        return urlsplit(value if "//" in value else f"//{value}").hostname
+    except ValueError:
+        return None

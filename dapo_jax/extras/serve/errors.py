@@ -9,11 +9,9 @@ ERROR_TYPES = {429: "rate_limit_error", 500: "server_error"}
 class RequestError(Exception):
     """Rejection or failure of a request: wrong field, HTTP status, OpenAI's error code."""
 
-    def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
-    ):
+    def __init__(self, message: str, field: str = "", status: int = 400, code: str | None = None):
         super().__init__(message)
-        self.param = param
+        self.param = field.partition("[")[0] or None
         self.status = status
         self.code = code
 
@@ -24,15 +22,14 @@ class RequestError(Exception):
         return {"error": fields}
 
 
-class QueueFull(RequestError):
-    """Rejection of responses that exceed the queue's length; the client may retry."""
-
-    def __init__(self):
-        message = "the queue of waiting responses is full; try again later"
-        super().__init__(message, status=429, code="rate_limit_exceeded")
+def queue_full() -> RequestError:
+    """Return the error of requests beyond the queue's length; the client may retry."""
+    message = "the queue of waiting responses is full; try again later"
+    return RequestError(message, status=429, code="rate_limit_exceeded")
 
 
-def need(fits: bool, field: str, value: Any, allowed: str) -> None:
+def need(fits: bool, field: str, value: Any, allowed: str, code: str | None = None) -> None:
     """Raise `RequestError` for a wrong value."""
     if not fits:
-        raise RequestError(f"{field} = {reprlib.repr(value)}: must be {allowed}", field)
+        message = f"{field} = {reprlib.repr(value)}: must be {allowed}"
+        raise RequestError(message, field, code=code)

@@ -1,25 +1,20 @@
-"""Queue of an event loop in front of a scheduler: submit a request, iterate over its tokens.
-
-One thread drives the scheduler; tasks of one event loop consume the tokens.
-"""
+"""Queue of an event loop in front of a scheduler: submit a request, iterate over its tokens."""
 
 import asyncio
+import functools
 import itertools
-import queue
-import threading
 import traceback
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from dapo_jax.extras.serve.errors import QueueFull, RequestError
+from dapo_jax.extras.serve.errors import RequestError, queue_full
 from dapo_jax.extras.serve.requests import CompletionRequest
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.types.structs import NewTokens, Prompt, Request
+from dapo_jax.types.structs import NewTokens, Prompt, Request, Stop
 
-BURSTS_OF_FIRST_CACHES = 50  # after which an idle server starts with small caches again
 FAILURE = "the decoding thread has failed"
 
 
@@ -32,7 +27,7 @@ class Responses:
     def __init__(self, request: CompletionRequest):
         self.request = request
         self.running: list[Request] = []  # of the decoding thread
-        self.unfinished = request.n * sum(budget > 0 for budget in request.budgets)
+        self.unfinished = request.fields.n * sum(budget > 0 for budget in request.budgets)
         self.chunks: asyncio.Queue[tuple[int, NewTokens] | None] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, NewTokens]]:
@@ -46,122 +41,98 @@ class Responses:
 
 
 class Generator:
-    """Token generator for the event loop that runs now.
+    """Token generator for the event loop that runs now; a thread drives the scheduler.
 
     Args:
-        open_scheduler: returns a scheduler that has begun; called again if caches may have grown.
-        slots: of the scheduler.
-        max_waiting: maximum number of choices that wait for a slot.
+        scheduler: has begun.
+        max_choices: maximum number of choices in slots, waiting for one, or being scored.
 
     Attributes:
         failure: message of a failure, or empty; nothing is generated after it.
-        metrics: Prometheus metrics.
     """
 
-    def __init__(self, open_scheduler: Callable[[], Scheduler], slots: int, max_waiting: int):
-        self._open, self._scheduler = open_scheduler, open_scheduler()
-        self._most = slots + max_waiting
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, scheduler: Scheduler, max_choices: int):
+        self._scheduler, self._max_choices = scheduler, max_choices
         self._served: set[Responses] = set()
         self._arrivals = itertools.count()
-        # What the decoding thread does between two bursts; None ends it.
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # What the thread does before its next burst.
+        self._calls: list[Callable[[], None]] = []
+        self._has_calls = asyncio.Event()
         self.failure = ""
-        self.metrics = CollectorRegistry()
-        options: dict[str, Any] = {"registry": self.metrics}
-        waiting = Gauge("dapo_waiting_responses", "Responses that wait for a slot.", **options)
-        waiting.set_function(lambda: max(0, self._unfinished() - slots))
-        busy = Gauge("dapo_busy_slots", "Occupied slots.", **options)
-        busy.set_function(lambda: min(slots, self._unfinished()))
-        self._sampled = Counter("dapo_response_tokens", "Sampled tokens.", **options)
-        self._thread = threading.Thread(target=self._run, name="decoding")
-        self._thread.start()
-
-    def _unfinished(self) -> int:
-        return sum(responses.unfinished for responses in self._served)
+        self._loop, self._thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "decoding")
+        self._task = self._loop.create_task(self._run())
 
     def submit(self, request: CompletionRequest) -> Responses:
         """Submit all choices of a request; they are cancelled when the caller's task ends.
 
         Raises:
-            QueueFull: too many choices would wait to be sampled, or scored.
-            RequestError: the generator has failed.
+            RequestError: too many choices would wait to be sampled, or scored; or the generator
+                has failed.
         """
         if self.failure:
             raise RequestError(self.failure, status=500)
         served = sum(responses.request.choices for responses in self._served)
-        if served + request.choices > self._most:
-            raise QueueFull
+        if served + request.choices > self._max_choices:
+            raise queue_full()
         responses = Responses(request)
 
         def leave(_: Any) -> None:
             self._served.discard(responses)
             if responses.unfinished:
-                self._commands.put(lambda: self._cancel(responses))
+                self._call(lambda: self._cancel(responses))
 
         self._served.add(responses)
         cast(asyncio.Task, asyncio.current_task()).add_done_callback(leave)
-        self._commands.put(lambda: self._start(responses))
+        self._call(lambda: self._start(responses))
         return responses
 
-    def close(self) -> None:
-        """End the thread; call it outside the event loop's thread, while the loop runs."""
-        self._commands.put(None)
-        self._thread.join()
+    async def close(self) -> None:
+        """End the thread after its burst."""
+        self._task.cancel()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        self._calls.append(function)
+        self._has_calls.set()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                if self._scheduler.idle:
+                    await self._has_calls.wait()
+                self._has_calls.clear()
+                calls, self._calls = self._calls, []
+                await self._loop.run_in_executor(self._thread, self._burst, calls)
+        except Exception as error:
+            traceback.print_exception(error)
+            self.failure = FAILURE
+            for responses in self._served:
+                responses.chunks.put_nowait(None)
 
     # --- the decoding thread ----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while self._obey():
-                self._scheduler.step()
-        except Exception as error:
-            traceback.print_exception(error)
-            self._loop.call_soon_threadsafe(self._fail)
-
-    def _fail(self) -> None:
-        self.failure = FAILURE
-        for responses in self._served:
-            responses.chunks.put_nowait(None)
-
-    def _obey(self) -> bool:
-        """Follow the commands, and wait for one if nothing is to be decoded; False: end."""
-        while self._scheduler.idle or not self._commands.empty():
-            command = self._commands.get()
-            if command is None:
-                return False
-            command()
-        return True
+    def _burst(self, calls: list[Callable[[], None]]) -> None:
+        for call in calls:
+            call()
+        self._scheduler.step()
 
     def _start(self, responses: Responses) -> None:
-        if self._scheduler.idle and self._scheduler.counts.bursts > BURSTS_OF_FIRST_CACHES:
-            self._scheduler.close()
-            self._scheduler = self._open()
         request = responses.request
+        n, seed = request.fields.n, request.fields.seed
         for number, (ids, budget) in enumerate(zip(request.prompts, request.budgets, strict=True)):
-            if budget:  # else only its echo is requested
-                index = next(self._arrivals) if request.seed is None else number
-                prompt = Prompt(index, "", "", np.array(ids, np.int32), "", "")
-                running = self._scheduler.submit(
-                    prompt,
-                    range(request.n),
-                    request.rule,
-                    budget,
-                    request.stop,
-                    seed=request.seed,
-                    watch=self._deliver(responses, number * request.n),
-                )
-                responses.running.append(running)
+            if not budget:  # only its echo is requested
+                continue
+            index = next(self._arrivals) if seed is None else number
+            prompt = Prompt(index, "", "", np.array(ids, np.int32), "", "")
+            options = range(n), request.rule, budget, Stop(tuple(request.fields.stop))
+            watch = functools.partial(self._deliver, responses, number * n)
+            running = self._scheduler.submit(prompt, *options, seed=seed, watch=watch)
+            responses.running.append(running)
 
-    def _deliver(self, responses: Responses, first: int) -> Callable[[NewTokens], None]:
-        """Return a function that hands the tokens of choices from `first` on to the event loop."""
-
-        def deliver(new: NewTokens) -> None:
-            self._sampled.inc(len(new.ids))
-            chunk = first + new.sample, new
-            self._loop.call_soon_threadsafe(responses.chunks.put_nowait, chunk)
-
-        return deliver
+    def _deliver(self, responses: Responses, first: int, new: NewTokens) -> None:
+        """Hand tokens of a prompt's choices, the first of which is `first`, to the event loop."""
+        chunk = first + new.sample, new
+        self._loop.call_soon_threadsafe(responses.chunks.put_nowait, chunk)
 
     def _cancel(self, responses: Responses) -> None:
         for request in responses.running:

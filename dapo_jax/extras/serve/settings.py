@@ -17,6 +17,8 @@ from dapo_jax.types.rules import (
     Temperature,
 )
 
+AUTO = -1
+
 
 @section
 class ServeConfig:
@@ -59,7 +61,6 @@ class ServeConfig:
     request_seconds: Positive = setting(10.0, "Seconds for a request's body to arrive.")
     idle_seconds: Positive = setting(5.0, "Seconds that an idle HTTP connection is kept.")
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
-    log_requests: bool = setting(True, "Print a line when a request ends.")
     tinker: bool = setting(False, "Serve Tinker's training API on http_port instead.")
     tinker_dir: str = setting("runs/tinker", "Folder of its models, checkpoints and requests.")
     tinker_stable_reinforce: Literal["", "cispo", "importance_sampling", "ppo"] = setting(

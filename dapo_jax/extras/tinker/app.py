@@ -3,26 +3,23 @@
 import asyncio
 import datetime
 import inspect
-import json
 import pathlib
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
 
+from dapo_jax.extras.serve import app as http_app
 from dapo_jax.extras.serve.access import Access
-from dapo_jax.extras.serve.app import ERRORS, answer_error, read_body, run_app
-from dapo_jax.extras.serve.errors import QueueFull, RequestError, need
+from dapo_jax.extras.serve.errors import RequestError, need, queue_full
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.tinker.messages import CONTENT_TYPE
 from dapo_jax.extras.tinker.models import CHECKPOINT_KINDS, find_checkpoint
 from dapo_jax.extras.tinker.policies import Policies
-from dapo_jax.extras.tinker.requests import parse_loss_message, read
+from dapo_jax.extras.tinker.requests import Body, parse_loss_message, read_body
 from dapo_jax.extras.tinker.store import Entry, Request, State, Store
 from dapo_jax.extras.tinker.worker import SAMPLE_KIND, Worker
 from dapo_jax.runtime.storage.output_folder import TINKER, claim
@@ -33,16 +30,6 @@ WAIT_SECONDS = 20.0  # that a client waits for a result before it asks again
 MAX_PENDING = 1024  # requests on the disk, each with a body of at most max_body_mb
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
 Fields = dict[str, Any]
-
-
-class Call(NamedTuple):
-    """A call of a route: the values in its path, or the fields of its JSON body, and the body."""
-
-    fields: Fields
-    body: bytes
-
-    def __getitem__(self, name: str) -> Any:
-        return self.fields[name]
 
 
 def _time(seconds: float | None) -> str | None:
@@ -76,17 +63,23 @@ def _describe_checkpoint(checkpoint: Entry) -> Fields:
     }
 
 
+class Call(NamedTuple):
+    """A call of a route: the values in its path, the fields of its body in JSON, and the body."""
+
+    path: Mapping[str, str]
+    body: Body
+    content: bytes
+
+
 class TinkerApi:
     """Handlers of the routes. They run in threads, since they may wait for the disk."""
 
-    def __init__(self, policies: Policies, worker: Worker, store: Store, access: Access):
+    def __init__(self, policies: Policies, worker: Worker, store: Store):
         self._config = policies.config
         self._name = policies.config.served_name
-        self._policies = policies
-        self._worker = worker
-        self._store = store
-        self._access = access
+        self._policies, self._worker, self._store = policies, worker, store
         of_model, of_session = "model_id seq_id", "session_id sampling_session_seq_id"
+        sampled = "sampling_session_id seq_id prompt sampling_params"
         checkpoints = "training_runs/{model}/checkpoints"
         # Method and path of each route, its handler, and the fields of JSON that it needs.
         table: tuple[tuple[str, Callable[[Call], Any], str], ...] = (
@@ -102,7 +95,7 @@ class TinkerApi:
             ("POST forward_backward", self._forward_backward, ""),
             ("POST optim_step", self._submitter("optim_step"), of_model),
             *((f"POST {kind}", self._submitter(kind), of_model) for kind in CHECKPOINT_KINDS),
-            ("POST asample", self._submitter(SAMPLE_KIND), "sampling_session_id seq_id prompt"),
+            ("POST asample", self._submit_sample, sampled),
             ("POST retrieve_future", self._retrieve, "request_id"),
             ("POST get_info", self._get_info, "model_id"),
             ("POST weights_info", self._weights_info, "tinker_path"),
@@ -115,36 +108,28 @@ class TinkerApi:
             (f"GET {checkpoints}", self._list_checkpoints, ""),
             (f"DELETE {checkpoints}/{{kind}}/{{name}}", self._delete_checkpoint, ""),
         )
-        self.routes = []
+        self.handlers: dict[str, http_app.Handler] = {}
         for route, handler, required in table:
             method, path = route.split()
-            endpoint = self._endpoint(handler, required.split())
-            self.routes.append(Route(f"/api/v1/{path}", endpoint, methods=[method]))
+            self.handlers[f"{method} /api/v1/{path}"] = self._endpoint(handler, required.split())
 
     def _endpoint(
         self, handler: Callable[[Call], Any], required: Sequence[str]
-    ) -> Callable[..., Awaitable[Response]]:
-        """Return the endpoint that checks access, reads the body, and calls a handler."""
+    ) -> http_app.Handler:
+        """Return the endpoint that reads the body, and calls a handler."""
 
         async def answer(http: HttpRequest) -> Response:
-            headers = dict(http.headers)
-            if key := headers.pop("x-api-key", ""):  # where the SDK sends the key
-                headers["authorization"] = f"Bearer {key}"
-            address = (http.scope.get("server") or ("", 0))[0]
-            self._access.check(headers, local_address=address, has_body=False)
-            if encoding := headers.get("content-encoding"):
+            if encoding := http.headers.get("content-encoding"):
                 message = f"content-encoding = {encoding[:100]!r}: must be left out"
                 raise RequestError(message, status=415)
             if self._worker.failure:
                 raise RequestError(self._worker.failure, status=500)
-            body = await read_body(http, self._config)
-            call = Call(read(body, *required) if required else http.path_params, body)
-            result = await asyncio.to_thread(handler, call)
+            content = await http_app.read_body(http, self._config)
+            body = read_body(content, *required) if required else Body()
+            result = await asyncio.to_thread(handler, Call(http.path_params, body, content))
             if inspect.isawaitable(result):
                 result = await result
-            if isinstance(result, Response):
-                return result
-            return Response(json.dumps(result), media_type="application/json")
+            return result if isinstance(result, Response) else JSONResponse(result)
 
         return answer
 
@@ -155,8 +140,7 @@ class TinkerApi:
             raise RequestError(f"{kind} {name[:200]!r} is unknown", kind, status=404)
         return entry
 
-    def _check_base(self, call: Call) -> None:
-        name = call.fields.get("base_model")
+    def _check_base(self, name: str) -> None:
         allowed = f"{self._name!r}, the model that this server has"
         need(name == self._name, "base_model", name, allowed)
 
@@ -164,7 +148,7 @@ class TinkerApi:
 
     def _configure_client(self, call: Call) -> Fields:
         allowed = f"{SDK_VERSIONS}: pip install 'tinker=={SDK_VERSIONS}'"
-        version = call["sdk_version"]
+        version = call.body.sdk_version
         need(IS_SUPPORTED(version) is not None, "sdk_version", version, allowed)
         limit = int(self._config.max_body_mb * 1e6)
         return {
@@ -183,48 +167,48 @@ class TinkerApi:
         return {"session_id": name, "type": "create_session"}
 
     def _heartbeat(self, call: Call) -> Fields:
-        self._entry("session", call["session_id"])
+        self._entry("session", call.body.session_id)
         return {"type": "session_heartbeat"}
 
     def _create_sampler(self, call: Call) -> Fields:
-        session = self._entry("session", call["session_id"]).id
-        path = call.fields.get("model_path", "")
-        if path:
-            find_checkpoint(self._store, path, "sampler_weights")
-        if not path or "base_model" in call.fields:
-            self._check_base(call)
-        number = call["sampling_session_seq_id"]
+        body = call.body
+        session, number = self._entry("session", body.session_id).id, body.sampling_session_seq_id
+        if body.model_path:
+            find_checkpoint(self._store, body.model_path, "sampler_weights")
+        if body.base_model or not body.model_path:
+            self._check_base(body.base_model)
         name = f"{session}:sample:{number}"
-        self._store.put("sampler", name, "", {"path": path, "number": number})
+        self._store.put("sampler", name, "", {"path": body.model_path, "number": number})
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     # --- requests that the worker runs ------------------------------------------------------------
 
     def _submitter(self, kind: str) -> Callable[[Call], Fields]:
-        """Return the handler of a kind of requests to a model or a sampler."""
+        """Return the handler of a kind of requests to a model."""
 
         def submit(call: Call) -> Fields:
-            if "base_model" in call.fields:
-                self._check_base(call)
-            if kind == SAMPLE_KIND:
-                sampler = self._entry("sampler", call["sampling_session_id"]).id
-                future = self._accept(sampler, call["seq_id"], kind, call.body)
-                count = call.fields.get("num_samples", 1)
-                ids = [f"{future['request_id']}:{i}" for i in range(count)]
-                return future | {"sample_sequence_ids": ids}
-            if "model_id" in call.fields:
-                number = call.fields.get("seq_id", 0)
-                return self._accept_of_model(call["model_id"], number, kind, call.body)
-            number = read(call.body, "session_id", "model_seq_id")["model_seq_id"]
-            session = self._entry("session", call["session_id"]).id
-            return self._accept(f"{session}:train:{number}", 0, kind, call.body)
+            body = call.body
+            if body.base_model:
+                self._check_base(body.base_model)
+            if body.model_id:
+                return self._accept_of_model(body.model_id, body.seq_id, kind, call.content)
+            read_body(call.content, "session_id", "model_seq_id")
+            session = self._entry("session", body.session_id).id
+            return self._accept(f"{session}:train:{body.model_seq_id}", 0, kind, call.content)
 
         return submit
 
+    def _submit_sample(self, call: Call) -> Fields:
+        body = call.body
+        sampler = self._entry("sampler", body.sampling_session_id).id
+        future = self._accept(sampler, body.seq_id, SAMPLE_KIND, call.content)
+        ids = [f"{future['request_id']}:{i}" for i in range(body.num_samples)]
+        return future | {"sample_sequence_ids": ids}
+
     def _forward_backward(self, call: Call) -> Fields:
-        message = parse_loss_message(call.body)
+        message = parse_loss_message(call.content)
         kind = "forward" if message.forward_only else "forward_backward"
-        return self._accept_of_model(message.model_id, message.seq_id, kind, call.body)
+        return self._accept_of_model(message.model_id, message.seq_id, kind, call.content)
 
     def _accept_of_model(self, model: str, number: int, kind: str, body: bytes) -> Fields:
         need(number > 0, "seq_id", number, "above 0")
@@ -233,7 +217,7 @@ class TinkerApi:
     def _accept(self, owner: str, number: int, kind: str, body: bytes) -> Fields:
         """Store a request, unless it is a retry, and return its future."""
         if len(self._store.pending()) >= MAX_PENDING:
-            raise QueueFull
+            raise queue_full()
         request = Request(f"{owner}:{number}", owner, number, kind)
         self._store.accept(request, body)
         self._worker.wake()
@@ -241,14 +225,13 @@ class TinkerApi:
 
     async def _retrieve(self, call: Call) -> Response:
         """Return a result; status 408 tells the client to ask again."""
-        name = call["request_id"]
+        name = call.body.request_id
         stored = await self._worker.wait(name, WAIT_SECONDS)
         if stored is None:
             raise RequestError(f"request {name!r} is unknown", "request_id", status=404)
         state, result = stored
         if state == State.PENDING:
-            pending = json.dumps({"request_id": name, "queue_state": "active"})
-            return Response(pending, 408, media_type="application/json")
+            return JSONResponse({"request_id": name, "queue_state": "active"}, 408)
         if result is None:
             raise RequestError(f"the result of {name!r} is no longer kept", status=410)
         kind = CONTENT_TYPE if state == State.DONE else "application/json"
@@ -262,17 +245,17 @@ class TinkerApi:
         return {"supported_models": [model | limits]}
 
     def _get_info(self, call: Call) -> Fields:
-        model = self._entry("model", call["model_id"])
+        model = self._entry("model", call.body.model_id)
         described = {"model_name": self._name, "arch": self._policies.decoder.family}
         info = {"model_id": model.id, "model_name": self._name, "model_data": described}
         return info | _describe_shape(model)
 
     def _weights_info(self, call: Call) -> Fields:
-        checkpoint = self._entry("checkpoint", call["tinker_path"])
+        checkpoint = self._entry("checkpoint", call.body.tinker_path)
         return {"base_model": self._name} | _describe_shape(checkpoint)
 
     def _get_sampler(self, call: Call) -> Fields:
-        sampler = self._entry("sampler", call["sampler"])
+        sampler = self._entry("sampler", call.path["sampler"])
         path = sampler.fields["path"] or None
         return {"sampler_id": sampler.id, "base_model": self._name, "model_path": path}
 
@@ -280,7 +263,7 @@ class TinkerApi:
         return _listed("training_runs", list(map(self._describe_run, self._store.entries("model"))))
 
     def _get_run(self, call: Call) -> Fields:
-        return self._describe_run(self._entry("model", call["model"]))
+        return self._describe_run(self._entry("model", call.path["model"]))
 
     def _describe_run(self, model: Entry) -> Fields:
         checkpoints = map(_describe_checkpoint, self._store.entries("checkpoint", model.id))
@@ -296,12 +279,12 @@ class TinkerApi:
         }
 
     def _list_checkpoints(self, call: Call) -> Fields:
-        model = call.fields.get("model")
+        model = call.path.get("model")
         entries = self._store.entries("checkpoint", model and self._entry("model", model).id)
         return _listed("checkpoints", list(map(_describe_checkpoint, entries)))
 
     def _delete_checkpoint(self, call: Call) -> Response:
-        path = "tinker://{model}/{kind}/{name}".format_map(call.fields)
+        path = "tinker://{model}/{kind}/{name}".format_map(call.path)
         self._store.remove_checkpoint(self._entry("checkpoint", path).id)
         return Response(status_code=204)
 
@@ -317,9 +300,9 @@ def serve_tinker(
 
     async def answer(store: Store) -> str:
         worker = Worker(policies, store)
-        api = TinkerApi(policies, worker, store, Access(config, key))
-        app = Starlette(routes=api.routes, exception_handlers=dict.fromkeys(ERRORS, answer_error))
-        return await run_app(app, worker, config, should_stop, ready)
+        handlers = TinkerApi(policies, worker, store).handlers
+        app = http_app.make_app(handlers, Access(config, key), worker)
+        return await http_app.run_app(app, worker, config, should_stop, ready)
 
     with claim("tinker_dir", config.tinker_dir, TINKER) as folder:
         store = Store(pathlib.Path(str(folder)))

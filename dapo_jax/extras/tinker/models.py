@@ -14,6 +14,7 @@ from etils import epath
 from safetensors.numpy import load_file, save
 
 from dapo_jax.extras.serve.errors import RequestError, need
+from dapo_jax.extras.serve.fields import read_fields
 from dapo_jax.extras.tinker import requests
 from dapo_jax.extras.tinker.losses import LossBatch
 from dapo_jax.extras.tinker.messages import forward_backward_output
@@ -127,7 +128,8 @@ def run_step(policies: Policies, model: Model, adam: requests.AdamParams) -> dic
     """Take an optimizer step with the gradient since the last one, and return its metrics."""
     if model.gradient is None:
         raise RequestError("optim_step: there is no gradient: send forward_backward first")
-    step = policies.optimizer_step(model.shape, adam._replace(learning_rate=0.0))
+    constant: Any = adam.model_copy(update={"learning_rate": 0.0})  # frozen, so hashable
+    step = policies.optimizer_step(model.shape, constant)
     gradient, model.gradient = model.gradient, None
     model.state, measured = step(model.state, gradient, np.float32(adam.learning_rate))
     measured = jax.device_get(measured)
@@ -214,7 +216,7 @@ class Operations:
         """Run a request, and store its result."""
         body = self._store.body(request.id)
         if request.kind in CHECKPOINT_KINDS:
-            self._store.finish(request, *self._save_weights(request, requests.read(body)))
+            self._store.finish(request, *self._save_weights(request, requests.read_body(body)))
             return
         makes = request.kind in ("create_model", "load_weights")
         model = None if makes else self._model(request.owner)
@@ -239,12 +241,13 @@ class Operations:
         """Return a model after a request, and the result."""
         policies = self._policies
         if request.kind == "create_model":
-            model, result = self._create(request, requests.read(body))
+            model, result = self._create(request, requests.read_body(body))
         elif request.kind == "load_weights":
-            model, result = self._load_weights(request, requests.read(body))
+            model, result = self._load_weights(request, requests.read_body(body))
         elif request.kind == "optim_step":
             model = present(model, "the model")
-            adam = requests.read_adam(requests.read(body, "adam_params"))
+            fields = requests.read_body(body, "adam_params").adam_params
+            adam = read_fields(requests.AdamParams, fields, "adam_params.")
             result = _answer(metrics=run_step(policies, model, adam))
         else:
             model = present(model, "the model")
@@ -255,32 +258,32 @@ class Operations:
             model.unsaved += 1
         return model, result
 
-    def _create(self, request: Request, fields: dict[str, Any]) -> tuple[Model, Result]:
+    def _create(self, request: Request, body: requests.Body) -> tuple[Model, Result]:
         policies = self._policies
-        shape, seed = requests.read_shape(fields.get("lora_config"))
+        lora = read_fields(requests.LoraConfig, body.lora_config, "lora_config.")
+        shape, seed = lora.shape(), lora.seed
         if seed is None:  # it depends on the number of the model in its session
             seed = policies.config.seed + int(request.owner.rpartition(":")[2])
         model = Model(shape, policies.learner(shape).start(policies.first_params(shape, seed)))
-        self._put_model(request.owner, shape, fields)
+        self._put_model(request.owner, shape, body)
         return model, _answer(model_id=request.owner, type=request.kind)
 
-    def _load_weights(self, request: Request, fields: dict[str, Any]) -> tuple[Model, Result]:
-        path = fields["path"]
+    def _load_weights(self, request: Request, body: requests.Body) -> tuple[Model, Result]:
+        path = body.path
         shape = shape_of(find_checkpoint(self._store, path, "weights"))
         known = self._store.get("model", request.owner)
         own = shape if known is None else shape_of(known)
         need(shape == own, "path", path, f"a checkpoint of a model with {own}")
         file = self._store.checkpoint_folder(path) / STATE_FILE
-        optimizer = fields.get("optimizer", False)
-        model = load_model(file, self._policies.learner(shape), shape, optimizer)
+        model = load_model(file, self._policies.learner(shape), shape, body.optimizer)
         # The checkpoint may be removed before this request would run again.
         save_model(self._store.model_file(request.owner, request.number), model)
         if known is None:
-            self._put_model(request.owner, shape, fields)
+            self._put_model(request.owner, shape, body)
         return model, _answer(path=path, model_id=request.owner, type=request.kind)
 
-    def _put_model(self, model_id: str, shape: requests.ModelShape, fields: dict[str, Any]) -> None:
-        described = shape._asdict() | {"user_metadata": fields.get("user_metadata")}
+    def _put_model(self, model_id: str, shape: requests.ModelShape, body: requests.Body) -> None:
+        described = shape._asdict() | {"user_metadata": body.user_metadata}
         self._store.put("model", model_id, "", described)
 
     def _save(self, model_id: str, model: Model) -> None:
@@ -326,13 +329,14 @@ class Operations:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _save_weights(self, request: Request, fields: dict[str, Any]) -> Result:
+    def _save_weights(self, request: Request, body: requests.Body) -> Result:
         """Write a checkpoint: a state to load, or weights for sampling."""
-        kind, name = CHECKPOINT_KINDS[request.kind], fields.get("path")
-        need(not (name and requests.NAME(name)), "path", name, "letters, digits, _, -, . or :")
+        kind, name = CHECKPOINT_KINDS[request.kind], body.path
+        fits = not name or requests.is_name(name) is not None
+        need(fits, "path", name, "letters, digits, _, -, . or :")
         path = f"tinker://{request.owner}/{kind}/{name or f'unnamed-{request.number}'}"
         known = self._store.get("checkpoint", path)
-        may_overwrite = kind == "weights" and fields.get("overwrite", False)
+        may_overwrite = kind == "weights" and body.overwrite
         fits = known is None or may_overwrite or known.fields["request"] == request.id
         need(fits, "path", name, "a new name; weights may also overwrite")
         model = self._model(request.owner)
@@ -344,19 +348,18 @@ class Operations:
                 save_model(new / STATE_FILE, dataclasses.replace(model, gradient=None))
             else:
                 save_policy(new, self._policies, model)
-        seconds = fields.get("ttl_seconds")
         described = model.shape._asdict() | {
             "kind": kind,
-            "named": name is not None,
+            "named": bool(name),
             "request": request.id,
-            "expires": seconds and time.time() + seconds,
+            "expires": body.ttl_seconds and time.time() + body.ttl_seconds,
             "size": sum(file.stat().st_size for file in folder.iterdir()),
-            "user_metadata": fields.get("user_metadata"),
+            "user_metadata": body.user_metadata,
         }
         self._store.put("checkpoint", path, request.owner, described)
-        number = fields.get("sampling_session_seq_id")
-        if number is None or name is not None:
+        if name or "sampling_session_seq_id" not in body.model_fields_set:
             return _answer(path=path, type=request.kind)
+        number = body.sampling_session_seq_id
         sampler = f"{request.owner.partition(':')[0]}:sample:{number}"
         self._store.put("sampler", sampler, "", {"path": path, "number": number})
         self._remove_unnamed(request.owner)

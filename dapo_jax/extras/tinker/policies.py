@@ -9,9 +9,8 @@ from typing import Any, cast
 import jax
 
 from dapo_jax.config.experiment import Lora, Optimizer
-from dapo_jax.extras.serve import budgets
 from dapo_jax.extras.serve.logprobs import Scorer
-from dapo_jax.extras.serve.server import open_folder
+from dapo_jax.extras.serve.policy import open_folder, sampler_settings
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.tinker.losses import loss_learner
 from dapo_jax.extras.tinker.requests import ATTENTION, AdamParams, Limits, ModelShape
@@ -43,7 +42,8 @@ class Policies:
 
     def __init__(self, config: ServeConfig):
         opened = open_folder(config, ROW_TOKENS)
-        self.config, self.mesh, self.decoder, self.tokenizer, self.context = opened
+        self.config, self.mesh, self.decoder, self.tokenizer, limits = opened
+        self.context = limits.context
         self.base = load_huggingface.load_params(
             config.model, self.decoder, self.mesh, field="model", cast=True
         )
@@ -98,8 +98,8 @@ class Policies:
 
     def _open_engine(self, shape: ModelShape | None) -> PolicyEngine:
         frozen = self.base if shape is None or shape.rank else None
-        settings = budgets.sampler_settings(self.config)
-        prompt = budgets.prefill_tokens(self.config.max_prompt_tokens)
+        settings = sampler_settings(self.config)
+        prompt = self.config.max_prompt_tokens
         # Requests bring their end tokens. One shape of each program, so that a response does not
         # depend on those beside it.
         longest = prompt + settings.max_response_tokens

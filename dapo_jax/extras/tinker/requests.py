@@ -3,16 +3,17 @@
 import dataclasses
 import math
 import re
-import reprlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from pydantic import BeforeValidator, ConfigDict, Field
 from scipy.sparse import csr_array  # a dependency of jax
 
 from dapo_jax.extras.serve.errors import RequestError, need
-from dapo_jax.extras.serve.requests import FLAG, LIKELIEST, RULES, parse_json, rule, whole
+from dapo_jax.extras.serve.fields import Fields, must, read_fields
+from dapo_jax.extras.serve.requests import Likeliest, Seed, Temperature, TopP
 from dapo_jax.extras.tinker.losses import CLIP_HIGH, CLIP_LOW, CROSS_ENTROPY, OPTIONS
 from dapo_jax.extras.tinker.messages import FLOAT32, INT64, MESSAGES
 
@@ -22,95 +23,66 @@ MAX_STOPS = 16
 ATTENTION, MLP = ("query", "key", "value", "out"), ("gate", "up", "down")
 DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 
-Rules = Mapping[str, Callable[[Any], str]]  # what a field must be; empty text: it is
-
-
-def _numbers(low: float, high: float) -> Callable[[Any], str]:
-    allowed = f"a number from {low:g} to {high:g}"
-    return rule(lambda x: type(x) in (int, float) and low <= x <= high, allowed)
-
-
-def _is_stop(stop: Any) -> bool:
-    stops = stop if isinstance(stop, list) else [stop]
-    is_part = (type(x) is int or isinstance(x, str) and 0 < len(x) <= 200 for x in stops)
-    return len(stops) <= MAX_STOPS and all(is_part)
-
-
 # Identifiers are also names of files.
-_is_name = re.compile(r"\w[\w.:-]{0,199}", re.ASCII).fullmatch
-TEXT = rule(lambda x: isinstance(x, str) and len(x) <= 1000, "a text of up to 1000 characters")
-NAME = rule(lambda x: isinstance(x, str) and bool(_is_name(x)), "letters, digits, _, -, . or :")
-OBJECT = rule(lambda x: isinstance(x, dict), "an object")
-COUNT = whole(f"a whole number from 0 to {2**53}", 0, 2**53)
-POSITIVE = whole(f"a whole number from 1 to {2**31}", 1, 2**31)
-TOKENS = rule(
-    lambda x: isinstance(x, list) and all(type(i) is int and abs(i) < 2**31 for i in x),
-    "a list of token ids",
-)
-UNSERVED = rule(lambda x: not x, "left out: this server does not support it")
-# Fields of all requests; fields that have no effect here are ignored.
-FIELDS: Rules = {
-    **dict.fromkeys(("sdk_version", "base_model", "model_path", "tinker_path", "path"), TEXT),
-    **dict.fromkeys(("session_id", "model_id", "sampling_session_id", "request_id"), NAME),
-    **dict.fromkeys(("seq_id", "model_seq_id", "sampling_session_seq_id"), COUNT),
-    **dict.fromkeys(("lora_config", "user_metadata", "adam_params"), OBJECT),
-    **dict.fromkeys(("prompt", "sampling_params"), OBJECT),
-    **dict.fromkeys(("optimizer", "overwrite", "prompt_logprobs"), FLAG),
-    **dict.fromkeys(("ttl_seconds", "prompt_logprobs_last_n"), POSITIVE),
-    "num_samples": whole("from 1 to 1024", 1, 1024),
-    "topk_prompt_logprobs": LIKELIEST,
-    "optimizer_config": rule(lambda x: x == {"type": "adamw"}, "of type 'adamw'"),
-    **dict.fromkeys(
-        (
-            "age_encryption_recipients",
-            "optimizer_params",
-            "prompt_alt_tokens_k",
-            "record_stability_info",
-            "target_prompt_logprobs",
-            "topk_sample_logprobs",
-        ),
-        UNSERVED,
-    ),
-}
-LORA: Rules = {
-    "rank": whole("a whole number from 0 to 1024", 0, 1024),
-    "seed": RULES["seed"],
-    "train_attn": FLAG,
-    "train_mlp": FLAG,
-}
-ADAM: Rules = {
-    "learning_rate": _numbers(0, 1e6),
-    "beta1": _numbers(0, math.nextafter(1, 0)),
-    "beta2": _numbers(0, math.nextafter(1, 0)),
-    "eps": _numbers(0, 1),
-    "weight_decay": _numbers(0, 1e6),
-    "grad_clip_norm": _numbers(-1e15, 1e15),
-}
-SAMPLING: Rules = {
-    **{name: RULES[name] for name in ("seed", "temperature", "top_p")},
-    "top_k": whole("-1 (all), or up to 2147483647", -1, 2**31 - 1),
-    "max_tokens": POSITIVE,
-    "stop": rule(_is_stop, f"up to {MAX_STOPS} texts of 1 to 200 characters, or tokens"),
-}
-CHUNK: Rules = {
-    "type": rule(lambda x: x == "encoded_text", "'encoded_text': this server reads text only"),
-    "tokens": TOKENS,
-}
-CHUNKS: Rules = {"chunks": rule(lambda x: isinstance(x, list), "a list")}
+is_name = re.compile(r"\w[\w.:-]{0,199}", re.ASCII).fullmatch
+Name = Annotated[str, must(is_name, "letters, digits, _, -, . or :")]
+Text = Annotated[str, Field(max_length=1000)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Positive = Annotated[int, Field(ge=1, le=2**31)]
+Magnitude = Annotated[float, Field(ge=0, le=1e6)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Unserved = Annotated[Any, must(lambda value: not value, "left out: it is not supported here")]
 
 
-def read(values: Any, *required: str, rules: Rules = FIELDS, prefix: str = "") -> dict[str, Any]:
-    """Return the fields with rules that a JSON object, or a body, has; null counts as missing."""
-    values = parse_json(values) if isinstance(values, bytes) else values
-    need(isinstance(values, dict), prefix.rstrip(".") or "the body", values, "a JSON object")
-    fields = {name: values[name] for name in rules if values.get(name) is not None}
-    for name, value in fields.items():
-        if problem := rules[name](value):
-            raise RequestError(f"{prefix}{name} = {reprlib.repr(value)}: {problem}", name)
+class OpenFields(Fields):
+    """A JSON object whose other fields have no effect here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Body(OpenFields):
+    """Fields of all requests in JSON; objects among them are read when the request runs."""
+
+    sdk_version: Text = ""
+    base_model: Text = ""
+    model_path: Text = ""
+    tinker_path: Text = ""
+    path: Text = ""
+    session_id: Name = ""
+    model_id: Name = ""
+    sampling_session_id: Name = ""
+    request_id: Name = ""
+    seq_id: Count = 0
+    model_seq_id: Count = 0
+    sampling_session_seq_id: Count = 0
+    lora_config: dict[str, Any] = {"rank": 0}  # all parameters
+    optimizer_config: Annotated[Any, must({"type": "adamw"}.__eq__, "of type 'adamw'")] = None
+    user_metadata: dict[str, Any] | None = None
+    adam_params: dict[str, Any] = {}
+    prompt: dict[str, Any] = {}
+    sampling_params: dict[str, Any] = {}
+    optimizer: bool = False
+    overwrite: bool = False
+    prompt_logprobs: bool = False
+    ttl_seconds: Positive | None = None
+    num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    topk_prompt_logprobs: Likeliest = 0
+    prompt_logprobs_last_n: Positive | None = None
+    age_encryption_recipients: Unserved = None
+    optimizer_params: Unserved = None
+    prompt_alt_tokens_k: Unserved = None
+    record_stability_info: Unserved = None
+    target_prompt_logprobs: Unserved = None
+    topk_sample_logprobs: Unserved = None
+
+
+def read_body(content: bytes, *required: str) -> Body:
+    """Return the fields of a body. Raise `RequestError` if one is wrong or missing."""
+    body = read_fields(Body, content)
     for name in required:
-        if name not in fields:
-            raise RequestError(f"{prefix}{name} is missing", name)
-    return fields
+        if name not in body.model_fields_set:
+            raise RequestError(f"{name} is missing", name)
+    return body
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -123,13 +95,72 @@ class ModelShape(NamedTuple):
     targets: tuple[str, ...]
 
 
-def read_shape(config: dict[str, Any] | None) -> tuple[ModelShape, int | None]:
-    """Return the parameters that a `lora_config` asks for (None: all), and their seed."""
-    lora = read(config or {"rank": 0}, "rank", rules=LORA, prefix="lora_config.")
-    targets = ATTENTION * lora.get("train_attn", True) + MLP * lora.get("train_mlp", True)
-    allowed = "true, or train_attn: the head has no adapter"
-    need(not lora["rank"] or bool(targets), "lora_config.train_mlp", False, allowed)
-    return ModelShape(lora["rank"], targets if lora["rank"] else ()), lora.get("seed")
+class LoraConfig(OpenFields):
+    """Parameters to train: adapters, or all (rank 0)."""
+
+    rank: Annotated[int, Field(ge=0, le=1024)]
+    seed: Seed | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+
+    def shape(self) -> ModelShape:
+        """Return the trained parameters. Raise `RequestError` if there are none."""
+        targets = ATTENTION * self.train_attn + MLP * self.train_mlp
+        allowed = "true, or train_attn: the head has no adapter"
+        need(not self.rank or bool(targets), "lora_config.train_mlp", False, allowed)
+        return ModelShape(self.rank, targets if self.rank else ())
+
+
+class AdamParams(OpenFields):
+    """Adam's parameters of a step, with the defaults of the service."""
+
+    learning_rate: Magnitude = 1e-4
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Annotated[float, Field(ge=0, le=1)] = 1e-12
+    weight_decay: Magnitude = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=-1e15, le=1e15)] = 0.0  # 0 or less: not clipped
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+def _is_stop(stop: Any) -> bool:
+    return type(stop) is int or isinstance(stop, str) and 0 < len(stop) <= 200
+
+
+class SamplingParams(OpenFields):
+    """How responses are sampled, and where they end; with an empty `stop` nothing ends them."""
+
+    max_tokens: Positive | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1  # as 0: all
+    seed: Seed | None = None
+    stop: (
+        Annotated[
+            list[Annotated[Any, must(_is_stop, "a text of 1 to 200 characters, or a token")]],
+            Field(max_length=MAX_STOPS),
+            BeforeValidator(lambda value: value if isinstance(value, list) else [value]),
+        ]
+        | None
+    ) = None
+
+
+class Chunk(OpenFields):
+    """Part of a prompt; this server reads text only."""
+
+    type: Literal["encoded_text"]
+    tokens: list[Annotated[int, Field(gt=-(2**31), lt=2**31)]]
+
+
+class ModelInput(OpenFields):
+    """Prompt."""
+
+    chunks: list[Chunk]
+
+
+# --- training -------------------------------------------------------------------------------------
 
 
 class Limits(NamedTuple):
@@ -141,25 +172,6 @@ class Limits(NamedTuple):
     max_response_tokens: int
     context: int
     stable_reinforce: str = ""  # the loss that is computed for it
-
-
-class AdamParams(NamedTuple):
-    """Adam's parameters of a step, with the defaults of the service."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # 0 or less: not clipped
-
-
-def read_adam(fields: dict[str, Any]) -> AdamParams:
-    """Return the parameters of an `optim_step`."""
-    return AdamParams(**read(fields["adam_params"], rules=ADAM, prefix="adam_params."))
-
-
-# --- training -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,8 +215,10 @@ def read_loss_request(body: bytes, limits: Limits) -> LossRequest:
         need(fits, field, value, "a number from 0")
         options[option.key] = value
     need(len(message.data) > 0, "data", [], "one or more data")
-    reader = DataReader(loss, options, limits)
-    data = [reader.read(item, f"data[{index}]") for index, item in enumerate(message.data)]
+    data = [
+        _read_datum(datum, f"data[{index}]", loss, options, limits)
+        for index, datum in enumerate(message.data)
+    ]
     widest = max(datum.inputs["weights"].shape[1] for datum in data)
     size = sum(len(datum.tokens) for datum in data) * widest
     allowed = f"at most {MAX_TARGETS}: targets of all positions, the widest one counts"
@@ -212,66 +226,48 @@ def read_loss_request(body: bytes, limits: Limits) -> LossRequest:
     return LossRequest(data, loss, message.forward_only)
 
 
-class DataReader(NamedTuple):
-    """Reader of the data of a loss function."""
-
-    loss: str
-    options: dict[str, float]
-    limits: Limits
-
-    def read(self, message: Any, name: str) -> Datum:
-        """Return a validated datum."""
-        tokens = self._read_tokens(message.model_input, f"{name}.model_input")
-        needed, optional = ("target_tokens",), ("weights",)
-        if self.loss != CROSS_ENTROPY:
-            needed = ("target_tokens", "logprobs", "advantages")
-            needed += ("sequence_ratio_mask",) * (self.loss == "gspo")
-            optional = tuple(name for name in self.options if name in (CLIP_LOW, CLIP_HIGH))
-        sent, name = (
-            {item.key: item.value for item in message.loss_fn_inputs},
-            f"{name}.loss_fn_inputs",
-        )
-        for key in sent:
-            allowed = f"left out: {self.loss} takes {', '.join(needed + optional)}"
-            need(key in needed + optional, f"{name}.{key}", "...", allowed)
-        for key in needed:
-            if key not in sent:
-                raise RequestError(f"{name}.{key} is missing", key)
-        arrays = {key: _read_tensor(sent[key], f"{name}.{key}", len(tokens)) for key in sent}
-        targets = arrays["target_tokens"]
-        self._check_targets(targets, f"{name}.target_tokens")
-        for key, array in arrays.items():
-            allowed = f"of the shape of target_tokens, {targets.shape}"
-            need(array.shape == targets.shape, f"{name}.{key}", array.shape, allowed)
-            need(bool(np.isfinite(array).all()), f"{name}.{key}", "...", "finite numbers")
-        defaults = {"weights": 1.0} | self.options
-        filled = {key: np.full(targets.shape, value) for key, value in defaults.items()} | arrays
-        dtypes = {"target_tokens": np.int32}
-        columns = {
-            key: array.astype(dtypes.get(key, np.float32)).reshape(len(tokens), -1)
-            for key, array in filled.items()
-        }
-        return Datum(tokens, columns, targets.shape)
-
-    def _read_tokens(self, chunks: Any, field: str) -> np.ndarray:
-        """Return the tokens of a model input."""
-        parts = [np.zeros(0, np.int32)]
-        for chunk in chunks:
-            kind = "an image" if chunk.image else "another chunk"
-            need(chunk.HasField("encoded_text"), field, kind, "tokens: this server reads text only")
-            parts.append(_array(chunk.encoded_text.tokens, np.dtype("<i4"), field))
-        return check_tokens(np.concatenate(parts), field, self.limits.vocab, self.limits.context)
-
-    def _check_targets(self, targets: np.ndarray, field: str) -> None:
-        vocab = self.limits.vocab
-        fits = targets.dtype.kind == "i" and not _outside(targets, vocab)
-        need(fits, field, "...", f"whole numbers from 0 to {vocab - 1}")
-        fits = targets.ndim == 1 or self.loss == CROSS_ENTROPY
-        need(fits, field, targets.shape, f"of shape ({len(targets)},) with {self.loss}")
+def _read_datum(
+    message: Any, name: str, loss: str, options: dict[str, float], limits: Limits
+) -> Datum:
+    """Return a validated datum, with the defaults of inputs that were not sent."""
+    parts, field = [np.zeros(0, np.int32)], f"{name}.model_input"
+    for chunk in message.model_input:
+        kind = "an image" if chunk.image else "another chunk"
+        need(chunk.HasField("encoded_text"), field, kind, "tokens: this server reads text only")
+        parts.append(_array(chunk.encoded_text.tokens, np.dtype("<i4"), field))
+    tokens = check_tokens(np.concatenate(parts), field, limits.vocab, limits.context)
+    needed, optional = ("target_tokens",), ("weights",)
+    if loss != CROSS_ENTROPY:
+        needed += ("logprobs", "advantages", *["sequence_ratio_mask"] * (loss == "gspo"))
+        optional = tuple(name for name in options if name in (CLIP_LOW, CLIP_HIGH))
+    name = f"{name}.loss_fn_inputs"
+    arrays = {}
+    for item in message.loss_fn_inputs:
+        allowed = f"left out: {loss} takes {', '.join(needed + optional)}"
+        need(item.key in needed + optional, f"{name}.{item.key}", "...", allowed)
+        arrays[item.key] = _read_tensor(item.value, f"{name}.{item.key}", len(tokens))
+    for key in needed:
+        if key not in arrays:
+            raise RequestError(f"{name}.{key} is missing", key)
+    targets, field = arrays["target_tokens"], f"{name}.target_tokens"
+    fits = targets.dtype.kind == "i" and not _outside(targets, limits.vocab)
+    need(fits, field, "...", f"whole numbers from 0 to {limits.vocab - 1}")
+    fits = targets.ndim == 1 or loss == CROSS_ENTROPY
+    need(fits, field, targets.shape, f"of shape ({len(targets)},) with {loss}")
+    for key, array in arrays.items():
+        allowed = f"of the shape of target_tokens, {targets.shape}"
+        need(array.shape == targets.shape, f"{name}.{key}", array.shape, allowed)
+        need(bool(np.isfinite(array).all()), f"{name}.{key}", "...", "finite numbers")
+    inputs = {
+        key: np.broadcast_to(np.float32(value), targets.shape).reshape(len(tokens), -1)
+        for key, value in ({"weights": 1.0} | options | arrays).items()
+    }
+    ids = targets.astype(np.int32).reshape(len(tokens), -1)
+    return Datum(tokens, inputs | {"target_tokens": ids}, targets.shape)
 
 
 def _outside(tokens: np.ndarray, vocab: int) -> bool:
-    return tokens.size > 0 and bool(tokens.min() < 0 or tokens.max() >= vocab)
+    return bool(((tokens < 0) | (tokens >= vocab)).any())
 
 
 def check_tokens(tokens: np.ndarray, field: str, vocab: int, max_tokens: int) -> np.ndarray:
@@ -305,8 +301,9 @@ def _read_tensor(message: Any, field: str, rows: int) -> np.ndarray:
         allowed = f"as many as its shape {shape} has"
         need(len(values) == math.prod(shape), field, f"{len(values)} numbers", allowed)
         return values.reshape(shape)
-    columns = _array(csr.col_indices, DTYPES[INT64], field)
-    starts = _array(csr.crow_indices, DTYPES[INT64], field)
+    columns, starts = (
+        _array(part, DTYPES[INT64], field) for part in (csr.col_indices, csr.crow_indices)
+    )
     try:
         matrix = csr_array((values, columns, starts), shape=shape)
         matrix.check_format(full_check=True)

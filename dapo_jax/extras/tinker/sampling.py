@@ -10,16 +10,16 @@ import numpy as np
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve.errors import need
+from dapo_jax.extras.serve.fields import read_fields
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.tinker.messages import MESSAGES, STOPPED, TRUNCATED, topk_logprobs
 from dapo_jax.extras.tinker.requests import (
-    CHUNK,
-    CHUNKS,
-    SAMPLING,
     Limits,
+    ModelInput,
     ModelShape,
+    SamplingParams,
     check_tokens,
-    read,
+    read_body,
 )
 from dapo_jax.extras.tinker.store import Request
 from dapo_jax.rollout.engine import PolicyEngine
@@ -53,39 +53,35 @@ class SampleJob:
     running: Any = None  # the scheduler's request, once it is submitted
 
 
-def read_job(stored: Request, weights: Weights, body: bytes, key: str, limits: Limits) -> SampleJob:
+def read_job(
+    stored: Request, weights: Weights, content: bytes, key: str, limits: Limits
+) -> SampleJob:
     """Return the job of a valid body. Without a seed in it, the seed is a hash of `key`."""
-    fields = read(body, "prompt", "sampling_params")
-    tokens: list[int] = []
-    for index, chunk in enumerate(read(fields["prompt"], "chunks", rules=CHUNKS)["chunks"]):
-        prefix = f"prompt.chunks[{index}]."
-        tokens += read(chunk, "type", "tokens", rules=CHUNK, prefix=prefix)["tokens"]
-    prompt = check_tokens(np.array(tokens, np.int32), "prompt", limits.vocab, limits.longest_prompt)
-    params = read(fields["sampling_params"], rules=SAMPLING, prefix="sampling_params.")
+    body = read_body(content)
+    chunks = read_fields(ModelInput, body.prompt, "prompt.").chunks
+    tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int32)
+    prompt = check_tokens(tokens, "prompt", limits.vocab, limits.longest_prompt)
+    params = read_fields(SamplingParams, body.sampling_params, "sampling_params.")
     longest = min(limits.max_response_tokens, limits.context - len(prompt))
-    budget = params.get("max_tokens", longest)
+    budget = params.max_tokens or longest
     need(budget <= longest, "sampling_params.max_tokens", budget, f"at most {longest}")
-    stop = params.get("stop")
-    stops = stop if isinstance(stop, list) else [stop]
-    ends = () if stop == [] else limits.end_ids  # an empty list: nothing ends a response
-    temperature, top_p = float(params.get("temperature", 1.0)), float(params.get("top_p", 1.0))
-    seed = params.get("seed", int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"))
-    rule = SamplingRule(temperature, top_p, max(0, params.get("top_k", 0)))
-    likeliest = fields.get("topk_prompt_logprobs", 0)
+    stops = params.stop or []
+    ends = () if params.stop == [] else limits.end_ids
+    texts = tuple(stop for stop in stops if isinstance(stop, str))
+    ids = (*ends, *(stop for stop in stops if not isinstance(stop, str)))
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+    scores_prompt = body.topk_prompt_logprobs or body.prompt_logprobs
     return SampleJob(
         stored,
         weights,
         prompt,
-        fields.get("num_samples", 1),
+        body.num_samples,
         budget,
-        rule,
-        seed % 2**64,
-        Stop(
-            tuple(x for x in stops if isinstance(x, str)),
-            (*ends, *(x for x in stops if type(x) is int)),
-        ),
-        likeliest if likeliest or fields.get("prompt_logprobs") else None,
-        fields.get("prompt_logprobs_last_n", len(prompt)),
+        SamplingRule(params.temperature, params.top_p, max(0, params.top_k)),
+        seed if params.seed is None else params.seed,
+        Stop(texts, ids),
+        body.topk_prompt_logprobs if scores_prompt else None,
+        body.prompt_logprobs_last_n or len(prompt),
     )
 
 

@@ -57,11 +57,11 @@ class Worker:
             await asyncio.wait_for(ended.wait(), seconds)
         return await asyncio.to_thread(self._store.result, request_id)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the thread after its current request, and write the models."""
         self._is_closed = True
         self.wake()
-        self._thread.join()
+        await asyncio.to_thread(self._thread.join)
 
     def wake(self) -> None:
         """Tell the thread that there is a new request."""
