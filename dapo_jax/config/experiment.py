@@ -259,6 +259,9 @@ class Sampler:
     slots: Count = setting(128, "Responses decoded in parallel.", may_change=is_on_policy)
     keep_turns: bool = setting(False, "Keep slot and cache between turns.")
     burst_tokens: Count = setting(8, "Decode steps per call.", may_change=is_on_policy)
+    speculate: CountOr0 = setting(
+        0, "Tokens proposed per decode step; they change no response.", may_change=is_on_policy
+    )
     first_window_tokens: Count = setting(
         64, "First cache length; it doubles as responses outgrow it.", may_change=True
     )

@@ -94,6 +94,7 @@ rollout.carry_over=none -> rollout.carry_over_max_age
 rollout.curriculum=none -> rollout.resting_rate
 environment.name= environment.tools= -> environment. sampler.keep_turns
 sampler.cache=slots -> sampler.page_tokens sampler.pages
+sampler.speculate>0 -> sampler.engine=own|samplers: the others decode by themselves
 reward.correct!=threshold -> reward.threshold
 reward.correct!=spread -> reward.min_spread
 log.rollouts=false -> log.rollouts_keep log.token_groups log.token_ratios

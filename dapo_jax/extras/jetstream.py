@@ -89,7 +89,7 @@ class JetStreamEngine(Engine):
         rule: SamplingRule = SamplingRule(),  # noqa: B008
         seed: int = 0,  # part of the random keys, with the order of arrival
     ):
-        if (burst := engine.shape.settings.burst_tokens) != 1:
+        if (burst := engine.shape.tokens_per_burst) != 1:
             allowed = "1, as JetStream drops the other tokens of a response's last burst"
             raise ValueError(f"burst_tokens = {burst}: must be {allowed}")
         self._engine, self._tokenizer = engine, tokenizer
@@ -135,7 +135,7 @@ class JetStreamEngine(Engine):
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, ResultTokens]:
         engine = self._engine
         if engine.pages:
-            engine.pages.reserve(engine.pages.slots, engine.shape.settings.burst_tokens)
+            engine.pages.reserve(engine.pages.slots, engine.shape.tokens_per_burst)
         rule, longest = self._rule, engine.cache_tokens
         state, (tokens, counts) = engine.generate(params, decode_state, rule=rule, longest=longest)
         size = tokens.shape[1]

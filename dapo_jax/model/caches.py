@@ -76,6 +76,14 @@ class Prefix(struct.PyTreeNode):
     key: jax.Array  # [B]
     drawn: Int[Array, "B"]  # number of last tokens that belong to a resumed response
     routes: Int[Array, "B P L k"] | None = None  # if the engine records them
+    tokens: Int[Array, "B P"] | None = None  # if the engine proposes tokens
+
+
+class Texts(struct.PyTreeNode):
+    """Tokens of prompt and response of each slot, in which proposals are looked up."""
+
+    tokens: Int[Array, "S T"]  # at their positions
+    prompts: Int[Array, "S"]  # equal for the responses to one prompt
 
 
 class DecodeState(struct.PyTreeNode):
@@ -95,3 +103,4 @@ class DecodeState(struct.PyTreeNode):
     rules: Any = None  # SamplingRules of [S] if each response has its own
     routes: Int[Array, "S T L k"] | None = None  # of cached tokens, if they are recorded
     known: Int[Array, "S"] | None = None  # response tokens that are fed, not sampled
+    texts: Texts | None = None  # if the engine proposes tokens

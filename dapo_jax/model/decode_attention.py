@@ -38,9 +38,9 @@ class PromptContext:
 
 @struct.dataclass
 class SlotContext:
-    """Position of each slot's token, active slots, and page tables of slots."""
+    """Positions of each slot's tokens, which are adjacent, active slots, and page tables."""
 
-    positions: Int[Array, "S 1"]
+    positions: Int[Array, "S Q"]
     active: Bool[Array, "S"]
     tables: Int[Array, "S W"] | None  # None without pages
 
@@ -97,22 +97,23 @@ def at_each(array: Array, index: tuple, new: Array) -> Array:
 def attend_slots(
     queries, keys, values, context: SlotContext, cache, options: AttentionOptions = CAUSAL
 ) -> tuple[Array, KVCache]:
-    """Attend with one token per slot over slot caches of one length.
+    """Attend with the next tokens of each slot over slot caches of one length.
 
     With a window the cache is a ring: a token overwrites one that is no longer visible.
     """
     window, length = options.window, cache.values.shape[2]
-    at = context.positions[:, 0]
+    at, last = context.positions, context.positions[:, :, None]
     if window is not None and length >= window.tokens:
         at %= length
     if keys is not None:
-        cache = _write_slots(cache, keys[:, 0], values[:, 0], at)
+        for i in range(keys.shape[1]):
+            cache = _write_slots(cache, keys[:, i], values[:, i], at[:, i])
     if window is None:
-        mask = _visible(length, context.positions, None)
+        mask = _visible(length, last, None)
     else:
-        cached = in_ring(length, context.positions)
-        mask = (cached >= 0) & (cached > context.positions - window.tokens)
-    return grouped_attention(queries, cache, mask[:, None], options.sinks), cache
+        cached = in_ring(length, context.positions[:, -1:])[:, None]
+        mask = (cached >= 0) & (cached > last - window.tokens) & (cached <= last)
+    return grouped_attention(queries, cache, mask, options.sinks), cache
 
 
 def _write_slots(cache: KVCache, keys: Array, values: Array, at: Int[Array, "S"]) -> KVCache:
@@ -165,7 +166,7 @@ def has_kernel(platform: str, head_dim: int, page_tokens: int, kv_heads: int, dt
 
 
 def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks) -> Array:
-    """Attend over a gathered copy of the pages, on any platform and with any shape."""
+    """Attend with the last tokens of `lengths`, on any platform, over a gathered copy of pages."""
     slots, width = tables.shape
     _, page_tokens, double, head_dim = cache.pages.shape
     pages = cache.pages[tables].reshape(slots, width * page_tokens, double, head_dim)
@@ -175,8 +176,9 @@ def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks) -> 
         if not cache.calibrated:
             scales = cache.scales[tables].reshape(slots, -1, double).transpose(0, 2, 1)
         gathered = gathered.replace(key_scale=scales[:, 0::2], value_scale=scales[:, 1::2])
-    mask = _visible(pages.shape[1], lengths[:, None] - 1, window)[:, None]
-    return grouped_attention(queries[:, None], gathered, mask, sinks)[:, 0]
+    count = queries.shape[1]
+    last = (lengths[:, None] - count + jnp.arange(count))[:, :, None]
+    return grouped_attention(queries, gathered, _visible(pages.shape[1], last, window), sinks)
 
 
 def read_pages_by_kernel(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
@@ -188,7 +190,8 @@ def read_pages_by_kernel(queries, cache: PageCache, tables, lengths, window, sin
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     slots, width = tables.shape
-    unit, value_scales = None, None
+    count, unit, value_scales = queries.shape[1], None, None
+    queries = queries.reshape(slots * count, *queries.shape[2:])
     if cache.scales is not None:
         unit = 1.0  # the kernel reads int8 as integers
         groups = queries.shape[1] // (len(cache.scales) // 2)
@@ -200,7 +203,7 @@ def read_pages_by_kernel(queries, cache: PageCache, tables, lengths, window, sin
         cache.pages,
         lengths,
         tables,
-        jnp.arange(slots + 1, dtype=jnp.int32),  # one query each
+        count * jnp.arange(slots + 1, dtype=jnp.int32),  # first query of each slot
         jnp.array([slots], jnp.int32),
         sm_scale=queries.shape[-1] ** -0.5,
         sliding_window=None if window is None else window.tokens,
@@ -210,17 +213,19 @@ def read_pages_by_kernel(queries, cache: PageCache, tables, lengths, window, sin
         k_scale=unit,
         v_scale=unit,
     )
-    return mixed if value_scales is None else (mixed * value_scales).astype(mixed.dtype)
+    if value_scales is not None:
+        mixed = (mixed * value_scales).astype(mixed.dtype)
+    return mixed.reshape(slots, count, *mixed.shape[1:])
 
 
 def _write_pages(cache: PageCache, keys, values, context: SlotContext) -> PageCache:
-    """Write one token per slot of a replica to the replica's own pages."""
+    """Write the tokens of each slot of a replica to the replica's own pages."""
     _, page_tokens, *heads = cache.pages.shape
-    tables, positions = cast(Array, context.tables), context.positions[:, 0]
-    page = jnp.take_along_axis(tables, positions[:, None] // page_tokens, axis=1)[:, 0]
+    tables, positions = cast(Array, context.tables), context.positions
+    page = jnp.take_along_axis(tables, positions // page_tokens, axis=1)
     # A slot without pages has zeros in its table: it writes to page 0, which no slot owns.
     at = page * page_tokens + positions % page_tokens
-    new, scales = rounded(cache, interleave(keys, values, 1))
+    new, scales = rounded(cache, interleave(keys, values, 2))
     # Flat, so that XLA scatters whole rows in the layout of the pages.
     flat = cache.pages.reshape(-1, *heads).at[at].set(new)
     cache = cache.replace(pages=flat.reshape(cache.pages.shape))
@@ -251,20 +256,18 @@ class PagedAttention:
         def attend(queries, keys, values, cache, context, sinks):
             if keys is not None:
                 cache = _write_pages(cache, keys, values, context)
-            lengths = jnp.where(context.active, context.positions[:, 0] + 1, 1)
+            lengths = jnp.where(context.active, context.positions[:, -1] + 1, queries.shape[1])
             return read(queries, cache, context.tables, lengths, options.window, sinks), cache
 
         spec = functools.partial(sharding.spec, column=sharding.DECODING)
-        heads, pages = spec("batch", "kv_heads"), page_specs(cache)
-        new = (None, None) if keys is None else (keys[:, 0], values[:, 0])
-        mixed, cache = jax.shard_map(
+        heads, pages = spec("batch", None, "kv_heads"), page_specs(cache)
+        return jax.shard_map(
             attend,
             mesh=self.mesh,
             in_specs=(heads, heads, heads, pages, spec("batch"), spec("kv_heads")),
             out_specs=(heads, pages),
             check_vma=False,
-        )(queries[:, 0], *new, cache, context, options.sinks)
-        return mixed[:, None], cache
+        )(queries, keys, values, cache, context, options.sinks)
 
 
 def page_specs(cache: PageCache) -> PageCache:

@@ -125,17 +125,16 @@ def decode_step(
     params: Any,
     config: DecoderConfig,
     attend: Callable,
-    tokens: Int[Array, "S"],
+    tokens: Int[Array, "S Q"],
     context: SlotContext,
     caches: tuple,
-) -> tuple[Float[Array, "S V"], tuple, Int[Array, "S L k"] | None]:
-    """Feed one token per slot; return float32 logits of the next token, caches, and routes."""
-    x, caches, routes = _run_layers(params, config, attend, tokens[:, None], context, caches)
-    routes = None if routes is None else routes[:, 0]
-    return _logits(params, config, x[:, 0]), caches, routes
+) -> tuple[Float[Array, "S Q V"], tuple, Int[Array, "S Q L k"] | None]:
+    """Feed each slot its next tokens; return float32 logits after each, caches, and routes."""
+    x, caches, routes = _run_layers(params, config, attend, tokens, context, caches)
+    return _logits(params, config, x), caches, routes
 
 
-def _logits(params: Any, config: DecoderConfig, x: Float[Array, "n D"]) -> Float[Array, "n V"]:
+def _logits(params: Any, config: DecoderConfig, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     x = cast(Array, rms_norm(config).apply({"params": params["final_norm"]}, x))
     head = head_kernel(params).astype(x.dtype)
     logits = jnp.dot(x, head, preferred_element_type=jnp.float32)

@@ -100,8 +100,12 @@ class CacheLayout:
         return -(-window // self._settings.page_tokens)
 
     def _lengths(self, window: int) -> list[int]:
-        """Return the tokens of each layer's slots or rings."""
-        return [min(window, reach or window) for reach in self._config.reaches]
+        """Return the tokens of each layer's slots or rings.
+
+        A ring also holds proposed tokens, which must not overwrite one that is still visible.
+        """
+        more = self._settings.speculate
+        return [min(window, reach + more if reach else window) for reach in self._config.reaches]
 
     @property
     def _layers(self) -> list[DecoderConfig]:

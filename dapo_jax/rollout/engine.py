@@ -63,6 +63,9 @@ class PolicyEngine:
     ):
         int8_products = settings.weights_dtype == "int8_products"
         config = dataclasses.replace(config, int8_products=int8_products)
+        allowed = "0 with delta-net layers: their states can't take back a proposed token"
+        fits = not (settings.speculate and any(config.recurrent))
+        require(fits, "sampler.speculate", settings.speculate, allowed)
         self.replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         slots = settings.slots
         allowed = f"a multiple of data x fsdp = {self.replicas}"
@@ -139,11 +142,11 @@ class PolicyEngine:
         rule: SamplingRule = SamplingRule(),  # noqa: B008
         longest: int,  # tokens of the longest response with its prompt that runs or is held
     ) -> tuple[DecodeState, tuple[jax.Array, jax.Array]]:
-        """Sample up to `burst_tokens` tokens per active slot; return them and their numbers.
+        """Take up to `burst_tokens` steps per active slot; return the tokens and their numbers.
 
         A rule per slot in the state takes precedence over `rule`.
         """
-        burst = self.shape.settings.burst_tokens
+        burst = self.shape.tokens_per_burst
         needed = burst + longest
         state = self._fit(decode_state, needed)
         if self.pages:
@@ -206,14 +209,18 @@ class PolicyEngine:
         return self._pace(self.programs.prefill(params, tokens, lengths, keys, before))
 
     def reserve_burst(
-        self, state: DecodeState, slots: Sequence[int], held: Sequence[int] = ()
+        self,
+        state: DecodeState,
+        slots: Sequence[int],
+        held: Sequence[int] = (),
+        cached: np.ndarray | None = None,  # tokens of each slot; None: as many as could be sampled
     ) -> tuple[DecodeState, list[int]]:
         """Reserve cache space for the next burst; return the state and the slots that lost theirs.
 
         Running and `held` slots are given the oldest first. Lost slots are stopped.
         """
-        burst = self.shape.settings.burst_tokens
-        stopped = self.pages.reserve(slots, burst, held) if self.pages else []
+        burst = self.shape.tokens_per_burst
+        stopped = self.pages.reserve(slots, burst, held, cached) if self.pages else []
         return self.stop(state, stopped), stopped
 
     def feed(

@@ -14,12 +14,13 @@ from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decoder, inference
-from dapo_jax.model.caches import DecodeState, Prefix, PromptCache, StateCache
+from dapo_jax.model.caches import DecodeState, Prefix, PromptCache, StateCache, Texts
 from dapo_jax.model.decode_attention import SlotContext, at_each, interleave
 from dapo_jax.model.inference import empty_routes, prefill
 from dapo_jax.model.quantisation import to_int8
 from dapo_jax.rollout.cache_layout import CacheLayout, choose_layout
 from dapo_jax.rollout.page_table import Fills
+from dapo_jax.rollout.proposals import propose, sibling_texts
 from dapo_jax.rollout.sampling import SamplingRules, sample_tokens, sample_tokens_by_slot
 from dapo_jax.rollout.weight_transfer import DecodingWeights, TrainerWeights
 from dapo_jax.runtime import sharding
@@ -51,8 +52,14 @@ class EngineShape:
 
     @property
     def cache_tokens(self) -> int:
-        """Maximum tokens of a slot; the last sampled one is never fed back."""
-        return self.max_prompt_tokens + self.settings.max_response_tokens
+        """Maximum tokens of a slot; the last sampled one is never fed back, proposals are."""
+        settings = self.settings
+        return self.max_prompt_tokens + settings.max_response_tokens + settings.speculate
+
+    @property
+    def tokens_per_burst(self) -> int:
+        """Maximum tokens by which a burst extends a response."""
+        return self.settings.burst_tokens * (1 + self.settings.speculate)
 
 
 class Starts(NamedTuple):
@@ -94,7 +101,9 @@ class EnginePrograms:
         self.prefill = jax.jit(
             self._prefill,
             in_shardings=(None, place("batch"), None, None, None),
-            out_shardings=Prefix(self.prompt_shardings, *[replicated] * 4, routes=place("batch")),
+            out_shardings=Prefix(
+                self.prompt_shardings, *[replicated] * 4, routes=place("batch"), tokens=replicated
+            ),
         )
         start = functools.partial(
             _start_responses,
@@ -139,6 +148,7 @@ class EnginePrograms:
             routes = empty_routes(config, slots, self._shape.cache_tokens)
         counts = jnp.zeros(slots, jnp.int32)
         responses = slots, settings.max_response_tokens
+        texts = Texts(jnp.zeros((slots, self._shape.cache_tokens), jnp.int32), counts)
         return DecodeState(
             caches=self._layout.empty(window),
             tables=None if pages is None else jnp.zeros(pages.tables.shape, jnp.int32),
@@ -153,6 +163,7 @@ class EnginePrograms:
             slot_steps=jnp.zeros((), jnp.int32),
             routes=routes,
             known=counts if settings.keep_turns else None,
+            texts=texts if settings.speculate else None,
         )
 
     def _calibrate(self, params: Any) -> tuple[Array, ...]:
@@ -183,75 +194,96 @@ class EnginePrograms:
     def _prefill(
         self, params: Any, tokens: Array, lengths: Array, keys: Array, sampled: Array
     ) -> Prefix:
-        chunk_tokens = self._shape.settings.prefill_chunk_tokens
+        settings = self._shape.settings
+        chunk_tokens = settings.prefill_chunk_tokens
         with self._mesh_context():
             caches, routes = prefill(params, self._shape.config, tokens, lengths, chunk_tokens)
             last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
-            return Prefix(caches, last, lengths, keys, sampled, routes=routes)
+            kept = tokens if settings.speculate else None
+            return Prefix(caches, last, lengths, keys, sampled, routes, kept)
 
     def _generate(
         self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: int | None
     ) -> tuple[DecodeState, tuple[Array, Array]]:
-        """Sample up to `burst_tokens` tokens per active slot, and count the slot steps."""
+        """Take up to `burst_tokens` steps of the active slots, and count them by slot."""
         tokens = self._shape.settings.burst_tokens
         # Several replicas would have to synchronise after every token to stop early.
         early = sharding.shards(self._mesh, "batch", sharding.DECODING) == 1
-        before = state.generated
+        before, busy = state.generated, jnp.zeros_like(state.generated)
+        others = None if state.texts is None else sibling_texts(state.texts, state.length)
 
         def more(carry):
-            step, state = carry
+            step, _, state = carry
             return (step < tokens) & (state.active.any() if early else True)
 
         def sample(carry):
-            step, state = carry
-            return step + 1, self._decode_one(params, state, rule, columns)
+            step, busy, state = carry
+            busy += state.active
+            return step + 1, busy, self._decode(params, state, others, rule, columns)
 
         with self._mesh_context():
-            steps, state = jax.lax.while_loop(more, sample, (0, state))
+            steps, busy, state = jax.lax.while_loop(more, sample, (0, busy, state))
         state = state.replace(
-            busy_slot_steps=state.busy_slot_steps + jnp.sum(state.generated - before),
+            busy_slot_steps=state.busy_slot_steps + jnp.sum(busy),
             slot_steps=state.slot_steps + steps * len(before),
         )
-        return state, burst_tokens(state, before, tokens)
+        return state, burst_tokens(state, before, self._shape.tokens_per_burst)
 
-    def _decode_one(self, params: Any, state: DecodeState, rule: SamplingRule, columns: int | None):
-        """Sample one token for every active slot; other slots compute without effect.
+    def _decode(
+        self, params: Any, state: DecodeState, others: Any, rule: SamplingRule, columns: int | None
+    ) -> DecodeState:
+        """Sample the next tokens of every active slot; other slots compute without effect.
 
-        No value is summed over slots: on a mesh, that would be an all-reduce for every token.
+        They are one more than the proposed tokens that equal the sampled ones. No value is summed
+        over slots: on a mesh, that would be an all-reduce for every token.
         """
+        proposed = self._shape.settings.speculate
+        ahead, limit = jnp.arange(1 + proposed), state.tokens.shape[1]
+        places = state.generated[:, None] + ahead
+        is_fed, fed = jnp.zeros_like(places, bool), jnp.zeros_like(places)
+        if state.known is not None:
+            is_fed = places < state.known[:, None]
+            fed = jnp.take_along_axis(state.tokens, jnp.minimum(places, limit - 1), axis=1)
+        inputs = state.last_token[:, None]
+        if state.texts is not None:
+            guesses = propose(state.texts.tokens, state.length, others, proposed)
+            guesses = jnp.where(is_fed[:, :-1], fed[:, :-1], guesses)
+            inputs = jnp.concatenate([inputs, guesses], axis=1)
         tables = None if state.tables is None else state.tables[:, :columns]
-        context = SlotContext(state.length[:, None], state.active, tables)
+        context = SlotContext(state.length[:, None] + ahead, state.active, tables)
         config, attend = self._shape.config, self._layout.attend
         logits, caches, routes = inference.decode_step(
-            params, config, attend, state.last_token, context, state.caches
+            params, config, attend, inputs, context, state.caches
         )
-        if state.rules is None:
-            tokens, logprobs = sample_tokens(logits, state.key, state.generated, rule)
-        else:
-            tokens, logprobs = sample_tokens_by_slot(
-                logits, state.key, state.generated, state.rules
-            )
-        limit = state.tokens.shape[1]
-        at = jnp.where(state.active, state.generated, limit)  # an index past the end is dropped
-        step = state.active.astype(jnp.int32)
-        generated = state.generated + step
-        ended = (tokens[:, None] == jnp.asarray(self._shape.end_ids, jnp.int32)).any(axis=-1)
-        if state.known is not None:
-            is_fed = state.generated < state.known
-            fed = jnp.minimum(state.generated, limit - 1)[:, None]
-            fed = jnp.take_along_axis(state.tokens, fed, axis=1)[:, 0]
-            tokens = jnp.where(is_fed, fed, tokens)
-            ended = ended & ~is_fed
+        sample = functools.partial(sample_tokens, rule=rule)
+        if state.rules is not None:
+            sample = functools.partial(sample_tokens_by_slot, rules=state.rules)
+        tokens, logprobs = jax.vmap(sample, (1, None, 1), 1)(logits, state.key, places)
+        ended = (tokens[..., None] == jnp.asarray(self._shape.end_ids, jnp.int32)).any(axis=-1)
+        tokens, ended = jnp.where(is_fed, fed, tokens), ended & ~is_fed
+        # A token counts if all before it equal the inputs, and none of them has ended the response.
+        follows = (tokens[:, :-1] == inputs[:, 1:]) & ~ended[:, :-1]
+        counts = jnp.pad(follows, ((0, 0), (1, 0)), constant_values=True).cumprod(axis=1) > 0
+        counts &= state.active[:, None] & (places < limit)
+        step = jnp.sum(counts, axis=1, dtype=jnp.int32)
+        at = jnp.where(counts, places, limit)  # an index past the end is dropped
+        last = jnp.take_along_axis(tokens, jnp.maximum(step - 1, 0)[:, None], axis=1)[:, 0]
+        texts = state.texts
+        if texts is not None:
+            at_text = jnp.where(counts, context.positions + 1, self._shape.cache_tokens)
+            texts = texts.replace(tokens=at_each(texts.tokens, (at_text,), tokens))
         if routes is not None and state.routes is not None:
-            place = jnp.where(state.active, state.length, state.routes.shape[1])
+            place = jnp.where(counts, context.positions, state.routes.shape[1])
             routes = at_each(state.routes, (place,), routes)
+        generated = state.generated + step
         return state.replace(
             caches=caches,
             routes=routes,
-            last_token=jnp.where(state.active, tokens, state.last_token),
+            texts=texts,
+            last_token=jnp.where(state.active, last, state.last_token),
             length=state.length + step,
             generated=generated,
-            active=state.active & ~ended & (generated < limit),
+            active=state.active & ~(ended & counts).any(axis=1) & (generated < limit),
             tokens=at_each(state.tokens, (at,), tokens),
             logprobs=at_each(state.logprobs, (at,), logprobs),
         )
@@ -280,8 +312,14 @@ def _start_responses(
     if routes is not None and prefix.routes is not None:
         prefilled = prefix.routes[rows, : routes.shape[1]]
         routes = routes.at[slots, : prefilled.shape[1]].set(prefilled, mode="drop")
+    texts = state.texts
+    if texts is not None and prefix.tokens is not None:
+        padded, prompts = prefix.tokens[rows], jax.random.key_data(prefix.key)[rows, -1]
+        tokens = texts.tokens.at[slots, : padded.shape[1]].set(padded, mode="drop")
+        texts = Texts(tokens, place(texts.prompts, prompts.astype(jnp.int32)))
     return state.replace(
         caches=tuple(caches),
+        texts=texts,
         last_token=place(state.last_token, prefix.last_token[rows]),
         length=place(state.length, prefix.true_length[rows] - 1),
         generated=place(state.generated, prefix.drawn[rows]),
@@ -297,7 +335,13 @@ def _feed_responses(
     state: DecodeState, slots: Int[Array, "n"], tokens: Int[Array, "n C"], known: Int[Array, "n"]
 ) -> DecodeState:
     """Activate slots: they are fed the first `known` tokens of their responses, then sample."""
+    texts = state.texts
+    if texts is not None:
+        first = (state.length - state.generated)[slots] + 1  # of the response
+        at = first[:, None] + jnp.arange(tokens.shape[1])
+        texts = texts.replace(tokens=texts.tokens.at[slots[:, None], at].set(tokens, mode="drop"))
     return state.replace(
+        texts=texts,
         tokens=state.tokens.at[slots].set(tokens, mode="drop"),
         known=present(state.known, "known").at[slots].set(known, mode="drop"),
         active=state.active.at[slots].set(True, mode="drop"),

@@ -139,13 +139,21 @@ class PageTable:
         """Count the tokens of a burst, in the slots that reserved pages for it."""
         self._tokens[self._running] += tokens
 
-    def reserve(self, slots: Sequence[int], tokens: int, held: Sequence[int] = ()) -> list[int]:
+    def reserve(
+        self,
+        slots: Sequence[int],
+        tokens: int,
+        held: Sequence[int] = (),
+        cached: np.ndarray | None = None,  # tokens of each slot; None: as counted by `advance`
+    ) -> list[int]:
         """Allocate pages for `tokens` more tokens per slot; the youngest lose theirs if needed.
 
         Slots are given the oldest first; those `held` between turns lose their pages first. Return
         the slots that lost their pages, in that order.
         """
         waiting = list(slots)
+        if cached is not None:
+            self._tokens[waiting] = cached[waiting]
         held = list(held)
         stopped = []
         geometry = self.geometry

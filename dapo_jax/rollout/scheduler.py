@@ -351,8 +351,9 @@ class Scheduler:
         """Return the youngest responses to the queue if the cache has no space for all."""
         running = list(self._slots.responses)
         held = self._trajectories.held_slots
+        cached = self._slots.prompt_tokens + self._slots.generated - 1
         self._decoding.state, stopped = self._engine.reserve_burst(
-            self._decoding.state, running, held
+            self._decoding.state, running, held, cached
         )
         self._trajectories.evict(stopped)
         for slot in stopped:
@@ -404,10 +405,12 @@ class Scheduler:
         fields = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
         active, generated, busy, total = map(np.array, to_host(fields))
         counts.decode_seconds += time.perf_counter() - start
+        counts.decoded_tokens += int(np.sum(generated - self._slots.generated))
         self._slots.generated = generated
         busy_before, total_before = self._decoding.slot_steps
         self._decoding.slot_steps = (int(busy), int(total))
         counts.bursts += 1
+        counts.decoding_slot_steps += int(busy) - busy_before
         counts.decode_steps += (int(total) - total_before) // len(active)
         if self._waiting:
             counts.busy_slot_steps += int(busy) - busy_before

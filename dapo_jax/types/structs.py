@@ -544,6 +544,8 @@ class SamplerCounts:
     put_back_tokens: int = 0  # sampled again because the cache was full
     busy_slot_steps: int = 0
     slot_steps: int = 0
+    decoded_tokens: int = 0  # of all bursts, fed tokens included
+    decoding_slot_steps: int = 0  # of all bursts
     turns: TurnCounts | None = None  # with an environment
     others: dict[str, float] | None = None  # metrics that only this sampler has
 
@@ -569,6 +571,7 @@ class SamplerCounts:
             "decode_bursts": float(self.bursts),
             "prefills": float(self.prefills),
             "slot_occupancy": self.occupancy,
+            "tokens_per_slot_step": self.decoded_tokens / max(1, self.decoding_slot_steps),
             "seconds_decode": self.decode_seconds,
             **(self.turns.metrics() if self.turns else {}),
             **(self.others or {}),

@@ -82,12 +82,16 @@ KEPT = {
     "slots": {"keep_turns": True},
     "pages": {"keep_turns": True, "cache": "paged", "page_tokens": 8},
 }
+SEPARATE = {"keep_turns": False, "speculate": 0}
+KEPT["speculating"] = KEPT["pages"] | {"speculate": 3}
 
 
-@pytest.mark.parametrize("setting", ["slots", pytest.param("pages", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "setting", ["slots", pytest.param("pages", marks=pytest.mark.slow), "speculating"]
+)
 def test_kept_trajectories_are_those_that_are_prefilled_again(setting, tiny_params, one_device):
     keep = KEPT[setting] | {"prefill_prompts": 1}
-    again, counts = play(one_device, tiny_params, Scripted(talks), **keep | {"keep_turns": False})
+    again, counts = play(one_device, tiny_params, Scripted(talks), **keep | SEPARATE)
     kept, kept_counts = play(one_device, tiny_params, Scripted(talks), **keep)
     assert counts.turns.prefilled_again_tokens > 0 == kept_counts.turns.prefilled_again_tokens
     assert kept_counts.prefills == len(PROMPTS)

@@ -201,13 +201,13 @@ def test_decoding_and_scoring_equal_training_and_inactive_slots_keep_their_state
     @jax.jit
     def step(caches, position):
         context = SlotContext(jnp.full((2, 1), position), active, None)
-        fed = jnp.repeat(jnp.asarray(TOKENS)[0, position], 2)
+        fed = jnp.full((2, 1), jnp.asarray(TOKENS)[0, position])
         return inference.decode_step(params, DELTA, attend_slots, fed, context, caches)[:2]
 
     caches = (state, slots)
     for position in range(LENGTH):
         decoded, caches = step(caches, position)
-        np.testing.assert_allclose(decoded[0], expected[position], rtol=1e-5, atol=1e-4)  # of 10
+        np.testing.assert_allclose(decoded[0, 0], expected[position], rtol=1e-5, atol=1e-4)  # of 10
     assert all((leaf[1] == 0).all() for leaf in jax.tree.leaves(caches[0]))
     score = functools.partial(inference.score, likeliest=1, chunk_tokens=4)
     scored, *_ = jax.jit(score, static_argnums=1)(params, DELTA, TOKENS[0])

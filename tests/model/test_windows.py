@@ -48,34 +48,36 @@ def unstacked(params, config):
     return for_decoding(flat, config)
 
 
-def decode(params, caches, attend, tables, config):
-    """Logits after each token, fed one by one."""
+def decode(params, caches, attend, tables, config, count):
+    """Logits after each token, fed `count` at a time."""
 
-    def feed(caches, place):
-        context = SlotContext(place[None, None], jnp.array([True]), tables)
-        fed = params, config, attend, jnp.asarray(TOKENS)[:, place], context, caches
+    def feed(caches, places):
+        context = SlotContext(places[None], jnp.array([True]), tables)
+        fed = params, config, attend, jnp.asarray(TOKENS)[:, places], context, caches
         logits, caches, _ = inference.decode_step(*fed)
         return caches, logits[0]
 
-    return jax.lax.scan(feed, caches, jnp.arange(LENGTH))[1]
+    logits = jax.lax.scan(feed, caches, jnp.arange(LENGTH).reshape(-1, count))[1]
+    return logits.reshape(LENGTH, -1)
 
 
 def assert_decoding_equals_training(stacked, config, mesh):
     logits = np.asarray(hidden(stacked, config)) @ np.asarray(head_kernel(stacked))
     logits = Scale(cap=config.logit_cap).logits(logits[0])
-    params, run = unstacked(stacked, config), jax.jit(decode, static_argnums=(2, 4))
+    params, run = unstacked(stacked, config), jax.jit(decode, static_argnums=(2, 4, 5))
     layers = config.each_layer[: config.cached_layers]
     empty = [jnp.zeros((1, layer.kv_heads, LENGTH, layer.head_dim)) for layer in layers]
     slots = tuple(KVCache(values.swapaxes(2, 3), values) for values in empty)
     shapes = [(5, 4, 2 * layer.kv_heads, layer.head_dim) for layer in layers]
     pages = tuple(PageCache(jnp.zeros(shape)) for shape in shapes)
+    by_pages = pages, PagedAttention(mesh, kernel=False), jnp.array([[3, 1, 4]]), config
     with jax.set_mesh(mesh):
-        decoded = (
-            run(params, slots, attend_slots, None, config),
-            run(params, pages, PagedAttention(mesh, kernel=False), jnp.array([[3, 1, 4]]), config),
-        )
-    np.testing.assert_allclose(decoded[0], logits, atol=2e-5)
-    np.testing.assert_allclose(decoded[1], logits, atol=2e-5)
+        for cache, count in (
+            ((slots, attend_slots, None, config), 1),
+            (by_pages, 1),
+            (by_pages, 3),
+        ):
+            np.testing.assert_allclose(run(params, *cache, count), logits, atol=2e-5)
     score = functools.partial(inference.score, config=config, likeliest=1, chunk_tokens=4)
     scored, *_ = jax.jit(score)(params, tokens=TOKENS[0])
     expected = jax.nn.log_softmax(logits)[jnp.arange(LENGTH - 1), TOKENS[0, 1:]]

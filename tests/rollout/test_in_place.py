@@ -56,11 +56,12 @@ def test_pages_are_updated_in_place(tiny_params, one_device):
     assert not made_anew(compiled.as_text(), cache.pages.size)
 
 
-@pytest.mark.parametrize("cache", ["slots", "paged"])
-def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache):
+@pytest.mark.parametrize(("cache", "speculate"), [("slots", 0), ("paged", 2)])
+def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache, speculate):
     for shape, largest in (((4, 2, 1), 0), ((2, 2, 2), 2)):
         mesh = make_mesh(*shape, devices=jax.devices())
-        compiled, _ = compiled_burst(mesh, tiny_params, cache=cache, page_tokens=8)
+        settings = {"cache": cache, "page_tokens": 8, "speculate": speculate}
+        compiled, _ = compiled_burst(mesh, tiny_params, **settings)
         text = compiled.as_text()
         assert "all-reduce" in text  # what a burst cost is summed after it
         looped = [x for x in instructions(text) if x.looped]

@@ -78,7 +78,9 @@ def last_logits(loaded, config):
     tokens = jax.random.randint(jax.random.key(2), (4, 8), 0, config.vocab)
     caches, _ = inference.prefill(loaded, config, tokens, jnp.full(4, 8))
     context = PromptContext(jnp.full((4, 1), 7), jnp.array(7))
-    return inference.decode_step(loaded, config, attend_prompt, tokens[:, 7], context, caches)[0]
+    return inference.decode_step(loaded, config, attend_prompt, tokens[:, 7:], context, caches)[0][
+        :, 0
+    ]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from dapo_jax.model.caches import KVCache, PageCache
 from dapo_jax.model.decode_attention import in_ring
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.logprobs import Rows, token_logprobs
+from dapo_jax.rollout.proposals import propose
 from dapo_jax.rollout.sampling import (
     SamplingRules,
     invert_cdf,
@@ -206,6 +207,7 @@ WINDOW = 5  # prompts are of 3 to 7 tokens, responses of 20
 MIXED = dataclasses.replace(TINY, layers=3, window=WINDOW, sliding=(True, False, True))
 ALL = dataclasses.replace(TINY, window=WINDOW)
 LAYOUTS = {"slots": {}, "pages": {"cache": "paged", "page_tokens": 4}}
+SPECULATING = LAYOUTS["pages"] | {"speculate": 3}
 SOME = PROMPTS[:5]
 
 
@@ -264,10 +266,18 @@ def test_tokens_do_not_depend_on_the_layout(settings, one_device, tokens):
     assert tokens_of(sample(sampler, params_of(MIXED), SOME)) == tokens
 
 
-@pytest.mark.parametrize("layout", [pytest.param("slots", marks=pytest.mark.slow), "pages"])
-def test_eight_devices_sample_what_one_does(layout, tokens):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(LAYOUTS["slots"], marks=pytest.mark.slow),
+        pytest.param(LAYOUTS["pages"], marks=pytest.mark.slow),
+        SPECULATING,
+    ],
+    ids=["slots", "pages", "speculating"],
+)
+def test_eight_devices_sample_what_one_does(settings, tokens):
     mesh, params = make_mesh(2, 2, 2), params_of(MIXED)
-    sharded = open_sampler(mesh, MIXED, slots=8, **LAYOUTS[layout])
+    sharded = open_sampler(mesh, MIXED, slots=8, **settings)
     assert tokens_of(sample(sharded, place(params, MIXED, mesh), SOME)) == tokens
 
 
@@ -283,6 +293,57 @@ def test_a_ring_is_as_long_as_the_window(layout, dtype, one_device):
     if layout == "slots":
         estimate = memory.cache_bytes(MIXED, Sampler(cache_dtype=dtype), one_device, 4, 8, 20)
         assert estimate == first + full + last + 4 * 20 * memory.SAMPLED_TOKEN_BYTES
+
+
+# --- speculation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_speculation_changes_no_token_and_saves_steps(temperature, one_device):
+    """With windows, whose rings the proposals must not overwrite, and a rule per request."""
+    found, params, rule = [], params_of(MIXED), SamplingRule(temperature)
+    for speculate in (0, 3):
+        sizes = {"slots": 8, "response": 60, "first_window_tokens": 80}
+        sampler = open_sampler(one_device, MIXED, speculate=speculate, **sizes)
+        sampler.begin(params, RolloutKey(0, 2), rule)
+        for number, prompt in enumerate(SOME):
+            sampler.submit(prompt, 4, SamplingRule(0.5, 0.9, 9) if number == 3 else None)
+        groups = {}
+        while not sampler.idle:
+            groups.update({request.prompt.index: done for request, done in sampler.step()})
+        found.append((groups, sampler.counts))
+    (plain, before), (groups, counts) = found
+    assert tokens_of(groups) == tokens_of(plain)
+    for index, group in plain.items():
+        for one, other in zip(group, groups[index], strict=True):
+            np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5)
+    assert (
+        counts.metrics()["tokens_per_slot_step"] > 1.0 == before.metrics()["tokens_per_slot_step"]
+    )
+    if temperature == 0:
+        assert counts.decode_steps < 0.6 * before.decode_steps
+
+
+def test_proposals_follow_the_longest_match_with_the_last_tokens():
+    def proposals(text, other=(), count=4):
+        texts = np.zeros((2, 1, 20), np.int32)
+        texts[0, 0, : len(text)], texts[1, 0, : len(other)] = text, other
+        ends = np.array([[len(text) - 1], [len(other)]])
+        return propose(texts[0], ends[0], (texts[1], ends[1]), count)[0].tolist()
+
+    assert proposals([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9, 2]
+    assert proposals([1, 2, 3, 4, 8, 2, 3, 5, 7, 7, 2, 3], count=2) == [5, 7]  # the latest
+    assert proposals([1, 2, 3, 4, 8, 2, 3, 5, 7, 1, 2, 3], count=2) == [4, 8]  # the longest
+    assert proposals([6, 7, 6, 7, 6]) == [7, 6, 7, 6]  # it repeats what it has
+    assert proposals([1, 2, 3], [9, 1, 2, 3, 5, 6, 7, 8]) == [5, 6, 7, 8]
+    assert proposals([2, 5, 2, 5, 3, 2], [2, 9, 9, 9, 9], count=1) == [5]  # its own text first
+
+
+def test_states_that_cannot_take_back_a_token_do_not_speculate(one_device):
+    layer = {"recurrent": (True, False), "delta_key_heads": 1, "delta_value_heads": 1}
+    config = dataclasses.replace(TINY, **layer)
+    with pytest.raises(ConfigError, match="sampler.speculate = 2.*delta-net"):
+        make_engine(one_device, config=config, speculate=2)
 
 
 def test_a_window_longer_than_the_cache_uses_pages(one_device):

@@ -40,6 +40,9 @@ SAMPLERS = {
     "scheduler with pages": lambda mesh, slots: Scheduler(
         make_engine(mesh, slots, cache="paged", page_tokens=4), TOKENIZER, seed=5
     ),
+    "scheduler that speculates": lambda mesh, slots: Scheduler(
+        make_engine(mesh, slots, speculate=3), TOKENIZER, seed=5
+    ),
     "own server": lambda mesh, slots: remote_scheduler(make_schedulers(mesh, slots)),
     "vllm": lambda mesh, slots: vllm_sampler(
         [FakeVllm(END, TINY.vocab, seconds=0.01) for _ in range(2)], slots
