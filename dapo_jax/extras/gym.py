@@ -63,20 +63,17 @@ def split_name(name: str) -> tuple[str, dict[str, Any]]:
 def _factory(setting: str) -> Any:
     """Return the package's registry of tasks.
 
-    Raises:
-        ConfigError: the package is missing or of another release. It begins with `setting`.
+    Raises `ConfigError`, with `setting`, if the package is missing or of another release.
     """
-    install = f"pip install 'reasoning-gym=={RELEASE}'"
     try:
         from reasoning_gym import factory  # pyright: ignore[reportMissingImports]: an extra
 
         installed = importlib.metadata.version("reasoning-gym")
+        reason = f"scorers of {installed} were not reviewed" * (installed != RELEASE)
     except ImportError as error:
-        raise ConfigError(f"{setting}: needs reasoning-gym: {install} ({error})") from None
-    if installed != RELEASE:
-        raise ConfigError(
-            f"{setting}: reasoning-gym {installed} has scorers that were not reviewed: {install}"
-        )
+        reason = str(error)
+    if reason:
+        raise ConfigError(f"{setting}: needs pip install 'reasoning-gym=={RELEASE}' ({reason})")
     return factory
 
 

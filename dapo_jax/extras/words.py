@@ -11,11 +11,12 @@ The source `calculator_problems` has numbers of up to three digits. Half of its 
 conversations: the assistant writes `5*4=`, and the user replies `20`, as the environment
 `calculator` does.
 
-The key (seed, split, index) alone decides a problem. Held-out problems share no combination of
-story and numbers with the others.
+The key (seed, split, index) alone decides a problem. Held-out problems are other combinations of
+story and numbers.
 """
 
 import functools
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -88,14 +89,11 @@ CALLS_SHARE = 0.5  # of the examples of calculator_problems
 
 
 class WordProblem(NamedTuple):
-    """A problem, and the calculations that solve it, as `('5*12', 60)`."""
+    """A problem and its solution."""
 
     text: str
-    steps: tuple[tuple[str, int], ...]
-
-    @property
-    def answer(self) -> str:
-        return str(self.steps[-1][1])
+    steps: tuple[tuple[str, int], ...]  # calculations, as ('5*12', 60)
+    answer: str
 
 
 def _calculate(left: int, sign: str, right: int) -> tuple[str, int]:
@@ -109,24 +107,20 @@ def _pick(rng: np.random.Generator, choices: Any) -> Any:
 
 def _draw(rng: np.random.Generator, numbers: Numbers) -> tuple[WordProblem, str]:
     """Return a problem, and its story with numbers and without names."""
-    name, friend = rng.choice(NAMES, 2, replace=False)
-    words = {"name": name, "friend": friend}
+    words = dict(zip(("name", "friend"), rng.choice(NAMES, 2, replace=False), strict=True))
     words |= {"things": _pick(rng, THINGS), "holders": _pick(rng, HOLDERS)}
-    steps: list[tuple[str, int]] = []
     a, b = int(rng.integers(*numbers.start)), 0
-    beginning = _pick(rng, BEGINNINGS)
-    total = a
+    beginning, total, steps = _pick(rng, BEGINNINGS), a, []
     if rng.random() < 0.5:
         beginning = _pick(rng, PRODUCTS)
         a, b = int(rng.integers(*numbers.factors)), int(rng.integers(*numbers.factors))
-        steps.append(_calculate(a, "*", b))
-        total = a * b
+        steps, total = [_calculate(a, "*", b)], a * b
     kind = _pick(rng, ("event", "event", "comparison", "share"))
     divisors = [d for d in range(*numbers.share) if total % d == 0 and total > d]
     fewest, limit = numbers.change
     c = int(rng.integers(fewest, max(fewest + 1, min(total, limit))))
     if kind == "share" and divisors:
-        ending, sign, c = SHARES, "/", _pick(rng, divisors)
+        ending, sign, c = SHARES, "/", int(_pick(rng, divisors))
     elif kind == "comparison":
         sentence, sign = _pick(rng, COMPARISONS)
         ending = f"{sentence} {QUESTION}"
@@ -134,45 +128,40 @@ def _draw(rng: np.random.Generator, numbers: Numbers) -> tuple[WordProblem, str]
     else:
         sentence, sign = _pick(rng, EVENTS)
         ending = f"{sentence} {_pick(rng, ENDINGS)}"
-    steps.append(_calculate(total, sign, int(c)))
+    steps.append(_calculate(total, sign, c))
     story = f"{beginning} {ending}"
-    return WordProblem(story.format(a=a, b=b, c=c, **words), tuple(steps)), f"{story} {a} {b} {c}"
+    text, answer = story.format(a=a, b=b, c=c, **words), str(steps[-1][1])
+    return WordProblem(text, tuple(steps), answer), f"{story} {a} {b} {c}"
 
 
-def make_word_problem(
-    split: str, seed: int, index: int, source: str = "word_problems"
-) -> WordProblem:
+def make_word_problem(source: str, split: str, seed: int, index: int) -> WordProblem:
     """Return problem `index` of a split: 'train', 'heldout', or 'examples' (more of 'train')."""
     rng = np.random.default_rng([seed, zlib.crc32(split.encode()), index])
     while True:
         problem, story = _draw(rng, NUMBERS[source])
-        is_heldout = zlib.crc32(story.encode()) % HELDOUT_SHARE == 0
-        if is_heldout == (split == "heldout"):
+        if (zlib.crc32(story.encode()) % HELDOUT_SHARE == 0) == (split == "heldout"):
             return problem
 
 
 def make_problem(source: str, split: str, seed: int, index: int) -> Problem:
     """Return the problem without its steps."""
-    problem = make_word_problem(split, seed, index, source)
+    problem = make_word_problem(source, split, seed, index)
     return Problem(f"{split}-{index}", problem.text, problem.answer, source)
 
 
 def make_examples(source: str, count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of worked examples for a supervised run."""
     for index in range(count):
-        problem = make_word_problem("examples", seed, index, source)
+        problem = make_word_problem(source, "examples", seed, index)
+        end = f"#### {problem.answer}"
+        response: Any = "".join(f"{text}={result}\n" for text, result in problem.steps) + end
         rng = np.random.default_rng([seed, zlib.crc32(b"calls"), index])
-        calls = source == "calculator_problems" and rng.random() < CALLS_SHARE
-        worked = "".join(f"{text}={result}\n" for text, result in problem.steps)
-        turns = [f"{worked}#### {problem.answer}"]
-        if calls:
+        if source == "calculator_problems" and rng.random() < CALLS_SHARE:
             turns = [turn for text, result in problem.steps for turn in (f"{text}=", str(result))]
-            turns.append(f"#### {problem.answer}")
-        messages = [
-            {"role": ("assistant", "user")[number % 2], "content": text}
-            for number, text in enumerate(turns)
-        ]
-        response = messages if calls else turns[0]
+            roles = itertools.cycle(("assistant", "user"))
+            response = [
+                {"role": r, "content": t} for r, t in zip(roles, [*turns, end], strict=False)
+            ]
         yield f"example {index}", {"prompt": problem.text, "response": response}
 
 

@@ -17,7 +17,7 @@ from dapo_jax.types.errors import ConfigError
 def test_calculations_are_right_and_lead_to_the_answer(source):
     kinds = set()
     for index in range(400):
-        problem = make_word_problem("train", 0, index, source)
+        problem = make_word_problem(source, "train", 0, index)
         for text, result in problem.steps:
             assert eval(text.replace("/", "//")) == result >= 0  # of digits and one sign
             kinds.add(text.strip("0123456789"))
@@ -27,12 +27,12 @@ def test_calculations_are_right_and_lead_to_the_answer(source):
 
 
 def test_problems_are_keyed_and_held_out_ones_share_no_text():
-    texts = {
-        split: [make_word_problem(split, 1, i).text for i in range(300)]
-        for split in ("train", "heldout", "examples")
-    }
-    assert texts["train"] == [make_word_problem("train", 1, i).text for i in range(300)]
-    assert texts["train"] != [make_word_problem("train", 2, i).text for i in range(300)]
+    def texts_of(split, seed=1):
+        problems = (make_word_problem("word_problems", split, seed, i) for i in range(300))
+        return [problem.text for problem in problems]
+
+    texts = {split: texts_of(split) for split in ("train", "heldout", "examples")}
+    assert texts["train"] == texts_of("train") != texts_of("train", seed=2)
     assert not {*texts["heldout"]} & {*texts["train"], *texts["examples"]}
     problem = make_problem("word_problems", "heldout", 1, 7)
     assert (problem.text, problem.source) == (texts["heldout"][7], "word_problems")

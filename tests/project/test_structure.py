@@ -30,7 +30,7 @@ EXTRAS = {
     "exact": 161,
     "families": 650,
     "gguf": 346,
-    "gym": 193,
+    "gym": 190,
     "init": 199,
     "jetstream": 162,
     "judge": 229,
@@ -42,7 +42,7 @@ EXTRAS = {
     "sft": 1_230,
     "tinker": 1_820,
     "vllm": 287,
-    "words": 181,
+    "words": 170,
 }
 # Extras that may use another one.
 USES = {

@@ -47,7 +47,7 @@ def test_a_listed_task_is_rejected_by_name(task, reason, tmp_path, monkeypatch):
 def test_another_release_is_rejected(tmp_path, monkeypatch):
     write_package(tmp_path, HONEST, "0.1.26")
     monkeypatch.syspath_prepend(tmp_path)
-    message = "'gym:honest': reasoning-gym 0.1.26 .* not reviewed: pip install 'reasoning-gym==0.1"
+    message = "'gym:honest': needs pip install 'reasoning-gym==0.1.25' .*0.1.26 were not reviewed"
     with pytest.raises(ConfigError, match=message):
         gym.open_task("data.source", "gym:honest", 0, 10)
 
