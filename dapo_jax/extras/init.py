@@ -10,7 +10,6 @@ answer by their names. If the model has a chat template, prompts have its form. 
 import collections
 import functools
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -20,7 +19,7 @@ from typing import Any
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.settings import section, setting
-from dapo_jax.types.errors import ConfigError, naming, require
+from dapo_jax.types.errors import naming, require
 from dapo_jax.types.structs import Problem
 
 
@@ -42,9 +41,9 @@ MIN_FRACTION = 0.9  # of the rows that a choice has to fit
 # Field names, the likeliest first, compared in lower case.
 QUESTIONS = "problem question prompt instruction query ask task input messages text q".split()
 ANSWERS = (
-    "answer final_answer gold target ground_truth expected correct_answer label result solution "
-    "output response completion a"
-).split()
+    "answer final_answer gold target ground_truth expected correct_answer label result".split()
+)
+ANSWERS += "solution output response completion a".split()
 VERIFIABLE = ("number", "number with a unit", "expression", "list", "set", "tuple", "relation")
 
 
@@ -59,9 +58,8 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     with naming("data", name):
         rows = [row for _, row in itertools.islice(itertools.chain(*files), MAX_ROWS)]
     objects = [row for row in rows if isinstance(row, dict)]
-    is_bad = bool(rows) and isinstance(rows[0], Exception)
-    reason = f"its first row {rows[0] if is_bad else 'has none'}" if rows else "it has no rows"
-    require(bool(objects), "data", name, f"rows with named fields: {reason}")
+    first = f"; the first is {rows[0]!s:.100}" if rows else "; there is none"
+    require(bool(objects), "data", name, f"a file of rows with named fields{first}")
     return objects
 
 
@@ -73,97 +71,77 @@ def read_problems(rows: list[dict], fields: Mapping[str, str]) -> tuple[list[Pro
     log = RowLog(MAX_ROWS)
     read = functools.partial(read_row, source="", number="", fields=fields, needs_answer=False)
     problems = [log.parse(f"row {number}", row, read) for number, row in enumerate(rows, 1)]
-    return [p for p in problems if p is not None], "".join(f" ({m})" for m in log.messages[:1])
-
-
-def list_fields(row: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a row by dotted path; messages are one value."""
-    fields: dict[str, Any] = {}
-    for name, value in row.items() if isinstance(row, dict) else enumerate(row[:4]):
-        first = value[0] if isinstance(value, list) and value else value
-        is_nested = isinstance(first, dict) and first and "role" not in first
-        path = f"{prefix}{name}"
-        fields |= list_fields(value, f"{path}.") if is_nested else {path: value}
-    return fields
+    return [p for p in problems if p is not None], "".join(log.messages[:1])
 
 
 def choose_field(rows: list[dict[str, Any]], names: Sequence[str]) -> str:
-    """Return the path of the first of `names` that most rows fill, nested ones last; else ""."""
-    values = (item for row in rows for item in list_fields(row).items())
-    counts = collections.Counter(path for path, v in values if v not in (None, "", [], {}))
-    ranks = {path: path.lower().rpartition(".")[2] for path in counts}
-    ranks = {path: (path.count("."), names.index(n)) for path, n in ranks.items() if n in names}
-    likely = [path for path in ranks if counts[path] >= MIN_FRACTION * len(rows)]
-    return min(likely, key=ranks.__getitem__, default="")
+    """Return the field with the first of `names`, in any case, that most rows fill; else ""."""
+    filled = (name for row in rows for name in row if row[name] not in (None, "", [], {}))
+    counts = collections.Counter(filled)
+    likely = {name.lower(): name for name in counts if counts[name] >= MIN_FRACTION * len(rows)}
+    return next((likely[name] for name in names if name in likely), "")
 
 
 def choose(rows: list[dict[str, Any]], flags: InitConfig) -> tuple[list[Problem], dict[str, str]]:
     """Return the problems and `data.fields`: of the flags, usual or likely; or `ConfigError`."""
     from dapo_jax.data.row_formats import MISSING, look_up
 
-    question, answer = flags.question, flags.answer
-    shown = ", ".join(f"{name} ({value!s:.40})" for name, value in list_fields(rows[0]).items())
-    for flag, field in (("question", question), ("answer", answer)):
-        known = not field or any(look_up(row, field) is not MISSING for row in rows)
-        fits = known and not set(field) & set(",=")
-        require(fits, flag, field, f"a field of {flags.data}: {shown} (names without , and =)")
+    shown = ", ".join(f"{name} ({value!s:.40})" for name, value in rows[0].items())
+    for flag in ("question", "answer"):
+        field = getattr(flags, flag)
+        fits = not field or any(look_up(row, field) is not MISSING for row in rows)
+        allowed = f"a field of {flags.data}: {shown} (names without , and =)"
+        require(fits and not set(field) & set(",="), flag, field, allowed)
     problems, _ = read_problems(rows, {})
     is_usual = len(problems) >= MIN_FRACTION * len(rows) and any(p.answer for p in problems)
-    if is_usual and not (question or answer):
+    if is_usual and not (flags.question or flags.answer):
         return problems, {}
-    question = question or choose_field(rows, QUESTIONS)
-    answer = answer or choose_field(rows, ANSWERS)
+    question = flags.question or choose_field(rows, QUESTIONS)
+    answer = flags.answer or choose_field(rows, ANSWERS)
     boxed = sum("\\boxed" in str(look_up(row, answer)) for row in rows)
     key = "solution" if boxed >= MIN_FRACTION * len(rows) else "answer"
     fields = {"problem": question} | ({key: answer} if answer else {})
-    problems, error = read_problems(rows, fields) if question else ([], "")
-    if not problems:
-        raise ConfigError(
-            f"config.data = {flags.data!r}: none of its fields is known as a problem{error}: "
-            f"{shown}; name two: --question=FIELD --answer=FIELD, each a text, a number or a list "
-            "of messages with role and content"
-        )
+    problems, error = read_problems(rows, fields) if question else ([], "no usual name")
+    allowed = f"rows with a problem ({error}). Name it, --question=FIELD, and its answer, "
+    allowed += f"--answer=FIELD, a.b if nested: texts, numbers or messages. There are {shown}"
+    require(bool(problems), "data", flags.data, allowed)
     return problems, fields
 
 
-def make_files(
-    flags: InitConfig, problems: list[Problem], fields: Mapping[str, str]
-) -> dict[pathlib.Path, str]:
+def make_files(flags: InitConfig, problems: list[Problem], fields: dict) -> dict[str, str]:
     """Return the contents of the files by path. Raises `ConfigError`."""
     from dapo_jax.data.prompts.templates import read_chat_template
     from dapo_jax.extras.math.plugin import read_gold
     from dapo_jax.runtime.storage.models import model_path
 
-    stem = pathlib.PurePath(flags.data).name.partition(".")[0]
-    folder = pathlib.Path(flags.out or re.sub(r"\W", "_", stem))
+    name = pathlib.PurePath(flags.data).name.partition(".")[0]
+    folder = pathlib.Path(flags.out or re.sub(r"\W", "_", name))
     kinds = [read_gold("math_label", p.answer).kind if p.answer else "" for p in problems]
     is_verifiable = sum(kind in VERIFIABLE for kind in kinds) >= MIN_FRACTION * len(kinds)
     has_answers = sum(map(bool, kinds)) >= MIN_FRACTION * len(kinds)
-    module = ".".join(folder.parts)
-    importable = all(map(str.isidentifier, module.split(".")))
+    is_importable = all(map(str.isidentifier, folder.parts))
     allowed = "a folder below this one, of letters, digits and _: Python imports its reward.py"
-    require(is_verifiable or importable, "out", str(folder), allowed)
+    require(is_verifiable or is_importable, "out", str(folder), allowed)
     path = model_path(flags.model, "model")
     allowed = f"a model folder: hf download OWNER/NAME --local-dir {flags.model}"
     require(path.exists() or flags.model == MODEL, "model", flags.model, allowed)
     is_chat = not path.exists() or read_chat_template(path, "model") is not None
-    template = (TEXTS / "template.txt").read_text() if has_answers else "{problem}\n"
+    template = str(folder / "template.txt")
     values = {
         "run_dir": f"runs/{folder.absolute().name}",
         "model": flags.model,
         "source": flags.data,
         "fields": ",".join(f"{key}={field}" for key, field in fields.items()),
-        "template": "chat" if is_chat else str(folder / "template.txt"),
-        "user_template": str(folder / "template.txt") * is_chat,
-        "parts": "rule=1" if is_verifiable else f"{module}.reward:score=1",
+        "template": "chat" if is_chat else template,
+        "user_template": template if is_chat else "",
+        "parts": "rule=1" if is_verifiable else f"{'.'.join(folder.parts)}.reward:score=1",
         "correct": "verifier" if is_verifiable else "threshold",
         "prompts": min(32, max(2, len(problems) // 2 * 2)),
     }
-    written = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
-    config = re.sub(r"<(\w+)>", lambda at: written[at[1]], (TEXTS / "config.txt").read_text())
-    files = {folder / "config.py": config, folder / "template.txt": template}
-    reward = {} if is_verifiable else {folder / "reward.py": (TEXTS / "reward.txt").read_text()}
-    return files | reward
+    texts = {path.stem: path.read_text() for path in TEXTS.glob("*.txt")}
+    files = {str(folder / "config.py"): texts["config"].format(**values)}
+    files[template] = texts["template"] if has_answers else "{problem}\n"
+    return files if is_verifiable else files | {str(folder / "reward.py"): texts["reward"]}
 
 
 def init(flags: InitConfig) -> None:
@@ -172,26 +150,20 @@ def init(flags: InitConfig) -> None:
     rows = read_first_rows(flags.data)
     problems, fields = choose(rows, flags)
     files = make_files(flags, problems, fields)
-    folder = min(files).parent
-    existing = " and ".join(str(path) for path in files if os.path.lexists(path))
-    require(not existing, "out", str(folder), f"a folder without {existing}, which would be lost")
+    existing = " and ".join(path for path in files if os.path.lexists(path))
+    require(not existing, "out", flags.out, f"a folder without {existing}, which would be lost")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            path.write_text(text, encoding="utf-8")
+            pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+            pathlib.Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"config.out = {str(folder)!r}: can't be written: {error}") from None
-    print(f"{flags.data}: {len(problems):,} problems of the first {len(rows):,} rows")
+        require(False, "out", flags.out, f"a folder that can be written; {error}")
     named = ", ".join(f"{key} is {field!r}" for key, field in fields.items())
-    print(f"  fields: {named or 'of the usual names'}")
-    print(f"  the first: {problems[0].text!r:.60}, answer {problems[0].answer!r:.60}")
-    if folder / "reward.py" in files:
-        print(f"  no verifier fits, so {folder / 'reward.py'} is the reward: read and change it")
-    if not pathlib.Path(flags.model).exists() and flags.model == MODEL:
-        name = pathlib.Path(MODEL).name
-        print(f"  the model is missing: hf download Qwen/{name} --local-dir {MODEL}")
-    command = f"dapo-jax train {shlex.quote(str(folder / 'config.py'))}"
-    print(f"wrote {', '.join(map(str, files))}. Next:\n  {command} --dry-run\n  {command}")
+    print(f"{flags.data}: {len(problems):,} problems of the first {len(rows):,} rows; {named}")
+    if len(files) > 2:
+        print("no verifier fits, so reward.py is the reward: read and change it")
+    command = f"dapo-jax train {shlex.quote(min(files))}"
+    print(f"wrote {', '.join(files)}. Next:\n  {command} --dry-run\n  {command}")
 
 
 def main() -> int:

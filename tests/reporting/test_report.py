@@ -108,7 +108,7 @@ def test_steps_are_sampled_and_long_texts_cut(write_run):
     groups = sample_groups(read_run(folder), page.MAX_STEPS)
     assert len(groups) == page.MAX_STEPS * recorded_run.SHOWN_GROUPS
     assert {group["step"] for group in groups} >= {1, 60}
-    texts = [turn[-1] for group in groups for one in group["responses"] for turn in one["turns"]]
+    texts = [turn[-1] for group in groups for one in group["responses"] for turn in one["shown"]]
     assert all("[... 3,000 characters ...]" in text and len(text) < 6100 for text in texts)
     twice = make(folder, write_run("other", seed=1, rollouts=files))
     assert twice.count('<details class="group"') == len(groups)
@@ -121,7 +121,7 @@ def test_tokens_are_shaded_and_nobody_speaks_in_anothers_place(write_run):
     pieces |= {"token_ratios": [1.0, 1.5, 0.5, 1.0], "token_clipped": [0, 2, 1, 0]}
     line = response(1, 0, turns=turns, environment_rewards=[0.25, 1.0], **pieces)
     run = read_run(write_run("a", rollouts=[(1, [line])]))
-    shown = sample_groups(run, 1)[0]["responses"][0]["turns"]
+    shown = sample_groups(run, 1)[0]["responses"][0]["shown"]
     assert [(spoke, reward, len(own)) for spoke, _, reward, own, _ in shown] == [
         (True, 0.25, 3),
         (False, None, 0),

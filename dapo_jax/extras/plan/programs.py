@@ -38,6 +38,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Messages of a TPU's compiler about all memory needed, or about temporaries only.
 _ALL = re.compile(r"Used ([\d.]+)([KMGT]?) of")
 _TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds")
+PACKAGES = "dapo_jax jax jaxlib jax-cuda12-plugin jax-cuda13-plugin libtpu flax optax".split()
 SAMPLING = ("load", "prefill", "insert", "decode")
 
 

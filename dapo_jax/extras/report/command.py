@@ -15,7 +15,6 @@ from dapo_jax.config.settings import section, setting
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.types.errors import require
 
-ALLOWED = "a new .html file in a folder that exists, or an earlier report"
 MARK = b'<meta name="generator" content="dapo-jax report">'
 
 
@@ -28,15 +27,15 @@ class ReportConfig:
     share: str = setting("", "A new .json file instead, without texts, paths or names of yours.")
 
 
-def check_out(out: str) -> pathlib.Path:
-    """Return the path of the page. Raises `ConfigError` if it can't be or must not be written."""
-    path = pathlib.Path(out)
-    try:
-        require(path.suffix == ".html" and path.parent.is_dir(), "out", out, ALLOWED)
-        if path.exists():
-            require(MARK in path.read_bytes()[:1000], "out", out, f"{ALLOWED}; this is another one")
-    except OSError as error:
-        require(False, "out", out, f"{ALLOWED}; {error}")
+def output_path(config: ReportConfig) -> pathlib.Path:
+    """Return the path to write. Raises `ConfigError` if it must not be written."""
+    field, ending = ("share", ".json") if config.share else ("out", ".html")
+    path = pathlib.Path(getattr(config, field))
+    allowed = f"a new {ending} file in a folder that exists"
+    require(path.suffix == ending and path.parent.is_dir(), field, str(path), allowed)
+    if path.exists():
+        is_ours = not config.share and path.is_file() and MARK in path.read_bytes()[:1000]
+        require(is_ours, field, str(path), f"{allowed}; this one is not an earlier report")
     return path
 
 
@@ -47,20 +46,17 @@ def report(config: ReportConfig) -> None:
     from dapo_jax.extras.report.share import share
     from dapo_jax.runtime.storage.retries import write_text
 
-    path = pathlib.Path(config.share) if config.share else check_out(config.out)
-    is_new = path.suffix == ".json" and path.parent.is_dir() and not path.exists()
-    require(not config.share or is_new, "share", config.share, "a new .json file")
+    path = output_path(config)
     names = [glob.glob(name) or [name] for name in config.run.splitlines()]
     folders = dict.fromkeys(str(folder_at(name)) for group in names for name in sorted(group))
-    require(bool(folders), "run", config.run, "the folder of a run: --run=FOLDER")
-    is_single = len(folders) == 1 or not config.share
-    require(is_single, "run", config.run, "one run with --share")
+    allowed = "the folder of a run: --run=FOLDER, one with --share"
+    require(len(folders) == 1 or bool(folders) > bool(config.share), "run", config.run, allowed)
     runs = [read_run(folder) for folder in folders]
     text = share(runs[0]) if config.share else page(runs)
     try:
         write_text(path, text)
     except OSError as error:
-        require(False, "out", config.out, f"a file that can be written; {error}")
+        require(False, "out", str(path), f"a file that can be written; {error}")
     print(f"runs: {len(folders)}; {len(text) / 1e6:.1f} MB written to {path}")
 
 

@@ -32,14 +32,15 @@ Runs = Sequence[RecordedRun]
 
 def headline(run: RecordedRun, metric: str) -> str:
     """Return the last mean of a metric, or the first and the last score; "" without a value."""
-    rows, texts = [row for row in run.rows if finite_values([row], metric).size], []
+    rows = [row for row in run.rows if finite_values([row], metric).size]
     if rows and not metric.startswith("heldout_"):
         return show_number(float(finite_values(rows, metric)[-LAST:].mean()))
-    for row in rows[:1] + rows[1:][-1:]:
-        ends = [row[key] for key in (f"{metric}_low", f"{metric}_high") if key in row]
-        interval = f" ({' to '.join(map(show_number, ends))})" if ends else ""
-        texts.append(f"{show_number(row[metric])}{interval}")
-    return " → ".join(texts)
+
+    def show(row: dict[str, Any]) -> str:
+        low, high = (show_number(row.get(f"{metric}_{end}")) for end in ("low", "high"))
+        return f"{show_number(row[metric])} ({low} to {high})"
+
+    return " → ".join(map(show, rows[:1] + rows[1:][-1:]))
 
 
 def charts() -> list[dict[str, Any]]:

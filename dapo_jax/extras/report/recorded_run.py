@@ -1,6 +1,5 @@
 """Reader of a run's folder for the report: it may be unfinished, damaged, or of an old version."""
 
-import collections
 import itertools
 import json
 from collections.abc import Iterator
@@ -61,40 +60,33 @@ def _tokens(line: dict[str, Any]) -> Iterator[tuple[str, float, str, bool]]:
         yield text, min(0.75, -(logprob or 0.0) / 6), facts + CLIPS[clip or 0], bool(clip)
 
 
-def _response(line: dict[str, Any], with_tokens: bool) -> dict[str, Any]:
-    """Return a response with its turns; only the policy's have tokens and rewards."""
+def _turns(line: dict[str, Any], with_tokens: bool) -> Iterator[tuple]:
+    """Yield whether the policy speaks, length, its reward, its tokens, and the text of turns."""
     turns = line.get("turns") or [["policy", line.get("tokens"), line.get("response", "")]]
-    length = sum(len(str(text)) for _, _, text in turns)
-    tokens = _tokens(line) if with_tokens and length <= SHOWN_CHARACTERS else iter(())
+    is_short = sum(len(str(text)) for _, _, text in turns) <= SHOWN_CHARACTERS
+    tokens = _tokens(line) if with_tokens and is_short else iter(())
     rewards = iter(line.get("environment_rewards") or ())
-    shown = [
-        (True, count, next(rewards, None), [*itertools.islice(tokens, count)], _shorten(text))
-        if speaker == "policy"
-        else (False, count, None, [], _shorten(text))
-        for speaker, count, text in turns
-    ]
-    return line | {"turns": shown, "is_dialogue": bool(line.get("turns"))}
+    for speaker, count, text in turns:
+        reward, shaded = None, []
+        if is_policy := speaker == "policy":
+            reward, shaded = next(rewards, None), [*itertools.islice(tokens, count)]
+        yield is_policy, count, reward, shaded, _shorten(text)
 
 
 def _groups_of(path: Folder) -> Iterator[dict[str, Any]]:
-    """Yield a few groups of a rollouts file: first those with tokens, then of every score."""
+    """Yield a few groups of a rollouts file, first those with tokens."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for line in objects(path, MAX_BYTES):
         groups.setdefault(line.get("index"), []).append(line)
-    seen = collections.Counter[int]()
-
-    def rank(lines: list[dict[str, Any]]) -> tuple[bool, int]:
-        seen[right := sum(bool(line.get("correct")) for line in lines)] += 1
-        return "token_texts" not in lines[0], seen[right]
-
-    for lines in sorted(groups.values(), key=rank)[:SHOWN_GROUPS]:
+    ordered = sorted(groups.values(), key=lambda lines: "token_texts" not in lines[0])
+    for lines in ordered[:SHOWN_GROUPS]:
         rewards = [line["reward"] for line in lines if line.get("reward") is not None]
         texts = {n: _shorten(lines[0].get(n, "")) for n in ("prompt", "answer", "prompt_id")}
-        yield texts | {
-            "step": int(path.stem[5:]),
-            "reward": float(np.mean(rewards)) if rewards else None,
-            "responses": [_response(line, i < SHOWN_TOKENS) for i, line in enumerate(lines)],
-        }
+        shown = [
+            line | {"shown": [*_turns(line, i < SHOWN_TOKENS)]} for i, line in enumerate(lines)
+        ]
+        reward = float(np.mean(rewards)) if rewards else None
+        yield texts | {"step": int(path.stem[5:]), "reward": reward, "responses": shown}
 
 
 def sample_groups(run: RecordedRun, most: int) -> list[dict[str, Any]]:

@@ -10,13 +10,11 @@ import jax
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.settings import leaves
-from dapo_jax.extras.plan.programs import versions
+from dapo_jax.extras.plan.programs import PACKAGES, versions
 from dapo_jax.extras.plan.published_shapes import NAMES
 from dapo_jax.extras.report.page import charts
 from dapo_jax.extras.report.recorded_run import RecordedRun
 from dapo_jax.types.rules import Choices
-
-PACKAGES = "dapo_jax jax jaxlib jax-cuda12-plugin jax-cuda13-plugin libtpu flax optax".split()
 
 
 def is_number(value: Any) -> bool:
