@@ -190,11 +190,10 @@ def train(
     checks.check_run(config)
     processes.prepare_jax()
     from dapo_jax.run.run import train as run
-    from dapo_jax.run.run_files import Callbacks
     from dapo_jax.runtime.signals import Signals
 
     signals = Signals(config.checkpoint.leave_seconds)
-    summary = run(config, signals, Callbacks(signals, callbacks, on_step))
+    summary = run(config, signals, callbacks, on_step)
     return Result(config.run_dir, summary, "" if summary else signals.received)
 
 

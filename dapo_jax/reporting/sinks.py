@@ -1,28 +1,41 @@
-"""Sinks for what a run reports: console, metrics.jsonl, rollouts/.
+"""Sinks for what a run reports (console, metrics.jsonl, rollouts/, callbacks), and its files.
 
 Failed writes are warnings and are repeated with the next row.
 """
 
+import contextlib
+import dataclasses
+import functools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
-from dapo_jax.runtime import registry
-from dapo_jax.runtime.storage.jsonl import AppendFile, objects, rewind
+from dapo_jax.reporting.scores import ENVIRONMENT, POLICY, REFLECTION, Response
+from dapo_jax.runtime import processes, registry
+from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.storage.jsonl import AppendFile, objects, read_object, rewind
 from dapo_jax.runtime.storage.paths import Folder
-from dapo_jax.runtime.storage.retries import Storage, reason, replacing
+from dapo_jax.runtime.storage.retries import (
+    Storage,
+    reason,
+    replacing,
+    suppress_storage_errors,
+    write_text,
+)
 from dapo_jax.runtime.user_code import resolve
 from dapo_jax.types.contracts import RunSink
-from dapo_jax.types.errors import ConfigError, require
-from dapo_jax.types.structs import CollectedGroups, Completion, Failure, Group, Trace
+from dapo_jax.types.errors import ConfigError, nearest, require
+from dapo_jax.types.structs import CollectedGroups, Completion, Failure, Group, Trace, repetition
 
+CONFIG = "config.json"
+SUMMARY = "summary.json"
+EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_row", "on_rollouts", "on_summary")
 Split = Callable[[Sequence[int]], list[str]]  # the text of each token of a response
 TOKEN_DECIMALS = 3
 
@@ -238,3 +251,223 @@ def write_rollouts(
             for completion, failure in group.failed:
                 line = _rollout_line(group, completion, _no_scores(failure), is_surplus)
                 file.write(json.dumps(line).encode() + b"\n")
+
+
+def stamp(config: Config, policy: str) -> dict[str, Any]:
+    """Return the fields that every line of a response file shares: policy and sampling."""
+    return {
+        "policy": policy,
+        "seed": config.seed,
+        "temperature": config.evaluation.temperature,
+        "top_p": config.evaluation.top_p,
+        "template": config.data.template,
+    }
+
+
+def make_responses(group: Group) -> Iterator[Response]:
+    """Yield the responses of a scored group."""
+    prompt = group.prompt
+
+    def make_response(completion: Completion, **scores: Any) -> Response:
+        return Response(
+            problem=prompt.id,
+            index=prompt.index,
+            sample=completion.sample,
+            question=prompt.text,
+            answer=prompt.answer,
+            response=completion.text,
+            truncated=completion.truncated,
+            tokens=len(completion),
+            logprob=round(float(completion.sampler_logprobs.sum(dtype=float)), 4),
+            reflection=bool(REFLECTION.search(completion.text)),
+            repetition=repetition(completion.drawn_tokens),
+            subject=prompt.subject,
+            level=prompt.level,
+            digest=prompt.digest,
+            turns=trajectory_fields(completion).get("turns", ()),
+            **scores,
+        )
+
+    for i, completion in enumerate(group.completions):
+        yield make_response(
+            completion,
+            extracted=group.verdicts[i].extracted,
+            correct=bool(group.correct[i]),
+            reward=float(group.rewards[i]),
+            outcome=group.outcomes[i],
+        )
+    for completion, failure in group.failed:
+        how = {"failure": failure.text, "outcome": failure.outcome}
+        yield make_response(completion, extracted=None, correct=False, **how)
+
+
+def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str, Any]) -> None:
+    """Write a whole file or nothing, sorted by problem and sample; `stamp` is in every line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        for response in sorted(responses, key=lambda response: (response.index, response.sample)):
+            file.write(response_line(response, stamp))
+
+
+def response_line(response: Response, stamp: dict[str, Any]) -> bytes:
+    """Return a line of a file of responses."""
+    fields = dataclasses.asdict(response)
+    if not response.turns:
+        del fields["turns"]
+    return json.dumps(fields | stamp).encode() + b"\n"
+
+
+def read_summary(folder: Folder) -> dict[str, Any]:
+    """Return the summary of a finished run; empty without one that can be read."""
+    with suppress_storage_errors():
+        return read_object((folder / SUMMARY).read_bytes()) or {}
+    return {}
+
+
+class RunFiles:
+    """Sinks of a run, and the files that only the run itself writes.
+
+    The first process writes; on the others every method does nothing. A file that can't be written
+    is a warning, and is tried again with the next one. Rows after `last_row` are cut off.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Folder,
+        storage: Storage,
+        split: Split,
+        last_row: int,
+        console: Progress,
+    ):
+        self.folder = folder
+        self._config = config
+        self._storage = storage
+        self._rows: MetricRows | None = None
+        self.sinks: list[RunSink] = []
+        if not processes.is_first():
+            return
+        log = config.log
+        self._rows = MetricRows(folder, last_row, storage)
+        rows = self._rows.read()
+        self.sinks.append(self._rows)
+        if log.wandb or log.tensorboard:
+            trackers = registry.feature("trackers")
+            self.sinks += trackers.open_trackers(folder, config, rows, last_row, storage)
+        self.sinks += [RolloutFiles(folder, log, split, storage)] if log.rollouts else []
+        self.sinks += [make(folder, config) for make in find_sinks(log.sinks)]
+        self.sinks.append(StepLines(console, config.total_steps))
+        settings = folder / CONFIG
+        if settings.exists() and read_object(settings.read_bytes()) is None:
+            self.write_settings()  # the file is damaged
+
+    def __enter__(self) -> "RunFiles":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close, kind is not None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl."""
+        return self._rows.read() if self._rows else []
+
+    def write_settings(self) -> None:
+        """Write config.json; a run can be repeated from it."""
+        self._write_json(CONFIG, dataclasses.asdict(self._config))
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        if processes.is_first():
+            text = json.dumps(content, indent=2)
+            self._storage.attempt(name, lambda: write_text(self.folder / name, text))
+
+    def send(self, event: str, *arguments: Any) -> None:
+        """Call a method of `RunSink` of all sinks."""
+        for sink in self.sinks:
+            getattr(sink, event)(*arguments)
+
+    def write_evaluation(self, step: int, responses: Sequence[Any]) -> None:
+        """Write evaluations/step_N.jsonl, and send the responses to all sinks."""
+        self.send("on_evaluation", step, responses)
+        if processes.is_first() and self._config.log.rollouts:
+            path = self.folder / "evaluations" / f"step_{step:06d}.jsonl"
+            lines = stamp(self._config, f"step {step}")
+            self._storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, and send the summary to all sinks."""
+        self._write_json(SUMMARY, summary)
+        self.send("on_summary", summary)
+
+
+def _check_callback(field: str, callback: Any) -> None:
+    names = [name for name in dir(callback) if name.startswith("on_")]
+    is_object = bool(names) and not isinstance(callback, type)
+    allowed = f"an object with one or more of the methods {', '.join(EVENTS)}"
+    require(is_object, field, callback, allowed)
+    for name in names:
+        hint = nearest(name, EVENTS) or f"; the events are {', '.join(EVENTS)}"
+        if name not in EVENTS:
+            raise ConfigError(f"{field}.{name}: there is no such event{hint}", field)
+
+
+class Callbacks(RunSink):
+    """The sink that calls a user's callbacks, on the first process only.
+
+    If a callback returns True or raises, the run stops at the next safe point and saves;
+    `raise_error` then raises the first exception.
+
+    Raises `ConfigError` for an object without a method of `EVENTS`, or with an unknown one.
+    """
+
+    def __init__(
+        self,
+        signals: Signals,  # of the run; a callback stops the run through it
+        callbacks: Sequence[Any] = (),  # objects with methods of `EVENTS`, or `close`: a `RunSink`
+        on_step: Any = None,  # function that every process calls after the callbacks
+    ):
+        for i, callback in enumerate(callbacks):
+            _check_callback(f"callbacks[{i}]", callback)
+        self._signals = signals
+        self._callbacks = list(callbacks) if processes.is_first() else []
+        self._on_step = on_step
+        self._error: Exception | None = None
+
+    def on_row(self, step: int, values: dict[str, float]) -> None:
+        self._send("on_row", step, values)
+        if step > 0:
+            self._send("on_step", step, values)
+            self._call("on_step", self._on_step, step, values)
+
+    def close(self, failed: bool) -> None:
+        with contextlib.ExitStack() as stack:
+            for callback in self._callbacks:
+                if hasattr(callback, "close"):
+                    stack.callback(callback.close, failed)
+        self._callbacks = []
+
+    def _send(self, event: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            self._call(event, getattr(callback, event, None), *arguments)
+
+    on_rollouts: Any = functools.partialmethod(_send, "on_rollouts")
+    on_evaluation: Any = functools.partialmethod(_send, "on_evaluation")
+    on_checkpoint: Any = functools.partialmethod(_send, "on_checkpoint")  # once it is complete
+    on_summary: Any = functools.partialmethod(_send, "on_summary")
+
+    def _call(self, event: str, function: Any, *arguments: Any) -> None:
+        if function is None:
+            return
+        try:
+            stops = function(*arguments)
+        except Exception as error:  # of the user: raised again after the save
+            self._error = self._error or error
+            stops = True
+        if isinstance(stops, bool | np.bool_) and stops:
+            self._signals.received = self._signals.received or event
+
+    def raise_error(self) -> None:
+        """Raise the first exception of a callback, if there was one."""
+        if self._error is not None:
+            raise self._error

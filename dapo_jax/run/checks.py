@@ -17,7 +17,6 @@ from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.sinks import find_sinks
-from dapo_jax.reporting.trackers import check_trackers
 from dapo_jax.rewards.functions import find_functions
 from dapo_jax.rewards.verifying import find_verifier
 from dapo_jax.runtime import limits, processes
@@ -62,7 +61,8 @@ def check(config: Any) -> None:
             function = getattr(config.algorithm, name)
             if is_own(function) or function and name == "token_weights":
                 _check_call(f"algorithm.{name}", function, arguments)
-        check_trackers(config.log)
+        if config.log.wandb or config.log.tensorboard:
+            feature("trackers").check_trackers(config.log)
         find_sinks(config.log.sinks)
         _check_data(config.data)
         template, verifier = config.data.template, config.reward.verifier

@@ -17,17 +17,10 @@ from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response, wilson
+from dapo_jax.reporting.sinks import response_line, stamp, write_responses
 from dapo_jax.run.build import Components, build
 from dapo_jax.run.export import newest_export
-from dapo_jax.run.heldout import (
-    check_scored,
-    heldout_metrics,
-    report_on,
-    response_line,
-    sample_responses,
-    stamp,
-    write_responses,
-)
+from dapo_jax.run.heldout import check_scored, heldout_metrics, report_on, sample_responses
 from dapo_jax.run.identity import (
     check_data,
     check_frozen,

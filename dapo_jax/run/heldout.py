@@ -1,26 +1,19 @@
-"""Responses to held-out problems, their scores and their files."""
+"""Responses to held-out problems, and their scores."""
 
-import dataclasses
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
-from dapo_jax.reporting.sinks import trajectory_fields
-from dapo_jax.rewards.group_rewards import repetition
+from dapo_jax.reporting.scores import Report, Response, make_report
+from dapo_jax.reporting.sinks import make_responses
 from dapo_jax.rewards.judge import Pending
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.run.build import Components
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.paths import Folder
-from dapo_jax.runtime.storage.retries import replacing
 from dapo_jax.types.structs import (
-    Completion,
-    Group,
     Interrupted,
     Prompt,
     RolloutKey,
@@ -99,67 +92,3 @@ def heldout_metrics(report: Report) -> dict[str, float]:
         "heldout_majority": report.majority.value,
     } | {f"heldout_{name}": getattr(report, name) for name in MEANS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def stamp(config: Config, policy: str) -> dict[str, Any]:
-    """Return the fields that every line of a response file shares: policy and sampling."""
-    return {
-        "policy": policy,
-        "seed": config.seed,
-        "temperature": config.evaluation.temperature,
-        "top_p": config.evaluation.top_p,
-        "template": config.data.template,
-    }
-
-
-def make_responses(group: Group) -> Iterator[Response]:
-    """Yield the responses of a scored group."""
-    prompt = group.prompt
-
-    def make_response(completion: Completion, **scores: Any) -> Response:
-        return Response(
-            problem=prompt.id,
-            index=prompt.index,
-            sample=completion.sample,
-            question=prompt.text,
-            answer=prompt.answer,
-            response=completion.text,
-            truncated=completion.truncated,
-            tokens=len(completion),
-            logprob=round(float(completion.sampler_logprobs.sum(dtype=float)), 4),
-            reflection=bool(REFLECTION.search(completion.text)),
-            repetition=repetition(completion.drawn_tokens),
-            subject=prompt.subject,
-            level=prompt.level,
-            digest=prompt.digest,
-            turns=trajectory_fields(completion).get("turns", ()),
-            **scores,
-        )
-
-    for i, completion in enumerate(group.completions):
-        yield make_response(
-            completion,
-            extracted=group.verdicts[i].extracted,
-            correct=bool(group.correct[i]),
-            reward=float(group.rewards[i]),
-            outcome=group.outcomes[i],
-        )
-    for completion, failure in group.failed:
-        how = {"failure": failure.text, "outcome": failure.outcome}
-        yield make_response(completion, extracted=None, correct=False, **how)
-
-
-def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str, Any]) -> None:
-    """Write a whole file or nothing, sorted by problem and sample; `stamp` is in every line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        for response in sorted(responses, key=lambda response: (response.index, response.sample)):
-            file.write(response_line(response, stamp))
-
-
-def response_line(response: Response, stamp: dict[str, Any]) -> bytes:
-    """Return a line of a file of responses."""
-    fields = dataclasses.asdict(response)
-    if not response.turns:
-        del fields["turns"]
-    return json.dumps(fields | stamp).encode() + b"\n"

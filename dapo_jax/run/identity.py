@@ -58,7 +58,7 @@ class RunProgress:
     pools: dict[str, bool] = dataclasses.field(default_factory=dict)  # resting problems by digest
     carried_bytes: int = 0  # of the entry with the groups that the next step continues
     ahead_bytes: int = 0  # of the entry with the rollouts of the next steps
-    shapes: list[list[int]] = dataclasses.field(default_factory=list)  # of rows, see `RowShape`
+    shapes: list[list[Any]] = dataclasses.field(default_factory=list)  # of rows, see `RowShape`
     has_behaviour: bool = False  # whether the policy before the newest update has to sample more
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
 from dapo_jax.reporting.console import Progress, fit
 from dapo_jax.reporting.scores import Response
+from dapo_jax.reporting.sinks import Callbacks, RunFiles, read_summary
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.group_format import (
     pack_partial,
@@ -31,7 +32,6 @@ from dapo_jax.run import heldout, identity, notices
 from dapo_jax.run.build import Components, attention_notice, build
 from dapo_jax.run.identity import Record, RunProgress, check_data, check_processes
 from dapo_jax.run.metrics import measure, trace
-from dapo_jax.run.run_files import Callbacks, RunFiles, read_summary
 from dapo_jax.run.store import Checkpoints, RolloutJournal, find_steps, saved_steps
 from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.clock import Clock
@@ -85,7 +85,7 @@ class Run:
         values, responses = self.evaluate()
         if values:
             progress.heldout_before = values["heldout_accuracy"]
-            self.files.write_row(0, values)
+            self.files.send("on_row", 0, values)
             scores = notices.describe_scores(values, console.reward_leads)
             console.say(f"before training: {scores}")
         notices.warn_about_answers(
@@ -166,7 +166,7 @@ class Run:
         is_last = step == config.total_steps
         if is_last or due(step, config.evaluation.every_steps):
             values = values | self.evaluate()[0]
-        self.files.write_row(step, values)
+        self.files.send("on_row", step, values)
         self.progress.unwritten = None
         for prefix, optimizer in zip(PREFIXES, optimizers(config).values(), strict=False):
             count = self.progress.skipped.get(prefix, 0)
@@ -367,7 +367,7 @@ def open_run(
     is_missing = progress.unwritten is not None if state.step else progress.heldout_before is None
     last_row = state.step - is_missing
     files = stack.enter_context(
-        RunFiles(config, folder, storage, components.tokenizer, last_row, console)
+        RunFiles(config, folder, storage, components.tokenizer.split, last_row, console)
     )
     files.sinks.append(callbacks)
     if step is None:
@@ -425,13 +425,16 @@ def finished(config: Config) -> dict[str, Any] | None:
 
 
 def train(
-    config: Config, signals: Signals | None = None, callbacks: Callbacks | None = None
+    config: Config,
+    signals: Signals | None = None,
+    callbacks: Sequence[Any] = (),
+    on_step: Callable[[int, dict[str, float]], Any] | None = None,
 ) -> dict[str, Any] | None:
     """Train to the last step, from the newest checkpoint if there is one.
 
     Args:
         signals: not entered yet; holds afterwards what ended the run.
-        callbacks: receive what the run reports; they may end it, as a signal does.
+        callbacks, on_step: receive what the run reports; they may end it, as a signal does.
 
     Returns the summary, or None if a signal ended the run early; it has then been saved.
 
@@ -446,10 +449,10 @@ def train(
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))
         check_processes(config)
+        user = Callbacks(signals, callbacks, on_step)
         if (summary := finished(config)) is not None:
             return summary
-        callbacks = callbacks or Callbacks(signals)
-        run = open_run(config, signals, stack, callbacks)
+        run = open_run(config, signals, stack, user)
         try:
             run.begin()
             if run.progress.unwritten is not None:
@@ -471,5 +474,5 @@ def train(
             signals.at_safe_place()
             run.keep()
             raise
-        callbacks.raise_error()
+        user.raise_error()
         return summary

@@ -41,6 +41,7 @@ EXTRAS = {
     "serve": 1_318,
     "sft": 1_230,
     "tinker": 1_820,
+    "trackers": 142,
     "vllm": 287,
     "words": 170,
 }

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.reporting.trackers import TensorBoardEvents, WandbSink, check_trackers
+from dapo_jax.extras.trackers import TensorBoardEvents, WandbSink, check_trackers
 from dapo_jax.run import checks
 from dapo_jax.types.errors import ConfigError
 

@@ -16,8 +16,8 @@ from dapo_jax.commands.train import work
 from dapo_jax.config.experiment import Environment, Log, Reward
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.environments.sessions import Environments
+from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.run.run_files import RunFiles
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.pickled_functions import register_function
 
@@ -40,14 +40,14 @@ def test_a_stopped_command_says_how_to_resume_and_exits_as_shells_expect(
 ):
     log = Log(0, tensorboard=False, rollouts=False, report=False)
     config = make_quick_config(base, tmp_path, updates=1, log=log)
-    write_row = RunFiles.write_row
+    write_row = MetricRows.on_row
 
     def write_and_send(self, step, values):
         write_row(self, step, values)
         os.kill(os.getpid(), getattr(signal, name))
 
     with monkeypatch.context() as patch, processes.as_command():
-        patch.setattr(RunFiles, "write_row", write_and_send)
+        patch.setattr(MetricRows, "on_row", write_and_send)
         assert work(config) == 128 + getattr(signal, name)
     line = capsys.readouterr().out.splitlines()[-1]
     assert f"stopped by {name} after step 1" in line and "The same command resumes" in line

@@ -184,7 +184,7 @@ def read_run(config: SamplerConfig, should_stop: Callable[[], bool]) -> Config |
     A run that has not started yet is waited for.
     """
     from dapo_jax.config.files import read_config
-    from dapo_jax.run.run_files import CONFIG
+    from dapo_jax.reporting.sinks import CONFIG
 
     while not (folder_at(config.run) / CONFIG).exists():
         if should_stop():
@@ -202,7 +202,7 @@ def read_run(config: SamplerConfig, should_stop: Callable[[], bool]) -> Config |
 
 def is_finished(run: Config) -> bool:
     """Return True if a run has made all its steps."""
-    from dapo_jax.run.run_files import read_summary
+    from dapo_jax.reporting.sinks import read_summary
 
     return read_summary(folder_at(run.run_dir)).get("steps", -1) >= run.total_steps
 

@@ -1,4 +1,7 @@
-"""Trackers: the rows of a run as event files of TensorBoard, and in Weights & Biases."""
+"""Trackers: the rows of a run as event files of TensorBoard, and in Weights & Biases.
+
+`log.tensorboard` and `log.wandb` ask for them; each needs the package of that name.
+"""
 
 import dataclasses
 import importlib.util
@@ -39,6 +42,18 @@ def check_trackers(log: Log) -> None:
         is_installed = package is not None and package.origin is not None
         allowed = f"{without} without the package {name}: pip install {name}"
         require(is_installed or not value, f"log.{name}", value, allowed)
+
+
+def open_trackers(
+    run_dir: Folder, config: Config, rows: Sequence[dict[str, Any]], last_row: int, storage: Storage
+) -> list[RunSink]:
+    """Return the sinks that the config asks for; `rows` are in metrics.jsonl up to `last_row`."""
+    sinks: list[RunSink] = []
+    if config.log.wandb:
+        sinks.append(WandbSink(run_dir, config, rows))
+    if config.log.tensorboard:
+        sinks.append(TensorBoardEvents(run_dir, last_row, storage))
+    return sinks
 
 
 class TensorBoardEvents(RunSink):
