@@ -40,7 +40,8 @@ _ASKED_FOR = re.compile(
 )
 _FUNCTION_AT = re.compile(r"[A-Za-z]\([^()]*\)")
 _ASKED_KIND = re.compile(
-    r"\b(?:as|to|into|in(?= s)|write|express)\b[^.?$]{0,30}\b(percent|mixed|improper|scientific)",
+    r"\b(?:as|to|into|in(?= s)|write|express)\b[^.?$]{0,30}"
+    r"\b(percent|mixed|improper|scientific|decimal)",
     re.IGNORECASE,
 )
 _ASKS_NO_PERCENT = re.compile(
@@ -157,7 +158,8 @@ def _is_sum_of_product(mine: Form, gold: Form) -> bool:
 
 
 def _is_factored_less(mine: Form, gold: Form) -> bool:
-    return _is_sum_of_product(mine, gold) or bool(gold.products - mine.products)
+    has_less = gold.products - mine.products or _exceeds("content")(mine, gold)
+    return _is_sum_of_product(mine, gold) or bool(has_less)
 
 
 # What a problem can ask for, and tests for an answer that lacks it though gold has it.

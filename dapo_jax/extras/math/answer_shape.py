@@ -39,19 +39,18 @@ _WORD_SEPARATOR = re.compile(
 _ASCII_RELATIONS = ((">=", r"\ge "), ("<=", r"\le "), ("!=", r"\ne "), ("==", "="))
 _REAL_VARIABLE = re.compile(r"[A-Za-z](?: ?\\in ?\\mathbb ?\{?R\}?)?")
 _WITHOUT = re.compile(r"(\\mathbb\{R\}|[)\]]) ?- ?(?=\\\{)")
-_UNION_LETTER = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])")
-_CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
-_SYSTEM = re.compile(
-    r"(?:\\\{ ?)?\\begin\{(cases|aligned|align\*?|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}",
+# Rows below each other, in brackets: matrices, systems of equations, functions by cases.
+_ROWS = re.compile(
+    r"(\\?[(\[|{]|) ?\\begin\{([A-Za-z]+)\*?\}(?:\{[lcr|]*\}|\[[lcr]\])?(.*)\\end\{\2\*?\}"
+    r" ?(\\?[)\]|}]|)",
     re.DOTALL,
 )
+_MATRIX = re.compile(r"[pbBvV]?(?:small)?matrix|array")
+_PAIRED = {("", ""), ("(", ")"), ("[", "]"), ("|", "|"), (r"\|", r"\|")}
+_BARS = {"|": "determinant", r"\|": "norm", "v": "determinant", "V": "norm"}
 _CONDITION = re.compile(r" ?(?:\\text\{ ?)?,? ?(?:if|for|when|where)\b ?(?:\} ?)?")
 _OTHER = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "=": "!=", "!=": "="}
 _OTHERWISE = re.compile(r" ?(?:\\text\{ ?)?(?:otherwise|else)(?: ?\})?[,. ]*")
-_MATRIX = re.compile(
-    r"\\begin\{((?:[pbBvV]|small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL
-)
-_MATRIX_BRACKETS = {"": "", "(": ")", "[": "]", "|": "|", r"\|": r"\|"}
 _SIGN = re.compile(r"\\([pm])(?:m|p)(?![A-Za-z])")  # plus-minus, minus-plus
 _FRENCH = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")
 
@@ -128,13 +127,35 @@ def _members(content: str, depth: int) -> tuple[Node, ...]:
     return tuple(read(part, depth + 1) for part in parts if content.strip())
 
 
-def _read_cases(text: str, depth: int) -> Node | None:
-    """Return the list of (value, condition) of a function by cases."""
-    if (match := _CASES.fullmatch(text.strip())) is None:
+def _read_rows(text: str, depth: int) -> Node | None:
+    """Return a matrix, or the list of a system's equations or of a function's cases."""
+    if (match := _ROWS.fullmatch(text.strip())) is None:
         return None
-    rows = []
-    for row in split(match[1], {r"\\"})[0]:
-        cells = split(row, {"&"})[0] if "&" in row else split(row, {","})[0]
+    start, name, body, end = match.groups()
+    if _SIGN.search(text):
+        return _with_signs(text, depth)
+    rows = [row.strip(" ,;.") for row in split(body.replace(r"\hline", " "), {r"\\"})[0]]
+    cells = [split(row, {"&"})[0] for row in rows if row]
+    is_matrix = _MATRIX.fullmatch(name) and start not in ("", r"\{") or name[0] in "pbBvV"
+    if not is_matrix and all(row[1:2] == [] or row[1].lstrip()[:1] == "=" for row in cells):
+        lines = tuple(read("".join(row), depth + 1) for row in cells)
+        if len(lines) == 1 or all(line.marks == ("=",) for line in lines):
+            return Node("list", text, lines, (",",)) if len(lines) > 1 else lines[0]
+    if name == "cases":
+        return _by_cases(text, cells, depth)
+    if not _MATRIX.fullmatch(name) or (start, end) not in _PAIRED:
+        return None
+    texts = ("&".join(row) for row in cells)
+    each = (tuple(read(cell, depth + 1) for cell in row) for row in cells)
+    nodes = tuple(Node("tuple", *pair, ("&", "&")) for pair in zip(texts, each, strict=True))
+    return Node(_BARS.get(start or name[0], "matrix"), text, nodes)
+
+
+def _by_cases(text: str, rows: list[list[str]], depth: int) -> Node | None:
+    """Return the list of (value, condition) of a function by cases."""
+    cases = []
+    for row in rows:
+        cells = row if len(row) > 1 else split(row[0], {","})[0]
         if len(cells) != 2:
             return None
         condition = _CONDITION.sub("", cells[1].strip(" ,.;"), count=1)
@@ -142,10 +163,10 @@ def _read_cases(text: str, depth: int) -> Node | None:
             condition = condition.removesuffix("}")
         condition = "otherwise" if _OTHERWISE.fullmatch(condition) else condition.strip(" ,.;")
         items = read(cells[0].strip(" ,;"), depth + 1), read(condition, depth + 1)
-        rows.append(Node("tuple", row, items, ("&", "&")))
-    if len(rows) == 2 and rows[1].items[1].text == "otherwise":
-        rows[1] = rows[1]._replace(items=(rows[1].items[0], _negated(rows[0].items[1])))
-    return Node("list", text, tuple(rows), (",",))
+        cases.append(Node("tuple", "&".join(cells), items, ("&", "&")))
+    if len(cases) == 2 and cases[1].items[1].text == "otherwise":
+        cases[1] = cases[1]._replace(items=(cases[1].items[0], _negated(cases[0].items[1])))
+    return Node("list", text, tuple(cases), (",",))
 
 
 def _negated(condition: Node) -> Node:
@@ -153,35 +174,6 @@ def _negated(condition: Node) -> Node:
     if condition.kind != "relation" or len(condition.items) > 2 or condition.marks[0] not in _OTHER:
         return Node("value", "otherwise")
     return condition._replace(text=f"not {condition.text}", marks=(_OTHER[condition.marks[0]],))
-
-
-def _read_system(text: str, depth: int) -> Node | None:
-    """Return the list of equations below each other, or the only line."""
-    match = _SYSTEM.fullmatch(text.strip())
-    if match is None or "&" in match[2] and match[1] in ("cases", "array"):
-        return None
-    rows = [row.replace("&", "").strip(" ,;.") for row in split(match[2], {r"\\"})[0]]
-    items = tuple(read(row, depth + 1) for row in rows if row)
-    if len(items) > 1 and any(item.marks != ("=",) for item in items):
-        return None
-    return items[0] if len(items) == 1 else Node("list", text, items, (",",))
-
-
-def _read_matrix(text: str, depth: int) -> Node | None:
-    bracket, begin, _ = text.partition(r"\begin{")
-    end = _MATRIX_BRACKETS.get(bracket.strip())
-    if not begin or end is None or not text.endswith(end):
-        return None
-    if (match := _MATRIX.fullmatch(text[len(bracket) : len(text) - len(end)].strip())) is None:
-        return None
-    if _SIGN.search(text):
-        return _with_signs(text, depth)
-    bars = bracket.strip() or {"v": "|", "V": r"\|"}.get(match[1][0], "")
-    kind = {"|": "determinant", r"\|": "norm"}.get(bars, "matrix")
-    rows = [row for row in split(match[2].replace(r"\hline", " "), {r"\\"})[0] if row.strip()]
-    cells = [tuple(read(cell, depth + 1) for cell in split(row, {"&"})[0]) for row in rows]
-    nodes = (Node("tuple", *row, ("&", "&")) for row in zip(rows, cells, strict=True))
-    return Node(kind, text, tuple(nodes))
 
 
 def _read_brackets(text: str, depth: int) -> Node | None:
@@ -230,8 +222,8 @@ def read(text: str, depth: int = 0) -> Node:
     if depth >= DEEPEST:
         return Node("value", text)
     text = _WITHOUT.sub(r"\1\\setminus ", text)
-    text = _FRENCH.sub(_round, _UNION_LETTER.sub(r"\\cup ", text))
-    if rows := _read_system(text, depth) or _read_cases(text, depth) or _read_matrix(text, depth):
+    text = _FRENCH.sub(_round, text)
+    if rows := _read_rows(text, depth):
         return rows
     parts, joined = _split_list(text)
     if len(parts) > 1:

@@ -157,6 +157,8 @@ class _Comparison:
         return self.same(named[1], other) if mine is relation else self.same(other, named[1])
 
     def _same_value(self, mine: str, gold: str) -> bool:
+        if numerals.read_digits(mine) or numerals.read_digits(gold):
+            return self._same_digits(mine, gold)
         nodes = Node("value", mine), Node("value", gold)
         if (same := self._same_literal(mine, gold)) is not None:
             return self._noted(same, *nodes)
@@ -171,8 +173,6 @@ class _Comparison:
         """Compare numbers, ratios, codes and dates; None if that does not decide."""
         ours, theirs = numerals.read_literal(mine), numerals.read_literal(gold)
         kinds = {ours and ours.kind, theirs and theirs.kind}
-        if "digits" in kinds:
-            return self._same_digits(mine, gold)
         if ours and theirs and kinds == {"ratio"}:
             is_clock = _CLOCK.fullmatch(gold) is not None
             return ours == theirs or not is_clock and numerals.same_ratio(ours.value, theirs.value)

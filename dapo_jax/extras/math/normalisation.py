@@ -164,7 +164,8 @@ _WRITTEN = _rules(
     r"""
     (?<=\d)(?:\{:\}|\\!:\\!|\\colon) ?(?=\d) => :
     \\(SI|qty|num|ang)\{([-\d.e]{1,40})\}(?:\{([^{}]{1,40})\})? => measured
-    \\\\(?:\*| {0,3}\[ ?-?[\d.]{1,9} ?(?:pt|mm|cm|em|ex|in) ?\])|\\cr(?![A-Za-z]) => \\\\
+    \\\\(?:\*| {0,3}\[ ?-?[\d.]{1,9} ?(?:pt|mm|cm|em|ex|in) ?\]) => \\\\
+    \\(?:cr|newline|tabularnewline)(?![A-Za-z]) => \\\\
     (?a)(?<=\$)( ?[\d.]+)e([-+]\d+ ?)(?=\$) => \1_\\cdot_e\2
     """,
     measured=_measured,
@@ -212,6 +213,7 @@ _REST = _rules(
     (?i)^ ?(?:\\text\{ ?(?:option|choice) ?\} ?|(\\text\{ ?)?(?:option|choice) )(?=\(?[A-J]\b) => \1
     ^ ?\\(?:approx|sim|simeq|cong)(?![A-Za-z]) ? =>
     (?i)<reals>?\} ?(\S+) ?$|<reals>(\S+) ?\}$ => without
+    ^ ?\\\{(.+?)[:|] ?([A-Za-z]) ?\\in ?\\mathbb\{Z\} ?\\\}$ => \1,_\2_\\in_\\mathbb{Z}
     (\d{1,15}) ?(?:\\text\{ ?)?dollars?(?: and|,)? (\d\d) cents?(?: ?\})?$ => \\text{dollar}_\1.\2
     """,
     renamed=lambda match: _RENAMED.get(match[1]) or match[0],
@@ -221,17 +223,16 @@ _REST = _rules(
     scaled=_scaled,
     without=lambda match: rf"\mathbb{{R}}\setminus\{{{match[1] or match[2]}\}}",
 )
-_PHRASES = {
-    phrase: new
-    for new, phrases in {
-        "0": "zero",
-        r"\mathbb{R}": "all real numbers|all reals|the real numbers",
-        r"\emptyset": "no solution|no solutions|empty set|the empty set|there is no solution"
-        "|there are no solutions|no real solutions|no real solution|no solutions exist",
-        "does not exist": "dne|the limit does not exist",
-    }.items()
-    for phrase in phrases.split("|")
-}
+_PHRASES = _rules(
+    r"""
+    (?i)^zero$ => 0
+    (?i)^(?:all real numbers|all reals|the real numbers)$ => \\mathbb{R}
+    (?i)^(?:none|(?:the )?empty set)$ => \\emptyset
+    (?i)^(?:there (?:is|are) )?no(?: real)? (?:solution|root)s?(?: exists?)?$ => \\emptyset
+    (?i)^(?:there (?:is|are) )?(no [a-z ]{2,40}?) exists?$ => \1
+    (?i)^(?:dne|\\nexists|(?:the )?limit does not exist)$ => does_not_exist
+    """
+)
 _WRAPPERS = [pair.split() for pair in r'$$ $$|$ $|\( \)|\[ \]|** **|__ __|` `|" "'.split("|")]
 _WRAPPING = {start[0] for start, _ in _WRAPPERS}
 _WRAPPING_COMMANDS = ("boxed", "fbox", "text", "mathbf", "ensuremath", "bf", "rm")
@@ -277,4 +278,6 @@ def normalise(text: str) -> str:
         return text
     if _WORDS_ONLY.fullmatch(text):
         text = number_in_words(text) or text
-    return _PHRASES.get(text.lower(), text)
+    for pattern, new in _PHRASES:
+        text = pattern.sub(new, text)
+    return text

@@ -84,16 +84,17 @@ def _scientific(text: str) -> Fraction | None:
 
 _CODE = re.compile(r"(?=.*[A-Z])[A-Z\d]{2,}(?:_\{?\d+\}?)?", re.ASCII)
 _WRITTEN = re.compile(
-    r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}"  # dates
-    r"|0(?:[xX][\dA-Fa-f]+|[bB][01]+|[oO][0-7]+)",
-    re.ASCII,
+    r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}",
+    re.ASCII,  # dates
 )
 _COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
 _RATIO = re.compile(rf"\d{{1,30}}(?:{_COLON.pattern}\d{{1,30}})+", re.ASCII)
 _BASED = re.compile(
     r"(-?)(?=[A-Fa-f]*\d)([\dA-Fa-f]+(?:\.[\dA-Fa-f]+)?)(?:_(?:base)?|(?:in)?base)(\w+)", re.ASCII
 )
-_BASES = {"binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16} | {
+_PREFIXED = re.compile(r"^(0[bBoOxX])([\dA-Fa-f]+)$", re.ASCII)
+_BASES = {"binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "bin": 2, "hex": 16}
+_BASES |= {"0b": 2, "0o": 8, "0x": 16} | {
     name: n
     for n, name in enumerate(
         "two three four five six seven eight nine ten eleven twelve".split(), 2
@@ -119,7 +120,8 @@ def read_number(text: str) -> Fraction | None:
 
 def read_digits(text: str) -> tuple[str, int] | None:
     """Return (digits, base) of a numeral that names its base, as 52_8 or 11 (base two)."""
-    plain = re.sub(r"\\text|[{}() ]|(?<=\d),(?=\d{3})", "", text)
+    plain = re.sub(r"\\text|[{}()\[\] ]|(?<=\d),(?=\d{3})", "", text)
+    plain = _PREFIXED.sub(lambda match: f"0{match[2]}_{match[1].lower()}", plain)
     if len(text) > LONGEST_NUMERAL or (match := _BASED.fullmatch(plain)) is None:
         return None
     sign, digits, name = match.groups()
@@ -129,7 +131,7 @@ def read_digits(text: str) -> tuple[str, int] | None:
 
 
 class Literal(NamedTuple):
-    """Text that is compared as a whole: a number, ratio, code, digits and their base, or a date."""
+    """Text that is compared as a whole: a number, ratio, code or date."""
 
     kind: str
     value: Any
@@ -145,8 +147,6 @@ def read_literal(text: str) -> Literal | None:
         return Literal("number", integer)
     if _RATIO.fullmatch(text):
         return Literal("ratio", tuple(map(int, _COLON.split(text))))
-    if (based := read_digits(text)) is not None:
-        return Literal("digits", based)
     return Literal("code", re.sub("[{}]", "", text)) if _CODE.fullmatch(text) else None
 
 

@@ -12,10 +12,6 @@ _NAMED = re.compile(
     rf"{_LETTERS} ?(?:$|[<>=,]|\\(?:g|l)e(?:q|qslant)?(?![a-z])|\\ne|\\in(?![a-z]))"
 )
 _MEMBER = re.compile(rf"{_LETTERS} ?\\in ?\\mathbb ?\{{? ?[NZ]")
-# Letters that count: $n$ people, the $n$th term, an $n$-gon.
-_COUNTS = re.compile(
-    r"\$([i-nMNK])\$ ?(?:-?th\b|-gon|of\b|by\b|people|(?!meters|units)[a-z]{3,}s\b)"
-)
 _CHOICES = re.compile(r"(?<![A-Za-z(\\])\(?([A-E])[).:](?![A-Za-z])|\{ ?\(?([A-E])[).]? ?\}")
 _WORD = re.compile(r"[^\W\d_]+")
 _SENTENCE = re.compile(r"(?<=[.?!;])\s")
@@ -39,7 +35,6 @@ class Problem:
         """Letters that stand for integers."""
         text = self.text
         whole = {letter for match in _MEMBER.finditer(text) for letter in match[1].split(",")}
-        whole |= {match[1] for match in _COUNTS.finditer(text)}
         real: set[str] = set()
         for sentence in _SENTENCE.split(text):
             formulas = (max(pair).strip() for pair in FORMULA.findall(sentence))

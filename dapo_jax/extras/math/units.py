@@ -19,14 +19,8 @@ _UNITS = """
     minute min, hour hr h, day, week, month, year yr, degree deg circ, radian rad, cent, yuan,
     dollar usd USD buck, euro eur EUR, pound gbp GBP, yen JPY, rupee, mph, unit, point pt, pint,
     gallon gal, quart, acre, hectare ha, Å angstrom, atm, rpm, ppm, amu, person people, man men,
-    child children, woman women, way, time, am a.m., pm p.m.
+    child children, woman women, way, time, am AM a.m., pm PM p.m.
 """
-# Short nouns for what is counted; other short words may be products of letters.
-_COUNTED = set(
-    "egg book page car coin ball card cup game item box bag boy girl dog cat step row side edge "
-    "face cube term bus boat tree trip seat fish bird cow tile room song word path goal win "
-    "red old".split()
-)
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(",") for name in names.split()}
 for _unit in _SI.split(","):
     _symbol, *_names = _unit.split()
@@ -83,14 +77,14 @@ def _singular(word: str) -> str:
     for name in (word, word.lower())[: 1 + (len(word) >= LONG_WORD)]:  # mW and MW differ
         for end, new in (("ies", "y"), ("es", ""), ("s", ""), ("", "")):
             singular = name.removesuffix(end) + new
-            if name.endswith(end) and (singular in _CANONICAL or singular in _COUNTED):
+            if name.endswith(end) and singular in _CANONICAL:
                 return _CANONICAL.get(singular, singular)
     return word.lower().removesuffix("s") if len(word) >= LONG_WORD else word
 
 
 def _is_listed(word: str) -> bool:
     name = _singular(word)
-    return name in _CANONICAL.values() or name in _COUNTED or word.lower() in _POWERS
+    return name in _CANONICAL.values() or word.lower() in _POWERS
 
 
 def _is_noun(word: str, problem: Problem) -> bool:

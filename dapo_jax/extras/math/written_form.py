@@ -205,7 +205,9 @@ class Form:
         self.operations["below"] += any(f.below for f in letters)
         sizes = [len(f.base.parts) if f in sums else 1 for f in letters for _ in range(f.times)]
         is_whole = any(f.base.kind == "numeral" and not f.below for f in parts)
-        if (is_whole or above > 1) and any(_content(f.base) > 1 for f in sums if not f.below):
+        has_content = any(_content(f.base) > 1 for f in sums if not f.below)
+        self.operations["content"] += has_content
+        if (is_whole or above > 1) and has_content:
             self.steps.add("content")  # 2(3x + 9)
         if sums and (len(sizes) > 1 or is_whole):
             self.products[tuple(sorted(sizes))] += 1
