@@ -9,11 +9,11 @@ solution can't read a test, replace what a test uses, or return an object that e
 It is not imported by the library, and imports nothing of it.
 """
 
-import ast
 import builtins
 import importlib.machinery
 import json
 import os
+import symtable
 import sys
 import types
 
@@ -30,19 +30,16 @@ def encode(value, other):
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)
-    if isinstance(value, complex | bytes):
-        return (
-            {"complex": [value.real, value.imag]}
-            if isinstance(value, complex)
-            else {"bytes": bytes(value).hex()}
-        )
     if isinstance(value, dict):
         return {"dict": [[encode(k, other), encode(v, other)] for k, v in value.items()]}
-    for kind, name in ((tuple, "tuple"), (set | frozenset, "set")):
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes):
+        return {"bytes": list(value)}
+    for kind, tag in ((list, ""), (tuple, "tuple"), (set | frozenset, "set")):
         if isinstance(value, kind):
-            return {name: [encode(item, other) for item in value]}
-    if isinstance(value, list):
-        return [encode(item, other) for item in value]
+            items = [encode(item, other) for item in value]
+            return {tag: items} if tag else items
     return other(value)
 
 
@@ -52,14 +49,11 @@ def decode(value, other):
         return [decode(item, other) for item in value]
     if not isinstance(value, dict):
         return value
-    ((name, content),) = value.items()
-    if name == "dict":
-        return {decode(k, other): decode(v, other) for k, v in content}
-    if name in ("tuple", "set"):
-        return {"tuple": tuple, "set": set}[name](decode(item, other) for item in content)
-    if name == "complex":
+    ((tag, content),) = value.items()
+    if tag == "complex":
         return complex(*content)
-    return bytes.fromhex(content) if name == "bytes" else other(content)
+    kinds = {"dict": dict, "tuple": tuple, "set": set, "bytes": bytes}
+    return kinds[tag](decode(content, other)) if tag in kinds else other(content)
 
 
 def take_channel():
@@ -170,20 +164,18 @@ def make_call(requests, replies):
     return call
 
 
-def free_names(trees):
+def free_names(texts):
     """Return the names that tests use and do not define: those of the solution."""
     used, bound = set(), set(dir(builtins))
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
+    tables = [symtable.symtable(text, "tests", "exec") for text in texts]
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            is_bound = symbol.is_assigned() or symbol.is_imported()
+            if is_bound and (table.get_type() == "module" or symbol.is_declared_global()):
+                bound.add(symbol.get_name())
+            elif symbol.is_global():
+                used.add(symbol.get_name())
     return used - bound
 
 
@@ -196,7 +188,7 @@ def run_tests():
     solution = types.ModuleType("solution")
     solution.__getattr__ = lambda name: Remote(call, name)
     sys.modules["solution"] = solution
-    space: dict = {name: Remote(call, name) for name in free_names(map(ast.parse, tests))}
+    space: dict = {name: Remote(call, name) for name in free_names(tests)}
     space["__name__"] = "tests"
     for text in tests:
         before = set(space)

@@ -137,10 +137,12 @@ def _read_rows(text: str, depth: int) -> Node | None:
     rows = [row.strip(" ,;.") for row in split(body.replace(r"\hline", " "), {r"\\"})[0]]
     cells = [split(row, {"&"})[0] for row in rows if row]
     is_matrix = _MATRIX.fullmatch(name) and start not in ("", r"\{") or name[0] in "pbBvV"
-    if not is_matrix and all(row[1:2] == [] or row[1].lstrip()[:1] == "=" for row in cells):
+    if not is_matrix and all("".join(row[1:]).lstrip()[:1] in ("", "=") for row in cells):
         lines = tuple(read("".join(row), depth + 1) for row in cells)
-        if len(lines) == 1 or all(line.marks == ("=",) for line in lines):
-            return Node("list", text, lines, (",",)) if len(lines) > 1 else lines[0]
+        if len(lines) == 1:
+            return lines[0]
+        if lines and all(line.marks == ("=",) for line in lines):
+            return Node("list", text, lines, (",",))
     if name == "cases":
         return _by_cases(text, cells, depth)
     if not _MATRIX.fullmatch(name) or (start, end) not in _PAIRED:
