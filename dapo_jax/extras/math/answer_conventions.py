@@ -40,8 +40,8 @@ _ASKED_FOR = re.compile(
 )
 _FUNCTION_AT = re.compile(r"[A-Za-z]\([^()]*\)")
 _ASKED_KIND = re.compile(
-    r"\b(?:as|to|into|in(?= s)|write|express)\b[^.?$]{0,30}"
-    r"\b(percent|mixed|improper|scientific|decimal)",
+    r"\b(?:as|to|into|in(?= s)|write|express)\b[^.?$]{0,30}?"
+    r"\b(percent|mixed|scientific|decimal|fraction)",
     re.IGNORECASE,
 )
 _ASKS_NO_PERCENT = re.compile(
@@ -50,7 +50,7 @@ _ASKS_NO_PERCENT = re.compile(
 _KINDS = (  # of numerals, by marks in their compact text
     ("percent", re.compile(r".*%")),
     ("mixed", re.compile(r"-?\d+(?:\\frac| \d+/)")),
-    ("improper", re.compile(r".*(?:\\frac|/)")),
+    ("fraction", re.compile(r".*(?:\\frac|/)")),
     (
         "scientific",
         re.compile(
@@ -145,7 +145,7 @@ def _has_other_measure(mine: str, gold: str, problem: str) -> bool:
 
 def _has_composite(text: str) -> bool:
     numbers = map(int, _BASE.findall(text.rpartition("=")[2]))
-    return any(n % k == 0 for n in numbers for k in range(2, min(n, MAX_DIVISOR)))
+    return any(n < 2 or any(n % k == 0 for k in range(2, min(n, MAX_DIVISOR))) for n in numbers)
 
 
 def _exceeds(*names: str) -> Callable[[Form, Form], bool]:

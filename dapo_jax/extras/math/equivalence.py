@@ -360,10 +360,10 @@ def _is_same(comparison: _Comparison, mine: str, gold: Node, problem: Problem) -
     """Test the equivalence of normalised answers."""
     if FORBIDDEN in mine or not mine or not gold.text or len(mine) > LONGEST_COMPARED:
         return False
-    choice = _CHOICE.fullmatch(gold.text) if problem.has_choices or not problem.text else None
-    if choice and choice[1] in LETTERS:
+    choice = _CHOICE.fullmatch(gold.text)
+    if choice and choice[1] in (problem.choices if problem.text else LETTERS):
         own = _CHOICE.fullmatch(mine)
-        if own or "=" in mine and problem.has_choices:  # x = c is no choice of C
+        if own or "=" in mine and problem.text:  # x = c is no choice of C
             return own is not None and own[1].upper() == choice[1]
     if comparison.whole(mine, gold) or _same_choice(comparison, mine, gold):
         return True

@@ -131,7 +131,7 @@ class _Parser:
         self._depth += 1
         if self._depth > DEEPEST:
             raise Refused("too deep")
-        terms = [self._signed(self._product, 2)]
+        terms = [self._signed(self._product)]
         while self._peek() in ("+", "-"):
             terms.append(self._signed(self._product, 2))
         self._depth -= 1

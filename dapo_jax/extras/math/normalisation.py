@@ -197,7 +197,7 @@ _REST = _rules(
     \\([%#&]) => \1
     \\text\{ ?(\\text\{[^{}]*\}|Å) ?\} => \1
     (?:\\text\{ ?)?degrees? (C|F)(?:elsius|ahrenheit)(?: ?\})? => ^\\circ_\1
-    \\text\{ ?\^\\circ ?([CF]) ?\} => ^\\circ_\1
+    \\text\{ ?\^\\circ ?([CF]?) ?\} => ^\\circ_\1
     (?<=\d) ?(?:\\[,: ] ?)?\\mu ?(?:\\text\{ ?)?([msgFLACVW])\}?$ => \\text{_μ\1}
     (?<=\d) ?(?:\\[,: ] ?)?(?:\\text\{ ?)?([kM]?)\}? ?(?:\\Omega|Ω) ?\}?$ => \\text{_\1Ω}
     \\text\{\s*(e|i|d|pi)\s*\} => constant

@@ -46,9 +46,10 @@ class Problem:
         return frozenset(name.strip() for name in whole - real)
 
     @functools.cached_property
-    def has_choices(self) -> bool:
-        """An answer can be a letter of its own."""
-        return {"A", "B"} <= {max(letters) for letters in _CHOICES.findall(self.text)}
+    def choices(self) -> set[str]:
+        """Letters that answer it, if it is a choice."""
+        letters = {max(pair) for pair in _CHOICES.findall(self.text)}
+        return letters if {"A", "B"} <= letters else set()
 
     _words = functools.cached_property(
         lambda self: set(map(stem, _WORD.findall(FORMULA.sub(" ", self.text))))
