@@ -14,11 +14,10 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers import processors as post_processors
 
+from dapo_jax.model.families import family_of
 from dapo_jax.runtime.storage.models import file_parts
 
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # that can be dequantised
-
-
 # Names of architectures in files by `model_type` of config.json.
 ARCHITECTURES = {
     "llama": "llama",
@@ -28,7 +27,6 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "smollm3": "smollm3",
 }
-CLASS_NAMES = {"gemma3_text": "Gemma3", "smollm3": "SmolLM3"}  # if not the capitalised type
 # Rows of queries and keys alternate between rotary halves.
 INTERLEAVED = ("llama", "mistral", "smollm3")
 NORM_OFFSETS = {"gemma3_text": 1.0}  # that a file adds to the scales of norms
@@ -132,30 +130,14 @@ def _require_key(key: str, value: Any, allowed: Any) -> None:
 # --- config.json ----------------------------------------------------------------------------------
 
 
-def _add_defaults(config: dict[str, Any]) -> None:
-    heads = config["num_attention_heads"]
-    config.setdefault("num_key_value_heads", heads)
-    config.setdefault("head_dim", config["hidden_size"] // heads)
-    config.setdefault("rope_theta", 1e4)
-    if config["model_type"] == "gemma3_text":
-        config.setdefault("rope_local_base_freq", 1e4)
-
-
-def _query_scalar(config: dict[str, Any]) -> int:
-    """Return Gemma 3's scale of queries: the largest model's is the width of all heads."""
-    largest = config["hidden_size"] // config["num_attention_heads"]
-    return largest if config["num_hidden_layers"] == 62 else config["head_dim"]
-
-
 def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json."""
     name = metadata["general.architecture"]
     _require_key("general.architecture", name, dict.fromkeys(ARCHITECTURES.values()))
     kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == name]
     kind = kinds[-1 if metadata.get(f"{name}.attention.sliding_window") else 0]
-    class_name = CLASS_NAMES.get(kind, kind.capitalize())
     config = {
-        "architectures": [f"{class_name}ForCausalLM"],  # TRL and vLLM read it
+        "architectures": [f"{family_of(kind).class_name}ForCausalLM"],  # TRL and vLLM read it
         "model_type": kind,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -170,9 +152,13 @@ def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]
             value = float(f"{value:.7g}") if field in FLOAT_FIELDS else value
             if config.setdefault(field, value) != value:
                 raise ValueError(f"{key} = {value}: must be {config[field]}, the {field}")
-    _add_defaults(config)
-    if name == "gemma3":
-        config["query_pre_attn_scalar"] = _query_scalar(config)
+    heads, largest = config["num_attention_heads"], config["num_hidden_layers"] == 62
+    width = config["hidden_size"] // heads
+    defaults = {"num_key_value_heads": heads, "head_dim": width, "rope_theta": 1e4}
+    config = defaults | config
+    if name == "gemma3":  # its largest model scales queries by the width of all heads
+        config["query_pre_attn_scalar"] = width if largest else config["head_dim"]
+        config.setdefault("rope_local_base_freq", 1e4)
     else:
         config["attention_bias"] = name in INTERLEAVED and "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
@@ -232,19 +218,17 @@ def _from_file(array: np.ndarray, module: str, config: dict[str, Any]) -> np.nda
 
 def _save_weights(tensors: dict[str, Any], config: dict[str, Any], folder: pathlib.Path) -> None:
     """Write the dequantised tensors of each layer as a safetensors file, and their index."""
-    modules = _modules(config)
-    weight_map: dict[str, str] = {}
+    modules, weight_map = _modules(config), dict[str, str]()
     names = [tensor for tensor in tensors if tensor != ROPE_FACTORS]
     layers = itertools.groupby(names, key=lambda tensor: tensor.split(".")[:2])
     for number, (_, layer) in enumerate(layers, 1):
-        arrays = {}
+        arrays, file = {}, f"model-{number:05d}.safetensors"
         for tensor in layer:
             name, _, kind = tensor.rpartition(".")
             if name not in modules:
                 raise ValueError(f"its tensor {tensor} is not known")
             array = _dequantise(tensors[tensor])
             arrays[f"{modules[name]}.{kind}"] = _from_file(array, modules[name], config)
-        file = f"model-{number:05d}.safetensors"
         save_file(arrays, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(arrays, file)
     index = {"metadata": {}, "weight_map": weight_map}
@@ -257,13 +241,11 @@ def _save_weights(tensors: dict[str, Any], config: dict[str, Any], folder: pathl
 def _merges_by_score(vocab: dict[str, int], scores: dict[str, float]) -> list[tuple[str, str]]:
     """Return the merges of a SentencePiece vocabulary: every split of a token, best score first."""
     merges = []
-    for token, score in scores.items():
+    for token in sorted(scores, key=scores.__getitem__, reverse=True):
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [split for split in splits if split[0] in vocab and split[1] in vocab]
-        known.sort(key=lambda split: (vocab[split[0]], vocab[split[1]]))
-        merges += [(-score, split) for split in known]
-    merges.sort(key=lambda merge: merge[0])
-    return [split for _, split in merges]
+        merges += sorted(known, key=lambda split: (vocab[split[0]], vocab[split[1]]))
+    return merges
 
 
 def _byte_level(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
@@ -331,9 +313,6 @@ def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
     ends = [ids["eos"], *sorted(others - {ids["eos"]})]  # the first one ends examples
     generation = {"eos_token_id": ends, "pad_token_id": ids.get("pad", ends[0])}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
-
-
-# --- files ----------------------------------------------------------------------------------------
 
 
 def convert(path: pathlib.Path, folder: pathlib.Path) -> None:

@@ -29,7 +29,7 @@ EXTRAS = {
     "environments": 450,
     "exact": 161,
     "families": 650,
-    "gguf": 346,
+    "gguf": 325,
     "gym": 190,
     "init": 171,
     "jetstream": 162,

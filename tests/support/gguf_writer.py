@@ -47,8 +47,8 @@ def _load_config(folder: pathlib.Path) -> dict[str, Any]:
     config["rope_theta"] = scaling.get("rope_theta") or config.get("rope_theta") or 1e4
     if local := rope.get("sliding_attention", {}).get("rope_theta"):
         config["rope_local_base_freq"] = local
-    gguf_files._add_defaults(config)
-    return config
+    heads = config["num_attention_heads"]
+    return {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads} | config
 
 
 def _write_config(writer: Any, config: dict[str, Any]) -> None:
