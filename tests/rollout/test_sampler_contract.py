@@ -8,7 +8,7 @@ import pytest
 from conftest import TINY, make_prompt
 from fake_vllm import FakeVllm, vllm_sampler
 from remote_samplers import remote_scheduler
-from samplers import END, TOKENIZER, make_engine
+from samplers import END, TOKENIZER, make_engine, tokens_of
 from scripted_sampler import ScriptedSampler
 from small_runs import make_quick_config
 
@@ -76,9 +76,9 @@ def open_sampler(request, one_device):
 
 @pytest.fixture
 def begin(open_sampler, tiny_params):
-    def begin(slots=4, key=KEY):
+    def begin(slots=4, key=KEY, rule=SamplingRule()):  # noqa: B008
         sampler = open_sampler(slots)
-        sampler.begin(tiny_params, key, SamplingRule())
+        sampler.begin(tiny_params, key, rule)
         return sampler
 
     return begin
@@ -239,6 +239,37 @@ def test_a_request_has_its_own_budget_and_stop_tokens(begin):
         assert_same({4: groups[4]}, {4: expected[4]})
     with pytest.raises(ValueError, match="budget = 0: must be above 0"):
         sampler.submit(PROMPTS[0], 1, budget=0)
+
+
+def test_a_request_has_its_own_rule_and_stop_texts_or_is_rejected(begin, request):
+    """Beside requests with the rollout's rule; its responses are those of a rollout by its rule."""
+    name, usual = request.node.callspec.params["open_sampler"], SamplingRule()
+    hot, five = SamplingRule(temperature=2.0, top_k=9), TOKENIZER.encode("5")[0]
+    plain, heated = (finish_groups(begin(rule=rule), PROMPTS[:4]) for rule in (usual, hot))
+    sampler = begin()
+    sampler.submit(PROMPTS[0], SAMPLES)
+    if name in ("scheduler", "scheduler with pages", "vllm"):
+        sampler.submit(PROMPTS[1], SAMPLES, hot)
+        sampler.submit(PROMPTS[2], list(range(SAMPLES)), hot, 3)
+    else:
+        with pytest.raises(ValueError, match="rule"):
+            sampler.submit(PROMPTS[1], SAMPLES, hot)
+    if name.startswith("scheduler"):
+        sampler.submit(PROMPTS[3], SAMPLES, stop=Stop(("5",)))
+    else:
+        with pytest.raises(ValueError, match="stop"):
+            sampler.submit(PROMPTS[3], SAMPLES, stop=Stop(("5",)))
+    groups = {i: sorted(group, key=lambda c: c.sample) for i, group in finish(sampler).items()}
+    tokens, plain, heated = map(tokens_of, (groups, plain, heated))
+    assert tokens[2] == plain[2]
+    if 3 in groups:
+        assert tokens[3] == heated[3] != plain[3]
+        assert tokens[4] == [ids[:3] for ids in heated[4]]
+    if 5 in groups:
+        assert tokens[5] == [ids[: [*ids, five].index(five) + 1] for ids in plain[5]]
+        assert [done.truncated for done in groups[5]] == [
+            ids[-1] not in (five, END) for ids in tokens[5]
+        ]
 
 
 def test_a_weight_update_leaves_nothing_of_the_earlier_policy(begin, tiny_params, request):

@@ -9,6 +9,7 @@ import socket
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Iterator
 
 import jax
@@ -24,12 +25,14 @@ from dapo_jax.extras.vllm.vllm_sampler import VllmSampler
 WEIGHTS = "adapter_model.safetensors"
 
 
-def save_digest(params, folder: pathlib.Path) -> None:
-    """Write what stands for an adapter: a digest of parameters."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        digest.update(np.asarray(leaf).tobytes())
-    (folder / WEIGHTS).write_bytes(digest.digest())
+class DigestSampler(VllmSampler):
+    """Writes what stands for an adapter: a digest of parameters."""
+
+    def save(self, params, folder: pathlib.Path) -> None:
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(params):
+            digest.update(np.asarray(leaf).tobytes())
+        (folder / WEIGHTS).write_bytes(digest.digest())
 
 
 class FakeVllm:
@@ -46,7 +49,6 @@ class FakeVllm:
         posts = {
             "/v1/completions": self.complete,
             "/v1/load_lora_adapter": self.load,
-            "/v1/unload_lora_adapter": self.unload,
             "/reset_prefix_cache": self.reset,
             "/pause": self.pause,
             "/resume": self.resume,
@@ -56,7 +58,7 @@ class FakeVllm:
 
     async def load(self, http):
         body = await http.json()
-        if body["lora_name"] in self.adapters:
+        if body["lora_name"] in self.adapters and not body.get("load_inplace"):
             text = f"The lora adapter '{body['lora_name']}' has already been loaded."
             return JSONResponse({"error": {"message": text, "code": 400}}, 400)
         file = pathlib.Path(body["lora_path"]) / WEIGHTS
@@ -65,12 +67,6 @@ class FakeVllm:
             return JSONResponse({"error": {"message": text, "code": 404}}, 404)
         self.adapters[body["lora_name"]] = file.read_bytes()
         return PlainTextResponse(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
-
-    async def unload(self, http):
-        body = await http.json()
-        if self.adapters.pop(body["lora_name"], None) is None:
-            return JSONResponse({"error": {"message": "cannot be found", "code": 404}}, 404)
-        return PlainTextResponse(f"Success: LoRA adapter '{body['lora_name']}' removed.")
 
     async def reset(self, http):
         self.prefixes.clear()
@@ -101,7 +97,8 @@ class FakeVllm:
             return JSONResponse({"error": {"message": text, "code": 404}}, 404)
         prompt = tuple(body["prompt"])
         weights = self.prefixes.setdefault(prompt, self.adapters[body["model"]])
-        key = hashlib.sha256(weights + json.dumps([prompt, body["seed"]]).encode()).digest()
+        parts = [prompt, *(body[name] for name in ("seed", "temperature", "top_p", "top_k"))]
+        key = hashlib.sha256(weights + json.dumps(parts).encode()).digest()
         random = np.random.default_rng(list(key))
         tokens = random.integers(0, self.vocab - 1, random.integers(24))
         tokens = [*(tokens + (tokens >= self.end_id)).tolist(), self.end_id]
@@ -151,4 +148,5 @@ def vllm_sampler(fakes: list[FakeVllm], slots: int) -> Iterator[VllmSampler]:
         config.run_dir = stack.enter_context(tempfile.TemporaryDirectory())
         config.sampler.slots, config.sampler.max_response_tokens = slots, 20
         config.extras.vllm.servers = ",".join(stack.enter_context(serving(f)) for f in fakes)
-        yield VllmSampler(config, [fakes[0].end_id], save_digest, print)
+        tokenizer = types.SimpleNamespace(end_ids=[fakes[0].end_id])
+        yield DigestSampler(types.SimpleNamespace(config=config, tokenizer=tokenizer, warn=print))

@@ -19,8 +19,4 @@ class VllmSettings:
         sampler.engine=vllm run_dir=*://* -> extras.vllm.folder!=: a folder that servers see
     """
     servers: Urls = setting("", "URLs of the servers, comma-separated.", may_change=True)
-    folder: str = setting(
-        "",
-        "Folder of adapters, which the servers see too; empty: RUN/adapters.",
-        may_change=True,
-    )
+    folder: str = setting("", "Adapters' folder for all; empty: RUN/adapters.", may_change=True)

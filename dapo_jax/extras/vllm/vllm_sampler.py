@@ -9,7 +9,6 @@ by NCCL, CUDA IPC or Ray, none of which a JAX program has.
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import json
 import pathlib
 import shutil
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.config.experiment import Config
 from dapo_jax.model.peft_adapters import save_adapters
 from dapo_jax.rollout.requests import carry_groups
 from dapo_jax.run.build import SamplerParts
@@ -38,11 +36,11 @@ POLL_SECONDS = 0.2  # between looks at signals
 RETRY_SECONDS = 10.0  # before a server that failed is tried again
 RESPONSE_SECONDS = 3600.0  # after which a server is left out
 FIELD = "extras.vllm.servers"
+ADAPTER = "policy"  # its name on the servers
+PROCESSED = "servers with --logprobs-mode=processed_logprobs, for temperature, top_p or top_k"
 # A model's generation_config.json would change what a request does not mention.
 PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-
-
-Save = Callable[[Any, pathlib.Path], None]  # writes parameters in PEFT's format
+PLAIN |= {"return_token_ids": True, "skip_special_tokens": False}
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,7 +49,7 @@ class Server:
 
     url: str
     version: str = ""  # of the adapter that it can sample with
-    adapter: str = ""  # its name there
+    is_checked: bool = False  # its log-probs are those after temperature and truncation
     retry_at: float = 0.0  # it is tried again then
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -60,46 +58,37 @@ class Server:
         content = b"" if body is None else json.dumps(body).encode()
         try:
             return post(self.url + path, content, {"Content-Type": "application/json"}, seconds)
-        except OSError as error:
-            answered = isinstance(error, urllib.error.HTTPError)
-            text = error.read(1000).decode(errors="replace") if answered else ""
-            raise OSError(f"{self.url}{path}: {error} {text}".strip()) from None
+        except urllib.error.HTTPError as error:
+            text = error.read(1000).decode(errors="replace")
+            raise OSError(f"{path}: {error} {text}") from None
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a response, also with the name of its model."""
-        answer = json.loads(self.post("/v1/completions", PLAIN | body, RESPONSE_SECONDS))
-        return answer["choices"][0] | {"model": answer["model"]}
+        """Return a response."""
+        answer = self.post("/v1/completions", PLAIN | body, RESPONSE_SECONDS)
+        return json.loads(answer)["choices"][0]
 
     def check(self, rule: SamplingRule) -> None:
-        """Raise `ConfigError` unless log-probs are those after temperature and truncation."""
-        likeliest = []
-        for heat, top_k in ((1.0, 0), (2.0, 0), (1.0, 1)) if rule != SamplingRule() else ():
-            body = {"prompt": [0, 1, 2], "max_tokens": 1, "seed": 0, "logprobs": 5}
-            body |= SamplingRule(heat, 1.0, top_k)._asdict()
-            top = self.complete(body)["logprobs"]["top_logprobs"][0]
-            likeliest.append(sorted(top.values(), reverse=True)[:5])
-        if likeliest:
-            # Twice the temperature halves differences, and a token that is alone has log-prob 0.
-            gap, half = (values[0] - values[-1] for values in likeliest[:2])
-            fits = abs(half - gap / 2) <= 0.1 * gap + 1e-3 and likeliest[2][0] > -1e-3
-            allowed = "servers started with --logprobs-mode=processed_logprobs, since temperature, "
-            allowed += "top_p or top_k are set and this one returns log-probs before them"
-            require(fits, FIELD, self.url, allowed)
+        """Raise `ConfigError` unless log-probs are those that responses by a rule have."""
+        if self.is_checked or rule == SamplingRule():
+            return
+        for temperature in 1.0, 2.0:
+            body = SamplingRule(temperature, 1.0, top_k=1)._asdict() | {"logprobs": 1, "seed": 0}
+            choice = self.complete(body | {"prompt": [0, 1, 2], "max_tokens": 1})
+            # After truncation to one token, its log-prob is 0.
+            found = max(choice["logprobs"]["top_logprobs"][0].values())
+            self.is_checked = abs(found) < 1e-3
+            require(self.is_checked, FIELD, self.url, PROCESSED)
 
-    def load(self, version: str, folder: pathlib.Path, rule: SamplingRule) -> None:
+    def load(self, version: str, folder: pathlib.Path) -> None:
         """Replace the adapter: abort all requests, forget cached prompts, load the new one."""
-        self.check(rule)
-        before, name = self.adapter, f"{version}-{uuid.uuid4().hex[:8]}"
         self.post("/pause?mode=abort")
         try:
-            self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-            self.adapter = name
-            with contextlib.suppress(OSError):  # a server that was started again has none
-                self.post("/v1/unload_lora_adapter", {"lora_name": before})
+            adapter = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
+            self.post("/v1/load_lora_adapter", adapter)
             self.post("/reset_prefix_cache")
         finally:
             self.post("/resume")
-        self.version = version
+        self.version, self.is_checked = version, False
 
 
 class VllmSampler:
@@ -112,14 +101,13 @@ class VllmSampler:
     environments = None
     key: RolloutKey | None = None
 
-    def __init__(self, config: Config, end_ids: list[int], save: Save, warn: Callable[[str], None]):
-        settings = config.extras.vllm
-        self.counts = structs.SamplerCounts()
-        self.folder = pathlib.Path(settings.folder or f"{config.run_dir}/adapters").absolute()
+    def __init__(self, parts: SamplerParts):
+        self._parts, self._config = parts, parts.config
+        self.counts, settings = structs.SamplerCounts(), parts.config.extras.vllm
+        folder = settings.folder or f"{parts.config.run_dir}/adapters"
+        self.folder = pathlib.Path(folder).absolute()
         self.servers = [Server(url.strip().rstrip("/")) for url in settings.servers.split(",")]
-        self.rule = SamplingRule(*(getattr(config.sampler, n) for n in SamplingRule._fields))
-        self._config, self._end_ids, self._save, self._warn = config, end_ids, save, warn
-        self._pool = ThreadPoolExecutor(2 * config.sampler.slots)
+        self._pool = ThreadPoolExecutor(2 * parts.config.sampler.slots)
         # Responses that are missing; None: not asked for yet.
         self._jobs: dict[tuple[Request, int], tuple[Future[Completion], Server] | None] = {}
         self._version = ""
@@ -136,12 +124,17 @@ class VllmSampler:
         self.close()
         before, self._version = self._version, f"policy-{key.policy_step}-{uuid.uuid4().hex[:8]}"
         (self.folder / self._version).mkdir(parents=True)
-        self._save(params, self.folder / self._version)
+        self.save(params, self.folder / self._version)
         if before:
             shutil.rmtree(self.folder / before, ignore_errors=True)
         for server in self.servers:
             server.retry_at = 0.0
         self.key, self._rule, self.counts = key, rule, structs.SamplerCounts()
+
+    def save(self, params: Any, folder: pathlib.Path) -> None:
+        """Write parameters in PEFT's format."""
+        trained, base = sharding.flatten(params), self._config.model.folder
+        save_adapters(folder, trained, trained.__getitem__, self._parts.decoder, base)
 
     def submit(self, *options: Any, carried: PartialGroup | None = None, **named: Any) -> Request:
         request = Request(*options, **named, step=self.key.step if self.key else 0)
@@ -159,29 +152,27 @@ class VllmSampler:
 
     def _ask(self, server: Server, key: RolloutKey, request: Request, sample: int) -> Completion:
         parts = [self._config.seed, key.purpose, key.step, request.prompt.index, sample]
-        digest = hashlib.sha256(json.dumps(parts).encode()).digest()
         version, limit = self._version, self._config.sampler.max_response_tokens
+        rule = request.rule or self._rule
         with server.lock:
             if self.key is not key:
                 raise OSError("this rollout has ended")
             if server.version != version:
-                server.load(version, self.folder / version, self.rule)
-            name = server.adapter
+                server.load(version, self.folder / version)
+            server.check(rule)
         body = {
-            "model": name,
+            "model": ADAPTER,
             "prompt": request.prompt.tokens.tolist(),
             "max_tokens": min(limit, request.budget or limit),
-            "stop_token_ids": [*self._end_ids, *request.stop.ids],
-            "seed": int.from_bytes(digest[:8], "big") >> 2,  # a signed 64-bit number
-            **(request.rule or self._rule)._asdict(),
+            "stop_token_ids": [*self._parts.tokenizer.end_ids, *request.stop.ids],
+            "seed": int(structs.digest_json(parts), 16) >> 2,  # a signed 64-bit number
+            **rule._asdict(),
             "logprobs": 0,  # of the sampled tokens alone
-            "return_token_ids": True,
-            "skip_special_tokens": False,
         }
         choice = server.complete(body)
-        model, reason = choice["model"], choice["finish_reason"]
-        if model != name or reason not in ("stop", "length"):
-            raise OSError(f"{server.url}: {model!r} ended with {reason!r}, asked was {name!r}")
+        reason = choice["finish_reason"]
+        if reason not in ("stop", "length"):
+            raise OSError(f"a response ended with {reason!r}")
         tokens = np.array(choice["token_ids"], np.int32)
         logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
         return Completion(tokens, logprobs, reason == "length", key.policy_step, "", sample)
@@ -206,7 +197,7 @@ class VllmSampler:
             job, server = asked[future]
             if isinstance(error := future.exception(), OSError):
                 if server.retry_at <= time.monotonic():
-                    self._warn(f"a server of vLLM is left out: {error}")
+                    self._parts.warn(f"vLLM's server {server.url} is left out: {error}")
                 server.version, server.retry_at = "", time.monotonic() + RETRY_SECONDS
                 self._jobs[job] = None
                 continue
@@ -232,19 +223,14 @@ def open_vllm(parts: SamplerParts) -> tuple[VllmSampler, Callable[[], None], boo
     """Return the sampler of a run, as `SamplerParts` says. Raises `ConfigError`."""
     config = parts.config
     require(processes.count() == 1, "sampler.engine", "vllm", "another one on several hosts")
-
-    def save(params: Any, folder: pathlib.Path) -> None:
-        trained = sharding.flatten(params)
-        save_adapters(folder, trained, trained.__getitem__, parts.decoder, config.model.folder)
-
-    sampler = VllmSampler(config, [*parts.tokenizer.end_ids], save, parts.warn)
-    problems = []
+    rule = SamplingRule(*(getattr(config.sampler, name) for name in SamplingRule._fields))
+    sampler, problems = VllmSampler(parts), []
     for server in sampler.servers:
         try:
             server.post("/resume")  # an earlier trainer may have been killed
-            server.check(sampler.rule)
+            server.check(rule)
         except OSError as error:
-            problems.append(str(error))
+            problems.append(f"{server.url}: {error}")
     allowed = f"servers of which one answers, with VLLM_SERVER_DEV_MODE=1: {'; '.join(problems)}"
     require(len(problems) < len(sampler.servers), FIELD, config.extras.vllm.servers, allowed)
     parts.warn("sampler.engine = 'vllm': this run can't be repeated")
