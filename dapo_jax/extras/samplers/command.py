@@ -11,7 +11,6 @@ with 143 after SIGTERM, so that a cluster starts it again.
 import dataclasses
 import os
 import socket
-import sys
 import threading
 import time
 import urllib.error
@@ -21,19 +20,21 @@ from typing import Any
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config, Mesh
+from dapo_jax.config.files import read_config
 from dapo_jax.extras.samplers.lease_server import EXCHANGE
 from dapo_jax.extras.samplers.leases import Task
-from dapo_jax.extras.samplers.remote_sampler import sampler_identity, submit
+from dapo_jax.extras.samplers.remote_sampler import sampler_identity
 from dapo_jax.extras.samplers.settings import SamplerConfig
 from dapo_jax.extras.samplers.weight_versions import WeightVersions
 from dapo_jax.rollout import group_format
 from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.reporting.sinks import CONFIG, read_summary
 from dapo_jax.run import build, checks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import post, read_key
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.paths import folder_at
-from dapo_jax.types.errors import ConfigError, require
+from dapo_jax.types.errors import ConfigError
 
 PAUSE_SECONDS = 0.5  # before a sampler without work, trainer or weights tries again
 TIMEOUT_SECONDS = 60.0  # of a message
@@ -102,13 +103,11 @@ class Worker:
             try:
                 answer = post(url + EXCHANGE, body, self._headers, TIMEOUT_SECONDS)
                 reply = group_format.load(answer)
-            except urllib.error.HTTPError as error:
-                if error.code in REFUSED:
-                    text = error.read(10_000).decode(errors="replace")
-                    raise ConfigError(f"the trainer refuses this sampler: {text}") from None
-                problem = str(error)
             except (OSError, ValueError) as error:
                 problem = str(error)
+                if isinstance(error, urllib.error.HTTPError) and error.code in REFUSED:
+                    text = error.read(10_000).decode(errors="replace")
+                    raise ConfigError(f"the trainer refuses this sampler: {text}") from None
             if problem not in ("", self._trouble):
                 processes.print_error(f"no answer from {url}, trying again: {problem}")
             self._trouble = problem
@@ -160,7 +159,10 @@ class Worker:
             self._begin(tasks[-1].session)
         for task in tasks:
             if task.key not in self._running.values():
-                self._running[submit(self._sampler, task)] = task.key
+                count = len(task.samples)
+                is_group = task.samples == tuple(range(count))  # which is returned together
+                request = self._sampler.submit(task.prompt, count if is_group else task.samples)
+                self._running[request] = task.key
         for request, responses in self._sampler.step():
             self._answers[self._running.pop(request)] = responses
         return True
@@ -183,9 +185,6 @@ def read_run(config: SamplerConfig, should_stop: Callable[[], bool]) -> Config |
 
     A run that has not started yet is waited for.
     """
-    from dapo_jax.config.files import read_config
-    from dapo_jax.reporting.sinks import CONFIG
-
     while not (folder_at(config.run) / CONFIG).exists():
         if should_stop():
             return None
@@ -202,8 +201,6 @@ def read_run(config: SamplerConfig, should_stop: Callable[[], bool]) -> Config |
 
 def is_finished(run: Config) -> bool:
     """Return True if a run has made all its steps."""
-    from dapo_jax.reporting.sinks import read_summary
-
     return read_summary(folder_at(run.run_dir)).get("steps", -1) >= run.total_steps
 
 
@@ -237,15 +234,4 @@ def main() -> int:
     config = command_line.load(SamplerConfig, __doc__)
     processes.prepare_jax()
     with processes.as_command(), Signals() as signals:
-
-        def work() -> None:
-            require(bool(config.run), "run", config.run, "the run_dir of a run")
-            allowed = "a URL such as http://HOST:8200"
-            require(bool(config.trainer), "trainer", config.trainer, allowed)
-            sample(config, signals)
-
-        return checks.guarded(work) or signals.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return checks.guarded(lambda: sample(config, signals)) or signals.exit_code

@@ -98,12 +98,10 @@ class LeaseServer:
                 self._leases.answer(name, key, answer)
         except WrongAnswer as error:
             return self._refuse(name, f"an answer is none: {error}")
-        tasks = self._leases.lease(name, room)
-        for _ in range(int(WAIT_SECONDS / LOOK_SECONDS) * (room > 0 and not held)):
-            if tasks:
-                break
+        looks = int(WAIT_SECONDS / LOOK_SECONDS) * (room > 0 and not held)
+        while not (tasks := self._leases.lease(name, room)) and looks:
+            looks -= 1
             await asyncio.sleep(LOOK_SECONDS)
-            tasks = self._leases.lease(name, room)
         reply = {"leases": tasks, "ended": ended}
         return Response(await asyncio.to_thread(group_format.dump, reply))
 

@@ -195,10 +195,3 @@ def open_remote(parts: SamplerParts) -> tuple[RemoteSampler, Callable[[], None],
             server.close()
 
     return RemoteSampler(local, leased, warn), close, True
-
-
-def submit(sampler: Sampler, task: Task) -> Request:
-    """Request the responses of a task: a whole group together, or each sample alone."""
-    count = len(task.samples)
-    whole = task.samples == tuple(range(count))
-    return sampler.submit(task.prompt, count if whole else task.samples)

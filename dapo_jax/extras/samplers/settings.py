@@ -25,6 +25,10 @@ class SamplersSettings:
 class SamplerConfig:
     """A process that samples groups for a trainer (`dapo-jax sampler`)."""
 
+    combinations: ClassVar = """
+        -> run!=: the run_dir of a run
+        -> trainer!=: a URL such as http://HOST:8200
+    """
     run: str = setting("", "The run_dir of the run, for its settings and the policy's weights.")
     trainer: Url = setting("", "URL of the trainer, as http://HOST:8200.")
     model: str = setting("", "Its model folder; empty: the run's.")
