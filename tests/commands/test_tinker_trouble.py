@@ -133,8 +133,6 @@ def test_half_requests_and_too_large_ones_leave_no_trace(server, model):
     send_half(server)
     status, answer = server.post("forward_backward", b"x", content_length="2000000")
     assert status == 413 and "the body is too large" in answer["error"]["message"]
-    status, answer = server.post("forward_backward", b"x", content_encoding="zstd")
-    assert status == 415 and "content-encoding" in answer["error"]["message"]
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("GET", f"/api/v1/training_runs/{model}", headers={"Host": "evil.example"})
     assert connection.getresponse().status == 403

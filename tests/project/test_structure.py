@@ -37,12 +37,12 @@ EXTRAS = {
     "math": 4_434,
     "plan": 950,
     "report": 403,
-    "samplers": 918,
-    "serve": 1_318,
+    "samplers": 899,
+    "serve": 1_298,
     "sft": 1_230,
-    "tinker": 1_820,
+    "tinker": 1_808,
     "trackers": 142,
-    "vllm": 287,
+    "vllm": 269,
     "words": 170,
 }
 # Extras that may use another one.

@@ -30,7 +30,6 @@ ERROR_HEADERS = {
     408: {"Connection": "close"},
     429: {"Retry-After": "1"},
 }
-MAX_HEADER_BYTES = 64 << 10
 POLL_SECONDS = 0.1
 CHAT = "/v1/chat/completions"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -157,24 +156,16 @@ async def run_app(
 
     `worker` is the thread that it uses; it is closed. Running requests have `shutdown_seconds`.
     """
-    # uvicorn declares some times as whole seconds, and rejects at the limit, not above it.
-    idle_seconds: Any = config.idle_seconds
-    shutdown_seconds: Any = config.shutdown_seconds
-    server: Any = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",  # clients could fill the disk with a warning per bad request
-            access_log=False,
-            limit_concurrency=config.max_connections + 1,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_keep_alive=idle_seconds,
-            timeout_graceful_shutdown=shutdown_seconds,
-        )
-    )
+    options: dict[str, Any] = {
+        "ws": "none",
+        "log_config": None,
+        "log_level": "critical",  # clients could fill the disk with a warning per bad request
+        "access_log": False,
+        "limit_concurrency": config.max_connections + 1,  # uvicorn rejects at the limit
+        "timeout_keep_alive": config.idle_seconds,  # it declares whole seconds
+        "timeout_graceful_shutdown": config.shutdown_seconds,
+    }
+    server: Any = uvicorn.Server(uvicorn.Config(app, lifespan="off", http="h11", **options))
     server.capture_signals = contextlib.nullcontext  # they are the command's
     try:
         listening = bind(config)

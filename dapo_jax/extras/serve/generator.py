@@ -55,7 +55,7 @@ class Generator:
         self._scheduler, self._max_choices = scheduler, max_choices
         self._served: set[Responses] = set()
         self._arrivals = itertools.count()
-        # What the thread does before its next burst.
+        # What the thread does before its next burst; without any it goes on decoding.
         self._calls: list[Callable[[], None]] = []
         self._has_calls = asyncio.Event()
         self.failure = ""
@@ -89,6 +89,7 @@ class Generator:
     async def close(self) -> None:
         """End the thread after its burst."""
         self._task.cancel()
+        self._call(lambda: None)
         await asyncio.to_thread(self._thread.shutdown)
 
     def _call(self, function: Callable[[], None]) -> None:
@@ -102,7 +103,7 @@ class Generator:
                     await self._has_calls.wait()
                 self._has_calls.clear()
                 calls, self._calls = self._calls, []
-                await self._loop.run_in_executor(self._thread, self._burst, calls)
+                await self._loop.run_in_executor(self._thread, self._decode, calls)
         except Exception as error:
             traceback.print_exception(error)
             self.failure = FAILURE
@@ -111,10 +112,11 @@ class Generator:
 
     # --- the decoding thread ----------------------------------------------------------------------
 
-    def _burst(self, calls: list[Callable[[], None]]) -> None:
+    def _decode(self, calls: list[Callable[[], None]]) -> None:
         for call in calls:
             call()
-        self._scheduler.step()
+        while not (self._scheduler.idle or self._calls):
+            self._scheduler.step()
 
     def _start(self, responses: Responses) -> None:
         request = responses.request

@@ -61,14 +61,9 @@ class ServedPolicy(NamedTuple):
     def scheduler(self, config: ServeConfig) -> Scheduler:
         """Return a scheduler that has begun, with the config's rule as the default."""
         scheduler = Scheduler(self.engine, self.tokenizer, config.seed)
-        key = RolloutKey(SAMPLE_FOR_SERVING)
-        scheduler.open(self.params, key, rule_of(config), rule_per_slot=True)
+        rule = SamplingRule(config.temperature, config.top_p, config.top_k)
+        scheduler.open(self.params, RolloutKey(SAMPLE_FOR_SERVING), rule, rule_per_slot=True)
         return scheduler
-
-
-def rule_of(config: ServeConfig) -> SamplingRule:
-    """Return the sampling rule of requests that bring none."""
-    return SamplingRule(config.temperature, config.top_p, config.top_k)
 
 
 def open_folder(config: ServeConfig, row_tokens: int | None = None) -> ModelFolder:
@@ -143,7 +138,7 @@ def resolve(config: ServeConfig, decoder: Any, mesh: Any) -> tuple[ServeConfig, 
     """
     budgets = {name: getattr(config, name) for name in BUDGETS}
     if AUTO not in budgets.values():
-        return config, _limits(config, sum(budgets.values()))
+        return config, Limits._make([*budgets.values(), sum(budgets.values())])
     model_config = read_json(model_path(config.model, "model") / "config.json", "model")
     context = text_part(model_config).get("max_position_embeddings")
     if type(context) is not int or context < 2:
@@ -159,9 +154,5 @@ def resolve(config: ServeConfig, decoder: Any, mesh: Any) -> tuple[ServeConfig, 
         resolved = dataclasses.replace(config, **filled)
         needed = sum(memory_needs(resolved, decoder, mesh).values())
         if needed <= available or context // 2 < smallest:
-            return resolved, _limits(resolved, context)
+            return resolved, Limits._make([*filled.values(), context])
         context //= 2
-
-
-def _limits(config: ServeConfig, context: int) -> Limits:
-    return Limits(config.max_prompt_tokens, config.max_response_tokens, context)

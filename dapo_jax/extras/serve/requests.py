@@ -21,10 +21,7 @@ MAX_TOOLS = 128
 TOO_LONG = "context_length_exceeded"
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # and what the template reads
-TOOL = (
-    "an object with type 'function' and an object function: a name of 1 to 64 letters, digits, "
-    "'_', '-' or '.', and perhaps a JSON schema as parameters"
-)
+TOOL = "{'type': 'function', 'function': {'name': NAME, 'parameters': SCHEMA}}, or without a schema"
 
 Temperature = Annotated[float, as_setting(rules.Temperature)]
 TopP = Annotated[float, as_setting(rules.Share)]
@@ -50,14 +47,12 @@ class CommonFields(Fields):
     """Fields of both kinds of completions."""
 
     neutral: ClassVar = {  # of fields that are not served
-        "frequency_penalty": (0,),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
+        **dict.fromkeys(("logit_bias", "metadata"), ({},)),
         "function_call": ("none",),
         "functions": ([],),
-        "logit_bias": ({},),
-        "metadata": ({},),
         "modalities": (["text"],),
         "parallel_tool_calls": (True,),
-        "presence_penalty": (0,),
         "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
@@ -222,8 +217,9 @@ def _chat_prompt(messages: list[dict[str, Any]], model: ServedModel, tools: list
         need(role in ROLES, f"{field}.role", role, f"one of {', '.join(ROLES)}")
         sent = {key: value for key, value in message.items() if value is not None}
         sent.pop("refusal", None)  # as in this server's answers
-        for key in sent.keys() - {*MESSAGE_FIELDS}:
-            need(chat.reads(key), f"{field}.{key}", sent[key], "left out: the template ignores it")
+        for key, value in sent.items():
+            fits = key in MESSAGE_FIELDS or chat.reads(key)
+            need(fits, f"{field}.{key}", value, "left out: the template ignores it")
         try:
             read.append(read_message(sent))
         except ValueError as error:

@@ -119,11 +119,6 @@ class TinkerApi:
         """Return the endpoint that reads the body, and calls a handler."""
 
         async def answer(http: HttpRequest) -> Response:
-            if encoding := http.headers.get("content-encoding"):
-                message = f"content-encoding = {encoding[:100]!r}: must be left out"
-                raise RequestError(message, status=415)
-            if self._worker.failure:
-                raise RequestError(self._worker.failure, status=500)
             content = await http_app.read_body(http, self._config)
             body = read_body(content, *required) if required else Body()
             result = await asyncio.to_thread(handler, Call(http.path_params, body, content))
@@ -175,7 +170,7 @@ class TinkerApi:
         session, number = self._entry("session", body.session_id).id, body.sampling_session_seq_id
         if body.model_path:
             find_checkpoint(self._store, body.model_path, "sampler_weights")
-        if body.base_model or not body.model_path:
+        if "base_model" in body.model_fields_set or not body.model_path:
             self._check_base(body.base_model)
         name = f"{session}:sample:{number}"
         self._store.put("sampler", name, "", {"path": body.model_path, "number": number})
@@ -188,7 +183,7 @@ class TinkerApi:
 
         def submit(call: Call) -> Fields:
             body = call.body
-            if body.base_model:
+            if "base_model" in body.model_fields_set:
                 self._check_base(body.base_model)
             if body.model_id:
                 return self._accept_of_model(body.model_id, body.seq_id, kind, call.content)
@@ -240,7 +235,7 @@ class TinkerApi:
     # --- descriptions -----------------------------------------------------------------------------
 
     def _capabilities(self, call: Call) -> Fields:
-        limits = {"max_context_length": self._policies.context}
+        limits = {"max_context_length": self._policies.limits.context}
         model = {"model_name": self._name, "trainable": True, "sampleable": True}
         return {"supported_models": [model | limits]}
 

@@ -35,23 +35,22 @@ class Policies:
     base model without adapters.
 
     Attributes:
-        context: maximum tokens of a sequence.
         learner, optimizer_step, engine, scorer: of models of a shape.
         decoding_weights: of a shape, a checkpoint's folder, and its time.
     """
 
     def __init__(self, config: ServeConfig):
         opened = open_folder(config, ROW_TOKENS)
-        self.config, self.mesh, self.decoder, self.tokenizer, limits = opened
-        self.context = limits.context
+        self.config, self.mesh, self.decoder, self.tokenizer, served = opened
         self.base = load_huggingface.load_params(
             config.model, self.decoder, self.mesh, field="model", cast=True
         )
-        longest = min(self.config.max_prompt_tokens, self.context - 1)
-        response = self.config.max_response_tokens
-        vocab, end_ids = self.decoder.vocab, self.tokenizer.end_ids
-        mapped = config.tinker_stable_reinforce
-        self.limits = Limits(vocab, end_ids, longest, response, self.context, mapped)
+        longest, mapped = (
+            min(served.longest_prompt, served.context - 1),
+            config.tinker_stable_reinforce,
+        )
+        lengths = longest, served.max_response_tokens, served.context
+        self.limits = Limits(self.decoder.vocab, self.tokenizer.end_ids, *lengths, mapped)
         if mapped:
             print_error(f"stable_reinforce has no published formula: it is computed as {mapped}")
         self._shared: Any = None  # decoding copy of the base model
@@ -83,15 +82,9 @@ class Policies:
 
         It is compiled for constant parameters of Adam, as in training, and rounds alike.
         """
-        optimizer = make_optimizer(
-            Optimizer(
-                beta1=adam.beta1,
-                beta2=adam.beta2,
-                eps=adam.eps,
-                weight_decay=adam.weight_decay,
-                max_grad_norm=adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf,
-            )
-        )
+        constants = adam.model_dump(exclude={"learning_rate", "grad_clip_norm"})
+        norm = adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf
+        optimizer = make_optimizer(Optimizer(**constants, max_grad_norm=norm))
         step = functools.partial(apply_gradient, optimizer)
         places = (self.learner(shape).shardings, None)
         return jax.jit(step, donate_argnums=0, out_shardings=places)
