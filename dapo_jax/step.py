@@ -31,14 +31,14 @@ from dapo_jax.learner.minibatches import (
 )
 from dapo_jax.learner.packing import RowShape
 from dapo_jax.learner.score_pass import await_scores, make_feedback, score_pass
-from dapo_jax.rollout.source import Rollout, RolloutSource, SourceState
+from dapo_jax.rollout.source import GroupSource, Rollout, SourceState
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
     """The parts of a run that no step changes."""
 
-    source: RolloutSource
+    source: GroupSource
     programs: LearnerPrograms
     rows: RowChoice
     token_weights: TokenWeights | None = None

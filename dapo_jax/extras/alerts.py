@@ -98,7 +98,7 @@ class Alerts:
 
     def check_step(self, values: Mapping[str, float]) -> list[str]:
         """Return messages about metrics beyond their limits and about events of the step."""
-        tokens = values["response_tokens_mean"]
+        tokens = values.get("response_tokens_mean", 0.0)
         growth = tokens / (np.mean(self._lengths) or np.inf) if self._lengths else 0.0
         self._lengths.append(tokens)
         texts = [self._check(limit, {**values, GROWTH: float(growth)}) for limit in LIMITS]

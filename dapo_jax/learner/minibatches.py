@@ -113,15 +113,15 @@ def split_groups(
     """Split groups, in order, into the segments of each minibatch."""
     share = prompts_per_update(config)
     weights = _compute_token_weights(config, groups, token_weights)
+    numbers = {n: i for i, n in enumerate(dict.fromkeys(g.prompt.index for g in groups))}
+    parts: list[list[Segment]] = [[] for _ in range(-(-len(numbers) // share))]
     index = itertools.count()  # groups differ in size if rewards failed
-    segments = [
-        [
-            Segment(g.prompt, response, next(index), bool(g.correct[j]), weights[i][j])
-            for j, response in enumerate(g.completions)
+    for group, own in zip(groups, weights, strict=True):
+        parts[numbers[group.prompt.index] // share] += [
+            Segment(group.prompt, response, next(index), bool(correct), weight)
+            for response, correct, weight in zip(group.completions, group.correct, own, strict=True)
         ]
-        for i, g in enumerate(groups)
-    ]
-    return [sum(segments[i : i + share], []) for i in range(0, len(groups), share)]
+    return parts
 
 
 def _compute_token_weights(

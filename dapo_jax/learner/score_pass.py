@@ -89,6 +89,8 @@ def make_feedback(
     index = np.asarray(scored.rollouts.response_index)
     old = scored.old_logprobs
     reference, values = scored.scores.get(REFERENCE), scored.scores.get(CRITIC)
+    if algorithm.trained_responses == "pairs" and reference is None:
+        reference = scored.rollouts.sampler_logprobs  # given pairs come with those of the reference
     penalties = log_ratios = None
     if old is not None and reference is not None:
         if algorithm.kl == "reward":

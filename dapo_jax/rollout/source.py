@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import PromptStream
@@ -48,7 +48,7 @@ class Rollout:
     """Collected groups of a step, the sampler's counts, and the seconds it took."""
 
     batch: CollectedGroups
-    counts: SamplerCounts
+    counts: SamplerCounts | None  # None: the groups are given
     seconds: float
     passed_over: int = 0  # turns of resting problems (`rollout.curriculum`)
 
@@ -68,6 +68,19 @@ class SourceState:
     ahead: tuple[Rollout, ...] = ()  # of the next steps (`rollout.staleness`)
     # Parameters before the newest update; None once they have sampled what they have to.
     behaviour: Any = None
+
+
+class GroupSource(Protocol):
+    """Source of each step's groups: sampled by the policy, or given by a user's examples."""
+
+    @property
+    def config(self) -> Config: ...
+
+    def collect(
+        self, state: SourceState, params: Any, step: int
+    ) -> tuple[SourceState, Rollout]: ...
+
+    def prefetch(self, state: SourceState, step: int) -> SourceState: ...
 
 
 class Journal:

@@ -274,6 +274,8 @@ class Components:
     decoder: DecoderConfig
     decoding_copy: Callable[[], Any]  # of `frozen`; the first call makes it
     close_sampler: Callable[[], None] = do_nothing
+    # Metrics of the policy's parameters on held-out examples; None: responses are sampled.
+    measure: Callable[[list, Any], dict[str, float]] | None = None
 
     def trainer(self, **options: Any) -> Trainer:
         """Return the trainer of a run; `options` are other fields of `RolloutSource`."""

@@ -71,11 +71,6 @@ class Record:
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # digests of files, by kind
     progress: RunProgress = dataclasses.field(default_factory=RunProgress)
 
-    def continues(self, saved: "Record") -> bool:
-        """Return True if this run computes the same as the run of `saved`."""
-        settings = {name: saved.settings.get(name) for name in self.settings}
-        return run_identity(self.settings, self.inputs) == run_identity(settings, saved.inputs)
-
     @classmethod
     def read(cls, content: Mapping[str, Any], place: os.PathLike) -> "Record":
         """Return the record in a checkpoint's JSON; settings younger than it get defaults."""
@@ -113,8 +108,12 @@ def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+class OtherRun(ConfigError):
+    """Raised if a checkpoint is that of a run with other settings or data."""
+
+
 def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise `ConfigError` with every setting that would make this another run."""
+    """Raise `OtherRun` with every setting that would make this another run."""
     settings, saved = _resolved(settings), _resolved(saved)
     changed = []
     for name, value in settings.items():
@@ -123,7 +122,7 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
         if not is_same and not may_change(name, settings):
             changed.append(f"config.{name} = {value!r}, but the run was made with {before!r}")
     if changed:
-        raise ConfigError(
+        raise OtherRun(
             "the run in config.run_dir can't resume with other settings; choose another run_dir:"
             "\n  " + "\n  ".join(changed)
         )
@@ -208,14 +207,14 @@ def _describe_changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
 
 
 def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str], None]) -> None:
-    """Raise `ConfigError` if resuming from a checkpoint would be another run."""
+    """Raise `OtherRun` if resuming from a checkpoint would be another run."""
     settings = dict(saved.settings)
     changed = "; ".join(_describe_changes(now.inputs["data"], saved.inputs.get("data", {})))
     if changed and config.data.heldout_problems < 0:  # a fraction of a small file
         settings["data.heldout_problems"] = now.settings["data.heldout_problems"]
     check_same_run(now.settings, settings)
     if changed and config.data.changed == "refuse":
-        raise ConfigError(
+        raise OtherRun(
             "config.data.changed = 'refuse': the data differ from those the run began with, or an "
             f"earlier version of dapo_jax chose them: {changed}. Restore them, choose another "
             "run_dir, or pass --config.data.changed=allow"

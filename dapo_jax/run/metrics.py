@@ -27,6 +27,7 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.reporting.scores import REFLECTION
 from dapo_jax.rollout.source import RolloutSource, SourceState
 from dapo_jax.runtime.clock import Clock
+from dapo_jax.runtime.nonfinite import REASONS
 from dapo_jax.runtime.sharding import shards
 from dapo_jax.step import StepRecord, Trainer, TrainerState, train_step
 from dapo_jax.types.structs import (
@@ -39,6 +40,13 @@ from dapo_jax.types.structs import (
     mean_or_zero,
     repetition,
 )
+
+# Metrics that have a meaning without sampling.
+OF_GIVEN_GROUPS = {
+    *"policy_nll entropy mean_probability gradient_norm skipped_updates learning_rate".split(),
+    *"preference_loss preference_accuracy empty_updates packing_fill".split(),
+    *REASONS,
+}
 
 
 def take_steps(
@@ -74,14 +82,19 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
     seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
     seconds["seconds_rollout"] = rollouts.seconds  # also of rollouts made ahead
     values = _ratio_metrics(record, policy) | add_up(policy) | add_up(critic) | host_values
-    values |= speed_metrics(rollouts.batch, rollouts.counts, seconds)
+    if rollouts.counts is None:
+        values = {name: value for name, value in values.items() if name in OF_GIVEN_GROUPS}
+    else:
+        values |= speed_metrics(rollouts.batch, rollouts.counts, seconds)
     return values | seconds | {"seconds_step": clock.total()}
 
 
 def _host_metrics(config: Config, record: StepRecord) -> dict[str, float]:
     """Return the metrics that do not depend on the updates."""
     rollouts, min_spread = record.rollouts, config.reward.min_spread
-    values = rollout_metrics(rollouts.batch, rollouts.counts, record.step, min_spread)
+    values: dict[str, float] = {}
+    if rollouts.counts is not None:
+        values = rollout_metrics(rollouts.batch, rollouts.counts, record.step, min_spread)
     if config.rollout.curriculum == "pools":
         values["passed_over_prompts"] = float(rollouts.passed_over)
     if record.minibatches and record.feedback and record.advantages is not None:

@@ -18,7 +18,7 @@ from dapo_jax.learner.packing import RowShape
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
 from dapo_jax.reporting.console import Progress, fit
-from dapo_jax.reporting.scores import Response
+from dapo_jax.reporting.scores import GIVEN_SCORES, SCORES, Response
 from dapo_jax.reporting.sinks import Callbacks, RunFiles, read_summary
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.group_format import (
@@ -84,19 +84,22 @@ class Run:
             return
         values, responses = self.evaluate()
         if values:
-            progress.heldout_before = values["heldout_accuracy"]
+            progress.heldout_before = next(iter(values.values()))
             self.files.send("on_row", 0, values)
             scores = notices.describe_scores(values, console.reward_leads)
             console.say(f"before training: {scores}")
-        notices.warn_about_answers(
-            responses or self._first_responses(), self.components.config, console
-        )
+        if self.components.measure is None:
+            responses = responses or self._first_responses()
+            notices.warn_about_answers(responses, self.components.config, console)
 
     def evaluate(self) -> tuple[dict[str, float], list[Response]]:
         """Return held-out metrics of the current policy, and the responses; empty without any."""
         if not self._heldout:
             return {}, []
         clock, config = Clock(), self.components.config
+        if measure := self.components.measure:
+            values = measure(self._heldout, self.state.learners.policy.params)
+            return values | {"seconds_evaluation": clock.total()}, []
         samples = range(config.evaluation.samples_per_problem)
         rule = SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
         responses, progress = [], self.components.progress
@@ -218,10 +221,10 @@ class Run:
         config = self.components.config
         first = rows[0] if rows and rows[0].get("step") == 0 else {}
         last = rows[-1] if rows else {}
-        before = {"accuracy": progress.heldout_before, "reward": first.get("heldout_reward")}
         scores = {}
-        for name in ("reward", "accuracy") if console.reward_leads else ("accuracy", "reward"):
-            scores[f"heldout_{name}_before"] = before[name]
+        given = [name for name in GIVEN_SCORES if f"heldout_{name}" in last]
+        for name in given or SCORES[:: -1 if console.reward_leads else 1]:
+            scores[f"heldout_{name}_before"] = first.get(f"heldout_{name}")
             scores[f"heldout_{name}_after"] = last.get(f"heldout_{name}")
         summary = {
             "steps": self.state.step,
@@ -236,8 +239,37 @@ class Run:
             console.say(f"[bold]{change}[/] after {self.state.step} steps in {seconds}")
         if config.log.report:
             feature("report").write_own_page(self.files.folder, console)
-        console.say(f"metrics and rollouts are in {escape(str(self.files.folder))}")
+        if config.log.rollouts:
+            console.say(f"metrics and rollouts are in {escape(str(self.files.folder))}")
         return summary
+
+    def complete(self) -> dict[str, Any] | None:
+        """Run the steps that are left; return the summary, or None if a signal ended the run.
+
+        The state is saved in any case. Raises as `train` does.
+        """
+        config, signals = self.components.config, self.signals
+        try:
+            self.begin()
+            if self.progress.unwritten is not None:
+                self.complete_row(self.progress.unwritten)
+            while self.state.step < config.total_steps:
+                self.step()
+            signals.at_safe_place()
+            return self.finish()
+        except Interrupted:
+            signals()  # each process learns which signal another one received
+            signals.at_safe_place()
+            self.keep()
+            self.components.progress.say(
+                f"stopped by {signals.received} after step {self.state.step}; saved in "
+                f"{escape(config.run_dir)}. The same command resumes from there"
+            )
+            return None
+        except (Starved, ConfigError):  # or a user function that failed
+            signals.at_safe_place()
+            self.keep()
+            raise
 
 
 def due(step: int, every: int) -> bool:
@@ -328,11 +360,13 @@ def open_run(
     signals: Signals,
     stack: contextlib.ExitStack,
     callbacks: Callbacks | None = None,
+    build: Callable[..., Components] = build,
 ) -> Run:
     """Open the run of `config.run_dir`, from its newest checkpoint or from the beginning.
 
-    `stack` closes workers, checkpoints, sinks and the lock on the folder. Raises `ConfigError` if
-    the folder holds another run, or settings and model don't fit together.
+    `stack` closes workers, checkpoints, sinks and the lock on the folder; `build` makes the
+    components. Raises `OtherRun` if the folder holds another run, and `ConfigError` if settings and
+    model don't fit together.
     """
     folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
     components = build(config, should_abort=signals.received_locally)
@@ -452,27 +486,6 @@ def train(
         user = Callbacks(signals, callbacks, on_step)
         if (summary := finished(config)) is not None:
             return summary
-        run = open_run(config, signals, stack, user)
-        try:
-            run.begin()
-            if run.progress.unwritten is not None:
-                run.complete_row(run.progress.unwritten)
-            while run.state.step < config.total_steps:
-                run.step()
-            signals.at_safe_place()
-            summary = run.finish()
-        except Interrupted:
-            signals()  # each process learns which signal another one received
-            signals.at_safe_place()
-            run.keep()
-            run.components.progress.say(
-                f"stopped by {signals.received} after step {run.state.step}; saved in "
-                f"{escape(config.run_dir)}. The same command resumes from there"
-            )
-            summary = None
-        except (Starved, ConfigError):  # or a user function that failed
-            signals.at_safe_place()
-            run.keep()
-            raise
+        summary = open_run(config, signals, stack, user).complete()
         user.raise_error()
         return summary

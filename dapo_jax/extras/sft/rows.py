@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
+from dapo_jax.data import arithmetic
 from dapo_jax.data.files import (
     MAX_MESSAGES,
     MalformedRow,
@@ -39,7 +40,7 @@ from dapo_jax.extras import words as word_problems
 from dapo_jax.extras.sft.settings import WORD_PROBLEMS, OwnData
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.types.errors import ConfigError, naming, require
-from dapo_jax.types.structs import Problem
+from dapo_jax.types.structs import Completion, Group, Problem, Prompt, Turn
 
 Messages = list[dict[str, Any]]
 Forms = tuple[tuple[str, ...], ...]
@@ -75,6 +76,31 @@ class Example(NamedTuple):
 
     text: str  # the first prompt, as the policy sees it
     turns: tuple[Turns, ...]  # of a pair: the chosen and the rejected answer
+    is_pair: bool = False
+    logprobs: tuple[np.ndarray, ...] = ()  # of the reference, for each answer of a pair
+
+    def groups(self, index: int) -> list[Group]:
+        """Return the groups that are trained on, at a position in the order.
+
+        A pair is one group; of an example each prompt has one, of a single response.
+        """
+        completions = []
+        for turns, logprobs in itertools.zip_longest(self.turns, self.logprobs):
+            parts = [
+                (bool(is_trained), len([*run]))
+                for is_trained, run in itertools.groupby(turns.trained)
+            ]
+            observed = () if turns.trained.all() else tuple(Turn(*part, "") for part in parts)
+            logprobs = np.zeros(len(turns.response), np.float32) if logprobs is None else logprobs
+            completions.append(Completion(turns.response, logprobs, False, 0, "", turns=observed))
+        size = len(completions) if self.is_pair else 1
+        groups = []
+        for i in range(0, len(completions), size):
+            prompt = Prompt(index, str(index), self.text, self.turns[i].prompt, "", "own")
+            correct = np.arange(size) == 0  # the chosen answer
+            given = tuple(completions[i : i + size])
+            groups.append(Group(prompt, given, (), {}, np.zeros(size), np.zeros(size), correct))
+        return groups
 
     @property
     def length(self) -> int:
@@ -142,10 +168,12 @@ class Writer:
             example = self._conversation(messages, len(messages) - len(answers))
         else:
             example = self._pair(fields)
-        responses = [turns.response for turns in example.turns]
-        if self._forms is PAIRS and np.array_equal(responses[0], responses[1]):
+        if self._forms is EXAMPLES:
+            return example
+        chosen, rejected = example.turns
+        if np.array_equal(chosen.response, rejected.response):
             raise MalformedRow("chosen and rejected are the same")
-        return example
+        return example._replace(is_pair=True)
 
     def _render(self, messages: Messages, open_answer: bool) -> str:
         if self._tokenizer.chat is None:
@@ -277,6 +305,14 @@ class Examples(NamedTuple):
     notes: str  # line about the examples
     warnings: list[str]  # about rows that were left out or cut
 
+    def with_logprobs(self, *scored: list[np.ndarray]) -> "Examples":
+        """Return the pairs with the log-probs of their responses, training pairs first."""
+        parts = [
+            [pair._replace(logprobs=tuple(own[2 * i : 2 * i + 2])) for i, pair in enumerate(pairs)]
+            for pairs, own in zip(self[:2], scored, strict=True)
+        ]
+        return self._replace(training=parts[0], heldout=parts[1])
+
     def digest(self) -> str:
         """Return a digest of all examples, with their counts."""
         digest = hashlib.sha256()
@@ -294,7 +330,7 @@ def _shorten(example: Example, row_tokens: int, is_pair: bool) -> Example | None
             kept += (Turns(prompt, response[:size], trained[:size]),)
     if is_pair and (len(kept) < 2 or np.array_equal(kept[0].response, kept[1].response)):
         return None
-    return Example(example.text, kept) if kept else None
+    return example._replace(turns=kept) if kept else None
 
 
 def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example], list[Example]]:
@@ -370,6 +406,30 @@ def read_examples(
         f"{malformed}, {trained:,} tokens to learn. Held out: {len(heldout):,}"
     )
     return Examples(training, heldout, notes, warnings)
+
+
+def generated_example(settings: Any, tokenizer: Tokenizer, index: int) -> Example:
+    """Return the worked example of a position; it depends on (seed, index) alone.
+
+    Every second turn is observed, the others end in an end token and are trained. An example that
+    exceeds the budget is cut, so it has no end token.
+    """
+    if settings.data.source == "multi_digit_sums":
+        text, worked = arithmetic.make_worked_sum(settings.seed, index, settings.examples)
+    else:
+        text, answer = arithmetic.make_worked_example(settings.seed, index, settings.examples)
+        worked = [answer]
+    tokens: list[int] = []
+    trained: list[bool] = []
+    for number, turn in enumerate(worked):
+        is_trained = number % 2 == 0
+        ids = [*tokenizer.encode(turn), *tokenizer.end_ids[:1] * is_trained]
+        tokens += ids
+        trained += [is_trained] * len(ids)
+    budget = settings.max_response_tokens
+    prompt = np.asarray(tokenizer.encode_prompt(text), np.int32)
+    response = np.asarray(tokens[:budget], np.int32)
+    return Example(text, (Turns(prompt, response, np.asarray(trained[:budget])),))
 
 
 def endless_order(count: int, seed: int) -> Callable[[int], int]:
