@@ -20,7 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.reporting.scores import GIVEN_SCORES, SCORES, Estimate, Report, Response
+from dapo_jax.reporting.scores import HELDOUT, Estimate, Report, Response
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
@@ -104,28 +104,13 @@ def _describe_kept(values: dict[str, float], reward_leads: bool) -> str:
 
 def _heldout_lines(values: dict[str, float], reward_leads: bool) -> Iterator[str]:
     """Yield a line per held-out score, the one that leads in bold."""
-    names = ("reward",) if reward_leads else SCORES
+    names = HELDOUT[reward_leads:2]
     for name in names:
         if (value := values.get(f"heldout_{name}")) is not None:
             low, high = (values.get(f"heldout_{name}_{end}") for end in ("low", "high"))
             bounds = "" if low is None else f"  (95 %: {low:.3f} to {high:.3f})"
             text = f"held-out {name} {value:.3f}"
             yield f"  {f'[bold]{text}[/]' if name == names[0] else text}{bounds}"
-
-
-def _given_lines(
-    name: str, step: int, total: int, values: dict[str, float], eta: float | None
-) -> list[str]:
-    """Return the lines of a step on given groups, for about `GIVEN_STEPS` steps of a run."""
-    if step % max(1, total // GIVEN_STEPS) and step < total:
-        return []
-    labels = {name: name.replace("_", " ") for name in GIVEN_SCORES}
-    labels |= {f"heldout_{name}": f"held-out {label}" for name, label in labels.items()}
-    shown = [f"{label} {values[key]:.3f}" for key, label in labels.items() if key in values]
-    if "preference_loss" not in values:
-        shown.insert(0, f"nll {values['policy_nll']:.3f}")
-    end = [f"{values['seconds_step']:.2g} s", *([] if eta is None else [f"ETA {duration(eta)}"])]
-    return [fit([name, *shown, *end])]
 
 
 def step_lines(
@@ -142,8 +127,17 @@ def step_lines(
         reward_leads: True if no response counts as correct.
     """
     name = f"step {step:>{len(str(total))}}/{total}"
-    if "reward" not in values:
-        return _given_lines(name, step, total, values, eta)
+    if "reward" not in values:  # given groups
+        if step % max(1, total // GIVEN_STEPS) and step < total:
+            return []
+        shown = [
+            f"{key.removeprefix('policy_').replace('heldout', 'held-out')} {value:.3f}"
+            for key, value in values.items()
+            if key.startswith(("policy_nll", "preference_", "heldout_"))
+        ]
+        shown.append(f"{values['seconds_step']:.2g} s")
+        shown += [] if eta is None else [f"ETA {duration(eta)}"]
+        return [fit([name, *(part.replace("_", " ") for part in shown)])]
     first = [name, f"reward {values['reward']:+.2f}"]
     first += [] if reward_leads else [f"accuracy {values['accuracy']:.2f}"]
     second = [

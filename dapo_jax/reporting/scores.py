@@ -25,8 +25,8 @@ TAIL = 50 * (1 - 0.95)  # percent on either side of an interval
 PERCENTILES = (TAIL, 100 - TAIL)
 NORMAL_QUANTILE = 1.959964  # of the upper percentile
 RIGHT = 0  # class of correct answers
-SCORES = ("accuracy", "reward")  # held-out scores; the first leads
-GIVEN_SCORES = ("nll", "preference_loss", "preference_accuracy")  # of held-out examples and pairs
+# Held-out scores: of sampled responses, the first leads; of given examples and pairs.
+HELDOUT = ("accuracy", "reward", "nll", "preference_loss", "preference_accuracy")
 POLICY, ENVIRONMENT = "policy", "environment"  # speakers of turns
 REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
 

@@ -42,7 +42,7 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.rollout.source import RolloutSource
+from dapo_jax.rollout.source import GroupSource, RolloutSource
 from dapo_jax.run.notices import check_lengths
 from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.kept_programs import keep
@@ -277,12 +277,15 @@ class Components:
     # Metrics of the policy's parameters on held-out examples; None: responses are sampled.
     measure: Callable[[list, Any], dict[str, float]] | None = None
 
-    def trainer(self, **options: Any) -> Trainer:
-        """Return the trainer of a run; `options` are other fields of `RolloutSource`."""
+    def source(self, **options: Any) -> GroupSource:
+        """Return the source of the groups; `options` are other fields of `RolloutSource`."""
         copy = self.learners.policy.copy if self.config.rollout.staleness else None
-        source = RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
+        return RolloutSource(self.config, self.prompts, self.sampler, self.judge, copy, **options)
+
+    def trainer(self, **options: Any) -> Trainer:
+        """Return the trainer of a run; `options` are those of `source`."""
         rows = row_choice(self.config, self.decoder, shards(self.learners.policy.mesh, "batch"))
-        return Trainer(source, self.learners, rows, self.token_weights)
+        return Trainer(self.source(**options), self.learners, rows, self.token_weights)
 
     def first_params(self, model: str = POLICY) -> Any:
         """Return the parameters of a trained model before the first step, on the mesh.

@@ -10,8 +10,7 @@ from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.sources import Source
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import (
-    GIVEN_SCORES,
-    SCORES,
+    HELDOUT,
     Response,
     reads_answers,
     reward_leads,
@@ -106,13 +105,12 @@ def describe_scores(scores: dict[str, Any], reward_leads: bool) -> str:
         reward_leads: True if no response counts as correct, so that accuracy is left out.
     """
     texts = []
-    for name in (*(("reward",) if reward_leads else SCORES), *GIVEN_SCORES):
+    for name in HELDOUT[reward_leads:]:
         keys = [f"heldout_{name}{when}" for when in ("", "_before", "_after")]
         values = [scores[key] for key in keys if key in scores]
         if values and None not in values:
-            texts.append(
-                f"{name.replace('_', ' ')} {' -> '.join(f'{value:.3f}' for value in values)}"
-            )
+            change = " -> ".join(f"{value:.3f}" for value in values)
+            texts.append(f"{name.replace('_', ' ')} {change}")
     return f"held-out {', '.join(texts)}" if texts else ""
 
 

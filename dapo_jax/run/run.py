@@ -18,7 +18,7 @@ from dapo_jax.learner.packing import RowShape
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
 from dapo_jax.reporting.console import Progress, fit
-from dapo_jax.reporting.scores import GIVEN_SCORES, SCORES, Response
+from dapo_jax.reporting.scores import HELDOUT, Response
 from dapo_jax.reporting.sinks import Callbacks, RunFiles, read_summary
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.group_format import (
@@ -222,8 +222,8 @@ class Run:
         first = rows[0] if rows and rows[0].get("step") == 0 else {}
         last = rows[-1] if rows else {}
         scores = {}
-        given = [name for name in GIVEN_SCORES if f"heldout_{name}" in last]
-        for name in given or SCORES[:: -1 if console.reward_leads else 1]:
+        given = [name for name in HELDOUT[2:] if f"heldout_{name}" in last]
+        for name in given or sorted(HELDOUT[:2], reverse=console.reward_leads):
             scores[f"heldout_{name}_before"] = first.get(f"heldout_{name}")
             scores[f"heldout_{name}_after"] = last.get(f"heldout_{name}")
         summary = {

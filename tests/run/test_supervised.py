@@ -11,26 +11,28 @@ import numpy as np
 import pytest
 from conftest import TINY
 from learners import assert_close, logprobs_alone
-from output_folders import KINDS, snapshot
+from output_folders import snapshot
 from row_files import write_lines
 from safetensors.numpy import load_file
 from several import COMMAND, Several, assert_rounded_alike
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
-from dapo_jax import algorithms
-from dapo_jax.config.experiment import Compute, Lora, Optimizer, Packing
+from dapo_jax import step
+from dapo_jax.config.experiment import Compute, Config, Lora, Optimizer, Packing
 from dapo_jax.config.validation import validate
 from dapo_jax.extras.sft import training as supervised
 from dapo_jax.extras.sft.rows import Example, Turns
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
-from dapo_jax.extras.sft.training import imitation_batch, train_supervised
+from dapo_jax.extras.sft.training import as_run, train_supervised
+from dapo_jax.learner import learners
 from dapo_jax.learner.advantages import estimate
-from dapo_jax.learner.packing import pack
+from dapo_jax.learner.learners import LearnerPrograms, LearnerStates
+from dapo_jax.learner.minibatches import make_minibatches, make_train_batches, row_choice
 from dapo_jax.learner.policy import PolicySettings, policy_learner
+from dapo_jax.learner.score_pass import make_feedback, score_pass
 from dapo_jax.run.export import SavedPolicy
-from dapo_jax.runtime import processes, registry
-from dapo_jax.runtime.sharding import to_host
-from dapo_jax.runtime.storage.output_folder import replace
+from dapo_jax.runtime import registry
+from dapo_jax.runtime.storage.output_folder import TRAINED, replace
 from dapo_jax.types.errors import ConfigError
 
 ROW_TOKENS = 20
@@ -55,7 +57,9 @@ def make_pairs() -> list[Example]:
     pairs = []
     for size, chosen, rejected in ((3, 5, 2), (1, 1, 9), (6, 7, 7)):
         prompt = draw(size)
-        pairs.append(Example("", tuple(Turns.of(prompt, draw(n)) for n in (chosen, rejected))))
+        pairs.append(
+            Example("", tuple(Turns.of(prompt, draw(n)) for n in (chosen, rejected)), True)
+        )
     return pairs
 
 
@@ -67,30 +71,37 @@ def alone(params, turns: Turns):
     return logprobs_alone(params, row, length)[len(turns.prompt) : length]
 
 
-def open_learner(algorithm, mesh):
-    return policy_learner(PolicySettings(algorithm, Compute()), Optimizer(), TINY, mesh)
+def gradient_of(config: Config, params, examples: list[Example], mesh):
+    """The gradient of a step on the examples, by the functions of `train_step`."""
+    learner = policy_learner(PolicySettings(config.algorithm, Compute()), Optimizer(), TINY, mesh)
+    states = LearnerStates(learner.start(jax.device_put(params, learner.shardings.params)))
+    groups = [group for i, example in enumerate(examples) for group in example.groups(i)]
+    minibatches = make_minibatches(config, groups, row_choice(config, TINY, 1))
+    scored = score_pass(config, LearnerPrograms(learner), states, minibatches)
+    estimates = estimate(config.algorithm, make_feedback(config, minibatches, scored, groups))
+    (batch,) = make_train_batches(config, minibatches, scored, estimates)
+    used = minibatches.microbatches[0]
+    return learner.loss_and_gradient(states.policy.params, batch, used)[1]
+
+
+COMMON: dict = {"packing": Packing(ROW_TOKENS, 2), "total_steps": 1}
 
 
 def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params, one_device):
     examples = make_examples()
     turns = [one for example in examples for one in example.turns]
-    segments = supervised.own_segments(examples)
-    batch, used = imitation_batch(segments, Packing(ROW_TOKENS, 2))
 
     def loss(params):
         total = sum((alone(params, one) * one.trained).sum() for one in turns)
         return -total / sum(one.trained.sum() for one in turns)
 
-    learner = open_learner(algorithms.sft(), one_device)
-    gradient = learner.loss_and_gradient(
-        jax.device_put(tiny_params, learner.shardings.params), batch, used
-    )[1]
+    config = as_run(SftConfig(examples_per_step=len(examples), **COMMON), 1)
+    gradient = gradient_of(config, tiny_params, examples, one_device)
     assert_close(gradient, jax.grad(loss)(tiny_params), 1e-5)
 
 
 def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     pairs, beta = make_pairs(), 0.7
-    algorithm = supervised.algorithm_of(DpoConfig(beta=beta))
     other = jax.tree.map(
         lambda leaf: leaf + 0.05 * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape), tiny_params
     )
@@ -99,21 +110,13 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
         def gain(turns):
             return alone(params, turns).sum() - alone(other, turns).sum()
 
-        margins = jnp.stack([gain(chosen) - gain(rejected) for _, (chosen, rejected) in pairs])
+        margins = jnp.stack([gain(chosen) - gain(rejected) for _, (chosen, rejected), *_ in pairs])
         return -jax.nn.log_sigmoid(beta * margins).mean()
 
-    learner = open_learner(algorithm, one_device)
-    placed = jax.device_put(tiny_params, learner.shardings.params)
-    segments = supervised.pair_segments(pairs)
-    rollouts, used = pack(segments, ROW_TOKENS, 2)
-    policy = to_host(learner.score(placed, rollouts, used).values)
-    reference = [np.asarray(alone(other, one)) for _, pair in pairs for one in pair]
-    feedback = supervised.pair_feedback(rollouts, policy, reference)
-    batch = supervised.supervised_batch(
-        algorithm, segments, rollouts, estimate(algorithm, feedback)
-    )
+    scored = [p._replace(logprobs=[np.asarray(alone(other, t)) for t in p.turns]) for p in pairs]
+    config = as_run(DpoConfig(pairs_per_step=len(pairs), beta=beta, **COMMON), 1)
     expected = jax.grad(loss)(tiny_params)
-    assert_close(learner.loss_and_gradient(placed, batch, used)[1], expected, 1e-5)
+    assert_close(gradient_of(config, tiny_params, scored, one_device), expected, 1e-5)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
 
 
@@ -134,14 +137,12 @@ def test_a_policy_learns_its_users_examples_and_goes_on_from_there(tiny_folder, 
     assert read_metrics(config.out)[0]["heldout_nll"] == pytest.approx(rows[-1]["heldout_nll"])
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
-    command, tiny_folder, alone, tmp_path, monkeypatch, capfd
+    tiny_folder, alone, tmp_path, monkeypatch, capfd
 ):
-    with replace("out", str(tmp_path / "out"), KINDS[command]) as folder:
+    with replace("out", str(tmp_path / "out"), TRAINED) as folder:
         (folder / "config.json").write_text("the earlier one")
-    rows = example_rows() if command == "sft" else pair_rows()
-    source = write_lines(tmp_path / "own.jsonl", rows)
+    source = write_lines(tmp_path / "own.jsonl", example_rows())
     before, open_start = snapshot(tmp_path / "out"), supervised.open_start
 
     def interrupted(*args):
@@ -150,14 +151,14 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
 
     monkeypatch.setattr(supervised, "open_start", interrupted)
     line = [f"--config.out={tmp_path}/out", f"--config.data.source={source}"]
-    monkeypatch.setattr(sys, "argv", [command, *line, f"--config.start={tiny_folder}"])
-    assert registry.find("commands", command)() == 130
-    error = capfd.readouterr().err
-    assert "SIGINT: stopping at the next safe point" in error
-    assert "stopped by SIGINT: " in error and "No step is kept" in error
-    assert len(error.splitlines()) == 2
+    monkeypatch.setattr(sys, "argv", ["sft", *line, f"--config.start={tiny_folder}"])
+    assert registry.find("commands", "sft")() == 130
+    told = capfd.readouterr()
+    assert "SIGINT: stopping at the next safe point" in told.err
+    assert f"stopped by SIGINT: {tmp_path}/out is as it was" in told.err
+    assert len(told.err.splitlines()) == 2
+    assert "stopped by SIGINT after step 0; saved in" in told.out
     assert snapshot(tmp_path / "out") == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "own.jsonl"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -241,51 +242,44 @@ class Killed(BaseException):
     """Ends a run as a kill would: nothing is saved any more."""
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["sft", *(pytest.param(c, marks=pytest.mark.slow) for c in ("dpo", "dpo of adapters"))],
-)
-@pytest.mark.parametrize("end", ["kill", pytest.param("signal", marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_bit_for_bit(
-    end, command, tiny_folder, alone, tmp_path, monkeypatch, capfd
+@pytest.mark.parametrize("command", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_a_killed_run_resumes_bit_for_bit_and_one_of_other_settings_starts_from_scratch(
+    command, tiny_folder, alone, tmp_path, monkeypatch, capfd
 ):
     kind, rows = (SftConfig, example_rows()) if command == "sft" else (DpoConfig, pair_rows())
     size: dict = {"examples_per_step": 14} if command == "sft" else {"pairs_per_step": 14}
-    size["lora"] = Lora(rank=3 * ("adapters" in command))
+    size["lora"] = Lora(rank=3 * (command == "dpo"))
 
-    def config_in(folder):
+    def config_in(folder, **changes):
         folder.mkdir(exist_ok=True)
-        return kind(**settings(folder, rows, tiny_folder, save_every_steps=3, **size))
+        changes = {"total_steps": 6, "save_every_steps": 3} | size | changes
+        return kind(**settings(folder, rows, tiny_folder, **changes))
 
-    whole = config_in(tmp_path / "whole")
-    train_supervised(whole)
-    stopped, rate = config_in(tmp_path / "stopped"), supervised.learning_rate
-    halfway = tmp_path / "stopped/out.halfway"
+    whole, stopped = (config_in(tmp_path / side) for side in SIDES)
+    halfway, rates = tmp_path / "stopped/out.halfway", learners.learning_rates
 
-    def learning_rate(settings, step, total):
-        if step == 4 and end == "kill":
+    def learning_rates(config, step):
+        if step == 4:
             raise Killed
-        if step == 4 and end == "signal":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return rate(settings, step, total)
+        return rates(config, step)
 
-    monkeypatch.setattr(supervised, "learning_rate", learning_rate)
-    if end == "kill":
-        with pytest.raises(Killed):
-            train_supervised(stopped)
-    else:
-        with processes.as_command():  # in a program the signal would act after the save
-            assert train_supervised(stopped) is None
-        assert "stopped by SIGTERM" in (error := capfd.readouterr().err)
-        assert "Saved after step 3: the same command resumes" in error
-    assert halfway.is_dir() and not (tmp_path / "stopped/out").exists()
+    for seed in (1, 0):  # the second run is another one
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(step, "learning_rates", learning_rates)
+            train_supervised(config_in(tmp_path / "stopped", seed=seed))
+        assert (tmp_path / "stopped/out").exists() is False and halfway.is_dir()
+    assert "has other settings or data: training starts from scratch" in capfd.readouterr().out
     parts = {path.split("/")[-1] for path in SavedPolicy(halfway).shapes()}
-    assert parts == {"lora_a", "lora_b"} or "adapters" not in command
-    monkeypatch.setattr(supervised, "learning_rate", rate)
+    assert parts == {"lora_a", "lora_b"} or command == "sft"
+    train_supervised(whole)
     train_supervised(stopped)
-    assert not halfway.exists()
-    ours, theirs = (read_metrics(tmp_path / side / "out") for side in SIDES)
-    assert [row | {"time": 0} for row in ours] == [row | {"time": 0} for row in theirs]
+    assert "after step 3" in capfd.readouterr().out and not halfway.exists()
+    left, right = (read_metrics(tmp_path / side / "out") for side in SIDES)
+    seconds = [name for name in left[-1] if "second" in name or name == "time"]
+    for row in (*left, *right):
+        for name in seconds:
+            row.pop(name, None)
+    assert left == right
     names = ("model.safetensors", "config.json", "metrics.jsonl")
     assert all((tmp_path / "stopped/out" / name).exists() for name in names)
     weights = [(tmp_path / side / "out/model.safetensors").read_bytes() for side in SIDES]

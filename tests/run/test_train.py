@@ -126,12 +126,12 @@ def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_
     assert evaluate(make_config(base, run_dir), from_folder=True) == before
 
 
-def make_group(config, truncated, length=4):
+def make_groups(config, truncated, length=4):
     done = tuple(
         make_completion([5] * (length + i if length else 0), truncated=truncated) for i in range(8)
     )
     verdicts = tuple(Verdict(i % 2 == 0, "1") for i in range(8))
-    return reward_group(config, make_prompt(0, [3, 4]), done, verdicts)
+    return [reward_group(config, make_prompt(i, [3, 4]), done, verdicts) for i in range(8)]
 
 
 def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
@@ -141,13 +141,13 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     parts = build(config)
     run = start(parts)
     before = jax.device_get(run.learners.policy)
-    cut, whole = [make_group(config, True)] * 8, [make_group(config, False)] * 8
+    cut, whole = make_groups(config, True), make_groups(config, False)
     run, values = learn(parts, run, cut)
     assert values["empty_updates"] == 2 and "loss" not in values
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.learners.policy), before)
     run, values = learn(parts, run, whole)
     assert values["empty_updates"] == 0 and int(run.learners.policy.update_count) == 2
-    empty = [make_group(config, True, length=0)] * 8
+    empty = make_groups(config, True, length=0)
     assert not any(group.correct.any() for group in empty)
     _, values = learn(parts, run, empty)
     assert values["empty_updates"] == 2 and all(np.isfinite(list(values.values())))

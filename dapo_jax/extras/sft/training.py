@@ -46,7 +46,7 @@ from dapo_jax.extras.sft.rows import (
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.learner.learners import POLICY
 from dapo_jax.learner.metrics import preference_metrics
-from dapo_jax.learner.minibatches import row_choice, split_groups
+from dapo_jax.learner.minibatches import split_groups
 from dapo_jax.learner.packing import pack, take_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface
@@ -70,11 +70,10 @@ from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.run.identity import OtherRun, check_processes
 from dapo_jax.run.run import open_run
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.sharding import flatten, shards, to_host, unbox
+from dapo_jax.runtime.sharding import flatten, to_host, unbox
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, replace
-from dapo_jax.step import Trainer
 from dapo_jax.types.contracts import do_nothing
 from dapo_jax.types.errors import require
 from dapo_jax.types.structs import CollectedGroups, Interrupted
@@ -129,9 +128,9 @@ def open_start(settings: SftConfig | DpoConfig) -> Start:
 
 def size_of_step(settings: SftConfig | DpoConfig) -> tuple[str, int]:
     """Return the setting with the examples or pairs of a step, and its value."""
-    is_pairs = isinstance(settings, DpoConfig)
-    name = "pairs_per_step" if is_pairs else "examples_per_step"
-    return name, getattr(settings, name)
+    if isinstance(settings, DpoConfig):
+        return "pairs_per_step", settings.pairs_per_step
+    return "examples_per_step", settings.examples_per_step
 
 
 def open_examples(settings: SftConfig | DpoConfig, tokenizer: Tokenizer) -> Examples:
@@ -236,10 +235,8 @@ class GivenComponents(Components):
     token_weights: Any = None
     decoding_copy: Callable[[], Any] = do_nothing
 
-    def trainer(self, **options: Any) -> Trainer:
-        given = GivenSource(self.config, self.prompts.example_at, options["interrupted"])
-        rows = row_choice(self.config, self.decoder, shards(self.learners.policy.mesh, "batch"))
-        return Trainer(given, self.learners, rows)
+    def source(self, **options: Any) -> GivenSource:
+        return GivenSource(self.config, self.prompts.example_at, options["interrupted"])
 
     def first_params(self, model: str = POLICY) -> Any:
         return self.load()
