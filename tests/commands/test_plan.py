@@ -37,7 +37,16 @@ from dapo_jax.types.errors import ConfigError
 PARAMETERS = dict(read_table(__file__, "parameters in billions"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+FAMILIES = {config_values(name)["model_type"]: name for name in reversed(NAMES)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in FAMILIES.values()))
+        for name in NAMES
+    ],
+)
 def test_published_shapes_have_the_published_number_of_parameters(name):
     shapes = jax.tree.leaves(unbox(abstract_params(read_shape(name))))
     count = sum(np.prod(leaf.shape, dtype=float) for leaf in shapes)

@@ -130,7 +130,10 @@ def relative(actual, expected) -> float:
 
 @pytest.mark.parametrize(
     "loss",
-    [pytest.param(loss, marks=[pytest.mark.slow] * (loss in ("cispo", "dro"))) for loss in OPTIONS],
+    [
+        pytest.param(loss, marks=[pytest.mark.slow] * (loss in ("cispo", "dro", "gspo", "ppo")))
+        for loss in OPTIONS
+    ],
 )
 def test_gradients_are_those_of_a_loop(loss, learner, tiny_params):
     columns = 3 if loss == "cross_entropy" else 1

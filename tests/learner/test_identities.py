@@ -133,7 +133,12 @@ def test_on_policy_the_policy_term_has_gradient_minus_weights_times_advantages(n
 # --- packing, microbatches, devices ----------------------------------------------------------
 
 # Terms only add up: what breaks one of them shows in the sum.
-SLOW = ("product", "pairs", "geometric mean, region, corrections of responses, KL to the sampler")
+SLOW = (
+    "sequence ratio",
+    "product",
+    "pairs",
+    "geometric mean, region, corrections of responses, KL to the sampler",
+)
 DIFFERENT = {
     "sequence ratio": algorithms.gspo(),
     "positive NLL, KL in the loss, entropy, importance": dataclasses.replace(

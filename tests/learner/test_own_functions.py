@@ -74,7 +74,7 @@ def test_a_run_with_own_copies_of_all_equals_the_run_without(base, tmp_path, alo
     assert len(names) == len(OWN_FUNCTIONS) and all(n.startswith("in_process:") for n in names)
     rows = []
     for name, algorithm in {"plain": plain, "own": own}.items():
-        config = make_quick_config(base, tmp_path / name, algorithm=algorithm)
+        config = make_quick_config(base, tmp_path / name, updates=1, algorithm=algorithm)
         assert train(config) is not None
         rows.append(read_rows(tmp_path / name))
     assert rows[0] == rows[1]

@@ -106,7 +106,7 @@ CONFIGS = {
 }
 
 
-SLOW = CONFIGS.keys() - {"plain"}  # those of the test on devices attend block by block
+SLOW = CONFIGS.keys() - {"window-blocked"}  # which masks and cuts most
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,8 @@ def test_ratios_of_whole_responses_do_not_mix_responses(name, one_device):
     assert_same(make_policy(one_device, TINY, algorithm), make_params(TINY), algorithm)
 
 
-@pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [1, 2])
 def test_rows_and_lengths_cut_over_devices(context, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 32)
     config = CONFIGS["window-blocked" if context == 2 else "blocked"]

@@ -143,6 +143,7 @@ def test_data_parallel_devices_synchronise_once_per_update():
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 
+@pytest.mark.slow
 def test_replicas_of_several_devices_synchronise_once_per_update():
     """The loop over microbatches has the collectives of a single replica, except for bins."""
     looped, all_reduces = [], []

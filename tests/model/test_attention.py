@@ -246,7 +246,7 @@ def test_no_array_of_a_blocked_program_is_as_large_as_length_squared(one_device)
     assert square in plain and square not in blocked
 
 
-@pytest.mark.parametrize("name", ["blocked", "splash"])
+@pytest.mark.parametrize("name", ["splash", pytest.param("blocked", marks=pytest.mark.slow)])
 def test_remat_attention_keeps_what_attention_needs(name, one_device):
     """Attention that is recomputed is named once more, and a recomputed product counts twice."""
     names, products = {}, {}
@@ -279,8 +279,9 @@ def test_attention_that_rows_or_devices_do_not_support_is_rejected():
 # --- cuDNN: a reference computes what JAX documents, since the kernel needs a GPU ----------------
 
 
-@pytest.mark.parametrize("sizes", [(8, 64), (5, 7), (5, 6)])  # some rows have 7 segments
-@pytest.mark.parametrize("tokens", [None, 40])
+@pytest.mark.parametrize(
+    ("tokens", "sizes"), [(None, (5, 7)), (40, (8, 64)), (40, (5, 6))]
+)  # some rows have 7 segments
 def test_packed_rows_by_cudnn_equal_plain_attention(
     tokens, sizes, monkeypatch, by_plain, cudnn_reference
 ):
@@ -313,8 +314,10 @@ FUSED = dataclasses.replace(TINY, attention="cudnn", dtype=jnp.bfloat16)
 
 @pytest.mark.parametrize(
     "config",
-    [FUSED, dataclasses.replace(FUSED, window=128, sliding=(True, False), remat="full")],
-    ids=["full", "windows"],
+    [
+        pytest.param(FUSED, id="full", marks=pytest.mark.slow),
+        dataclasses.replace(FUSED, window=128, sliding=(True, False), remat="full"),
+    ],
 )
 @pytest.mark.usefixtures("cudnn_found")
 def test_no_array_of_a_program_for_cuda_is_as_large_as_length_squared(config, one_device):

@@ -133,9 +133,7 @@ def test_gradients_on_eight_devices_with_cut_experts_equal_one_device(config, si
 # --- products of sorted rows ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sizes", [(3, 0, 40, 1), (0, 0, 0, 0), (0, 0, 0, 50), (50, 0, 0, 0), (13, 12, 13, 12)], ids=str
-)
+@pytest.mark.parametrize("sizes", [(3, 0, 40, 1), (0, 0, 0, 0), (0, 0, 0, 50)], ids=str)
 def test_blocks_give_the_products_and_gradients_of_ragged_dot(sizes):
     rng, inside = np.random.default_rng(0), sum(sizes)
     rows, matrices = rng.normal(size=(50, 6)).astype("f"), rng.normal(size=(4, 6, 5)).astype("f")
@@ -256,13 +254,8 @@ def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
     np.testing.assert_allclose(balance(even), 1, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"expert": 4, "tensor": 2, "fsdp": 1},
-        pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"expert": 4, "tensor": 2, "fsdp": 1}, {"fsdp": 4, "tensor": 2}])
 def test_replay_is_the_same_on_a_mesh(sizes):
     hidden, routes = record()
     recorded = [ROUTES, REPLACED, BALANCE]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import forked
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def path(tmp_path_factory):
 
 
 def run(path: str, *arguments) -> str:
-    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": forked.one_device()}
     done = subprocess.run(
         [sys.executable, "-m", "dapo_jax", *map(str, arguments)],
         env=environment,

@@ -32,9 +32,9 @@ def run_here(monkeypatch, capsys, alone):
 
 
 def test_attacks_on_the_verifier_are_refused():
-    output = run("verifier/attack_verifier.py", "--golds", 4, "--every", 15)
+    output = run("verifier/attack_verifier.py", "--golds", 4, "--every", 45)
     totals = json.loads(output.splitlines()[-1])
-    assert totals["attacks"] > 500 and totals["accepted"] == totals["killed"] == 0
+    assert totals["attacks"] > 150 and totals["accepted"] == totals["killed"] == 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
@@ -81,11 +82,11 @@ def test_text_of_models_and_files_is_never_obeyed(capsys):
 
 RUN = """
 import os, sys
-import conftest
+import jax
 from small_runs import make_short_config
 from dapo_jax.reporting import console as progress
 from dapo_jax.run.run import train
-os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
+jax.config.update("jax_compilation_cache_dir", sys.argv[2] + "_cache")
 progress.SLOW_SECONDS, progress.COMPILING_SECONDS = 0.0, 0.1
 train(make_short_config(*sys.argv[1:]))
 """
@@ -99,12 +100,8 @@ def piped(base, tmp_path_factory):
 
 
 def run_piped(base, folder) -> tuple[str, str]:
-    """Standard output and error of a run; its cache is below the folder."""
-    command = [sys.executable, "-c", RUN, str(base), str(folder / "run")]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
-    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    environment = os.environ | cache
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    """Standard output and error of a run; its cache is beside the folder."""
+    done = forked.run(RUN, base, folder / "run", XLA_FLAGS=forked.one_device())
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

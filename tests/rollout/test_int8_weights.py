@@ -85,7 +85,7 @@ def last_logits(loaded, config):
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith("llama")) for kind in KINDS],
+    [pytest.param(kind, marks=[pytest.mark.slow] * ("adapters" not in kind)) for kind in KINDS],
 )
 def test_int8_weights_are_close_and_give_the_logits_of_rounded_weights(kind, one_device):
     config, params = KINDS[kind], random_params(KINDS[kind])

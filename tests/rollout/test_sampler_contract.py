@@ -327,7 +327,13 @@ def test_host_work_runs_exactly_once_per_burst(begin):
 # --- training with another sampler ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh, dtype", [(Mesh(1, 1, 1), "bfloat16"), (Mesh(2, 2, 2), "float32")])
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [
+        (Mesh(1, 1, 1), "bfloat16"),
+        pytest.param(Mesh(2, 2, 2), "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_the_exact_sampler_has_the_log_probs_of_the_score_pass_to_the_bit(
     base, tmp_path, request, mesh, dtype
 ):

@@ -145,7 +145,8 @@ def test_fifty_samplers_draw_each_group_once(monkeypatch):
     assert all(other.submitted for other in scripted[1:])
 
 
-@pytest.mark.parametrize("passes", [0.7, pytest.param(0.95, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", [0.7, 0.95])
 def test_cut_connections_lose_no_group(passes):
     rng = random.Random(0)
     proxies = []

@@ -103,14 +103,18 @@ def files_of(folder) -> list[str]:
     return sorted(path.name for path in (folder / JOURNAL).rglob("*.groups"))
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("setting", "kills"),
+    [("staleness", 1), pytest.param("experts", 3, marks=pytest.mark.slow)],
+)
 def test_a_step_that_kept_groups_ends_with_the_same_bits(
-    kills, moe_folder, score_folder, tmp_path, monkeypatch
+    setting, kills, tiny_folder, moe_folder, score_folder, tmp_path, monkeypatch
 ):
     """Windows would have grown, and what waits and runs is another each time."""
     devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
-    make = functools.partial(make_kept, "experts", moe_folder, score_folder)
+    policy = moe_folder if setting == "experts" else tiny_folder
+    make = functools.partial(make_kept, setting, policy, score_folder)
     train(make(tmp_path / "whole"))
     add = RolloutJournal.add
 

@@ -312,14 +312,18 @@ def make_case(log_ratios, drifts, seed=0, rubbish=np.nan, per_token=False, certa
     return TrainBatch(scored, advantages, weights), scatter(p, rubbish), responses
 
 
+PROGRAMS = {}
+
+
 def gradient(algorithm, batch, logprobs):
     """Minus the gradient of the whole objective by the log-probs."""
 
-    def total(x):
+    def total(x, batch):
         return policy_objective(algorithm, batch, x, jnp.zeros_like(x))[0]
 
+    program = PROGRAMS.setdefault(repr(algorithm), jax.jit(jax.grad(total)))
     with jax.enable_x64(True):
-        return -np.asarray(jax.grad(total)(np.float64(logprobs)))
+        return -np.asarray(program(np.float64(logprobs), batch))
 
 
 def spread_coefficients(loop, batch, responses):
