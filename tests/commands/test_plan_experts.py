@@ -6,7 +6,7 @@ import re
 
 import pytest
 from command_lines import RL, load
-from hlo_arrays import collectives, instructions
+from hlo_arrays import instructions, looped_collectives
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan import chips
@@ -57,5 +57,11 @@ def test_no_array_has_an_element_for_each_pair_of_token_and_expert(name, texts):
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_a_decode_step_gathers_no_expert(texts):
     """Tokens go to their experts; 128 slots in all."""
-    moved = collectives(instructions(texts["decode"]), looped=True)
+    moved = looped_collectives(instructions(texts["decode"]))
     assert moved and not [line for line in moved if re.search(rf"\[{EXPERTS},|,{WIDTH}\]", line)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_no_array_of_an_update_is_as_large_as_a_row_squared(texts):
+    assert not [x for x in instructions(texts["update"]) if x.shape.count(ROW) > 1]

@@ -153,7 +153,7 @@ def test_replicas_of_several_devices_synchronise_once_per_update():
         text = learner.lower("update", batch).compile().as_text()
         made = hlo_arrays.instructions(text)
         large = [x for x in made if math.prod(x.shape) > len(EDGES) + 1 and x.group != 1]
-        looped.append(hlo_arrays.collectives(large, looped=True))
+        looped.append(hlo_arrays.looped_collectives(large))
         all_reduces.append(len(re.findall(r" all-reduce(?:-start)?\(", text)))
     assert looped[0] == looped[1] != []
     assert all_reduces[1] > all_reduces[0]

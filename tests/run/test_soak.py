@@ -1,37 +1,30 @@
-"""A server under rude clients for seconds, for hours by `soak_server.py`; and a long run."""
+"""A long run holds no more and more."""
 
-import os
-import sys
+import pathlib
+from typing import NamedTuple
 
 import pytest
-from served import make_serve_config, serving
 from small_runs import make_quick_config
-from soak_server import MAX_GROWTH, MODEL, Clients, Held, soak
 
 from dapo_jax.config.experiment import Checkpoint, Evaluation, Log, Rollout
 from dapo_jax.run.run import train
 
-
-@pytest.fixture
-def port(byte_folder, same_engine):
-    """That of a server whose threads change places at every chance."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        config = make_serve_config(byte_folder, served_name=MODEL)
-        with serving(config) as server:
-            yield server.http_port
-        assert server.error is None
-    finally:
-        sys.setswitchinterval(interval)
+MAX_GROWTH = 32 << 20  # bytes of memory
 
 
-@pytest.mark.slow
-def test_a_server_outlives_rude_clients_and_answers_the_others(port, capsys):
-    clients = Clients(port, seed=0)
-    soak(os.getpid(), clients, range(80), threads=2, every=40)
-    assert clients.said.count("rude") > 2 and len(set(clients.said)) == 5
-    assert "80 requests" in capsys.readouterr().out
+class Held(NamedTuple):
+    """Resources of this process: threads, open files, bytes of memory."""
+
+    threads: int
+    files: int
+    memory: int
+
+    @classmethod
+    def now(cls) -> "Held":
+        folder = pathlib.Path("/proc/self")
+        pages = int((folder / "statm").read_text().split()[1])
+        count = [sum(1 for _ in (folder / name).iterdir()) for name in ("task", "fd")]
+        return cls(*count, pages * 4096)
 
 
 @pytest.mark.slow
@@ -42,7 +35,7 @@ def test_two_thousand_steps_hold_no_more_than_four_hundred(base, tmp_path):
 
     def look(step, _):
         if step % 200 == 0:
-            held[step] = Held.by(os.getpid())
+            held[step] = Held.now()
             print(step, held[step])
 
     config = make_quick_config(
