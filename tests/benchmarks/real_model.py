@@ -1,11 +1,15 @@
 """Times a DAPO step of configs/smollm2.py beside TRL's, and compares the two gradients.
 
-    python tests/benchmarks/compare.py --workload smollm2 --trl V/bin/python
+    python tests/benchmarks/real_model.py --trl V/bin/python
+    python tests/benchmarks/real_model.py --trl V/bin/python --learn 12
 
 Both libraries start from the same folder and take the same prompts, samples per prompt, updates
 per rollout, response limit, learning rate and optimizer, in float32 and without dynamic sampling,
 which TRL does not have. A response ends where the policy ends it. The gradient is that of the
 first minibatch that dapo_jax sampled; TRL computes it from the same tokens and advantages.
+
+`--learn N` trains N steps instead, ours with dynamic sampling as in the config. It prints seconds
+of training, and the accuracy on held-out problems that `dapo-jax evaluate` finds of either policy.
 """
 
 import contextlib
@@ -27,6 +31,8 @@ import bench
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "smollm2.py"
 BATCH, GRADIENT = "batch.json", "gradient"
 PARTS = ["rollout", "update", "step"]
+EVERY = 4  # steps between evaluations of --learn
+EVALUATION = ("--config.evaluation.top_p=1",)
 WARM_UP = 2  # steps before the timed ones: dapo_jax compiles its update for two lengths of rows
 
 
@@ -101,10 +107,26 @@ class Ours:
 
     def write_rows(self, prompts: Any) -> None:
         """Write training prompts for TRL."""
-        steps = self.args.repeats + WARM_UP
+        steps = max(self.args.learn, self.args.repeats + WARM_UP)
         rows = [next(prompts) for _ in range(self.args.prompts * steps)]
         texts = [{"prompt": row.text, "answer": row.answer} for row in rows]
         (self.args.work / "rows.json").write_text(json.dumps(texts))
+
+    def learn(self) -> None:
+        """Train `--learn` steps; print seconds and held-out accuracy after each evaluation."""
+        from dapo_jax.run.build import build
+
+        with contextlib.closing(build(self.config)) as parts:
+            self.write_rows(parts.prompts)
+        run, steps = self.args.work / "ours", self.args.learn
+        flags = [f"--config.run_dir={run}", f"--config.model.folder={self.args.model}"]
+        flags += [f"--config.total_steps={steps}", f"--config.evaluation.every_steps={EVERY}"]
+        bench.command("train", f"--config={CONFIG}:words", *flags, *EVALUATION)
+        seconds = 0.0
+        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+            seconds += row.get("seconds_step", 0.0)
+            if "heldout_accuracy" in row:
+                print_line(step=row["step"], seconds=seconds, accuracy=row["heldout_accuracy"])
 
     def write_gradient(self, parts: Any, record: Any) -> None:
         from dapo_jax.learner.packing import take_tokens
@@ -218,6 +240,21 @@ class Trl:
         self.timed_steps(trainer, after_step)
         print_line(peak_gib=peak_gib())
 
+    def learn(self) -> None:
+        """Train `--learn` steps; print seconds, and the folder of the policy every few steps."""
+        trainer, seconds, last = self.make_trainer(self.args.learn), 0.0, time.perf_counter()
+
+        def after_step(step: int, _: float) -> None:
+            nonlocal seconds, last
+            seconds += time.perf_counter() - last
+            if step % EVERY == 0 or step == self.args.learn:
+                folder = str(self.args.work / f"trl_{step}")
+                trainer.save_model(folder)
+                print_line(step=step, seconds=seconds, folder=folder)
+            last = time.perf_counter()
+
+        self.timed_steps(trainer, after_step)
+
     def write_gradient(self, trainer: Any) -> None:
         import torch
         from safetensors.torch import save_file
@@ -288,6 +325,9 @@ def compare(args: Any) -> None:
             lines = {name: run_side(args, side, python) for name, (side, python) in sides.items()}
             print_line(**lines)
             rounds.append(lines)
+        if args.learn:
+            print_learning(rounds[0])
+            return
         print_seconds(rounds)
         if args.trl:
             difference, norm = gradient_difference(pathlib.Path(folder))
@@ -315,6 +355,21 @@ def median(lines: list[dict], part: str) -> float:
     return statistics.median(line[part] for line in lines if part in line)
 
 
+def accuracy(folder: str) -> float:
+    """Return the accuracy of a policy on the held-out problems of the config."""
+    flags = [f"--model={folder}", f"--config.run_dir={folder}_scores", *EVALUATION]
+    printed = bench.command("evaluate", f"--config={CONFIG}:words", *flags)
+    return json.loads(printed.splitlines()[-1])["heldout_accuracy"]
+
+
+def print_learning(lines: dict[str, list[dict]]) -> None:
+    bench.print_table(["library", "step", "seconds", "held-out accuracy"])
+    for side, rows in lines.items():
+        for row in rows:
+            score = row["accuracy"] if "accuracy" in row else accuracy(row["folder"])
+            bench.print_row([side, row["step"], f"{row['seconds']:.1f}", f"{score:.3f}"])
+
+
 def read_arguments() -> Any:
     return bench.read_arguments(
         __doc__,
@@ -324,6 +379,7 @@ def read_arguments() -> Any:
         work="",
         rounds=1,
         repeats=3,
+        learn=0,
         prompts=8,
         group=8,
         updates=2,
@@ -340,7 +396,7 @@ def main() -> None:
     args.work = pathlib.Path(args.work)
     with contextlib.redirect_stdout(sys.stderr):  # what a library prints looks like JSON
         side = {"ours": Ours, "trl": Trl}[args.side](args)
-        side.measure()
+        side.learn() if args.learn else side.measure()
 
 
 if __name__ == "__main__":

@@ -71,6 +71,14 @@ def test_a_real_models_step_is_timed(tmp_path):
     first, *table = output.splitlines()
     assert json.loads(first)["dapo_jax"][0]["tokens"] > 0
     assert [row.split("|")[1].strip() for row in table[2:5]] == ["rollout", "update", "step"]
+    learnt = run("benchmarks/real_model.py", "--model", tmp_path, *sizes, "--learn", 1)
+    assert "| dapo_jax | 1 |" in learnt
+
+
+@pytest.mark.slow
+def test_what_shared_prompts_save_is_counted():
+    *_, row = run("benchmarks/shared_prompts.py").splitlines()
+    assert row == "| two_strategies | 915 | 627 | 1,280 | 640 | 50% | 26% |"
 
 
 TINY = (
