@@ -89,20 +89,3 @@ def test_a_copy_cut_off_or_of_an_older_model_is_not_taken_for_the_model(store, b
     store.write("bucket", "models/base/model.safetensors", bytes(other))
     (changed,) = read(store, tmp_path / "cache", name)
     assert changed[3] != local[3]
-
-
-@pytest.mark.slow
-def test_an_error_names_the_folder_of_the_bucket(store, base, tmp_path):
-    upload(store, base, "half")
-    del store.objects["bucket"]["half/config.json"]
-    upload(store, base, "broken")
-    store.write("bucket", "broken/model.safetensors", b"version https://git-lfs")
-    names = [f"gs://{name}" for name in ("bucket/half", "bucket/none", "others/model")]
-    names.append("gs://bucket/broken")
-    errors = read(store, tmp_path / "cache", *names)
-    store.faults = fake_gcs.Faults(forbidden=("GET",))
-    errors += read(store, tmp_path / "other", names[-1])
-    for name, error in zip([*names, names[-1]], errors, strict=True):
-        assert error.startswith(f"config.model.folder = '{name}': "), error
-    assert "must hold a config.json; it holds" in errors[0] and "is empty" in errors[1]
-    assert not list((tmp_path / "cache/dapo_jax_models").rglob("*.unfinished"))

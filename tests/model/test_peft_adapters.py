@@ -1,14 +1,9 @@
-"""Adapter folders in PEFT's format: names, numbers, refusals, PEFT itself (slow), experts."""
+"""Adapter folders in PEFT's format: names, numbers, refusals, experts."""
 
 import dataclasses
-import importlib.util
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
-import families_fixtures as families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +19,7 @@ from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_hu
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.load_huggingface import load_params
 from dapo_jax.model.logprobs import Rows, hidden_states
-from dapo_jax.model.trainable import MATRICES, choose_trained, is_trained, join, merge
-from dapo_jax.run.build import load_frozen
+from dapo_jax.model.trainable import choose_trained, is_trained, merge
 from dapo_jax.run.export import policy_layers
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
@@ -35,7 +29,6 @@ LORA = Lora(rank=3, alpha=7.5, targets="key,out,down")
 DECODER = choose_trained(TINY, 0.0, LORA)
 ROOT = pathlib.Path(__file__).parents[1]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-MODELS = sorted(p.parent for p in ROOT.glob("fixtures/models/*/config.json"))
 
 
 def random_adapters(config: DecoderConfig) -> dict[str, np.ndarray]:
@@ -184,53 +177,6 @@ def test_wrong_settings_are_rejected_with_those_of_the_folder(lora, folder):
     flags = "--config.lora.rank=3 --config.lora.alpha=7.5 --config.lora.targets=down,key,out"
     with pytest.raises(ConfigError, match=flags):
         peft_adapters.read_adapters(str(folder), decoder)
-
-
-def run_peft(task: str, pairs: dict) -> None:
-    python = os.environ.get("PEFT_PYTHON", sys.executable)
-    if python == sys.executable and importlib.util.find_spec("peft") is None:
-        pytest.skip("needs peft: set PEFT_PYTHON")
-    line = [python, ROOT / "fixtures/peft_models.py", task, *(f"{b}={a}" for b, a in pairs.items())]
-    subprocess.run(line, check=True)
-
-
-def assert_logits_alike(base: pathlib.Path, adapters: pathlib.Path, lora: Lora, mesh) -> None:
-    """Ours and PEFT's, of an adapter folder on a base, whose own logits are others."""
-    config = choose_trained(load_huggingface.read_config(base), 0.0, lora)
-    trained = peft_adapters.load_adapters(str(adapters), config, mesh)
-    params = join(load_frozen(str(base), config, mesh), trained)
-    ours, used = families.packed_logits(base, mesh, config=config, params=params)
-    theirs = np.load(adapters / "logits.npy")
-    print(f"{base.name}: largest difference {np.abs(ours - theirs)[used].max():.1e}")
-    atol = 5e-5 if config.recurrent else 2e-5  # both are float32, and a state sums its rounding
-    np.testing.assert_allclose(ours[used], theirs[used], atol=atol, rtol=0)
-    with np.load(base / "expected.npz") as expected:
-        assert np.abs(theirs - expected["logits"])[used].max() > 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("targets", ["query,value", ",".join(MATRICES)])
-def test_logits_of_an_adapter_of_ours_are_those_of_peft(targets, tmp_path, one_device):
-    lora, pairs = Lora(rank=5, alpha=8.0, targets=targets), {}
-    for base in MODELS:
-        decoder = load_huggingface.read_config(base)
-        # PEFT 0.21 drops adapters of a shared expert: it takes their names for the fused experts'.
-        if (base.name == "gpt_oss" or decoder.shared_mlp) and "up" in targets:
-            continue
-        config = choose_trained(decoder, 0.0, lora)
-        pairs[base] = save(tmp_path / base.name, random_adapters(config), config)
-    run_peft("logits", pairs)
-    for base, adapters in pairs.items():
-        assert_logits_alike(base, adapters, lora, one_device)
-
-
-@pytest.mark.slow
-def test_an_adapter_that_peft_saved_is_read(tmp_path, one_device):
-    pairs = {base: tmp_path / base.name for base in MODELS}
-    run_peft("write", pairs)
-    for base, adapters in pairs.items():
-        settings = peft_adapters.read_settings(str(adapters), load_huggingface.read_config(base))
-        assert_logits_alike(base, adapters, Lora(**settings), one_device)
 
 
 # --- adapters of experts -------------------------------------------------------------------------

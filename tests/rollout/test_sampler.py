@@ -248,24 +248,6 @@ def tokens(one_device):
     return tokens_of(sample(open_sampler(one_device, MIXED), params_of(MIXED), SOME))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(
-            {"slots": 8, "burst": 7, "first_window_tokens": 2, "prefill_chunk_tokens": 3},
-            id="growing",
-        ),
-        pytest.param(
-            {"cache": "paged", "page_tokens": 4, "pages": 16, "prefill_prompts": 4}, id="few pages"
-        ),
-    ],
-)
-def test_tokens_do_not_depend_on_the_layout(settings, one_device, tokens):
-    sampler = open_sampler(one_device, MIXED, **settings)
-    assert tokens_of(sample(sampler, params_of(MIXED), SOME)) == tokens
-
-
 @pytest.mark.parametrize(
     "settings",
     [
