@@ -12,7 +12,6 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, head_kernel
 from dapo_jax.model.lm_head import Scale
-from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 
@@ -20,15 +19,15 @@ from dapo_jax.rollout.scheduler import Scheduler
 def packed_batch(folder):
     """Return the ragged batch of expected tokens in a row, with segments and positions.
 
-    Also the mask [B, T] of its tokens, and of those that another one precedes.
+    Also the mask [B, T] of its tokens.
     """
     with np.load(folder / "expected.npz") as expected:
-        tokens, lengths, first = (expected[name] for name in ("tokens", "lengths", "first"))
+        tokens, lengths = expected["tokens"], expected["lengths"]
     used = np.arange(tokens.shape[1]) < lengths[:, None]
     places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     segments = np.broadcast_to(1 + np.arange(len(tokens))[:, None], tokens.shape)
-    arrays = tokens, segments, places + first
-    return [jnp.asarray(array[used][None], jnp.int32) for array in arrays], used, places[used] > 0
+    arrays = tokens, segments, places
+    return [jnp.asarray(array[used][None], jnp.int32) for array in arrays], used
 
 
 def packed_logits(folder, mesh, config=None, params=None):
@@ -38,7 +37,7 @@ def packed_logits(folder, mesh, config=None, params=None):
     """
     config = config or load_huggingface.read_config(folder)
     params = params or load_huggingface.load_params(folder, config, mesh)
-    rows, used, _ = packed_batch(folder)
+    rows, used = packed_batch(folder)
 
     def row_logits(params, *rows):
         products = Decoder(config).apply({"params": params}, *rows) @ head_kernel(params)
@@ -47,21 +46,6 @@ def packed_logits(folder, mesh, config=None, params=None):
     logits = np.zeros((*used.shape, config.vocab), np.float32)
     logits[used] = jax.jit(row_logits)(params, *rows)[0]
     return logits, used
-
-
-def packed_gradients(folder, mesh):
-    """Return gradients of the summed log-probs of all tokens but first ones, by published name."""
-    config = load_huggingface.read_config(folder)
-    params = load_huggingface.load_params(folder, config, mesh)
-    rows, _, drawn = packed_batch(folder)
-    options = {"temperature": 1.0, "chunk_tokens": 1 << 20}
-
-    def loss(params):
-        return jnp.sum(token_logprobs(params, config, Rows(*rows), **options)[0] * drawn[None])
-
-    gradient = save_huggingface.flatten(jax.jit(jax.grad(loss))(params))
-    tensors = save_huggingface.published_tensors(gradient, config, "float32")
-    return {name: tensor for name, tensor in tensors if "layer_scalar" not in name}  # a buffer
 
 
 def greedy_tokens(folder, mesh):
