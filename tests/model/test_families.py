@@ -36,11 +36,21 @@ each_model = pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.nam
 WRITTEN = "gemma4 llama3_tied_float16 qwen2_bfloat16_sharded qwen3_moe".split()
 
 
+# Their families are there without them.
+ALIKE = "llama3_tied_float16 qwen2_bfloat16_sharded qwen3_tied_bias".split()
+
+
 def read_json(path):
     return json.loads(path.read_text())
 
 
-@each_model
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.name in ALIKE))
+        for path in MODELS
+    ],
+)
 def test_logits_of_a_ragged_batch_are_those_of_transformers(folder, one_device):
     logits, used = packed_logits(folder, one_device)
     with np.load(folder / "expected.npz") as expected:

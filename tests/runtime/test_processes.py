@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -162,14 +160,20 @@ def test_wrong_variables_are_named(variables, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("said, kept", [(None, "{}/dapo_jax"), ("", "")])
-def test_the_compilation_cache_is_set_unless_the_environment_has_one(said, kept, tmp_path):
-    ask = "import jax; print(jax.config.jax_compilation_cache_dir or '')"
-    code = f"from dapo_jax.runtime import processes; processes.run(lambda: exec({ask!r}) or 0)"
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    environment |= {} if said is None else {"JAX_COMPILATION_CACHE_DIR": said}
-    told = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
-    assert told.strip() == kept.format(tmp_path)
+def test_the_compilation_cache_is_set_unless_the_environment_has_one(
+    said, kept, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    if said is not None:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", said)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        processes.prepare_jax()
+        assert (jax.config.jax_compilation_cache_dir or "") == kept.format(tmp_path)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 CARRY_OVER = "config.rollout.carry_over, config.algorithm.importance_cap = 'all', 2.0\n"
