@@ -207,6 +207,21 @@ kl_cov = _changed(
     kl_coefficient=1.0,
 )
 
+# Tokens, lengths, entropies and old policies.
+high_entropy = _changed(dapo, top_entropy_fraction=0.2)  # 2506.01939
+adaptive_entropy = _changed(dapo, entropy_target=0.2)  # 2505.22312
+length_penalty = _changed(dapo, overlong_punishment=False, length_penalty=0.5)  # prime-rl's
+echo = _changed(grpo, observation_nll_coefficient=0.1)  # prime-rl's
+fipo = _changed(dapo, future_kl_clip=0.2)  # 2603.19835
+real = _changed(  # 2602.05630
+    reinforce, advantage="real", aggregate="sequence_mean", dynamic_sampling=True
+)
+m2po = _changed(_unbounded_grpo, **_TOKEN_GRPO, second_moment_limit=0.04)  # 2510.01161
+dft = _changed(rft, probability_power=1.0)  # 2508.05629, on the policy's own correct responses
+log_linear = _changed(  # AReaL's proximal policy between sampler and policy, by age
+    _grpo_without_kl, **_TOKEN_GRPO, old_logprobs="interpolate"
+)
+
 # Distillation from a teacher on samples of the policy.
 on_policy_distillation = _changed(  # Thinking Machines Lab, 2025; clipped as slime does
     _grpo_without_kl, **_TOKEN_GRPO, advantage="zero", distillation="reverse"
@@ -220,6 +235,7 @@ _NAMES = (
     "rft dpo cispo dppo_tv dppo_kl prime_rl ipo sapo gmpo luspo gspo_token vespo topr dro "
     "gpg tis sequence_tis icepop sequence_mis worst_token_mis deepseek_v3p2 lite_ppo maxrl "
     "opo gdpo pass_at_k best_minus_second otb clip_cov kl_cov "
+    "high_entropy adaptive_entropy length_penalty echo fipo real m2po dft log_linear "
     "on_policy_distillation gkd"
 )
 PRESETS: dict[str, Callable[[], Algorithm]] = {name: globals()[name] for name in _NAMES.split()}

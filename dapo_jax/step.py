@@ -26,6 +26,7 @@ from dapo_jax.learner.minibatches import (
     Minibatches,
     RowChoice,
     TokenWeights,
+    entropy_bonus,
     make_minibatches,
     make_train_batches,
 )
@@ -52,6 +53,7 @@ class TrainerState:
     learners: LearnerStates
     source: SourceState
     shapes: tuple[RowShape, ...] = ()  # of the rows of earlier steps: their programs are compiled
+    entropy_weight: float = 0.0  # of the next step, with `algorithm.entropy_target`
 
 
 @dataclasses.dataclass
@@ -74,7 +76,7 @@ def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, Ste
     """Run one rollout step; the devices may still compute its updates when this returns."""
     config = trainer.source.config
     programs = trainer.programs
-    learners, shapes = state.learners, state.shapes
+    learners, shapes, entropy_weight = state.learners, state.shapes, state.entropy_weight
     source, rollouts = trainer.source.collect(state.source, learners.policy.params, state.step)
     record = StepRecord(state.step, rollouts)
     if rollouts.groups:
@@ -85,11 +87,13 @@ def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, Ste
         feedback = make_feedback(config, minibatches, scored, rollouts.groups)
         estimates = estimate(config.algorithm, feedback)
         record = StepRecord(state.step, rollouts, minibatches, feedback, *estimates)
-        batches = make_train_batches(config, minibatches, await_scores(scored), estimates)
+        scored = await_scores(scored)
+        bonus, entropy_weight = entropy_bonus(config.algorithm, entropy_weight, scored, feedback)
+        batches = make_train_batches(config, minibatches, scored, estimates, state.step, bonus)
         rates = learning_rates(config, state.step)
         for u, batch in enumerate(batches):
             used = minibatches.microbatches[u]
             learners, updates = update(programs, learners, rates, u, batch, used)
             record.updates += updates
     source = trainer.source.prefetch(source, state.step)
-    return TrainerState(state.step + 1, learners, source, shapes), record
+    return TrainerState(state.step + 1, learners, source, shapes, entropy_weight), record

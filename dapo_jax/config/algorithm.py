@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from dapo_jax.config.settings import section, setting
 from dapo_jax.types.rules import (
+    Below1,
     CountOr0,
     OwnChoices,
     Positive,
@@ -21,7 +22,8 @@ from dapo_jax.types.rules import (
 )
 
 # Keys of advantages.ESTIMATORS, and what an estimator needs: the rewards of a 'group', a 'centred'
-# scale, an estimate 'per token', the critic's 'values', 'energies' of tokens, or 'no reward'.
+# scale, an estimate 'per token', the critic's 'values', 'energies' of tokens, 'log_ratios' to the
+# sampler, or 'no reward'.
 ESTIMATOR_TRAITS = {
     "group_zscore": "group",
     "group_centre": "group centred",
@@ -31,6 +33,7 @@ ESTIMATOR_TRAITS = {
     "reward_parts": "group",
     "pass_at_k": "group",
     "best_minus_second": "group",
+    "real": "group log_ratios",
     "batch_centre": "",
     "reward": "",
     "reward_to_go": "per_token",
@@ -75,6 +78,7 @@ class Algorithm:
 
     advantage: Advantage = setting("group_zscore", "Estimator of the advantage.")
     advantage_scale: Scale = setting("none", "Scale of an advantage that is centred in its group.")
+    real_temperature: Positive = setting(0.5, "Temperature of REAL's log-ratios.")
     pass_k: Annotated[int, Range(at_least=2)] = setting(4, "Set size in pass@k.")
     whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
     gamma: Share = setting(1.0, "Discount per token.")
@@ -94,6 +98,18 @@ class Algorithm:
         "sign", "'sign': the end towards which the advantage pushes; 'both' ends."
     )
     dual_clip: PositiveOr0 = setting(10.0, "Largest ratio with a gradient if A < 0; 0: any.")
+    future_kl_clip: Below1 = setting(
+        0.0, "Advantages are multiplied by 1 +- this, by the log-ratios of later tokens; 0: 1."
+    )
+    future_kl_discount: Share = setting(0.98, "Discount of these log-ratios per token.")
+    top_entropy_fraction: Share = setting(
+        1.0, "Fraction of the trained tokens, those of highest entropy, with a gradient."
+    )
+    second_moment_limit: PositiveOr0 = setting(
+        0.0,
+        "Drop tokens with the largest squared log-ratios to the sampler until the mean of "
+        "the others is at most this; 0: none.",
+    )
     covariance: Literal["none", "clip", "kl"] = setting(
         "none", "Tokens chosen by the covariance of log-prob and A: no gradient, or the only KL."
     )
@@ -103,6 +119,7 @@ class Algorithm:
     weight: Weight = setting("ratio", "How the ratio weights the gradient of log p.")
     weight_low: PositiveOr0 = setting(0.0, "Lower bound of that ratio.")
     weight_high: PositiveOr0 = setting(0.0, "Its upper bound; 0: none.")
+    probability_power: PositiveOr0 = setting(0.0, "Token weight: this power of p.")
     decay_positive: Positive = setting(1.0, "Decay of the weight if A > 0.")
     decay_negative: Positive = setting(1.0, "The same if A < 0.")
     power_positive: PositiveOr0 = setting(1.0, "Power of the ratio if A > 0.")
@@ -131,9 +148,17 @@ class Algorithm:
     )
     distillation_temperature: Positive = setting(1.0, "Temperature of both models.")
     entropy_coefficient: PositiveOr0 = setting(0.0, "Weight of the entropy bonus.")
+    entropy_target: PositiveOr0 = setting(
+        0.0, "Entropy in nats up to which a bonus of an adaptive weight acts; 0: none does."
+    )
+    entropy_step: Positive = setting(0.005, "Change of that weight per step, towards the target.")
+    observation_nll_coefficient: PositiveOr0 = setting(
+        0.0, "Weight of the NLL of what environments and tools said."
+    )
     positive_nll_coefficient: PositiveOr0 = setting(0.0, "Weight of the NLL of correct responses.")
-    old_logprobs: Literal["recompute", "sampler"] = setting(
-        "recompute", "Source of log p_old: a forward pass or the sampler."
+    old_logprobs: Literal["recompute", "sampler", "interpolate"] = setting(
+        "recompute",
+        "Source of log p_old: a forward pass, the sampler, or between sampler and policy by age.",
     )
     router_replay: Literal["none", "old", "sampler"] = setting(
         "none", "Experts in training: of the current router, of old_logprobs, or of the sampler."
@@ -160,6 +185,9 @@ class Algorithm:
     reward_wrong: float = setting(-1.0, "Reward of a wrong or missing answer.")
     overlong_punishment: bool = setting(True, "Soft punishment in the last tokens of the limit.")
     overlong_buffer_share: Share = setting(0.2, "Punished fraction of the limit.")
+    length_penalty: PositiveOr0 = setting(
+        0.0, "Largest punishment of a correct response for its length, times the pass rate."
+    )
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 
     @property
@@ -167,12 +195,17 @@ class Algorithm:
         """Return True if the policy learns from a teacher."""
         return self.distillation != "none"
 
+    @property
+    def reads_entropies(self) -> bool:
+        """Return True if the entropies of the policy before the step decide its updates."""
+        return self.top_entropy_fraction < 1 or self.entropy_target > 0
+
     def scored_minibatches(self, updates: int) -> range:
         """Return the minibatches that a forward pass scores with the policy before the `updates`.
 
         The first update needs no such pass, because it differentiates the old policy itself: its
-        ratio is 1. A KL penalty in the reward, pairs, reverse distillation, covariances and
-        energies read all log-probs before the first update.
+        ratio is 1. A KL penalty in the reward, pairs, reverse distillation, and whatever chooses
+        tokens of a minibatch read all scores before the first update.
         """
         if self.old_logprobs != "recompute":
             return range(0)
@@ -181,6 +214,8 @@ class Algorithm:
             or self.trained_responses == "pairs"
             or self.distillation == "reverse"
             or self.covariance != "none"
-            or "energies" in traits(self.advantage)
+            or self.second_moment_limit > 0
+            or self.reads_entropies
+            or bool({"energies", "log_ratios"} & {*traits(self.advantage)})
         )
         return range(0 if is_read_before else 1, updates)

@@ -29,7 +29,8 @@ from dapo_jax.types.rules import (
 DEFAULT_HELDOUT = 256
 GENERATED = ("arithmetic", "multi_digit_sums")  # data.source of the built-in tasks
 OF_THE_ANSWER = ("rule", "gym")  # reward parts that compare with the gold answer
-SHAPING = ("format", "think_format", "repetition", "overlong")  # reward parts without a verdict
+# Reward parts without a verdict.
+SHAPING = ("format", "think_format", "repetition", "overlong", "length")
 SYSTEM_PROMPT = "System message for rows without one, if the template shows it; empty: none."
 
 Schedule = Literal["constant", "linear", "cosine"]

@@ -20,17 +20,25 @@ advantage=preference -> token_weights=: its margins weight all tokens equally
 advantage!=preference -> trained_responses!=pairs aggregate!=pair_sum
 advantage=one -> trained_responses=correct: it imitates wrong answers too
 advantage=@no_reward -> whiten=false overlong_punishment=false covariance=none: it reads no reward
+advantage=@no_reward -> length_penalty=0: it reads no reward
 advantage=@no_reward -> kl=none|loss: it reads no reward
 advantage=@no_reward distillation!=reverse -> importance_cap=0 rejection=none: no expectation
 trained_responses!=all -> whiten=false: it would push half of them down
 kl!=loss -> covariance!=kl: it chooses the tokens of that KL
 advantage=@energies -> old_logprobs=recompute: only a forward pass has energies
+advantage=@log_ratios -> old_logprobs=recompute ratio=none: its log-ratios are the sampler's
+old_logprobs=sampler|interpolate -> top_entropy_fraction=1 entropy_target=0: nothing has entropies
+old_logprobs=sampler|interpolate -> second_moment_limit=0: its ratios are of a forward pass
+entropy_target>0 -> entropy_coefficient=0: its weight is adaptive
+ratio=none -> future_kl_clip=0: this ratio never moves
 ratio=none -> region=none: this ratio never moves
 ratio=sequence|product -> region!=tv|kl: the ratio is that of a response
 region=none|tv|kl -> dual_clip=0: it bounds a ratio
 old_logprobs=sampler -> sampler.top_p=1 sampler.top_k=0: they truncate its distribution
 old_logprobs=sampler -> importance_cap=0: the ratio is relative to the sampler already
-old_logprobs=sampler -> router_replay!=old: there is no forward pass before the update
+old_logprobs=sampler|interpolate -> router_replay!=old: there is no forward pass before the update
+old_logprobs=interpolate -> covariance=none kl!=reward trained_responses!=pairs: nothing is scored
+old_logprobs=interpolate -> distillation!=reverse: nothing is scored
 old_logprobs=sampler rejection!=none -> rejection_of=new: the sampler is the policy before the step
 kl=none -> kl_coefficient=0
 kl!=none -> kl_coefficient>0
@@ -67,12 +75,15 @@ advantage!=@centred -> advantage_scale
 advantage!=@per_token -> gamma
 advantage!=@values -> lambda_value
 advantage!=pass_at_k -> pass_k
+advantage!=real -> real_temperature
 advantage!=gae -> lambda_policy
 advantage!=length_adaptive_gae -> lambda_alpha
 advantage!=preference -> preference_beta
 algorithm.critic=false -> critic_pretrain_steps value_clip critic.folder critic.optimizer.
 region=none -> clip_low clip_high region_sides
 covariance=none -> covariance_fraction
+future_kl_clip=0 -> future_kl_discount
+entropy_target=0 -> entropy_step
 covariance!=clip -> covariance_low covariance_high
 ratio=none -> weight
 ratio=none weight=ratio -> weight_low weight_high
@@ -124,6 +135,7 @@ def _algorithm(a: Algorithm) -> Checks:
     reads_old |= a.kl == "loss" and (a.kl_to == "old" or a.kl_importance)
     reads_old |= a.importance_cap > 0 or a.rejection != "none"
     reads_old |= a.advantage == "preference" or a.distillation == "reverse"
+    reads_old |= a.second_moment_limit > 0 or a.advantage == "real" or a.reads_entropies
     allowed = "'recompute' with algorithm.ratio = 'none': nothing reads it"
     yield "algorithm.old_logprobs", reads_old or a.old_logprobs == "recompute", allowed
 
@@ -141,8 +153,8 @@ def _rollout(config: Config) -> Checks:
     allowed = "1 with algorithm.ratio = 'none': later updates would be off-policy, uncorrected"
     yield "rollout.updates_per_rollout", fits, allowed
     is_corrected = a.importance_cap > 0 or a.rejection != "none" or is_divergence
-    is_corrected |= a.ratio != "none" and a.old_logprobs == "sampler"
-    allowed = "without algorithm.importance_cap, algorithm.rejection or old_logprobs = 'sampler'"
+    is_corrected |= a.ratio != "none" and a.old_logprobs != "recompute"
+    allowed = "without algorithm.importance_cap, rejection or old_logprobs of the sampler"
     yield "rollout.staleness", rollout.staleness == 0 or is_corrected, f"0 {allowed}"
     yield "rollout.carry_over", rollout.carry_over == "none" or is_corrected, f"'none' {allowed}"
     engines = "own", *registry.names("samplers")

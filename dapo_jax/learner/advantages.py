@@ -161,7 +161,7 @@ class Feedback:
     is undefined.
     """
 
-    response_index: Int[np.ndarray, "*M R T"]  # -1 outside responses
+    response_index: Int[np.ndarray, "*M R T"]  # below 0 outside responses
     groups: Int[np.ndarray, "B"]
     correct: Bool[np.ndarray, "B"]
     trained: Bool[np.ndarray, "*M R T"]  # tokens that can have a loss
@@ -173,6 +173,7 @@ class Feedback:
     reference_log_ratios: Float[np.ndarray, "B"] | None = None  # old - reference, by response
     teacher_log_ratios: Float[np.ndarray, "*M R T"] | None = None  # teacher - old
     energies: Float[np.ndarray, "*M R T"] | None = None  # by `logprobs.energies_of`
+    sampler_log_ratios: Float[np.ndarray, "*M R T"] | None = None  # old - sampler
 
     @property
     def on_response(self) -> Bool[np.ndarray, "*M R T"]:
@@ -275,7 +276,7 @@ def broadcast_to_tokens(
     per_response: Float[np.ndarray, "B"], response_index: Int[np.ndarray, "*M R T"]
 ) -> Float[np.ndarray, "*M R T"]:
     """Give each token the value of its response; 0 outside responses (index -1)."""
-    return np.append(per_response, 0.0)[response_index]  # index -1 reads the last entry
+    return np.append(per_response, 0.0)[np.maximum(response_index, -1)]  # -1 reads the last entry
 
 
 # --- estimators with one value per response ---------------------------------------------------
@@ -420,6 +421,27 @@ def preference(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     return broadcast_to_tokens(coefficients, feedback.response_index)
 
 
+def real(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """Return minus the gradient of REAL's loss (2602.05630) by the log-ratios s of responses.
+
+    The loss of a group is log(1 + sum over correct of exp(-s / t)) + log(1 + sum over wrong of
+    exp(s / t)), with temperature t and s the mean over tokens of log p - log p_sampler. Times the
+    size of the group, since the aggregate averages over responses, and the paper over groups.
+    """
+    index, t, responses = feedback.response_index, algorithm.real_temperature, len(feedback.rewards)
+    ratios = np.where(feedback.trained, present(feedback.sampler_log_ratios, "log-ratios"), 0.0)
+    means = _sum_over_responses(ratios, index, responses) / np.maximum(feedback.tokens, 1)
+    signs = np.where(feedback.correct, 1.0, -1.0)
+    logits, coefficients = -signs * means / t, np.zeros(responses)
+    for group in np.unique(feedback.groups):
+        for sign in (1.0, -1.0):
+            member = (feedback.groups == group) & (signs == sign) & (feedback.tokens > 0)
+            total = np.logaddexp.reduce([0.0, *logits[member]])
+            size = np.count_nonzero(feedback.groups == group)
+            coefficients[member] = sign * size / t * np.exp(logits[member] - total)
+    return broadcast_to_tokens(coefficients, index)
+
+
 Estimator = Callable[[Algorithm, Feedback], np.ndarray]
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -439,6 +461,7 @@ ESTIMATORS: dict[str, Estimator] = {
     # Imitation of the trained responses.
     "one": lambda algorithm, feedback: np.where(feedback.on_response, 1.0, 0.0),
     "preference": preference,
+    "real": real,
     # Rewards are not used, only a teacher.
     "zero": lambda algorithm, feedback: np.zeros(feedback.response_index.shape),
 }

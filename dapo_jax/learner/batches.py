@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.model.logprobs import Rows
 
 NOT_SCORED = np.inf  # in place of the old log-prob of a token; no log-prob is above 0
+OBSERVED = -2  # `response_index` of observations
 REFERENCE, CRITIC, TEACHER = "reference", "critic", "teacher"  # models that score tokens
 
 
@@ -17,9 +18,9 @@ class PackedRows(struct.PyTreeNode):
 
     `segment_ids` is 0 on padding and counts from 1 in each row; a segment is a prompt with a
     response and never crosses a row. `response_index` is the response's position in the rollout
-    batch, -1 outside responses. With shared prompts, a prompt is a segment of its own, `prompt_ids`
-    is its number on the tokens that attend to it, and a response begins with the prompt's last
-    token.
+    batch, -1 outside responses, -2 on observations between their turns. With shared prompts, a
+    prompt is a segment of its own, `prompt_ids` is its number on the tokens that attend to it, and
+    a response begins with the prompt's last token.
     """
 
     tokens: Int[Array, "*M R T"]
@@ -48,12 +49,14 @@ class ScoredBatch(struct.PyTreeNode):
     old_logprobs: Float[Array, "*M R T"] | None
     scores: dict[str, Float[Array, "*M R T"]] = struct.field(default_factory=dict)
     energies: Float[Array, "*M R T"] | None = None
+    entropies: Float[Array, "*M R T"] | None = None
 
 
 class TrainBatch(struct.PyTreeNode):
     """Input of an optimizer update; its loss is `sum(loss_weights * token_loss)`.
 
-    The value loss and the negative log-prob of correct responses have separate weights.
+    The value loss, the negative log-probs of correct responses and of observations, and an adaptive
+    entropy bonus have separate weights.
     """
 
     scored: ScoredBatch
@@ -63,14 +66,17 @@ class TrainBatch(struct.PyTreeNode):
     returns: Float[Array, "*M R T"] | None = None
     value_weights: Float[Array, "*M R T"] | None = None
     kl_tokens: Bool[Array, "*M R T"] | None = None  # None: all have the KL
+    entropy_weights: Float[Array, "*M R T"] | None = None
+    interpolation: Float[Array, "*M R T"] | None = None  # of log p_old, 0: sampler, 1: policy
 
 
 class TokenScores(struct.PyTreeNode):
-    """Output of a score pass: log-probs or a critic's values, chosen experts, and energies."""
+    """Output of a score pass: log-probs or a critic's values, and what the algorithm reads too."""
 
     values: Float[Array, "*M R T"]
     routes: Int[Array, "*M R T L k"] | None = None  # if the policy records them
-    energies: Float[Array, "*M R T"] | None = None  # if the advantage reads them
+    energies: Float[Array, "*M R T"] | None = None
+    entropies: Float[Array, "*M R T"] | None = None
 
 
 class TrainState(struct.PyTreeNode):

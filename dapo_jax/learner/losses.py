@@ -6,6 +6,7 @@ ratio, region, weight, KL estimator or aggregate, write a function here, add it 
 its kind and to the choices in `config/algorithm.py`. `policy.py` adds up the terms.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.advantages import pair_up
 from dapo_jax.runtime.user_code import choose
+from dapo_jax.types.structs import present
 
 LOG_RATIO_LIMIT = 20.0
 KL_LIMIT = 10.0
@@ -175,6 +177,29 @@ def estimate_kl(algorithm: Algorithm, logprobs: Array, reference_logprobs: Array
     return estimator(logprobs, reference_logprobs)
 
 
+def future_weights(
+    algorithm: Algorithm,
+    log_ratio: Float[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+) -> Float[Array, "R T"]:
+    """Return FIPO's factors of advantages (2603.19835): exp of the discounted log-ratios to come.
+
+    clip(exp(sum over k >= t of gamma^(k - t) (log p_k - log p_old,k)), 1 - clip, 1 + clip), with
+    the sum over the tokens of the response from t on; the log-ratios are 0 on untrained tokens.
+    """
+    same = segment_ids[:, :-1] == segment_ids[:, 1:]
+    discounts = jnp.pad(algorithm.future_kl_discount * same, ((0, 0), (0, 1)))
+
+    def add(later: tuple, earlier: tuple) -> tuple:
+        (factor, total), (own_factor, own) = later, earlier
+        return factor * own_factor, own + own_factor * total
+
+    pairs = discounts.astype(log_ratio.dtype), log_ratio
+    _, sums = jax.lax.associative_scan(add, pairs, reverse=True, axis=1)
+    clip = algorithm.future_kl_clip
+    return jnp.clip(jnp.exp(clamp_log(sums)), 1 - clip, 1 + clip)
+
+
 def policy_loss(
     algorithm: Algorithm,
     logprobs: Float[Array, "R T"],
@@ -213,6 +238,9 @@ def policy_loss(
     pool = choose(RATIOS, "algorithm.ratio", algorithm.ratio)
     log_ratio = pool(fixed - old_logprobs, segment_ids, trained)
     ratio = jnp.exp(clamp_log(log_ratio))
+    if algorithm.future_kl_clip:
+        factors = future_weights(algorithm, fixed - old_logprobs, segment_ids)
+        advantages = advantages * factors
     region = choose(REGIONS, "algorithm.region", algorithm.region)
     below, above, bounded = region(algorithm, ratio, jnp.exp(fixed), jnp.exp(old_logprobs))
     if algorithm.region_sides == "sign":
@@ -229,6 +257,8 @@ def policy_loss(
     weigh = choose(WEIGHTS, "algorithm.weight", algorithm.weight)
     weight = weigh(algorithm, bounded, advantages > 0)
     inside = ~(below | above | capped) & (weight < WEIGHT_LIMIT) & (weight > 1 / WEIGHT_LIMIT)
+    if algorithm.probability_power:  # DFT, 2508.05629, equation 9: p times the loss, detached
+        weight *= jnp.exp(algorithm.probability_power * fixed)
     # Its value is 1 and its gradient that of log p.
     differentiable = jnp.where(inside, jnp.exp(logprobs - fixed), 1.0)
     loss = jnp.where(trained, -advantages * weight * differentiable, 0.0)
@@ -311,6 +341,31 @@ def choose_by_covariance(
     chosen = np.zeros(advantages.size, bool)
     chosen[places[candidates[:count]]] = True
     return chosen.reshape(advantages.shape)
+
+
+def drop_tokens(
+    algorithm: Algorithm,
+    places: Int[np.ndarray, "n"],  # of the minibatch's trained tokens in the flat arrays
+    entropies: Float[np.ndarray, "*M R T"] | None,
+    log_ratios: Float[np.ndarray, "*M R T"] | None,  # old - sampler
+) -> Int[np.ndarray, "k"]:
+    """Return the places of the tokens that have no gradient; they stay in the counts of weights.
+
+    `top_entropy_fraction` keeps that fraction of the tokens, rounded up, with the highest entropy
+    (2506.01939, equation 5). `second_moment_limit` drops the largest squared log-ratios until the
+    mean of the rest is within it (M2PO, 2510.01161).
+    """
+    dropped = np.zeros(len(places), bool)
+    if algorithm.top_entropy_fraction < 1:
+        own = np.float64(present(entropies, "entropies").ravel()[places])
+        kept = math.ceil(algorithm.top_entropy_fraction * len(places))
+        dropped[np.argsort(-own, kind="stable")[kept:]] = True
+    if algorithm.second_moment_limit:
+        squares = np.square(np.float64(present(log_ratios, "log-ratios").ravel()[places]))
+        order = np.argsort(squares, kind="stable")
+        means = np.cumsum(squares[order]) / np.arange(1, 1 + len(places))
+        dropped[order[means > algorithm.second_moment_limit]] = True
+    return places[dropped]
 
 
 def value_loss(

@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Config, Packing
-from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
-from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
-from dapo_jax.learner.losses import choose_by_covariance, response_weights
+from dapo_jax.learner.advantages import Estimates, Feedback, broadcast_to_tokens
+from dapo_jax.learner.batches import OBSERVED, PackedRows, ScoredBatch, TrainBatch
+from dapo_jax.learner.losses import choose_by_covariance, drop_tokens, response_weights
 from dapo_jax.learner.packing import (
     RowShape,
     Segment,
@@ -31,7 +31,7 @@ from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.user_code import describe_error
 from dapo_jax.types.errors import ConfigError
-from dapo_jax.types.structs import Group, present
+from dapo_jax.types.structs import Group, mean_or_zero, present
 
 TokenWeights = Callable[[Group, int], Sequence[float]]  # user function: group, sample -> [n]
 
@@ -167,6 +167,22 @@ def trained_tokens(
     return masks
 
 
+def entropy_bonus(
+    algorithm: Algorithm, weight: float, scored: ScoredBatch, feedback: Feedback
+) -> tuple[float, float]:
+    """Return the weight of the adaptive entropy bonus in this step, and that of the next step.
+
+    Skywork-OR1 (2505.22312): it grows by `entropy_step` if the mean entropy of the policy before
+    the step is below the target and falls above it, to 0 at least. Above the target it is not used.
+    """
+    if not algorithm.entropy_target:
+        return 0.0, weight
+    entropies = to_host(present(scored.entropies, "entropies"))[feedback.trained]
+    gap = algorithm.entropy_target - mean_or_zero(entropies)
+    following = max(0.0, weight + float(np.sign(gap)) * algorithm.entropy_step)
+    return weight if gap >= 0 else 0.0, following
+
+
 def make_batch(
     scored: ScoredBatch,
     segments: Sequence[Segment],
@@ -175,6 +191,8 @@ def make_batch(
     budget: int,  # maximum number of sampled tokens of a response
     planned_groups: int | None = None,  # of a full minibatch; default: as many as there are
     seed: int = 0,
+    step: int = 0,  # finished rollout steps
+    entropy_weight: float = 0.0,  # of `entropy_bonus`
 ) -> TrainBatch:
     """Add loss weights, computed from the counts of this minibatch; arrays are [M, R, T].
 
@@ -199,14 +217,23 @@ def make_batch(
     if token_weights:  # then all responses have them
         weights *= place_tokens(token_weights, index)
     trained = weights > 0
-    arrays: dict[str, Any] = {
-        "advantages": estimates.advantages,
-        "loss_weights": weights.astype(np.float32),
-    }
+    places = np.flatnonzero(trained)  # in the order of responses, whatever the packing
+    places = places[np.argsort(index.ravel()[places], kind="stable")]
+    old = None if scored.old_logprobs is None else to_host(scored.old_logprobs)
+    arrays: dict[str, Any] = {"advantages": estimates.advantages}
+    if len(places) and (algorithm.top_entropy_fraction < 1 or algorithm.second_moment_limit):
+        entropies = None if scored.entropies is None else to_host(scored.entropies)
+        ratios = None if old is None else old - to_host(scored.rollouts.sampler_logprobs)
+        weights.ravel()[drop_tokens(algorithm, places, entropies, ratios)] = 0.0
+    arrays["loss_weights"] = weights.astype(np.float32)
+    if entropy_weight:
+        arrays["entropy_weights"] = (entropy_weight * weights).astype(np.float32)
+    if algorithm.old_logprobs == "interpolate":
+        ages = [np.repeat(*np.array(s.completion.drawn_by or [(step, 0)]).T) for s in segments]
+        shares = [(step - made) / (step + 1.0 - made) for made in ages]
+        arrays["interpolation"] = place_tokens(shares, index).astype(np.float32)
     if algorithm.covariance != "none" and trained.any():
-        places = np.flatnonzero(trained)  # in the order of responses, whatever the packing
-        places = places[np.argsort(index.ravel()[places], kind="stable")]
-        old = to_host(present(scored.old_logprobs, "old_logprobs"))
+        old = present(old, "old_logprobs")
         random = np.random.default_rng([seed, *groups])
         chosen = choose_by_covariance(algorithm, old, estimates.advantages, places, random)
         if algorithm.covariance == "kl":
@@ -217,6 +244,11 @@ def make_batch(
         positive = trained & (to_tokens(correct) > 0)
         coefficient = fraction * algorithm.positive_nll_coefficient
         arrays["nll_weights"] = (coefficient * positive / max(1, positive.sum())).astype(np.float32)
+    if algorithm.observation_nll_coefficient:  # ECHO: a mean over the observed tokens
+        observed = index == OBSERVED
+        coefficient = fraction * algorithm.observation_nll_coefficient
+        nll = np.float32(coefficient * observed / max(1, observed.sum()))
+        arrays["nll_weights"] = arrays.get("nll_weights", 0.0) + nll
     if estimates.returns is not None:
         arrays["returns"] = estimates.returns
         arrays["value_weights"] = (fraction * trained / max(1, trained.sum())).astype(np.float32)
@@ -228,10 +260,12 @@ def make_train_batches(
     minibatches: Minibatches,
     scored: ScoredBatch,
     estimates: Estimates,
+    step: int = 0,
+    entropy_weight: float = 0.0,
 ) -> Iterator[TrainBatch]:
     """Yield the batch of each update; the next one is made while the devices compute."""
     budget = config.drawn_budget()
-    planned = prompts_per_update(config), config.seed
+    planned = prompts_per_update(config), config.seed, step, entropy_weight
     for u, segments in enumerate(minibatches.segments):
         part, targets = tree_index((scored, estimates), u)
         yield make_batch(part, segments, targets, config.algorithm, budget, *planned)

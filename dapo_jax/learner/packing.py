@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config.experiment import Packing
-from dapo_jax.learner.batches import PackedRows
+from dapo_jax.learner.batches import OBSERVED, PackedRows
 from dapo_jax.types.structs import Completion, Prompt
 
 # Row shapes that `choose_rows` tries.
@@ -206,7 +206,7 @@ def _pack_row(
             place = put(segment, group.shared, segment.length)
             completion = segment.completion
             response = slice(place.stop - len(completion.tokens), place.stop)
-            row["response_index"][response] = np.where(completion.drawn, segment.index, -1)
+            row["response_index"][response] = np.where(completion.drawn, segment.index, OBSERVED)
             row["sampler_logprobs"][response] = completion.sampler_logprobs
             if "prompt_ids" in row:
                 row["prompt_ids"][place] = number if prompt is None else prompt

@@ -53,7 +53,7 @@ def token_metrics(
     probability = jnp.exp(old_logprobs)
     sampler = batch.scored.rollouts.sampler_logprobs
     # If the old log-probs are the sampler's, only this forward pass has the trainer's.
-    trainer = logprobs if algorithm.old_logprobs == "sampler" else old_logprobs
+    trainer = old_logprobs if algorithm.old_logprobs == "recompute" else logprobs
     likelier = jnp.exp(trainer - sampler)  # MLPerf allows 0.999 to 1.002
     values = {
         "entropy": entropy,
@@ -72,7 +72,8 @@ def token_metrics(
         values["teacher_kl"] = old_logprobs - scores[TEACHER]
     means = {name: weighted(value, trained) for name, value in values.items()}
     means["up_clipped_probability"] = weighted(probability, info["clipped_high"])
-    if batch.scored.old_logprobs is not None and algorithm.ratio != "none":
+    has_old = batch.scored.old_logprobs is not None or batch.interpolation is not None
+    if has_old and algorithm.ratio != "none":
         means[RATIO_HISTOGRAM] = histogram(info["ratio"], trained)
     return means
 
@@ -101,23 +102,29 @@ def policy_objective(
 ) -> tuple[Array, dict[str, Mean]]:
     """Return the loss of a microbatch and its metrics.
 
-    loss = sum(loss_weights * token_loss) + the NLL of correct responses; token_loss = importance
-    weight * surrogate (0 if rejected) + KL + divergence from the teacher - entropy bonus.
+    loss = sum(loss_weights * token_loss) + the NLL of correct responses and observations - an
+    adaptive entropy bonus; token_loss = importance weight * surrogate (0 if rejected) + KL +
+    divergence from the teacher - entropy bonus.
     """
     scored = batch.scored
     weights = batch.loss_weights
-    segments = scored.rollouts.segment_ids
+    segments, sampler_logprobs = scored.rollouts.segment_ids, scored.rollouts.sampler_logprobs
     trained = weights > 0
     counted = trained.astype(jnp.float32)
     old = own = jax.lax.stop_gradient(logprobs)  # the ratio is 1 if none were scored
+    if batch.interpolation is not None:
+        old = sampler_logprobs + batch.interpolation * (own - sampler_logprobs)
     if scored.old_logprobs is not None:
         old = jnp.where(scored.old_logprobs == NOT_SCORED, own, scored.old_logprobs)
     losses, info = policy_loss(algorithm, logprobs, old, batch.advantages, weights, segments)
     metrics = token_metrics(batch, algorithm, logprobs, old, entropy, info)
+    nll = 0.0
+    if batch.nll_weights is not None:
+        nll = jnp.sum(batch.nll_weights * jnp.where(batch.nll_weights > 0, -logprobs, 0.0))
     # Mask before exp: 0 * inf is NaN.
     logprobs = jnp.where(trained, logprobs, 0.0)
     old = jnp.where(trained, old, 0.0)
-    sampler = jnp.where(trained, scored.rollouts.sampler_logprobs, 0.0)
+    sampler = jnp.where(trained, sampler_logprobs, 0.0)
     if algorithm.importance_cap:
         importance = importance_weights(algorithm, old, sampler, segments, trained)
         losses = importance * losses
@@ -140,9 +147,9 @@ def policy_objective(
         metrics["teacher_kl"] = weighted(divergence, counted)
     if algorithm.entropy_coefficient:
         losses -= algorithm.entropy_coefficient * jnp.where(trained, entropy, 0.0)
-    loss = jnp.sum(weights * losses)
-    if batch.nll_weights is not None:
-        loss -= jnp.sum(batch.nll_weights * logprobs)
+    loss = jnp.sum(weights * losses) + nll
+    if batch.entropy_weights is not None:
+        loss -= jnp.sum(batch.entropy_weights * jnp.where(trained, entropy, 0.0))
     return loss, metrics
 
 
@@ -199,17 +206,20 @@ def policy_learner(
     def score(params, rows: PackedRows) -> TokenScores:
         record = [ROUTES] if algorithm.router_replay == "old" and rows.routes is None else []
         needed = rows.response_index >= 0
-        hidden, logprobs, _, records = run(params, rows, needed, record)
+        hidden, logprobs, entropy, records = run(params, rows, needed, record)
         energies = None
         if "energies" in traits(algorithm.advantage):
             arrays = params, hidden, rows.tokens, needed, logprobs
             energies = energies_of(*arrays, scale, chunk_tokens)
-        return TokenScores(logprobs, records.routes, energies)
+        entropies = entropy if algorithm.reads_entropies else None
+        return TokenScores(logprobs, records.routes, energies, entropies)
 
     def loss(params, batch: TrainBatch) -> tuple[Array, UpdateOutputs]:
         rows = batch.scored.rollouts
         # Traces show the ratios of untrained tokens too.
         needed = rows.response_index >= 0 if settings.keep_logprobs else batch.loss_weights > 0
+        if batch.nll_weights is not None:
+            needed |= batch.nll_weights > 0
         hidden, logprobs, entropy, records = run(params, rows, needed, recorded)
         divergence = None
         if distilled and settings.teacher:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.config.algorithm import traits
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, gather_feedback
 from dapo_jax.learner.batches import (
@@ -58,12 +59,12 @@ def score_pass(
             scores = [nothing, *scores]
         return jax.tree.map(lambda *parts: jnp.stack(parts), *scores)
 
-    old = energies = None
+    old = energies = entropies = None
     if algorithm.old_logprobs == "sampler":
         old = rollouts.sampler_logprobs
     elif scored := algorithm.scored_minibatches(len(minibatches)):
         own = score(learners.policy, states.policy.params, rollouts, scored.start)
-        old, energies = own.values, own.energies
+        old, energies, entropies = own.values, own.energies, own.entropies
         if own.routes is not None:
             rollouts = rollouts.replace(routes=own.routes)
     scores = {}
@@ -71,7 +72,7 @@ def score_pass(
         if model.learner:
             params = states.others[name].params if model.params is None else model.params
             scores[name] = score(model.learner, params).values
-    return ScoredBatch(rollouts, old, scores, energies)
+    return ScoredBatch(rollouts, old, scores, energies, entropies)
 
 
 @timed("score")
@@ -109,6 +110,9 @@ def make_feedback(
     if TEACHER in scored.scores:
         teacher = to_host(scored.scores[TEACHER] - present(old, "old_logprobs"))
     trained = trained_tokens(minibatches.responses(), algorithm)
+    behaviour = None
+    if "log_ratios" in traits(algorithm.advantage):
+        behaviour = to_host(present(old, "old_logprobs") - scored.rollouts.sampler_logprobs)
     sizes = [len(group.rewards) for group in groups]
     return gather_feedback(
         index,
@@ -123,5 +127,6 @@ def make_feedback(
         correct=np.concatenate([group.correct for group in groups]),
         trained=place_tokens(trained, index) > 0,
         teacher_log_ratios=teacher,
+        sampler_log_ratios=behaviour,
         values=None if values is None else to_host(values).astype(np.float64),
     )

@@ -32,6 +32,19 @@ def overlong_punishment(
     return -np.clip(beyond / buffer_tokens, 0.0, 1.0)
 
 
+def length_penalties(correct: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return the pass rate times the relative length of each correct response (as prime-rl's).
+
+    The relative length is 0 for the shortest correct response of the group and 1 for the longest;
+    it is 0 for all if these are equal. Wrong responses have 0, so easy prompts alone are shortened.
+    """
+    if not correct.any():
+        return np.zeros(len(correct))
+    shortest, longest = tokens[correct].min(), tokens[correct].max()
+    relative = (tokens - shortest) / max(1, longest - shortest)
+    return np.where(correct, correct.mean() * relative, 0.0)
+
+
 # Built-in parts from a verdict: (config, completion, verdict) -> unweighted reward.
 RULES: dict[str, Callable[[Config, Completion, Verdict], float]] = {
     "rule": lambda config, completion, verdict: (
@@ -117,6 +130,9 @@ def reward_group(
         tokens = np.array([len(completion) for completion in completions])
         sizes = sum(map(np.abs, parts.values()), zero)
         correct = reaches(raw, config.reward.threshold, sizes) & (tokens > 0)
+    if coefficient := config.algorithm.length_penalty:
+        tokens = np.array([len(completion) for completion in completions])
+        parts["length"] = -coefficient * length_penalties(correct, tokens)
     rewards = sum(parts.values(), zero)
     has_reward = np.array([verdict.failure is None for verdict in verdicts]) & np.isfinite(rewards)
     pairs = zip(completions, verdicts, has_reward, strict=True)

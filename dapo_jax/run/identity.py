@@ -59,6 +59,7 @@ class RunProgress:
     carried_bytes: int = 0  # of the entry with the groups that the next step continues
     ahead_bytes: int = 0  # of the entry with the rollouts of the next steps
     shapes: list[list[Any]] = dataclasses.field(default_factory=list)  # of rows, see `RowShape`
+    entropy_weight: float = 0.0  # of the next step's adaptive bonus
     has_behaviour: bool = False  # whether the policy before the newest update has to sample more
 
 

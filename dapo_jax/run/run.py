@@ -196,6 +196,7 @@ class Run:
             carried_bytes=sum(map(len, carried.values())),
             ahead_bytes=sum(map(len, ahead.values())),
             has_behaviour=source.behaviour is not None,
+            entropy_weight=self.state.entropy_weight,
             shapes=[[*dataclasses.astuple(s.packing), s.microbatches] for s in self.state.shapes],
         )
         record = dataclasses.replace(self.store.record, step=self.state.step, progress=progress)
@@ -315,7 +316,8 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
         progress.position, progress.kept_fraction, partial, progress.pools, ahead, behaviour
     )
     shapes = tuple(RowShape(Packing(*shape), count) for *shape, count in progress.shapes)
-    return TrainerState(record.step, LearnerStates.of(states), source, shapes)
+    learners = LearnerStates.of(states)
+    return TrainerState(record.step, learners, source, shapes, progress.entropy_weight)
 
 
 def announce_policy(components: Components, state: TrainerState) -> None:

@@ -1,6 +1,7 @@
 """What must be equal: methods that coincide, and one batch however it is packed and split."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,15 @@ from policy_loops import mean
 from dapo_jax import algorithms
 from dapo_jax.algorithms import PRESETS, dapo
 from dapo_jax.config.experiment import Optimizer
-from dapo_jax.learner.advantages import estimate, gather_feedback
-from dapo_jax.learner.batches import ScoredBatch
+from dapo_jax.learner.advantages import Estimates, estimate, gather_feedback
+from dapo_jax.learner.batches import OBSERVED, ScoredBatch
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.losses import policy_loss
-from dapo_jax.learner.minibatches import make_batch, trained_tokens
+from dapo_jax.learner.minibatches import entropy_bonus, make_batch, trained_tokens
 from dapo_jax.learner.packing import pack, place_tokens
 from dapo_jax.learner.policy import policy_objective
 from dapo_jax.model.decoder import Decoder, head_kernel
+from dapo_jax.types.structs import Turn
 
 # Groups of two; response 3 is truncated.
 CORRECT = [True, False, False, True, True, False, False, True, True, False]
@@ -69,11 +71,14 @@ def make_update(algorithm, shape=(1, 16, 20), near=None, spread_of_old=0.3, seed
         trained=place_tokens(trained_tokens(SEGMENTS, algorithm), index) > 0,
         values=values,
         energies=place_tokens([np.abs(own) for own in noise(7, 1.0)], index),
+        sampler_log_ratios=olds - rollouts.sampler_logprobs,
     )
     estimates = estimate(algorithm, feedback)
     reference = np.float32(references) if algorithm.reference else None
     values = None if values is None else np.float32(values)
-    scored = ScoredBatch(rollouts, np.float32(olds), {"reference": reference, "critic": values})
+    scores = {"reference": reference, "critic": values}
+    entropies = np.float32(place_tokens([np.abs(own) for own in noise(8, 1.0)], index))
+    scored = ScoredBatch(rollouts, np.float32(olds), scores, entropies=entropies)
     return make_batch(scored, SEGMENTS, estimates, algorithm, BUDGET, seed=seed), used
 
 
@@ -111,7 +116,12 @@ def test_dapo_without_its_changes_is_grpo_with_beta_zero():
     assert np.abs(full - actual).max() > 1e-3 and actual.any()
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS if PRESETS[n]().distillation == "none"])
+UNSCALED = [
+    n for n, p in PRESETS.items() if p().distillation == "none" and not p().probability_power
+]
+
+
+@pytest.mark.parametrize("name", [n for n in UNTAUGHT if n != "dft"])
 def test_on_policy_the_policy_term_has_gradient_minus_weights_times_advantages(name):
     algorithm = dataclasses.replace(PRESETS[name](), pass_k=1)  # of groups of two
     batch = first_rows(make_update(algorithm)[0])
@@ -228,6 +238,139 @@ def test_no_split_packing_or_device_count_changes_the_critics_gradient(
         return critic_learner(algorithm, Optimizer(learning_rate=1e-3), scalar_config(TINY), mesh)
 
     assert_gradients_are_close(make, score_params, algorithms.ppo(), (one_device, eight_devices))
+
+
+# --- tokens without a gradient -------------------------------------------------------------------
+
+
+def places_of(batch):
+    """The trained tokens of a minibatch, in any order."""
+    return list(zip(*np.nonzero(batch.loss_weights > 0), strict=True))
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5])
+def test_only_the_tokens_of_highest_entropy_keep_their_weight(fraction):
+    """2506.01939, equation 5: an indicator; the sum is over the lengths of all."""
+    plain = first_rows(make_update(dapo())[0])
+    batch = first_rows(make_update(dataclasses.replace(dapo(), top_entropy_fraction=fraction))[0])
+    entropies = {spot: float(plain.scored.entropies[spot]) for spot in places_of(plain)}
+    threshold = sorted(entropies.values())[-math.ceil(fraction * len(entropies))]
+    for spot, entropy in entropies.items():
+        expected = plain.loss_weights[spot] if entropy >= threshold else 0.0
+        assert batch.loss_weights[spot] == expected
+    assert 0 < len(places_of(batch)) < len(entropies)
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.04])
+def test_the_largest_squared_log_ratios_to_the_sampler_are_dropped(limit):
+    """2510.01161: until the second moment of those that stay is within the limit."""
+    algorithm = dataclasses.replace(algorithms.m2po(), second_moment_limit=limit)
+    plain, batch = (
+        first_rows(make_update(each)[0])
+        for each in (dataclasses.replace(algorithm, second_moment_limit=0.0), algorithm)
+    )
+    old, sampler = plain.scored.old_logprobs, plain.scored.rollouts.sampler_logprobs
+    squares = {p: (float(old[p]) - float(sampler[p])) ** 2 for p in places_of(plain)}
+    kept = sorted(squares, key=lambda spot: squares[spot])
+    while mean([squares[spot] for spot in kept]) > limit:
+        kept.pop()
+    assert sorted(places_of(batch)) == sorted(kept) and 0 < len(kept) < len(squares)
+
+
+def test_real_is_the_gradient_of_its_loss():
+    """2602.05630: log(1 + sum+ e^(-s/t)) + log(1 + sum- e^(s/t)) per group, by differences."""
+    algorithm, index = algorithms.real(), np.array([[[0, 0, -1, 1, 2, 2, 2, 3, -1, 4, 5, 5]]])
+    groups, correct = np.array([7, 7, 7, 7, 9, 9]), np.array([True, True, False, False, True, True])
+    ratios = np.random.default_rng(0).normal(0, 0.5, index.shape)
+    known = {"groups": groups, "correct": correct, "sampler_log_ratios": ratios}
+    advantages = estimate(algorithm, gather_feedback(index, np.zeros(6), **known)).advantages
+
+    def loss(ratios):
+        total = []
+        for group, size in ((7, 4), (9, 2)):
+            for sign in (1, -1):
+                own = [i for i in range(6) if groups[i] == group and correct[i] == (sign > 0)]
+                means = [mean(ratios[index == i].tolist()) for i in own]
+                terms = [math.exp(-sign * s / algorithm.real_temperature) for s in means]
+                total.append(size * math.log1p(math.fsum(terms)))
+        return math.fsum(total)
+
+    lengths = np.bincount(index[index >= 0])
+    for spot in zip(*np.nonzero(index >= 0), strict=True):
+        step = np.zeros(index.shape)
+        step[spot] = 1e-5
+        slope = (loss(ratios + step) - loss(ratios - step)) / 2e-5
+        expected = -slope * lengths[index[spot]]
+        assert advantages[spot] == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_old_policy_between_sampler_and_policy_moves_with_age():
+    """AReaL: log p_old = log q + a / (a + 1) (log p - log q), a constant, a steps of age."""
+    batch = first_rows(make_update(algorithms.grpo())[0])
+    sampler = np.float64(batch.scored.rollouts.sampler_logprobs)
+    logprobs = sampler + np.random.default_rng(0).normal(0, 0.2, sampler.shape)
+    algorithm = algorithms.log_linear()
+    for age in (0, 1, 3):
+        shares = np.full(sampler.shape, age / (age + 1))
+        scored = batch.scored.replace(old_logprobs=None)
+        own = batch.replace(scored=scored, interpolation=shares)
+        old = sampler + shares * (logprobs - sampler)
+        known = batch.replace(scored=batch.scored.replace(old_logprobs=old))
+        actual, expected = (objective_gradient(algorithm, each, logprobs) for each in (own, known))
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-12)
+    segments = [
+        s._replace(completion=dataclasses.replace(s.completion, policy_step=4)) for s in SEGMENTS
+    ]
+    first = segments[0].completion
+    mixed = dataclasses.replace(first, earlier=((2, 1), (3, 1)))
+    segments[0] = segments[0]._replace(completion=mixed)
+    rollouts, _ = pack(segments, 20, 16, 1)
+    zeros = Estimates(np.zeros(rollouts.tokens.shape, np.float32))
+    made = make_batch(ScoredBatch(rollouts, None), segments, zeros, algorithm, BUDGET, step=5)
+    values = made.interpolation[rollouts.response_index == 0].tolist()
+    rest = [0.5] * (len(first) - 2)
+    assert values == pytest.approx([3 / 4, 2 / 3, *rest]) and len(rest) > 0
+
+
+def test_what_was_observed_has_the_mean_of_its_negative_log_probs():
+    """ECHO: cross-entropy on the tokens between turns, beside GRPO's loss on the drawn ones."""
+    turns = (Turn(True, 2, "a"), Turn(False, 3, "b"), Turn(True, 1, "c"))
+    done = dataclasses.replace(
+        SEGMENTS[0].completion, tokens=np.arange(3, 9), sampler_logprobs=np.zeros(6), turns=turns
+    )
+    segments = [SEGMENTS[0]._replace(completion=done), *SEGMENTS[1:]]
+    algorithm = dataclasses.replace(algorithms.echo(), kl="none", reference=False)
+    rollouts, _ = pack(segments, 20, 16, 1)
+    zeros = Estimates(np.zeros(rollouts.tokens.shape, np.float32))
+    batch = make_batch(ScoredBatch(rollouts, None), segments, zeros, algorithm, BUDGET)
+    observed = rollouts.response_index == OBSERVED
+    assert observed.sum() == 3
+    np.testing.assert_allclose(batch.nll_weights, np.where(observed, 0.1 / 3, 0.0), rtol=1e-6)
+    batch = first_rows(batch)
+    slopes = objective_gradient(algorithm, batch, np.full(batch.nll_weights.shape, -1.0))
+    np.testing.assert_allclose(slopes, -np.float64(batch.nll_weights), rtol=1e-6)
+
+
+def test_an_adaptive_bonus_seeks_its_entropy():
+    """Skywork-OR1: the weight moves by a step towards the target, and acts up to it."""
+    algorithm = dataclasses.replace(dapo(), entropy_target=0.3, entropy_step=0.01)
+    index = np.array([[0, 0, -1]])
+    feedback = gather_feedback(index, np.ones(1), groups=np.zeros(1, int), correct=np.ones(1, bool))
+    weight, used = 0.0, []
+    for entropy in (0.1, 0.3, 0.2, 0.5, 0.4, 0.9):
+        scored = ScoredBatch(None, None, entropies=np.array([[entropy, entropy, 99.0]]))
+        bonus, weight = entropy_bonus(algorithm, weight, scored, feedback)
+        used.append((bonus, weight))
+    expected = [(0, 0.01), (0.01, 0.01), (0.01, 0.02), (0, 0.01), (0, 0.0), (0, 0.0)]
+    np.testing.assert_allclose(used, expected, atol=1e-12)
+    batch, _ = make_update(algorithm)
+    scored, estimates = batch.scored, Estimates(batch.advantages)
+    own = make_batch(scored, SEGMENTS, estimates, algorithm, BUDGET, entropy_weight=0.02)
+    np.testing.assert_allclose(own.entropy_weights, 0.02 * own.loss_weights, rtol=1e-6)
+    rows = first_rows(own)
+    slope = jax.grad(lambda e: policy_objective(algorithm, rows, rows.scored.old_logprobs, e)[0])
+    entropies = jnp.zeros(rows.loss_weights.shape)
+    np.testing.assert_allclose(-slope(entropies), rows.entropy_weights, rtol=1e-6)
 
 
 # --- tokens of high covariance (2505.22617), and energies ----------------------------------------

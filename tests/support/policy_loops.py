@@ -146,6 +146,26 @@ def loop_dro(response, beta=0.1):
     return [a - beta * x for a, x in pairs]
 
 
+def loop_fipo(response, discount=0.98, clip=0.2):
+    """2603.19835: A times the clipped exponential of the discounted log-ratios from here on."""
+    result, xs = [], log_ratios(response)
+    columns = [column for _, column in response.places]
+    for i, (a, x) in enumerate(zip(response.advantages, xs, strict=True)):
+        pairs = list(zip(columns, xs, strict=True))[i:]
+        future = math.fsum(discount ** (k - columns[i]) * later for k, later in pairs)
+        a *= cut(bounded_exp(future), 1 - clip, 1 + clip)
+        ratio = bounded_exp(x)
+        clipped = pushes_out(a, ratio, 0.8, 1.28) or (a < 0 and ratio > 10)
+        result.append(0.0 if clipped else a * plain(x))
+    return result
+
+
+def loop_dft(response):
+    """2508.05629, equation 9: the token's loss times its own probability, a constant."""
+    pairs = zip(response.advantages, response.p, strict=True)
+    return [a * math.exp(p) for a, p in pairs]
+
+
 def drifts_of(response):
     return differences(response.old, response.q)
 
@@ -209,6 +229,8 @@ LOOPS = {
     "sequence_mis": corrected("sequence", lambda r: float(0.999 <= r <= 1.001)),
     "worst_token_mis": corrected("least", lambda r: float(r >= 1e-4)),
     "deepseek_v3p2": loop_deepseek,
+    "fipo": loop_fipo,
+    "dft": loop_dft,
 }
 OF_SAMPLER = ("dppo_tv", "dppo_kl", "prime_rl", "ipo")  # their old log-probs are the sampler's
 
