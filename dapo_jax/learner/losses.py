@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.advantages import pair_up
 from dapo_jax.runtime.user_code import choose
-from dapo_jax.types.structs import present
 
 LOG_RATIO_LIMIT = 20.0
 KL_LIMIT = 10.0
@@ -238,9 +237,6 @@ def policy_loss(
     pool = choose(RATIOS, "algorithm.ratio", algorithm.ratio)
     log_ratio = pool(fixed - old_logprobs, segment_ids, trained)
     ratio = jnp.exp(clamp_log(log_ratio))
-    if algorithm.future_kl_clip:
-        factors = future_weights(algorithm, fixed - old_logprobs, segment_ids)
-        advantages = advantages * factors
     region = choose(REGIONS, "algorithm.region", algorithm.region)
     below, above, bounded = region(algorithm, ratio, jnp.exp(fixed), jnp.exp(old_logprobs))
     if algorithm.region_sides == "sign":
@@ -257,8 +253,6 @@ def policy_loss(
     weigh = choose(WEIGHTS, "algorithm.weight", algorithm.weight)
     weight = weigh(algorithm, bounded, advantages > 0)
     inside = ~(below | above | capped) & (weight < WEIGHT_LIMIT) & (weight > 1 / WEIGHT_LIMIT)
-    if algorithm.probability_power:  # DFT, 2508.05629, equation 9: p times the loss, detached
-        weight *= jnp.exp(algorithm.probability_power * fixed)
     # Its value is 1 and its gradient that of log p.
     differentiable = jnp.where(inside, jnp.exp(logprobs - fixed), 1.0)
     loss = jnp.where(trained, -advantages * weight * differentiable, 0.0)
@@ -343,29 +337,29 @@ def choose_by_covariance(
     return chosen.reshape(advantages.shape)
 
 
-def drop_tokens(
-    algorithm: Algorithm,
-    places: Int[np.ndarray, "n"],  # of the minibatch's trained tokens in the flat arrays
-    entropies: Float[np.ndarray, "*M R T"] | None,
-    log_ratios: Float[np.ndarray, "*M R T"] | None,  # old - sampler
+def drop_low_entropies(
+    algorithm: Algorithm, places: Int[np.ndarray, "n"], entropies: Float[np.ndarray, "*M R T"]
 ) -> Int[np.ndarray, "k"]:
-    """Return the places of the tokens that have no gradient; they stay in the counts of weights.
+    """Return the places of all but the tokens of highest entropy (2506.01939, equation 5).
 
-    `top_entropy_fraction` keeps that fraction of the tokens, rounded up, with the highest entropy
-    (2506.01939, equation 5). `second_moment_limit` drops the largest squared log-ratios until the
-    mean of the rest is within it (M2PO, 2510.01161).
+    `top_entropy_fraction` of the tokens, rounded up, stay. The others have no gradient, but stay in
+    the counts of the loss weights.
     """
-    dropped = np.zeros(len(places), bool)
-    if algorithm.top_entropy_fraction < 1:
-        own = np.float64(present(entropies, "entropies").ravel()[places])
-        kept = math.ceil(algorithm.top_entropy_fraction * len(places))
-        dropped[np.argsort(-own, kind="stable")[kept:]] = True
-    if algorithm.second_moment_limit:
-        squares = np.square(np.float64(present(log_ratios, "log-ratios").ravel()[places]))
-        order = np.argsort(squares, kind="stable")
-        means = np.cumsum(squares[order]) / np.arange(1, 1 + len(places))
-        dropped[order[means > algorithm.second_moment_limit]] = True
-    return places[dropped]
+    kept = math.ceil(algorithm.top_entropy_fraction * len(places))
+    return places[np.argsort(-entropies.ravel()[places], kind="stable")[kept:]]
+
+
+def drop_far_tokens(
+    algorithm: Algorithm, places: Int[np.ndarray, "n"], log_ratios: Float[np.ndarray, "*M R T"]
+) -> Int[np.ndarray, "k"]:
+    """Return the places of the tokens with the largest squared log-ratios to the sampler.
+
+    The mean square of the others is at most `second_moment_limit` (M2PO, 2510.01161).
+    """
+    squares = np.square(np.float64(log_ratios.ravel()[places]))
+    order = np.argsort(squares, kind="stable")
+    means = np.cumsum(squares[order]) / np.arange(1, 1 + len(places))
+    return places[order[means > algorithm.second_moment_limit]]
 
 
 def value_loss(

@@ -13,7 +13,12 @@ from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Config, Packing
 from dapo_jax.learner.advantages import Estimates, Feedback, broadcast_to_tokens
 from dapo_jax.learner.batches import OBSERVED, PackedRows, ScoredBatch, TrainBatch
-from dapo_jax.learner.losses import choose_by_covariance, drop_tokens, response_weights
+from dapo_jax.learner.losses import (
+    choose_by_covariance,
+    drop_far_tokens,
+    drop_low_entropies,
+    response_weights,
+)
 from dapo_jax.learner.packing import (
     RowShape,
     Segment,
@@ -183,6 +188,33 @@ def entropy_bonus(
     return weight if gap >= 0 else 0.0, following
 
 
+def _choose_tokens(
+    algorithm: Algorithm,
+    scored: ScoredBatch,
+    advantages: Float[np.ndarray, "*M R T"],
+    weights: Float[np.ndarray, "*M R T"],  # set to 0 on tokens that are dropped
+    random: np.random.Generator,
+) -> dict[str, Any]:
+    """Apply the choices of a minibatch's trained tokens; return the fields that they change."""
+    places = np.flatnonzero(weights > 0)  # in the order of responses, whatever the packing
+    index = np.asarray(scored.rollouts.response_index).ravel()
+    places = places[np.argsort(index[places], kind="stable")]
+    if algorithm.top_entropy_fraction < 1:
+        entropies = to_host(present(scored.entropies, "entropies"))
+        weights.ravel()[drop_low_entropies(algorithm, places, entropies)] = 0.0
+    if algorithm.second_moment_limit:
+        old = present(scored.old_logprobs, "old_logprobs")
+        ratios = to_host(old - scored.rollouts.sampler_logprobs)
+        weights.ravel()[drop_far_tokens(algorithm, places, ratios)] = 0.0
+    if algorithm.covariance == "none":
+        return {}
+    old = to_host(present(scored.old_logprobs, "old_logprobs"))
+    chosen = choose_by_covariance(algorithm, old, advantages, places, random)
+    if algorithm.covariance == "kl":
+        return {"kl_tokens": chosen}
+    return {"advantages": np.where(chosen, np.float32(0.0), advantages)}
+
+
 def make_batch(
     scored: ScoredBatch,
     segments: Sequence[Segment],
@@ -217,14 +249,10 @@ def make_batch(
     if token_weights:  # then all responses have them
         weights *= place_tokens(token_weights, index)
     trained = weights > 0
-    places = np.flatnonzero(trained)  # in the order of responses, whatever the packing
-    places = places[np.argsort(index.ravel()[places], kind="stable")]
-    old = None if scored.old_logprobs is None else to_host(scored.old_logprobs)
     arrays: dict[str, Any] = {"advantages": estimates.advantages}
-    if len(places) and (algorithm.top_entropy_fraction < 1 or algorithm.second_moment_limit):
-        entropies = None if scored.entropies is None else to_host(scored.entropies)
-        ratios = None if old is None else old - to_host(scored.rollouts.sampler_logprobs)
-        weights.ravel()[drop_tokens(algorithm, places, entropies, ratios)] = 0.0
+    if trained.any():
+        random = np.random.default_rng([seed, *groups])
+        arrays |= _choose_tokens(algorithm, scored, estimates.advantages, weights, random)
     arrays["loss_weights"] = weights.astype(np.float32)
     if entropy_weight:
         arrays["entropy_weights"] = (entropy_weight * weights).astype(np.float32)
@@ -232,23 +260,12 @@ def make_batch(
         ages = [np.repeat(*np.array(s.completion.drawn_by or [(step, 0)]).T) for s in segments]
         shares = [(step - made) / (step + 1.0 - made) for made in ages]
         arrays["interpolation"] = place_tokens(shares, index).astype(np.float32)
-    if algorithm.covariance != "none" and trained.any():
-        old = present(old, "old_logprobs")
-        random = np.random.default_rng([seed, *groups])
-        chosen = choose_by_covariance(algorithm, old, estimates.advantages, places, random)
-        if algorithm.covariance == "kl":
-            arrays["kl_tokens"] = chosen
-        else:
-            arrays["advantages"] = np.where(chosen, np.float32(0.0), estimates.advantages)
-    if algorithm.positive_nll_coefficient:
-        positive = trained & (to_tokens(correct) > 0)
-        coefficient = fraction * algorithm.positive_nll_coefficient
-        arrays["nll_weights"] = (coefficient * positive / max(1, positive.sum())).astype(np.float32)
-    if algorithm.observation_nll_coefficient:  # ECHO: a mean over the observed tokens
-        observed = index == OBSERVED
-        coefficient = fraction * algorithm.observation_nll_coefficient
-        nll = np.float32(coefficient * observed / max(1, observed.sum()))
-        arrays["nll_weights"] = arrays.get("nll_weights", 0.0) + nll
+    # ECHO's cross-entropy is a mean over the observed tokens.
+    means = {"positive": trained & (to_tokens(correct) > 0), "observation": index == OBSERVED}
+    for name, chosen in means.items():
+        if coefficient := fraction * getattr(algorithm, f"{name}_nll_coefficient"):
+            nll = np.float32(coefficient * chosen / max(1, chosen.sum()))
+            arrays["nll_weights"] = arrays.get("nll_weights", 0.0) + nll
     if estimates.returns is not None:
         arrays["returns"] = estimates.returns
         arrays["value_weights"] = (fraction * trained / max(1, trained.sum())).astype(np.float32)

@@ -23,6 +23,7 @@ from dapo_jax.learner.losses import (
     KL_ESTIMATORS,
     clamp_log,
     estimate_kl,
+    future_weights,
     importance_weights,
     k3,
     policy_loss,
@@ -93,6 +94,33 @@ def _kl(
     return kl if batch.kl_tokens is None else jnp.where(batch.kl_tokens, kl, 0.0)
 
 
+def _old_logprobs(batch: TrainBatch, logprobs: Float[Array, "R T"]) -> Float[Array, "R T"]:
+    """Return log p_old; where none was scored, the ratio to the policy itself is 1."""
+    scored = batch.scored
+    if batch.interpolation is not None:
+        sampler = scored.rollouts.sampler_logprobs
+        return sampler + batch.interpolation * (logprobs - sampler)
+    if scored.old_logprobs is None:
+        return logprobs
+    return jnp.where(scored.old_logprobs == NOT_SCORED, logprobs, scored.old_logprobs)
+
+
+def _surrogate(
+    algorithm: Algorithm, batch: TrainBatch, logprobs: Float[Array, "R T"], old: Float[Array, "R T"]
+) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
+    """Return `policy_loss` of a microbatch, with the factors that other tokens or p give it."""
+    segments, weights = batch.scored.rollouts.segment_ids, batch.loss_weights
+    advantages = batch.advantages
+    fixed = jax.lax.stop_gradient(logprobs)
+    if algorithm.future_kl_clip:
+        moved = jnp.where(weights > 0, fixed - old, 0.0)
+        advantages = advantages * future_weights(algorithm, moved, segments)
+    losses, info = policy_loss(algorithm, logprobs, old, advantages, weights, segments)
+    if algorithm.probability_power:  # DFT, 2508.05629, equation 9: a constant times the loss
+        losses *= jnp.exp(algorithm.probability_power * jnp.where(weights > 0, fixed, 0.0))
+    return losses, info
+
+
 def policy_objective(
     algorithm: Algorithm,
     batch: TrainBatch,
@@ -108,15 +136,11 @@ def policy_objective(
     """
     scored = batch.scored
     weights = batch.loss_weights
-    segments, sampler_logprobs = scored.rollouts.segment_ids, scored.rollouts.sampler_logprobs
+    segments = scored.rollouts.segment_ids
     trained = weights > 0
     counted = trained.astype(jnp.float32)
-    old = own = jax.lax.stop_gradient(logprobs)  # the ratio is 1 if none were scored
-    if batch.interpolation is not None:
-        old = sampler_logprobs + batch.interpolation * (own - sampler_logprobs)
-    if scored.old_logprobs is not None:
-        old = jnp.where(scored.old_logprobs == NOT_SCORED, own, scored.old_logprobs)
-    losses, info = policy_loss(algorithm, logprobs, old, batch.advantages, weights, segments)
+    old = _old_logprobs(batch, jax.lax.stop_gradient(logprobs))
+    losses, info = _surrogate(algorithm, batch, logprobs, old)
     metrics = token_metrics(batch, algorithm, logprobs, old, entropy, info)
     nll = 0.0
     if batch.nll_weights is not None:
@@ -124,7 +148,7 @@ def policy_objective(
     # Mask before exp: 0 * inf is NaN.
     logprobs = jnp.where(trained, logprobs, 0.0)
     old = jnp.where(trained, old, 0.0)
-    sampler = jnp.where(trained, sampler_logprobs, 0.0)
+    sampler = jnp.where(trained, scored.rollouts.sampler_logprobs, 0.0)
     if algorithm.importance_cap:
         importance = importance_weights(algorithm, old, sampler, segments, trained)
         losses = importance * losses

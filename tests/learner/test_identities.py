@@ -116,9 +116,7 @@ def test_dapo_without_its_changes_is_grpo_with_beta_zero():
     assert np.abs(full - actual).max() > 1e-3 and actual.any()
 
 
-UNSCALED = [
-    n for n, p in PRESETS.items() if p().distillation == "none" and not p().probability_power
-]
+UNTAUGHT = [name for name, make in PRESETS.items() if make().distillation == "none"]
 
 
 @pytest.mark.parametrize("name", [n for n in UNTAUGHT if n != "dft"])
