@@ -4,6 +4,8 @@ Rational functions are compared exactly; everything else by balls at points that
 expressions draws. Runs in a worker process.
 """
 
+from collections.abc import Iterable, Iterator
+
 from dapo_jax.extras.math import expression_tree as trees
 from dapo_jax.extras.math.answer_shape import Node
 from dapo_jax.extras.math.ball_arithmetic import (
@@ -42,38 +44,29 @@ def _balls(pair: tuple[Tree, Tree], budget: Budget, *, constant: bool) -> list[B
     return None
 
 
-class _Pairs:
-    """Both expressions at points, computed once and only as far as they are looked at."""
+def _pairs(
+    both: tuple[Tree, Tree], points: Iterable[tuple[Point, bool]], budget: Budget
+) -> Iterator[tuple[Tree, Tree] | None]:
+    """Yield both expressions at points; None without a value of both.
 
-    def __init__(self, mine: Tree, gold: Tree, points: list[tuple[Point, bool]], budget: Budget):
-        self._both, self._points, self._budget = (mine, gold), points, budget
-        self._known: list[tuple[Tree, Tree] | None] = []
-        self._holes = MAX_HOLES
-
-    def __iter__(self):
-        for place, (point, is_whole) in enumerate(self._points):
-            if place == len(self._known):
-                self._known.append(self._at(point, is_whole))
-            yield self._known[place]
-
-    def _at(self, point: Point, is_whole: bool) -> tuple[Tree, Tree] | None:
-        """Return the pair at a point; None without a value of both.
-
-        For integers, a value may be missing where gold is 0 (a binomial coefficient), and elsewhere
-        at two of them; else a value that only gold has raises `Undecided`.
-        """
-        own, wanted = (self._value(tree, point) for tree in self._both)
+    For integers, a value may be missing where gold is 0 (a binomial coefficient), and elsewhere at
+    two of them; else a value that only gold has raises `Undecided`.
+    """
+    holes = MAX_HOLES
+    for point, is_whole in points:
+        own, wanted = (_value(tree, point, budget) for tree in both)
         if own is None and wanted is not None and wanted.whole != 0:
-            self._holes -= 1
-            if self._holes < 0 or not is_whole:
+            holes -= 1
+            if holes < 0 or not is_whole:
                 raise Undecided("no value where gold has one")
-        return None if own is None or wanted is None else (own, wanted)
+        yield None if own is None or wanted is None else (own, wanted)
 
-    def _value(self, tree: Tree, point: Point) -> Tree | None:
-        try:
-            return trees.substitute(tree, point, self._budget)
-        except Refused:
-            return None
+
+def _value(tree: Tree, point: Point, budget: Budget) -> Tree | None:
+    try:
+        return trees.substitute(tree, point, budget)
+    except Refused:
+        return None
 
 
 def same_expression(
@@ -96,12 +89,11 @@ def same_expression(
         return exact
     is_constant = not symbols(mine) | symbols(gold)
     enough = 1 if is_constant else ENOUGH_POINTS
-    drawn = list(sample_points(mine, gold, whole_letters(mine, gold, whole)))
-    pairs = _Pairs(mine, gold, drawn, budget)
+    points = list(sample_points(mine, gold, whole_letters(mine, gold, whole)))
     for bits in PRECISIONS:
         seen = missed = equal = 0
         with with_bits(bits):
-            for pair in pairs:
+            for pair in _pairs((mine, gold), points, budget):
                 balls = None if pair is None else _balls(pair, budget, constant=is_constant)
                 if pair is None or balls is None:
                     missed += 1
@@ -124,8 +116,8 @@ def proportional(
     """Test for a real constant c that is not 0 with mine = c * gold."""
     if symbols(mine) != symbols(gold) or not symbols(mine):
         return False
-    points = list(sample_points(mine, gold, whole_letters(mine, gold, whole)))
-    for pair in _Pairs(mine, gold, points, budget):
+    points = sample_points(mine, gold, whole_letters(mine, gold, whole))
+    for pair in _pairs((mine, gold), points, budget):
         with with_bits(PRECISIONS[0]):
             balls = pair and _balls(pair, budget, constant=False)
             if pair is None or balls is None or not all(map(is_apart, balls)):

@@ -88,7 +88,7 @@ def _over(above: Ball, below: Ball) -> Ball:
 
 
 def _power(base: Ball, exponent: Tree, value: Ball) -> Ball:
-    q = exponent.rational if exponent.kind == "number" else None
+    q = exponent.value if exponent.kind == "number" else None
     if q is not None and max(abs(q.p), q.q) <= trees.LARGEST_EXPONENT:
         power = acb(base) ** int(abs(q.p))
         if q.q != 1:  # principal: (a^(1/n))^m
@@ -124,9 +124,9 @@ def enclose(tree: Tree, budget: Budget) -> Ball:
     budget.spend(2 + flint.ctx.prec / 256)
     match tree.kind:
         case "number":
-            if max(tree.rational.p.bit_length(), tree.rational.q.bit_length()) > MAX_BITS:
+            if max(tree.value.p.bit_length(), tree.value.q.bit_length()) > MAX_BITS:
                 raise Undefined("a number too long to compare")
-            return acb(arb(tree.rational))
+            return acb(arb(tree.value))
         case "pi":
             return acb.pi()
         case "e":
@@ -148,7 +148,7 @@ def enclose(tree: Tree, budget: Budget) -> Ball:
         case "odd_root":
             negative = parts[0].imag.is_zero() and bool(parts[0].real < 0)
             inside = -parts[0] if negative else parts[0]
-            value = _principal_root(inside, int(tree.parts[1].rational.p))
+            value = _principal_root(inside, int(tree.parts[1].value.p))
             value = -value if negative else value
         case "max" | "min":
             if not all(part.imag.is_zero() for part in parts):
@@ -172,14 +172,14 @@ def enclose(tree: Tree, budget: Budget) -> Ball:
 
 def longest_number(tree: Tree) -> int:
     """Return the bits of the longest number in a constant: with fewer, it may pass unseen."""
-    numbers = [node.rational for node in trees.nodes(tree) if node.kind == "number"]
+    numbers = [node.value for node in trees.nodes(tree) if node.kind == "number"]
     return max((max(n.p.bit_length(), n.q.bit_length()) for n in numbers), default=0)
 
 
 def sign(tree: Tree, budget: Budget) -> int:
     """Return the sign of a constant; raise `Refused` if not real, `Undecided` if unknown."""
     if tree.kind == "number":
-        return (tree.rational > 0) - (tree.rational < 0)
+        return (tree.value > 0) - (tree.value < 0)
     for bits in PRECISIONS:
         with with_bits(bits):
             try:

@@ -51,27 +51,15 @@ class Tree(NamedTuple):
 
     kind: str
     parts: tuple["Tree", ...] = ()
-    value: fmpq | str | None = None
-
-    @property
-    def rational(self) -> fmpq:
-        """Return the value of a number."""
-        assert isinstance(self.value, fmpq), self.kind
-        return self.value
-
-    @property
-    def name(self) -> str:
-        """Return the name of a symbol."""
-        assert isinstance(self.value, str), self.kind
-        return self.value
+    value: Any = None
 
     @property
     def whole(self) -> int | None:
         """Integer value, for a numeral also with its sign; None if it is no integer."""
         is_signed = self.kind == "product" and self.parts[0] == MINUS
         value = self.parts[1] if is_signed and self.parts[1].kind == "numeral" else self
-        is_whole = value.kind in ("number", "numeral") and value.rational.q == 1
-        return int(value.rational.p) * (1 if value is self else -1) if is_whole else None
+        is_whole = value.kind in ("number", "numeral") and value.value.q == 1
+        return int(value.value.p) * (1 if value is self else -1) if is_whole else None
 
 
 PI, EULER, IMAGINARY, INFINITY = map(Tree, ("pi", "e", "i", "infinity"))
@@ -90,7 +78,7 @@ def add(terms: list[Tree]) -> Tree:
     """Return the sum of terms; numbers among them become one."""
     if len(terms) == 1:
         return terms[0]
-    constant = sum((t.rational for t in terms if t.kind == "number"), fmpq(0))
+    constant = sum((t.value for t in terms if t.kind == "number"), fmpq(0))
     rest = tuple(t for t in terms if t.kind != "number")
     parts = (*rest, number(constant)) if constant or not rest else rest
     return Tree("sum", parts) if rest else parts[0]
@@ -99,7 +87,7 @@ def add(terms: list[Tree]) -> Tree:
 def multiply(a: Tree, b: Tree) -> Tree:
     """Return the product a * b."""
     if a.kind == b.kind == "number":
-        return number(a.rational * b.rational)
+        return number(a.value * b.value)
     return Tree("product", (a, b))
 
 
@@ -111,24 +99,24 @@ def negate(tree: Tree) -> Tree:
 def divide(above: Tree, below: Tree) -> Tree:
     """Return the quotient above / below; raise `Refused` if it is plainly undefined."""
     if below.kind == "number":
-        if below.rational == 0:
+        if below.value == 0:
             raise NoValue("division by zero")
-        return multiply(above, number(1 / below.rational))
+        return multiply(above, number(1 / below.value))
     return Tree("quotient", (above, below))
 
 
 def power(base: Tree, exponent: Tree) -> Tree:
     """Return the power base ** exponent; raise `Refused` if it would be large."""
     if exponent.kind != "number":
-        if base.kind == "number" and base.rational == 0:
+        if base.kind == "number" and base.value == 0:
             raise NoValue("a power of zero")
         return Tree("power", (base, exponent))
-    n = exponent.rational
+    n = exponent.value
     if base.kind != "number":
         if abs(n) > LARGEST_EXPONENT or n.q > LARGEST_EXPONENT:
             raise Refused("a large exponent")
         return base if n == 1 else Tree("power", (base, exponent))
-    value = base.rational
+    value = base.value
     if value == 0:
         if n <= 0:
             raise NoValue("a power of zero")
@@ -143,17 +131,17 @@ def power(base: Tree, exponent: Tree) -> Tree:
 
 def real_power(base: Tree, exponent: Tree) -> Tree:
     """Return the power base ** exponent; of what has a variable, an odd root is the real one."""
-    order = exponent.rational.q if exponent.kind == "number" else 1
+    order = exponent.value.q if exponent.kind == "number" else 1
     if order % 2 and order > 1 and symbols(base):
-        return power(odd_root(base, int(order)), number(exponent.rational.p))
+        return power(odd_root(base, int(order)), number(exponent.value.p))
     return power(base, exponent)
 
 
 def odd_root(inside: Tree, order: int) -> Tree:
     """Return the real root if `inside` is real, whatever its sign; else the principal root."""
     if inside.kind == "number":
-        root = power(number(abs(inside.rational)), number(fmpq(1, order)))
-        return negate(root) if inside.rational < 0 else root
+        root = power(number(abs(inside.value)), number(fmpq(1, order)))
+        return negate(root) if inside.value < 0 else root
     return Tree("odd_root", (inside, number(order)))
 
 
@@ -199,7 +187,7 @@ def substitute(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree:
     """
     budget.spend(3)
     if tree.kind in ("symbol", "bound"):
-        return values.get(tree.name, tree)
+        return values.get(tree.value, tree)
     if not tree.parts:
         return tree
     if tree.kind in ("total", "times"):
@@ -210,7 +198,7 @@ def substitute(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree:
     if tree.kind in _CONSTRUCTORS:
         return _CONSTRUCTORS[tree.kind](*parts)
     if tree.kind in _OF_NUMBERS and all(part.kind == "number" for part in parts):
-        return number(_OF_NUMBERS[tree.kind](*(part.rational for part in parts)))
+        return number(_OF_NUMBERS[tree.kind](*(part.value for part in parts)))
     return tree._replace(parts=tuple(parts))
 
 
@@ -228,7 +216,7 @@ _CONSTRUCTORS: dict[str, Callable[..., Tree]] = {
     "product": multiply,
     "quotient": divide,
     "power": _power_as_written,
-    "odd_root": lambda inside, order: odd_root(inside, int(order.rational.p)),
+    "odd_root": lambda inside, order: odd_root(inside, int(order.value.p)),
     "factorial": factorial,
     "binomial": binomial,
 }
@@ -267,7 +255,7 @@ def _written_out(tree: Tree, values: Mapping[str, Tree], budget: Budget) -> Tree
     if not -1 <= high - low < MAX_TERMS:
         raise Refused("a sum that is too long, or has its ends in the wrong order")
     terms = (
-        substitute(body, {**values, tree.name: number(k)}, budget) for k in range(low, high + 1)
+        substitute(body, {**values, tree.value: number(k)}, budget) for k in range(low, high + 1)
     )
     if tree.kind == "total":
         return add([*terms] or [number(0)])
@@ -286,12 +274,12 @@ def nodes(tree: Tree) -> Iterator[Tree]:
 def is_root(tree: Tree) -> bool:
     """Test for a power that is no integer's."""
     is_number = tree.kind == "power" and tree.parts[1].kind == "number"
-    return is_number and tree.parts[1].rational.q > 1
+    return is_number and tree.parts[1].value.q > 1
 
 
 def symbols(tree: Tree) -> set[str]:
     """Return the names of the variables of a tree."""
-    return {node.name for node in nodes(tree) if node.kind == "symbol"}
+    return {node.value for node in nodes(tree) if node.kind == "symbol"}
 
 
 _NOT_EVERYWHERE = "tan cot sec csc asin acos acot asec acsc acosh atanh factorial binomial function"
@@ -312,7 +300,7 @@ def conditions(tree: Tree) -> Iterator[tuple[str, Tree]]:
             base, exponent = node.parts
             if exponent.kind != "number":
                 yield ">", base
-            elif exponent.rational.q % 2 == 0:
+            elif exponent.value.q % 2 == 0:
                 yield ">=", base
-            if exponent.kind == "number" and exponent.rational < 0:
+            if exponent.kind == "number" and exponent.value < 0:
                 yield "!=", base

@@ -213,10 +213,10 @@ class _Parser:
         opened = ahead[:1] in (["("], ["["]) or ahead in (["{", "("], ["{", "["])
         if letter.kind != "symbol" or not opened or self._tokens[start] in ("(", "["):
             return letter
-        name = letter.name.partition("_")[0].rstrip("'")
+        name = letter.value.partition("_")[0].rstrip("'")
         if name in self._functions or not self._opens_a_sum():
-            return Tree("function", (self._atom(),), letter.name)
-        if self._factors is not None and letter.name not in self._factors:
+            return Tree("function", (self._atom(),), letter.value)
+        if self._factors is not None and letter.value not in self._factors:
             raise Refused("a factor or a function")
         return letter
 
@@ -377,7 +377,7 @@ class _Parser:
         """Return the variable of a sum or integral: a factor before a bracket."""
         letter = self._letter(token.lstrip("\\"))
         if self._factors is not None and letter.kind == "symbol":
-            self._factors = self._factors | {letter.name}
+            self._factors = self._factors | {letter.value}
         return letter
 
     def _function(self, name: str) -> Tree:
@@ -421,7 +421,7 @@ def _mixed(whole: Tree, part: Tree) -> Tree:
     above, below = (term.whole or 0 for term in part.parts)
     if above >= below or math.gcd(above, below) > 1:
         return Tree("mixed", (whole, part))
-    return Tree("numeral", value=whole.rational + fmpq(above, below))
+    return Tree("numeral", value=whole.value + fmpq(above, below))
 
 
 def _is_digits(token: str) -> bool:

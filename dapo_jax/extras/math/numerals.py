@@ -13,13 +13,14 @@ LARGEST_EXPONENT = 1_000  # of ten
 _INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+"
 _DECIMAL = rf"(?:(?:{_INTEGER})(?:\.\d*)?|\.\d+)"
 _SIGN = r"(?:[-+] ?)?"
-_PART = re.compile(_SIGN + _DECIMAL, re.ASCII)
+_TERM = _SIGN + _DECIMAL
+_PART = re.compile(_TERM, re.ASCII)
 _REPEATING = re.compile(
     r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{ ?(\d+) ?\}|\\(?:overline|bar|dot) ?(\d)|\((\d+)\))",
     re.ASCII,
 )
 _FRACTION = re.compile(
-    r"\\frac ?(?:\{ ?([^{}]+?) ?\}|(\d)) ?(?:\{ ?([^{}]+?) ?\}|(\d))|([^/{}\\]+?) ?/ ?([^/{}\\]+)",
+    rf"\\frac ?(?:\{{ ?({_TERM}) ?\}}|(\d)) ?(?:\{{ ?({_TERM}) ?\}}|(\d))|({_TERM}) ?/ ?({_TERM})",
     re.ASCII,
 )
 _MIXED = re.compile(rf"({_INTEGER}) ?(\\frac.+|(?<= )\d+ ?/ ?\d+)", re.ASCII)
@@ -40,46 +41,30 @@ def read_integer(text: str) -> tuple[bool, str] | None:
     return "-" in match[1] and digits != "0", digits
 
 
-def _decimal(text: str) -> Fraction | None:
-    text = text.strip()
-    if not _PART.fullmatch(text):
+def _magnitude(text: str) -> Fraction | None:
+    """Return the value of a numeral without percent sign, or before a fraction's bar."""
+    if _PART.fullmatch(text):
+        return Fraction(text.replace(",", "").replace(" ", "").rstrip("."))
+    if match := _REPEATING.fullmatch(text):
+        whole, fixed, *periods = match.groups()
+        (period,) = filter(None, periods)
+        behind = int(fixed or 0) + Fraction(int(period), 10 ** len(period) - 1)
+        return int(whole or 0) + behind / 10 ** len(fixed)
+    if match := _SCIENTIFIC.fullmatch(text):
+        exponent = int(match[2] or match[3] or match[5])
+        factor = _magnitude(match[1] or match[4] or "1")
+        if factor is None or abs(exponent) > LARGEST_EXPONENT:
+            return None
+        return factor * Fraction(10) ** exponent
+    if _GROUPED.match(text):
         return None
-    return Fraction(text.replace(",", "").replace(" ", "").rstrip("."))
-
-
-def _repeating(text: str) -> Fraction | None:
-    if (match := _REPEATING.fullmatch(text)) is None:
-        return None
-    whole, fixed = match[1] or "0", match[2]
-    period = match[3] or match[4] or match[5]
-    nines = (10 ** len(period) - 1) * 10 ** len(fixed)
-    return int(whole) + Fraction(int(fixed or 0), 10 ** len(fixed)) + Fraction(int(period), nines)
-
-
-def _fraction(text: str) -> Fraction | None:
-    match = _FRACTION.fullmatch(text)
-    if match is None or _GROUPED.match(text):
-        return None
-    above, below = (_decimal(part) for part in filter(None, match.groups()))
-    return above / below if above is not None and below else None
-
-
-def _mixed(text: str) -> Fraction | None:
-    match = _MIXED.fullmatch(text)
-    if match is None or _GROUPED.match(text) or not re.fullmatch(r"[^-+.]*", match[2]):
-        return None
-    whole, part = _decimal(match[1]), _fraction(match[2])
-    return None if whole is None or part is None or part < 0 else whole + part
-
-
-def _scientific(text: str) -> Fraction | None:
-    if (match := _SCIENTIFIC.fullmatch(text)) is None:
-        return None
-    exponent = next(filter(None, (match[2], match[3], match[5])))
-    if len(exponent) > 5 or abs(int(exponent)) > LARGEST_EXPONENT:
-        return None
-    factor = _decimal(match[1] or match[4] or "1")
-    return None if factor is None else factor * Fraction(10) ** int(exponent)
+    if (match := _MIXED.fullmatch(text)) and not {*match[2]} & {*"-+."}:
+        whole, part = map(_magnitude, match.groups())
+        return None if whole is None or part is None else whole + part
+    if match := _FRACTION.fullmatch(text):
+        above, below = (_magnitude(part.strip()) for part in filter(None, match.groups()))
+        return above / below if above is not None and below else None
+    return None
 
 
 _CODE = re.compile(r"(?=.*[A-Z])[A-Z\d]{2,}(?:_\{?\d+\}?)?", re.ASCII)
@@ -112,10 +97,9 @@ def read_number(text: str) -> Fraction | None:
     rest = body[1:].lstrip() if negative else body
     if rest.startswith(("-", "+")):
         return None
-    for read in (_decimal, _repeating, _mixed, _fraction, _scientific):
-        if (value := read(rest)) is not None:
-            return value * (-1 if body.startswith("-") else 1) / (100 if percent else 1)
-    return None
+    if (value := _magnitude(rest)) is None:
+        return None
+    return value * (-1 if body.startswith("-") else 1) / (100 if percent else 1)
 
 
 def read_digits(text: str) -> tuple[str, int] | None:

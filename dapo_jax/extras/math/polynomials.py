@@ -64,7 +64,7 @@ class RationalFunctions:
         """
         self._budget.spend(2)
         if tree.kind == "number":
-            return Fraction(_ONE * tree.rational, _ONE)
+            return Fraction(_ONE * tree.value, _ONE)
         if tree.kind == "symbol" or self._opaque and not trees.symbols(tree):
             return self._variable(tree)
         if tree.kind == "power" and tree.parts[1].whole is not None:

@@ -36,7 +36,7 @@ def whole_letters(mine: Tree, gold: Tree, given: frozenset[str] = frozenset()) -
         for node in nodes(tree):
             parts = node.parts if node.kind in _OF_WHOLE else ()
             if node.kind == "power" and node.parts[0].kind == "number":
-                parts = node.parts[1:] if node.parts[0].rational < 0 else ()
+                parts = node.parts[1:] if node.parts[0].value < 0 else ()
             given |= set().union(*map(symbols, parts))
     return given
 
@@ -57,7 +57,7 @@ def sample_points(
         yield from (({VARIANT: number(i)}, False) for i in range(3 if "function" in kinds else 1))
         return
     rng = random.Random(hashlib.blake2b(repr(both).encode(), digest_size=8).digest())
-    numbers = [node.rational for tree in both for node in nodes(tree) if node.kind == "number"]
+    numbers = [node.value for tree in both for node in nodes(tree) if node.kind == "number"]
     largest = _LARGEST_OF_SUMS if kinds & {"total", "times"} else _LARGEST
     magnitudes = _magnitudes(rng, numbers, is_many=has_corners(mine, gold))
     for i, magnitude in enumerate(() if whole.issuperset(names) else magnitudes):
@@ -92,7 +92,7 @@ def _value(rng: random.Random, name: str, magnitude: fmpq, trial: int) -> Tree:
 def _is_positive(tree: Tree) -> bool:
     """Test for what is plainly above 0, as 5e^x."""
     if tree.kind == "number":
-        return bool(tree.rational > 0)
+        return bool(tree.value > 0)
     if tree.kind in ("sum", "product", "quotient"):
         return all(map(_is_positive, tree.parts))
     return tree.kind in ("e", "pi", "exp") or tree.kind == "power" and _is_positive(tree.parts[0])

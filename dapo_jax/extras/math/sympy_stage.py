@@ -25,10 +25,10 @@ _KINDS = {name: kind for kind, name in _NAMES.items()}
 def _to_sympy(tree: Tree):
     import sympy  # slow; a worker loads it outside the time of a verdict
 
-    if tree.kind == "number" and max(abs(tree.rational.p), tree.rational.q) <= LARGEST:
-        return sympy.Rational(int(tree.rational.p), int(tree.rational.q))
+    if tree.kind == "number" and max(abs(tree.value.p), tree.value.q) <= LARGEST:
+        return sympy.Rational(int(tree.value.p), int(tree.value.q))
     if tree.kind in ("symbol", "bound"):
-        return sympy.Symbol(tree.name, real=True)
+        return sympy.Symbol(tree.value, real=True)
     if sum(1 for _ in trees.nodes(tree)) > MAX_NODES:
         raise Refused("too large for sympy")
     parts = [_to_sympy(part) for part in tree.parts]
@@ -37,7 +37,7 @@ def _to_sympy(tree: Tree):
     if tree.kind == "total" and not parts[1].is_infinite:
         raise Refused("a sum that is written out, or too long")
     if tree.kind in OPERATORS:
-        parts = [parts[-1], (sympy.Symbol(tree.name, real=True), *parts[:-1])]
+        parts = [parts[-1], (sympy.Symbol(tree.value, real=True), *parts[:-1])]
     function = getattr(sympy, _NAMES[tree.kind])
     return function(*parts) if parts else function
 

@@ -50,7 +50,7 @@ def _root(tree: Tree) -> tuple[Tree, int] | None:
     exponent = _exponent(tree)[0] if tree.kind == "power" else tree
     if tree.kind != "power" or exponent.kind not in ("number", "numeral", "quotient"):
         return None
-    order = exponent.parts[1].whole if exponent.kind == "quotient" else int(exponent.rational.q)
+    order = exponent.parts[1].whole if exponent.kind == "quotient" else int(exponent.value.q)
     return (tree.parts[0], order) if order and order > 1 else None
 
 
@@ -98,7 +98,7 @@ def _units(tree: Tree, outside: tuple[str, ...] = ()) -> Iterator[str]:
 def _content(tree: Tree) -> int:
     """Return an integer that plainly divides an expression."""
     if tree.kind == "numeral":
-        return int(tree.rational.p) or 1
+        return int(tree.value.p) or 1
     if tree.kind == "sum":
         return math.gcd(*map(_content, tree.parts))
     if tree.kind in ("product", "quotient"):
@@ -216,7 +216,7 @@ class Form:
     def _numbers_of(self, parts: list[Factor]) -> None:
         """Test for arithmetic among a product's numbers: more than a fraction in lowest terms."""
         sides = [[f.base for f in parts if f.below is below] for below in (False, True)]
-        above, below = ([b.rational for b in side if b.kind == "numeral"] for side in sides)
+        above, below = ([b.value for b in side if b.kind == "numeral"] for side in sides)
         contents = [math.prod(map(_content, side)) for side in sides]
         roots = [[root[0].whole for b in side if (root := _root(b))] for side in sides]
         freed, divided = (math.prod(filter(None, side)) for side in roots)
@@ -240,7 +240,7 @@ class Form:
                 self.steps.add("root")
         self.operations["root below"] += any(f.below and f.base.kind == "numeral" for f in parts)
         for f in parts:
-            below = int(f.base.rational.q) if f.base.kind == "numeral" else 1
+            below = int(f.base.value.q) if f.base.kind == "numeral" else 1
             if f.times >= order or _frees(_content(f.base), order) or _frees(below, order):
                 self.steps.add("root")
 
@@ -257,6 +257,6 @@ def value_at(tree: Tree, trial: int) -> complex:
 
 def _at_point(tree: Tree, trial: int) -> Tree:
     if tree.kind == "symbol":
-        return number(fmpq(4_000 + zlib.crc32(f"{tree.name} {trial}".encode()) % 9_973, 4_000))
+        return number(fmpq(4_000 + zlib.crc32(f"{tree.value} {trial}".encode()) % 9_973, 4_000))
     kind = {"numeral": "number", "mixed": "sum"}.get(tree.kind, tree.kind)
     return Tree(kind, tuple(_at_point(part, trial) for part in tree.parts), tree.value)
