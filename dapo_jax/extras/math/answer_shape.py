@@ -36,9 +36,7 @@ RELATIONS: dict[str, str] = dict(zip(_WRITTEN, _MEANT, strict=True))
 _WORD_SEPARATOR = re.compile(
     r"\\text\{ ?,? ?(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])|\\(land|lor)(?![A-Za-z])"
 )
-_ASCII_RELATIONS = ((">=", r"\ge "), ("<=", r"\le "), ("!=", r"\ne "), ("==", "="))
 _REAL_VARIABLE = re.compile(r"[A-Za-z](?: ?\\in ?\\mathbb ?\{?R\}?)?")
-_WITHOUT = re.compile(r"(\\mathbb\{R\}|[)\]]) ?- ?(?=\\\{)")
 # Rows below each other, in brackets: matrices, systems of equations, functions by cases.
 _ROWS = re.compile(
     r"(\\?[(\[|{]|) ?\\begin\{([A-Za-z]+)\*?\}(?:\{[lcr|]*\}|\[[lcr]\])?(.*)\\end\{\2\*?\}"
@@ -52,7 +50,6 @@ _CONDITION = re.compile(r" ?(?:\\text\{ ?)?,? ?(?:if|for|when|where)\b ?(?:\} ?)
 _OTHER = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "=": "!=", "!=": "="}
 _OTHERWISE = re.compile(r" ?(?:\\text\{ ?)?(?:otherwise|else)(?: ?\})?[,. ]*")
 _SIGN = re.compile(r"\\([pm])(?:m|p)(?![A-Za-z])")  # plus-minus, minus-plus
-_FRENCH = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")
 
 
 def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | None:
@@ -207,24 +204,12 @@ def _with_signs(text: str, depth: int) -> Node:
     return Node("list", text, tuple(read(each, depth + 1) for each in both), (",",))
 
 
-def _round(match: re.Match) -> str:
-    """Return an interval with its brackets turned outwards, ]0,1[, as (0,1)."""
-    start, content, end = match.groups()
-    if start + end == "[]" or r"\cup" in content or content.lstrip()[0] in ",;":
-        return match[0]
-    return ("(" if start == "]" else "[") + content + (")" if end == "[" else "]")
-
-
 @functools.lru_cache(maxsize=256)
 def read(text: str, depth: int = 0) -> Node:
     """Return the shape of a normalised answer. Text without a readable shape is a value."""
     text = unwrap(text)
-    for written, command in _ASCII_RELATIONS:
-        text = text.replace(written, command)
     if depth >= DEEPEST:
         return Node("value", text)
-    text = _WITHOUT.sub(r"\1\\setminus ", text)
-    text = _FRENCH.sub(_round, text)
     if rows := _read_rows(text, depth):
         return rows
     parts, joined = _split_list(text)

@@ -9,6 +9,7 @@ from dapo_jax.extras.math.units import CHANGING
 
 LONGEST_TAIL, MAX_TAILS = 80, 4  # characters of a condition; places where it may begin
 _LABEL = re.compile(r"\\text\{([A-Za-z' ]{2,40}?)(:| is| are| equals|) ?\} ?:? ?(?=(.))")
+_CHANGING = CHANGING - set("maximum minimum least most remainder quotient ratio fraction".split())
 _LABEL_WORDS = set("the a final answer value solution result so therefore thus hence".split())
 _START = re.compile(
     r"[,;] ?|\((?=[^()]*\)$)|\\text\{ ?,? ?\(?(?=(?:where|for|with|if|double|constant)\b)"
@@ -49,8 +50,6 @@ def split_condition(text: str) -> Conditioned:
             continue
         if _ORDER.search(rest) and "R" not in (members or ""):
             continue
-        if mark and letter not in _letters(rest.rpartition("=")[2]):
-            continue
         return Conditioned(rest, letter, members or "", f"{mark}{bound}" if mark else "")
     return Conditioned(text)
 
@@ -85,4 +84,4 @@ def without_label(text: str, problem: Problem = NO_PROBLEM) -> str:
         return text
     words = match[1].lower().split()
     is_name = all(word in _LABEL_WORDS or problem.names(word) for word in words)
-    return text[match.end() :] if is_name and not {*words} & (DENIALS | CHANGING) else text
+    return text[match.end() :] if is_name and not {*words} & (DENIALS | _CHANGING) else text

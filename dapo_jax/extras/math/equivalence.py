@@ -86,8 +86,6 @@ class _Comparison:
             return alike and self._in_order(mine.items, gold.items)
         if mine.kind == gold.kind == "value":
             return self._same_value(mine.text, gold.text)
-        if mine.kind == "value" and gold.kind == "list" and "," in mine.text:
-            mine = Node("list", mine.text, tuple(map(read, mine.text.split(","))))  # 100,200
         named, wanted = _names(mine), _names(gold)
         if len(named) != len(wanted) and max(len(named), len(wanted)) > 1:
             # m = 2, n = 3 is not 3, 2; nor is x = 2, 3 any of them
@@ -103,8 +101,7 @@ class _Comparison:
             order = [names.compact(name) for name in match[1].split(",")]
             if set(order) == pairs.keys():
                 return tuple(pairs[name] for name in order)
-        is_spread = node.marks == ("=",) or any(name[0] == "\\" for name in pairs)
-        return node.items if is_spread else tuple(pairs[name] for name in sorted(pairs))
+        return node.items if node.marks == ("=",) else tuple(pairs[name] for name in sorted(pairs))
 
     def _in_order(self, mine: tuple[Node, ...], gold: tuple[Node, ...]) -> bool:
         return len(mine) == len(gold) and all(map(self.same, mine, gold))

@@ -8,11 +8,11 @@ from dapo_jax.extras.math.numerals import read_number
 
 LONGEST_NAME = 200  # characters
 REALS = r"\mathbbR"  # compact
-_GREEK = "|".join(GREEK)
+_COMMANDS = "|".join((*GREEK, *"det Pr deg dim arg nabla".split()))
 # Possessive throughout: a long run of names must not be read in exponentially many ways.
 _RAISED = r"(?:\^ ?\{? ?(?:-1|T|\*|\\prime|\\top) ?\}?)?+"
 _NAME = (
-    rf"(?:m? ?\\(?:angle|triangle) ?[A-Z]{{1,3}}+|\\(?:{_GREEK}|det|Pr|deg|dim)(?![A-Za-z])"
+    rf"(?:m? ?\\(?:angle|triangle) ?[A-Z]{{1,3}}+|\\(?:{_COMMANDS})(?![A-Za-z])"
     r"|\\(?:max|min)(?! ?\([^()]*,)(?![A-Za-z])|(?<![\\A-Za-z])[A-Za-z]++"
     r"|\\(?:text|mathb[fb]|hat|bar|d?dot|tilde|overline|widehat) ?\{ ?\\?[^{}]*+\})"
     rf"(?:_ ?(?:\{{(?:[^{{}}]|\{{[^{{}}]*+\}})*+\}}|\w))?+{_RAISED}'*+"
@@ -24,7 +24,7 @@ _VARIABLE = re.compile(
     rf"{_NAME}(?: ?\\circ {_NAME}| {_NAME})*+"
     rf"(?: ?[(\[] ?{_ARGUMENT}(?:{_JOINED}{_ARGUMENT})*+ ?[)\]])?+(?: {_NAME})*+"
     r"|\\?\| ?(?:[A-Z]{1,3}|\\mathbf ?\{?[^{}|]{1,9}\}?) ?\\?\||\[ ?[A-Z]{3,6} ?\]"
-    r"|# ?[A-Z]|\\sigma\^2"
+    r"|# ?[A-Z]|\\sigma\^2|\\\| ?[a-z] ?\\\|"
     rf"|\\frac ?\{{ ?{_DERIVED} ?\}} ?\{{ ?{_DERIVED}[^{{}}]{{1,9}}\}}.{{1,60}}"
     rf"|\\frac ?\{{ ?{_DERIVED}[^{{}}]{{0,19}}\}} ?\{{ ?{_DERIVED}[^{{}}]{{1,19}}\}}"
     r"|d[a-zA-Z]/d[a-zA-Z]|\\int(?! ?_).{1,80}|\\lim ?_.{1,80}"

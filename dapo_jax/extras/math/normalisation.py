@@ -131,6 +131,14 @@ def _scaled(match: re.Match) -> str:
     return rf"\times 10^{{{SCALES[match[2].lower()]}}}{opened}"
 
 
+def _round(match: re.Match) -> str:
+    """Return an interval with its brackets turned outwards, ]0,1[, as (0,1)."""
+    start, content, end = match.groups()
+    if start + end == "[]" or content.lstrip()[0] in ",;":
+        return match[0]
+    return ("(" if start == "]" else "[") + content + (")" if end == "[" else "]")
+
+
 def _rules(table: str, **functions: Callable[[re.Match], str]) -> list[tuple[re.Pattern, Any]]:
     """Return (pattern, replacement) for each line `pattern => replacement`, or `=> function`.
 
@@ -213,6 +221,12 @@ _REST = _rules(
     (?i)^ ?(?:\\text\{ ?(?:option|choice) ?\} ?|(\\text\{ ?)?(?:option|choice) )(?=\(?[A-J]\b) => \1
     ^ ?\\(?:approx|sim|simeq|cong)(?![A-Za-z]) ? =>
     (?i)<reals>?\} ?(\S+) ?$|<reals>(\S+) ?\}$ => without
+    >= => \\ge_
+    <= => \\le_
+    != => \\ne_
+    == => =
+    (\\mathbb\{R\}|[)\]]) ?- ?(?=\\\{) => \1\\setminus_
+    ([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]]) => round
     ^ ?\\\{(.+?)[:|] ?([A-Za-z]) ?\\in ?\\mathbb\{Z\} ?\\\}$ => \1,_\2_\\in_\\mathbb{Z}
     (\d{1,15}) ?(?:\\text\{ ?)?dollars?(?: and|,)? (\d\d) cents?(?: ?\})?$ => \\text{dollar}_\1.\2
     """,
@@ -221,6 +235,7 @@ _REST = _rules(
     function=lambda match: rf"\{match[1] or match[2]} ",
     blank=lambda match: match[1] or " ",
     scaled=_scaled,
+    round=_round,
     without=lambda match: rf"\mathbb{{R}}\setminus\{{{match[1] or match[2]}\}}",
 )
 _PHRASES = _rules(

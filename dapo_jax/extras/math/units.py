@@ -83,8 +83,7 @@ def _singular(word: str) -> str:
 
 
 def _is_listed(word: str) -> bool:
-    name = _singular(word)
-    return name in _CANONICAL.values() or word.lower() in _POWERS
+    return _singular(word) in _CANONICAL.values()
 
 
 def _is_noun(word: str, problem: Problem) -> bool:
