@@ -269,8 +269,8 @@ class Sampler:
     load_layers: CountOr0 = setting(0, "Layers copied at once; 0: all.", may_change=True)
     max_response_tokens: Count = setting(96, "Limit of a response; a longer one is truncated.")
     temperature: Heat = setting(1.0, "Softmax temperature.")
-    top_p: Share = setting(1.0, "Nucleus sampling; below 1 the importance ratio is biased.")
-    top_k: CountOr0 = setting(0, "Keep the k likeliest tokens; 0 keeps all; biases the ratio too.")
+    top_p: Share = setting(1.0, "Nucleus sampling; training renormalises over the same tokens.")
+    top_k: CountOr0 = setting(0, "Keep the k likeliest tokens, also in training; 0 keeps all.")
     cache: Cache = setting("auto", "Cache layout; 'auto': paged on TPU.", may_change=is_on_policy)
     page_tokens: Count = setting(
         128, "Tokens per cache page; a multiple of 8 on TPU.", may_change=is_on_policy
@@ -291,6 +291,11 @@ class Sampler:
     engine: str = setting(
         "own", "'own', 'samplers', 'vllm', 'exact', or a package's.", may_change=True
     )
+
+    @property
+    def truncates(self) -> bool:
+        """True if training samples from the likeliest tokens only."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @section

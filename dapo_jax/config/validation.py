@@ -34,7 +34,8 @@ ratio=none -> future_kl_clip=0: this ratio never moves
 ratio=none -> region=none: this ratio never moves
 ratio=sequence|product -> region!=tv|kl: the ratio is that of a response
 region=none|tv|kl -> dual_clip=0: it bounds a ratio
-old_logprobs=sampler -> sampler.top_p=1 sampler.top_k=0: they truncate its distribution
+sampler.top_p!=1 -> sampler.engine=own|samplers: the others don't return the kept tokens
+sampler.top_k>0 -> sampler.engine=own|samplers: the others don't return the kept tokens
 old_logprobs=sampler -> importance_cap=0: the ratio is relative to the sampler already
 old_logprobs=sampler|interpolate -> router_replay!=old: there is no forward pass before the update
 old_logprobs=interpolate -> covariance=none kl!=reward trained_responses!=pairs: nothing is scored

@@ -131,7 +131,7 @@ def next_tokens(decoder, chunk_tokens, params, tokens, lengths, keys, positions,
     last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     head = head_kernel(params).astype(hidden.dtype)
     logits = logits_of(last, head, Scale(cap=decoder.logit_cap))
-    sampled, _ = sample_tokens(logits, keys, positions, rule)
+    sampled, *_ = sample_tokens(logits, keys, positions, rule)
     # The log-prob is the trainer's own function of these hidden states: sums round as there.
     is_next, scale = places == lengths[:, None], Scale(rule.temperature or 1.0, decoder.logit_cap)
     tokens = jnp.where(is_next, sampled[:, None], tokens)

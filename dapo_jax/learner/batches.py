@@ -29,6 +29,7 @@ class PackedRows(struct.PyTreeNode):
     response_index: Int[Array, "*M R T"]
     sampler_logprobs: Float[Array, "*M R T"]
     routes: Int[Array, "*M R T L k"] | None = None  # experts to replay, -1: unknown
+    edges: Float[Array, "*M R T"] | None = None  # of supports: log-probs renormalise over these
     prompt_ids: Int[Array, "*M R T"] | None = None  # None: no prompt is shared
 
     @property

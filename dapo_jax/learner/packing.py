@@ -164,6 +164,8 @@ def pack(
     arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
     arrays["response_index"] = np.full(shape, -1, np.int32)
     arrays["sampler_logprobs"] = np.zeros(shape, np.float32)
+    if any(segment.completion.supports is not None for segment in segments):
+        arrays["edges"] = np.full(shape, -np.inf, np.float32)
     recorded = [s.completion.routes for s in segments if s.completion.routes is not None]
     if recorded:
         arrays["routes"] = np.full((*shape, *recorded[0].shape[1:]), -1, recorded[0].dtype)
@@ -208,6 +210,9 @@ def _pack_row(
             response = slice(place.stop - len(completion.tokens), place.stop)
             row["response_index"][response] = np.where(completion.drawn, segment.index, OBSERVED)
             row["sampler_logprobs"][response] = completion.sampler_logprobs
+            if completion.supports is not None:
+                mass, row["edges"][response] = completion.supports.T
+                row["sampler_logprobs"][response] -= mass
             if "prompt_ids" in row:
                 row["prompt_ids"][place] = number if prompt is None else prompt
 

@@ -224,7 +224,8 @@ def policy_learner(
     def run(params, rows: PackedRows, needed: Array, record: Sequence[str] = ()):
         routed = rows.inputs._replace(routes=rows.routes)
         hidden, records = hidden_states(params, config, routed, record)
-        logprobs, entropy = logprobs_of(params, hidden, rows.tokens, needed, scale, chunk_tokens)
+        head = params, hidden, rows.tokens, needed
+        logprobs, entropy = logprobs_of(*head, scale, chunk_tokens, rows.edges)
         return hidden, logprobs, entropy, records
 
     def score(params, rows: PackedRows) -> TokenScores:
@@ -234,7 +235,7 @@ def policy_learner(
         energies = None
         if "energies" in traits(algorithm.advantage):
             arrays = params, hidden, rows.tokens, needed, logprobs
-            energies = energies_of(*arrays, scale, chunk_tokens)
+            energies = energies_of(*arrays, scale, chunk_tokens, rows.edges)
         entropies = entropy if algorithm.reads_entropies else None
         return TokenScores(logprobs, records.routes, energies, entropies)
 

@@ -98,6 +98,7 @@ class DecodeState(struct.PyTreeNode):
     key: jax.Array  # [S] typed keys, one per response
     tokens: Int[Array, "S C"]  # response tokens, C = max_response_tokens
     logprobs: Float[Array, "S C"]
+    supports: Float[Array, "S C 2"] | None  # if training truncates; see `rollout.sampling`
     busy_slot_steps: Int[Array, ""]  # decode steps of active slots since the start
     slot_steps: Int[Array, ""]  # decode steps of all slots since the start
     rules: Any = None  # SamplingRules of [S] if each response has its own

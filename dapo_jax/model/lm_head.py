@@ -22,11 +22,12 @@ from dapo_jax.runtime import sharding
 
 ROWS, WEIGHTS = ("batch", "sequence"), ("embed", "vocab")  # logical names
 MAX_PIECES = 4  # of the tokens that fit into one chunk
+OUTSIDE = -1e4  # logit of a token that is no part of the distribution; its exp is 0
 MIN_PIECE_TOKENS = 1024  # fewer would read the head for longer than they multiply it
 
 
 class Softmax(NamedTuple):
-    """Statistics of each token's distribution over the whole vocabulary; float32."""
+    """Statistics of each token's distribution over the vocabulary or a part; float32."""
 
     logprobs: Float[Array, "R T"]  # of the target
     entropy: Float[Array, "R T"]
@@ -95,10 +96,12 @@ class Chunks(NamedTuple):
     total: int
     size: int  # tokens of a chunk
 
-    def cut(self, *arrays: Array) -> tuple[Array, ...]:
+    def cut(self, *arrays: Array | None) -> tuple[Any, ...]:
         """Return [r, t, ...] as [total, size, ...]; the last chunk is padded."""
 
-        def cut(array: Array) -> Array:
+        def cut(array: Array | None) -> Array | None:
+            if array is None:
+                return None
             flat = jnp.asarray(array).reshape(-1, *array.shape[2:])[self.order]
             pad = [(0, self.total * self.size - len(flat))] + [(0, 0)] * (flat.ndim - 1)
             return jnp.pad(flat, pad).reshape(self.total, self.size, *flat.shape[1:])
@@ -168,28 +171,44 @@ def logits_of(hidden: Float[Array, "n D"], head: Float[Array, "D v"], scale: Sca
     return scale.logits(jnp.dot(hidden, head, preferred_element_type=jnp.float32))
 
 
+def _within(logits: Float[Array, "n v"], edges: Array | None, at: Int[Array, "n"]) -> Array:
+    """Return logits less the largest, `OUTSIDE` below the edges; the target is always kept.
+
+    Rounding may move a sampled token below its edge.
+    """
+    if edges is None:
+        return logits
+    is_target = jnp.arange(logits.shape[1]) == at[:, None]
+    return jnp.where((logits >= edges[:, None]) | is_target, logits, OUTSIDE)
+
+
 def _forward(
-    shard: HeadShard, scale: Scale, chunk_tokens: int, keeps: bool, hidden, head, targets, needed
+    shard: HeadShard,
+    scale: Scale,
+    chunk_tokens: int,
+    keeps: bool,
+    *arrays,  # hidden, head, targets, needed, edges
 ):
     """Return the `Softmax` of each token, and with `keeps` the logits less the largest."""
+    hidden, head, targets, needed, edges = arrays
     whole = shard.whole(head, hidden.dtype)
     chunks = chunks_of(shard, chunk_tokens, needed)
 
-    def chunk_softmax(states, targets):
+    def chunk_softmax(states, targets, edges):
         logits = logits_of(states, whole, scale)
         # The largest is subtracted first, as in the sampler: large numbers differ by few digits.
         largest = shard.largest(jnp.max(logits, axis=-1))
-        logits -= largest[:, None]
+        at = shard.local(targets, logits.shape[1])
+        logits = _within(logits - largest[:, None], edges, at)
         powers = jnp.exp(logits)
-        at = shard.local(targets, logits.shape[1])[:, None]
-        drawn = jnp.take_along_axis(logits, at, axis=-1, mode="fill", fill_value=0.0)[:, 0]
+        drawn = jnp.take_along_axis(logits, at[:, None], axis=-1, mode="fill", fill_value=0.0)[:, 0]
         sums = drawn, jnp.sum(powers, axis=-1), jnp.sum(powers * logits, axis=-1)
         drawn, total, weighted = shard.add(jnp.stack(sums))
         log_total = jnp.log(total)
         softmax = Softmax(drawn - log_total, log_total - weighted / total, largest, log_total)
         return softmax, logits if keeps else None
 
-    softmax, kept = chunks.map(chunk_softmax, *chunks.cut(hidden, targets))
+    softmax, kept = chunks.map(chunk_softmax, *chunks.cut(hidden, targets, edges))
     return *map(chunks.uncut, softmax), *([kept] if keeps else [])
 
 
@@ -198,22 +217,26 @@ def _backward(shard: HeadShard, scale: Scale, chunk_tokens: int, *arrays):
 
     d log p(target) / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
     """
-    hidden, head, targets, needed, *rows = arrays
+    hidden, head, targets, needed, edges, *rows = arrays
     whole = shard.whole(head, hidden.dtype)
     chunks = chunks_of(shard, chunk_tokens, needed)
 
-    def slope_of_chunk(states, targets, *rest):
+    def slope_of_chunk(states, targets, edges, *rest):
         softmax, (d_logprob, d_entropy, *kept) = Softmax(*rest[:4]), rest[4:]
-        logits = kept[0] if kept else logits_of(states, whole, scale) - softmax.largest[:, None]
+        at = shard.local(targets, whole.shape[1])
+        if kept:
+            logits = kept[0]
+        else:
+            logits = logits_of(states, whole, scale) - softmax.largest[:, None]
+            logits = _within(logits, edges, at)
         logprobs = logits - softmax.log_total[:, None]
         slope = d_logprob[:, None] + d_entropy[:, None] * (logprobs + softmax.entropy[:, None])
         change = -jnp.exp(logprobs) * slope
-        at = shard.local(targets, logprobs.shape[1])
         hit = jnp.arange(logprobs.shape[1])[None] == at[:, None]
         logits += softmax.largest[:, None]
         return scale.gradient(change + jnp.where(hit, d_logprob[:, None], 0.0), logits)
 
-    cut = *chunks.cut(hidden, targets, *rows[:6]), *rows[6:]  # the logits are cut already
+    cut = *chunks.cut(hidden, targets, edges, *rows[:6]), *rows[6:]  # the logits are cut already
     return add_up(shard, slope_of_chunk, chunks, hidden, head, whole, cut)
 
 
@@ -272,35 +295,37 @@ def head_logprobs(
     needed: Bool[Array, "R T"],
     scale: Scale,
     chunk_tokens: int,  # tokens per device with logits in memory at the same time
+    edges: Float[Array, "R T"] | None = None,  # least logit less the largest that is in the support
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Return the log-prob of each target and the entropy of its distribution; float32.
 
-    Both are 0, and have no gradient, where they are not needed.
+    With edges the distribution has the target and the tokens at or above the edge alone; the
+    gradient takes this set as fixed. Both are 0, and have no gradient, where they are not needed.
     """
-    return _run(hidden, head, targets, needed, scale, chunk_tokens, keeps=False)[0]
+    return _run((hidden, head, targets, needed, edges), scale, chunk_tokens, keeps=False)[0]
 
 
-def _run(hidden, head, targets, needed, scale, chunk_tokens, keeps):
+def _run(arrays, scale, chunk_tokens, keeps):
     with jax.named_scope("head"):
         gives = "rrrr" + "l" * keeps
-        run = sharded(_forward, "hwrr", gives, scale, chunk_tokens, keeps)
-        logprobs, entropy, *rest = run(hidden, head, targets, needed)
-    return (logprobs, entropy), (hidden, head, targets, needed, logprobs, entropy, *rest)
+        run = sharded(_forward, "hwrrr", gives, scale, chunk_tokens, keeps)
+        logprobs, entropy, *rest = run(*arrays)
+    return (logprobs, entropy), (*arrays, logprobs, entropy, *rest)
 
 
-def _keep(hidden, head, targets, needed, scale, chunk_tokens):
+def _keep(hidden, head, targets, needed, scale, chunk_tokens, edges):
     sizes = getattr(sharding.active_mesh(), "shape", {})  # no mesh: one device
     fits = needed.size <= chunk_tokens * math.prod(sizes.get(axis, 1) for axis in _row_axes())
-    return _run(hidden, head, targets, needed, scale, chunk_tokens, keeps=fits)
+    return _run((hidden, head, targets, needed, edges), scale, chunk_tokens, keeps=fits)
 
 
 def _gradients(scale, chunk_tokens, kept, upstream):
-    arrays, rows, logits = kept[:4], (*kept[4:8], *upstream), kept[8:]
+    arrays, rows, logits = kept[:5], (*kept[5:9], *upstream), kept[9:]
     with jax.named_scope("head"):
-        takes = "hwrr" + "r" * len(rows) + "l" * len(logits)
+        takes = "hwrrr" + "r" * len(rows) + "l" * len(logits)
         run = sharded(_backward, takes, "hw", scale, chunk_tokens)
         back, gradient = run(*arrays, *rows, *logits)
-    return back, gradient, None, None
+    return back, gradient, None, None, None
 
 
 head_logprobs.defvjp(_keep, _gradients)

@@ -59,16 +59,18 @@ def logprobs_of(
     needed: Bool[Array, "R T"],
     scale: Scale,
     chunk_tokens: int,
+    edges: Float[Array, "R T"] | None = None,  # see `head_logprobs`
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Return log-probs and entropies as `token_logprobs`, from the final hidden states.
 
     Those of tokens that are not needed are 0; products with the head are left out for them.
     """
     following, wanted = jnp.roll(tokens, -1, axis=1), jnp.roll(needed, -1, axis=1)
+    edges = None if edges is None else jnp.roll(edges, -1, axis=1)
     # jax.custom_vjp loses the function's type.
     logprobs, entropy = cast(
         tuple[Array, Array],
-        head_logprobs(hidden, head_kernel(params), following, wanted, scale, chunk_tokens),
+        head_logprobs(hidden, head_kernel(params), following, wanted, scale, chunk_tokens, edges),
     )
     return jnp.roll(logprobs, 1, axis=1), jnp.roll(entropy, 1, axis=1)
 
@@ -81,11 +83,13 @@ def energies_of(
     logprobs: Float[Array, "R T"],  # of the tokens
     scale: Scale,
     chunk_tokens: int,
+    edges: Float[Array, "R T"] | None = None,
 ) -> Float[Array, "R T"]:
     """Return 1 - 2 p(tokens[t]) + sum p^2: the squared gradient of log p by the logits."""
     # The log of sum p^2 is 2 log p - log p at half the temperature, for any token.
     half = scale._replace(temperature=scale.temperature / 2)
-    sharper, _ = logprobs_of(params, hidden, tokens, needed, half, chunk_tokens)
+    edges = None if edges is None else 2 * edges
+    sharper, _ = logprobs_of(params, hidden, tokens, needed, half, chunk_tokens, edges)
     squares = jnp.exp(2 * logprobs - sharper)
     return jnp.maximum(1 - 2 * jnp.exp(logprobs) + squares, 0.0)
 

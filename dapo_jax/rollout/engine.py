@@ -251,7 +251,7 @@ class PolicyEngine:
             return []
         padded = np.zeros(1 << (len(slots) - 1).bit_length(), np.int32)
         padded[: len(slots)] = slots
-        arrays = state.tokens, state.logprobs, state.routes
+        arrays = state.tokens, state.logprobs, state.routes, state.supports
         rows: Any = jax.tree.map(lambda x: np.asarray(self.programs.rows(x, padded)), arrays)
         return [SlotOutput(*jax.tree.map(lambda x, i=i: x[i], rows)) for i in range(len(slots))]
 

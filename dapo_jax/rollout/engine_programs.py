@@ -159,6 +159,7 @@ class EnginePrograms:
             key=jax.random.split(jax.random.key(0), slots),
             tokens=jnp.zeros(responses, jnp.int32),
             logprobs=jnp.zeros(responses, jnp.float32),
+            supports=jnp.zeros((*responses, 2), jnp.float32) if settings.truncates else None,
             busy_slot_steps=jnp.zeros((), jnp.int32),
             slot_steps=jnp.zeros((), jnp.int32),
             routes=routes,
@@ -258,7 +259,7 @@ class EnginePrograms:
         sample = functools.partial(sample_tokens, rule=rule)
         if state.rules is not None:
             sample = functools.partial(sample_tokens_by_slot, rules=state.rules)
-        tokens, logprobs = jax.vmap(sample, (1, None, 1), 1)(logits, state.key, places)
+        tokens, logprobs, supports = jax.vmap(sample, (1, None, 1), 1)(logits, state.key, places)
         ended = (tokens[..., None] == jnp.asarray(self._shape.end_ids, jnp.int32)).any(axis=-1)
         tokens, ended = jnp.where(is_fed, fed, tokens), ended & ~is_fed
         # A token counts if all before it equal the inputs, and none of them has ended the response.
@@ -275,7 +276,7 @@ class EnginePrograms:
         if routes is not None and state.routes is not None:
             place = jnp.where(counts, context.positions, state.routes.shape[1])
             routes = at_each(state.routes, (place,), routes)
-        generated = state.generated + step
+        generated, kept = state.generated + step, state.supports
         return state.replace(
             caches=caches,
             routes=routes,
@@ -286,6 +287,7 @@ class EnginePrograms:
             active=state.active & ~(ended & counts).any(axis=1) & (generated < limit),
             tokens=at_each(state.tokens, (at,), tokens),
             logprobs=at_each(state.logprobs, (at,), logprobs),
+            supports=None if kept is None else at_each(kept, (at,), supports),
         )
 
 

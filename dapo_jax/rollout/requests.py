@@ -31,6 +31,7 @@ class SlotOutput(NamedTuple):
     tokens: np.ndarray  # [C] int32
     logprobs: np.ndarray  # [C] float32
     routes: np.ndarray | None  # [T, L, k] of prompt and response, if the engine records them
+    supports: np.ndarray | None = None  # [C, 2], if training truncates
 
 
 class Reader:
@@ -139,11 +140,15 @@ def make_completion(
         fields["routes"] = routes
     tokens = output.tokens[:length]
     logprobs = output.logprobs[:length]
+    if output.supports is not None:
+        fields["supports"] = output.supports[:length].copy()
     if before is None:
         return Completion(tokens, logprobs, **fields)
     known = len(before.tokens)
     if length <= known:
         return before
+    if before.supports is not None and output.supports is not None:
+        fields["supports"][:known] = before.supports
     turns = before.turns
     if turns and turns[-1].drawn:
         turns = (*turns[:-1], Turn(True, turns[-1].tokens + length - known, ""))
@@ -304,11 +309,15 @@ class Trajectories:
             ended = dataclasses.replace(completion, truncated=True)
             return waiting._replace(completion=ended)
         counts.observation_tokens += len(reply.tokens)
-        logprobs = completion.sampler_logprobs
+        logprobs, supports = completion.sampler_logprobs, completion.supports
+        if supports is not None:
+            whole = np.full((len(reply.tokens), 2), (0, -np.inf), supports.dtype)
+            supports = np.concatenate([supports, whole])
         completion = dataclasses.replace(
             completion,
             tokens=np.append(completion.tokens, np.asarray(reply.tokens, np.int32)),
             sampler_logprobs=np.append(logprobs, np.zeros(len(reply.tokens), logprobs.dtype)),
             turns=(*turns, Turn(False, len(reply.tokens), reply.text)),
+            supports=supports,
         )
         return waiting._replace(completion=completion, continues=True)

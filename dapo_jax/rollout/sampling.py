@@ -1,4 +1,10 @@
-"""Token sampling: the next token of every slot, and its recorded log-probability."""
+"""Token sampling: the next token of every slot, its log-probability, and its support.
+
+The support of a token that was sampled from the likeliest ones alone is two numbers: the log of
+their mass, and the edge, a log-prob relative to the largest one between the least likely token that
+was kept and the likeliest one that was not. It lies midway, so that rounding moves no token over
+it. An edge of -inf keeps all tokens.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,6 +28,14 @@ class SamplingRules(NamedTuple):
     temperature: Float[Array, "S"]
     top_p: Float[Array, "S"]
     top_k: Int[Array, "S"]
+
+
+class Sampled(NamedTuple):
+    """Sampled tokens, with log-probs at the temperature BEFORE top-k and top-p."""
+
+    tokens: Int[Array, "S"]
+    logprobs: Float[Array, "S"]
+    supports: Float[Array, "S 2"]
 
 
 def stack_rules(rules: Sequence[SamplingRule]) -> SamplingRules:
@@ -51,6 +65,18 @@ def _most_likely(probabilities: Array, top_p: Any, top_k: Any) -> Array:
     return jnp.where(probabilities >= smallest, probabilities, 0)
 
 
+def _sampled(logprobs: Float[Array, "S V"], tokens: Array, mass: Float[Array, "S V"], cut: Any):
+    """Return tokens sampled from `mass` with their supports; only those that are `cut` have one."""
+    kept = mass > 0
+    least = jnp.min(jnp.where(kept, logprobs, jnp.inf), axis=-1)
+    most = jnp.max(jnp.where(kept, -jnp.inf, logprobs), axis=-1)
+    edges = (least + most) / 2 - jnp.max(logprobs, axis=-1)
+    support = jnp.stack([jnp.log(jnp.sum(mass, axis=-1)), edges], axis=-1)
+    support = jnp.where(jnp.reshape(cut, (-1, 1)), support, jnp.array([0, -jnp.inf]))
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    return Sampled(tokens, chosen, support)
+
+
 def invert_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
     """Return the first index with a running sum of `mass` above `uniform` times the total.
 
@@ -75,7 +101,7 @@ def invert_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Arr
 
 def sample_tokens(
     logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rule: SamplingRule
-) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+) -> Sampled:
     """Sample a token per slot.
 
     Args:
@@ -85,17 +111,16 @@ def sample_tokens(
         rule: temperature and truncation.
 
     Returns:
-        tokens, and their log-probability under the temperature-scaled distribution BEFORE top-k
-        and top-p, which the trainer recomputes. Greedy sampling records temperature 1.
+        tokens, log-probs and supports. Greedy sampling records temperature 1.
     """
     scaled = logits / (rule.temperature or 1.0)
     logprobs = jax.nn.log_softmax(scaled, axis=-1)
     if rule.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
-        uniform = _uniform(keys, positions)
-        tokens = invert_cdf(truncate(jnp.exp(logprobs), rule.top_p, rule.top_k), uniform)
-    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+        return _sampled(logprobs, tokens, logprobs, False)
+    mass = truncate(jnp.exp(logprobs), rule.top_p, rule.top_k)
+    tokens = invert_cdf(mass, _uniform(keys, positions))
+    return _sampled(logprobs, tokens, mass, rule.top_p < 1 or rule.top_k > 0)
 
 
 def _uniform(keys: jax.Array, positions: Int[Array, "S"]) -> Float[Array, "S"]:
@@ -105,7 +130,7 @@ def _uniform(keys: jax.Array, positions: Int[Array, "S"]) -> Float[Array, "S"]:
 
 def sample_tokens_by_slot(
     logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rules: SamplingRules
-) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+) -> Sampled:
     """Sample as `sample_tokens` does, with a rule per slot: one program serves all rules.
 
     A slot's token depends on its own logits, key, position and rule only. Sorting the vocabulary
@@ -124,7 +149,7 @@ def sample_tokens_by_slot(
     )
     sampled = invert_cdf(mass, _uniform(keys, positions))
     tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), sampled)
-    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    return _sampled(logprobs, tokens, mass, cut)
 
 
 def sample_keys(parts: Sequence[tuple[int, int, int, int]]) -> jax.Array:

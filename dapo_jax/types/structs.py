@@ -220,6 +220,7 @@ class Completion:
     failures: tuple[str, ...] = ()  # of steps of the environment
     lost_environment: bool = False  # a step failed for good: no reward
     routes: np.ndarray | None = None  # [m, L, k] experts of the first m tokens, prompt included
+    supports: np.ndarray | None = None  # [n, 2] float32 if training truncates; see rollout.sampling
 
     def __len__(self) -> int:
         """Return the number of sampled tokens."""

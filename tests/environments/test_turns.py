@@ -59,6 +59,9 @@ def same(one, other, atol=0.0):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             # Another number of slots is another shape of the products.
             np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=atol)
+            if a.supports is not None:
+                assert np.isneginf(a.supports[~a.drawn, 1]).all()  # observations are whole
+                np.testing.assert_allclose(a.supports, b.supports, atol=atol)
             left, right = (dataclasses.asdict(c) for c in (a, b))
             for name in ("text", "truncated", "sample", "turns", "policy_step", "earlier"):
                 assert left[name] == right[name]
@@ -83,7 +86,7 @@ KEPT = {
     "pages": {"keep_turns": True, "cache": "paged", "page_tokens": 8},
 }
 SEPARATE = {"keep_turns": False, "speculate": 0}
-KEPT["speculating"] = KEPT["pages"] | {"speculate": 3}
+KEPT["speculating"] = KEPT["pages"] | {"speculate": 3, "top_p": 0.9}
 
 
 @pytest.mark.parametrize(

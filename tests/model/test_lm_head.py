@@ -81,6 +81,49 @@ def test_capped_logits_and_their_gradients_equal_those_of_the_softmax():
         assert_same(actual, with_gradients(capped)(HIDDEN, HEAD))
 
 
+# Most targets lie below their edges, and are kept; a sixth of the tokens keep the vocabulary.
+EDGES = np.where(
+    RNG.uniform(size=(ROWS, LENGTH)) < 1 / 6, -np.inf, -RNG.uniform(0, 9, (ROWS, LENGTH))
+)
+EDGES = EDGES.astype("f")
+
+
+def loop_over_supports(scale):
+    """Values and gradients of `with_gradients` token by token, in float64."""
+    back, gradient = np.zeros(HIDDEN.shape), np.zeros(HEAD.shape)
+    values = np.zeros((2, ROWS, LENGTH))
+    for place in np.ndindex(ROWS, LENGTH):
+        hidden, head = np.float64(HIDDEN[place]), np.float64(HEAD)
+        bent = np.tanh(hidden @ head / (scale.cap or 1))
+        logits = (scale.cap * bent if scale.cap else hidden @ head) / scale.temperature
+        support = logits - logits.max() >= EDGES[place]
+        support[TARGETS[place]] = True
+        logprobs = logits[support] - np.log(np.exp(logits[support]).sum())
+        powers, hit = np.exp(logprobs), np.flatnonzero(support) == TARGETS[place]
+        entropy = -(powers * logprobs).sum()
+        values[(slice(None), *place)] = logprobs[hit].item(), entropy
+        first, second = WEIGHTS[(slice(None), *place)]
+        slope = first * (hit - powers) - second * powers * (logprobs + entropy)
+        slope *= (1 - bent[support] ** 2 if scale.cap else 1) / scale.temperature
+        back[place] = head[:, support] @ slope
+        gradient[:, support] += np.outer(hidden, slope)
+    return (back, gradient), tuple(values)
+
+
+@pytest.mark.parametrize("scale", [Scale(0.6), Scale(0.7, 2.0)], ids=["plain", "capped"])
+@pytest.mark.parametrize("chunk_tokens", [5, 10**6])
+def test_truncated_values_and_gradients_equal_a_loop_over_the_supports(scale, chunk_tokens):
+    expected = loop_over_supports(scale)
+    actual = with_gradients(head_logprobs, scale, chunk_tokens, EDGES)(HIDDEN, HEAD)
+    assert_same(actual, expected, 1e-5)
+    mesh = make_mesh(1, 2, 2, decode_tensor=2)
+    head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
+    edges = sharding.put(mesh, EDGES, "batch")
+    with sharding.activate(mesh):
+        sharded = with_gradients(head_logprobs, scale, chunk_tokens, edges)
+        assert_same(sharded(sharding.put(mesh, HIDDEN, "batch"), head), expected, 1e-5)
+
+
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize(("chunk_tokens", "needed"), [(3, "uneven"), (10**6, "all")])
 def test_sharding_does_not_change_the_results(sizes, chunk_tokens, needed):

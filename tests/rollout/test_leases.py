@@ -137,6 +137,11 @@ LIES = {
         respond(5, 1),
         respond(5, 1, sample=1, sampler_logprobs=np.full(2, np.log(2), "f4")),
     ],
+    "a support of no number": [
+        respond(5, 1),
+        respond(5, 1, sample=1, supports=np.full((2, 2), np.nan, "f4")),
+    ],
+    "a support per response": [respond(5, 1), respond(5, 1, sample=1, supports=np.zeros(2, "f4"))],
     "another policy": [respond(5, 1), respond(5, 1, sample=1, policy_step=2)],
 }
 

@@ -161,14 +161,16 @@ def test_slots_with_different_rules_sample_as_with_one_rule():
     keys, positions = jax.random.split(jax.random.key(1), 200), jnp.arange(200)
     own = [rules[slot % len(rules)] for slot in range(200)]
     arrays = SamplingRules(*map(jnp.array, zip(*own, strict=True)))
-    tokens, logprobs = jax.jit(sample_tokens_by_slot)(logits, keys, positions, arrays)
+    tokens, logprobs, _ = jax.jit(sample_tokens_by_slot)(logits, keys, positions, arrays)
     for first, rule in enumerate(rules):
-        wanted, recorded = jax.jit(sample_tokens, static_argnums=3)(logits, keys, positions, rule)
+        wanted, recorded, _ = jax.jit(sample_tokens, static_argnums=3)(
+            logits, keys, positions, rule
+        )
         mine = slice(first, None, len(rules))
         np.testing.assert_array_equal(tokens[mine], wanted[mine])
         np.testing.assert_allclose(logprobs[mine], recorded[mine], rtol=1e-5)
     free = SamplingRules(*(x[::5] for x in arrays))  # no slot asks for a sorted vocabulary
-    alone, _ = jax.jit(sample_tokens_by_slot)(logits[::5], keys[::5], positions[::5], free)
+    alone, *_ = jax.jit(sample_tokens_by_slot)(logits[::5], keys[::5], positions[::5], free)
     np.testing.assert_array_equal(alone, tokens[::5])
 
 
@@ -275,6 +277,49 @@ def test_a_ring_is_as_long_as_the_window(layout, dtype, one_device):
     if layout == "slots":
         estimate = memory.cache_bytes(MIXED, Sampler(cache_dtype=dtype), one_device, 4, 8, 20)
         assert estimate == first + full + last + 4 * 20 * memory.SAMPLED_TOKEN_BYTES
+
+
+# --- supports -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [(1, 0.7, 0), (1, 1, 20), (0.8, 0.7, 20), (1, 1, 0)])
+def test_a_support_separates_the_kept_tokens_and_has_their_mass(rule):
+    rule, count = SamplingRule(*rule), 50
+    logits = jax.random.normal(jax.random.key(0), (count, 300)) * 3
+    keys, places = jax.random.split(jax.random.key(1), count), jnp.arange(count)
+    rules = SamplingRules(*(jnp.full(count, x) for x in rule))
+    for _, _, supports in (
+        jax.jit(sample_tokens, static_argnums=3)(logits, keys, places, rule),
+        jax.jit(sample_tokens_by_slot)(logits, keys, places, rules),
+    ):
+        for row, (log_mass, edge) in zip(np.asarray(logits, np.float64), supports, strict=True):
+            full, kept = rule_by_definition(row, rule)
+            inside = np.log(full / full.max()) >= edge
+            assert (inside == (kept > 0)).all()
+            np.testing.assert_allclose(np.exp(log_mass), full[inside].sum(), rtol=1e-5)
+
+
+def test_resumed_and_speculated_responses_have_the_same_supports(tiny_params, one_device):
+    found, rule = [], SamplingRule(0.7, 0.9)
+    for speculate, stops in ((0, False), (0, True), (3, True)):
+        sampler = make_sampler(one_device, top_p=0.9, speculate=speculate)
+        sampler.begin(tiny_params, RolloutKey(0, 2), rule)
+        for prompt in SOME:
+            sampler.submit(prompt, 3, rule._replace(top_k=5) if prompt is SOME[0] else None)
+        groups = {}
+        while not sampler.idle:
+            groups.update({request.prompt.index: done for request, done in sampler.step()})
+            if stops and sampler.counts.bursts == 2:
+                partial = sampler.stop(keep=True)
+                assert any(done.supports is not None for part in partial for done in part.begun)
+                for part in partial:
+                    sampler.submit(part.prompt, 3, carried=part)
+        found.append([done for prompt in SOME[1:] for done in groups[prompt.index]])
+    for one, *others in zip(*found, strict=True):
+        assert (one.supports[:, 1] < 0).all() and one.supports.shape == (len(one), 2)
+        for other in others:
+            assert one.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(one.supports, other.supports, atol=1e-4)
 
 
 # --- speculation ----------------------------------------------------------------------------------

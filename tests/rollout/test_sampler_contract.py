@@ -10,9 +10,9 @@ from fake_vllm import FakeVllm, vllm_sampler
 from remote_samplers import remote_scheduler
 from samplers import END, TOKENIZER, make_engine, tokens_of
 from scripted_sampler import ScriptedSampler
-from small_runs import make_quick_config
+from small_runs import make_quick_config, step_on
 
-from dapo_jax.config.experiment import Compute, Mesh, Packing
+from dapo_jax.config.experiment import Compute, Mesh, Packing, Sampler
 from dapo_jax.extras.exact import ExactSampler
 from dapo_jax.extras.samplers.remote_sampler import RemoteSampler
 from dapo_jax.extras.vllm.vllm_sampler import VllmSampler
@@ -322,6 +322,35 @@ def test_host_work_runs_exactly_once_per_burst(begin):
     finish(sampler)
     sampler.step(lambda: calls.append(None))  # nothing is running
     assert len(calls) == 4
+
+
+# --- training with truncated sampling ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [{"top_p": 0.7}, {"top_k": 4}, {"top_p": 0.7, "top_k": 20}])
+def test_an_unchanged_policy_has_ratio_1_over_the_tokens_that_were_kept(
+    base, tmp_path, alone, rule
+):
+    config = make_quick_config(base, tmp_path / "run", preset="prime_rl")
+    config.sampler = Sampler(
+        slots=16, burst_tokens=8, max_response_tokens=24, temperature=1.5, **rule
+    )
+    config.log.token_ratios = True
+    components = build(config)
+    trainer, state = components.trainer(), first_state(components)
+    params = state.learners.policy.params
+    groups = trainer.source.collect(state.source, params, 0)[1].groups
+    batch = make_minibatches(config, groups, trainer.rows)
+    rows, used = tree_index(batch.rollouts, 0), batch.microbatches[0]
+    scored = np.asarray(trainer.programs.policy.score(params, rows, used).values)
+    whole = np.asarray(trainer.programs.policy.score(params, rows.replace(edges=None), used).values)
+    _, record = step_on(components, state, groups)
+    updated = np.asarray(record.updates[0].token_logprobs)
+    sampled = rows.response_index >= 0
+    assert (scored[sampled] - whole[sampled]).max() > 0.05  # or nothing was cut
+    np.testing.assert_allclose(np.exp(updated[sampled] - scored[sampled]), 1, atol=1e-6)
+    np.testing.assert_allclose(rows.sampler_logprobs[sampled], scored[sampled], atol=2e-5)
+    components.close()
 
 
 # --- training with another sampler ------------------------------------------------------------

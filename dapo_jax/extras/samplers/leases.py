@@ -75,11 +75,13 @@ def read_answer(
 def _checks(done: Completion, policy: int, vocab: int, limit: int) -> Iterator[tuple[str, bool]]:
     """Yield parts of a response, and if they fit; a later check relies on the earlier ones."""
     tokens, logprobs, count = done.tokens, done.sampler_logprobs, len(done.tokens)
-    for array, kind in (tokens, np.int32), (logprobs, np.float32):
-        yield "arrays", (array.shape, array.dtype) == ((count,), kind)
+    supports = np.zeros((count, 2), np.float32) if done.supports is None else done.supports
+    for array, kind, *more in (tokens, np.int32), (logprobs, np.float32), (supports, np.float32, 2):
+        yield "arrays", (array.shape, array.dtype) == ((count, *more), kind)
     yield "number of tokens", 0 < count <= limit
     yield "tokens", bool(tokens.min() >= 0 and tokens.max() < vocab)
-    yield "log-probs", bool(np.isfinite(logprobs).all() and logprobs.max() <= 1e-3)
+    below = (np.append(logprobs, supports) <= 1e-3).all()
+    yield "log-probs", bool(np.isfinite(logprobs).all() and below)
     yield "policy", done.policy_step == policy and not done.earlier
 
 
@@ -99,10 +101,7 @@ class Leases:
     """
 
     def __init__(
-        self,
-        limits: tuple[int, int],
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, limits: tuple[int, int], seconds: float, clock: Callable[[], float] = time.monotonic
     ):
         self._limits, self._seconds, self._clock = limits, seconds, clock
         self._changed = threading.Condition()
