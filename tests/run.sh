@@ -7,14 +7,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh test
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/dapo_jax_tests}"
 source launch/env.sh cpu
 export JAX_PLATFORMS=cpu
 # Tests of the sandbox are skipped without bubblewrap.
 if ! command -v bwrap >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { timeout 120 apt-get update && timeout 120 apt-get install --yes bubblewrap; } >/dev/null 2>&1 </dev/null || true
 fi
-# Many tests compile the same small programs, some in processes of their own: each is compiled once.
+# Many tests compile the same small programs, some in processes of their own: each is compiled once, and kept for
+# later runs, also of other checkouts.
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+find "$JAX_COMPILATION_CACHE_DIR" -type f -mtime +7 -delete 2>/dev/null || true
 .venv/bin/ruff check .
 .venv/bin/ruff check --quiet --select F821 tests  # which strings of shapes forbid in the library
 .venv/bin/ruff format --check .
