@@ -72,15 +72,20 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def config(folder) -> Config:
+def flags(folder) -> list[str]:
     """The embedded task on eight devices, with a policy that has only a shape."""
-    flags = (
+    settings = (
         "mesh.fsdp=4 mesh.tensor=2 packing.rows_per_microbatch=8 packing.row_tokens=64 "
         "sampler.slots=16 sampler.max_response_tokens=48 sampler.prefill_prompts=4 "
         "data.max_prompt_tokens=16 rollout.prompts_per_step=8 rollout.samples_per_prompt=4 "
         f"rollout.updates_per_rollout=2 model.folder={folder}"
     )
-    return load(Config, f"{RL}:ppo", *(f"--config.{flag}" for flag in flags.split()))
+    return [f"--config.{setting}" for setting in settings.split()]
+
+
+@pytest.fixture(scope="module")
+def config(flags) -> Config:
+    return load(Config, f"{RL}:ppo", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -221,21 +226,25 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_the_command_prints_json_and_exits_with_1_if_a_program_does_not_fit(
-    folder, tmp_path, monkeypatch, capsys
+    flags, settings, made, monkeypatch, capsys
 ):
-    flags = [RL, f"--model={folder}", "--topology=cpu:8", "--json"]
-    flags += [f"--cache={tmp_path}", "--config.packing.rows_per_microbatch=8"]
-    flags += ["--config.packing.row_tokens=96", "--config.sampler.slots=16"]
-    turns = "--config.environment.name=calculator"
-    code, output, error = run_shown("plan", [*flags, turns], monkeypatch, capsys)
+    line = [f"{RL}:ppo", "--topology=cpu:8", "--json", f"--cache={settings.cache}", *flags]
+    code, output, error = run_shown("plan", line, monkeypatch, capsys)
     assert code == 0, error
-    assert f"warning: {ONE_TURN}" in error
-    assert json.loads(output)["fits"] and "compiled update" in error
-    flags[-1:] = "--config.compute.logprob_chunk_tokens=4096", "--config.sampler.slots=2000000"
-    code, output, error = run_shown("plan", flags, monkeypatch, capsys)
+    assert json.loads(output)["programs"].keys() == made["programs"].keys()
+    line = [flag.replace("slots=16", "slots=2000000") for flag in line]
+    code, output, error = run_shown("plan", line, monkeypatch, capsys)
     assert code == 1, error
     record = json.loads(output)
     assert not record["fits"] and "config.sampler.slots" in " ".join(record["changes"])
+    assert "compiled decode" in error
+
+
+def test_a_plan_warns_that_turns_are_not_counted(folder, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "plan", lambda *_: 0)
+    line = [RL, f"--model={folder}", "--config.environment.name=calculator"]
+    code, _, error = run_shown("plan", line, monkeypatch, capsys)
+    assert code == 0 and f"warning: {ONE_TURN}" in error
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ def test_a_run_on_four_workers_is_created_watched_and_deleted(cloud):
     assert not cloud.exists() and "dapo is deleted" in output
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_there_is_reused_without_installing_again(cloud):
     cloud.runs("--keep")
     output = cloud.runs()

@@ -185,7 +185,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
 
 # --- two steps of every preset -------------------------------------------------------------------
 
-QUICK = ("dpo", "vapo")  # between them every model that an update trains or reads
+QUICK = ("vapo",)  # a policy, a critic and a reference
 RL_PRESETS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in sorted(algorithms.PRESETS)

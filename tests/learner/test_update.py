@@ -100,11 +100,12 @@ def one_device_updates(tiny_params, one_device):
     return two_updates(tiny_params, one_device)
 
 
+@pytest.mark.slow  # of AdamW; test_identities.py compares gradients
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param((1, 2, 4, 1), id="decode_tensor, so all fsdp", marks=pytest.mark.slow),
-        pytest.param((1, 2, 2, 2), id="decode_tensor and tensor", marks=pytest.mark.slow),
+        pytest.param((1, 2, 4, 1), id="decode_tensor, so all fsdp"),
+        pytest.param((1, 2, 2, 2), id="decode_tensor and tensor"),
         pytest.param((8, 1, 1, 1), id="data alone"),
     ],
 )

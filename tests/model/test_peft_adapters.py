@@ -226,13 +226,8 @@ def test_adapters_of_experts_compute_what_merged_experts_do(config, base, tmp_pa
     assert changed == {f"layers/{name}/kernel" for name in names}
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"expert": 4, "tensor": 2, "fsdp": 1},
-        pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"expert": 4, "tensor": 2, "fsdp": 1}, {"fsdp": 4, "tensor": 2}])
 def test_adapters_of_experts_are_the_same_on_a_mesh(sizes, base):
     expected = states(base | ADAPTERS, ADAPTERS_DECODER)
     with sharding.activate(make_mesh(**({"data": 1} | sizes))):

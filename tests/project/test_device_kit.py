@@ -40,6 +40,7 @@ def test_the_image_and_the_collected_wheels_are_what_the_library_requires():
     assert names - set(IMAGE.split()) == set(packed.split()) - of_others
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_is_too_slow_costs_no_other_part(tmp_path):
     lines = run_kit(tmp_path, PARTS="unknown=60 attention=1 versions=60", LIMIT="120")
     errors = {line["part"]: line["error"] for line in lines if "error" in line}

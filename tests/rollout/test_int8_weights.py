@@ -154,6 +154,7 @@ def test_served_weights_are_rounded(byte_folder, alone):
     assert params["head"].dtype == params["layers"][0]["up"]["kernel"].dtype == jnp.int8
 
 
+@pytest.mark.slow
 def test_a_run_reports_and_corrects_the_rounding_of_its_sampler(base, alone, tmp_path):
     algorithm = algorithms.dapo()
     algorithm.importance_cap = 2.0

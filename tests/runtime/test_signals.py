@@ -34,7 +34,8 @@ sys.exit(processes.run(work))
 """
 
 
-@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])
+@pytest.mark.slow  # test_processes.py stops a run by a signal too
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_stopped_command_says_how_to_resume_and_exits_as_shells_expect(
     name, base, alone, tmp_path, capsys, monkeypatch
 ):
