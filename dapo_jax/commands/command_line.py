@@ -51,4 +51,4 @@ def run(
     from dapo_jax.run.checks import guarded
     from dapo_jax.runtime import processes
 
-    return processes.run(lambda: guarded(lambda: work(config)), alone=single_process)
+    return processes.run(lambda: guarded(lambda: work(config), config), alone=single_process)

@@ -186,27 +186,6 @@ def estimates(values: np.ndarray, weights: np.ndarray, seed: int) -> list[Estima
     return results
 
 
-def rate(hits: np.ndarray, sizes: np.ndarray) -> Estimate | None:
-    """Return the fraction of hits with its interval over resampled problems; None without any.
-
-    Problems with equal counts of hits and responses, [P], are resampled together: fast for any P.
-    """
-    rows = np.stack([hits, sizes], axis=1)[sizes > 0]
-    if not len(rows):
-        return None
-    total_hits, total = rows.sum(axis=0)
-    value = float(total_hits / total)
-    if len(rows) < 2:
-        return Estimate(value, None, None)
-    pairs, counts = np.unique(rows, axis=0, return_counts=True)
-    if np.ptp(pairs[:, 0] / pairs[:, 1]) == 0:
-        return Estimate(value, *wilson(value, float(total**2 / (rows[:, 1] ** 2).sum())))
-    draws = np.random.default_rng(0).multinomial(len(rows), counts / len(rows), size=RESAMPLES)
-    resampled = draws @ pairs
-    low, high = np.percentile(resampled[:, 0] / resampled[:, 1], PERCENTILES)
-    return Estimate(value, float(low), float(high))
-
-
 def _reward(problems: list[list[Response]], seed: int) -> Estimate | None:
     """Return the mean reward; equal rewards have no interval, since their bounds are unknown."""
     known = [[sample.reward for sample in samples] for samples in problems]

@@ -429,7 +429,7 @@ class Callbacks(RunSink):
     ):
         for i, callback in enumerate(callbacks):
             _check_callback(f"callbacks[{i}]", callback)
-        self._signals = signals
+        self.signals = signals
         self._callbacks = list(callbacks) if processes.is_first() else []
         self._on_step = on_step
         self._error: Exception | None = None
@@ -465,7 +465,7 @@ class Callbacks(RunSink):
             self._error = self._error or error
             stops = True
         if isinstance(stops, bool | np.bool_) and stops:
-            self._signals.received = self._signals.received or event
+            self.signals.received = self.signals.received or event
 
     def raise_error(self) -> None:
         """Raise the first exception of a callback, if there was one."""

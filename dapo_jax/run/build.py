@@ -463,11 +463,20 @@ def open_prompts(
     )
 
 
+def open_console(config: Config) -> Progress:
+    """Return the console of a run; without correct responses it leads with the reward."""
+    return Progress(config.log.console, reward_leads(settings_of(config)))
+
+
 def build(
-    config: Config, *, training: bool = True, should_abort: Callable[[], bool] = lambda: False
+    config: Config,
+    console: Progress | None = None,
+    *,
+    training: bool = True,
+    should_abort: Callable[[], bool] = lambda: False,
 ) -> Components:
     """Build the components of a run; compile nothing yet. Raises `ConfigError`."""
-    progress = Progress(config.log.console, reward_leads(settings_of(config)))
+    progress = console or open_console(config)
     with progress.working(f"loading {config.model.folder}"):
         hook = config.algorithm.token_weights
         token_weights = resolve("algorithm.token_weights", hook) if hook else None

@@ -135,10 +135,11 @@ def check_models(config: Any) -> None:
         peft_adapters.read_adapters(config.lora.folder, choose_trained(base, 0.0, config.lora))
 
 
-def guarded(work: Callable[[], int | None]) -> int:
+def guarded(work: Callable[[], int | None], config: Any = None) -> int:
     """Return the exit code of `work`, which returns one or None (0).
 
-    Print as one line what has an exit code of its own, and errors of buckets and resource limits.
+    Print as one line what has an exit code of its own, and errors of resource limits and of the
+    buckets that `config` names.
     """
     try:
         return work() or 0
@@ -154,5 +155,7 @@ def guarded(work: Callable[[], int | None]) -> int:
             return 2
         if not is_bucket_error(error):
             raise
-        processes.print_error(f"error: the bucket can't be read or written: {reason(error)}")
+        values = (str(value) for _, _, value in leaves(config)) if config else ()
+        buckets = ", ".join(v for v in values if v.startswith("gs://")) or "the bucket"
+        processes.print_error(f"error: {buckets} can't be read or written: {reason(error)}")
         return 2 if is_refusal(error) else UNSAVED

@@ -25,7 +25,6 @@ from dapo_jax.runtime.user_code import resolve
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
 from dapo_jax.types.errors import ConfigError, present_name, require
 from dapo_jax.types.rules import is_own
-from dapo_jax.types.structs import DIGEST_CHARACTERS
 
 
 def _list(text: str) -> list[str]:
@@ -222,10 +221,6 @@ def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str
         )
     if changed:
         warn(f"{changed}. Problems that are held out now may have been trained on")
-    if any(len(key) != DIGEST_CHARACTERS for key in saved.progress.pools):
-        warn(
-            "another version of dapo_jax named the resting problems: all problems are active again"
-        )
     code = saved.inputs.get("code", {})
     for name, digest in now.inputs["code"].items():
         if code.get(name, digest) != digest:

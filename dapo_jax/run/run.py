@@ -29,17 +29,17 @@ from dapo_jax.rollout.group_format import (
 )
 from dapo_jax.rollout.source import Journal, SourceState
 from dapo_jax.run import heldout, identity, notices
-from dapo_jax.run.build import Components, attention_notice, build
+from dapo_jax.run.build import Components, attention_notice, build, open_console
 from dapo_jax.run.identity import Record, RunProgress, check_data, check_processes
 from dapo_jax.run.metrics import measure, trace
-from dapo_jax.run.store import Checkpoints, RolloutJournal, find_steps, saved_steps
+from dapo_jax.run.store import Checkpoints, RolloutJournal, find_steps
 from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import RUN, claim
-from dapo_jax.runtime.storage.paths import folder_at
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
 from dapo_jax.step import Trainer, TrainerState, train_step
 from dapo_jax.types.errors import ConfigError
@@ -52,12 +52,12 @@ SHOWN_EVERY_SECONDS = 30.0  # between lines of an evaluation
 
 @dataclasses.dataclass(frozen=True)
 class RunStore:
-    """Checkpoints and journal of a run; `record` has the settings and inputs of the run."""
+    """The folder of a run, locked, and its checkpoints."""
 
+    folder: Folder
     checkpoints: Checkpoints
-    record: Record
     storage: Storage
-    journal: Journal
+    console: Progress
 
 
 @dataclasses.dataclass
@@ -69,6 +69,8 @@ class Run:
     state: TrainerState  # after the newest step
     progress: RunProgress  # of the run, beside the state
     store: RunStore
+    record: Record  # settings and inputs of the run
+    journal: Journal
     files: RunFiles
     signals: Signals
 
@@ -177,9 +179,9 @@ class Run:
         learns = not any(self.progress.skipped.values())  # else older checkpoints are worth more
         is_due = is_last or learns and due(step, config.checkpoint.every_steps)
         self.store.checkpoints.after_step(is_due, self.save)
-        if isinstance(self.store.journal, RolloutJournal) and processes.is_first():
+        if isinstance(self.journal, RolloutJournal) and processes.is_first():
             with suppress_storage_errors():  # else after the next step
-                self.store.journal.forget(max(find_steps(config.run_dir), default=0))
+                self.journal.forget(max(find_steps(config.run_dir), default=0))
 
     def save(self) -> None:
         """Start writing a checkpoint. Raises `NotSaved`, `NotFinite`."""
@@ -199,7 +201,7 @@ class Run:
             entropy_weight=self.state.entropy_weight,
             shapes=[[*dataclasses.astuple(s.packing), s.microbatches] for s in self.state.shapes],
         )
-        record = dataclasses.replace(self.store.record, step=self.state.step, progress=progress)
+        record = dataclasses.replace(self.record, step=self.state.step, progress=progress)
         states = {"state": learners.policy, **learners.others}
         states |= {"behaviour": source.behaviour, "carried": carried, "ahead": ahead}
         self.store.checkpoints.save(record, states)
@@ -209,7 +211,7 @@ class Run:
         with self.components.progress.working("saving"):
             self.store.checkpoints.save_last(self.save)
             self.store.storage.clear_backoff()  # last chance to write: do not back off
-            self.store.journal.forget(self.state.step)
+            self.journal.forget(self.state.step)
             self.store.storage.drain()
 
     def finish(self) -> dict[str, Any]:
@@ -357,33 +359,43 @@ def resident_megabytes(components: Components, state: TrainerState) -> dict[str,
     return sharding.megabytes_per_device(**held)
 
 
+def open_store(
+    config: Config,
+    stack: contextlib.ExitStack,
+    on_saved: Callable[[int, str], None] = lambda step, folder: None,
+) -> RunStore:
+    """Open `config.run_dir`; `stack` closes its checkpoints and unlocks it.
+
+    `on_saved` receives step and folder of each checkpoint. Raises `ConfigError` if the folder must
+    not be written, or none of its checkpoints can be read.
+    """
+    console = open_console(config)
+    storage = Storage(lambda text: console.warn(escape(text)))
+    folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
+    checkpoints = Checkpoints(folder, config.checkpoint, storage, on_saved)
+    return RunStore(folder, stack.enter_context(checkpoints), storage, console)
+
+
 def open_run(
     config: Config,
-    signals: Signals,
+    callbacks: Callbacks,
     stack: contextlib.ExitStack,
-    callbacks: Callbacks | None = None,
+    store: RunStore | None = None,  # None: that of `config.run_dir` is opened
     build: Callable[..., Components] = build,
 ) -> Run:
-    """Open the run of `config.run_dir`, from its newest checkpoint or from the beginning.
+    """Open the run of a folder, from its newest checkpoint or from the beginning.
 
-    `stack` closes workers, checkpoints, sinks and the lock on the folder; `build` makes the
-    components. Raises `OtherRun` if the folder holds another run, and `ConfigError` if settings and
-    model don't fit together.
+    `stack` closes workers and sinks; `build` makes the components. Raises `OtherRun` if the folder
+    holds another run, and `ConfigError` if settings and model don't fit together.
     """
-    folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
-    components = build(config, should_abort=signals.received_locally)
-    console = components.progress
+    store = store or open_store(config, stack, callbacks.on_checkpoint)
+    signals, checkpoints, console = callbacks.signals, store.checkpoints, store.console
+    components = build(config, console, should_abort=signals.received_locally)
     stack.enter_context(console.compilation())
     stack.callback(components.close)
-    storage = Storage(lambda text: console.warn(escape(text)))
-    callbacks = callbacks or Callbacks(signals)
-    checkpoints = stack.enter_context(
-        Checkpoints(folder, config.checkpoint, storage, callbacks.on_checkpoint)
-    )
     check_data([*components.prompts.sources, *components.prompts.heldout])
     notices.announce_data(config, components.prompts, console)
-    step = checkpoints.latest_step()
-    record = None if step is None else checkpoints.record()
+    record = None if checkpoints.latest_step() is None else checkpoints.record()
     components = with_rates(components, record)
     config = components.config
     now = describe_run(components)
@@ -392,29 +404,29 @@ def open_run(
         with console.working(f"loading {config.model.folder}"):
             state = first_state(components)
     else:
-        identity.check_record(config, now, record, storage.warn)
+        identity.check_record(config, now, record, store.storage.warn)
         with console.working("loading the newest checkpoint"):
             state, progress = checkpoints.newest(
                 lambda record: (restore(components, checkpoints, record), record.progress)
             )
-        console.say(f"resuming {escape(str(folder))} after step {state.step}")
+        console.say(f"resuming {escape(str(store.folder))} after step {state.step}")
     announce_policy(components, state)
     # The row of the newest step may not be written yet.
     is_missing = progress.unwritten is not None if state.step else progress.heldout_before is None
     last_row = state.step - is_missing
-    files = stack.enter_context(
-        RunFiles(config, folder, storage, components.tokenizer.split, last_row, console)
-    )
+    split = components.tokenizer.split
+    files = RunFiles(config, store.folder, store.storage, split, last_row, console)
+    stack.enter_context(files)
     files.sinks.append(callbacks)
-    if step is None:
+    if record is None:
         files.write_settings()
     journal = Journal()
     if config.checkpoint.keep_groups:
         inputs = now.inputs | {"model": fingerprint(config.model.folder)}
-        journal = RolloutJournal(folder, identity.run_identity(now.settings, inputs), storage)
+        digest = identity.run_identity(now.settings, inputs)
+        journal = RolloutJournal(store.folder, digest, store.storage)
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
-    store = RunStore(checkpoints, now, storage, journal)
-    return Run(components, trainer, state, progress, store, files, signals)
+    return Run(components, trainer, state, progress, store, now, journal, files, signals)
 
 
 def describe_run(components: Components) -> Record:
@@ -428,35 +440,25 @@ def describe_run(components: Components) -> Record:
     )
 
 
-def finished(config: Config) -> dict[str, Any] | None:
+def finished(config: Config, store: RunStore) -> dict[str, Any] | None:
     """Return the summary of a run with nothing left to do, after a console line; else None.
 
     No model is loaded. Raises `ConfigError` if the run had other settings.
     """
-    if not Checkpoints.exist(config.run_dir):
+    step = store.checkpoints.latest_step()
+    if step is None or step < config.total_steps:
         return None
-    if max(saved_steps(config.run_dir), default=-1) < config.total_steps:
-        return None
-    warnings: list[str] = []  # printed only for the last step; a run prints its own
-    with Checkpoints(config.run_dir, storage=Storage(warnings.append)) as checkpoints:
-        step = checkpoints.latest_step()
-        if step is None or step < config.total_steps:
-            return None
-        record = checkpoints.record()
+    record = store.checkpoints.record()
     config, _, _ = choose_rates(config, 1, step, record.settings)
     saved = record.settings["data.heldout_problems"]
     settings = identity.run_settings(config, saved if config.data.heldout_problems < 0 else None)
     identity.check_same_run(settings, record.settings)
-    folder = folder_at(config.run_dir)
-
-    summary = processes.broadcast_from_host0(lambda: read_summary(folder), "summary")
+    summary = processes.broadcast_from_host0(lambda: read_summary(store.folder), "summary")
     # A checkpoint made before the last evaluation lacks it; the summary is written after that.
     if summary.get("steps") != step:
         return None
-    progress = Progress(config.log.console)
-    for text in warnings:
-        progress.warn(escape(text))
-    notices.announce_end(config, summary, identity.may_change("total_steps", settings), progress)
+    is_open_ended = identity.may_change("total_steps", settings)
+    notices.announce_end(config, summary, is_open_ended, store.console)
     return summary
 
 
@@ -486,8 +488,9 @@ def train(
         signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))
         check_processes(config)
         user = Callbacks(signals, callbacks, on_step)
-        if (summary := finished(config)) is not None:
+        store = open_store(config, stack, user.on_checkpoint)
+        if (summary := finished(config, store)) is not None:
             return summary
-        summary = open_run(config, signals, stack, user).complete()
+        summary = open_run(config, user, stack, store).complete()
         user.raise_error()
         return summary

@@ -246,26 +246,20 @@ def all_gather_json(value: Any, name: str) -> list[Any]:
 
 
 def _gather(message: bytes) -> list[bytes]:
-    """Return the messages of all processes, ordered by index; lengths may differ.
-
-    If only process 0 has a long one, it is a broadcast: no device holds a row per process.
-    """
+    """Return the messages of all processes, ordered by index; lengths may differ."""
     framed = len(message).to_bytes(LENGTH_BYTES, "little") + message
     mesh = Mesh(np.reshape(_devices or jax.devices(), (count(), -1)), ("process", "device"))
     by_process = NamedSharding(mesh, PartitionSpec("process"))
 
-    def send(size: int, content: bytes, program: Any) -> list[bytes]:
-        row = np.frombuffer(content[:size].ljust(size, b"\0"), np.uint8)
+    def send(size: int) -> list[bytes]:
+        row = np.frombuffer(framed[:size].ljust(size, b"\0"), np.uint8)
         sent = jax.make_array_from_process_local_data(by_process, row[None], (count(), size))
-        return [bytes(row) for row in np.asarray(program(sent))]
+        return [bytes(row) for row in np.asarray(_replicated(mesh)(sent))]
 
-    rows = send(FIRST_BYTES, framed, _replicated(mesh))
+    rows = send(FIRST_BYTES)
     ends = [LENGTH_BYTES + int.from_bytes(row[:LENGTH_BYTES], "little") for row in rows]
-    size = 1 << (max(ends) - 1).bit_length()  # a power of two: few programs compile
-    if max(ends[1:]) > FIRST_BYTES:
-        rows = send(size, framed, _replicated(mesh))
-    elif ends[0] > FIRST_BYTES:
-        rows[:1] = send(size, framed if is_first() else b"", _summed(mesh))
+    if max(ends) > FIRST_BYTES:
+        rows = send(1 << (max(ends) - 1).bit_length())  # a power of two: few programs compile
     return [row[LENGTH_BYTES:end] for row, end in zip(rows, ends, strict=True)]
 
 
@@ -282,14 +276,6 @@ def exchange_on(devices: Iterable[Any]) -> None:
 @functools.cache
 def _replicated(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-@functools.cache
-def _summed(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    def add(rows: jax.Array) -> jax.Array:
-        return rows.sum(axis=0, keepdims=True, dtype=rows.dtype)
-
-    return jax.jit(add, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def broadcast_from_host0(work: Callable[[], Any], name: str) -> Any:

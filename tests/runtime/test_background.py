@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from dapo_jax.config.experiment import Config
 from dapo_jax.run.checks import guarded
 from dapo_jax.runtime.storage.retries import MAX_WAITING, Storage
 
@@ -76,3 +77,14 @@ def test_what_runs_out_in_a_command_is_one_line_with_its_place(error, words, cap
     assert guarded(lambda: names["fail"](error)) == os.EX_OSERR
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1 and "update.py:2)" in said
+
+
+def test_an_error_of_a_bucket_names_its_folder(capsys):
+    kind = type("ClientOSError", (OSError,), {"__module__": "aiohttp"})  # it has no address
+
+    def fail():
+        raise kind(errno.ECONNRESET, "Connection reset by peer")
+
+    assert guarded(fail, Config(run_dir="gs://bucket/run")) == 74
+    expected = "error: gs://bucket/run can't be read or written: Connection reset by peer\n"
+    assert capsys.readouterr().err == expected

@@ -29,6 +29,7 @@ from dapo_jax.config.experiment import (
 from dapo_jax.extras.sft.settings import Architecture, SftConfig
 from dapo_jax.extras.sft.training import train_supervised
 from dapo_jax.learner.learners import LearnerStates
+from dapo_jax.reporting.sinks import Callbacks
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import source
 from dapo_jax.run import checks
@@ -114,7 +115,7 @@ def make_short_config(base, run_dir) -> Config:
 def open_run(config: Config) -> Iterator[runs.Run]:
     """The run of that config, begun or resumed, for tests that look inside between two steps."""
     with contextlib.ExitStack() as stack:
-        yield runs.open_run(config, Signals(), stack)
+        yield runs.open_run(config, Callbacks(Signals()), stack)
 
 
 def make_groups(config: Config) -> list[Group]:

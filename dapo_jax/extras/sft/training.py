@@ -53,6 +53,7 @@ from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.trainable import choose_trained, parameter_count
 from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.sinks import Callbacks
 from dapo_jax.rollout import source
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.build import (
@@ -272,6 +273,7 @@ def build_given(
     examples: Examples,
     signals: Signals,
     config: Config,
+    console: Progress,
     **_: Any,
 ) -> GivenComponents:
     """Build the components of a run on examples or pairs, with the reference's log-probs."""
@@ -313,7 +315,7 @@ def build_given(
         tokenizer=start.tokenizer,
         prompts=GivenPrompts(examples, example_at, digests),
         learners=learners,
-        progress=Progress(),
+        progress=console,
         frozen=start.frozen,
         decoder=decoder,
         load=start.load,
@@ -363,14 +365,14 @@ def _train(
     make = functools.partial(build_given, settings, start, examples, signals)
     with contextlib.ExitStack() as stack:
         try:
-            run = open_run(config, signals, stack, build=make)
+            run = open_run(config, Callbacks(signals), stack, build=make)
         except OtherRun:
             reason = "has other settings or data: training starts from scratch"
             Progress().warn(f"{escape(config.run_dir)} {reason}")
             stack.close()
             remove = functools.partial(shutil.rmtree, config.run_dir)
             processes.broadcast_from_host0(remove, "removal of another run")
-            run = open_run(config, signals, stack, build=make)
+            run = open_run(config, Callbacks(signals), stack, build=make)
         if run.complete() is None:
             raise Interrupted
         write_policy(settings, start, kind, folder, run.state.learners.policy.params)

@@ -117,9 +117,10 @@ class _Target:
             yield
 
     def _remove_if_empty(self, created: list[pathlib.Path]) -> None:
-        """Remove the folder if it is empty, then the empty ones that were created for it."""
+        """Remove a folder without files, then the empty ones that were created for it."""
         with contextlib.suppress(OSError):
-            if not (self.path.is_dir() and _names(self.path)):
+            paths = self.path.rglob("*")
+            if not any(p.is_file() and not p.name.startswith(OWN_PREFIX) for p in paths):
                 shutil.rmtree(self.path, ignore_errors=True)
                 for path in created[1:]:
                     path.rmdir()
