@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -61,19 +61,35 @@ class Unreadable(ConfigError):
     """Raised for a checkpoint with broken or missing files."""
 
 
-def _explain(error: Exception) -> tuple[str, bool]:
-    """Return why a checkpoint can't be read, and whether it may be whole all the same."""
-    passes = isinstance(error, PASSING) or is_bucket_error(error) or storage_fault(error) != ""
-    return reason(error), passes or any(code in str(error) for code in PASSING_CODES)
+def may_pass(error: Exception) -> bool:
+    """Return True if what can't be read now may be whole all the same."""
+    is_passing = isinstance(error, PASSING) or is_bucket_error(error) or storage_fault(error) != ""
+    return is_passing or any(code in str(error) for code in PASSING_CODES)
 
 
-def _check_passing(folder: epath.Path, text: str, passes: bool) -> None:
-    """Raise `ConfigError` for a checkpoint that may be whole: it must not be passed over."""
+def read_together(folder: epath.Path, read: Callable[[], T]) -> T:
+    """Return `read()` of a checkpoint, if every process can read it.
+
+    Raises on all processes `Unreadable`, or `ConfigError` if the checkpoint may be whole: it must
+    not be passed over.
+    """
+    value, passes, text = None, False, ""
+    try:
+        value = read()
+    except ConfigError:  # of another version
+        raise
+    except Exception as error:  # whatever Orbax raises of broken files
+        passes, text = may_pass(error), reason(error)
+    errors = processes.all_gather_json((passes, text), "whether a checkpoint can be read")
+    passes, text = max(errors)
     if passes:
         raise ConfigError(
             f"{folder} can't be read now ({text}): start again later, or move it away to go on "
             "from the checkpoint before it"
         )
+    if text:
+        raise Unreadable(f"{folder} can't be read ({text})")
+    return cast(T, value)
 
 
 def checkpoint_folder(run_dir: str | os.PathLike) -> epath.Path:
@@ -108,17 +124,6 @@ def read_record(folder: epath.Path) -> Record:
     return Record.read(content, folder)
 
 
-def _flaw(folder: epath.Path) -> tuple[str, bool]:
-    """Return what `_explain` says of a checkpoint's record; an empty text if it can be read."""
-    try:
-        read_record(folder)
-    except ConfigError:  # of another version, which `record` reports
-        return "", False
-    except Exception as error:  # whatever Orbax raises of broken files
-        return _explain(error)
-    return "", False
-
-
 def newest_step(
     run_dir: str | os.PathLike,
     warn: Callable[[str], None] = print_error,
@@ -136,12 +141,11 @@ def newest_step(
         if error:
             warn(f"{error}: step {step} is used")
         folder = checkpoint_folder(run_dir) / str(step)
-        read = functools.partial(_flaw, folder)
-        text, passes = processes.broadcast_from_host0(read, "record of a checkpoint")
-        _check_passing(folder, text, passes)
-        if not text:
+        try:
+            read_together(folder, functools.partial(read_record, folder))
             return step
-        error = f"{folder} can't be read ({text})"
+        except Unreadable as unreadable:
+            error = str(unreadable)
     if error:
         raise ConfigError(
             f"config.{field} = {str(run_dir)!r}: {error}, and no checkpoint before it can be read: "
@@ -225,20 +229,11 @@ class Checkpoints:
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
         """Return the arrays of an entry.
 
-        Raises `NotFinite`; on all processes `Unreadable`, or `ConfigError` if it may be whole.
+        Raises `NotFinite`, and as `read_together`.
         """
-        folder, error = self._folder / str(self._step), ("", False)
-        restored: Any = None
-        try:
-            args = ocp.args.StandardRestore(abstract_state)
-            restored = ocp.StandardCheckpointHandler().restore(folder / entry, args=args)
-        except Exception as problem:  # whatever Orbax raises of broken files
-            error = _explain(problem)
-        errors = processes.all_gather_json(error, "whether a checkpoint can be read")
-        for text, passes in errors:
-            _check_passing(folder, text, passes)
-        if texts := [text for text, _ in errors if text]:
-            raise Unreadable(f"{folder} can't be read ({texts[0]})")
+        folder, args = self._folder / str(self._step), ocp.args.StandardRestore(abstract_state)
+        handler = ocp.StandardCheckpointHandler()
+        restored = read_together(folder, lambda: handler.restore(folder / entry, args=args))
         # Once somebody has moved that folder away, an older one is the newest.
         check_state({entry: restored}, str(folder))
         return restored
