@@ -7,11 +7,13 @@ import resource
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.run.checks import guarded
+from dapo_jax.runtime.storage import retries
 from dapo_jax.runtime.storage.retries import MAX_WAITING, Storage
 
 
@@ -88,3 +90,21 @@ def test_an_error_of_a_bucket_names_its_folder(capsys):
     assert guarded(fail, Config(run_dir="gs://bucket/run")) == 74
     expected = "error: gs://bucket/run can't be read or written: Connection reset by peer\n"
     assert capsys.readouterr().err == expected
+
+
+def test_a_checkpoint_that_a_bucket_takes_ends_the_wait_of_other_files(monkeypatch):
+    """Rollouts would otherwise be lost for as long again as the outage took."""
+    now, warnings = [0.0], []
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(retries, "time", clock)
+    storage = Storage(warnings.append)
+
+    def fail():
+        now[0] += 30
+        raise type("ServerError", (Exception,), {"__module__": "gcsfs"})("busy")
+
+    assert not storage.attempt("rollouts/", fail)
+    assert not storage.attempt("rollouts/", list)  # the bucket is left alone until second 60
+    storage.report_recovery("the checkpoint")
+    assert storage.attempt("rollouts/", list)
+    assert warnings[-1] == "rollouts/ can be written again"

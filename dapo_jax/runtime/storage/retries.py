@@ -194,7 +194,8 @@ class Storage:
             self.warn(f"{what} could not be written: {cause}. The run continues without it")
 
     def report_recovery(self, what: str) -> None:
-        """Tell the user that a write works again."""
+        """Tell the user that a write works again, and end the back-off of all others."""
+        self.clear_backoff()
         if what in self._warned:
             del self._warned[what]
             self.warn(f"{what} can be written again")
