@@ -30,8 +30,7 @@ from dapo_jax.data.row_formats import (
     read_row,
 )
 from dapo_jax.runtime import registry
-from dapo_jax.runtime.limits import memory_error_as_config_error
-from dapo_jax.types.errors import ConfigError, naming, require
+from dapo_jax.types.errors import ConfigError, memory_error_as_config_error, naming, require
 from dapo_jax.types.structs import Problem, WantedColumns
 
 FIRST_ROWS = 100  # are checked for the fields that `data.fields` names

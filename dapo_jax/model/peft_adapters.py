@@ -5,12 +5,11 @@ PEFT's A is [rank, in] and its B [out, rank], since a published matrix is [out, 
 """
 
 import hashlib
-import json
 import math
 import pathlib
 import reprlib
-from collections.abc import Callable, Collection
-from typing import Any, cast
+from collections.abc import Collection
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +17,9 @@ from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from dapo_jax.model import param_paths, save_huggingface
+from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
+from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.load_huggingface import DTYPES, list_problems
 from dapo_jax.model.trainable import is_trained, without_adapters
 from dapo_jax.runtime import sharding
@@ -52,50 +51,9 @@ def adapter_names(path: str, config: DecoderConfig) -> list[str]:
     return [f"base_model.model.{name.removesuffix('weight')}{ending}" for name in names]
 
 
-def _inner(path: str, shape: tuple[int, ...]) -> int:
+def input_size(path: str, shape: tuple[int, ...]) -> int:
     """Return the merged size of the input dimensions of an adapter's matrix."""
     return shape[0] if path.endswith(ADAPTER_NAMES[1]) else math.prod(shape[:-1])
-
-
-def save_adapters(
-    folder: pathlib.Path | None,  # None on processes that only help to gather the tensors
-    trained: Collection[str],  # paths of the parameters that `read` returns whole
-    read: Callable[[str], Any],
-    config: DecoderConfig,
-    base: str,  # name of the adapted model
-) -> None:
-    """Write adapters in float32 and their config."""
-    tensors = {}
-    adapters = cast(Adapters, config.adapters)
-    for path in trained:
-        layer_of = save_huggingface.layers_of(path, np.asarray(read(path), np.float32))
-        for number, name in enumerate(adapter_names(path, config)):
-            layer = layer_of(number)
-            rows = layer.reshape(_inner(path, layer.shape), -1).T
-            order = param_paths.row_order(path, config)
-            rows = rows if order is None else rows[np.argsort(order)]
-            tensors[name] = np.ascontiguousarray(rows)
-    if folder is None:
-        return
-    save_huggingface.save_tensors(tensors, folder / WEIGHTS)
-    alpha = adapters.alpha
-    values = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": adapters.rank,
-        "lora_alpha": round(alpha) if math.isclose(alpha, round(alpha)) else alpha,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "fan_in_fan_out": False,
-        "modules_to_save": None,
-        "use_dora": False,
-        "use_rslora": adapters.rslora,
-    }
-    (folder / CONFIG).write_text(json.dumps(values, indent=2))
 
 
 def _check_options(values: dict[str, Any]) -> list[str]:
@@ -191,7 +149,7 @@ def read_adapters(folder: str, config: DecoderConfig) -> dict[str, np.ndarray]:
     for path, whole in param_paths.param_shapes(config).items():
         if is_trained(path, config):
             shape = whole[param_paths.stacked_axes(path) :]
-            inner, names = _inner(path, shape), adapter_names(path, config)
+            inner, names = input_size(path, shape), adapter_names(path, config)
             published = math.prod(shape) // inner, inner
             problems += filter(None, (_check_tensor(name, tensors, published) for name in names))
             if not problems:

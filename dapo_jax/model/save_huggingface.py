@@ -3,9 +3,10 @@
 import collections
 import functools
 import json
+import math
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save_file
 
-from dapo_jax.model import param_paths
+from dapo_jax.model import param_paths, peft_adapters
 from dapo_jax.model.config_json import decoder_to_json, text_part
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.families import family_of
@@ -22,6 +23,7 @@ from dapo_jax.model.load_huggingface import INDEX, Layers
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.models import model_path
+from dapo_jax.types.structs import present
 
 # Files that an exported folder keeps in addition to weights and config.json.
 KEPT_FILES = (
@@ -155,6 +157,47 @@ def save_folder(
     values = decoder_to_json(config) | {"torch_dtype": "float32"} | ids
     (folder / "config.json").write_text(json.dumps(values, indent=2))
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
+
+
+def save_adapters(
+    folder: pathlib.Path | None,  # None on processes that only help to gather the tensors
+    trained: Collection[str],  # paths of the parameters that `read` returns whole
+    read: Callable[[str], Any],
+    config: DecoderConfig,
+    base: str,  # name of the adapted model
+) -> None:
+    """Write adapters in float32 and their config, in the format of the PEFT library."""
+    tensors = {}
+    adapters = present(config.adapters, "adapters")
+    for path in trained:
+        layer_of = layers_of(path, np.asarray(read(path), np.float32))
+        for number, name in enumerate(peft_adapters.adapter_names(path, config)):
+            layer = layer_of(number)
+            rows = layer.reshape(peft_adapters.input_size(path, layer.shape), -1).T
+            order = param_paths.row_order(path, config)
+            rows = rows if order is None else rows[np.argsort(order)]
+            tensors[name] = np.ascontiguousarray(rows)
+    if folder is None:
+        return
+    save_tensors(tensors, folder / peft_adapters.WEIGHTS)
+    alpha = adapters.alpha
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapters.rank,
+        "lora_alpha": round(alpha) if math.isclose(alpha, round(alpha)) else alpha,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": adapters.rslora,
+    }
+    (folder / peft_adapters.CONFIG).write_text(json.dumps(values, indent=2))
 
 
 def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: str) -> None:

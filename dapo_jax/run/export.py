@@ -166,7 +166,7 @@ def export(config: ExportConfig) -> pathlib.Path:
     base = config.base_model or model_path(source).absolute().name
     if merged and decoder.adapters:
         with replace("out", adapter_folder(config.out), EXPORTED) as folder:
-            peft_adapters.save_adapters(folder, trained, policy.read, decoder, base)
+            save_huggingface.save_adapters(folder, trained, policy.read, decoder, base)
     with replace("out", config.out, EXPORTED) as folder:
         folder = present(folder, "folder")  # the command runs in one process
         if merged:
@@ -174,7 +174,7 @@ def export(config: ExportConfig) -> pathlib.Path:
             save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
             save_huggingface.save_settings_of(source, folder, dtype)
         else:
-            peft_adapters.save_adapters(folder, trained, policy.read, decoder, base)
+            save_huggingface.save_adapters(folder, trained, policy.read, decoder, base)
         model_card.write_card(folder, config, settings, policy.step, base)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     kind = dtype if merged else "float32"

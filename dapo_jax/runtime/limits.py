@@ -1,11 +1,9 @@
 """Errors of exhausted resources (memory, threads, open files) as one line."""
 
-import contextlib
 import errno
 import os
 import resource
 import traceback
-from collections.abc import Iterator
 
 from dapo_jax.types.errors import ConfigError
 
@@ -22,15 +20,6 @@ def check_limits() -> None:
             f"ulimit -v = {limit >> 10}: must be unlimited, or at least "
             f"{MIN_ADDRESS_SPACE >> 10} (kB), which the libraries reserve"
         )
-
-
-@contextlib.contextmanager
-def memory_error_as_config_error(what: str) -> Iterator[None]:
-    """Turn a MemoryError inside the context into a `ConfigError` about `what`."""
-    try:
-        yield
-    except MemoryError:
-        raise ConfigError(f"{what}: needs more memory than is available") from None
 
 
 def resource_error_message(error: BaseException) -> str | None:

@@ -80,3 +80,12 @@ def check_place(field: str, value: str) -> None:
         kind = "--repo-type dataset " * bool(is_data)
         allowed += f" unasked. First: hf download {name} {kind}--local-dir {folder}"
     require(False, field, value, allowed)
+
+
+@contextlib.contextmanager
+def memory_error_as_config_error(what: str) -> Iterator[None]:
+    """Turn a MemoryError inside the context into a `ConfigError` about `what`."""
+    try:
+        yield
+    except MemoryError:
+        raise ConfigError(f"{what}: needs more memory than is available") from None

@@ -40,7 +40,7 @@ def random_adapters(config: DecoderConfig) -> dict[str, np.ndarray]:
 
 def save(folder: pathlib.Path, adapters, config: DecoderConfig, base="base") -> pathlib.Path:
     folder.mkdir(exist_ok=True)
-    peft_adapters.save_adapters(folder, adapters, adapters.__getitem__, config, base)
+    save_huggingface.save_adapters(folder, adapters, adapters.__getitem__, config, base)
     return folder
 
 
@@ -236,7 +236,9 @@ def test_adapters_of_experts_are_the_same_on_a_mesh(sizes, base):
 
 
 def test_a_folder_of_peft_names_each_expert_and_is_read_back(tmp_path, one_device):
-    peft_adapters.save_adapters(tmp_path, ADAPTERS, ADAPTERS.__getitem__, ADAPTERS_DECODER, "base")
+    save_huggingface.save_adapters(
+        tmp_path, ADAPTERS, ADAPTERS.__getitem__, ADAPTERS_DECODER, "base"
+    )
     tensors = load_file(tmp_path / peft_adapters.WEIGHTS)
     below = "base_model.model.model.layers.1.mlp.experts.5.down_proj"
     assert tensors[f"{below}.lora_A.weight"].shape == (2, MOE.mlp)

@@ -38,8 +38,7 @@ from dapo_jax.data.sources import hold_out
 from dapo_jax.extras import gym
 from dapo_jax.extras import words as word_problems
 from dapo_jax.extras.sft.settings import WORD_PROBLEMS, OwnData
-from dapo_jax.runtime.limits import memory_error_as_config_error
-from dapo_jax.types.errors import ConfigError, naming, require
+from dapo_jax.types.errors import ConfigError, memory_error_as_config_error, naming, require
 from dapo_jax.types.structs import Completion, Group, Problem, Prompt, Turn
 
 Messages = list[dict[str, Any]]

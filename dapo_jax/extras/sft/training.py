@@ -398,7 +398,7 @@ def write_policy(
 
         base = model_path(settings.start).absolute().name
         with replace("out", adapter_folder(settings.out), kind) as beside:
-            peft_adapters.save_adapters(beside, flat, read, decoder, base)
+            save_huggingface.save_adapters(beside, flat, read, decoder, base)
         layers = policy_layers(flat, read, decoder, settings.start)
         save_huggingface.save_weights(folder, layers, decoder)
     else:

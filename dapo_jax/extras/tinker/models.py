@@ -23,7 +23,7 @@ from dapo_jax.extras.tinker.store import CHANGES, Entry, Request, State, Store
 from dapo_jax.learner.batches import TrainState
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.update import Learner
-from dapo_jax.model import peft_adapters, save_huggingface
+from dapo_jax.model import save_huggingface
 from dapo_jax.run.export import policy_layers
 from dapo_jax.runtime.sharding import flatten, shards, to_host
 from dapo_jax.runtime.storage.output_folder import EXPORTED, replace
@@ -176,7 +176,7 @@ def save_policy(folder: pathlib.Path, policies: Policies, model: Model) -> None:
 
     if model.shape.rank:
         base = pathlib.Path(source).absolute().name
-        peft_adapters.save_adapters(folder, list(flat), read_param, decoder, base)
+        save_huggingface.save_adapters(folder, list(flat), read_param, decoder, base)
     else:
         layers = policy_layers(list(flat), read_param, decoder, source)
         save_huggingface.save_weights(folder, layers, decoder)

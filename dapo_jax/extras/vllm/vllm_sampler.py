@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.model.peft_adapters import save_adapters
+from dapo_jax.model.save_huggingface import save_adapters
 from dapo_jax.rollout.requests import carry_groups
 from dapo_jax.run.build import SamplerParts
 from dapo_jax.runtime import processes, sharding
