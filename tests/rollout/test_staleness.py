@@ -134,7 +134,10 @@ def train_with_stops(config, bursts) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("staleness", "setting"),
-    [(1, "plain"), (2, "plain"), (4, "plain"), (2, "turns"), (4, "adapters")],
+    [
+        *((1, "plain"), (2, "plain"), (4, "plain"), (2, "turns"), (4, "adapters")),
+        *((1, "adaptive"), (2, "interpolated")),
+    ],
 )
 def test_stopped_runs_repeat_the_uninterrupted_one(
     staleness, setting, tiny_folder, score_folder, tmp_path, alone

@@ -41,12 +41,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+# What a step hands to the next besides the policy: an entropy bonus, compiled shapes of rows.
+SETTINGS["adaptive"] = {"preset": "adaptive_entropy", "packing": experiment.Packing(-1, 4)}
+SETTINGS["interpolated"] = {"preset": "log_linear"}
+
+
 def make_kept(setting: str, folder, score_folder, run_dir, **changes: Any) -> Config:
     """Return a run of a policy that samples nearly at random, 1 to 100 tokens."""
     changes = SETTINGS[setting] | changes
     sampler = {"slots": 8, "burst_tokens": 4, "max_response_tokens": 100, "temperature": 4.0}
     algorithm = algorithms.preset(changes.pop("preset", "dapo"))
     algorithm.importance_cap = 2.0
+    algorithm.entropy_target *= 50  # above the entropy of this policy
     algorithm.router_replay = changes.pop("replay", "none")
     correct = changes.pop("correct", "spread")
     reward = experiment.Reward(parts="model=1,repetition=0.1", model_folder=str(score_folder))
