@@ -45,6 +45,7 @@ def made_anew(text: str, elements: int) -> list[str]:
 def test_slots_are_updated_in_place(tiny_params, one_device):
     compiled, cache = compiled_burst(one_device, tiny_params, cache="slots")
     assert "scatter" in compiled.as_text()
+    assert " sort(" not in compiled.as_text()  # which only top-p and top-k need
     assert not made_anew(compiled.as_text(), cache.values.size)
     assert compiled.memory_analysis().temp_size_in_bytes < cache.values.nbytes
 
