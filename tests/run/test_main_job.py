@@ -32,3 +32,10 @@ def test_dapo_teaches_the_embedded_task(seed, tmp_path):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert 0.3 <= summary["heldout_accuracy_before"] <= 0.6
     assert summary["heldout_accuracy_after"] >= 0.9
+
+
+@pytest.mark.slow
+def test_truncated_sampling_teaches_it_too(tmp_path):
+    flags = [f"--config.{section}.top_p=0.9" for section in ("sampler", "evaluation")]
+    run("train", "--config=configs/arithmetic.py", f"--config.run_dir={tmp_path}", *flags)
+    assert json.loads((tmp_path / "summary.json").read_text())["heldout_accuracy_after"] >= 0.9
