@@ -34,7 +34,7 @@ EXTRAS = {
     "init": 171,
     "jetstream": 162,
     "judge": 229,
-    "math": 4_393,
+    "math": 4_395,
     "plan": 950,
     "report": 403,
     "samplers": 899,

@@ -40,7 +40,7 @@ LETTERS = "ABCDEFGHIJ"  # of choices
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
 _CHOICE_AND_VALUE = re.compile(
     r"(?:\\text\{ ?(?:\(([A-J])\)|([A-J])[).:]) ?\}|([A-J])(?:\)|[.:] )"
-    r"|\(([A-J])\) (?![-+*/^=<>!_(\[])) ?((?:(?!(?<![A-Za-z\\])[A-J](?![A-Za-z])).)+)"
+    r"|\(([A-J])\) (?![-(\[])) ?(?![+*/^=<>!_])((?:(?!(?<![A-Za-z\\])[A-J](?![A-Za-z])).)+)"
 )
 
 

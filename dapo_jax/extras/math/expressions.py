@@ -156,8 +156,9 @@ class _Parser:
         """Return the factor without a sign before it; `2 3` is two values, not a product."""
         ahead = itertools.takewhile(lambda token: token != "}", self._tokens[self._at :])
         begin = [token for token in ahead if token != "{"]
-        if self._ends_in_digits and any(map(_is_digits, begin[:1])) and r"\choose" not in begin:
-            raise Refused("two numbers side by side")
+        is_number = any(map(_is_digits, begin[:1])) and r"\choose" not in begin
+        if is_number and (self._ends_in_digits or begin[0] == "1"):
+            raise Refused("two numbers side by side, or a one behind a factor")
         return self._power()
 
     def _refuse_derivative(self, start: int) -> None:

@@ -221,7 +221,8 @@ class Form:
         roots = [[root[0].whole for b in side if (root := _root(b))] for side in sides]
         freed, divided = (math.prod(filter(None, side)) for side in roots)
         has_decimal = bool(below) and any(n.q > 1 for n in above + below)
-        if has_decimal or 0 in above or 1 in below or max(len(above), len(below)) > 1:
+        is_one = 1 in below or 1 in above and not below and len(sides[0]) > 1
+        if has_decimal or 0 in above or is_one or max(len(above), len(below)) > 1:
             self.steps.add("product")
         if math.gcd(*contents) > 1:
             self.steps.add("product")
