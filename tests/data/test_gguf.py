@@ -334,8 +334,7 @@ def test_logits_are_those_of_llama_cpp(family, tmp_path, one_device):
     options = {"n_ctx": 64, "logits_all": True, "verbose": False} | cache
     model = llama_cpp.Llama(str(tmp_path / "model.gguf"), **options)
     tokens = np.random.default_rng(1).integers(2, model.n_vocab(), (2, 40))
-    batch = {"tokens": tokens, "lengths": np.full(2, 40), "first": np.zeros((2, 1), int)}
-    np.savez(back / "expected.npz", **batch)
+    np.savez(back / "expected.npz", tokens=tokens, lengths=np.full(2, 40))
     logits, _ = packed_logits(back, one_device)
     for row, ours in zip(tokens, logits, strict=True):
         model.reset()
