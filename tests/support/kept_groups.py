@@ -15,7 +15,7 @@ from dapo_jax.config.experiment import Config, Data, Mesh, Rollout
 # What a step cost is counted from where it went on.
 COSTS = (
     "decode_ prefills slot_occupancy abandoned_tokens put_back_tokens surplus_groups verdicts/ "
-    "environment_ remote_ sampled_to_kept_tokens outcomes/"
+    "environment_ remote_ sampled_to_kept_tokens tokens_per_slot_step outcomes/"
 ).split()
 STALE = {"rollout": Rollout(6, 4, updates_per_rollout=2, staleness=1)}
 PAGES = {"cache": "paged", "page_tokens": 8, "pages": 48}

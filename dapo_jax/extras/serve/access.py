@@ -42,16 +42,15 @@ class Access:
         A page of another site can make a browser send a request, but can't choose these headers.
         """
         headers, (address, *_) = http.headers, http.scope.get("server") or ("",)
-        for field in ("host", "origin"):
-            value = headers.get(field, "" if field == "host" else "//localhost")
-            if not ({"*", _host(value)} & (self._hosts | {address})):
+        for field in ["host", "origin"] if "origin" in headers else ["host"]:
+            value = headers.get(field, "")
+            if not {"*", _host(value)} & (self._hosts | {address}):
                 allowed = f"one of {', '.join(sorted(self._hosts))}"
                 message = f"{field} = {value[:200]!r}: must be {allowed}"
                 raise RequestError(f"{message}; the setting allowed_hosts adds others", status=403)
-        sent = (
-            f" {headers['x-api-key']}" if "x-api-key" in headers else headers.get("authorization")
-        )
-        if not has_key(sent or "", self._key):
+        key = headers.get("x-api-key", "")  # where Tinker's SDK sends it
+        sent = f"Bearer {key}" if key else headers.get("authorization", "")
+        if not has_key(sent, self._key):
             message = "the key is missing or wrong: send the header Authorization: Bearer KEY"
             raise RequestError(message, status=401, code="invalid_api_key")
         kind = headers.get("content-type", "")
