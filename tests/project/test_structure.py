@@ -38,7 +38,7 @@ EXTRAS = {
     "plan": 950,
     "report": 403,
     "samplers": 899,
-    "serve": 1_298,
+    "serve": 1_297,
     "sft": 1_230,
     "tinker": 1_808,
     "trackers": 142,
