@@ -100,8 +100,8 @@ def run_stacks(
             row = jnp.zeros((*x.shape[:2], layer.kv_heads, layer.head_dim), x.dtype)
             kept.setdefault(name.removeprefix(SHARING), (row, row))
 
-    def run_equal(name: str, x: Array, kept: dict[str, Any], slices: Any) -> Any:
-        """Run layers of a stack; their slices are [layers, ...]."""
+    def run_equal(name: str, x: Array, kept: dict[str, Any], slices: Any, alone: bool) -> Any:
+        """Run layers of a stack; their slices are [layers, ...]. No loop is left of one alone."""
         attend = TRAINING_ATTENTION[configs[name].attention]
         block = make_block(configs[name], _attend_kept(attend) if shares else attend)
         source = name.removeprefix(SHARING)
@@ -111,7 +111,7 @@ def run_stacks(
             return block.apply(*arguments, mutable=list(shared.record), **inputs)
 
         if shared.policy is not None:
-            call = jax.checkpoint(call, policy=shared.policy, prevent_cse=False)
+            call = jax.checkpoint(call, policy=shared.policy, prevent_cse=alone)
 
         def step(carry: tuple[Array, Any], slices: tuple[Any, dict[str, Array]]) -> Any:
             x, row = carry
@@ -127,11 +127,11 @@ def run_stacks(
         done |= {name: done[name] + count * number for name, number in period}
         slices, first = (params, _cut(inputs, first, count, length)), first + count * length
 
-        def step(carry: Any, slices: Any, period: Any = period) -> Any:
+        def step(carry: Any, slices: Any, period: Any = period, count: int = count) -> Any:
             (x, kept), start, found = carry, 0, []
             for (name, number), stack in zip(period, slices[0], strict=True):
                 part = stack, _cut(slices[1], start, number)
-                x, kept, record = run_equal(name, x, kept, part)
+                x, kept, record = run_equal(name, x, kept, part, count == number == 1)
                 start, found = start + number, [*found, record]
             return (x, kept), jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
