@@ -36,7 +36,7 @@ EXTRAS = {
     "judge": 229,
     "math": 4_395,
     "plan": 950,
-    "report": 403,
+    "report": 397,
     "samplers": 899,
     "serve": 1_297,
     "sft": 1_230,

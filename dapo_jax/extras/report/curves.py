@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 Line = tuple[str, Sequence[Mapping[str, Any]], str]  # name, rows of the run, metric
-# Means over a subset of responses or tokens, which can be empty.
-SUBSET_MEANS = {"up_clipped_probability", "response_tokens_right", "response_tokens_wrong"}
+# Means over a subset of responses or tokens, and the metric that is 0 if that is empty.
+SUBSETS = {name: name for name in ("response_tokens_right", "response_tokens_wrong")}
+SUBSETS["up_clipped_probability"] = "clip_fraction_high"
 STRETCHES = 300  # of a long curve; each shows its lowest and its highest value, so peaks stay
 LEFT, RIGHT, TOP, BOTTOM = 52, 344, 8, 162  # of the axes, in a picture of 360 x 190
 
@@ -22,18 +23,12 @@ def show_number(value: Any) -> str:
     return f"{value:.1e}" if 0 < abs(value) < 1e-4 else f"{value:.3g}"
 
 
-def value_at(row: Mapping[str, Any], metric: str) -> float:
-    """Return the value of a metric in a row; NaN if missing or the mean of an empty subset."""
-    subset = metric.replace("up_clipped_probability", "clip_fraction_high")
-    is_empty = metric in SUBSET_MEANS and row.get(subset) == 0
-    value = row.get(metric, math.nan)
-    is_known = isinstance(value, int | float) and -1e300 < value < 1e300 and not is_empty
-    return float(value) if is_known else math.nan
-
-
 def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> np.ndarray:
-    """Return steps and values, [points, 2]; NaN is a gap."""
-    points = np.array([(row["step"], value_at(row, metric)) for row in rows], float)
+    """Return steps and values, [points, 2]; NaN is a gap: no value, or of an empty subset."""
+    subset = SUBSETS.get(metric)
+    found = [row.get(metric) if subset is None or row.get(subset) != 0 else None for row in rows]
+    values = [x if isinstance(x, int | float) and abs(x) < 1e300 else math.nan for x in found]
+    points = np.column_stack([[row["step"] for row in rows], np.array(values, float)])
     is_known = np.isfinite(points[:, 1])
     if metric.startswith("heldout_") or not is_known.any():  # rare: a line joins them
         points = points[is_known]

@@ -76,14 +76,14 @@ def page(runs: Runs) -> str:
         runs = [run._replace(name=str(run.folder)) for run in runs]
     leads = all(reward_leads(run.settings) for run in runs)
     metrics = sorted(HEADLINES.split(), key=lambda metric: leads and "accuracy" in metric)
-    lines = [[metric, *(headline(run, metric) for run in runs)] for metric in metrics]
+    numbers = ([metric, *(headline(run, metric) for run in runs)] for metric in metrics)
     loader = jinja2.PackageLoader("dapo_jax.extras", "report")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
     environment.filters["number"] = show_number
     most = max(1, MAX_STEPS // len(runs))
     text = environment.get_template("page.html").render(
         names=[run.name for run in runs],
-        headlines=[line for line in lines if any(line[1:])],
+        headlines=[line for line in numbers if any(line[1:])],
         alerts=[(run.name, text) for run in runs for text in check_run(run.rows, run.settings)],
         cards=list(cards(runs, leads)),
         groups=[(run.name, group) for run in runs for group in sample_groups(run, most)],
