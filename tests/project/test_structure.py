@@ -33,7 +33,7 @@ EXTRAS = {
     "gym": 190,
     "init": 171,
     "jetstream": 162,
-    "judge": 229,
+    "judge": 225,
     "math": 4_395,
     "plan": 950,
     "report": 397,

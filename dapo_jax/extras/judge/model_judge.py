@@ -36,12 +36,9 @@ SYSTEM = (
     '"score": N}}, where N is a whole number from 0 (worst) to {highest} (best).'
 )
 AGAIN = "Reply with the JSON object alone."  # no judge reads its own reply, which may quote
-SCHEMA = {
-    "type": "object",
-    "properties": {"reason": {"type": "string"}, "score": {"type": "integer"}},
-    "required": ["reason", "score"],
-    "additionalProperties": False,
-}
+GRADE = {"reason": {"type": "string"}, "score": {"type": "integer"}}
+SCHEMA: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": GRADE}
+SCHEMA["required"] = [*GRADE]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "grade", "strict": True, "schema": SCHEMA}}
 UNREAD = (400, 413, 422)  # of what is too long, or filtered
 # Each control token has one: <|im_end|>, </s>, [INST], [gMASK], [UNUSED_TOKEN_145], ]~b], ...
@@ -87,8 +84,7 @@ class ModelJudge:
     """Reward function that asks a judge. A row's column `rubric` replaces the configured one."""
 
     def __init__(self, settings: JudgeSettings):
-        self._settings = settings
-        self.concurrency = settings.concurrency
+        self._settings, self.concurrency = settings, settings.concurrency
         self._threads = concurrent.futures.ThreadPoolExecutor(self.concurrency)
 
     async def __call__(self, prompt: str, response: str, answer: str, rubric: str = "") -> Score:
